@@ -81,10 +81,12 @@ def main() -> None:
         return
     local = {"learning_rate": 0.03}
     print("| method | a round takes | accuracy, % | clock | of that without a slow client |\n|---|---|---|---|---|")
-    for name in ("fedavg", "fedavgm"):
-        usual = [line({"name": name, "local": local}, None, seed, {})[1] for seed in SEEDS]
+    momenta = {"fedavg": {}, "fedavgm": {}, "fedavgm, momentum 0.3": {"server_momentum": 0.3}}
+    for name, more in momenta.items():
+        method = {"name": name.split(",")[0], "local": local} | more
+        usual = [line(method, None, seed, {})[1] for seed in SEEDS]
         for buffer in (None, 6, 4, 2, 1):
-            found = [line({"name": name, "local": local}, buffer, seed, SLOW) for seed in SEEDS]
+            found = [line(method, buffer, seed, SLOW) for seed in SEEDS]
             accuracy, clock = (statistics.mean(values) for values in zip(*found, strict=True))
             what = "all 8" if buffer is None else f"the first {buffer}"
             print(f"| {name} | {what} | {100 * accuracy:.1f} | {clock:.0f} | {clock / statistics.mean(usual):.2f} |")

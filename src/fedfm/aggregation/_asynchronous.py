@@ -6,9 +6,9 @@ that began tau_i server updates ago:
 
     w <- w + (1 / K) sum_i s(tau_i) Delta_i,   s(tau) = (1 + tau)^(-1/2),
 
-or, weighted by rows as everywhere here, sum_i n_i s(tau_i) Delta_i / sum_i n_i. Here a client that has answered waits
-for the update of its buffer and starts from the result, so that nobody is in a buffer twice. With K as large as the
-federation every round is FedAvg's.
+or, weighted by rows as everywhere here, sum_i n_i s(tau_i) Delta_i / sum_i n_i. A client that has answered begins at
+once with the newest model; if that is the one that it has just trained, it waits for the next update. So nobody is in a
+buffer twice. With K as large as the federation every round is FedAvg's.
 
 On a deployment the order of arrival is real. Elsewhere it is simulated by a clock: a pass takes |N(0, 1)| over the
 client's speed, as in the paper's simulations, so that a run has the same bits every time.
@@ -105,12 +105,14 @@ class Buffered(Transport):
             if client not in underway:
                 underway[client] = [clock + took[client], fed.round]
         queue = sorted(underway, key=lambda client: (underway[client][0], client))
-        before, cohort = len(fed.excluded), list[ClientId]()
+        before, cohort, start, taken = len(fed.excluded), list[ClientId](), clock, dict[ClientId, Any]()
         while queue and len(cohort) < self.buffer:
             places = self.buffer - len(cohort)
             due, queue = sorted(queue[:places]), queue[places:]
             ended = {client: underway.pop(client) for client in due}
-            clock, began = max(end for end, _ in ended.values()), {client: t for client, (_, t) in ended.items()}
+            clock = max(clock, *(end for end, _ in ended.values()))
+            taken |= ended
+            began = {client: t for client, (_, t) in ended.items()}
             now = payload
             if set(began.values()) != {fed.round}:
                 now = {key: each({c: sent[str(t)][key] for c, t in began.items()}) for key in payload}
@@ -119,6 +121,10 @@ class Buffered(Transport):
             ):
                 cohort.append(client)
                 yield began[client], update
+        for client in sorted(cohort, key=lambda client: (taken[client][0], client))[:-1]:
+            end, t = taken[client]
+            if t < fed.round:  # it got this round's model while the last one was waited for
+                underway[client] = [max(start, end) + took[client], fed.round]
         fed.cohort, fed.heard = tuple(sorted(cohort)), len(cohort)
         fed.suffice(len(cohort), self.buffer, f"train.{action(handler)}", before)
         needed = {str(t) for _, t in underway.values()}

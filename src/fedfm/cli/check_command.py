@@ -42,7 +42,7 @@ def check(args: Any) -> int:
             locate(experiment.model.name)
         if isinstance(experiment.method, Founded):
             experiment.method.check_foundation()
-        from fedfm.runtime.description import of_method, of_model, of_rows
+        from fedfm.runtime.description import of_arrival, of_method, of_model, of_rows
         from fedfm.runtime.forecast import forecast
         from fedfm.runtime.population import populate
 
@@ -57,6 +57,7 @@ def check(args: Any) -> int:
         result["notices"] = [
             *of_rows(experiment.method, population),
             *of_method(experiment.method, {} if expected is None else expected.by_class),
+            *of_arrival(experiment, len(population.clients)),
             *of_model(experiment.run, population.model),
         ]
         if expected is not None:

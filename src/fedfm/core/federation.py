@@ -275,7 +275,8 @@ class Federation:
         pending = set(asked)
         early: dict[ClientId, Any] = {}  # valid replies that wait for a client before them
         turns, good, before = sorted(pending, reverse=True), 0, len(self.excluded)
-        deliver: Any = self._link.exchange if first is None else self._link.stream  # type: ignore[attr-defined]
+        link: Any = self._link
+        deliver = link.exchange if first is None else lambda requests: link.stream(requests, request)
         for reply in deliver([request(client) for client in cohort]) if pending else ():
             try:
                 self._expected(reply, pending, asked)
@@ -310,7 +311,7 @@ class Federation:
                 self._exclude(client, ClientFault(E_TIMEOUT, "no reply in time"))
         else:
             awaited = self._link.awaited if isinstance(self._link, Streaming) else {}
-            self.underway = {client: awaited.get(client, asked[client]) for client in sorted(pending)}
+            self.underway = {client: awaited.get(client) or asked[client] for client in sorted({*pending, *awaited})}
             self.cohort = tuple(sorted(early))
         yield from sorted(early.items())
         self.excluded[before:] = sorted(self.excluded[before:], key=lambda e: (e.client, e.code))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -69,8 +69,10 @@ class Streaming(Link, Protocol):
         one.
         """
 
-    def stream(self, requests: Sequence[Request]) -> Iterator[Reply]:
-        """Deliver; yield replies to these and to earlier requests of this kind as they arrive, while any is awaited."""
+    def stream(self, requests: Sequence[Request], again: Callable[[ClientId], Request]) -> Iterator[Reply]:
+        """Deliver; yield replies to these and to earlier requests of this kind as they arrive, one a client, while any
+        is awaited. A client that has answered an earlier one gets ``again`` of its name while others are waited for.
+        """
 
 
 @dataclass(frozen=True)

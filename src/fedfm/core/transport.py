@@ -99,6 +99,9 @@ class Coding:
         return found
 
 
+_Coder = Callable[[Request], Request]
+
+
 class CodedLink:
     """A link whose messages are coded: the server's half.
 
@@ -128,15 +131,15 @@ class CodedLink:
             self._link.restore(awaited)
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
-        yield from self._through(self._link.exchange, requests, requests[0].handler.startswith(_METHODS))
+        own = requests[0].handler.startswith(_METHODS)
+        yield from self._through(lambda of: self._link.exchange([of(request) for request in requests]), own)
 
-    def stream(self, requests: Sequence[Request]) -> Iterator[Reply]:
+    def stream(self, requests: Sequence[Request], again: Callable[[ClientId], Request]) -> Iterator[Reply]:
         """As that of the link; all of it is the method's own."""
-        yield from self._through(self._link.stream, requests, True)  # type: ignore[attr-defined]
+        stream: Any = self._link.stream  # type: ignore[attr-defined]
+        yield from self._through(lambda of: stream([of(r) for r in requests], lambda client: of(again(client))), True)
 
-    def _through(
-        self, deliver: Callable[[Sequence[Request]], Iterator[Reply]], requests: Sequence[Request], own: bool
-    ) -> Iterator[Reply]:
+    def _through(self, deliver: Callable[[_Coder], Iterator[Reply]], own: bool) -> Iterator[Reply]:
         kept: dict[int, tuple[Any, Any]] = {}  # what several clients are sent is coded once: id -> (it, coded)
 
         def once(value: Any) -> Any:
@@ -150,7 +153,7 @@ class CodedLink:
                 kept[id(request.payload)] = request.payload, payload
             return request._replace(payload=kept[id(request.payload)][1])
 
-        for reply in deliver([of(request) for request in requests]):
+        for reply in deliver(of):
             try:
                 value = self._coding.rebuilt(reply.value, self.up.add if own else _nothing)
             except ClientFault as fault:

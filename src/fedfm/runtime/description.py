@@ -23,11 +23,13 @@ from fedfm.training.loop import over_classes
 from fedfm.training.scheduler import trains_without
 
 if TYPE_CHECKING:
+    from fedfm.config.experiment import Experiment
     from fedfm.config.run_spec import RunSpec
     from fedfm.runtime.progress import Progress
     from fedfm.runtime.run_directory import Run
 
 LORA_ALONE = ("lora",)
+_LATE_MOMENTUM = 0.3  # at the server; benchmarks/asynchronous.py
 _NAMED = 10  # classes in a notice
 
 
@@ -74,7 +76,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
             raise InputError(f"the {name} changed since this run began: a resumed run needs what it started with")
     notices = [*of_rows(run.experiment.method, population), *of_model(run.experiment.run, population.model)]
     notices += _elsewhere(run, population.model)
-    told = of_method(run.experiment.method)
+    told = [*of_method(run.experiment.method), *of_arrival(run.experiment, len(population.clients))]
     for notice in (*notices, *told, *_on_disk(population)):
         progress.notice(notice)
     run.manifest["notices"] += [text for text in told if text not in run.manifest["notices"]]
@@ -103,6 +105,17 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
 def of_method(method: Method[Any], counts: Mapping[ClientId, Sequence[int]] | None = None) -> list[str]:
     """What the method says before its first round; ``counts`` are each client's training rows by class, if known."""
     return method.forewarnings(counts or {}) if isinstance(method, Forewarning) else []
+
+
+def of_arrival(experiment: Experiment, clients: int) -> list[str]:
+    """A notice if late answers would make a server's momentum swing: it adds them to steps that followed since."""
+    late, momentum = experiment.run.asynchronous, getattr(experiment.method, "server_momentum", 0.0)
+    if late is None or late.buffer >= clients or momentum <= _LATE_MOMENTUM:
+        return []
+    return [
+        f"asynchronous rounds: with answers that are late, server_momentum = {momentum:g} can make the model swing; "
+        f"{_LATE_MOMENTUM:g} did well in docs/how-to/slow-silos.md"
+    ]
 
 
 def of_rows(method: Method[Any], population: Partitioned) -> list[str]:

@@ -2,8 +2,9 @@
 
 ``private/underway.json`` names the last request to every client: its round, its call, the SHA-256 of its payload, and
 the name by which the site keeps its answer (:mod:`fedfm.engines.flower.recall`). ``private/underway/`` has the answer,
-as soon as it is pulled. An entry stands until its client is asked the next time, which is after the commit of the round
-that its answer was in. A run that goes on after a stop therefore finds all that its last checkpoint waits for.
+as soon as it is pulled. A client may be asked anew before the round is committed that its answer is in. So the request
+before the last one and its answer stay as well, until the client is asked the next time, which is after that commit. A
+run that goes on after a stop therefore finds all that its last checkpoint waits for.
 
 A request has two hashes. By that of its whole payload this server sees that it is about to send the same again. That of
 the message as it crossed, where a hash may stand for parameters, is the name by which the site finds its answer. An
@@ -55,7 +56,7 @@ class SentRequest:
 
 
 class Outstanding:
-    """The last request to each client, and its answer.
+    """The last request to each client, the one before it if that was answered, and the answers.
 
     Args:
         folder: the run's ``private``.
@@ -66,33 +67,43 @@ class Outstanding:
 
     def __init__(self, folder: Path) -> None:
         self._path, self._folder = folder / "underway.json", folder / "underway"
-        self._sent = self._read()
+        self._sent, self._before = dict[ClientId, SentRequest](), dict[ClientId, SentRequest]()
+        self._read()
         self._sizes = {path.name: path.stat().st_size for path in self._folder.glob("*")}
         self.digest = Digest()
 
-    def sent(self, client: ClientId) -> SentRequest | None:
-        """The last request to a client."""
-        return self._sent.get(client)
+    def sent(self, client: ClientId) -> list[SentRequest]:
+        """The last requests to a client, the newest first."""
+        return [one[client] for one in (self._sent, self._before) if client in one]
 
     def at_work(self) -> dict[int, ClientId]:
         """Clients by node that have not answered, as far as this server knows."""
-        return {sent.node: client for client, sent in self._sent.items() if not self._file(client).exists()}
+        return {sent.node: client for client, sent in self._sent.items() if not self._file(client, sent).exists()}
 
     def enter(self, requests: Mapping[ClientId, SentRequest]) -> None:
-        """Write requests that are on their way, in place of their clients' last ones."""
-        for client in requests:
-            self._remove(client)
+        """Write requests that are on their way; of each client the last one stays as well, if it was answered."""
+        for client, sent in requests.items():
+            last = self._sent.get(client)
+            if last is None or last.at == sent.at:  # it is sent again, whole
+                continue
+            if (before := self._before.pop(client, None)) is not None:
+                self._remove(self._file(client, before))
+            if self._file(client, last).exists():
+                self._before[client] = last
         self._sent |= requests
-        text = json.dumps({client: asdict(sent) for client, sent in sorted(self._sent.items())}, indent=1)
+        told = {
+            client: asdict(sent) | ({"before": asdict(self._before[client])} if client in self._before else {})
+            for client, sent in sorted(self._sent.items())
+        }
         with contextlib.suppress(RunError):  # a full disk costs second passes after a stop, and no more
-            storage.write_atomic(self._path, text.encode(), 0o600, sync=False)
+            storage.write_atomic(self._path, json.dumps(told, indent=1).encode(), 0o600, sync=False)
 
     def keep(self, client: ClientId, reply: Reply) -> None:
         """Write the answer to a client's last request, if it is one."""
         sent = self._sent.get(client)
         if sent is None or reply.fault is not None or (reply.round, reply.call) != sent.at:
             return
-        path = self._file(client)
+        path = self._file(client, sent)
         sizes = {"down": reply.nbytes_down, "up": reply.nbytes_up, "spared": reply.spared}
         if sum(self._sizes.values()) + reply.nbytes_up > _MOST:
             return
@@ -101,13 +112,13 @@ class Outstanding:
             storage.save(path, {"name": sent.name, "value": reply.value} | sizes, 0o600, sync=False)
             self._sizes[path.name] = reply.nbytes_up
         except (OSError, RunError):
-            self._remove(client)
+            self._remove(path)
 
-    def answer(self, client: ClientId) -> Reply | None:
-        """The answer to a client's last request, if it was pulled."""
-        sent, path = self._sent.get(client), self._file(client)
-        told = storage.load(path, None) if sent is not None and path.exists() else None
-        if sent is None or not isinstance(told, Mapping) or told.get("name") != sent.name:
+    def answer(self, client: ClientId, sent: SentRequest) -> Reply | None:
+        """The answer to one of :meth:`sent`, if it was pulled."""
+        path = self._file(client, sent)
+        told = storage.load(path, None) if path.exists() else None
+        if not isinstance(told, Mapping) or told.get("name") != sent.name:
             return None
         try:
             return Reply(client, told["value"], *sent.at, told["down"], told["up"], None, told["spared"])
@@ -119,18 +130,18 @@ class Outstanding:
         self._path.unlink(missing_ok=True)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _read(self) -> dict[ClientId, SentRequest]:
-        """What a former process wrote; nothing if it is not whole."""
-        try:
-            told = json.loads(self._path.read_text(encoding="utf-8"))
-            return {client: SentRequest(**sent) for client, sent in told.items()}
-        except (OSError, ValueError, TypeError, AttributeError):
-            return {}
+    def _read(self) -> None:
+        """Take in what a former process wrote; nothing if it is not whole."""
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            for client, told in json.loads(self._path.read_text(encoding="utf-8")).items():
+                before = told.pop("before", None)
+                self._sent[client] = SentRequest(**told)
+                if before is not None:
+                    self._before[client] = SentRequest(**before)
 
-    def _file(self, client: ClientId) -> Path:
-        return self._folder / hashlib.sha256(client.encode()).hexdigest()[:32]
+    def _file(self, client: ClientId, sent: SentRequest) -> Path:
+        return self._folder / hashlib.sha256(f"{sent.name}\n{client}".encode()).hexdigest()[:32]
 
-    def _remove(self, client: ClientId) -> None:
-        path = self._file(client)
+    def _remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)
         self._sizes.pop(path.name, None)

@@ -6,8 +6,7 @@ After a stop it asks nobody anew who has answered, or is still at it: see :mod:`
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from flwr.app import Message
@@ -37,7 +36,7 @@ class FlowerStream(FlowerLink):
 
     def __init__(self, grid: Grid, *, outstanding: Outstanding, **settings: Any) -> None:
         self._underway: dict[str, tuple[Underway, float]] = {}  # with the time of giving up
-        self._ready: deque[Reply] = deque()  # what is pulled is nowhere else, and the caller may stop
+        self._ready: list[Reply] = []  # what is pulled is nowhere else, and the caller may stop
         self._outstanding = outstanding
         self._restored: dict[ClientId, tuple[int, int]] = {}
         self._unmet: dict[str, tuple[Underway, ClientId]] = {}  # hellos that nobody waits for
@@ -57,25 +56,25 @@ class FlowerStream(FlowerLink):
     def restore(self, awaited: Mapping[ClientId, tuple[int, int]]) -> None:
         self._restored = dict(awaited)
 
-    def stream(self, requests: Sequence[Request]) -> Iterator[Reply]:
+    def stream(self, requests: Sequence[Request], again: Callable[[ClientId], Request]) -> Iterator[Reply]:
         """Deliver; yield replies to these and to earlier requests of this kind as they arrive, while any is awaited.
 
-        A client that is absent, dies or is late gets a fault, and can be asked again.
+        A client yields one reply in a call. If that is to an earlier request than ``again`` of its name and others are
+        waited for, it gets that one; the reply to it is of the next call. A client that is absent, dies or is late gets
+        a fault, and can be asked again.
         """
         if self._stop():
             raise Interrupted
-        known = {one.client: before for one in requests if (before := self._sent_before(one)) is not None}
-        pulled = {client: reply for client in known if (reply := self._outstanding.answer(client)) is not None}
-        self._ready.extend(sorted(pulled.values(), key=lambda reply: (reply.round, reply.call, reply.client)))
-        sent, absent = self._placed([request for request in requests if request.client not in pulled])
-        yield from absent
-        yield from self._launch([(node, request) for node, request in sent if request.client not in known])
-        yield from self._recall([(node, request) for node, request in sent if request.client in known], known)
-        pause = POLL[0]
-        while self._ready or self._underway:
-            while self._ready:
+        self._send(requests)
+        pause, heard = POLL[0], set[ClientId]()
+        while self.awaited.keys() - heard:
+            for reply in [reply for reply in self._ready if reply.client not in heard]:
+                self._ready.remove(reply)
+                heard.add(reply.client)
                 self._progress()
-                yield self._ready.popleft()
+                yield reply
+                if reply.fault is None and (request := again(reply.client)).round > reply.round:
+                    self._send([request])
             suspects = self._probes.suspects
             came = list(self._grid.pull_messages([*self._underway, *self._late, *self._unmet, *self._probes.names]))
             for message in came:
@@ -95,6 +94,20 @@ class FlowerStream(FlowerLink):
                 pause = min(pause * 1.5, POLL[1])
             else:
                 pause = POLL[0]
+
+    def _send(self, requests: Sequence[Request]) -> None:
+        """Deliver; what a former process has sent is not sent again, and its answer comes from the disk if it is there.
+
+        What came and what failed at once is ready.
+        """
+        known = {one.client: before for one in requests if (before := self._sent_before(one)) is not None}
+        found = [self._outstanding.answer(client, before) for client, before in known.items()]
+        pulled = sorted((r for r in found if r is not None), key=lambda reply: (reply.round, reply.call, reply.client))
+        there = {reply.client for reply in pulled}
+        sent, absent = self._placed([request for request in requests if request.client not in there])
+        self._ready += [*pulled, *absent]
+        self._ready += self._launch([(node, request) for node, request in sent if request.client not in known])
+        self._ready += self._recall([(node, request) for node, request in sent if request.client in known], known)
 
     def _arrived(self, message: Message) -> None:
         """Take in what was pulled."""
@@ -150,13 +163,13 @@ class FlowerStream(FlowerLink):
         For a client that was awaited at the last commit that is the request of then; else it is this very one, of a
         round that was not completed.
         """
-        sent, at = self._outstanding.sent(request.client), self._restored.pop(request.client, None)
-        if sent is None or sent.handler != request.handler:
-            return None
-        if at is not None and sent.at == at:
-            return sent
-        same = sent.at == (request.round, request.call) and sent.payload == self._outstanding.digest.of(request)
-        return sent if same else None
+        at = self._restored.pop(request.client, None)
+        sent = [one for one in self._outstanding.sent(request.client) if one.handler == request.handler]
+        awaited = [one for one in sent if one.at == at]
+        return next(iter(awaited or [one for one in sent if self._is(one, request)]), None)
+
+    def _is(self, sent: SentRequest, request: Request) -> bool:
+        return sent.at == (request.round, request.call) and sent.payload == self._outstanding.digest.of(request)
 
     def _greet(self) -> None:
         """Send hello; a site that a former process left at work answers when it has ended, and nobody waits for that.
