@@ -263,6 +263,15 @@ class TakesLate(Protocol):
 
 
 @runtime_checkable
+class WaryOfLate(Protocol):
+    """Its settings may not suit updates of earlier rounds. Caller: what a run and ``fedfm check`` say first."""
+
+    @property
+    def late_forewarning(self) -> str:
+        """What may go wrong, and what to set; "" if nothing."""
+
+
+@runtime_checkable
 class Sealed(Protocol):
     """The server cannot read some replies. Caller: the checks of secure aggregation and of noise on means."""
 

@@ -15,6 +15,8 @@ from fedfm.linalg.params import Params
 from fedfm.methods._statistics import averaged
 from fedfm.methods.fedavg import FedAvg
 
+_LATE_MOMENTUM = 0.3  # benchmarks/asynchronous.py
+
 
 @dataclass(frozen=True)
 class Momentum:
@@ -35,6 +37,15 @@ class FedAvgM(FedAvg):
 
     server_momentum: float = setting(0.9, "beta", ge=0, lt=1)
     server_learning_rate: float = setting(1.0, "eta", gt=0)
+
+    @property
+    def late_forewarning(self) -> str:
+        if self.server_momentum <= _LATE_MOMENTUM:
+            return ""
+        return (
+            f"asynchronous rounds: with answers that are late, server_momentum = {self.server_momentum:g} can make the "
+            f"model swing; {_LATE_MOMENTUM:g} did well in docs/how-to/slow-silos.md"
+        )
 
     def init(self, fed: Federation) -> Momentum:  # type: ignore[override]
         return Momentum(fed.initial, 0.0 * fed.initial)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedfm.core.capabilities import Forewarning, Viewing
+from fedfm.core.capabilities import Forewarning, Viewing, WaryOfLate
 from fedfm.core.client import ClientId
 from fedfm.core.method import Method
 from fedfm.errors import InputError
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from fedfm.runtime.run_directory import Run
 
 LORA_ALONE = ("lora",)
-_LATE_MOMENTUM = 0.3  # at the server; benchmarks/asynchronous.py
 _NAMED = 10  # classes in a notice
 
 
@@ -108,14 +107,11 @@ def of_method(method: Method[Any], counts: Mapping[ClientId, Sequence[int]] | No
 
 
 def of_arrival(experiment: Experiment, clients: int) -> list[str]:
-    """A notice if late answers would make a server's momentum swing: it adds them to steps that followed since."""
-    late, momentum = experiment.run.asynchronous, getattr(experiment.method, "server_momentum", 0.0)
-    if late is None or late.buffer >= clients or momentum <= _LATE_MOMENTUM:
+    """What the method says before the first round of updates that may be late."""
+    late, method = experiment.run.asynchronous, experiment.method
+    if late is None or late.buffer >= clients or not isinstance(method, WaryOfLate):
         return []
-    return [
-        f"asynchronous rounds: with answers that are late, server_momentum = {momentum:g} can make the model swing; "
-        f"{_LATE_MOMENTUM:g} did well in docs/how-to/slow-silos.md"
-    ]
+    return [text] if (text := method.late_forewarning) else []
 
 
 def of_rows(method: Method[Any], population: Partitioned) -> list[str]:
