@@ -291,9 +291,8 @@ class HidingCounts(Protocol):
 
 @runtime_checkable
 class Foretelling(Protocol):
-    """A run may train nothing, and let silos predict rows without labels. Caller: a silo's file, which names them.
-
-    The predictions are in :data:`PREDICTIONS` of the client's store.
+    """A run may train nothing, and let silos predict rows without labels, into :data:`PREDICTIONS` of their stores.
+    Caller: a silo's file, which names them.
     """
 
     @property
