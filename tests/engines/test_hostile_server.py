@@ -356,6 +356,35 @@ def test_scores_that_the_policy_keeps_are_not_told_beside_an_update(tmp_path):
     assert Server(by_method, text).hello() == "E_EXPERIMENT"
 
 
+def test_in_asynchronous_rounds_an_update_tells_scores_as_far_as_the_policy_allows(tmp_path):
+    """They are those that the silo would answer if it were asked for them."""
+    late = {"run": {"asynchronous": {"buffer": 2}}, "data": {"val_fraction": 0.2}}
+    server = Server(silo(tmp_path / "a", allow=["mean", "scores"]), experiment(**late))
+    assert server.hello() == "fits"
+    told = {k: v for k, v in server.train()["body"]["metrics"].items() if k.startswith("sent/")}
+    for part in ("test", "val"):
+        asked = server.send("scores.Evaluation_evaluate", {"w": W, "part": part}, 1, 2)["body"]
+        known = {f"sent/{part}/{key}": value for key, value in asked.items() if value is not None}
+        assert {k: v for k, v in told.items() if f"/{part}/" in k} == known
+        assert {f"sent/{part}/{key}" for key in ("n", "accuracy", "loss")} <= known.keys()
+    for name, allow, run in (("b", ["mean"], {}), ("c", ["mean", "scores"], {"evaluate_every": 0})):
+        other = Server(silo(tmp_path / name, allow=allow), experiment(**(late | {"run": late["run"] | run})))
+        assert other.hello() == "fits"
+        assert not any(k.startswith("sent/") for k in other.train()["body"]["metrics"])
+
+
+def test_a_site_scores_as_often_as_the_experiment_says(tmp_path):
+    run = {"asynchronous": {"buffer": 2}, "evaluate_every": 3}
+    server = Server(silo(tmp_path), experiment(run=run, method={"name": "fedavg", "rounds": 9}))
+    assert server.hello() == "fits"
+    site, scored = sites.of_folder(client_stub.admitted(server.config, server.node, 1))[0], []
+    for t in (1, 2, 3, 4, 6, 8):
+        head_, pieces = payload.encode({"round": t, "call": 1, "body": {"w": W}})
+        told = payload.decode(*site.answer("", "train.FedAvg_train", head_, b"".join(pieces)), None)
+        scored += [t] * any(k.startswith("sent/") for k in told["body"]["metrics"])
+    assert scored == [1, 4, 8]
+
+
 W = head(2)
 EXPOSING = {  # a message of each kind: method, handler, payload
     "mean": ("fedavg", "train.FedAvg_train", {"w": W}),

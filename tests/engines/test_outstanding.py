@@ -15,9 +15,10 @@ from test_apps import App
 from fedfm.aggregation._asynchronous import buffered
 from fedfm.aggregation.base import Aggregator
 from fedfm.config.run_spec import AsynchronousSpec, RunSpec
-from fedfm.core.client import Client, Update, on_client
+from fedfm.core.client import Client, ClientData, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Reply
+from fedfm.core.rows import Rows
 from fedfm.core.transport import linked
 from fedfm.core.wire import codec
 from fedfm.engines.flower.outstanding import Outstanding, SentRequest
@@ -28,9 +29,10 @@ from fedfm.engines.flower.stream import FlowerStream
 from fedfm.errors import RunError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
+from fedfm.runtime.late_scores import Newest
 from fedfm.training import SGD
 from grid import InProcessGrid
-from toy import Toys
+from toy import Quadratic, Toys
 
 ROWS = {"a": [1.0], "b": [2.0, 3.0], "c": [-1.0]}
 NODES = {102: "a", 101: "b", 100: "c"}
@@ -60,18 +62,18 @@ class Counted(FedAvg):
 class World:
     """Sites that stay, and one server after the other."""
 
-    def __init__(self, folder, transport="float32"):
+    def __init__(self, folder, transport="float32", toys=Toys):
         self.folder, self.method = folder, Counted(local=SGD(learning_rate=ETA, batch_size=8))
         self.passes, self.transport = self.method.passes, transport
         spec = RunSpec(asynchronous=AsynchronousSpec(buffer=2), transport=transport)
         told = SimpleNamespace(method=self.method, aggregation=Aggregator(), run=spec, privacy=None)
         self.apps = {}
         for node, name in NODES.items():
-            toys = Toys({name: ROWS[name]})
-            toys.model.fingerprint = "f" * 64
+            own = toys({name: ROWS[name]})
+            own.model.fingerprint = "f" * 64
             (folder / name).mkdir(parents=True)
             file = folder / name / FILE
-            site = Site(lambda: told, folder / name / "memory", lambda experiment, classes, t=toys: t, answers=file)
+            site = Site(lambda: told, folder / name / "memory", lambda experiment, classes, o=own: o, answers=file)
             self.apps[node] = App(site, name)
 
     def serve(self, lost=(), after=None, stop=lambda: False, busy=(), **more):
@@ -257,27 +259,68 @@ def test_a_site_that_is_still_at_it_holds_up_no_hello(tmp_path):
     assert world.trained().count("c") == 1 + ("c" in fed.underway)  # what it is at now, it was asked for since
 
 
-def test_scores_between_rounds_are_those_of_sites_that_are_idle_and_keep_pace(tmp_path):
-    world = World(tmp_path)
-    busy = set()
-    fed, step, _ = world.serve(busy=busy)
+class Judging(Quadratic):
+    """Its score of rows is their mean loss."""
+
+    def evaluate(self, rows):
+        return {"n": len(rows), "accuracy": None, "loss": self.loss(rows.batch(range(len(rows)))).item()}
+
+
+class Judged(Toys):
+    """Clients whose training rows are their test rows, too."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.model = self.client_model = Judging()
+
+    def data(self, client):
+        return ClientData(lambda: self._rows[client], lambda: Rows(), lambda: self._rows[client])
+
+
+def test_sites_score_the_model_that_they_train_and_nobody_waits_for_it(tmp_path):
+    """Each line against the loss worked by hand; who has not answered for long is left out."""
+    world, busy = World(tmp_path, toys=Judged), set()
+    fed, step, sent = world.serve(busy=busy)
     busy.add("c")
+    newest, w, came = Newest(fed, 1, 2), [fed.initial], {}
+    before = fed.clients
+    for t in range(1, 16):
+        w.append(step(w[-1], t))
+        newest.hear()
+        came |= {client: fed.began[client] - 1 for client in fed.cohort}
+        if t == 2:
+            world.end()  # c's first answer, to the model of round 0, and none to the next request
+        rounds, scores = newest.rounds(), newest.of("test")
+        assert rounds == {client: r for client, r in came.items() if t - r <= 1 + 4 * 3 / 2}
+        assert scores.keys() == {*before}
+        for client, r in rounds.items():
+            loss = sum((value(w[r]) - a) ** 2 / 2 for a in ROWS[client]) / len(ROWS[client])
+            assert scores[client] == {"n": len(ROWS[client]), "loss": pytest.approx(loss, rel=1e-4)}
+        assert [client for client in before if not scores[client]] == [c for c in before if c not in rounds]
+    assert came["c"] == 0
+    assert "c" not in newest.rounds()  # it was in some lines, and is no more
+    assert newest.of("val") == {client: {} for client in before}
+    assert set("".join(sent())) == set("abc")
+    assert fed.excluded == []
+
+
+class Unjudged(Judged):
+    """Clients whose rows cannot be scored."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.model.evaluate = None
+
+
+def test_what_prevents_scores_prevents_no_training(tmp_path):
+    world = World(tmp_path, toys=Unjudged)
+    fed, step, _ = world.serve()
     w = fed.initial
-    for t in (1, 2, 3, 4):
+    for t in (1, 2, 3):
         w = step(w, t)
-        assert fed.in_step == ["a", "b"]  # the third is at work
-    busy.clear()
-    world.end()
-    while "c" not in fed.cohort:
-        t += 1
-        w = step(w, t)
-    assert fed.began["c"] == 1
-    assert fed.in_step == [name for name in fed.cohort if name != "c"]  # whether it is idle or at work again
-    while "c" not in fed.in_step:  # as fast as the others from then on
-        t += 1
-        w = step(w, t)
-        assert fed.in_step == [name for name in fed.cohort if name not in fed.underway]
-        assert t < 30
+    assert fed.excluded == []
+    assert fed.client_metrics == {}
+    assert len(world.trained()) >= 6
 
 
 def test_where_the_site_lost_its_answer_it_is_asked_anew(tmp_path):

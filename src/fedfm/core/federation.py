@@ -43,7 +43,7 @@ class Federation:
         notices: messages of this round for the user.
         heard: number of clients with a valid reply to the method's last call; after :meth:`mean`, those in the mean.
         metrics: means of the metrics in this round's updates, weighted like the updates.
-        client_metrics: of this round's updates by client, where clients judge their models before aggregation and the
+        client_metrics: of this round's updates by client, where they have scores on the client's own rows and the
             server sees single updates.
         secret: the server's 32 bytes by name, from the operating system's entropy, the same for the whole run.
         underway: (round, call) of clients whose reply may come in a later round, see ``first`` of :meth:`exchange`.
@@ -97,17 +97,6 @@ class Federation:
     def streams(self) -> bool:
         """Whether clients may answer in a later round than the one that asks them."""
         return isinstance(self._link, Streaming) and self._link.streams
-
-    @property
-    def in_step(self) -> list[ClientId]:
-        """Clients that hold up nobody: all, or on a link that streams those that are idle and whose last answer took
-        less than 2 n/K rounds. Of n equally fast clients, K a round, each takes n/K.
-        """
-        if not self.streams:
-            return list(self.clients)
-        most = 2 * len(self.clients) / max(len(self.cohort), 1)
-        took = {client: self.round - self.began.get(client, self.round) for client in self.clients}
-        return [client for client, rounds in took.items() if client not in self.underway and rounds < most]
 
     def begin(self, t: int) -> None:
         """Start round t: its random streams, its metrics."""
@@ -299,7 +288,7 @@ class Federation:
                 early[reply.client] = value
                 self.began[reply.client] = reply.round
                 good += 1
-                if isinstance(value, Update) and update_metrics.JUDGED in value.metrics:
+                if isinstance(value, Update) and update_metrics.by_client(value.metrics):
                     self.client_metrics.setdefault(reply.client, {}).update(value.metrics)
             while first is None and turns and turns[-1] not in pending:
                 if (client := turns.pop()) in early:

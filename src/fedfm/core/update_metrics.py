@@ -13,6 +13,7 @@ LONGEST = 100  # characters of a name
 
 BEFORE, LOSS_BEFORE = "accuracy_before_aggregation", "loss_before_aggregation"  # of the client's own model
 JUDGED = "judged_before_aggregation"  # 1 if the client has these two: the mean is the share of clients with test rows
+SENT = "sent/"  # begins names of scores of the model that the client was sent, as in "sent/test/accuracy"
 PASSES = "passes_beside"  # forward passes over the client's rows besides the optimiser's
 
 # Keys that the server writes into a line of metrics.jsonl or into the result; no client may send one of these names.
@@ -21,8 +22,8 @@ PASSES = "passes_beside"  # forward passes over the client's rows besides the op
 SERVERS = frozenset({
     "accuracy", "attack_success", "attackers", "balanced_accuracy", "bytes_down", "bytes_up", "class_counts",
     "client_accuracy", "client_accuracy_before_aggregation", "client_loss_before_aggregation",
-    "client_loss", "clock", "cohort", "confusion", "details", "engine", "epsilon", "excluded", "global_accuracy",
-    "largest_staleness", "local_accuracy",
+    "client_loss", "client_scored_round", "clock", "cohort", "confusion", "details", "engine", "epsilon", "excluded",
+    "global_accuracy", "largest_staleness", "local_accuracy",
     "local_loss", "local_rouge_1", "macro_f1", "method", "params_sha256", "perplexity", "rouge_1", "round", "rounds",
     "run", "seconds", "seed", "server_accuracy", "server_client_accuracy", "server_client_loss", "server_loss",
     "server_sha256", "staleness", "synchronous_clock", "train_loss", "transport", "val_loss", "warnings",
@@ -43,6 +44,11 @@ def check(metrics: Mapping[str, Any]) -> None:
             raise ClientFault(E_FIELD, f'metrics: "{name}" is a name of the server\'s own figures')
         if isinstance(name, str) and len(name) > LONGEST:
             raise ClientFault(E_SIZE, f"metrics: a name of {len(name)} characters, expected at most {LONGEST}")
+
+
+def by_client(metrics: Mapping[str, float]) -> bool:
+    """Whether metrics tell of the client's own rows, so that the server keeps each client's."""
+    return JUDGED in metrics or any(name.startswith(SENT) for name in metrics)
 
 
 class RoundMetrics(dict[str, float]):

@@ -28,6 +28,7 @@ from fedfm.errors import E_EXCEPTION, E_FIELD, E_LOST, E_READONLY, E_REFUSED, Cl
 from fedfm.linalg.params import Params
 from fedfm.linalg.quantised import EXACT
 from fedfm.privacy.policy import EXPOSES, WORDS
+from fedfm.runtime import late_scores
 from fedfm.runtime.client_memory import DiskMemory, Store, first, secret
 from fedfm.runtime.evaluation import Evaluation
 from fedfm.runtime.predictions import scores, seen_by
@@ -60,6 +61,8 @@ class Silos:
         on_error: receives the traceback of a handler's exception, which stays at the client.
         local_scores: an update for a mean also carries the accuracy of the client's model on the client's own test
             rows before aggregation.
+        scores_sent: after how many rounds an update carries scores of the model that the client was sent, if the policy
+            allows scores; 0: never (see :mod:`fedfm.runtime.late_scores`).
         reveal: the server receives an exception's text, which may hold paths and values, and not only its type.
         transport: precision of the Params in messages, ``run.transport``.
         own: what a silo's file says of each :class:`~fedfm.core.client.Client`: ``smallest_cohort``, ``identity``,
@@ -79,6 +82,7 @@ class Silos:
         on_error: Callable[[ClientId, str], None] = lambda client, text: None,
         reveal: bool = True,
         local_scores: bool = False,
+        scores_sent: int = 0,
         transport: str = EXACT,
         own: Mapping[str, Any] | None = None,
     ) -> None:
@@ -88,6 +92,7 @@ class Silos:
         self.population, self.aggregator, self.attack, self.allow = population, aggregator, attack, tuple(allow)
         self._memory, self._seed, self._on_error = memory, seed, on_error
         self.method, self._reveal, self._local_scores = method, reveal, local_scores
+        self._scores_sent, self._scored = scores_sent, dict[ClientId, int]()
         self._own = dict(own or {})
         parts = (method, Evaluation(method), *aggregator.parts)
         self._handlers = {f"{kind}.{action(fn)}": fn for fn in handlers(*parts) for kind in _kinds(fn)}
@@ -178,6 +183,7 @@ class Silos:
             alike[SCALE] = client.scale
         client.shown = (request.handler, request.round, alike)
         versions = _versions(payload)
+        of_sent = self._of_sent(client, payload) if self._scores_due(kind, request) else {}
         honest = self.attack is None or kind == "aggregate"  # an attacker poisons its update but follows the protocol
         reply = fn(client, **payload) if honest else self.attack(fn, client, payload)  # type: ignore[misc]
         if _versions(payload) != versions:
@@ -185,6 +191,8 @@ class Silos:
         if kind == "train":
             if self._local_scores and isinstance(reply, Update):
                 reply = replace(reply, metrics=reply.metrics | self._before_aggregation(client))
+            if of_sent and isinstance(reply, Update):
+                reply = replace(reply, metrics=reply.metrics | of_sent)
             reply = self.aggregator.protect(client, reply)
         if self._coding is not None:
             reply = self._coding.coded(reply)
@@ -200,6 +208,24 @@ class Silos:
         if (exposed := EXPOSES.get(kind, kind)) not in self.allow:
             return f'this silo\'s policy does not allow {kind}.{name}: "{exposed}" is not in allow'
         return None
+
+    def _scores_due(self, kind: str, request: Request) -> bool:
+        """Whether the client is to score the model that it was sent; a process that was started anew begins anew."""
+        if kind != "train" or not self._scores_sent or EXPOSES["scores"] not in self.allow:
+            return False
+        last = self._scored.get(request.client)
+        if last is not None and 0 <= request.round - last < self._scores_sent:
+            return False
+        self._scored[request.client] = request.round
+        return True
+
+    def _of_sent(self, client: Client, payload: Mapping[str, Any]) -> dict[str, float]:
+        """Scores of the model that the client was sent; what prevents them prevents no training."""
+        try:
+            return late_scores.of_sent(self.method, client, payload)
+        except Exception as error:
+            self._on_error(client.id, "".join(traceback.format_exception(error)))
+            return {}
 
     def _before_aggregation(self, client: Client) -> dict[str, float]:
         """Accuracy and loss of the client's trained model, and 1, whose mean is the share of clients with test rows."""

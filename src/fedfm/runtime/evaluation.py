@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from fedfm.core.capabilities import Applying, HidingCounts, Judge, Keeping, Predicting, Starting, Viewing, has
+from fedfm.core.checks import conform
 from fedfm.core.client import Client, ClientId, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
-from fedfm.errors import RunError
+from fedfm.errors import E_FIELD, ClientFault, RunError
 from fedfm.linalg.params import Params
 from fedfm.models import class_counts, metrics
+from fedfm.runtime.late_scores import Newest
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.predictions import check_own, kept, logits, own, personal, scores, seen_by
 from fedfm.runtime.run_directory import Run
@@ -52,6 +54,18 @@ class Evaluation:
         return own(self.method, client, w)
 
 
+def check_scores(found: Mapping[str, Any]) -> None:
+    """Check a client's scores, so that means can be taken of them.
+
+    Raises:
+        ClientFault: E_FIELD, the number of rows or a score is no number; E_NONFINITE, it is NaN or infinity.
+    """
+    if conform(found.get("n"), float, "n") < 0:
+        raise ClientFault(E_FIELD, f"n is {found['n']}: expected a number of rows")
+    for key in ("accuracy", "loss", *ANSWERS):
+        conform(found.get(key), float | None, key)
+
+
 def _rows(client: Client, part: str) -> Rows:
     return client.data.test if part == "test" else client.data.val
 
@@ -68,7 +82,10 @@ class Evaluator:
         self._run, self._fed, self.judge = run, fed, judge
         self._method: Method[Any] = run.experiment.method
         self._clients = Evaluation(self._method)
-        self._thorough = True  # whether whoever is asked is waited for
+        late = run.experiment.run.asynchronous
+        every = run.experiment.run.evaluate_every
+        self._newest = Newest(fed, every, late.buffer) if late is not None and fed.streams else None
+        self._by_updates = False  # whether clients have told scores with their updates, and none is asked
         self._revealed: tuple[Any, dict[ClientId, Params]] | None = None
 
     def models(self, state: Any) -> dict[ClientId, Params]:
@@ -92,18 +109,29 @@ class Evaluator:
             self._revealed = state, self._aside(self._clients.reveal, check=check, w=each(models))
         return self._revealed[1]
 
+    def hear(self) -> None:
+        """Keep the scores that came with a round's updates, before the round is committed."""
+        if self._newest is not None:
+            self._newest.hear()
+
     def scores(self, state: Any, thorough: bool) -> dict[str, Any]:
         """Metrics of the state: each client on its own test rows, the server's models on the global test rows.
+
+        Between asynchronous rounds of a deployment nobody is asked: a client's metrics are those that it has told last,
+        of the model after round ``client_scored_round``.
 
         Args:
             thorough: also the costly metrics of the last round.
         """
-        models, self._thorough = self.models(state), thorough
+        models = self.models(state)
+        self._by_updates = self._newest is not None and not thorough and self._fed.round > 0
         by_client = {client: models.get(client) or models[""] for client in self._fed.clients}
         tested = self._own(by_client, "test")
         own = {c: m.get("accuracy") for c, m in tested.items()}
         local, loss = _mean("accuracy", tested.values()), _mean("loss", tested.values())
         line: dict[str, Any] = {"client_accuracy": own, "local_accuracy": local, "local_loss": loss}
+        if self._newest is not None and self._by_updates:
+            line["client_scored_round"] = self._newest.rounds()
         if local is None and loss is not None:  # for language models the loss is the only metric of a client
             line["client_loss"] = {c: m.get("loss") for c, m in tested.items()}
         for key in ANSWERS:
@@ -169,9 +197,11 @@ class Evaluator:
         silent = privacy is not None and (privacy.states_epsilon or not needed)
         if silent or hidden or unable:
             return {client: {} for client in self._fed.clients}
+        if self._newest is not None and self._by_updates:
+            return self._newest.of(part)
         first = next(iter(models.values()))
         payload: Any = first if all(w is first for w in models.values()) else each(models)
-        replies = self._aside(handler or self._clients.evaluate, w=payload, part=part)
+        replies = self._aside(handler or self._clients.evaluate, check=check_scores, w=payload, part=part)
         return {client: replies.get(client, {}) for client in self._fed.clients}
 
     def _aside(self, handler: Callable[..., Any], **payload: Any) -> dict[ClientId, Any]:
@@ -179,9 +209,7 @@ class Evaluator:
         excluded, cohort = list(self._fed.excluded), self._fed.cohort
         try:
             least = 1 if self._fed.min_clients is None else None  # whoever can be judged is
-            # A slow client would hold all others up; after the last round a pass has no use.
-            asked = self._fed.clients if self._thorough else self._fed.in_step
-            replies = self._fed.ask(handler, of=asked, counted=False, least=least, **payload)
+            replies = self._fed.ask(handler, counted=False, least=least, **payload)
         except RunError:  # no client answered; training continues
             replies = {}
         self._fed.excluded, self._fed.cohort = excluded, cohort

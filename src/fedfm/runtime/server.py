@@ -113,6 +113,7 @@ class Server:
             run.begin(t)
             fed.begin(t)
             before, state = state, method.step(fed, state, t)
+            self._evaluator.hear()
             if t == 1:
                 fed.aggregator.mechanism.check(fed, lambda s: method.params_for(s, ""), before, state)
             self._tell(fed.notices)

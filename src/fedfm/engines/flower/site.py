@@ -115,9 +115,16 @@ class Site:
             on_error=self._on_error,
             reveal=self._own is None and self.experiment.privacy is None,
             local_scores=self.experiment.run.local_scores,
+            scores_sent=self._scores_sent,
             transport=self.experiment.run.transport,
             own=None if self._own is None else self._own.of_client,
         )
+
+    @property
+    def _scores_sent(self) -> int:
+        """After how many rounds an update carries scores of the model that was sent; 0: the server asks for scores."""
+        late = self._answers is not None and self.experiment.run.asynchronous is not None
+        return self.experiment.run.evaluate_every if late else 0
 
     @property
     def _allowed(self) -> list[str]:

@@ -1,0 +1,75 @@
+"""Scores between asynchronous rounds of a deployment: each silo's, of the model that it was last sent.
+
+To ask for them after each round would wait for whoever trains. So a silo scores the model that it is sent, before it
+trains, and tells it in the metrics of its update. The server keeps the newest scores of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedfm.core.client import Client, ClientId
+from fedfm.core.federation import Federation
+from fedfm.core.method import Method
+from fedfm.core.update_metrics import SENT
+from fedfm.linalg.params import Params
+from fedfm.runtime.predictions import scores, seen_by
+
+PARTS = ("test", "val")
+_NEWEST = "newest_scores"  # in the server's memory: client -> {"round": of the model, part: metrics}
+_SLACK = 2  # times the usual age: a client that is slower holds the mean back, as its scores tell of former models
+
+
+def of_sent(method: Method[Any], client: Client, payload: Mapping[str, Any]) -> dict[str, float]:
+    """Client half: scores on its own rows of the model in a request for training, as metrics of the update.
+
+    They are none if the request has several vectors of parameters, of which only the method knows the model.
+    """
+    sent = [value for value in payload.values() if isinstance(value, Params)]
+    if len(sent) != 1:
+        return {}
+    seen, found = seen_by(method, client), dict[str, float]()
+    for part, rows in zip(PARTS, (seen.data.test, seen.data.val), strict=True):
+        if len(rows):
+            told = scores(method, seen.model, sent[0], rows)
+            found |= {f"{SENT}{part}/{k}": float(v) for k, v in told.items() if isinstance(v, (int, float))}
+    return found
+
+
+class Newest:
+    """Server half: the newest scores of each client, kept in the server's memory.
+
+    Args:
+        every: ``run.evaluate_every``.
+        buffer: K, updates of a round.
+    """
+
+    def __init__(self, fed: Federation, every: int, buffer: int) -> None:
+        self._fed = fed
+        # n equally fast clients, K a round: each answers every n/K rounds, to a model of n/K rounds before.
+        self._oldest = every + _SLACK * 2 * len(fed.clients) / buffer
+
+    def hear(self) -> None:
+        """Take in what came with this round's updates; before the commit, so that a resumed run has it too."""
+        known = dict(self._fed.memory.get(_NEWEST, {}))
+        for client, metrics in self._fed.client_metrics.items():
+            told: dict[str, Any] = {}
+            for name, value in metrics.items():
+                part, _, key = name.removeprefix(SENT).partition("/")
+                if name.startswith(SENT) and part in PARTS and key:
+                    told.setdefault(part, {})[key] = value
+            told = {part: found for part, found in told.items() if found.get("n", -1.0) >= 0}  # else no client of ours
+            if told:
+                known[client] = {"round": self._fed.began[client] - 1, **told}
+        self._fed.memory[_NEWEST] = known
+
+    def rounds(self) -> dict[ClientId, int]:
+        """The rounds of the models that were scored, without those of long ago."""
+        known = self._fed.memory.get(_NEWEST, {})
+        return {c: told["round"] for c, told in known.items() if self._fed.round - told["round"] <= self._oldest}
+
+    def of(self, part: str) -> dict[ClientId, dict[str, Any]]:
+        """Metrics on the ``test`` or ``val`` rows of each client; {} for one that has told none lately."""
+        known, lately = self._fed.memory.get(_NEWEST, {}), self.rounds()
+        return {c: dict(known[c].get(part, {})) if c in lately else {} for c in self._fed.clients}

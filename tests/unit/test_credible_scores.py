@@ -1,0 +1,37 @@
+"""A client that answers a request for scores with something else: it has none, and the run goes on."""
+
+import math
+
+import pytest
+
+import fedfm
+import small
+from fedfm.runtime import evaluation
+from fedfm.runtime.progress import Progress
+
+LIES = {
+    "a word": {"n": 12, "accuracy": "high", "loss": 0.1},
+    "a truth": {"n": 12, "accuracy": True, "loss": 0.1},
+    "no number of rows": {"accuracy": 1.0, "loss": 0.1},
+    "less than no rows": {"n": -12, "accuracy": 1.0, "loss": 0.1},
+    "no number": {"n": 12, "accuracy": 1.0, "loss": math.nan},
+    "a list": {"n": 12, "accuracy": [1.0], "loss": 0.1},
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_who_tells_no_scores_has_none_and_the_run_goes_on(tmp_path, monkeypatch, lie):
+    tables = small.experiment(tmp_path, method={"rounds": 2})
+    tables["data"]["val_fraction"] = 0.2
+    honest = fedfm.run(tables, tmp_path / "honest", progress=Progress())
+    split = fedfm.load_run(tmp_path / "honest").manifest["split"]["clients"]
+    sizes = {client: counts["test"]["rows"] for client, counts in split.items()}
+    liar = next(c for c, n in sizes.items() if list(sizes.values()).count(n) == 1)
+    told = evaluation.scores
+    monkeypatch.setattr(evaluation, "scores", lambda *at: LIES[lie] if len(at[-1]) == sizes[liar] else told(*at))
+    found = fedfm.run(tables, tmp_path / "lied", progress=Progress())
+    assert found["params_sha256"] == honest["params_sha256"]
+    assert found["excluded"] == honest["excluded"] == []
+    assert found["client_accuracy"] == honest["client_accuracy"] | {liar: None}
+    known = [value for value in found["client_accuracy"].values() if value is not None]
+    assert found["local_accuracy"] == pytest.approx(sum(known) / len(known))
