@@ -222,6 +222,16 @@ def test_values_that_are_not_finite_leave_a_gap(tmp_path):
     assert not re.search(r"\b(nan|inf)\b", " ".join(str(p.get("d")) for s in svgs(text) for p in s.iter("path")))
 
 
+def test_scores_of_former_models_are_said_to_be_so(tmp_path):
+    names = ["a", "b"]
+    rounds = [runs.line(t, names) for t in range(7)]
+    for line in rounds[1:-1]:
+        line["client_scored_round"] = {"a": line["round"] - 1, "b": max(line["round"] - 3, 0)}
+    text = words(document(runs.make(tmp_path / "late", names=names, n_clients=2, n_rounds=6, rounds=rounds)))
+    assert "are those that each told last, of models of up to 3 rounds before." in text
+    assert "told last" not in document(runs.make(tmp_path / "run"))
+
+
 def test_a_diverged_loss_is_drawn_by_logarithm(tmp_path):
     rounds = [runs.line(t, ["c0"], loss=10.0 ** (3 * t), train_loss=None) for t in range(5)]
     assert svgs(document(runs.make(tmp_path / "run", names=["c0"], rounds=rounds)))

@@ -32,6 +32,7 @@ class Round:
         figures: every number of the line, those of the method alone among them.
         clients: accuracy of each client on its own test rows; None if it has none.
         losses: loss of each client, if no accuracy is defined.
+        scored: the round of the model that each client has scored, where that is not this round's.
     """
 
     number: int
@@ -40,6 +41,7 @@ class Round:
     figures: Mapping[str, float]
     clients: Mapping[str, float | None]
     losses: Mapping[str, float | None]
+    scored: Mapping[str, float | None]
     cohort: tuple[str, ...]
     excluded: tuple[tuple[str, str, str], ...]  # (client, code, reason)
     bytes_up: float
@@ -251,6 +253,7 @@ def _round(line: Mapping[str, Any]) -> Round:
         figures={name: x for name, value in line.items() if (x := numeric(value)) is not None},
         clients=_by_client(line.get("client_accuracy")),
         losses=_by_client(line.get("client_loss")),
+        scored=_by_client(line.get("client_scored_round")),
         cohort=tuple(str(c) for c in sequence(line.get("cohort"))),
         excluded=tuple((str(e.get("client", "")), str(e.get("code", "")), str(e.get("reason", ""))) for e in left_out),
         bytes_up=whole(line.get("bytes_up")),

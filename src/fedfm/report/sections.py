@@ -26,6 +26,13 @@ def curves(run: RunFiles) -> str:
     out = []
     if any(_any(rounds, key) for key in ("global_accuracy", "local_accuracy", "accuracy")):
         out.append(_accuracy(rounds))
+    if ages := [r.number - t for r in rounds for t in numbers(r.scored.values())]:
+        out.append(
+            note(
+                "Asynchronous rounds: between the first and the last one the clients' scores are those that each told "
+                f"last, of models of up to {plural(int(max(ages)), 'round')} before."
+            )
+        )
     measured = [r for r in rounds if r.values.get("perplexity") is not None]
     if len(measured) == 1 and len(rounds) > 1:  # clients' own models are evaluated on the global test rows at the end
         last = number(measured[0].values["perplexity"])
