@@ -6,6 +6,7 @@ trains, and tells it in the metrics of its update. The server keeps the newest s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,7 +34,8 @@ def of_sent(method: Method[Any], client: Client, payload: Mapping[str, Any]) -> 
     for part, rows in zip(PARTS, (seen.data.test, seen.data.val), strict=True):
         if len(rows):
             told = scores(method, seen.model, sent[0], rows)
-            found |= {f"{SENT}{part}/{k}": float(v) for k, v in told.items() if isinstance(v, (int, float))}
+            known = {k: float(v) for k, v in told.items() if isinstance(v, (int, float)) and math.isfinite(v)}
+            found |= {f"{SENT}{part}/{k}": v for k, v in known.items()}
     return found
 
 
