@@ -1,6 +1,6 @@
 """What a silo that is ten times slower costs a federation: seconds on the wall, on a SuperLink with eight SuperNodes.
 
-    python benchmarks/slow_silo.py            # a quarter of an hour, two cores with nothing else to do
+    python benchmarks/slow_silo.py            # twenty minutes, two cores with nothing else to do
     python benchmarks/slow_silo.py --quick    # four silos, a fiftieth of the work
 
 All runs train nano-vit with LoRA on digits. Each silo's process may compute in slices alone, one silo after the other,
@@ -106,7 +106,7 @@ def seconds(out: Path, silos: int, rounds: int, epochs: int, buffer: int, *, slo
 
 def main() -> None:
     options = common.arguments(__doc__)
-    silos, rounds, epochs = (4, 2, 2) if options.quick else (8, 14, 20)
+    silos, rounds, epochs = (4, 2, 2) if options.quick else (8, 20, 20)
     folder, rows, buffer = common.scratch(), [], silos // 2
     for slow in (False, True):
         spent = seconds(folder / str(slow), silos, rounds, epochs, buffer, slow=slow)
