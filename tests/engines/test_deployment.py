@@ -95,7 +95,8 @@ def test_a_slow_silo_does_not_hold_up_an_asynchronous_run(tmp_path):
     assert asked.count("client-01") < asked.count("client-00")
     assert result["client_accuracy"].keys() == {"client-00", "client-01", "client-02"}
     assert {m["round"] for m in sent if m["handler"] == "scores.Evaluation_evaluate"} == {0, 12}
-    for line in lines[4:11]:  # between them scores come with updates, of models that the others began with
+    assert all(line["client_scored_round"]["client-01"] == 0 for line in lines[1:8])  # the start model
+    for line in lines[8:11]:  # between them scores come with updates, of models that the others began with
         assert line["client_scored_round"].keys() == {"client-00", "client-02"}
         assert all(line["round"] - 4 <= r < line["round"] for r in line["client_scored_round"].values())
         told = line["client_accuracy"]

@@ -138,6 +138,10 @@ def value(w):
     return float(w["w"])
 
 
+def loss(rows, w):
+    return sum((value(w) - a) ** 2 / 2 for a in rows) / len(rows)
+
+
 class Next(set):
     """Clients each of whose next answers is lost, and no other."""
 
@@ -282,8 +286,9 @@ def test_sites_score_the_model_that_they_train_and_nobody_waits_for_it(tmp_path)
     world, busy = World(tmp_path, toys=Judged), set()
     fed, step, sent = world.serve(busy=busy)
     busy.add("c")
-    newest, w, came = Newest(fed, 1, 2), [fed.initial], {}
-    before = fed.clients
+    newest, w, before = Newest(fed, 1, 2), [fed.initial], fed.clients
+    came = dict.fromkeys(before, 0)  # the start model, which all have scored
+    newest.begin("test", {c: {"n": len(a), "accuracy": None, "loss": loss(a, fed.initial)} for c, a in ROWS.items()})
     for t in range(1, 16):
         w.append(step(w[-1], t))
         newest.hear()
@@ -294,8 +299,8 @@ def test_sites_score_the_model_that_they_train_and_nobody_waits_for_it(tmp_path)
         assert rounds == {client: r for client, r in came.items() if t - r <= 1 + 4 * 3 / 2}
         assert scores.keys() == {*before}
         for client, r in rounds.items():
-            loss = sum((value(w[r]) - a) ** 2 / 2 for a in ROWS[client]) / len(ROWS[client])
-            assert scores[client] == {"n": len(ROWS[client]), "loss": pytest.approx(loss, rel=1e-4)}
+            by_hand = pytest.approx(loss(ROWS[client], w[r]), rel=1e-4)
+            assert scores[client] == {"n": len(ROWS[client]), "loss": by_hand}
         assert [client for client in before if not scores[client]] == [c for c in before if c not in rounds]
     assert came["c"] == 0
     assert "c" not in newest.rounds()  # it was in some lines, and is no more

@@ -202,6 +202,8 @@ class Evaluator:
         first = next(iter(models.values()))
         payload: Any = first if all(w is first for w in models.values()) else each(models)
         replies = self._aside(handler or self._clients.evaluate, check=check_scores, w=payload, part=part)
+        if self._newest is not None and self._fed.round == 0:
+            self._newest.begin(part, replies)
         return {client: replies.get(client, {}) for client in self._fed.clients}
 
     def _aside(self, handler: Callable[..., Any], **payload: Any) -> dict[ClientId, Any]:

@@ -48,13 +48,20 @@ class Newest:
     """
 
     def __init__(self, fed: Federation, every: int, buffer: int) -> None:
-        self._fed = fed
+        self._fed, self._start = fed, dict[ClientId, dict[str, Any]]()
         # n equally fast clients, K a round: each answers every n/K rounds, to a model of n/K rounds before.
         self._oldest = every + _SLACK * 2 * len(fed.clients) / buffer
 
+    def begin(self, part: str, told: Mapping[ClientId, Mapping[str, Any]]) -> None:
+        """Take in the scores of the start model, which clients are asked for: later lines have the same clients."""
+        for client, found in told.items():
+            if found:
+                known = {key: value for key, value in found.items() if value is not None}
+                self._start.setdefault(client, {"round": 0})[part] = known
+
     def hear(self) -> None:
         """Take in what came with this round's updates; before the commit, so that a resumed run has it too."""
-        known = dict(self._fed.memory.get(_NEWEST, {}))
+        known = {**self._start, **self._fed.memory.get(_NEWEST, {})}
         for client, metrics in self._fed.client_metrics.items():
             told: dict[str, Any] = {}
             for name, value in metrics.items():
