@@ -45,8 +45,8 @@ def make(path: Path, n_clients: int = 6, n_rounds: int = 12, n_classes: int = 10
         "split": {
             "classes": [f"class {j}" for j in range(n_classes)],
             "clients": {
-                c: {"train": _part(v), "val": _part([0] * n_classes), "test": _part([n // 4 for n in v])}
-                for c, v in counts.items()
+                c: {"train": _part(v), "val": _part([0] * n_classes), "test": _part([n // 4 * (i != 1) for n in v])}
+                for i, (c, v) in enumerate(counts.items())
             },
         },
         "notices": ["client c99 got no rows and was dropped"],

@@ -5,6 +5,7 @@ import math
 import re
 import tomllib
 import xml.etree.ElementTree as ET
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -237,6 +238,13 @@ def test_a_diverged_loss_is_drawn_by_logarithm(tmp_path):
     assert svgs(document(runs.make(tmp_path / "run", names=["c0"], rounds=rounds)))
 
 
+def test_the_loss_that_ends_a_run_is_drawn(tmp_path):
+    rounds = [runs.line(t, ["c0"], val_loss=3.0 - t / 4) for t in range(5)]
+    text = document(runs.make(tmp_path / "run", names=["c0"], rounds=rounds))
+    assert "loss on the clients' validation rows: 3 to 2." in unescape(text)
+    assert "validation rows" not in document(runs.make(tmp_path / "none"))
+
+
 def test_a_language_model_shows_its_perplexity(tmp_path):
     none = dict.fromkeys(
         ("accuracy", "global_accuracy", "local_accuracy", "balanced_accuracy", "macro_f1", "train_loss")
@@ -262,12 +270,12 @@ def test_a_language_model_for_each_client_shows_its_losses(tmp_path):
     details = {"client_loss": own, "server_client_loss": before, "server_client_accuracy": silent}
     result = {"method": "fedbip", "accuracy": None, "perplexity": 90.0, "client_accuracy": silent, "details": details}
     text = words(document(runs.make(tmp_path / "run", names=names, rounds=rounds, result=result)))
-    for said in ("mean loss 2.875, worst 3.5, best 2.25", "1 without test rows", "it moves the mean loss by +0.000"):
+    for said in ("mean loss 2.875, worst 3.5, best 2.25", "1 without scores", "it moves the mean loss by +0.000"):
         assert said in text
     assert "Local loss 2.875 mean of the clients Worst client 3.5 south" in text
     assert "loss, mean of the clients on their own test rows 3.5" in text
     assert "north 2.5 2.25" in text
-    assert "3 without test rows" not in text
+    assert "3 without scores" not in text
     many = {"client_loss": {f"c{i}": float(i) for i in range(60)}}
     changed = runs.make(tmp_path / "many", names=list(many["client_loss"]), result=result | {"details": many})
     assert "gathered into groups" in words(document(changed))

@@ -211,6 +211,23 @@ def test_a_report_says_that_silos_send_no_scores_of_classes(finished, tmp_path):
     assert "The server judged no test rows" not in words(finished / "run")
 
 
+def test_a_report_claims_nothing_about_rows_that_only_a_silo_has_read(finished, tmp_path):
+    """As of a deployment with silos' own files, of which one told no scores."""
+    shutil.copytree(finished / "run", tmp_path / "run")
+    path = tmp_path / "run" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    before, silent = words(finished / "run"), manifest["clients"][0]
+    manifest["split"] = None
+    manifest["result"]["client_accuracy"][silent] = None
+    path.write_text(json.dumps(manifest))
+    text = words(tmp_path / "run")
+    assert f"{silent} no scores" in text
+    assert "1 without scores, left out of means" in text
+    assert "no test rows" not in text
+    assert "This report names the clients and shows their rows per class" in before
+    assert "This report names the clients; ask them" in text
+
+
 def test_models_of_clients_are_added_up(finished):
     tables = small.experiment(finished, method={"name": "local", "rounds": 1})
     result = fedfm.run(tables, finished / "alone", progress=Progress())

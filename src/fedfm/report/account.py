@@ -196,7 +196,8 @@ def result(run: RunFiles) -> str:
 def share_box(run: RunFiles) -> str:
     """Files and facts of the run, and of this report, that must not be shared."""
     items = [text for s in sequence(run.manifest.get("do_not_share")) if (text := present(run, str(s)))]
-    counted = "" if run.experiment.get("privacy") else " and shows their rows per class"
+    private, read = run.experiment.get("privacy"), mapping(run.manifest.get("split")).get("clients")
+    counted = " and shows their rows per class" if read and not private else ""
     items.append(f"This report names the clients{counted}; ask them before you share it.")
     if (run.path / client_weights.FILE).exists():
         items.append("Its map of who learns from whom says whose rows resemble whose, and audit.json names the pairs.")

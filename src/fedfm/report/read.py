@@ -26,7 +26,7 @@ class Round:
     Attributes:
         number: 0 before training, then 1, 2, ...
         values: accuracy, global_accuracy, local_accuracy, loss, balanced_accuracy, macro_f1, perplexity, local_loss,
-            train_loss, base_accuracy, new_accuracy, harmonic_mean.
+            train_loss, val_loss, base_accuracy, new_accuracy, harmonic_mean.
         seconds: of this round; the file counts from the start of the run.
         bytes_up, bytes_down: of the method's own messages since the start of the run.
         figures: every number of the line, those of the method alone among them.
@@ -106,13 +106,13 @@ class RunFiles:
 
     @property
     def client_accuracy(self) -> Mapping[str, float | None]:
-        """Each client's accuracy at the end; None if it has no test rows."""
+        """Each client's accuracy at the end; None if it has told none."""
         final = _by_client(self.result.get("client_accuracy"))
         return final or next((r.clients for r in reversed(self.rounds) if r.clients), {})
 
     @property
     def client_loss(self) -> Mapping[str, float | None]:
-        """Each client's loss at the end, if no accuracy is defined; None if it has no test rows."""
+        """Each client's loss at the end, if no accuracy is defined; None if it has told none."""
         final = _by_client(mapping(self.result.get("details")).get("client_loss"))
         return final or next((r.losses for r in reversed(self.rounds) if r.losses), {})
 
@@ -249,7 +249,9 @@ def _round(line: Mapping[str, Any]) -> Round:
     return Round(
         number=int(whole(line.get("round"))),
         seconds=numeric(line.get("seconds")),
-        values={name: numeric(line.get(name)) for name in (*_VALUES, "local_loss", "train_loss", *BASE_AND_NEW)},
+        values={
+            name: numeric(line.get(name)) for name in (*_VALUES, "local_loss", "train_loss", "val_loss", *BASE_AND_NEW)
+        },
         figures={name: x for name, value in line.items() if (x := numeric(value)) is not None},
         clients=_by_client(line.get("client_accuracy")),
         losses=_by_client(line.get("client_loss")),

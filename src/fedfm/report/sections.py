@@ -42,6 +42,7 @@ def curves(run: RunFiles) -> str:
             "<h3>Perplexity</h3>" * bool(out) + _plot(rounds, {"perplexity": "perplexity, global test rows"}, number)
         )
     losses = {"loss": "loss, global test rows", "train_loss": "training loss, mean of the cohort"}
+    losses["val_loss"] = "loss on the clients' validation rows"
     if not _any(rounds, "accuracy"):
         losses["local_loss"] = "loss, mean of the clients on their own test rows"
     losses = {k: v for k, v in losses.items() if _any(rounds, k)}
@@ -93,7 +94,7 @@ def _numbers(rounds: tuple[Round, ...]) -> str:
 
 
 def clients(run: RunFiles) -> str:
-    """Each client's accuracy at the end, or its loss if no accuracy is defined; best first, without test rows last."""
+    """Each client's accuracy at the end, or its loss if no accuracy is defined; best first, without scores last."""
     as_loss = bool(numbers(run.client_loss.values()))
     final = run.client_loss if as_loss else run.client_accuracy
     seen = numbers(final.values())
@@ -106,7 +107,7 @@ def clients(run: RunFiles) -> str:
     form: Format = number if as_loss else percent
     name, sign = ("loss", 1) if as_loss else ("accuracy", -1)
     order = sorted(final, key=lambda c: (sign * v if finite(v := final[c]) else math.inf, c))
-    rows = [ChartBar(c, final[c], "no test rows" if final[c] is None else form(final[c])) for c in order]
+    rows = [ChartBar(c, final[c], _unscored(run, c) if final[c] is None else form(final[c])) for c in order]
     text = f"{plural(len(final), 'client')}, each model on the client's own test rows"
     mean = statistics.fmean(seen) if seen else None
     if as_loss:
@@ -116,7 +117,7 @@ def clients(run: RunFiles) -> str:
         text += f": mean {percent(mean)}, worst {percent(min(seen))}, best {percent(max(seen))}, standard deviation "
         text += f"{100 * statistics.pstdev(seen):.1f} points"
     if silent := sum(1 for v in final.values() if v is None):
-        text += f". {count(silent)} without test rows, left out of means"
+        text += f". {count(silent)} without scores, left out of means"
     many = len(rows) > MOST_BARS
     drawn = _grouped([r for r in rows if finite(r.value)], form) if many else rows
     line = (mean, f"mean {form(mean)}") if mean is not None else None
@@ -125,6 +126,12 @@ def clients(run: RunFiles) -> str:
     body += _before_and_after(run, final, order, as_loss) or details("All clients", listing)
     grouped = "Sorted and gathered into groups of neighbours; a bar is a group's mean." if many else ""
     return note(f"{esc(text)}. {grouped}") + body
+
+
+def _unscored(run: RunFiles, client: str) -> str:
+    """Why a client has no scores. What a silo has, and what its policy allows, only the silo knows."""
+    counts = mapping(mapping(mapping(run.manifest.get("split")).get("clients")).get(client))
+    return "no test rows" if mapping(counts.get("test")).get("rows") == 0 else "no scores"
 
 
 def _before_and_after(run: RunFiles, final: Mapping[str, float | None], order: Sequence[str], as_loss: bool) -> str:

@@ -29,8 +29,8 @@ _WITHOUT_PRIVACY = (
     "private/ holds clients' memories and keys, if the run has any: never share it.",
     "clients/ holds one model per client: each was fitted to that client's rows and tells about them.",
     "checkpoint/, adapter/ and metrics.jsonl tell about the clients' data as far as the trained model and the "
-    "per-client accuracies do; the split in this manifest counts the rows of every client and class, and its "
-    "fingerprint of the data decides between candidates for them.",
+    "per-client accuracies do. Where the server has read the rows, the split in this manifest counts those of every "
+    "client and class, and its fingerprint of the data decides between candidates for them.",
     "audit.json names single training rows, and says how far a foundation model that the server keeps is from what was "
     "sent; of the latter report.html and dossier.html tell, too, once the run was audited.",
     "weights.npz, arrays/ and the map in report.html, where a method weighs clients against each other, say whose rows "
