@@ -8,7 +8,7 @@ export FLWR_TELEMETRY_ENABLED = 0
 export FLWR_DISABLE_UPDATE_CHECK = 1
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo image test test-proofs test-engines test-outages test-gpu lint type bench docs site clean
+.PHONY: help setup demo image test test-proofs test-engines test-outages test-gpu campaign lint type bench docs site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ test-outages: $(STAMP) ## silos and servers that are killed and come back, about
 
 test-gpu: $(STAMP) ## what only a GPU shows, where there is one
 	FEDFM_TESTS_SEE_GPUS=1 $(BIN)/python -m pytest -m gpu tests/gpu
+
+campaign: $(VENV)/.stamp-engines ## kills, damage and attacks at full size, some hours, into docs/results/campaign.md
+	$(BIN)/python campaign/run.py
 
 lint: $(STAMP) ## style, spelling, layers
 	$(BIN)/ruff format --check .

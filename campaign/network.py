@@ -1,0 +1,100 @@
+"""A network that is cut in the middle of messages: each is sent again, and no bit changes.
+
+Silos reach the SuperLink through a relay that resets a connection after a random number of bytes, TLS and all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from gate import Gate, Outcome, scaled
+from processes import fedfm
+
+CUTS = 60
+
+
+class Cutter:
+    """A TCP relay on loopback that resets connections in the middle of what they carry.
+
+    Attributes:
+        cuts: how many more.
+        done: how many were made while a block of more than 2 KiB was under way.
+    """
+
+    def __init__(self, port: int, to: int, cuts: int) -> None:
+        self._to, self.cuts, self.done = to, cuts, 0
+        self._rng, self._ended = random.Random(0), False
+        self._listener = socket.create_server(("127.0.0.1", port))
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while not self._ended:
+            with contextlib.suppress(OSError):
+                here, _ = self._listener.accept()
+                threading.Thread(target=self._carry, args=(here,), daemon=True).start()
+
+    def _carry(self, here: socket.socket) -> None:
+        try:
+            there = socket.create_connection(("127.0.0.1", self._to), timeout=5)
+        except OSError:
+            here.close()
+            return
+        left = self._rng.randint(3_000, 120_000)  # bytes, of both ways
+        with contextlib.suppress(OSError):
+            while not self._ended:
+                for end in select.select((here, there), [], [], 0.05)[0]:
+                    block = end.recv(1 << 16)
+                    if not block:
+                        raise OSError
+                    to = there if end is here else here
+                    left -= len(block)
+                    if left < 0 and self.cuts > 0 and len(block) > 2048:
+                        to.sendall(block[: len(block) // 2])
+                        self.cuts, self.done = self.cuts - 1, self.done + 1
+                        raise OSError
+                    to.sendall(block)
+        for end in (here, there):
+            with contextlib.suppress(OSError):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            end.close()
+
+    def close(self) -> None:
+        self._ended = True
+        self._listener.close()
+
+
+def attempt(size: float, folder: Path, progress: Callable[[str], None]) -> Outcome:
+    """Federations of kits behind the relay, until there were enough cuts."""
+    from sites import bits, sites
+
+    found, wanted, number = Outcome(), scaled(CUTS, size), 0
+    while wanted > 0 and number < 10:
+        number += 1
+        (place := folder / str(number)).mkdir()
+        with sites(place, "proxy = true\n", rounds=8, width=20_000) as at:
+            alone, kit = fedfm("run", at.alone, "--out", at.folder / "local"), at.server()
+            cutter = Cutter(int(kit.server.rpartition(":")[2]), kit.port, min(wanted, 30))
+            try:
+                at.start()
+                result = at.result(at.begin(), 580)
+            except BaseException as error:
+                found.failures.append(f"a run whose messages are cut does not end: {str(error)[-400:]}")
+                return found
+            finally:
+                cutter.close()
+            found.require(bits(result) == bits(alone), f"{cutter.done} cuts, and other bits")
+            found.count("connections cut in a message", cutter.done)
+            wanted -= cutter.done
+            progress(f"{cutter.done} cuts, {max(wanted, 0)} to go")
+            time.sleep(1)
+    return found
+
+
+GATE = Gate("every message that was cut is sent again, and the bits are those of the local engine", attempt)
