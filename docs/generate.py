@@ -19,7 +19,8 @@ import figure
 import json_schema
 
 from fedfm.cli.parser import build
-from fedfm.config.catalogue import SCHEMAS
+from fedfm.config.catalogue import SCHEMAS, value
+from fedfm.config.papers import differences
 from fedfm.config.registry import available, resolve
 from fedfm.config.run_spec import AsynchronousSpec, RunSpec
 from fedfm.core.fields import bounds_of, is_required, leaf, plain_type, settings_of
@@ -57,6 +58,12 @@ _METHODS = f"""# All methods
 `fedfm show METHOD` prints the paper, the keys and their defaults. [Choose a method](../how-to/choose-a-method.md)
 compares the methods by situation; [who sees what](who-sees-what.md) says what each method shows to whom. The last
 column counts the lines of the method's file.
+"""
+_PAPERS = """## Defaults that differ from the papers
+
+`fedfm show METHOD` lists these too. What a paper leaves open, or tries with several values, is not here. The baselines
+of FedPFT (`ccvr`, `ensemble`, `fedbe`, `kd`) are compared with that paper's comparison where their own paper is silent,
+`feddpa` with its authors' code.
 """
 _COMMANDS = f"""# The command line
 
@@ -116,7 +123,17 @@ def methods() -> str:
         link = f"[{source.name}](../../src/fedfm/methods/{source.relative_to(METHODS)})"
         paper = " ".join([*first.split(), *_arxiv(rest)])
         rows.append(f"| `{name}` | {paper} | {link} | {lines} |")
-    return _METHODS + "\n" + "\n".join(rows) + "\n"
+    return _METHODS + "\n" + "\n".join(rows) + "\n\n" + papers()
+
+
+def papers() -> str:
+    """The defaults that are not the papers'."""
+    rows = ["| method | key | default | in the paper | why |", "|---|---|---|---|---|"]
+    for name in filter(_ours, available("methods")):
+        for row in differences(resolve("methods", name)):
+            cells = (f"`{row['key']}`", f"`{value(row['default'])}`", value(row["paper"], bare=True), row["why"])
+            rows.append(f"| `{name}` | " + " | ".join(_plain(cell) for cell in cells) + " |")
+    return _PAPERS + "\n" + "\n".join(rows) + "\n"
 
 
 def commands() -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import MISSING, Field, is_dataclass
 from typing import Any, get_args, get_origin
 
+from fedfm.config.papers import differences
 from fedfm.config.registry import ours, resolve
 from fedfm.config.run_spec import RunSpec
 from fedfm.core.fields import bounds_of, described, is_required, owners_of, plain_type, settings_of
@@ -96,7 +97,11 @@ def named(classes: dict[str, type], usual: str, *, open: bool) -> Schema:
         usual: the name where the table has none.
         open: ``module:Class`` is a name, too.
     """
-    variants = [_variant(name, settings_of(cls), name == usual, _about(cls)) for name, cls in classes.items()]
+    variants = [
+        _variant(name, settings_of(cls), name == usual, _about(cls))
+        | ({"x-paper": rows} if (rows := differences(cls)) else {})
+        for name, cls in classes.items()
+    ]
     if open:
         variants.append(_table({"name": {"type": "string", "pattern": _CLASS}}, ["name"], "A class as module:Class."))
     return {"oneOf": variants}

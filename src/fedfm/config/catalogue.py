@@ -103,7 +103,23 @@ def method(name: str) -> str:
         lines += [f'name = "{base["default"]["name"]}"']
     if head := inner.get("head"):
         lines += ["", f"[method.head]  # {head['description']}", *_lines(head["properties"])]
+    if rows := keys.get("x-paper"):
+        lines += ["", "# These defaults differ from the paper:", *(_comment(f"  {_difference(row)}") for row in rows)]
     return "\n".join(lines)
+
+
+def _difference(row: dict[str, Any]) -> str:
+    """One default that is not the paper's."""
+    return f"{row['key']} = {value(row['default'])}, in the paper {value(row['paper'], bare=True)}: {row['why']}"
+
+
+def value(of: Any, *, bare: bool = False) -> str:
+    """A default or a paper's value as TOML writes it; "none" if there is none.
+
+    Args:
+        bare: a text of several words, which no key takes, without quotes.
+    """
+    return "none" if of is None else of if bare and isinstance(of, str) and " " in of else json.dumps(of)
 
 
 def _is_table(found: dict[str, Any]) -> bool:
@@ -118,7 +134,8 @@ def _filled(keys: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
 
 def _foreign(cls: type) -> dict[str, Any]:
     """Schema of a class from outside fedfm, described by its module and by itself."""
-    from fedfm.config.toml import named  # it imports torch, as the class has
+    from fedfm.config.papers import differences  # both import torch, as the class has
+    from fedfm.config.toml import named
 
     keys: dict[str, dict[str, Any]] = {}
     for key, f, hint in settings_of(cls):
@@ -132,7 +149,7 @@ def _foreign(cls: type) -> dict[str, Any]:
             keys[key]["default"] = table
     itself = "" if (cls.__doc__ or "").startswith(f"{cls.__name__}(") else inspect.getdoc(cls)  # dataclass wrote it
     about = "\n\n".join(filter(None, (inspect.getdoc(sys.modules[cls.__module__]), itself)))
-    return {"description": about, "properties": keys}
+    return {"description": about, "properties": keys, "x-paper": differences(cls)}
 
 
 def schema(which: str) -> dict[str, Any]:

@@ -26,6 +26,19 @@ KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool
 
 
 @dataclass(frozen=True)
+class Paper:
+    """What a method's paper has for a setting; a method's ``paper`` has one for each key, e.g. "method.local.betas".
+
+    Attributes:
+        value: of the paper's experiments or of its equations; a text where it is none that the key takes.
+        why: the reason for another default; "" where the default is the paper's.
+    """
+
+    value: Any
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Bounds:
     """Allowed values. Bounds of a list or a table apply to each entry; None always passes.
 

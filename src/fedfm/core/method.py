@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fedfm.core.capabilities import Needs
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
+from fedfm.core.fields import Paper
 from fedfm.linalg.params import Params
 
 S = TypeVar("S")  # server state, carried from round to round: Params, numbers, dicts or dataclasses of them
@@ -30,6 +32,8 @@ class Method(ABC, Generic[S]):
             aggregation requires a mean, an [attack] requires any call, secure aggregation forbids ``fed.ask``. A
             contract test compares the names with the messages.
         state_type: the class of S, by which a checkpoint is decoded.
+        paper: what the paper has for a setting, by the setting's dotted key in an experiment. `fedfm show` lists those
+            that differ from the default.
     """
 
     rounds: int
@@ -37,6 +41,7 @@ class Method(ABC, Generic[S]):
     means: ClassVar[tuple[str, ...]] = ()
     asks: ClassVar[tuple[str, ...]] = ()
     state_type: ClassVar[Any] = Params
+    paper: ClassVar[Mapping[str, Paper]] = MappingProxyType({})
 
     @abstractmethod
     def init(self, fed: Federation) -> S:

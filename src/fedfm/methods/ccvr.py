@@ -9,6 +9,7 @@ the features, which needs them non-negative. The server sees what its aggregator
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,7 +20,7 @@ from fedfm import seeds
 from fedfm.core.capabilities import Needs
 from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
-from fedfm.core.fields import setting
+from fedfm.core.fields import Paper, setting
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods._convergence import Missed, tell
@@ -34,6 +35,10 @@ class CCVR(FedAvg):
     """FedAvg whose head is trained again on virtual features drawn from the Gaussian of each class."""
 
     needs: ClassVar[Needs] = Needs("head", bias=True)
+    paper: ClassVar[Mapping[str, Paper]] = {
+        "method.covariance": Paper("full", "as in FedPFT's comparison: of few rows a full covariance is singular"),
+        "method.virtual": Paper(100),  # of FedPFT's comparison
+    }
 
     rounds: int = setting(1, "the last one calibrates, those before it are FedAvg's", ge=0)
     covariance: str = setting("diag", "of a class: diag or full", choices=("diag", "full"))

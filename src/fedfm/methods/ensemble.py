@@ -11,6 +11,7 @@ such heads are ignored if another head has seen two classes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedfm.core.federation import Federation
-from fedfm.core.fields import setting
+from fedfm.core.fields import Paper, setting
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.methods._one_shot import OwnHeads, as_heads, combined, each_head, mean_probability
@@ -31,6 +32,9 @@ class Ensemble(OwnHeads):
     """Each client trains its own head; all heads predict together."""
 
     asks: ClassVar[tuple[str, ...]] = ("fit",)
+    paper: ClassVar[Mapping[str, Paper]] = {
+        "method.combine": Paper("mean", "as in FedPFT's comparison"),
+    }
 
     combine: str = setting("max", "the largest probability over the clients, or their mean", choices=("max", "mean"))
 

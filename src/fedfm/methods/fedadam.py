@@ -5,6 +5,7 @@ Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan. ICLR 2021. arXiv
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ import torch
 
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
-from fedfm.core.fields import setting
+from fedfm.core.fields import Paper, setting
 from fedfm.linalg.params import Params
 from fedfm.methods._statistics import averaged
 from fedfm.methods.fedavg import FedAvg
@@ -35,6 +36,10 @@ class FedAdam(FedAvg):
     parameters_alone: ClassVar[bool] = True
     takes_late: ClassVar[bool] = True
     state_type: ClassVar[Any] = Moments
+    paper: ClassVar[Mapping[str, Paper]] = {
+        "method.tau": Paper(0.001),
+        "method.v_0": Paper(1e-6, "tau^2 in the paper; it changes the denominator by at most tau"),
+    }
 
     server_learning_rate: float = setting(0.01, "eta", gt=0)
     beta_1: float = setting(0.9, "decay of the first moment", ge=0, lt=1)

@@ -5,6 +5,7 @@ Huang, Chu, Zhou, Wang, Liu, Pei, Zhang. AAAI 2021. arXiv:2007.03797, Algorithm 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ import torch
 
 from fedfm.core.client import Client, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
-from fedfm.core.fields import setting
+from fedfm.core.fields import Paper, setting
 from fedfm.core.method import Method
 from fedfm.errors import InputError
 from fedfm.linalg.out_of_core import Vectors
@@ -49,6 +50,10 @@ class FedAMP(Method[Clouds]):
     parameters_alone: ClassVar[bool] = True
     asks: ClassVar[tuple[str, ...]] = ("train",)
     state_type: ClassVar[Any] = Clouds
+    paper: ClassVar[Mapping[str, Paper]] = {
+        "method.sigma": Paper("a constant", "models lie close together, so that one constant fits no other data"),
+        "method.alpha": Paper("a constant", "above sigma / (K - 1) a client's own weight is negative"),
+    }
 
     rounds: int = setting(10, "communication rounds; 0 evaluates the start", ge=0)
     fraction: float = setting(1.0, "the fraction of clients that a round asks", gt=0, le=1)

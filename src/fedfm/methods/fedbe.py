@@ -10,7 +10,7 @@ keeps the draws only, as eq. (5) is printed. The server sees every client's head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedfm import seeds
 from fedfm.core.federation import Federation
-from fedfm.core.fields import setting
+from fedfm.core.fields import Paper, setting
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
@@ -33,6 +33,11 @@ class FedBE(OwnHeads):
     """The clients' heads, their mean, and draws from their Gaussian predict together."""
 
     asks: ClassVar[tuple[str, ...]] = ("fit",)
+    paper: ClassVar[Mapping[str, Paper]] = {  # of FedPFT's comparison
+        "method.draws": Paper(15),
+        "method.head.optimizer": Paper("adam", "newton reaches the optimum, which Adam at 0.0001 does not come near"),
+        "method.head.learning_rate": Paper(1e-4),
+    }
 
     draws: int = setting(15, "M, heads sampled from the Gaussian", ge=0)
     members: str = setting("all", "of the ensemble: all (clients, mean, draws) or sampled", choices=("all", "sampled"))

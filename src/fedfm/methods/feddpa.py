@@ -6,16 +6,19 @@ FedDPA-F. Its client half is the client optimiser ``dual_adapter``, which other 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from fedfm.core.capabilities import Needs
 from fedfm.core.client import ClientId
-from fedfm.core.fields import setting
+from fedfm.core.fields import Paper, setting
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 from fedfm.training import DualAdapter, Local
+
+_EVERY = "every method of averages has these defaults, so that methods are compared alike"
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,19 @@ class FedDPA(FedAvg):
 
     own_models: ClassVar[bool] = True
     needs: ClassVar[Needs] = Needs(adaptations=("lora",))
+    paper: ClassVar[Mapping[str, Paper]] = {  # of the authors' code
+        "method.local.optimiser": Paper("adamw", _EVERY),
+        "method.local.learning_rate": Paper(3e-4, _EVERY),
+        "method.local.batch_size": Paper(64, _EVERY),
+        "method.local.epochs": Paper(10, _EVERY),
+        "method.local.lambda": Paper(0.5),
+        "method.local.instances": Paper(5),
+        "method.local.to": Paper(
+            "global", "a row that is like the client's rows then gets less of the client's adapter"
+        ),
+        "model.adaptation.rank": Paper(8),
+        "model.adaptation.dropout": Paper(0.05, "[model.adaptation] has the same defaults for every method"),
+    }
 
     local: Local = setting(DualAdapter(), "dual_adapter; sgd, adam or adamw of both adapters, else as its defaults")
 

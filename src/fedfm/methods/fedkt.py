@@ -10,7 +10,7 @@ without ``reply`` refuses it). The server also sees each client's students.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,7 +23,7 @@ from fedfm.core import update_metrics
 from fedfm.core.checks import match
 from fedfm.core.client import Client, on_client
 from fedfm.core.federation import Federation
-from fedfm.core.fields import setting
+from fedfm.core.fields import Paper, setting
 from fedfm.errors import E_FIELD, E_SHAPE, ClientFault
 from fedfm.linalg.params import Params
 from fedfm.methods._convergence import Missed, tell
@@ -47,6 +47,11 @@ class FedKT(OwnHeads):
     """Votes in two tiers: a client's teachers label the public rows for its students, all students for the server."""
 
     asks: ClassVar[tuple[str, ...]] = ("publish", "students")
+    paper: ClassVar[Mapping[str, Paper]] = {
+        "method.public": Paper("a public data set", "nobody has one here, so that clients give features of their rows"),
+        "method.partitions": Paper(2),
+        "method.subsets": Paper(5),
+    }
 
     public: float = setting(0.1, "share of each client's features that everybody gets", gt=0, le=1)
     partitions: int = setting(2, "s, of a client's rows: one student each", ge=1)

@@ -12,6 +12,7 @@ on few rows hardly moves a head; the default here is larger.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from fedfm import seeds
 from fedfm.core.client import Client, each, on_client
 from fedfm.core.federation import Federation
-from fedfm.core.fields import setting
+from fedfm.core.fields import Paper, setting
 from fedfm.linalg.params import Params
 from fedfm.methods._one_shot import OneShot, head_of, rows_of, tensors_of
 from fedfm.training.job import mini_batches
@@ -35,6 +36,12 @@ class KD(OneShot):
     """Along a chain of clients, each head teaches the next client's."""
 
     asks: ClassVar[tuple[str, ...]] = ("learn",)
+    paper: ClassVar[Mapping[str, Paper]] = {  # of FedPFT's comparison
+        "method.temperatures": Paper((1.0, 5.0, 10.0)),
+        "method.local_epochs": Paper(100),
+        "method.epochs": Paper(50),
+        "method.learning_rate": Paper(1e-4, "on few rows it hardly moves a head"),
+    }
 
     temperatures: tuple[float, ...] = setting((1.0, 5.0, 10.0), "candidates for T", gt=0, least=1)
     alpha: float = setting(0.5, "share of the teacher in the loss; the labels have the rest", ge=0, le=1)

@@ -7,7 +7,7 @@ learn side adapters and a head (equations 4 to 6) on the block outputs that the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ from torch import Tensor
 from fedfm.core.capabilities import Judge, Needs
 from fedfm.core.client import Client, ClientData, ClientId, Update, on_client
 from fedfm.core.federation import Federation
-from fedfm.core.fields import setting
+from fedfm.core.fields import Paper, setting
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
@@ -25,6 +25,7 @@ from fedfm.linalg.params import Params
 from fedfm.methods.blindfed import clear, foundation, permuted, predictions
 from fedfm.methods.blindfed.hello import Hello, Opened
 from fedfm.methods.blindfed.holding import Held
+from fedfm.methods.blindfed.paper import SETTINGS
 from fedfm.models.folding import folded
 from fedfm.models.model import Model
 from fedfm.models.spec import RELEASED
@@ -57,6 +58,7 @@ class BlindFed(Method[Carried]):
 
     means: ClassVar[tuple[str, ...]] = ("train",)
     state_type: ClassVar[Any] = Carried
+    paper: ClassVar[Mapping[str, Paper]] = SETTINGS
 
     rounds: int = setting(50, "T, rounds of averaging after the rows have passed; 0 evaluates the start", ge=0)
     fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from fedfm.core.federation import Federation
-from fedfm.core.fields import setting
+from fedfm.core.fields import Paper, setting
 from fedfm.core.method import Method, with_model
 from fedfm.errors import RunError
 from fedfm.linalg.params import Params
+from fedfm.methods.fedbaf.paper import PULL, TRAINING
 from fedfm.methods.fedbaf.pull import Piece, direction_distance, mix
 from fedfm.methods.fedbaf.server_foundation import Around
 from fedfm.methods.weight_init import WeightInit
@@ -47,6 +48,7 @@ class FedBaF(Around):
     keeps_foundation: ClassVar[bool] = True
     rows_by_optimiser: ClassVar[bool] = True
     secrets: ClassVar[tuple[str, ...]] = ("alpha",)
+    paper: ClassVar[Mapping[str, Paper]] = TRAINING | PULL
 
     psi: float = setting(1.0, "strength of the pull; 0 is the base method", ge=0, finite=True)
     cap: str = setting(

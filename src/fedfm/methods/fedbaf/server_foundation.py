@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -11,11 +12,12 @@ from typing import Any, ClassVar
 from fedfm.core.capabilities import Detailed, Judge, Needs, Personal
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
-from fedfm.core.fields import setting
+from fedfm.core.fields import Paper, setting
 from fedfm.core.method import Method
 from fedfm.errors import InputError
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.fedbaf.matching import DECLARED, Matching, check_place, match
+from fedfm.methods.fedbaf.paper import TRAINING
 from fedfm.models.model import Model
 from fedfm.training import SGD, Local
 
@@ -25,6 +27,7 @@ class Around(Method[Any]):
     """An averaging method with a foundation model that only the server reads; its state is the base method's."""
 
     needs: ClassVar[Needs] = Needs("full")
+    paper: ClassVar[Mapping[str, Paper]] = TRAINING
 
     rounds: int = setting(10, "communication rounds; 0 evaluates the start", ge=0)
     fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)

@@ -17,7 +17,7 @@ import torch
 from fedfm.core.capabilities import Judge, Needs
 from fedfm.core.client import Client, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
-from fedfm.core.fields import setting
+from fedfm.core.fields import Paper, setting
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.errors import E_DUPLICATE, InputError, RunError
@@ -63,6 +63,18 @@ class FedBip(Method[BipState]):
     parameters_alone: ClassVar[bool] = True
     asks: ClassVar[tuple[str, ...]] = ("train",)
     state_type: ClassVar[Any] = BipState
+    paper: ClassVar[Mapping[str, Paper]] = {
+        "method.rounds": Paper(10),  # on pictures; 20 on texts
+        "method.fraction": Paper(1.0),
+        "method.granularity": Paper("model"),
+        "method.similarity": Paper("cosine"),
+        "method.negative": Paper(
+            "raw", "as printed, a client's similarities can sum to zero or less, and no mean is left"
+        ),
+        "method.weights_from": Paper("task_vector"),
+        "method.aggregate": Paper("task_vector"),
+        "method.space": Paper("factors"),
+    }
 
     rounds: int = setting(10, "T, communication rounds; 0 evaluates the start", ge=0)
     fraction: float = setting(1.0, "the fraction of clients that a round asks", gt=0, le=1)

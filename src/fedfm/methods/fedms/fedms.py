@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ from fedfm.core.capabilities import Judge, Needs
 from fedfm.core.checks import match
 from fedfm.core.client import Client, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
-from fedfm.core.fields import setting
+from fedfm.core.fields import Paper, setting
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.errors import E_LOST, E_NONFINITE, ClientFault, InputError
@@ -33,6 +33,7 @@ from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.fedms.activation import activated, clock, split, with_rows
 from fedfm.methods.fedms.gate import LAST, Gate, initial
 from fedfm.methods.fedms.mixture import TRUNK, Experts, differing, mixed
+from fedfm.methods.fedms.paper import SETTINGS
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
 from fedfm.models.backbone import backbone
 from fedfm.models.dual_encoder import DualModel, active_layers, image_trunk, need
@@ -80,9 +81,7 @@ class Activity:
 
 @dataclass(frozen=True)
 class FedMS(Method[MSState]):
-    """A global and a local LoRA expert of a CLIP-like model, mixed by a federated gate; layers wake up as progress
-    stalls.
-    """
+    """A global and a local LoRA expert of a CLIP-like model, mixed by a federated gate; stalls wake up layers."""
 
     own_models: ClassVar[bool] = True
     needs: ClassVar[Needs] = Needs(adaptations=("lora",), task="zero_shot")
@@ -96,6 +95,7 @@ class FedMS(Method[MSState]):
         "backward_seconds",
     )
     state_type: ClassVar[Any] = MSState
+    paper: ClassVar[Mapping[str, Paper]] = SETTINGS
 
     global_rounds: int = setting(25, "stage one: rounds of the global expert", ge=0)
     local_rounds: int = setting(25, "stage two: rounds of the local experts and the gate", ge=0)

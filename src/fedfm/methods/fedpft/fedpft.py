@@ -22,7 +22,7 @@ from fedfm import seeds
 from fedfm.core.capabilities import Judge, Needs
 from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
-from fedfm.core.fields import setting
+from fedfm.core.fields import Paper, setting
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.errors import E_FIELD, ClientFault, InputError, RunError
@@ -33,6 +33,7 @@ from fedfm.methods.fedpft import noisy_moments, private
 from fedfm.methods.fedpft.account import bounded, communication, divergences, left_out
 from fedfm.methods.fedpft.encoding import DTYPES, nothing, pack, unpack
 from fedfm.methods.fedpft.mixtures import COVARIANCES, Mixture, capacity, fit_uncounted, fit_without_singles
+from fedfm.methods.fedpft.paper import SETTINGS
 from fedfm.methods.fedpft.private import Noised
 from fedfm.methods.fedpft.release_plan import CALIBRATIONS, RELATIONS, Plan
 from fedfm.methods.fedpft.settings import plan_of, refuse
@@ -75,6 +76,7 @@ class FedPFT(Method[State]):
 
     needs: ClassVar[Needs] = Needs("head", ("head",), bias=True)
     state_type: ClassVar[Any] = State
+    paper: ClassVar[Mapping[str, Paper]] = SETTINGS
     privacy: ClassVar[Plan | None] = None  # of an instance: see protected()
 
     rounds: int = setting(1, "1; 0 evaluates the start", ge=0, le=1, words="1, it takes one round")

@@ -1,0 +1,49 @@
+"""Which defaults of a method are not its paper's: for `fedfm show` and the reference."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from fedfm.core.fields import key_of
+from fedfm.models.spec import AdaptationSpec
+from fedfm.privacy.spec import PrivacySpec
+from fedfm.training import BY_NAME
+from fedfm.training.distil import Recipe
+
+_TABLES: dict[str, Any] = {"model": {"adaptation": AdaptationSpec()}, "privacy": PrivacySpec(), "distil": Recipe()}
+
+
+def differences(method: type) -> list[dict[str, Any]]:
+    """``key``, ``default``, ``paper`` and ``why`` of each setting whose default is not the paper's.
+
+    Raises:
+        LookupError: ``method.paper`` names a key that does not exist.
+    """
+    rows = []
+    for key, paper in getattr(method, "paper", {}).items():
+        default = _default(_TABLES | {"method": method}, key)
+        if default != paper.value:
+            plain = list(default) if isinstance(default, tuple) else default
+            told = list(paper.value) if isinstance(paper.value, tuple) else paper.value
+            rows.append({"key": key, "default": plain, "paper": told, "why": paper.why})
+    return rows
+
+
+def _default(tables: dict[str, Any], key: str) -> Any:
+    """The default of a dotted key; of a key that stands for another value if it is absent, this value."""
+    found: Any = tables
+    for part in key.split("."):
+        if part == "name" and type(found) in BY_NAME.values():
+            return next(name for name, cls in BY_NAME.items() if cls is type(found))
+        found = found[part] if isinstance(found, dict) else _field(found, part)
+    return found
+
+
+def _field(table: Any, key: str) -> Any:
+    """Of a settings dataclass or of an instance, which may have other values than its class."""
+    f = {key_of(f.name): f for f in fields(table)}[key] if is_dataclass(table) else None
+    if f is None:
+        raise LookupError(f"{key}: a setting has no keys")
+    value = f.default if isinstance(table, type) else getattr(table, f.name)
+    return f.metadata.get("usual", value) if value is None else value
