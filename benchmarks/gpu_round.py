@@ -1,7 +1,7 @@
 """Federated LoRA of large language models on one GPU: fedfm beside a plain TRL loop and code as FlowerTune has it.
 
     python benchmarks/gpu_round.py
-    python benchmarks/gpu_round.py --only 8B
+    python benchmarks/gpu_round.py --only 8B --out docs/results/gpu.md
     python benchmarks/gpu_round.py --quick --device cpu           a tiny model: does it run
 
 All train the same clients by FedAvg: LoRA of rank 16 on all linear maps, AdamW, gradient checkpointing, bfloat16. The
@@ -21,10 +21,12 @@ which judges, do not count. The peak is what torch allocated at most.
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -33,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+from gpu_page import page
 from large_model_memory import EIGHT_B, plan
 
 SIDES = ("fedfm", "TRL loop", "FlowerTune")
@@ -292,6 +295,7 @@ def main() -> None:
         without_flowertune={"action": "store_true", "help": "fedfm and the TRL loop alone"},
         bases={"nargs": "+", "choices": list(BASES), "default": list(BASES)},
         device={"default": "cuda"},
+        out={"type": Path, "help": "docs/results/gpu.md: the page, and its JSON beside it; the suite's part stays"},
     )
     if options.one:
         name, side, base, folder = options.one
@@ -314,7 +318,26 @@ def main() -> None:
             f"{case.micro} rows at once"
         )
         tables.append({"title": title, "rows": rows})
+        if options.out is not None:
+            keep(options.out, name, rows, {base: planned(case, base) for base in case.bases})
     common.emit("Federated LoRA of large language models on one GPU", tables, goals)
+
+
+def keep(out: Path, name: str, rows: list[dict[str, Any]], gb: dict[str, float]) -> None:
+    """Put one case into the page's JSON, and write the page from it."""
+    store = out.with_suffix(".json")
+    kept = json.loads(store.read_text()) if store.exists() else {}
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    kept[name] = {
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+        "machine": common.machine(),
+        "versions": common.versions(),
+        "planned, GB": {base: round(value, 2) for base, value in gb.items()},
+        "rows": rows,
+    }
+    store.write_text(json.dumps(kept, indent=1) + "\n")
+    out.write_text(page(kept))
 
 
 def measured(name: str, side: str, base: str, folder: str, device: str) -> dict[str, Any]:

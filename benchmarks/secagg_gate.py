@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +26,9 @@ from typing import Any
 import common
 import numpy as np
 import torch
-from run import measured
 from scipy import stats
 from secagg import Direct, Nothing, Ready
+from secagg_page import page
 
 from fedfm.aggregation import _secagg_keys as side
 from fedfm.aggregation.secure import Secure
@@ -385,7 +386,7 @@ def shown(exact: list[dict[str, Any]], did: str, of: str) -> list[dict[str, Any]
 
 
 def main() -> None:
-    options = common.arguments(__doc__, out={"type": Path, "help": "a page for the documents, too"})
+    options = common.arguments(__doc__, out={"type": Path, "help": "a page for the documents, and its JSON beside it"})
     numbers, seeds = ((3, 5), 2) if options.quick else ((3, 5, 10, 20), 10)
     start = time.perf_counter()
     exact = sums(numbers, seeds)
@@ -411,40 +412,16 @@ def main() -> None:
     ]
     spent = time.perf_counter() - start
     notes = [f"{total['cases'] + total['below']} sums and {tries} attacks in {spent:.0f} s."]
-    common.emit("Secure aggregation: dropouts and attacks", tables, goals, notes)
+    title = "Secure aggregation: dropouts and attacks"
+    common.emit(title, tables, goals, notes)
     if options.out is not None:
-        options.out.write_text(page(tables, goals, notes, options.quick))
+        command = "python benchmarks/secagg_gate.py" + (" --quick" if options.quick else "")
+        result = {"title": title, "command": command, "tables": tables, "goals": goals, "notes": notes}
+        result |= {"machine": common.machine(), "versions": common.versions()}
+        result["date"] = datetime.date.today().isoformat()
+        options.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+        options.out.write_text(page(result))
     sys.exit(not all(goal["met"] for goal in goals))
-
-
-PAGE = """# Secure aggregation under dropouts and attacks
-
-Made by `{command}`; do not edit.
-
-- Up to n - t of n clients drop out at one message of the protocol: their request is lost, with every second seed their
-  reply. Each case has ten seeds. A sum counts as exact if it is that of all clients that sent a masked update, within
-  half a step of the fixed-point numbers for each client. With one dropout more the round must end with an error that
-  counts the clients. At the first message nobody counts on a client yet: there, the case leaves two clients.
-- A server that cheats gets no sum, and a client's refusal or the run's error names what it did.
-- The chi-square test is of the bytes of masked zeros, and of the differences of every two vectors. `equal` counts equal
-  words at the same place of two vectors, `p, equal` is the chance of so many among uniform words.
-
-What a client keeps lies in memory here, not on a disk. The [threat model](../threat-model.md#hidden-sums) says what the
-protocol does not hide. [Performance](performance.md) has its seconds and bytes.
-"""
-
-
-def page(tables: list[dict[str, Any]], goals: list[dict[str, Any]], notes: list[str], quick: bool) -> str:
-    """The document."""
-    command = "python benchmarks/secagg_gate.py" + (" --quick" if quick else "")
-    rows = [
-        {"goal": g["goal"], "wanted": g["wanted"], "measured": f"{g['measured']:.3g}, {common.verdict(g)}"}
-        for g in goals
-    ]
-    result = {"date": datetime.date.today().isoformat(), "tables": tables, "notes": notes}
-    result |= {"machine": common.machine(), "versions": common.versions()}
-    parts = [PAGE.format(command=command).strip(), "Goals:\n\n" + common.markdown(rows), *measured(result)]
-    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Writes what follows from the code: pages of docs/reference/ (keys, methods, commands), the README's figure, and
-the JSON Schemas in src/fedfm/config/schemas, which `fedfm schema` and `fedfm show` read.
+"""Writes what follows from the code and from kept results: pages of docs/reference/ (keys, methods, commands), the
+README's figure, docs/results/index.md and the JSON Schemas in src/fedfm/config/schemas, which `fedfm show` reads.
 
 python docs/generate.py            write
 python docs/generate.py --check    exit 1 where a file is not what would be written
@@ -17,6 +17,7 @@ from typing import Any
 
 import figure
 import json_schema
+import results_index
 
 from fedfm.cli.parser import build
 from fedfm.config.catalogue import SCHEMAS, value
@@ -80,6 +81,7 @@ def main() -> int:
     old = 0
     pages = {"experiment.md": page(), "methods.md": methods(), "commands.md": commands()}
     written = {REFERENCE / name: text for name, text in pages.items()} | {figure.FILE: figure.draw()}
+    written |= results_index.pages()
     made = (json_schema.experiment(), json_schema.pretraining(PretrainSpec), distillation(), silo(), federation())
     for name, found in zip(SCHEMAS, made, strict=True):
         written[FOLDER / f"{name}.json"] = json.dumps(found, indent=1, ensure_ascii=False) + "\n"

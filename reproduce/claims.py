@@ -24,6 +24,19 @@ def lines(claims: list[dict[str, Any]], found: Accuracies) -> list[str]:
     return out
 
 
+def verdicts(claims: list[dict[str, Any]], found: Accuracies) -> list[dict[str, str]]:
+    """``claim``, ``what``, ``bound``, ``measured``, ``seeds`` and ``verdict`` of each check whose rows are there."""
+    out = []
+    for claim in claims:
+        for check in claim["checks"]:
+            if said := _said(check, found):
+                what, bound, figure, seeds, decided = said
+                place = f"{check['column']}, {what}" if "column" in check else what
+                told = {"what": place, "bound": bound, "measured": figure, "seeds": seeds, "verdict": decided}
+                out.append({"claim": claim["claim"]} | told)
+    return out
+
+
 def measured(check: Mapping[str, Any], found: Accuracies) -> dict[str, float]:
     """Seed -> points: ``left`` minus ``right``, the ``sum`` of rows times factors, or the largest minus the smallest of
     ``spread``; only common seeds.
