@@ -12,6 +12,7 @@ import dataclasses
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,19 @@ import results_index
 
 from fedfm.cli.parser import build
 from fedfm.config.catalogue import SCHEMAS, value
+from fedfm.config.experiment import Experiment
 from fedfm.config.papers import differences
 from fedfm.config.registry import available, resolve
 from fedfm.config.run_spec import AsynchronousSpec, RunSpec
 from fedfm.core.fields import bounds_of, is_required, leaf, plain_type, settings_of
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.engines.flower.federation_file import FederationFile
+from fedfm.errors import InputError
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.privacy.policy import Budget, Requirements
 from fedfm.privacy.spec import PrivacySpec
 from fedfm.runtime.distil_spec import DistilSpec
+from fedfm.runtime.predictions import kept
 from fedfm.runtime.pretrain_spec import PretrainSpec
 from fedfm.runtime.silo_file import Silo
 from fedfm.training import BY_NAME, Local
@@ -76,12 +80,43 @@ text goes to the standard error.
 """
 
 
+_SPENT = {"target_epsilon": 8.0, "delta": 1e-5}
+PROTECTIONS: dict[str, dict[str, Any]] = {  # as the table shows it -> as an experiment has it
+    '`aggregator = "secagg"`': {"aggregator": "secagg"},
+    '`mechanism = "dp_sgd"`, `unit = "record"`': {"mechanism": "dp_sgd", "unit": "record", "clip_norm": 1.0} | _SPENT,
+    'the method\'s own mechanism, `unit = "record"`': {"unit": "record"} | _SPENT,
+    '`mechanism = "gaussian"`, `unit = "client"`': {"unit": "client", "clip_norm": 1.0} | _SPENT,
+    '`mechanism = "distributed_gaussian"`, `unit = "client"`, `aggregator = "secagg"`': {
+        "mechanism": "distributed_gaussian",
+        "unit": "client",
+        "clip_norm": 1.0,
+        "aggregator": "secagg",
+    }
+    | _SPENT,
+}
+MOST = 6  # packages of an extra that the table names
+EXTRAS = {  # what each is for
+    "hub": "`data.hub`: data sets of the Hugging Face hub",
+    "partitioners": '`data.partition` with `name = "flower"`',
+    "simulation": '`run.engine = "simulation"`, on Ray',
+    "quantized": "`model.quantization`",
+    "trl": "`fedfm.federate` of an `SFTTrainer`",
+    "encrypted": '`blindfed` with `encryption = "ckks"`',
+    "tensorboard": '`run.track = ["tensorboard"]`',
+    "mlflow": '`run.track = ["mlflow"]`',
+    "wandb": '`run.track = ["wandb"]`',
+    "bench": "`make bench`",
+    "docs": "`make site`",
+    "dev": "`make test`, `make lint type`",
+}
+
+
 def main() -> int:
     """Write or check the files."""
     old = 0
     pages = {"experiment.md": page(), "methods.md": methods(), "commands.md": commands()}
     written = {REFERENCE / name: text for name, text in pages.items()} | {figure.FILE: figure.draw()}
-    written |= results_index.pages()
+    written |= results_index.pages() | blocks()
     made = (json_schema.experiment(), json_schema.pretraining(PretrainSpec), distillation(), silo(), federation())
     for name, found in zip(SCHEMAS, made, strict=True):
         written[FOLDER / f"{name}.json"] = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
@@ -112,6 +147,72 @@ def federation() -> dict[str, Any]:
     """The schema of a federation's file."""
     found = json_schema.table(FederationFile)
     return json_schema.document("a federation's file of fedfm", found["properties"], found["required"], {})
+
+
+def blocks() -> dict[Path, str]:
+    """Pages with a part that follows from the code, between `<!-- generated: NAME -->` and `<!-- end -->`."""
+    made = {"extras": extras(), "words": words(), "protections": protections()}
+    found = {}
+    for path in sorted(DOCS.rglob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(r"^<!-- generated: (\w+) -->$", text, re.M):
+            part = f"<!-- generated: {name} -->\n{made[name]}<!-- end -->"
+            text = re.sub(rf"<!-- generated: {name} -->\n.*?<!-- end -->", lambda _, part=part: part, text, flags=re.S)
+            found[path] = text
+    return found
+
+
+def extras() -> str:
+    """The table of optional dependencies."""
+    about = tomllib.loads((DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    optional = about["optional-dependencies"]
+    if optional.keys() != EXTRAS.keys():
+        raise SystemExit(f"docs/generate.py: EXTRAS differs from pyproject.toml in {optional.keys() ^ EXTRAS.keys()}")
+    rows = ["| extra | brings | for |", "|---|---|---|"]
+    for name, packages in optional.items():
+        brought = ", ".join(re.split(r"[<>=;\s]", package)[0] for package in packages)
+        brought = brought if len(packages) <= MOST else "see `pyproject.toml`"
+        rows.append(f"| `{name}` | {brought} | {EXTRAS[name]} |")
+    return "\n".join(rows) + "\n"
+
+
+def words() -> str:
+    """What a silo's policy has to allow for each method, by what the method declares."""
+    found: dict[str, list[str]] = {}
+    for name in filter(_ours, available("methods")):
+        method = resolve("methods", name)()
+        declared = {"mean": method.means, "reply": method.asks, "reveal": kept(method)}
+        found.setdefault(", ".join(f"`{word}`" for word, has in declared.items() if has), []).append(name)
+    rows = ["| words | methods |", "|---|---|"]
+    rows += [f"| {allowed or 'none'} | {', '.join(names)} |" for allowed, names in sorted(found.items())]
+    return "\n".join(rows) + "\n"
+
+
+def protections() -> str:
+    """Which methods take which [privacy], by asking for an experiment of each."""
+    rows = ["| `[privacy]` | methods |", "|---|---|"]
+    for shown, privacy in PROTECTIONS.items():
+        names = [name for name in filter(_ours, available("methods")) if _takes(name, privacy)]
+        rows.append(f"| {shown} | {', '.join(names)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _takes(name: str, privacy: dict[str, Any]) -> bool:
+    cls = resolve("methods", name)
+    tables: dict[str, Any] = {"data": {"name": "digits", "partition": {"name": "iid", "clients": 20}}}
+    tables |= {"method": {"name": name}, "privacy": privacy}
+    if "foundation" in {f.name for f in dataclasses.fields(cls)}:
+        tables["method"]["foundation"] = "nano-vit"
+    if not hasattr(cls, "model_table"):
+        adaptation, task = (cls().needs.adaptations or ("",))[0], cls().needs.task
+        tables["model"] = {"name": "nano-clip" if task else "nano-vit"}
+        tables["model"] |= {"task": task} if task else {}
+        tables["model"] |= {"adaptation": {"name": adaptation}} if adaptation else {}
+    try:
+        Experiment.from_dict(tables)
+    except InputError:
+        return False
+    return True
 
 
 def methods() -> str:

@@ -1,0 +1,82 @@
+"""The documents count nothing that the code can count, and name all that there is of a kind."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fedfm.config.registry import available, ours
+from fedfm.config.run_spec import ENGINES
+from fedfm.privacy.policy import WORDS
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+REFERENCE = ROOT / "docs" / "reference"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(p for p in sorted((ROOT / "docs").rglob("*.md")) if p.parent.name != "results"),
+]
+NUMBER = (
+    r"(?:\d+|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|twenty)"
+)
+COUNTED = re.compile(rf"\b{NUMBER} (?:\w+ )?(?:packages|engines|extras|methods|audits|attacks|aggregations)\b", re.I)
+ALLOWED = {"30 methods"}  # checked below
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_page_neither_speaks_of_this_release_nor_counts_by_hand(page):
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    assert not re.search(r"\b(this|the present|the current) (release|version)\b", text, re.I)
+    assert set(COUNTED.findall(text)) <= ALLOWED
+
+
+def test_the_check_sees_what_is_counted():
+    text = "fifteen packages, three engines, 7 of 11 extras, ten methods, four robust aggregations, one engine"
+    assert COUNTED.findall(text) == [
+        "fifteen packages",
+        "three engines",
+        "11 extras",
+        "ten methods",
+        "four robust aggregations",
+    ]
+
+
+def test_the_readme_is_right_that_there_are_more_than_30_methods():
+    assert "more than 30 methods" in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert len(ours("methods")) > 30
+
+
+def first_cells(page, heading):
+    """Of the table under these column titles."""
+    part = page.read_text(encoding="utf-8").partition(f"\n| {heading} ")[2]
+    rows = part.partition("\n\n")[0].splitlines()[2:]
+    return [row.strip("| ").split(" | ")[0] for row in rows]
+
+
+def test_who_sees_what_has_one_row_for_each_method():
+    named = [
+        re.split(r", (?:masked|permuted|decentralised)", cell)[0]
+        for cell in first_cells(REFERENCE / "who-sees-what.md", "method")
+    ]
+    named = [name for cell in dict.fromkeys(named) for name in cell.split(", ")]
+    assert sorted(named) == sorted(ours("methods"))
+
+
+def test_the_engines_the_words_and_the_attacks_are_all_there():
+    assert [
+        re.sub(r"[`()]| \(default\)", "", c).split()[0] for c in first_cells(REFERENCE / "engines.md", "engine")
+    ] == list(ENGINES)
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    assert all(f"`{word}`" in text for word in WORDS)
+    attacks = (ROOT / "docs/how-to/attacks.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in attacks for kind in ("attacks", "aggregation") for name in available(kind))
+
+
+def test_the_drawing_has_the_layers_that_imports_follow():
+    drawn = re.findall(r"^  (\w+)\[\"<b>\1</b>", (ROOT / "docs/architecture.md").read_text(encoding="utf-8"), re.M)
+    layers = PROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
+    packages = [layer.removeprefix("fedfm.") for layer in layers if "|" not in layer]
+    assert drawn == packages
+    assert sorted(packages) == sorted(p.parent.name for p in (ROOT / "src" / "fedfm").glob("*/__init__.py"))
