@@ -81,3 +81,20 @@ def test_a_key_that_does_not_exist_is_an_error():
 
     with pytest.raises(LookupError):
         differences(Mine)
+
+
+def test_show_lists_the_differences_of_a_method_from_elsewhere(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    lines = [
+        '"""Mine: a title."""',
+        "from dataclasses import dataclass",
+        "from fedfm.core.fields import Paper",
+        "from fedfm.methods.fedavg import FedAvg",
+        "@dataclass(frozen=True)",
+        "class Mine(FedAvg):",
+        '    paper = {"method.rounds": Paper(100, "quick trials"), "method.local.epochs": Paper(1)}',
+    ]
+    (tmp_path / "own_papers.py").write_text("\n".join(lines))
+    assert main(["show", "own_papers:Mine"]) == 0
+    listed = capsys.readouterr().out.partition("# These defaults differ from the paper:\n")[2]
+    assert listed == "#   method.rounds = 10, in the paper 100: quick trials\n"
