@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedfm.aggregation._lattice import clipped, lattice_noise, step_of
+from fedfm.aggregation._lattice import clipped, covered, step_of
 from fedfm.aggregation.base import Aggregator
 from fedfm.aggregation.mean import Mean
 from fedfm.aggregation.private import CentralGaussian, DistributedGaussian
@@ -115,24 +115,12 @@ def test_the_server_clips_an_update_that_a_client_did_not():
 
 def test_the_noise_has_its_variance_and_its_shape():
     n, scale = 100_000, 2.5 * 2**20
-    drawn = lattice_noise(b"k" * 32, "p", np.zeros(n, np.int64), scale) / scale
+    drawn = covered(b"k" * 32, "p", np.zeros(n, np.int64), scale) / scale
     low, high = stats.chi2.ppf([5e-7, 1 - 5e-7], n) / n
     assert low < float(drawn @ drawn) / n < high
     assert stats.kstest(drawn, "norm").pvalue > 1e-6
     for wrong in (0.5, math.sqrt(0.5), 1.02):
         assert not low < float(drawn @ drawn) * wrong**2 / n < high
-
-
-def test_noise_is_repeated_for_the_same_sum_only():
-    a, b = np.zeros(1000, np.int64), np.ones(1000, np.int64)
-    first = lattice_noise(b"k" * 32, "round 1, release 1", a, 1000.0)
-    assert (first == lattice_noise(b"k" * 32, "round 1, release 1", a, 1000.0)).all()
-    for other in (
-        lattice_noise(b"k" * 32, "round 1, release 1", b, 1000.0),
-        lattice_noise(b"k" * 32, "round 2, release 1", a, 1000.0),
-        lattice_noise(b"l" * 32, "round 1, release 1", a, 1000.0),
-    ):
-        assert abs(np.corrcoef(first, other)[0, 1]) < 0.2
 
 
 def test_the_mean_has_the_noise_of_its_fixed_denominator():
@@ -231,9 +219,7 @@ class LessByRootTwo(CentralGaussian):
 
 class OnceARun(CentralGaussian):
     def _noisy(self, fed, total, purpose, asked):
-        return total + lattice_noise(
-            fed.secret("noise"), "run", np.zeros_like(total), self.noise_multiplier / self.step
-        )
+        return total + covered(fed.secret("noise"), "run", np.zeros_like(total), self.noise_multiplier / self.step)
 
 
 class NoClip(CentralGaussian):

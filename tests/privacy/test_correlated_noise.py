@@ -177,10 +177,8 @@ def test_a_round_repeats_its_noise_for_the_same_sum_only():
             got = m.released(fed, iter([update]), None, 1.0, like)["w"] - update.delta["w"]
         noises.append(got.numpy())
     assert (noises[0] == noises[1]).all()
-    # Part of round 2's noise is that of round 1, which was another sum; the rest is its own.
-    weight = float(m.strategy.inverse()[1])
-    expected = 1 / (1 + weight**2)
-    assert np.corrcoef(noises[0], noises[2])[0, 1] == pytest.approx(expected, abs=0.1)
+    # An equal sum after another history: with the old row, differences of rounds would show that of the histories.
+    assert abs(np.corrcoef(noises[0], noises[2])[0, 1]) < 0.15
 
 
 def test_without_the_sums_of_earlier_rounds_there_is_no_release():

@@ -173,7 +173,7 @@ def plan(z=1.0, c=1.0, rounds=1):
 
 def test_noise_has_its_variance_and_each_step_its_own():
     budget = PrivateSteps(plan(z=1.5, c=0.2), client(head(), None, None), 50, 5, 10)
-    budget.begin(b"start")
+    budget.begin("start")
     n = 100_000
     noise = [budget.noisy(np.zeros(n), step) for step in (0, 1)]
     for x in noise:
@@ -188,7 +188,7 @@ def test_noise_has_its_variance_and_each_step_its_own():
 def test_each_row_has_a_coin_of_its_own():
     n, b, steps = 400, 20, 3000
     budget = PrivateSteps(plan(), client(head(), None, None), n, b, steps)
-    budget.begin(b"start")
+    budget.begin("start")
     drawn = [budget.batch(step) for step in range(steps)]
     sizes, counts = np.array([len(x) for x in drawn]), np.bincount(np.concatenate(drawn), minlength=n)
     q = b / n
@@ -218,25 +218,36 @@ def test_epsilon_is_that_of_dp_accounting():
 
 @pytest.mark.parametrize("local", [SGD(0.1, batch_size=4, momentum=0.5, weight_decay=0.1), Adam(0.01, batch_size=4)])
 @pytest.mark.parametrize("make", [head, convolutions])
-def test_steps_are_those_of_the_algorithm(make, local):
+def test_steps_are_those_of_the_algorithm(make, local, monkeypatch):
     """Against the public optimisers of torch, with the same coins and noise."""
+    taken, noises, batch, noisy = [], [], PrivateSteps.batch, PrivateSteps.noisy
+
+    def coins(self, step):
+        taken.append(batch(self, step))
+        return taken[-1]
+
+    def recorded(self, total, step):
+        released = noisy(self, total, step)
+        noises.append(released - total)
+        return released
+
+    monkeypatch.setattr(PrivateSteps, "batch", coins)
+    monkeypatch.setattr(PrivateSteps, "noisy", recorded)
     model = make()
     rows = tensors(model, 10)
     who = client(model, rows, plan(z=0.7, c=0.5))
     w, mu = model.params(), 0.2
     trained = private.train([Job(who, w, local, mu)])[0]
     assert who.metrics == {}
-    budget = PrivateSteps(plan(z=0.7, c=0.5), client(model, rows, None), 10, 4, 3)
-    budget.begin(b"")
+    assert len(noises) == 3
+    assert np.concatenate(noises).std() == pytest.approx(0.35, rel=0.3)
     model.load(w)
     live = model.live()
     kind = torch.optim.Adam if isinstance(local, Adam) else torch.optim.SGD
     more = {} if isinstance(local, Adam) else {"momentum": 0.5, "weight_decay": 0.1}
     optimiser = kind(live.values(), lr=local.learning_rate, **more)
     for step in range(3):
-        total = by_hand(model, rows, budget.batch(step), 0.5)
-        total = total if isinstance(total, torch.Tensor) else torch.zeros(sum(p.numel() for p in live.values()))
-        g = torch.from_numpy(budget.noisy(total.double().numpy(), step)) / 4
+        g = (by_hand(model, rows, taken[step], 0.5) + torch.from_numpy(noises[step])) / 4
         at = 0
         for name, p in live.items():
             p.grad = (g[at : at + p.numel()].view(p.shape) + mu * (p.detach() - w[name])).to(p)
@@ -245,20 +256,93 @@ def test_steps_are_those_of_the_algorithm(make, local):
     assert (model.params() - trained).norm() < 2e-3 * (trained - w).norm()
 
 
-def test_a_repeated_round_repeats_its_noise_and_another_start_is_refused():
+def asked(model, rows, w, t, firsts, *, rounds=3, seed=None, key=KEY, mu=0.0, correction=None, **local):
+    """A round's training by a client whose memory was rolled back, as a server can make it."""
+    who = client(model, rows, plan(rounds=rounds), key=key, firsts=firsts)
+    who.round, who.seed = t, 100 + t if seed is None else seed
+    return private.train([Job(who, w, SGD(**{"batch_size": 4} | local), mu, correction)])[0]
+
+
+def corrected(rows):
+    found = Rows({k: v.clone() for k, v in rows.tensors.items()}, labels=rows.labels.clone())
+    next(iter(found.tensors.values()))[7] += 1
+    return found
+
+
+def relabelled(rows):
+    found = Rows(rows.tensors, labels=rows.labels.clone())
+    found.labels[7] = (found.labels[7] + 1) % len(CLASSES)
+    return found
+
+
+def test_a_repeated_round_repeats_its_bits_and_its_noise_covers_nothing_else():
     model, firsts = head(), {}
-    rows, w, local = tensors(model, 10), model.params(), SGD(batch_size=4)
-    one, two = (client(model, rows, plan(rounds=2), firsts=firsts) for _ in range(2))  # two: memory was rolled back
-    first = private.train([Job(one, w, local)])[0]
-    assert private.train([Job(two, w, local)])[0].sha256() == first.sha256()
-    with pytest.raises(ClientFault, match="from another model"):
-        private.train([Job(client(model, rows, plan(rounds=2), firsts=firsts), first, local)])
-    with pytest.raises(ClientFault, match="from another model"):
-        private.train([Job(client(model, rows, plan(rounds=2), firsts=firsts), w, local, 0.5)])
-    second = private.train([Job(one, w, local)])[0]  # the next round from the same model: new noise
-    assert second.sha256() != first.sha256()
-    with pytest.raises(ClientFault, match="6 of 6 private steps are taken"):
-        private.train([Job(one, second, local)])
+    rows, w = tensors(model, 10), model.params()
+    first = asked(model, rows, w, 2, firsts)
+    assert asked(model, rows, w, 2, firsts).sha256() == first.sha256()
+    other = [
+        {"w": first},
+        {"rows": corrected(rows)},
+        {"rows": relabelled(rows)},
+        {"rows": rows.take(range(9))},
+        {"seed": 1},
+        {"mu": 0.5},
+        {"correction": w * 0.0},
+        {"batch_size": 5},
+        {"epochs": 2},
+        {"learning_rate": 0.2},
+    ]
+    for change in other:
+        given = {"rows": rows, "w": w} | change
+        with pytest.raises(ClientFault, match="from another start"):
+            asked(model, given.pop("rows"), given.pop("w"), 2, firsts, **given)
+    with pytest.raises(ClientFault, match="round 1 comes after round 2"):
+        asked(model, rows, w, 1, firsts)
+    assert asked(model, rows, w, 2, firsts).sha256() == first.sha256()
+
+
+def test_all_steps_are_spent_once_in_any_order_and_after_kills():
+    model, firsts = head(), {}
+    rows, w = tensors(model, 10), model.params()
+    found = [asked(model, rows, w, t, firsts).sha256() for t in (1, 4, 9)]  # of one start, yet of a round each
+    assert len({*found}) == 3
+    assert [asked(model, rows, w, t, firsts).sha256() for t in (1, 4, 9)] == found
+    with pytest.raises(ClientFault, match="9 of 9 private steps are taken"):
+        asked(model, rows, w, 10, firsts)
+    for t in (2, 5, 8):
+        with pytest.raises(ClientFault, match="comes after round"):
+            asked(model, rows, w, t, firsts)
+
+
+def test_a_kill_before_the_answer_costs_its_round_and_no_other(monkeypatch):
+    model, firsts = head(), {}
+    rows, w = tensors(model, 10), model.params()
+    whole = asked(model, rows, w, 1, {}).sha256()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(PrivateSteps, "end", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        asked(model, rows, w, 1, firsts)
+    assert asked(model, rows, w, 1, firsts).sha256() == whole
+    assert asked(model, rows, w * 2.0, 2, firsts).sha256() != whole  # the next round has places of its own
+
+
+def test_a_repetition_that_comes_to_other_sums_is_refused(monkeypatch):
+    """As on another processor: the start is the same, and the bits are not."""
+    model, firsts = head(), {}
+    rows, w = tensors(model, 10), model.params()
+    asked(model, rows, w, 1, firsts)
+    monkeypatch.setattr(private, "sums", lambda *given: lambda index: torch.full((21,), 1e-9, dtype=torch.float64))
+    with pytest.raises(ClientFault, match="did not come to the same bits"):
+        asked(model, rows, w, 1, firsts)
+
+
+def test_a_restored_backup_gives_noise_of_its_own():
+    """A memory that was copied back has forgotten the round: what is asked again shares no noise with the answer."""
+    model = head()
+    rows, w = tensors(model, 10), model.params() * 0.0
+    first, backup = {}, {}
+    one, two = asked(model, rows, w, 1, first), asked(model, corrected(rows), w, 1, backup)
+    apart = torch.cat([(one - two)[name].reshape(-1) for name in model.live()])
+    assert float(apart.norm()) > 0.5 * float(one.norm())
 
 
 def test_a_client_half_can_only_count_its_rows():

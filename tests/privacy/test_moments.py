@@ -304,5 +304,6 @@ def test_full_noise_drowns_a_covariance_as_computed():
     """Frobenius norm of the noise, sigma sqrt(d (d + 1) / 2): 1.2 at n = 900, d = 192, epsilon = 1."""
     sigma = Plan("replace", "full").sigma(900)
     assert sigma * math.sqrt(192 * 193 / 2) == pytest.approx(1.2, abs=0.03)
-    drawn = np.linalg.norm(sigma * noise.unpack(noise.packed(KEY, "frobenius", 192), 192))
+    zeros = np.zeros(192 * 193 // 2)
+    drawn = np.linalg.norm(sigma * noise.unpack(noise.cover(KEY, "frobenius", zeros, noise.packed_scale(192)), 192))
     assert drawn == pytest.approx(1.2, abs=0.05)

@@ -103,7 +103,7 @@ def chacha20(key, blocks):
 
 def test_the_stream_is_chacha20_under_a_key_from_hkdf():
     extracted = hmac.digest(bytes(32), KEY, "sha256")  # RFC 5869
-    subkey = hmac.digest(extracted, b"fedfm noise 1\x1fc3/moments/7\x1f(20,)" + b"\x01", "sha256")
+    subkey = hmac.digest(extracted, b"fedfm noise 2\x1f160\x1fc3/moments/7\x1f(20,)" + b"\x01", "sha256")
     words = struct.unpack("<24Q", chacha20(subkey, 3))
     radius = [math.sqrt(-2 * math.log((w + 0.5) / 2**64)) for w in words[:10]]
     angle = [2 * math.pi * (w >> 11) / 2**53 for w in words[10:20]]
@@ -114,7 +114,8 @@ def test_the_stream_is_chacha20_under_a_key_from_hkdf():
 
 def test_symmetric_noise():
     d, count = 6, 4000
-    drawn = np.array([noise.unpack(noise.packed(KEY, f"matrix {i}", d), d) for i in range(count)])
+    zeros, scale = np.zeros(d * (d + 1) // 2), noise.packed_scale(d)
+    drawn = np.array([noise.unpack(noise.cover(KEY, f"matrix {i}", zeros, scale), d) for i in range(count)])
     assert np.array_equal(drawn, drawn.transpose(0, 2, 1))
     np.testing.assert_allclose(drawn.mean(axis=0), 0, atol=4.5 / math.sqrt(count))
     expected = np.where(np.eye(d, dtype=bool), 1.0, 0.5)

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from fedfm.aggregation._lattice import Steps, clipped, flat_of, lattice_noise, norm_of, on_layout, step_of
+from fedfm.aggregation._lattice import Steps, clipped, covered, flat_of, norm_of, on_layout, step_of
 from fedfm.aggregation._secagg import MEMORY
 from fedfm.aggregation._secagg_client import refused, sum_of
 from fedfm.aggregation._secagg_keys import least_of
@@ -37,6 +37,7 @@ from fedfm.privacy.accountant import Accountant, Spent
 from fedfm.privacy.clipping import AdaptiveClip
 from fedfm.privacy.cohorts import by_coins
 from fedfm.privacy.composition import Releases, epsilon_of, epsilon_of_concentrated
+from fedfm.privacy.noise import digest
 
 WITHIN = "+within"  # entry of an update under an adaptive clip: b - 1/2
 CLIP, SHARE = "clip_norm", "within_clip_norm"  # figures of a round
@@ -182,16 +183,17 @@ class CentralGaussian(Mechanism):
         return np.append(clipped(rest, self.clip_norm), round(bit / self.step))
 
     def _noisy(self, fed: Federation, total: Steps, purpose: str, asked: float) -> Steps:
-        return total + self._noise(fed.secret("noise"), purpose, total, asked)
+        return self._covered(fed.secret("noise"), purpose, total, asked)
 
-    def _noise(self, key: bytes, purpose: str, steps: Steps, clients: float, shares: int = 1) -> Steps:
-        """The noise of these numbers, or one of so many shares of it."""
+    def _covered(self, key: bytes, purpose: str, steps: Steps, clients: float, shares: int = 1) -> Steps:
+        """These numbers with their noise, or with one of so many shares of it."""
         z, unit = self.noise_multiplier, self.clip_norm / self.step / math.sqrt(shares)
         if self.adaptive is None:
-            return lattice_noise(key, purpose, steps, z * unit)
+            return covered(key, purpose, steps, z * unit)
         sigma_b = self.adaptive.count_noise(clients, z)
-        own = lattice_noise(key, purpose, steps[:-1], self.adaptive.update_noise(z, sigma_b) * unit)
-        return np.append(own, lattice_noise(key, f"{purpose}, count", steps[-1:], sigma_b * unit))
+        purpose = f"{purpose}, {digest(steps)}"  # an equal count of other updates gets noise of its own
+        own = covered(key, purpose, steps[:-1], self.adaptive.update_noise(z, sigma_b) * unit)
+        return np.append(own, covered(key, f"{purpose}, count", steps[-1:], sigma_b * unit))
 
     def check(self, fed: Federation, model_of: Callable[[Any], Params], before: Any, after: Any) -> None:
         """Check that every trainable tensor has moved in the first round.
@@ -303,7 +305,7 @@ class DistributedGaussian(CentralGaussian):
         if scale < _LEAST_SHARE:
             raise refused(f"a share of the noise of {scale:.2g} steps, expected {_LEAST_SHARE:g} at least")
         call = hashlib.sha256(repr((client.memory[MEMORY]["session"], told.number)).encode()).hexdigest()
-        return steps + self._noise(client.secret("noise"), f"{client.seed} {call}", steps, clients, least)
+        return self._covered(client.secret("noise"), f"{client.seed} {call}", steps, clients, least)
 
     def _noisy(self, fed: Federation, total: Steps, purpose: str, asked: float) -> Steps:
         return total

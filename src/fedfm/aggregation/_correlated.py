@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from fedfm.aggregation._client_level import CentralGaussian
-from fedfm.aggregation._lattice import BLOCK, Steps, digest_of
+from fedfm.aggregation._lattice import Steps
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
 from fedfm.errors import RunError
@@ -26,8 +26,9 @@ class CorrelatedGaussian(CentralGaussian):
     """The server adds C^-1 Z to the sums of the rounds; a client takes part every b rounds, in a rotation.
 
     Row j of Z has the standard deviation z clip_norm. It is drawn again wherever it is needed, from the secret, the
-    round j and the sum of round j: a resumed run repeats it, and a round that is repeated with another sum gets another
-    one. A round t costs t draws of a vector.
+    round j and the sums of all rounds up to j: a resumed run repeats it. A round that is repeated with another sum gets
+    another row, and so do all rounds after it: with the old rows, the difference of two histories would be that of
+    their sums. A round t costs t draws of a vector.
 
     Attributes:
         rounds: T of the run, which the strategy is made for.
@@ -65,15 +66,16 @@ class CorrelatedGaussian(CentralGaussian):
         t, known = fed.round, list(fed.memory.get(_SUMS, ()))
         if len(known) != t - 1:
             raise RunError(f"round {t}: the server's memory of the noise of earlier rounds is lost")
-        fed.memory[_SUMS] = known = [*known, digest_of(total)]
+        fed.memory[_SUMS] = known = [*known, noise.digest(total, *known[-1:])]  # of this sum and of all before it
         weights = self.strategy.inverse()[t - 1 :: -1]  # of rounds 1, ..., t
         key, scale = fed.secret("noise"), self.noise_multiplier * self.clip_norm / self.step
         found = np.empty(len(total), np.int64)
-        for at in range(0, len(total), BLOCK):
-            part = found[at : at + BLOCK]
+        for at in range(0, len(total), noise.BLOCK):
+            part = found[at : at + noise.BLOCK]
             drawn = np.zeros(part.shape)
-            for j, (weight, digest) in enumerate(zip(weights, known, strict=True), 1):
-                drawn += weight * noise.gaussian(key, f"client level/correlated/{j}/{digest}/{at}", part.shape)
+            for j, (weight, sums) in enumerate(zip(weights, known, strict=True), 1):
+                row = f"client level/correlated/{j}/{scale!r}/{sums}/{at}"
+                drawn += weight * noise.gaussian(key, row, part.shape)
             part[:] = np.rint(scale * drawn)
         return total + found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import Any
 
@@ -18,7 +17,6 @@ Steps = NDArray[np.int64]  # a vector of R^P as multiples of the lattice's step
 
 _LATTICE_BITS = 20  # clip_norm has 2^20 to 2^21 steps: their multiples up to it are exact in float32
 _MARGIN = 2.0**-40  # relative; far above the rounding of a norm in float64
-BLOCK = 1 << 20  # numbers of noise at a time
 
 
 def step_of(clip_norm: float) -> float:
@@ -57,23 +55,12 @@ def norm_of(x: NDArray[np.float64]) -> float:
     return norm
 
 
-def lattice_noise(key: bytes, purpose: str, steps: Steps, scale: float) -> Steps:
-    """Normal noise of standard deviation ``scale`` for these numbers, rounded to whole numbers.
+def covered(key: bytes, purpose: str, steps: Steps, scale: float) -> Steps:
+    """The numbers with whole normal noise of standard deviation ``scale``.
 
-    The numbers themselves are part of the purpose: a repeated round gets its noise again, and a round that differs
-    gets other noise, not the same noise on other data.
+    A repeated round gets its noise again, and a round that differs gets other noise, not the same noise on other data.
     """
-    purpose = f"client level/{purpose}/{digest_of(steps)}"
-    found = np.empty(len(steps), np.int64)
-    for at in range(0, len(steps), BLOCK):
-        part = found[at : at + BLOCK]
-        part[:] = np.rint(scale * noise.gaussian(key, f"{purpose}/{at}", part.shape))
-    return found
-
-
-def digest_of(steps: Steps) -> str:
-    """SHA-256 of the numbers."""
-    return hashlib.sha256(steps.tobytes()).hexdigest()
+    return np.asarray(noise.cover(key, f"client level/{purpose}", steps, scale))
 
 
 def flat_of(delta: Params) -> NDArray[np.float64]:

@@ -175,7 +175,7 @@ class Trainings:
             steps.append((last - now) * self.plan.clip_norm * self._expected)
             last, model.asked = now, []
 
-        for _ in range(self.plan.rounds):
+        for client.round in range(1, self.plan.rounds + 1):
             w = private.train_one(Job(client, w, self._local), after)
         return Trained(np.stack(steps), taken, directions)
 

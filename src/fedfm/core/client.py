@@ -85,6 +85,7 @@ class Client:
         note: writes a line into the silo's log.
         smallest_cohort: the silo's own policy: its update goes into no sum of fewer clients; 0: as the protocol has it.
         span: the part of the run that this round is, from (t - 1) / T to t / T; schedules of eta follow it.
+        round: t, as the message says.
     """
 
     id: ClientId
@@ -106,6 +107,7 @@ class Client:
     note: Callable[[str], None] = lambda text: None
     smallest_cohort: int = 0
     span: tuple[float, float] = (0.0, 1.0)
+    round: int = 0
 
 
 @dataclass(frozen=True)

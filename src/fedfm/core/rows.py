@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedfm.core.tokens import Tokens
+from fedfm.linalg.params import to_bytes
 
 Turn = tuple[str, str]  # a message of a conversation: role, content
 Asked = str | tuple[Turn, ...]  # an instruction, or all that was said before an answer
@@ -32,6 +34,10 @@ class Deferred(Protocol):
 
     def take(self, index: np.ndarray) -> Deferred:
         """These rows, in this order; none is computed."""
+        ...
+
+    def sources(self) -> Iterator[bytes]:
+        """The bytes of which each row is computed."""
         ...
 
     def compute(self) -> Tensor:
@@ -101,6 +107,22 @@ class Rows:
     def names(self) -> set[str]:
         """The arguments of the model, computed or deferred, without those that ``tokens`` give."""
         return self.tensors.keys() | self.deferred.keys()
+
+    def sha256(self) -> str:
+        """Hash of all that training reads of the rows, in their order; read anew, for files may have changed."""
+        found = hashlib.sha256(f"{len(self)} {self.pad} {self.augment}".encode())
+        tensors = self.tensors if self.labels is None else self.tensors | {"+labels": self.labels}
+        for name, tensor in sorted(tensors.items()):
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            found.update(to_bytes(tensor.contiguous()))
+        for row in self.tokens or ():
+            found.update(f"{len(row)} ".encode())
+            found.update(to_bytes(row.contiguous()))
+        for name, rows in sorted(self.deferred.items()):
+            found.update(name.encode())
+            for source in rows.sources():
+                found.update(hashlib.sha256(source).digest())
+        return found.hexdigest()
 
     def take(self, index: Sequence[int] | np.ndarray | Tensor) -> Rows:
         """These rows, in this order."""

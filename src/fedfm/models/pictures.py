@@ -49,6 +49,17 @@ class Pictures:
         """float32 (n, 3, H', W')."""
         return pixels(Chosen(self.inputs, self.index), self.preprocess)
 
+    def sources(self) -> Iterator[bytes]:
+        """The bytes of each picture as it is stored, or its pixels with their shape."""
+        for item in Chosen(self.inputs, self.index):
+            if isinstance(item, bytes):
+                yield item
+            elif isinstance(item, str | Path):
+                yield Path(item).read_bytes()
+            else:
+                pixels = np.ascontiguousarray(item)
+                yield f"{pixels.dtype.str}{pixels.shape}".encode() + pixels.tobytes()
+
     def exceed(self, most: float | None) -> bool:
         """Whether the prepared rows have more bytes; None: than may stay in memory."""
         if len(self) < 2 or most == math.inf:

@@ -9,6 +9,7 @@ a missing row counts as one that adds nothing to any sum. Floats that carry nois
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +18,9 @@ from numpy.typing import NDArray
 from fedfm.core.client import Client
 from fedfm.errors import E_REFUSED, ClientFault
 from fedfm.privacy.composition import Releases, epsilon_of, noise_multiplier_for
-from fedfm.privacy.noise import gaussian, on_grid, stream
+from fedfm.privacy.noise import cover, digest, stream
 
-MEMORY = "dp_sgd"  # key in client.memory, and name of the client's secret
+MEMORY = "dp_sgd"  # beginning of the names in client.first, and name of the client's secret
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,14 @@ class DescentPlan:
 class PrivateSteps:
     """A client's steps under a plan: each is taken once, from one starting point.
 
-    A step's place in the sequence names its coins and its noise. The first training from a place fixes its starting
-    point on the disk. A repeated round therefore takes the same steps with the same noise, and no server gets a second
-    sample: not by a restart, not by a wrong round, not by another model.
+    The first training of a round fixes its place among the steps of the run and its start: all that shapes a gradient,
+    the rows and the seed among it. Coins are a function of that start, and the noise of a step of the sum that it
+    covers, too: two sums that differ in a bit share no noise. A repeated round takes the same steps with the same
+    noise. Another start of that round, and a round below one that was trained, are refused: with noise of their own
+    they would be further releases, which nothing accounts.
+
+    All of it is in :attr:`Client.first`, which has no versions: neither a resume, nor a repeated message, nor the order
+    of rounds undoes it. The client's memory, which has versions, only says from which place on to look.
 
     Args:
         steps: in one round.
@@ -77,10 +83,12 @@ class PrivateSteps:
         known = client.memory.get(MEMORY)
         if known is None:
             releases = plan.releases(n, batch_size, steps)
-            known = {"spent": 0, "of": releases.times, "z": releases.noise_multiplier, "q": releases.rate}
+            budget = {"of": releases.times, "z": releases.noise_multiplier, "q": releases.rate}
+            known = {"spent": 0, **json.loads(client.first(f"{MEMORY}-budget", json.dumps(budget).encode()))}
         self._known = dict(known)
         self._key = client.secret(MEMORY)
-        self._place = 0
+        self._place, self._start = 0, ""
+        self._sums = hashlib.sha256()
 
     @property
     def sigma(self) -> float:
@@ -94,39 +102,62 @@ class PrivateSteps:
 
     @property
     def unspent(self) -> bool:
-        """Whether the client has taken no step yet."""
-        return not self._known["spent"]
+        """Whether this training has the client's first step."""
+        return not self._place
 
-    def begin(self, start: bytes) -> None:
-        """Spend one round's steps from this starting point, given by all that the steps depend on besides the rows.
+    def begin(self, start: str) -> None:
+        """Spend one round's steps from this starting point, given by all that the steps depend on besides the secret.
 
         Raises:
-            ClientFault: E_REFUSED, all steps are spent, or they were taken from another starting point before.
+            ClientFault: E_REFUSED, all steps are spent, or the round was begun from another start, or a later one was.
         """
-        self._place = spent = self._known["spent"]
-        if spent + self._steps > self._known["of"]:
-            raise ClientFault(
-                E_REFUSED, f"DP-SGD: {spent} of {self._known['of']} private steps are taken; {self._steps} more exceed"
-            )
-        digest = hashlib.sha256(start).digest()
-        if self._client.first(f"{MEMORY}-{spent}", digest) != digest:
-            raise ClientFault(
-                E_REFUSED,
-                f"DP-SGD: the private steps from {spent} on were taken from another model; a second time would spend "
-                "privacy that is not accounted",
-            )
-        self._client.memory[MEMORY] = self._known | {"spent": spent + self._steps}
+        t, of, place = self._client.round, self._known["of"], self._known["spent"]
+        terms = repr((of, self._known["z"], self._known["q"], self._clip, self._n, self._steps))
+        self._start = digest(start, terms)
+        own = {"round": t, "start": self._start, "steps": self._steps}
+        while place + self._steps <= of:
+            found = json.loads(self._client.first(f"{MEMORY}-place-{place}", json.dumps(own).encode()))
+            if found == own:
+                self._place = place
+                self._client.memory[MEMORY] = self._known | {"spent": place + self._steps}
+                return
+            if found["round"] == t:
+                raise _refused(
+                    f"round {t} was trained from another start: other weights, rows or settings; a second time would "
+                    "spend privacy that is not accounted. Where rows were changed, put them back or start a new run"
+                )
+            if found["round"] > t:
+                raise _refused(f"round {t} comes after round {found['round']}, which was trained already")
+            place += found["steps"]  # of a round before, of which the memory knows nothing
+        raise _refused(f"{place} of {of} private steps are taken; {self._steps} more exceed")
 
     def batch(self, step: int) -> NDArray[np.int64]:
         """Indexes of the rows of this round's step 0, 1, ...: each row by its own coin."""
         if self._known["q"] >= 1:
             return np.arange(self._n)
-        words = np.frombuffer(stream(self._key, f"coins/{self._place + step}", 8 * self._n), dtype="<u8")
+        words = np.frombuffer(stream(self._key, f"coins/{self._start}/{step}", 8 * self._n), dtype="<u8")
         return np.flatnonzero((words >> np.uint64(11)) < self._known["q"] * 2.0**53)
 
     def noisy(self, total: NDArray[np.float64], step: int) -> NDArray[np.float64]:
         """The step's sum (P,) with its noise."""
         if not self.sigma:
             return total
-        noise = gaussian(self._key, f"noise/{self._place + step}", total.shape)
-        return on_grid(total + self.sigma * noise, self.sigma)
+        self._sums.update(digest(total).encode())
+        return cover(self._key, f"noise/{self._start}/{step}", total, self.sigma)
+
+    def end(self) -> None:
+        """Fix the sums of the round; call it before anything of the round leaves.
+
+        Raises:
+            ClientFault: E_REFUSED, a repetition from the same start came to other sums, which are a further release.
+        """
+        sums = self._sums.hexdigest().encode()
+        if self._client.first(f"{MEMORY}-sums-{self._place}", sums) != sums:
+            raise _refused(
+                f"round {self._client.round} was trained before, and its repetition did not come to the same bits, as "
+                "with another processor or a GPU's sums; a second answer would spend privacy that is not accounted"
+            )
+
+
+def _refused(why: str) -> ClientFault:
+    return ClientFault(E_REFUSED, f"DP-SGD: {why}")

@@ -2,10 +2,16 @@
 
 HKDF-SHA256 derives a subkey for each purpose, ChaCha20 its stream, Box-Muller the normals. The same key, purpose and
 shape give the same numbers, so an interrupted run repeats its noise instead of averaging it away.
+
+*The same noise never covers two different numbers.* :func:`cover` puts a digest of the numbers, of their shape and of
+the noise's standard deviation into the purpose. What differs in one bit gets an independent stream, so no difference of
+two releases is free of noise; what is equal gets the same noise again, and a repetition tells nothing new. Mechanisms
+add noise by :func:`cover` alone. It makes no second release free: who may ask twice is for its caller to decide.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Any
 
@@ -18,13 +24,58 @@ Array = NDArray[np.float64]
 
 _LEAST_KEY = 16  # bytes
 _GRID_BITS = 20  # the lattice of a release has steps of about sigma / 2^20: below the noise, far above a float's
+BLOCK = 1 << 20  # numbers of noise at a time
+
+
+def cover(key: bytes, purpose: str, numbers: NDArray[Any], sigma: float | Array) -> NDArray[Any]:
+    """The numbers with normal noise of their own on them, in their shape.
+
+    Whole numbers (int64) get whole noise, so that the sum is exact. Floats are rounded to the lattice of
+    :func:`on_grid` with their noise on them; they are compared bit by bit, since a float that differs in its last bit
+    is another number, and shares no noise.
+
+    Args:
+        key: secret; only its owner keeps it.
+        purpose: what is released, e.g. ``"c3/moments/7"``; two releases of different meaning have different ones.
+        sigma: above 0, the standard deviation, for all numbers or for each (of their shape).
+
+    Raises:
+        InputError: the key is shorter than 16 bytes.
+
+    Example:
+        >>> a, b = (cover(bytes(32), "sum", np.array([x, 0]), 100.0) for x in (1, 2))
+        >>> bool((a - b == [-1, 0]).any())
+        False
+    """
+    numbers = np.asarray(numbers)
+    flat, sigmas = numbers.reshape(-1), np.broadcast_to(np.asarray(sigma, np.float64), numbers.shape).reshape(-1)
+    where = f"{purpose}\x1f{digest(numbers, np.asarray(sigma, np.float64))}"
+    out = np.empty_like(flat)
+    for at in range(0, len(flat), BLOCK):
+        part, scale = flat[at : at + BLOCK], sigmas[at : at + BLOCK]
+        normals = scale * gaussian(key, f"{where}\x1f{at}", part.shape)
+        whole = np.issubdtype(numbers.dtype, np.integer)
+        out[at : at + BLOCK] = part + np.rint(normals).astype(part.dtype) if whole else on_grid(part + normals, scale)
+    return out.reshape(numbers.shape)
+
+
+def digest(*parts: NDArray[Any] | str) -> str:
+    """SHA-256 of arrays and texts: type, shape, length and bytes of each, so that different parts never look alike."""
+    found = hashlib.sha256()
+    for part in parts:
+        text = isinstance(part, str)
+        array = np.frombuffer(part.encode(), np.uint8) if text else np.ascontiguousarray(part)
+        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        found.update(f"{'text' if text else little.dtype.str}{array.shape}\x1f".encode())
+        found.update(little.reshape(-1).view(np.uint8).data)
+    return found.hexdigest()
 
 
 def gaussian(key: bytes, purpose: str, shape: tuple[int, ...]) -> Array:
     """Standard normals, float64, of this shape.
 
-    Streams of two purposes, or of two shapes, are independent. Use a purpose for one release only: the same noise on
-    two data sets reveals their difference.
+    Streams of two purposes, or of two shapes, are independent. The same noise on two data sets reveals their
+    difference: a mechanism adds noise by :func:`cover`, or names in the purpose all that its noise will cover.
 
     The radius takes 64 random bits: the tails are cut at 9.5, beyond which a normal number has mass 1e-20.
 
@@ -48,14 +99,14 @@ def gaussian(key: bytes, purpose: str, shape: tuple[int, ...]) -> Array:
     return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size].reshape(shape)
 
 
-def packed(key: bytes, purpose: str, d: int) -> Array:
-    """The lower triangle, row by row, of symmetric noise: (d (d + 1) / 2,), float64.
+def packed_scale(d: int) -> Array:
+    """Standard deviations of symmetric noise on a lower triangle, row by row: (d (d + 1) / 2,).
 
-    The diagonal has the standard deviation 1, the other entries 1/sqrt(2). This is independent noise on the vector
-    (M_jj, sqrt(2) M_jk), whose L2 distance is the Frobenius distance of the matrices. Arguments as of :func:`gaussian`.
+    The diagonal has 1, the other entries have 1/sqrt(2). This is independent noise on the vector (M_jj, sqrt(2) M_jk),
+    whose L2 distance is the Frobenius distance of the matrices.
     """
     row, column = np.tril_indices(d)
-    return gaussian(key, purpose, (len(row),)) * np.where(row == column, 1.0, math.sqrt(0.5))
+    return np.where(row == column, 1.0, math.sqrt(0.5))
 
 
 def unpack(lower: Array, d: int) -> Array:
@@ -66,17 +117,20 @@ def unpack(lower: Array, d: int) -> Array:
     return out
 
 
-def on_grid(values: Array, sigma: float) -> Array:
+def on_grid(values: Array, sigma: float | Array) -> Array:
     """Round ``values`` to a lattice whose step, a power of two, depends on sigma alone.
 
     The last bits of (float + float noise) reveal the float (Mironov 2012); each lattice point stands for many floats.
     """
-    step = 2.0 ** (math.frexp(sigma)[1] - _GRID_BITS)
+    step = np.ldexp(1.0, np.frexp(sigma)[1] - _GRID_BITS)
     return np.asarray(np.round(values / step) * step)
 
 
 def stream(key: bytes, purpose: str, length: int) -> bytes:
-    """``length`` bytes of the ChaCha20 stream of this purpose under the key."""
+    """``length`` bytes of the ChaCha20 stream of this purpose and length under the key.
+
+    The length belongs to the purpose: a shorter stream is no beginning of a longer one.
+    """
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -85,7 +139,8 @@ def stream(key: bytes, purpose: str, length: int) -> bytes:
         raise InputError(
             f"a noise key has {len(key)} bytes; it needs at least {_LEAST_KEY}, e.g. secrets.token_bytes(32)"
         )
-    subkey = HKDF(algorithm=SHA256(), length=32, salt=None, info=b"fedfm noise 1\x1f" + purpose.encode()).derive(key)
+    info = f"fedfm noise 2\x1f{length}\x1f{purpose}".encode()
+    subkey = HKDF(algorithm=SHA256(), length=32, salt=None, info=info).derive(key)
     # Each subkey serves one stream, so a constant nonce is safe.
     cipher: Any = Cipher(algorithms.ChaCha20(subkey, bytes(16)), mode=None).encryptor()
     return bytes(cipher.update(bytes(length)))

@@ -252,6 +252,7 @@ class Silos:
             **self._own,
             private=None if plan is None else private.Descent(plan, data),
             span=self._span(request.round),
+            round=request.round,
         )
 
     def _span(self, t: int) -> tuple[float, float]:

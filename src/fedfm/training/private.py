@@ -95,8 +95,8 @@ def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
         return job.w
     fits(model)
     budget = PrivateSteps(private.plan, client, n, local.batch_size, local.steps(n))
+    budget.begin(_start(job, rows))
     first = budget.unspent
-    budget.begin(_start(job))
     model.load(job.w)
     flat = flat_of(model)
     live = {name: p for name, p in model.live().items() if job.only is None or name in job.only}
@@ -124,6 +124,7 @@ def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
             if step == 0 and first:
                 _check_moved(model, live, job.w, frozen)
             after()
+    budget.end()
     flat.g.zero_()
     model.eval_mode()
     return model.params() if job.only is None else job.w.replace(model.params().only(job.only))
@@ -162,10 +163,13 @@ def sums(
     return total
 
 
-def _start(job: Job) -> bytes:
-    """All that the steps depend on besides the rows and the secret."""
+def _start(job: Job, rows: Rows) -> str:
+    """All that the steps depend on besides the secret and the number of rows."""
+    client, model = job.client, job.client.model
     correction = "" if job.correction is None else job.correction.sha256()
-    return f"{job.w.sha256()} {job.mu!r} {correction} {job.only} {job.local!r}".encode()
+    of_model = (model.fingerprint, repr(model.spec), model.kernels, str(model.device), str(model.layout.entries))
+    of_job = (job.w.sha256(), repr(job.mu), correction, repr(job.only), repr(job.local), repr(client.span))
+    return "\n".join((rows.sha256(), repr((client.id, client.round, client.seed)), *of_job, *of_model))
 
 
 def _head(model: Model, rows: Rows, clip_norm: float) -> Callable[[np.ndarray], Tensor]:

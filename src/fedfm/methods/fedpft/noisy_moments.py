@@ -10,7 +10,6 @@ all cells of a client together cost :attr:`Plan.epsilon_spent`.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
 
@@ -91,9 +90,9 @@ def statistics(x: Array, plan: Plan, weights: Array | None = None) -> Cell:
 def release(x: Array, plan: Plan, key: bytes, purpose: str, *, client_rows: int = 0) -> Cell:
     """Client half: the noisy statistics of one class.
 
-    The noise depends on key, purpose, plan and rows. A repeated release has the same bits and reveals nothing new.
-    With other rows or another plan the noise is new, so no difference of two releases is free of noise. Each release
-    on other rows spends again.
+    The noise depends on key, purpose, plan, rows and the sums that it covers. A repeated release has the same bits and
+    reveals nothing new. With other rows or another plan the noise is new, so no difference of two releases is free of
+    noise. Each release on other rows spends again.
 
     Args:
         x: (n, d) unit rows of the class. Under ``add_remove`` and ``replace_any`` release every class, also with n = 0:
@@ -110,27 +109,22 @@ def release(x: Array, plan: Plan, key: bytes, purpose: str, *, client_rows: int 
         >>> release(np.eye(4), plan, bytes(32), "c3/moments/7").total.shape
         (4,)
     """
-    exact = statistics(x, plan)
-    digest = hashlib.sha256(np.ascontiguousarray(x, dtype="<f8").data).hexdigest()
-    return noised(exact, plan, key, f"{purpose}\x1f{client_rows}\x1f{x.shape}\x1f{digest}", client_rows=client_rows)
+    purpose = f"{purpose}\x1f{client_rows}\x1f{noise.digest(np.asarray(x, np.float64))}"
+    return noised(statistics(x, plan), plan, key, purpose, client_rows=client_rows)
 
 
 def noised(exact: Cell, plan: Plan, key: bytes, purpose: str, *, client_rows: int = 0) -> Cell:
     """A cell with the plan's noise on a n and on every sum; off-diagonal sums get 1/sqrt(2) of it."""
     d, sigma = len(exact.total), plan.sum_sigma(exact.count, client_rows=client_rows)
-    purpose = f"{purpose}\x1f{plan}"
-
-    def add(values: Array, normals: Array, scale: float = sigma) -> Array:
-        return noise.on_grid(values + scale * normals, scale)
-
-    count, second = exact.count, exact.second
+    count, second = np.array([exact.count]), exact.second
+    whole = noise.digest(count, exact.total, *(() if second is None else (second,)))  # no part is released alone
+    purpose = f"{purpose}\x1f{plan}\x1f{whole}"
     if second is not None:
-        where, full = f"{purpose}\x1fsecond", plan.covariance == "full"
-        second = add(second, noise.packed(key, where, d) if full else noise.gaussian(key, where, (d,)))
+        scale = sigma * noise.packed_scale(d) if plan.covariance == "full" else sigma
+        second = noise.cover(key, f"{purpose}\x1fsecond", second, scale)
     if not plan.counts_public:
-        normal = noise.gaussian(key, f"{purpose}\x1fcount", (1,))
-        count = float(add(np.array([count]), normal, sigma / plan.a)[0])
-    return Cell(count, add(exact.total, noise.gaussian(key, f"{purpose}\x1ftotal", (d,))), second)
+        count = noise.cover(key, f"{purpose}\x1fcount", count, sigma / plan.a)
+    return Cell(float(count[0]), noise.cover(key, f"{purpose}\x1ftotal", exact.total, sigma), second)
 
 
 def to_gaussian(cell: Cell, plan: Plan, d: int, *, client_rows: int = 0) -> tuple[float, Array, Array | float] | None:

@@ -12,14 +12,12 @@ against those who see the result. Else each client releases by itself
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 
 from fedfm.errors import InputError
 from fedfm.methods.fedpft.noisy_moments import Cell, noised, statistics
 from fedfm.methods.fedpft.release_plan import Plan
-from fedfm.privacy.noise import Array
+from fedfm.privacy.noise import Array, digest
 
 
 def width(plan: Plan, d: int) -> int:
@@ -67,12 +65,12 @@ def federation_sum(mean: Array, clients: int, plan: Plan, d: int, key: bytes, pu
     if plan.calibration != "analytic" or plan.iterations > 1:
         raise InputError("a federation sum is one release with calibration 'analytic'; the plan has another")
     total = np.asarray(mean, dtype=np.float64) * clients
-    digest = hashlib.sha256(np.ascontiguousarray(total, dtype="<f8").data).hexdigest()
+    whole = digest(total)
     cells = {}
     for c, row in enumerate(total):
         count = float(np.rint(row[0]))  # the mean of whole numbers, times their number
         if plan.counts_public and count < 1:
             continue
         exact = Cell(count, row[1 : 1 + d], row[1 + d :] if plan.seconds(d) else None)
-        cells[c] = noised(exact, plan, key, f"{purpose}\x1f{c}\x1f{digest}")
+        cells[c] = noised(exact, plan, key, f"{purpose}\x1f{c}\x1f{whole}")
     return cells

@@ -18,7 +18,7 @@ from torch import Tensor
 from fedfm import seeds
 from fedfm.core.client import MAX_WEIGHT, Client, ClientId, Update
 from fedfm.core.federation import Federation
-from fedfm.errors import E_FIELD, E_NORM, E_SHAPE, ClientFault
+from fedfm.errors import E_FIELD, E_NORM, E_REFUSED, E_SHAPE, ClientFault
 from fedfm.linalg.params import Params, layout_of
 from fedfm.methods._one_shot import rows_of
 from fedfm.methods.fedpft.encoding import nothing, pack
@@ -30,6 +30,7 @@ from fedfm.methods.fedpft.release_plan import Plan, too_noisy
 from fedfm.methods.fedpft.summary import MOST, Summary, Synthetic, from_variances, gaussian
 from fedfm.privacy.accountant import Accountant
 from fedfm.privacy.gaussian import paper_sigma
+from fedfm.privacy.noise import Array, digest
 
 Drawn = Mapping[ClientId, list[tuple[int, int, Mixture]]]  # by client: (class, rows to draw, mixture)
 
@@ -56,8 +57,7 @@ class Noised:
 
 def noisy_sums(client: Client, plan: Plan) -> Noised:
     """Noisy sums of every class, one component each."""
-    x, y = (t.numpy() for t in rows_of(client))
-    x, key = unit_rows(x), client.secret("noise")
+    x, y, key = _released_once(client, f"sums {plan}")
     classes, dim = len(client.model.classes), x.shape[1]
     counts, totals = torch.zeros(classes), torch.zeros(classes, dim)
     seconds = torch.zeros(classes, plan.seconds(dim))
@@ -72,10 +72,27 @@ def noisy_sums(client: Client, plan: Plan) -> Noised:
     return Noised(counts, totals, seconds, len(y) if plan.calibration == "paper_client" else 0)
 
 
+def _released_once(client: Client, what: str) -> tuple[Array, Array, bytes]:
+    """The unit rows (n, d) and labels (n,) of this run's one release, and the key of its noise.
+
+    Raises:
+        ClientFault: E_REFUSED, something else was released in this run before.
+    """
+    x, y = (t.numpy() for t in rows_of(client))
+    x = unit_rows(x)
+    mark = digest(x, y, what).encode()
+    if client.first("fedpft", mark) != mark:
+        raise ClientFault(
+            E_REFUSED,
+            "FedPFT: this run's sums were released before, of other rows; a second release would spend privacy that is "
+            "not accounted. Put the rows back, or start a new run",
+        )
+    return x, y, client.secret("noise")
+
+
 def noisy_mixtures(client: Client, plan: Plan, components: int, iterations: int) -> Summary:
     """Private EM: every iteration of every class is noisy, and accounted."""
-    x, y = (t.numpy() for t in rows_of(client))
-    x, key = unit_rows(x), client.secret("noise")
+    x, y, key = _released_once(client, f"mixtures {components} {iterations} {plan}")
     found = {
         c: release_mixture(x[y == c], plan, key, f"{client.id}/em/{c}", components=components, iterations=iterations)
         for c in range(len(client.model.classes))

@@ -13,7 +13,6 @@ sqrt(5) times the noise, K components have 1/K of the rows each.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ import numpy as np
 from fedfm.errors import InputError
 from fedfm.methods.fedpft.noisy_moments import Cell, noised, normal_of, statistics
 from fedfm.methods.fedpft.release_plan import Plan
-from fedfm.privacy.noise import Array
+from fedfm.privacy.noise import Array, digest
 from fedfm.seeds import generator
 
 
@@ -115,10 +114,10 @@ def release_mixture(
     if plan.counts_public and not len(x):
         raise InputError("a class without rows has no mixture under relation 'replace': leave it out")
     spent = plan_for(plan, iterations)
-    digest = hashlib.sha256(np.ascontiguousarray(x, dtype="<f8").data).hexdigest()
+    rows = digest(np.asarray(x, np.float64))
     state, mixture = start(components, x.shape[1], plan.covariance), None
     for j in range(iterations):
-        where = f"{purpose}\x1fem {j}\x1f{components}\x1f{x.shape}\x1f{digest}"
+        where = f"{purpose}\x1fem {j}\x1f{components}\x1f{rows}"
         cells = [noised(c, spent, key, f"{where}\x1f{k}") for k, c in enumerate(iteration(x, state, spent))]
         mixture = maximise(cells, spent)
         if mixture is not None and j + 1 < iterations:
