@@ -120,14 +120,14 @@ ROUNDS = [{"a": [(6.0, 4.0)], "b": [(2.0, 4.0)] * 3}, {"a": [(1.0, 3.0)], "b": [
 class TestByHand:
     def test_two_rounds(self, tmp_path, monkeypatch):
         draws = {0: 0.0, 1: 1.5 / math.sqrt(2) - 1}
-        monkeypatch.setattr(fedbaf, "_uniform", lambda key, t, name: draws[t])
+        monkeypatch.setattr(fedbaf, "_uniform", lambda key, at, name: draws[int(at.split("\x1f")[0])])
         w, fed = go(FedBaF(foundation="x", local=STEP), (5.0, 0.0), ROUNDS, tmp_path, (-3.0, 6.0))
         torch.testing.assert_close(w[1], torch.tensor([0.0, 5.0]))
         torch.testing.assert_close(w[2], torch.tensor([1.0, 30 / 7]))
         assert fed.memory["reference"]["length"] == pytest.approx(math.sqrt(0.8))
 
     def test_fedadam_first_and_then_the_mixture(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(fedbaf, "_uniform", lambda key, t, name: 0.0)
+        monkeypatch.setattr(fedbaf, "_uniform", lambda key, at, name: 0.0)
         base = FedAdam(server_learning_rate=0.1)
         alone, _ = go(FedBaF(base=base, psi=0.0, foundation="x", local=STEP), (5.0, 0.0), ROUNDS[:1], tmp_path, (0, 0))
         torch.testing.assert_close(alone[1], torch.tensor([4.9004975, 0.0997506]), atol=1e-6, rtol=0)
@@ -187,7 +187,7 @@ class TestTau:
                 assert psi - 1e-5 <= a <= 2 * psi + 1e-5
 
     def test_the_cap_holds_and_the_printed_one_grows(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(fedbaf, "_uniform", lambda key, t, name: 0.0)
+        monkeypatch.setattr(fedbaf, "_uniform", lambda key, at, name: 0.0)
         rounds = [{"a": [(5.0, 0.5)]}, {"a": [(-5.0, 0.0)]}]  # round 1 turns the model around
         pulls = {}
         for cap in ("reference", "none"):

@@ -188,6 +188,7 @@ class CentralGaussian(Mechanism):
     def _covered(self, key: bytes, purpose: str, steps: Steps, clients: float, shares: int = 1) -> Steps:
         """These numbers with their noise, or with one of so many shares of it."""
         z, unit = self.noise_multiplier, self.clip_norm / self.step / math.sqrt(shares)
+        purpose = f"{purpose}, step {self.step!r}"
         if self.adaptive is None:
             return covered(key, purpose, steps, z * unit)
         sigma_b = self.adaptive.count_noise(clients, z)

@@ -29,6 +29,7 @@ from fedfm.errors import E_SHAPE, ClientFault
 from fedfm.linalg.params import Params
 from fedfm.methods._one_shot import need_head, rows_of
 from fedfm.methods.fedavg import FedAvg
+from fedfm.privacy.noise import digest
 from fedfm.training.job import mini_batches
 
 
@@ -108,10 +109,11 @@ class FedFed(FedAvg):
 
     @on_client
     def share(self, client: Client, theta: Params) -> Labelled:
-        """x_p = x_s + N(0, sigma_s^2)."""
+        """x_p = x_s + N(0, sigma_s^2). The noise follows from x_s, too: who knows the seed alone cannot subtract it."""
         x, y = rows_of(client)
         x_s = sensitive(theta["encode"], theta["decode"], x)
-        n = torch.from_numpy(seeds.generator(client.seed, "share").standard_normal(tuple(x.shape))).float()
+        draw = seeds.generator(client.seed, "share", digest(x_s.numpy(), y.numpy(), repr(self.noise)))
+        n = torch.from_numpy(draw.standard_normal(tuple(x.shape))).float()
         return Labelled(x_s + self.noise * _rms(x_s) * n, y)
 
     @on_client(varying=("given",))

@@ -112,7 +112,7 @@ class PrivateSteps:
             ClientFault: E_REFUSED, all steps are spent, or the round was begun from another start, or a later one was.
         """
         t, of, place = self._client.round, self._known["of"], self._known["spent"]
-        terms = repr((of, self._known["z"], self._known["q"], self._clip, self._n, self._steps))
+        terms = repr((t, of, self._known["z"], self._known["q"], self._clip, self._n, self._steps))
         self._start = digest(start, terms)
         own = {"round": t, "start": self._start, "steps": self._steps}
         while place + self._steps <= of:

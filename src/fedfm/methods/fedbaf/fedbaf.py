@@ -27,7 +27,7 @@ from fedfm.methods.fedbaf.paper import PULL, TRAINING
 from fedfm.methods.fedbaf.pull import Piece, direction_distance, mix
 from fedfm.methods.fedbaf.server_foundation import Around
 from fedfm.methods.weight_init import WeightInit
-from fedfm.privacy.noise import gaussian, stream
+from fedfm.privacy.noise import cover, stream
 
 HARDENED = (
     *("none", "per_tensor", "per_coordinate", "log_uniform", "half"),
@@ -77,7 +77,7 @@ class FedBaF(Around):
         if not self.psi or not (tau := self.tau(fed, w, w_t, t - 1)):
             return state
         pre = self.w_pre(fed, t - 1)
-        return with_model(state, w, mix(w, pre, self.a(fed, pre, tau, t - 1)))  # line 11
+        return with_model(state, w, mix(w, pre, self.a(fed, pre, tau, t - 1, w)))  # line 11
 
     def tau(self, fed: Federation, w: Params, w_t: Params, t: int) -> float:
         """Line 9 over tau_0: ||w'/||w'|| - w_t/||w_t|||| / sqrt(t + 1), in units of the first round that moved.
@@ -100,25 +100,29 @@ class FedBaF(Around):
         scale: float = length / reference["length"]
         return scale * math.sqrt((reference["t"] + 1) / (t + 1))
 
-    def a(self, fed: Federation, pre: Mapping[str, Piece], tau: float, t: int) -> float | dict[str, float | Tensor]:
+    def a(
+        self, fed: Federation, pre: Mapping[str, Piece], tau: float, t: int, w: Params
+    ) -> float | dict[str, float | Tensor]:
         """a_t = alpha_t tau_t with alpha_t = (psi / tau_0) U(1, 2), line 10; ``tau`` is tau_t / tau_0.
 
-        The draw is a function of a key and of t: a resumed run repeats it instead of making a second release.
+        The draw is a function of a key, of t and of the aggregate that it pulls: a resumed run repeats it instead of
+        making a second release, and no other aggregate is pulled by the same factor, which two of them would show.
         """
         key, scale = fed.secret("alpha"), self.psi * tau
+        at = f"{t}\x1f{self.harden}\x1f{tau!r}\x1f{w.sha256()}"
         if self.harden == "per_tensor":
-            return {name: scale * (1 + _uniform(key, t, name)) for name in pre}
+            return {name: scale * (1 + _uniform(key, at, name)) for name in pre}
         if self.harden == "half":
-            chance = {name: _uniform(key, t, f"half\x1f{name}") for name in pre}
+            chance = {name: _uniform(key, at, f"half\x1f{name}") for name in pre}
             chosen = sorted(pre, key=chance.__getitem__)[: -(-len(pre) // 2)]
-            return {name: scale * (1 + _uniform(key, t, "")) for name in chosen}
+            return {name: scale * (1 + _uniform(key, at, "")) for name in chosen}
         if self.harden in ("per_coordinate", "log_uniform"):
-            u = {name: _uniforms(key, t, name, p.tensor) for name, p in pre.items()}
+            u = {name: _uniforms(key, at, name, p.tensor) for name, p in pre.items()}
             if self.harden == "per_coordinate":
                 return {name: scale * (1 + x) for name, x in u.items()}
             low, high = map(math.log, LOG_RANGE)
             return {name: scale * torch.exp(low + (high - low) * x) for name, x in u.items()}
-        return scale * (1 + _uniform(key, t, ""))
+        return scale * (1 + _uniform(key, at, ""))
 
     def w_pre(self, fed: Federation, t: int) -> Mapping[str, Piece]:
         """The foundation model's matched entries; with noise, drawn once or in every round, if ``harden`` says so."""
@@ -131,8 +135,8 @@ class FedBaF(Around):
         sigma, purpose = self.sigma(fed), self.harden if once else f"{self.harden}/{t}"
         noised = {}
         for name, (region, p) in pieces.items():
-            z = torch.from_numpy(gaussian(key, f"{purpose}/{name}", region))
-            noised[name] = Piece(region, (p.double() + sigma * z).to(p.dtype))
+            covered = torch.from_numpy(cover(key, f"{purpose}/{name}", p.double().numpy(), sigma))
+            noised[name] = Piece(region, covered.to(p.dtype))
         if once:
             self._noised[key] = noised
         return noised
@@ -153,13 +157,13 @@ class FedBaF(Around):
         return {"no-foundation": self.base, "weight-initialisation": WeightInit(**given)}
 
 
-def _uniform(key: bytes, t: int, name: str) -> float:
-    """In [0, 1): HMAC-SHA256 of the round and the tensor under the server's key, as a 64-bit fraction."""
-    word = hmac.new(key, f"{t}\x1f{name}".encode(), hashlib.sha256).digest()[:8]
+def _uniform(key: bytes, at: str, name: str) -> float:
+    """In [0, 1): HMAC-SHA256 of the draw and the tensor under the server's key, as a 64-bit fraction."""
+    word = hmac.new(key, f"{at}\x1f{name}".encode(), hashlib.sha256).digest()[:8]
     return int.from_bytes(word, "little") / 2**64
 
 
-def _uniforms(key: bytes, t: int, name: str, like: Tensor) -> Tensor:
-    """One for each entry, float32, from a ChaCha20 stream for this round and tensor."""
-    words = np.frombuffer(stream(key, f"alpha/{t}/{name}", 4 * like.numel()), dtype="<u4")
+def _uniforms(key: bytes, at: str, name: str, like: Tensor) -> Tensor:
+    """One for each entry, float32, from a ChaCha20 stream for this draw and tensor."""
+    words = np.frombuffer(stream(key, f"alpha/{at}/{name}", 4 * like.numel()), dtype="<u4")
     return torch.from_numpy((words >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)).view(like.shape)
