@@ -117,7 +117,8 @@ def test_the_ledger_adds_up_and_stops():
     masking.hide(spent())
     each = distance(PARAMETERS, 3, PARAMETERS.scale, 8.0)
     assert ledger.spent == pytest.approx(3 * each)
-    assert str(ledger) == f"3 refreshed ciphertexts, statistical distance at most 2^{math.log2(3 * each):.1f}"
+    shown = f"3 refreshed ciphertexts, statistical distance at most 2^{math.log2(3 * each):.1f}"
+    assert str(ledger) == f"{shown}, as long as every value stays within the intervals of the model's polynomials"
     with pytest.raises(RunError, match="above 2\\^-40"):
         masking.hide(spent(2))
     assert ledger.ciphertexts == 3

@@ -280,9 +280,14 @@ class BlindFed(Method[Carried]):
         return plan.plan(matrices, counts, self.released, projection=self.projection, parameters=parameters)
 
     def details(self, state: Carried, judge: Judge | None) -> dict[str, Any]:
+        figures: dict[str, Any] = dict(state.figures)
+        if "statistical_distance" in figures:
+            from fedfm.privacy.crypto.refresh import HOLDS_WHILE
+
+            figures["statistical_distance_holds"] = HOLDS_WHILE
         if self.predict:
-            return dict(state.figures)
-        return dict(state.figures) | {"accuracy_clear": None if judge is None else judge(state.w).get("accuracy")}
+            return figures
+        return figures | {"accuracy_clear": None if judge is None else judge(state.w).get("accuracy")}
 
     def validate(self) -> None:
         if self.predict and (self.rounds or self.protocol != "masked" or not self.trained):

@@ -21,7 +21,7 @@ from fedfm.privacy.crypto.ciphertext_wire import Channel, Sender
 from fedfm.privacy.crypto.encrypted_block import Packing
 from fedfm.privacy.crypto.limbs import Ciphertexts, products
 from fedfm.privacy.crypto.matrices import linear
-from fedfm.privacy.crypto.refresh import MOST, Masking, distance
+from fedfm.privacy.crypto.refresh import HOLDS_WHILE, MOST, Masking, distance
 from fedfm.privacy.crypto.refresh_link import answered, sealed
 from fedfm.privacy.crypto.ring import SECURE_BITS, Parameters
 from fedfm.privacy.crypto.slots import weighted_sum
@@ -73,8 +73,8 @@ class EncryptedPlan:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """By name."""
-        return asdict(self)
+        """By name, with the condition of the statistical distance."""
+        return asdict(self) | {"statistical_distance_holds": HOLDS_WHILE}
 
     def table(self) -> str:
         """For people."""
@@ -89,7 +89,7 @@ class EncryptedPlan:
             ("keys", f"{self.key_bytes / 1e6:,.1f} MB a client, once"),
             ("batches", f"{self.batches} of up to {self.batch} rows"),
             ("messages", f"{self.messages} a batch, {self.bytes_per_sample / 1e6:,.2f} MB a row"),
-            ("statistical distance", f"at most {shown}, of the 2^{math.log2(MOST):.0f} allowed"),
+            ("statistical distance", f"at most {shown}, of the 2^{math.log2(MOST):.0f} allowed, {HOLDS_WHILE}"),
             ("seconds a block", f"{owner:,.1f} owner, {client:,.1f} client, one core"),
             ("all batches", f"{_span(self.seconds)} on one core"),
         ]

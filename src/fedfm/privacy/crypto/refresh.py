@@ -32,6 +32,8 @@ from fedfm.privacy.crypto.limbs import Ciphertexts
 from fedfm.privacy.crypto.ring import WORD, Parameters, Residues, Ring
 
 MOST = 2.0**-40  # statistical distance of all that one client decrypts in a run
+# Stands wherever the figure does: nobody sees the slots of a ciphertext, so no code can make it hold.
+HOLDS_WHILE = "as long as every value stays within the intervals of the model's polynomials"
 _AT_A_TIME = 64  # ciphertexts: their masks stay small beside the ciphertexts
 
 
@@ -110,7 +112,7 @@ class DistanceLedger:
 
     def __str__(self) -> str:
         shown = f"2^{math.log2(self.spent):.1f}" if self.spent else "0"
-        return f"{self.ciphertexts} refreshed ciphertexts, statistical distance at most {shown}"
+        return f"{self.ciphertexts} refreshed ciphertexts, statistical distance at most {shown}, {HOLDS_WHILE}"
 
 
 @dataclass
