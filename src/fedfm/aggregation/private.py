@@ -11,7 +11,7 @@ from fedfm.aggregation._client_level import CentralGaussian, DistributedGaussian
 from fedfm.aggregation._correlated import CorrelatedGaussian
 from fedfm.aggregation.base import Aggregator
 from fedfm.aggregation.secure import Secure
-from fedfm.core.capabilities import Sampling
+from fedfm.core.capabilities import RowsByOptimiser, Sampling
 from fedfm.errors import InputError
 from fedfm.privacy.clipping import AdaptiveClip
 from fedfm.privacy.composition import noise_multiplier_for, noise_multiplier_for_concentrated
@@ -33,9 +33,10 @@ def under(aggregation: Aggregator, method: Any, privacy: Any) -> Aggregator:
     name = privacy.mechanism or "gaussian"
     hidden, correlated = isinstance(aggregation, Secure), name == "correlated_gaussian"
     if privacy.unit != "client":
+        records = '; for records mechanism = "dp_sgd"' if isinstance(method, RowsByOptimiser) else ""
         raise InputError(
             f'privacy.unit = "{privacy.unit}": this method has no mechanism of its own, and "{name}" protects a '
-            '"client"; for records mechanism = "dp_sgd"'
+            f'"client"{records}'
         )
     if privacy.clip_norm is None:
         raise InputError("privacy.clip_norm is missing: the norm to which a client's update is clipped, e.g. 1.0")
@@ -45,7 +46,7 @@ def under(aggregation: Aggregator, method: Any, privacy: Any) -> Aggregator:
         )
     adaptive = _adaptive(method, privacy, correlated)
     fraction = method.fraction if isinstance(method, Sampling) else 1.0
-    period = _period(method.rounds, fraction, len(method.means)) if correlated else 1
+    period = _period(method, fraction) if correlated else 1
     # Under secure aggregation a small cohort is refused, which tells who took part: coins would amplify nothing. A
     # method of several means may ask others for one of them, as ccvr asks all for its last.
     rate = fraction if name == "gaussian" and not hidden and len(method.means) == 1 else 1.0
@@ -91,20 +92,20 @@ def _adaptive(method: Any, privacy: Any, correlated: bool) -> AdaptiveClip | Non
     return AdaptiveClip(privacy.clip_norm, privacy.clip_quantile, privacy.clip_learning_rate)
 
 
-def _period(rounds: int, fraction: float, means: int) -> int:
+def _period(method: Any, fraction: float) -> int:
     """b: in how many rounds every client takes part once."""
     where, period = 'privacy.mechanism = "correlated_gaussian":', round(1 / fraction)
-    if means != 1:
-        raise InputError(f"{where} it is for one mean a round, and this method has {means}")
+    if len(method.means) != 1:
+        raise InputError(f"{where} it is for one mean a round, and this method has {len(method.means)}")
     if not math.isclose(period * fraction, 1.0):
         raise InputError(f"{where} clients take turns, so method.fraction is 1 over a whole number, not {fraction:g}")
     if period == 1:
+        fewer = ", or set method.fraction, e.g. 0.1" if isinstance(method, Sampling) else ""
         raise InputError(
-            f'{where} with every client in every round independent noise is best for the last model; "gaussian", or '
-            "set method.fraction, e.g. 0.1"
+            f'{where} with every client in every round independent noise is best for the last model; "gaussian"{fewer}'
         )
-    if rounds < 2:
-        raise InputError(f"{where} it needs two rounds at least, method.rounds is {rounds}")
+    if method.rounds < 2:
+        raise InputError(f"{where} it needs two rounds at least, method.rounds is {method.rounds}")
     return period
 
 

@@ -135,12 +135,12 @@ def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progr
         InputError: there are no validation rows, or a rate occurs twice.
         RunError: no rate gave a validation loss.
     """
+    if experiment.privacy is not None:
+        raise InputError("--tune: validation losses of single clients are covered by no [privacy]; drop one")
     if not experiment.data.val_fraction:
         raise InputError(
             "--tune: the choice needs validation rows; set data.val_fraction, e.g. --set data.val_fraction=0.1"
         )
-    if experiment.privacy is not None:
-        raise InputError("--tune: validation losses of single clients are covered by no [privacy]; drop one")
     if len(set(rates)) != len(rates):
         raise InputError(f"--tune {','.join(f'{rate:g}' for rate in rates)}: a learning rate occurs twice")
     folder = (out.parent / f"{out.name}-tune") if out else _stamp(f"{experiment.name}-tune")

@@ -225,12 +225,12 @@ def check_as_asked(e: Any) -> None:
         raise InputError(f'{needs.local}: all parties are in one place: expected run.engine = "local"')
     if run.local_scores and e.privacy is not None:
         raise InputError("run.local_scores: accuracies of single clients are covered by no [privacy]; drop one")
+    if run.patience and e.privacy is not None:
+        raise InputError("run.patience: validation losses of single clients are covered by no [privacy]; drop one")
     if run.patience and not e.data.val_fraction:
         raise InputError("run.patience: early stopping needs validation rows; set data.val_fraction, e.g. 0.1")
     if run.patience and not run.evaluate_every:
         raise InputError("run.patience: early stopping evaluates during the run, and run.evaluate_every = 0 does not")
-    if run.patience and e.privacy is not None:
-        raise InputError("run.patience: validation losses of single clients are covered by no [privacy]; drop one")
     if isinstance(e.aggregation, Secure):
         _check_secagg(e, method)
     if run.transport != EXACT:

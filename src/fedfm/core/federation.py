@@ -66,8 +66,9 @@ class Federation:
         memory: Callable[[int], MutableMapping[str, Any]] | None = None,
         store: MutableMapping[str, bytes] | None = None,
         tell: Callable[[str], None] = lambda text: None,
+        diverged: Callable[[], str] = lambda: "",
     ) -> None:
-        self._link = link
+        self._link, self._diverged = link, diverged
         self.secret = secret
         kept: dict[str, Any] = {}
         self._memory = memory or (lambda t: kept)
@@ -322,7 +323,7 @@ class Federation:
             RunError: they are too few; with the reasons.
         """
         if good < (needed := self.enough(wanted) if least is None else least):
-            why = reasons(self.excluded[before:])
+            why = reasons(self.excluded[before:], self._diverged())
             raise RunError(
                 f"round {self.round}: {good} of {wanted} clients gave a valid reply to {name}, "
                 f"{needed} are needed (run.min_clients){why}"

@@ -8,13 +8,16 @@ from typing import Any
 
 from torch import nn
 
+from fedfm.config.advice import takes
+from fedfm.config.experiment import Experiment
 from fedfm.models import fhe_friendly
+from fedfm.training import TrainsLocally
 
 _RISE = 1.05  # of the lowest test loss; less is noise
 _FALL = 0.01  # of the accuracy
 
 
-def overtrained(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+def overtrained(lines: Sequence[Mapping[str, Any]], experiment: Experiment) -> list[str]:
     """Notices on the lines of ``metrics.jsonl``: a test loss that rose at the end while the accuracy fell."""
     known = [(line["round"], line["loss"], line["accuracy"]) for line in lines if _both(line)]
     if len(known) < 3:
@@ -28,9 +31,22 @@ def overtrained(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     best, lowest, reached = worse[0]
     return [
         f"the loss on the test rows rose from {lowest:.3g} in round {best} to {last[1]:.3g}, and the accuracy fell "
-        f"from {reached:.3f} to {last[2]:.3f}: training goes too far; take fewer rounds, a smaller "
-        "method.local.learning_rate, or data.val_fraction with run.patience, which keeps the best round"
+        f"from {reached:.3f} to {last[2]:.3f}: training goes too far; {_cure(experiment)}"
     ]
+
+
+def _cure(experiment: Experiment) -> str:
+    """What this experiment can take against it."""
+    run, data, found = experiment.run, experiment.data, ["fewer rounds"]
+    if isinstance(experiment.method, TrainsLocally):
+        found.append("a smaller method.local.learning_rate")
+    stopping = {"run.patience": 3} if data.val_fraction else {"data.val_fraction": 0.1, "run.patience": 3}
+    if not run.patience and takes(experiment, stopping):
+        found.append(f"{' with '.join(stopping)}, which keeps the best round")
+    advice = f"take {', '.join(found[:-1])}{' or ' if found[1:] else ''}{found[-1]}"
+    if experiment.privacy is not None:
+        advice += "; each run on the same rows spends its own epsilon, so choose on other rows"
+    return advice
 
 
 def outside(module: nn.Module) -> list[str]:

@@ -108,7 +108,7 @@ def finish(
         if text not in run.manifest["notices"]:  # a resumed run may have it already
             run.manifest["notices"].append(text)
             notice(text)
-    hindsight = overtrained(lines) if of == t else []
+    hindsight = overtrained(lines, run.experiment) if of == t else []
     if privacy is None:  # rows of clients are among those counted
         hindsight += outside(fed.model.module)
     for text in hindsight:

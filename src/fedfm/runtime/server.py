@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fedfm.config.advice import against_divergence
 from fedfm.core.capabilities import Charting, Judge, Measuring, secrets_of
 from fedfm.core.checks import nonfinite
 from fedfm.core.federation import Federation
@@ -78,6 +79,7 @@ class Server:
             memory=of_server(run.path / "private"),
             store=Store(run.path / "private", "server"),
             tell=progress.notice,
+            diverged=partial(against_divergence, run.experiment),
         )
         self._evaluator = Evaluator(run, self.fed, judge)
 

@@ -36,7 +36,7 @@ from fedfm.methods.fedpft.mixtures import COVARIANCES, Mixture, capacity, fit_un
 from fedfm.methods.fedpft.paper import SETTINGS
 from fedfm.methods.fedpft.private import Noised
 from fedfm.methods.fedpft.release_plan import CALIBRATIONS, RELATIONS, Plan
-from fedfm.methods.fedpft.settings import plan_of, refuse
+from fedfm.methods.fedpft.settings import plan_of, pools, refuse, unfit_for_one
 from fedfm.methods.fedpft.summary import MOST, Summary, Synthetic, checker, opened
 from fedfm.methods.fedpft.topology import Handed, Passed, carry, parents_of
 from fedfm.models.model import Model
@@ -208,7 +208,7 @@ class FedPFT(Method[State]):
         else:
             state = self._star(fed, self.summarise if self.privacy is None else self.release_mixtures)
             if self.privacy is not None:
-                told = private.told_of_mixtures(self.privacy, self._most(), self.iterations)
+                told = private.told_of_mixtures(self.privacy, self._most(), self.iterations, unfit_for_one(self))
                 state.told["warnings"] += told.pop("warnings")
                 state.told.update(told)
         if self.verify:
@@ -244,7 +244,8 @@ class FedPFT(Method[State]):
             raise RunError(
                 "no client sent a mixture, every class is too small: lower method.min_count"
                 if self.privacy is None
-                else "no class stands out of the noise: give a larger target_epsilon, or pooled = true"
+                else "no class stands out of the noise: give a larger target_epsilon"
+                + (", or pooled = true" if pools(self) else "")
             )
         kept, missed = list(blocks()) if size <= KEEP else [], Missed()
         w, b = fit_head.fit(lambda: kept or blocks(), *_shape(fed.model), self.head, fed.seed_for("head"), missed)
@@ -297,7 +298,9 @@ class FedPFT(Method[State]):
             return left_out({"withheld_rows": sum(small), "withheld_classes": len(small)}, self.min_count, False)
         if self.privacy is None or self.topology != "star" or self._most() == 1:
             return []
-        return list(private.told_of_mixtures(self.privacy, self._most(), self.iterations)["warnings"])
+        return list(
+            private.told_of_mixtures(self.privacy, self._most(), self.iterations, unfit_for_one(self))["warnings"]
+        )
 
     def notices(self, state: State) -> list[str]:
         warnings = [f"{text[:1].lower()}{text[1:]}" for text in state.told.get("warnings", ())]

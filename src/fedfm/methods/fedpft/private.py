@@ -180,15 +180,21 @@ def told_of_sums(plan: Plan, n: int = 1, client_rows: int = 1) -> dict[str, Any]
     return {"noise_std_of_sums": sigma, "times_paper_noise": paper_sigma(plan.epsilon, plan.delta, 1) / sigma}
 
 
-def told_of_mixtures(plan: Plan, components: int, iterations: int) -> dict[str, Any]:
-    """Details of private EM: its noise, and the advice that one component has less."""
+def told_of_mixtures(plan: Plan, components: int, iterations: int, drop: Sequence[str] = ()) -> dict[str, Any]:
+    """Details of private EM: its noise, and the advice that one component has less.
+
+    Args:
+        drop: settings that one component does not take.
+    """
+    without = f" without {' and '.join(drop)}" if drop else ""
     sigma = plan_for(plan, iterations).sum_sigma(1)
     times = sigma / replace(plan, covariance="spherical").sum_sigma(1)
     return {
         "noise_std_of_sums": sigma,
         "warnings": [
             f"private EM with up to {components} components has {times:.2g} times the noise of one component's mean, "
-            'which a class shares out among its components: covariance = "spherical", components = 1 mostly does better'
+            f'which a class shares out among its components: covariance = "spherical", components = 1{without} mostly '
+            "does better"
         ],
     }
 

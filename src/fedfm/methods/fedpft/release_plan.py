@@ -192,7 +192,8 @@ def too_noisy(plan: Plan, d: int, n: float, *, client_rows: int = 0) -> str | No
     if length <= 1:
         return None
     more = "" if plan.calibration == "paper_client" else f" it needs {math.floor(n * length) + 1} rows,"
+    pooled = ", or one noisy sum over the federation (pooled = true)" if plan.calibration == "analytic" else ""
     return (
         f"the noise on the mean of a class of {n:g} rows has length {length:.2g} in {d} features, where a mean is at "
-        f"most 1:{more} a larger epsilon, or one noisy sum over the federation"
+        f"most 1:{more} a larger epsilon{pooled}"
     )

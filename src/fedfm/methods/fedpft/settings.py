@@ -47,6 +47,16 @@ def _refuse_counting(m: Any) -> None:
         )
 
 
+def pools(m: Any) -> bool:
+    """Whether ``pooled = true`` is a setting that this FedPFT takes under [privacy], and has not."""
+    return bool(not m.pooled and m.topology == "star" and m.components == 1 and m.calibration == "analytic")
+
+
+def unfit_for_one(m: Any) -> list[str]:
+    """Settings that this FedPFT has, and that ``components = 1`` does not take under [privacy]."""
+    return [name for name in ("budgets", "shuffle") if getattr(m, name)]
+
+
 def plan_of(m: Any, privacy: Any) -> Plan:
     """What a FedPFT ``m`` releases under the [privacy] table.
 

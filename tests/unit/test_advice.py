@@ -1,0 +1,139 @@
+"""What a notice or an error advises, the same experiment takes."""
+
+import copy
+import re
+
+import pytest
+
+import fedfm
+from fedfm.api.studies import tune
+from fedfm.config.advice import against_divergence, takes
+from fedfm.config.experiment import Experiment
+from fedfm.config.toml import put
+from fedfm.core.messages import Excluded
+from fedfm.core.reasons import reasons
+from fedfm.errors import E_NONFINITE, InputError
+from fedfm.methods.fedpft import private as fedpft
+from fedfm.methods.fedpft.release_plan import too_noisy
+from fedfm.methods.fedpft.settings import pools, unfit_for_one
+from fedfm.runtime.hindsight import overtrained
+
+BASE = {
+    "data": {"name": "digits", "partition": {"name": "iid", "clients": 8}},
+    "model": {"name": "nano-vit", "adaptation": {"name": "head"}},
+    "method": {"name": "fedavg", "rounds": 4},
+}
+CLIENT = {"unit": "client", "clip_norm": 1.0, "target_epsilon": 8.0, "delta": 1e-5}
+RECORD = {"unit": "record", "target_epsilon": 8.0, "delta": 1e-5}
+DP_SGD = RECORD | {"mechanism": "dp_sgd", "clip_norm": 1.0}
+
+
+def tables(**changes):
+    found = copy.deepcopy(BASE)
+    for key, value in changes.items():
+        put(found, key.replace("__", "."), value)
+    return found
+
+
+EXPERIMENTS = {
+    "plain": tables(),
+    "scaffold": tables(method__name="scaffold"),
+    "secure": tables(aggregation={"name": "secure"}),
+    "secagg": tables(privacy={"aggregator": "secagg"}),
+    "asynchronous": tables(run={"asynchronous": {"buffer": 2}}),
+    "patient": tables(data__val_fraction=0.1, run={"patience": 2}),
+    "validated": tables(data__val_fraction=0.1),
+    "not evaluated": tables(run={"evaluate_every": 0}),
+    "dp_sgd": tables(privacy=DP_SGD),
+    "gaussian": tables(privacy=CLIENT),
+    "coins": tables(privacy=CLIENT, method__fraction=0.5),
+    "distributed": tables(privacy=CLIENT | {"mechanism": "distributed_gaussian", "aggregator": "secagg"}),
+    "correlated": tables(privacy=CLIENT | {"mechanism": "correlated_gaussian"}, method__fraction=0.5),
+    "adaptive clip": tables(privacy=CLIENT | {"clip_quantile": 0.5}),
+    "fedpft": tables(method={"name": "fedpft"}),
+    "fedpft, private": tables(method={"name": "fedpft"}, privacy=RECORD),
+    "fedpft, pooled": tables(method={"name": "fedpft", "pooled": True}, privacy=RECORD),
+    "fedpft, paper": tables(method={"name": "fedpft", "calibration": "paper", "relation": "replace"}, privacy=RECORD),
+    "fedpft, em": tables(method={"name": "fedpft", "components": 3, "shuffle": True}, privacy=RECORD),
+    "fedpft, chain": tables(method={"name": "fedpft", "topology": "chain"}, privacy=RECORD),
+}
+VALUES = {
+    "run.patience": 3,
+    "data.val_fraction": 0.1,
+    "method.local.learning_rate": 0.001,
+    "method.local.max_grad_norm": 1.0,
+    "method.fraction": 0.1,
+    "pooled = true": {"method.pooled": True},
+    "components = 1": {"method.components": 1},
+}
+ROSE = [{"round": t, "loss": loss, "accuracy": a} for t, (loss, a) in enumerate([(2.0, 0.1), (0.5, 0.8), (0.7, 0.7)])]
+
+
+def said(e):
+    """All advice that a run of this experiment may give."""
+    yield from overtrained(ROSE, e)
+    yield reasons([Excluded(1, "a", E_NONFINITE, "NaN")], against_divergence(e))
+    plan = getattr(e.method, "privacy", None)
+    if plan is not None:
+        yield too_noisy(plan, 192, 1, client_rows=1) if e.method.asks == ("release",) else ""
+        yield "pooled = true" if pools(e.method) else ""
+    if plan is not None and e.method._most() > 1:
+        yield "".join(fedpft.told_of_mixtures(plan, e.method._most(), 3, unfit_for_one(e.method))["warnings"])
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_what_a_notice_advises_the_same_experiment_takes(name):
+    e = Experiment(**EXPERIMENTS[name])
+    for text in said(e):
+        changes = {}
+        for key, value in VALUES.items():
+            if key in text:
+                changes |= value if isinstance(value, dict) else {key: value}
+        if dropped := re.findall(r"without (\w+)(?: and (\w+))?", text):
+            changes |= {f"method.{k}": {"budgets": {}, "shuffle": False}[k] for k in dropped[0] if k}
+        assert takes(e, changes), (text, changes)
+
+
+def test_a_private_run_is_not_told_to_stop_early_and_another_is():
+    (plain,) = overtrained(ROSE, Experiment(**EXPERIMENTS["plain"]))
+    assert plain.endswith(
+        "training goes too far; take fewer rounds, a smaller method.local.learning_rate or data.val_fraction with "
+        "run.patience, which keeps the best round"
+    )
+    (validated,) = overtrained(ROSE, Experiment(**EXPERIMENTS["validated"]))
+    assert "run.patience, which keeps" in validated
+    assert "val_fraction" not in validated
+    (private,) = overtrained(ROSE, Experiment(**EXPERIMENTS["dp_sgd"]))
+    assert "patience" not in private
+    assert "each run on the same rows spends its own epsilon" in private
+
+
+@pytest.mark.parametrize(
+    ("broken", "advised"),
+    [
+        (tables(privacy=CLIENT, run={"patience": 2}), None),
+        (tables(privacy=CLIENT, run={"patience": 2, "evaluate_every": 0}), None),
+        (tables(privacy=CLIENT | {"mechanism": "correlated_gaussian"}), {"method.fraction": 0.1}),
+        (tables(method={"name": "ditto"}, privacy=CLIENT | {"mechanism": "correlated_gaussian"}), None),
+        (tables(privacy=CLIENT | {"mechanism": "distributed_gaussian"}), {"privacy.aggregator": "secagg"}),
+        (tables(privacy=RECORD | {"clip_norm": 1.0}), {"privacy.mechanism": "dp_sgd"}),
+        (tables(method={"name": "fedncm"}, privacy=RECORD), None),
+        (tables(privacy=CLIENT | {"clip_norm": None}), {"privacy.clip_norm": 1.0}),
+        (tables(run={"patience": 2}), {"data.val_fraction": 0.1}),
+    ],
+)
+def test_what_an_error_advises_is_taken(broken, advised):
+    with pytest.raises(InputError) as error:
+        Experiment(**broken)
+    named = [key for key in VALUES if key.startswith(("data.", "method.fraction")) and key in str(error.value)]
+    assert set(named) <= set(advised or ()), error.value
+    assert ("dp_sgd" in str(error.value)) == ("privacy.mechanism" in (advised or ()))
+    for key, value in (advised or {}).items():
+        assert key.split(".")[-1] in str(error.value)
+        put(broken, key, value)
+        Experiment(**broken)
+
+
+def test_a_search_under_privacy_is_not_told_to_split_rows_first():
+    with pytest.raises(InputError, match="covered by no"):
+        tune(Experiment(**EXPERIMENTS["gaussian"]), [0.1], None, fedfm.runtime.progress.Progress())
