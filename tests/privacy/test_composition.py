@@ -100,3 +100,10 @@ def test_nothing_spent_and_no_noise():
 def test_what_cannot_be_reached_is_refused(epsilon, delta):
     with pytest.raises(InputError):
         noise_multiplier_for(epsilon, delta, 100)
+
+
+def test_little_noise_is_accounted_at_once_and_from_above():
+    """Where the grid would take minutes, sampling counts for nothing."""
+    few = [Releases(0.02, 1, 0.5)]
+    assert epsilon_of(few, 1e-5) == epsilon_of([Releases(0.02)], 1e-5)
+    assert epsilon_of([Releases(0.099, 1, 0.5)], 1e-5) > 20 * epsilon_of([Releases(1.0, 1, 0.5)], 1e-5)

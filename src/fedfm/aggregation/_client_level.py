@@ -19,7 +19,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from fedfm.aggregation._secagg_keys import least_of
 from fedfm.aggregation.base import Mechanism, Rule
 from fedfm.core.client import SCALE, Client, ClientId, Update
 from fedfm.core.federation import Federation
-from fedfm.errors import E_FIELD, ClientFault, RunError
+from fedfm.errors import E_FIELD, ClientFault, InputError, RunError
 from fedfm.linalg.params import Layout, Params, in_dtype, layout_of
 from fedfm.privacy.accountant import Accountant, Spent
 from fedfm.privacy.clipping import AdaptiveClip
@@ -39,10 +39,17 @@ from fedfm.privacy.cohorts import by_coins
 from fedfm.privacy.composition import Releases, epsilon_of, epsilon_of_concentrated
 from fedfm.privacy.noise import digest
 
+if TYPE_CHECKING:
+    from fedfm.models.model import Model
+
 WITHIN = "+within"  # entry of an update under an adaptive clip: b - 1/2
 CLIP, SHARE = "clip_norm", "within_clip_norm"  # figures of a round
 _CLIP = "CentralGaussian/clip"  # key of the server's memory
 _LEAST_SHARE = 4096.0  # std of a share of the noise in steps
+_STATISTICS = (
+    'privacy.unit = "client": {}: running statistics of batch norm are data, and noise can make a variance negative; '
+    'expected another model.adaptation than "full", or a model with group or layer norm'
+)
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,10 @@ class CentralGaussian(Mechanism):
     def step(self) -> float:
         """Distance of two neighbouring numbers of the lattice, a power of two."""
         return step_of(self.clip_norm)
+
+    def fits(self, model: Model) -> None:
+        if rest := model.layout.slots.keys() - model.live().keys():
+            raise InputError(_STATISTICS.format(sorted(rest)[0]))
 
     # --- who takes part
 
@@ -149,10 +160,7 @@ class CentralGaussian(Mechanism):
             RunError: the round makes more releases than are accounted.
         """
         if rest := fed.initial.layout.slots.keys() - fed.model.live().keys():
-            raise RunError(
-                f"{sorted(rest)[0]}: running statistics are data, and noise can make a variance negative; "
-                'adapt the model in another way than "full"'
-            )
+            raise RunError(_STATISTICS.format(sorted(rest)[0]))
         at = _next_release(fed, self.releases)
         wide = in_dtype(self.wire(like), torch.float64)
         total = np.zeros(sum(n for dtype, n in wide.sizes.items() if dtype.is_floating_point), np.int64)

@@ -17,6 +17,7 @@ from fedfm.linalg.params import Layout, Params
 from fedfm.linalg.running_mean import RunningMean
 
 if TYPE_CHECKING:
+    from fedfm.models.model import Model
     from fedfm.privacy.accountant import Accountant
     from fedfm.privacy.dp_sgd import DescentPlan
 
@@ -101,6 +102,13 @@ class Mechanism:
     def fraction(self) -> float | None:
         """Share of the clients in a round, if :meth:`cohort` chooses them; None: the method does."""
         return None
+
+    def fits(self, model: Model) -> None:
+        """Refuse a model whose parameters the mechanism cannot protect; a run does it before its first round.
+
+        Raises:
+            InputError: with what would be right.
+        """
 
     def cohort(self, fed: Federation) -> Sequence[ClientId]:
         """Server half: the clients of this round, in order of names."""

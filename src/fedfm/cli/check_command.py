@@ -42,16 +42,19 @@ def check(args: Any) -> int:
             locate(experiment.model.name)
         if isinstance(experiment.method, Founded):
             experiment.method.check_foundation()
-        from fedfm.runtime.description import of_arrival, of_method, of_model, of_rows
+        from fedfm.runtime.description import fits, of_arrival, of_delta, of_method, of_model, of_privacy, of_rows
         from fedfm.runtime.forecast import forecast
         from fedfm.runtime.population import populate
+        from fedfm.runtime.result import spending
 
         population = populate(experiment)
         if population.clients:
             enough(experiment, population.clients)
+        fits(experiment, population.model)
+        sizes = list(population.sizes().values()) if population.clients else None  # the silos have the rows
         classes = list(population.federated.table.classes)
         trainable = sum(population.model.layout.sizes.values())
-        expected = forecast(experiment, population) if population.clients else None  # the silos have the rows
+        expected = forecast(experiment, population) if population.clients else None
         result |= {"clients": list(population.clients), "classes": classes, "trainable": trainable}
         result["fingerprint"] = population.model.fingerprint
         result["notices"] = [
@@ -59,6 +62,8 @@ def check(args: Any) -> int:
             *of_method(experiment.method, {} if expected is None else expected.by_class),
             *of_arrival(experiment, len(population.clients)),
             *of_model(experiment.run, population.model),
+            *of_delta(experiment, population),
+            *of_privacy(experiment, spending(experiment, sizes), len(population.clients)),
         ]
         if expected is not None:
             result["forecast"] = asdict(expected)

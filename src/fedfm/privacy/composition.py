@@ -19,6 +19,7 @@ from fedfm.errors import InputError
 from fedfm.privacy import gaussian
 
 LARGEST = 1e4  # noise multiplier; more is no use to anybody
+LITTLE = 0.1  # noise multiplier; of less the grid takes minutes, and one release spends an epsilon of dozens
 STEP = 1.25  # of the search for one
 FINE, COARSE = 1e-4, 1e-3  # of the losses' grid: every grid gives an upper bound, the search needs no better one
 
@@ -50,13 +51,20 @@ def epsilon_of(releases: Sequence[Releases], delta: float) -> float:
     if any(r.noise_multiplier <= 0 for r in spent):
         return math.inf
     if all(r.rate == 1 for r in spent):
-        mu = math.sqrt(sum(r.times / r.noise_multiplier**2 for r in spent))
-        return gaussian.epsilon_of(1.0, mu, delta) if spent else 0.0
+        return _unsampled(spent, delta) if spent else 0.0
     return _composed(spent, delta, FINE)
+
+
+def _unsampled(spent: Sequence[Releases], delta: float) -> float:
+    """As if no coin were thrown: exact if none is, else an upper bound."""
+    mu = math.sqrt(sum(r.times / r.noise_multiplier**2 for r in spent))
+    return gaussian.epsilon_of(1.0, mu, delta)
 
 
 @lru_cache(maxsize=256)
 def _composed(spent: tuple[Releases, ...], delta: float, interval: float) -> float:
+    if min(r.noise_multiplier for r in spent) < LITTLE:
+        return _unsampled(spent, delta)
     import dp_accounting as dp  # half a second, and only sampled releases need it
     from dp_accounting.pld import PLDAccountant
 

@@ -16,6 +16,8 @@ from fedfm.errors import InputError
 from fedfm.models import devices, inputs
 from fedfm.models.adapters import lora
 from fedfm.models.model import Model
+from fedfm.privacy import plausibility
+from fedfm.privacy.accountant import Accountant
 from fedfm.runtime.disclosure import fingerprints, tell
 from fedfm.runtime.population import REST, Partitioned, feature_dim, operations
 from fedfm.training import Local, packed, private
@@ -74,7 +76,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
         if name in before and before[name] != value:
             raise InputError(f"the {name} changed since this run began: a resumed run needs what it started with")
     notices = [*of_rows(run.experiment.method, population), *of_model(run.experiment.run, population.model)]
-    notices += _elsewhere(run, population.model)
+    notices += [*_elsewhere(run, population.model), *of_delta(run.experiment, population)]
     told = [*of_method(run.experiment.method), *of_arrival(run.experiment, len(population.clients))]
     for notice in (*notices, *told, *_on_disk(population)):
         progress.notice(notice)
@@ -92,13 +94,41 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
         },
     }
     tell(run, summary(population.federated), notices)
-    _check_optimiser(run.experiment.method, population.model)
-    if run.experiment.aggregation.mechanism.plan is not None:
-        private.fits(population.model)
+    fits(run.experiment, population.model)
     # No ledger of operations under [privacy]: it would disclose the exact numbers of rows.
     if run.experiment.privacy is None and (costs := operations(run.experiment.method, population)) is not None:
         run.manifest["ledger"]["operations"] = costs
     run.write_manifest()
+
+
+def of_delta(experiment: Experiment, population: Partitioned) -> list[str]:
+    """A notice if delta is too large for the number of training rows, where rows are protected and known."""
+    privacy = experiment.privacy
+    if privacy is None or not privacy.states_epsilon or privacy.unit != "record":
+        return []
+    said = plausibility.of_delta(privacy.delta or 0.0, sum(population.sizes().values()), "training rows")
+    return [said] if said else []
+
+
+def of_privacy(experiment: Experiment, spent: Accountant, clients: int) -> list[str]:
+    """Notices if the guarantee says next to nothing, by figures that are no secret."""
+    found, privacy = [plausibility.of_epsilon(spent.epsilon)], experiment.privacy
+    if privacy is not None and privacy.states_epsilon and privacy.unit == "client":
+        found.append(plausibility.of_delta(privacy.delta or 0.0, clients, "clients"))
+    return [text for text in found if text]
+
+
+def fits(experiment: Experiment, model: Model) -> None:
+    """Refuse a model that the client optimiser cannot train, or the mechanism of [privacy] cannot protect.
+
+    Raises:
+        InputError: with what would be right.
+    """
+    _check_optimiser(experiment.method, model)
+    mechanism = experiment.aggregation.mechanism
+    mechanism.fits(model)
+    if mechanism.plan is not None:
+        private.fits(model)
 
 
 def of_method(method: Method[Any], counts: Mapping[ClientId, Sequence[int]] | None = None) -> list[str]:

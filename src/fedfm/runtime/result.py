@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.capabilities import Detailed, Noticing, Private
 from fedfm.core.client import ClientId
@@ -129,10 +130,19 @@ def accounted(run: Run, t: int) -> Accountant:
     Args:
         t: rounds that are completed.
     """
-    accountant, method = Accountant(), run.experiment.method
+    return spending(run.experiment, rows_of(run), run.repeated(t))
+
+
+def spending(experiment: Experiment, rows: Sequence[int] | None, repeated: int = 0) -> Accountant:
+    """The privacy that an experiment spends on clients with these numbers of rows; None: they are not known.
+
+    Args:
+        repeated: rounds that are releases of their own, beside those of the method.
+    """
+    accountant, method = Accountant(), experiment.method
     if isinstance(method, Private):
         method.spend(accountant)
-    run.experiment.aggregation.mechanism.spend(accountant, method.rounds + run.repeated(t), rows_of(run))
+    experiment.aggregation.mechanism.spend(accountant, method.rounds + repeated, rows)
     return accountant
 
 

@@ -25,6 +25,7 @@ from fedfm.linalg.params import Params
 from fedfm.models.model import Model
 from fedfm.runtime import early_stopping
 from fedfm.runtime.client_memory import Store, of_server, secret
+from fedfm.runtime.description import of_privacy
 from fedfm.runtime.evaluation import Evaluator
 from fedfm.runtime.predictions import kept
 from fedfm.runtime.result import accounted, enter, finish, write_models
@@ -107,7 +108,9 @@ class Server:
         if t not in {line["round"] for line in run.metrics()}:
             self._evaluate(t, state, last=t == last)
         if t < last:
-            enter(run, accounted(run, t))
+            spent = accounted(run, t)
+            enter(run, spent)
+            self._tell(of_privacy(run.experiment, spent, len(fed.clients)))
         if again:
             self._tell([f"rounds begun and not completed: {again}; each is one release more, and counted in epsilon"])
         while t < last and not early_stopping.patience_over(run):

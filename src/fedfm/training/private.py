@@ -19,6 +19,7 @@ from fedfm.core.rows import Rows
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
+from fedfm.privacy import plausibility
 from fedfm.privacy.dp_sgd import DescentPlan, PrivateSteps
 from fedfm.training import heads, packed
 from fedfm.training.job import Job
@@ -105,6 +106,8 @@ def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
     correction = None if job.correction is None else flat.flat(job.correction)
     total_of = sums(model, rows, private.plan.clip_norm, 2 * local.batch_size, job.only)  # few samples have more
     frozen = _marks(model, live) if first else {}
+    if first and (said := plausibility.of_delta(private.plan.delta, n, "training rows of this client")):
+        client.note(said)
     model.train_mode()
     # LoRA's dropout draws from torch's global generator: give it this client's own stream.
     with torch.random.fork_rng(devices=[]):

@@ -28,6 +28,7 @@ from fedfm.methods.fedpft.noisy_sums import client_sums, federation_sum, width
 from fedfm.methods.fedpft.private_em import plan_for, release_mixture
 from fedfm.methods.fedpft.release_plan import Plan, too_noisy
 from fedfm.methods.fedpft.summary import MOST, Summary, Synthetic, from_variances, gaussian
+from fedfm.privacy import plausibility
 from fedfm.privacy.accountant import Accountant
 from fedfm.privacy.gaussian import paper_sigma
 from fedfm.privacy.noise import Array, digest
@@ -57,7 +58,7 @@ class Noised:
 
 def noisy_sums(client: Client, plan: Plan) -> Noised:
     """Noisy sums of every class, one component each."""
-    x, y, key = _released_once(client, f"sums {plan}")
+    x, y, key = _released_once(client, plan)
     classes, dim = len(client.model.classes), x.shape[1]
     counts, totals = torch.zeros(classes), torch.zeros(classes, dim)
     seconds = torch.zeros(classes, plan.seconds(dim))
@@ -72,7 +73,7 @@ def noisy_sums(client: Client, plan: Plan) -> Noised:
     return Noised(counts, totals, seconds, len(y) if plan.calibration == "paper_client" else 0)
 
 
-def _released_once(client: Client, what: str) -> tuple[Array, Array, bytes]:
+def _released_once(client: Client, plan: Plan, *what: int) -> tuple[Array, Array, bytes]:
     """The unit rows (n, d) and labels (n,) of this run's one release, and the key of its noise.
 
     Raises:
@@ -80,19 +81,21 @@ def _released_once(client: Client, what: str) -> tuple[Array, Array, bytes]:
     """
     x, y = (t.numpy() for t in rows_of(client))
     x = unit_rows(x)
-    mark = digest(x, y, what).encode()
+    mark = digest(x, y, f"{what} {plan}").encode()
     if client.first("fedpft", mark) != mark:
         raise ClientFault(
             E_REFUSED,
             "FedPFT: this run's sums were released before, of other rows; a second release would spend privacy that is "
             "not accounted. Put the rows back, or start a new run",
         )
+    if said := plausibility.of_delta(plan.delta, len(y), "training rows of this client"):
+        client.note(said)
     return x, y, client.secret("noise")
 
 
 def noisy_mixtures(client: Client, plan: Plan, components: int, iterations: int) -> Summary:
     """Private EM: every iteration of every class is noisy, and accounted."""
-    x, y, key = _released_once(client, f"mixtures {components} {iterations} {plan}")
+    x, y, key = _released_once(client, plan, components, iterations)
     found = {
         c: release_mixture(x[y == c], plan, key, f"{client.id}/em/{c}", components=components, iterations=iterations)
         for c in range(len(client.model.classes))

@@ -1,0 +1,45 @@
+"""Whether a stated (epsilon, delta) says anything, in one line where it does not."""
+
+from __future__ import annotations
+
+import math
+
+MOST = 20.0  # epsilon, above which the odds of an attacker may change by more than e^20, half a billion
+
+
+def of_delta(delta: float, count: int, what: str) -> str | None:
+    """A notice if delta is so large that a mechanism keeps to it that publishes what it should protect.
+
+    One that publishes each of n rows with probability delta spends epsilon = 0 at this delta, and publishes n delta
+    rows.
+
+    Args:
+        count: n, how many rows or clients are protected.
+        what: these, in words, e.g. ``"training rows"``.
+
+    Example:
+        >>> of_delta(1e-5, 1000, "training rows") is None
+        True
+    """
+    if not count or delta * count < 1:
+        return None
+    better = 10.0 ** math.floor(math.log10(0.1 / count))
+    return (
+        f"privacy.delta = {delta:g} with {count} {what}: a mechanism that publishes each of them with this probability "
+        f"keeps to any epsilon, so epsilon says next to nothing; set privacy.delta well below 1 / {count}, e.g. "
+        f"{better:g}"
+    )
+
+
+def of_epsilon(epsilon: float | None) -> str | None:
+    """A notice if epsilon bounds next to nothing.
+
+    Args:
+        epsilon: None: nothing is claimed.
+    """
+    if epsilon is None or epsilon <= MOST:
+        return None
+    return (
+        f"epsilon = {epsilon:.4g} bounds next to nothing: what is told of one row or client may make an attacker "
+        f"e^{epsilon:.3g} times as sure of it; it takes more noise, or fewer rounds or passes"
+    )
