@@ -256,9 +256,9 @@ def test_steps_are_those_of_the_algorithm(make, local, monkeypatch):
     assert (model.params() - trained).norm() < 2e-3 * (trained - w).norm()
 
 
-def asked(model, rows, w, t, firsts, *, rounds=3, seed=None, key=KEY, mu=0.0, correction=None, **local):
-    """A round's training by a client whose memory was rolled back, as a server can make it."""
-    who = client(model, rows, plan(rounds=rounds), key=key, firsts=firsts)
+def asked(model, rows, w, t, firsts, *, rounds=3, seed=None, key=KEY, mu=0.0, correction=None, memory=None, **local):
+    """A round's training; without ``memory`` by a client whose memory was rolled back, as a server can make it."""
+    who = client(model, rows, plan(rounds=rounds), key=key, memory=memory, firsts=firsts)
     who.round, who.seed = t, 100 + t if seed is None else seed
     return private.train([Job(who, w, SGD(**{"batch_size": 4} | local), mu, correction)])[0]
 
@@ -275,11 +275,12 @@ def relabelled(rows):
     return found
 
 
-def test_a_repeated_round_repeats_its_bits_and_its_noise_covers_nothing_else():
+@pytest.mark.parametrize("memory", [None, {}], ids=["rolled back", "kept"])
+def test_a_repeated_round_repeats_its_bits_and_its_noise_covers_nothing_else(memory):
     model, firsts = head(), {}
     rows, w = tensors(model, 10), model.params()
-    first = asked(model, rows, w, 2, firsts)
-    assert asked(model, rows, w, 2, firsts).sha256() == first.sha256()
+    first = asked(model, rows, w, 2, firsts, memory=memory)
+    assert asked(model, rows, w, 2, firsts, memory=memory).sha256() == first.sha256()
     other = [
         {"w": first},
         {"rows": corrected(rows)},
@@ -295,10 +296,11 @@ def test_a_repeated_round_repeats_its_bits_and_its_noise_covers_nothing_else():
     for change in other:
         given = {"rows": rows, "w": w} | change
         with pytest.raises(ClientFault, match="from another start"):
-            asked(model, given.pop("rows"), given.pop("w"), 2, firsts, **given)
+            asked(model, given.pop("rows"), given.pop("w"), 2, firsts, memory=memory, **given)
     with pytest.raises(ClientFault, match="round 1 comes after round 2"):
-        asked(model, rows, w, 1, firsts)
-    assert asked(model, rows, w, 2, firsts).sha256() == first.sha256()
+        asked(model, rows, w, 1, firsts, memory=memory)
+    assert asked(model, rows, w, 2, firsts, memory=memory).sha256() == first.sha256()
+    assert sum(name.startswith("dp_sgd-place") for name in firsts) == 1  # no try has spent a step
 
 
 def test_all_steps_are_spent_once_in_any_order_and_after_kills():
@@ -531,7 +533,7 @@ def test_a_killed_run_spends_once_and_ends_in_the_same_bits(tmp_path, monkeypatc
             raise KeyboardInterrupt
         trained = train(jobs)
         for job, w in zip(jobs, trained, strict=True):
-            outputs.setdefault((job.client.id, job.client.memory[MEMORY]["spent"]), set()).add(w.sha256())
+            outputs.setdefault((job.client.id, job.client.memory[MEMORY]["place"]), set()).add(w.sha256())
         return trained
 
     monkeypatch.setattr(private, "train", dying)

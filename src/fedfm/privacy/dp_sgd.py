@@ -72,7 +72,8 @@ class PrivateSteps:
     they would be further releases, which nothing accounts.
 
     All of it is in :attr:`Client.first`, which has no versions: neither a resume, nor a repeated message, nor the order
-    of rounds undoes it. The client's memory, which has versions, only says from which place on to look.
+    of rounds undoes it. The client's memory, which has versions, only says from which place on to look: that of
+    the last round of which it knows.
 
     Args:
         steps: in one round.
@@ -84,7 +85,7 @@ class PrivateSteps:
         if known is None:
             releases = plan.releases(n, batch_size, steps)
             budget = {"of": releases.times, "z": releases.noise_multiplier, "q": releases.rate}
-            known = {"spent": 0, **json.loads(client.first(f"{MEMORY}-budget", json.dumps(budget).encode()))}
+            known = json.loads(client.first(f"{MEMORY}-budget", json.dumps(budget).encode()))
         self._known = dict(known)
         self._key = client.secret(MEMORY)
         self._place, self._start = 0, ""
@@ -111,7 +112,8 @@ class PrivateSteps:
         Raises:
             ClientFault: E_REFUSED, all steps are spent, or the round was begun from another start, or a later one was.
         """
-        t, of, place = self._client.round, self._known["of"], self._known["spent"]
+        t, of = self._client.round, self._known["of"]
+        place = self._known.get("place", self._known.get("spent", 0))  # an earlier release kept the end of the last one
         terms = repr((t, of, self._known["z"], self._known["q"], self._clip, self._n, self._steps))
         self._start = digest(start, terms)
         own = {"round": t, "start": self._start, "steps": self._steps}
@@ -119,7 +121,7 @@ class PrivateSteps:
             found = json.loads(self._client.first(f"{MEMORY}-place-{place}", json.dumps(own).encode()))
             if found == own:
                 self._place = place
-                self._client.memory[MEMORY] = self._known | {"spent": place + self._steps}
+                self._client.memory[MEMORY] = self._known | {"place": place}
                 return
             if found["round"] == t:
                 raise _refused(
@@ -128,7 +130,7 @@ class PrivateSteps:
                 )
             if found["round"] > t:
                 raise _refused(f"round {t} comes after round {found['round']}, which was trained already")
-            place += found["steps"]  # of a round before, of which the memory knows nothing
+            place += found["steps"]  # of a round before
         raise _refused(f"{place} of {of} private steps are taken; {self._steps} more exceed")
 
     def batch(self, step: int) -> NDArray[np.int64]:
