@@ -88,6 +88,31 @@ def test_a_killed_run_repeats_its_noise_and_spends_once(after, tmp_path, known, 
     assert len(fedfm.load_run(tmp_path / "run").manifest["ledger"]["entries"]) == 1
 
 
+def test_a_round_that_a_resume_releases_with_another_sum_is_spent_twice(tmp_path, monkeypatch):
+    """The server dies after it has released round 2; when the run goes on, a client has gone."""
+    mean, exchange, kills = Federation.mean, Federation.exchange, []
+
+    def dying(self, *args, **kwargs):
+        got = mean(self, *args, **kwargs)
+        if self.round == 2 and not kills:
+            kills.append(1)
+            raise KeyboardInterrupt
+        return got
+
+    def without(self, kind, handler, of, *args, **kwargs):
+        gone = kills and self.round == 2 and kind == "train"
+        return exchange(self, kind, handler, list(of)[1:] if gone else of, *args, **kwargs)
+
+    monkeypatch.setattr(Federation, "mean", dying)
+    monkeypatch.setattr(Federation, "exchange", without)
+    with pytest.raises(KeyboardInterrupt):
+        fedfm.run(tables(tmp_path), tmp_path / "run")
+    result = fedfm.resume(tmp_path / "run")
+    assert result["epsilon"] == pytest.approx(epsilon_of([Releases(0.5, 5)], 1e-5))
+    told = "round 2 was released before, with another sum: one release more, counted in epsilon"
+    assert told in fedfm.load_run(tmp_path / "run").manifest["notices"]
+
+
 @pytest.mark.parametrize("kills", [1, 2])
 @pytest.mark.parametrize("halting", [False, True])
 def test_rounds_that_are_begun_twice_are_spent_twice_where_clients_add_noise(kills, halting, tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from fedfm.aggregation.private import CentralGaussian, CorrelatedGaussian, Distr
 from fedfm.core.client import Client, ClientData, Update
 from fedfm.core.federation import Federation
 from fedfm.core.rows import Rows
-from fedfm.errors import ClientFault
+from fedfm.errors import ClientFault, RunError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedbaf import fedbaf
 from fedfm.methods.fedbaf.pull import Piece
@@ -311,3 +311,28 @@ def test_noise_is_added_in_one_place():
         if re.search(r"\bnoise\.gaussian\(|privacy\.noise import [^\n]*\bgaussian\b", path.read_text())
     }
     assert uses == {"aggregation/_correlated.py"}
+
+
+@pytest.mark.parametrize("mechanism", [CentralGaussian, CorrelatedGaussian])
+def test_a_round_that_is_released_again_with_another_sum_is_counted(mechanism):
+    more = {"rounds": 4, "period": 2} if mechanism is CorrelatedGaussian else {}
+    m, store = mechanism(1.0, 1.0, 1e-5, math.inf, 1, hidden=False, **more), {}
+
+    def release(x, m=m):
+        fed = server()
+        fed.store = store
+        update = m.bounded(client(), Update(vector([x]), 1.0))
+        m.released(fed, iter([update]), None, 1.0, update.delta.layout)
+        return fed.notices
+
+    assert release(0.5) == release(0.5) == []
+    assert m.repeated(store) == 0
+    assert "round 1 was released before" in release(0.25)[0]
+    assert release(0.25) == []
+    assert m.repeated(store) == 1
+    if mechanism is CorrelatedGaussian:  # another history costs another run, of sqrt(2) times the sensitivity together
+        assert m.sensitivity(5) == pytest.approx(math.sqrt(2) * m.sensitivity(4))
+    tight = dataclasses.replace(m, budget=m.epsilon_after(2))
+    with pytest.raises(RunError, match="would exceed"):
+        release(0.1, tight)
+    assert m.repeated(store) == 1

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 WITHIN = "+within"  # entry of an update under an adaptive clip: b - 1/2
 CLIP, SHARE = "clip_norm", "within_clip_norm"  # figures of a round
 _CLIP = "CentralGaussian/clip"  # key of the server's memory
+_AGAIN = "releases again"  # key of the server's store
 _LEAST_SHARE = 4096.0  # std of a share of the noise in steps
 _STATISTICS = (
     'privacy.unit = "client": {}: running statistics of batch norm are data, and noise can make a variance negative; '
@@ -169,6 +170,8 @@ class CentralGaussian(Mechanism):
             total += self._sum(update) if self.hidden else self._again(update.delta)
         if self.rate < 1:
             fed.heard = max(round(asked), 1)  # how many were drawn is a secret
+        if not self.fresh:
+            self._enter(fed, at, total)
         total = self._noisy(fed, total, f"round {fed.round}, release {at}", asked)
         scale = self.step / asked
         if self.adaptive is not None:
@@ -177,6 +180,28 @@ class CentralGaussian(Mechanism):
             fed.metrics |= {CLIP: clip, SHARE: share}
             total, scale = total[:-1], scale * clip
         return on_layout(in_dtype(like, torch.float64), total * scale).cast(like)
+
+    def _enter(self, fed: Federation, at: int, total: Steps) -> None:
+        """Keep on the disk what is released before it is; count a round that is released again with another sum.
+
+        Raises:
+            RunError: it would exceed the budget.
+        """
+        name, mark = f"release {fed.round} {at}", digest(total).encode()
+        before = fed.store.get(name, mark)
+        if before != mark:
+            again = self.repeated(fed.store) + 1
+            if self.affordable(fed.round + again) < fed.round + again:
+                raise RunError(
+                    f"round {fed.round} was released before, with other clients: one release more would exceed "
+                    "privacy.halt_at_epsilon"
+                )
+            fed.store[_AGAIN] = str(again).encode()
+            fed.notice(f"round {fed.round} was released before, with another sum: one release more, counted in epsilon")
+        fed.store[name] = mark
+
+    def repeated(self, store: Mapping[str, bytes]) -> int:
+        return int(store.get(_AGAIN, b"0"))
 
     def _sum(self, update: Update) -> Steps:
         """The exact sum of which secure aggregation returned the mean."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -83,7 +84,13 @@ class CorrelatedGaussian(CentralGaussian):
         return epsilon_of([Releases(self.noise_multiplier / self.sensitivity(rounds))], self.delta)
 
     def sensitivity(self, rounds: int) -> float:
-        return self.strategy.sensitivity(rounds)
+        """As of :class:`CentralGaussian`; each round beyond the T of the run stands for one that was released again.
+
+        From such a round on the run has another history of sums, with rows of noise of its own: it costs what another
+        run costs at most.
+        """
+        again = max(rounds - self.rounds, 0)
+        return self.strategy.sensitivity(min(rounds, self.rounds)) * math.sqrt(1 + again)
 
     @property
     def noise_of_one_answer(self) -> float:

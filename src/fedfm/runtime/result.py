@@ -21,6 +21,7 @@ from fedfm.models.metrics import BASE_AND_NEW
 from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant
 from fedfm.runtime import early_stopping, logs
+from fedfm.runtime.client_memory import Store
 from fedfm.runtime.disclosure import guarantee, rows_of
 from fedfm.runtime.evaluation import ANSWERS, CLASS_COUNTS, CONFUSION, Evaluator
 from fedfm.runtime.hindsight import outside, overtrained
@@ -130,7 +131,8 @@ def accounted(run: Run, t: int) -> Accountant:
     Args:
         t: rounds that are completed.
     """
-    return spending(run.experiment, rows_of(run), run.repeated(t))
+    again = run.experiment.aggregation.mechanism.repeated(Store(run.path / "private", "server"))
+    return spending(run.experiment, rows_of(run), run.repeated(t) + again)
 
 
 def spending(experiment: Experiment, rows: Sequence[int] | None, repeated: int = 0) -> Accountant:

@@ -103,7 +103,8 @@ class Server:
             t, of = record["round"], record["extra"].get("model_of_round")
             state = self._lean(record.pop("state"))
         again = run.repeated(t)
-        last = fed.aggregator.mechanism.affordable(method.rounds + again) - again
+        known = again + fed.aggregator.mechanism.repeated(fed.store)
+        last = fed.aggregator.mechanism.affordable(method.rounds + known) - known
         self._progress.started(run, last, t)
         if t not in {line["round"] for line in run.metrics()}:
             self._evaluate(t, state, last=t == last)

@@ -18,7 +18,7 @@ from torch import Tensor
 from fedfm import seeds
 from fedfm.core.client import MAX_WEIGHT, Client, ClientId, Update
 from fedfm.core.federation import Federation
-from fedfm.errors import E_FIELD, E_NORM, E_REFUSED, E_SHAPE, ClientFault
+from fedfm.errors import E_FIELD, E_NORM, E_REFUSED, E_SHAPE, ClientFault, RunError
 from fedfm.linalg.params import Params, layout_of
 from fedfm.methods._one_shot import rows_of
 from fedfm.methods.fedpft.encoding import nothing, pack
@@ -207,6 +207,12 @@ def pooled(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, 
     classes, dim = len(fed.model.classes), fed.model.feature_dim
     shape = (classes, width(plan, dim))
     mean = fed.mean(handler, like=layout_of((("sums", torch.float64, shape),)))
+    sums = digest(mean["sums"].numpy(), str(fed.heard)).encode()
+    if fed.store.setdefault("fedpft", sums) != sums:
+        raise RunError(
+            "the federation's sums were released before, of other clients: a second release is not accounted; start a "
+            "new run"
+        )
     cells = federation_sum(mean["sums"].numpy(), fed.heard, plan, dim, fed.secret("noise"), f"sum {fed.round}")
     normals = {c: to_gaussian(cell, plan, dim) for c, cell in cells.items()}
     found = [(c, _drawable(n[0]), gaussian(*n[1:])) for c, n in normals.items() if n is not None]
