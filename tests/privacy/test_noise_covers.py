@@ -281,6 +281,10 @@ def test_cover_gives_independent_noise_unless_all_is_the_same(one, two):
     assert np.array_equal(a, b) if one == two else independent(a, b)
 
 
+def test_equal_numbers_have_one_noise():
+    assert np.array_equal(*(noise.cover(KEY, "a", zeros, 1.0) for zeros in (ZEROS, -ZEROS)))
+
+
 def test_the_property_finds_noise_that_is_shared():
     z = noise.gaussian(KEY, "z", (P,))
     fresh = noise.gaussian(KEY, "y", (P,))

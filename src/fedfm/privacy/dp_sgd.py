@@ -20,6 +20,7 @@ from fedfm.errors import E_REFUSED, ClientFault
 from fedfm.privacy.composition import Releases, epsilon_of, noise_multiplier_for
 from fedfm.privacy.noise import cover, digest, stream
 
+_TOLD = 64  # numbers of a noisy sum that tell it from others: their noise follows from all numbers of the sum
 MEMORY = "dp_sgd"  # beginning of the names in client.first, and name of the client's secret
 
 
@@ -89,7 +90,7 @@ class PrivateSteps:
         self._known = dict(known)
         self._key = client.secret(MEMORY)
         self._place, self._start = 0, ""
-        self._sums = hashlib.sha256()
+        self._released = hashlib.sha256()
 
     @property
     def sigma(self) -> float:
@@ -144,17 +145,18 @@ class PrivateSteps:
         """The step's sum (P,) with its noise."""
         if not self.sigma:
             return total
-        self._sums.update(digest(total).encode())
-        return cover(self._key, f"noise/{self._start}/{step}", total, self.sigma)
+        released = cover(self._key, f"noise/{self._start}/{step}", total, self.sigma)
+        self._released.update(released[:_TOLD].tobytes())
+        return released
 
     def end(self) -> None:
-        """Fix the sums of the round; call it before anything of the round leaves.
+        """Fix what the round releases; call it before anything of it leaves.
 
         Raises:
             ClientFault: E_REFUSED, a repetition from the same start came to other sums, which are a further release.
         """
-        sums = self._sums.hexdigest().encode()
-        if self._client.first(f"{MEMORY}-sums-{self._place}", sums) != sums:
+        released = self._released.hexdigest().encode()
+        if self._client.first(f"{MEMORY}-released-{self._place}", released) != released:
             raise _refused(
                 f"round {self._client.round} was trained before, and its repetition did not come to the same bits, as "
                 "with another processor or a GPU's sums; a second answer would spend privacy that is not accounted"

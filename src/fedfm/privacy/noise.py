@@ -47,14 +47,14 @@ def cover(key: bytes, purpose: str, numbers: NDArray[Any], sigma: float | Array)
         >>> bool((a - b == [-1, 0]).any())
         False
     """
-    numbers = np.asarray(numbers)
-    flat, sigmas = numbers.reshape(-1), np.broadcast_to(np.asarray(sigma, np.float64), numbers.shape).reshape(-1)
-    where = f"{purpose}\x1f{digest(numbers, np.asarray(sigma, np.float64))}"
+    whole = np.issubdtype(np.asarray(numbers).dtype, np.integer)
+    numbers = np.asarray(numbers) if whole else np.asarray(numbers, np.float64) + 0.0  # -0.0 is the same number as 0.0
+    flat, sigmas = numbers.reshape(-1), np.asarray(sigma, np.float64)
+    where = f"{purpose}\x1f{digest(numbers, sigmas)}"
     out = np.empty_like(flat)
     for at in range(0, len(flat), BLOCK):
-        part, scale = flat[at : at + BLOCK], sigmas[at : at + BLOCK]
+        part, scale = flat[at : at + BLOCK], sigmas.reshape(-1)[at : at + BLOCK] if sigmas.ndim else sigmas
         normals = scale * gaussian(key, f"{where}\x1f{at}", part.shape)
-        whole = np.issubdtype(numbers.dtype, np.integer)
         out[at : at + BLOCK] = part + np.rint(normals).astype(part.dtype) if whole else on_grid(part + normals, scale)
     return out.reshape(numbers.shape)
 
