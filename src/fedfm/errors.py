@@ -60,6 +60,16 @@ E_LOST = "E_LOST"  # the client's secrets or memory are damaged or missing
 E_HELD = "E_HELD"  # a reference to parameters that the site does not hold any more: the message comes again, whole
 E_VERSION = "E_VERSION"  # the site runs another fedfm or another model
 
+# What a server reads of a client half that failed: the same for all rows. The rest stays in the site's errors.log.
+SENTENCES = {
+    E_EXCEPTION: "the client half failed; see the site's errors.log",
+    E_NONFINITE: "a number is NaN or infinity; see the site's errors.log",
+    E_NORM: "a number is too large; see the site's errors.log",
+    E_WEIGHT: "the weight is out of range; see the site's errors.log",
+}
+UNTOLD = "see the site's errors.log"  # of all other codes
+OF_NO_ROW = (E_REFUSED, E_LOST, E_READONLY)  # codes of refusals that are the same for all rows
+
 
 def first_line(error: BaseException, most: int = 160) -> str:
     """First line of an exception's text, at most ``most`` characters. ``str`` of a user's exception may itself fail."""

@@ -76,22 +76,27 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def rounds_of(lines: list[dict[str, Any]]) -> int:
-    """Of each round of each run the most different answers that one handler of the method gave."""
-    answers: dict[Any, set[str]] = defaultdict(set)
+    """Of each round of each run the most different answers that one handler gave about one part of the rows.
+
+    Two answers are the same if question and answer are. The start model's scores belong to the first round.
+    """
+    answers: dict[Any, set[Any]] = defaultdict(set)
     seen: set[Any] = set()
     for line in lines:
-        if (line["run"], line["sha256"]) not in seen and line["exposes"] in ("mean", "reply", "reveal"):
-            answers[line["run"], line["round"], line["handler"]].add(line["sha256"])
-        seen.add((line["run"], line["sha256"]))
+        answer = line["run"], line["asked"], line["sha256"]
+        if answer not in seen and line["exposes"] != "hello":
+            answers[line["run"], line["round"], line["handler"], line["part"]].add(answer)
+        seen.add(answer)
     most: dict[Any, int] = defaultdict(int)
-    for (run, round, _), different in answers.items():
-        most[run, round] = max(most[run, round], len(different))
+    for (run, round, handler, _), different in answers.items():
+        of = run, (round or 1) if handler.startswith("scores.") else round
+        most[of] = max(most[of], len(different))
     return sum(most.values())
 
 
 def within(lines: list[dict[str, Any]], epsilon: float) -> bool:
     """Whether Gaussian releases of these lines are (epsilon, DELTA)-private, by the closed form of one Gaussian."""
-    once = {(line["run"], line["sha256"]): line["cost"] for line in reversed(lines)}
+    once = {(line["run"], line["asked"], line["sha256"]): line["cost"] for line in reversed(lines)}
     spent = [cost for cost in once.values() if cost["times"]]
     if any(cost["noise_multiplier"] == 0 for cost in spent):
         return False
@@ -106,11 +111,13 @@ GAUSSIAN = [Cost("client", "add_remove", z, by="server") for z in (1.0, 2.0, 5.0
 MESSAGES = st.tuples(
     st.sampled_from("abcd"),  # the answer
     st.sampled_from(["run-1", "run-2"]),
-    st.integers(1, 3),
+    st.integers(0, 3),
     st.sampled_from(["train.A_train", "train.A_other", "query.A_ask", "scores.Evaluation_evaluate", "query.hello"]),
     st.integers(0, 40),
     st.sampled_from([*GAUSSIAN, NOTHING, UNBOUNDED]),
     st.sampled_from(["alive", "alive", "restarted", "killed inside a line", "beside another process"]),
+    st.sampled_from(["", "this", "that"]),  # the question; of an old line there is none
+    st.sampled_from(["test", "val"]),
 )
 WORDS = {"train": "mean", "query": "reply", "scores": "scores"}
 
@@ -129,11 +136,11 @@ def test_no_sum_is_above_its_budget_whatever_the_order_of_requests_and_crashes(m
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "silo.ledger.jsonl"
         ledgers = [Ledger(path, budget), Ledger(path, budget)]  # two workers
-        for answer, run, round, handler, size, cost, what in messages:
+        for answer, run, round, handler, size, cost, what, asked, part in messages:
             exposes = "hello" if handler == "query.hello" else WORDS[handler.partition(".")[0]]
-            one = entry(
-                f"{answer}{cost}", run=run, round=round, handler=handler, exposes=exposes, bytes=size, cost=cost
-            )
+            change = {"exposes": exposes, "bytes": size, "cost": cost, "asked": asked and asked + handler}
+            change["part"] = part if exposes == "scores" else ""
+            one = entry(f"{answer}{cost}", run=run, round=round, handler=handler, **change)
             before = lines_of(path)
             if what == "restarted":
                 ledgers[0] = Ledger(path, budget)
@@ -160,8 +167,8 @@ def test_no_sum_is_above_its_budget_whatever_the_order_of_requests_and_crashes(m
 
 
 def _no_new_cost(before: list[dict[str, Any]], one: Entry) -> bool:
-    known = {(line["run"], line["sha256"]) for line in before}
-    return not one.cost.times or (one.run, one.sha256) in known
+    known = {(line["run"], line["asked"], line["sha256"]) for line in before}
+    return not one.cost.times or (one.run, one.asked, one.sha256) in known
 
 
 # --- single cases -----------------------------------------------------------------------------------------------------
@@ -201,6 +208,56 @@ def test_a_repeated_answer_is_free_and_another_one_in_the_same_round_is_not(tmp_
     assert not entered(ledger, entry("a for a third model"))
     ledger.enter(entry("a second half", handler="train.FedAvg_other"))  # a round has several handlers
     assert len(entries(tmp_path / "l")) == 7
+
+
+def test_the_same_bits_to_another_question_are_another_answer(tmp_path):
+    """A refusal, or an accuracy of 0.5, is the same each time, and tells something new each time."""
+    ledger = Ledger(tmp_path / "l", Budget(rounds=3))
+    for number in range(3):
+        ledger.enter(entry("E_NORM", asked=f"threshold {number}", fault="E_NORM"))
+    assert not entered(ledger, entry("E_NORM", asked="threshold 3", fault="E_NORM"))
+    assert entered(ledger, entry("E_NORM", asked="threshold 1", fault="E_NORM"))  # a message that was lost
+
+
+SCORES = {"handler": "scores.Evaluation_evaluate", "exposes": "scores"}
+
+
+def test_a_round_with_scores_of_each_part_is_one_round_and_scores_alone_are_one_too(tmp_path):
+    ledger = Ledger(tmp_path / "l", Budget(rounds=2))
+    for part in ("test", "val"):
+        ledger.enter(entry("start", round=0, asked="w0", part=part, **SCORES))
+        ledger.enter(entry("first", round=1, asked="w1", part=part, **SCORES))
+    ledger.enter(entry("update", round=1, asked="w0"))
+    ledger.enter(entry("second", round=2, asked="w2", part="test", **SCORES))
+    assert not entered(ledger, entry("third", round=3, asked="w3", part="test", **SCORES))
+    assert not entered(ledger, entry("update", round=3, asked="w2"))
+
+
+def test_one_question_for_scores_is_admitted_for_each_run_round_and_part(tmp_path):
+    ledger = Ledger(tmp_path / "l", Budget())
+    first = entry("0.5", asked="w", part="test", **SCORES)
+    ledger.admit(first)
+    ledger.enter(first)
+    ledger.admit(first)  # the answer was lost
+    for other in ({"asked": "v", "part": "test"}, {"asked": "v", "part": "test", "call": 9}):
+        with pytest.raises(ClientFault, match=r"round 1 has had its question for scores on test rows"):
+            ledger.admit(entry(**other, **SCORES))
+    for free in ({"part": "val"}, {"part": "test", "round": 2}, {"part": "test", "run": "other"}):
+        ledger.admit(entry(asked="v", **free, **SCORES))
+    known = entry("0.7", asked="v", part="val", **SCORES)
+    ledger.enter(known)
+    ledger.admit(entry(asked="v", part="test", **SCORES))  # of the best round: the server has this answer
+
+
+def test_a_budget_is_compared_before_rows_are_read(tmp_path):
+    ledger = Ledger(tmp_path / "l", Budget(rounds=1, bytes=2_000))
+    ledger.enter(entry("a", asked="w"))
+    ledger.admit(entry(asked="w", bytes=1_024))
+    with pytest.raises(ClientFault, match=r"budget\.rounds: 1 of 1"):
+        ledger.admit(entry(asked="v", bytes=1_024))
+    with pytest.raises(ClientFault, match=r"budget\.bytes"):
+        Ledger(tmp_path / "l", Budget(bytes=1_000)).admit(entry(asked="v", bytes=1_024))
+    assert len(entries(tmp_path / "l")) == 1  # asking enters nothing
 
 
 def test_epsilons_of_different_units_are_added(tmp_path):

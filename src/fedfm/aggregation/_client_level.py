@@ -28,6 +28,7 @@ from fedfm.aggregation._lattice import Steps, clipped, covered, flat_of, norm_of
 from fedfm.aggregation._secagg import MEMORY
 from fedfm.aggregation._secagg_client import refused, sum_of
 from fedfm.aggregation._secagg_keys import least_of
+from fedfm.aggregation._secagg_session import Sum
 from fedfm.aggregation.base import Mechanism, Rule
 from fedfm.core.client import SCALE, Client, ClientId, Update
 from fedfm.core.federation import Federation
@@ -138,6 +139,15 @@ class CentralGaussian(Mechanism):
             steps = np.append(clipped(update.delta, self.clip_norm, clip), round(bit / self.step))
         steps = self._shared(client, steps)
         return Update(on_layout(self.wire(update.delta.layout), steps * self.step), 1.0)
+
+    def blank(self, client: Client) -> Update:
+        """No change at all, with the weight and the noise of any other."""
+        told = client.told
+        layout = client.model.layout
+        if isinstance(told, Sum) and told.size:
+            layout = layout_of((("", torch.float64, (told.size - (self.adaptive is not None),)),))
+        flats = {dtype: torch.zeros(size, dtype=dtype) for dtype, size in layout.sizes.items()}
+        return self.bounded(client, Update(Params.from_flat(layout, flats), 1.0))
 
     def _shared(self, client: Client, steps: Steps) -> Steps:
         """With the client's part of the noise; here none."""

@@ -66,6 +66,7 @@ from fedfm.aggregation._secagg_session import AHEAD, Masked, Session, Sum, check
 from fedfm.aggregation.base import Half, Of, Payload, Transport
 from fedfm.core.client import MAX_WEIGHT, TOLD, Client, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
+from fedfm.core.wire import limits
 from fedfm.core.wire import payload as wire
 from fedfm.errors import E_FIELD, E_NORM, E_SHAPE, ClientFault, RunError
 from fedfm.linalg.params import Layout, Params
@@ -75,6 +76,7 @@ from fedfm.privacy.crypto.fixed_point import FixedPoint
 MEMORY = "SecAgg"  # key of the state at both sides
 _TOLD = "SecAgg/coarse"  # that the user knows how coarse the sums are
 _SEAL = KEY + SIGNATURE
+_WORD = 8  # bytes of a masked number
 _MILLIONTH = 1e-6
 
 
@@ -147,24 +149,44 @@ class SecAgg(Transport):
         member.hold(client.id, present, [bytes_of(row) for row in rows])
         client.memory[MEMORY] = dataclasses.asdict(member)
 
+    def ready(self, client: Client) -> None:
+        told, member = sum_of(client), self._member(client)
+        member.fit(client, told.number, bytes_of(checked(told.cohort, len(member.names))))
+        if not 0 <= told.size * _WORD <= limits.room(getattr(client.model, "layout", None)):
+            raise refused(f"a masked vector of {told.size} numbers")
+
     def protect(self, client: Client, update: Update) -> Masked:
         """Message 4.
 
         Raises:
-            ClientFault: E_NORM, an entry times its weight is NaN or above the bound; E_REFUSED, no keys are agreed.
+            ClientFault: E_NORM, an entry times its weight is NaN or above the bound; E_SHAPE, the update has another
+                size than the sum; E_REFUSED, no keys are agreed.
         """
-        member, factor, told = self._member(client), update.weight, sum_of(client)
-        cohort = bytes_of(checked(told.cohort, len(member.names)))
+        factor, told = update.weight, sum_of(client)
+        if told.size not in (0, size := sum(update.delta.layout.sizes.values())):
+            raise ClientFault(E_SHAPE, f"an update of {size} numbers, expected {told.size}")
         if self.clip_norm is not None and (norm := update.delta.norm()) > self.clip_norm:
             factor *= self.clip_norm / norm
         metrics = [update.weight * update.metrics.get(name, 0.0) for name in self.metrics]
-        head_code, body_code = self.head_code(max(sum(cohort), 1)), self.body_code(max(sum(cohort), 1))
+        n = max(int(told.cohort.sum()), 1)
+        head_code, body_code = self.head_code(n), self.body_code(n)
         try:
             head = head_code.encode(np.clip([update.weight, *metrics], -MAX_WEIGHT, MAX_WEIGHT))
             flats = (flat.numpy() for flat in update.delta.flats.values())
             body = np.concatenate([body_code.encode(flat, factor) for flat in flats])
         except ValueError as error:
             raise ClientFault(E_NORM, f"{error}: see aggregation.bound") from None
+        return self._masked(client, head, body)
+
+    def blank(self, client: Client) -> Masked:
+        """Message 4 of a client without an update: zeros of weight 0 under its masks, which nobody can tell from one."""
+        size = sum_of(client).size or sum(client.model.layout.sizes.values())
+        head, body = self.head_code(1), self.body_code(1)  # of zeros any code is the same
+        return self._masked(client, np.zeros(1 + len(self.metrics), head.dtype), np.zeros(size, body.dtype))
+
+    def _masked(self, client: Client, head: masks.Words, body: masks.Words) -> Masked:
+        member, told = self._member(client), sum_of(client)
+        cohort = bytes_of(checked(told.cohort, len(member.names)))
         seal = member.mask(client, told.number, cohort, _digest(client.shown), (head, body))
         integers = torch.from_numpy(head.view(np.int64)), torch.from_numpy(body.view(f"i{body.itemsize}"))
         return Masked(packed(b"".join(seal)), *integers)
@@ -227,7 +249,7 @@ class SecAgg(Transport):
                 raise ClientFault(E_FIELD, f"a masked update that is not of sum {i} and its cohort")
             seals[p] = seal
 
-        told = {**payload, TOLD: Sum(i, packed(cohort))}
+        told = {**payload, TOLD: Sum(i, packed(cohort), vectors[1].size)}
         members = [name for p, name in enumerate(agreed.names) if cohort[p] and p in session.holds]
         alive = 0
         for _, reply in fed.exchange("train", handler, members, told, Masked, form="masked", check=check):
@@ -241,6 +263,11 @@ class SecAgg(Transport):
         fed.heard = alive
         session.broken = alive < len(asked) or any(p not in revealed for p in session.askable(status))
         weight, *totals = head.decode(vectors[0]).tolist()
+        if not weight > 0:
+            raise RunError(
+                f"round {fed.round}: the weights in the sum add up to {weight:g}: no client had an update that can be "
+                "sent. The log of each silo says why; a smaller method.local.learning_rate is a likely cure"
+            )
         fed.metrics.update({name: x / weight for name, x in zip(self.metrics, totals, strict=True) if x})
         total = torch.from_numpy(body.decode(vectors[1]))
         self._judge(fed, body.step * math.sqrt(alive / 12), total)

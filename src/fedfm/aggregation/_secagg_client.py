@@ -156,6 +156,18 @@ class Member:
     def _route(self, *ends: str) -> tuple[keys.Context, ...]:
         return self.agreed.statement("shares", *ends)
 
+    def fit(self, client: Client, i: int, cohort: bytes) -> None:
+        """Check number and cohort of a sum.
+
+        Raises:
+            ClientFault: the cohort is too small or without this client, or no keys are agreed.
+        """
+        if not self.held or not 0 <= i < self.sums:
+            raise refused("no keys are agreed for this sum")
+        if len(cohort) != len(self.names) or set(cohort) - {0, 1} or not cohort[self.holds[0]]:
+            raise refused("a cohort without this client")
+        _enough(client, sum(cohort), LEAST)
+
     def mask(
         self, client: Client, i: int, cohort: bytes, shown: bytes, vectors: Sequence[masks.Words]
     ) -> tuple[bytes, bytes]:
@@ -168,11 +180,7 @@ class Member:
         Raises:
             ClientFault: the cohort is too small or without this client, or these keys were used.
         """
-        if not self.held or not 0 <= i < self.sums:
-            raise refused("no keys are agreed for this sum")
-        if len(cohort) != len(self.names) or set(cohort) - {0, 1} or not cohort[self.holds[0]]:
-            raise refused("a cohort without this client")
-        _enough(client, sum(cohort), LEAST)
+        self.fit(client, i, cohort)
         once(client, f"{self.tag}-mask-{i}", f"sum {i}: a masked update")
         own, context = self.own, self.agreed.context(i, cohort, shown)
         masks.add(vectors, self_mask(own.self(i), context))

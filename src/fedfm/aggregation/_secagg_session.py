@@ -23,10 +23,12 @@ class Sum:
     Attributes:
         number: since keys were agreed.
         cohort: (n,) uint8, 1 at the positions of those who take part.
+        size: P, numbers of a masked vector, whatever becomes of the client's update; 0: those of the update.
     """
 
     number: int
     cohort: Tensor
+    size: int = 0
 
 
 @dataclass(frozen=True)

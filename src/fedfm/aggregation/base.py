@@ -52,9 +52,20 @@ class Transport:
         """Why ``fed.metrics`` has none of this name, and what would be right."""
         return f'no client reported it; the client half returns it: Update(..., client.metrics | {{"{metric}": ...}})'
 
+    def ready(self, client: Client) -> None:
+        """Client half: check what the server asks before any row is read, so that a refusal tells of none.
+
+        Raises:
+            ClientFault: with the reason.
+        """
+
     def protect(self, client: Client, update: Update) -> Any:
         """Client half: what to send instead of ``update``, which may stay in ``client.memory`` for a later message."""
         return update
+
+    def blank(self, client: Client) -> Any | None:
+        """Client half: what to send if there is no update, and nobody can tell from one; None: all can tell."""
+        return None
 
     def updates(self, fed: Federation, handler: Half, of: Of, payload: Payload, like: Layout) -> Iterator[Update]:
         """Server half: the valid updates in order of names, or one that stands for their mean and their weight.
@@ -126,6 +137,10 @@ class Mechanism:
         """Client half: the update as the mechanism needs it, e.g. of bounded norm."""
         return update
 
+    def blank(self, client: Client) -> Update | None:
+        """Client half: :meth:`bounded` of no change at all, if that counts like any update; None: it does not."""
+        return None
+
     def wire(self, like: Layout) -> Layout:
         """Layout of the deltas that :meth:`bounded` returns, if the method's are ``like``."""
         return like
@@ -181,6 +196,15 @@ class Aggregator:
     def protect(self, client: Client, update: Update) -> Any:
         """Client half: what to send instead of ``update``."""
         return self.transport.protect(client, self.mechanism.bounded(client, update))
+
+    def blank(self, client: Client) -> Any | None:
+        """Client half: what to send in place of an update that there is none of, so that the failure tells nothing.
+
+        A refusal would be a question about rows that no budget counts: the server chooses the weights with which an
+        update overflows. None: the server sees single updates, and is told the failure.
+        """
+        empty = self.mechanism.blank(client)
+        return self.transport.blank(client) if empty is None else self.transport.protect(client, empty)
 
     def mean(self, fed: Federation, handler: Half, of: Of, payload: Payload, like: Layout) -> Params:
         """Server half: ask the clients; return the combined update that the method gets."""

@@ -24,12 +24,25 @@ from fedfm.core.method import Method
 from fedfm.core.transport import Coding
 from fedfm.core.update_metrics import BEFORE, JUDGED, LOSS_BEFORE
 from fedfm.core.wire import limits
-from fedfm.errors import E_EXCEPTION, E_FIELD, E_LOST, E_READONLY, E_REFUSED, ClientFault, Lost, first_line
+from fedfm.errors import (
+    E_EXCEPTION,
+    E_FIELD,
+    E_LOST,
+    E_READONLY,
+    E_REFUSED,
+    OF_NO_ROW,
+    SENTENCES,
+    UNTOLD,
+    ClientFault,
+    Lost,
+    first_line,
+)
 from fedfm.linalg.params import Params
 from fedfm.linalg.quantised import EXACT
 from fedfm.privacy.policy import EXPOSES, WORDS
 from fedfm.runtime import late_scores
 from fedfm.runtime.client_memory import DiskMemory, Store, first, secret
+from fedfm.runtime.coarse_scores import coarse
 from fedfm.runtime.evaluation import Evaluation
 from fedfm.runtime.predictions import scores, seen_by
 from fedfm.training import private, scheduler
@@ -63,10 +76,14 @@ class Silos:
             rows before aggregation.
         scores_sent: after how many rounds an update carries scores of the model that the client was sent, if the policy
             allows scores; 0: never (see :mod:`fedfm.runtime.late_scores`).
-        reveal: the server receives an exception's text, which may hold paths and values, and not only its type.
+        reveal: the server receives why a client half failed, a text that may hold paths and values; else the code, and
+            a sentence that is the same for all rows.
         transport: precision of the Params in messages, ``run.transport``.
         own: what a silo's file says of each :class:`~fedfm.core.client.Client`: ``smallest_cohort``, ``identity``,
-            ``roster``, ``note``.
+            ``roster``, ``note``; None if the clients hold parts of the server's own table.
+
+    Attributes:
+        blanks: codes of the failures in whose place the last call of :meth:`answer` gave an empty update.
     """
 
     def __init__(
@@ -93,7 +110,7 @@ class Silos:
         self._memory, self._seed, self._on_error = memory, seed, on_error
         self.method, self._reveal, self._local_scores = method, reveal, local_scores
         self._scores_sent, self._scored = scores_sent, dict[ClientId, int]()
-        self._own = dict(own or {})
+        self._own, self.blanks = dict(own or {}), dict[ClientId, str]()
         parts = (method, Evaluation(method), *aggregator.parts)
         self._handlers = {f"{kind}.{action(fn)}": fn for fn in handlers(*parts) for kind in _kinds(fn)}
         self._hints = {name: get_type_hints(fn) for name, fn in self._handlers.items()}
@@ -120,13 +137,14 @@ class Silos:
 
     def answer(self, requests: Sequence[Request]) -> list[Any]:
         """Run the requests together; each result is the reply's value, or a ClientFault."""
+        self.blanks.clear()
         if self._coding is not None:
             requests = [request._replace(payload=self._payload(request.payload)) for request in requests]
         calls = [partial(self._answer, request) for request in requests]
         together = len(calls) > 1 and scheduler.batched(self.population.client_model)
         results = scheduler.run_chunk(calls, together=together)
         return [
-            r if isinstance(r, ClientFault) else self._fault(request.client, r) if isinstance(r, BaseException) else r
+            self._fault(request.client, r) if isinstance(r, BaseException) else r
             for request, r in zip(requests, results, strict=True)
         ]
 
@@ -166,10 +184,18 @@ class Silos:
             raise ClientFault(E_REFUSED, why)
 
     def _fault(self, client: ClientId, error: BaseException) -> ClientFault:
+        """A failure as the server is told it; what it is not told stays in the errors' log."""
+        if isinstance(error, ClientFault):
+            if self._reveal or error.code in OF_NO_ROW:
+                return error
+            self._on_error(client, f"{error}\n")
+            return ClientFault(error.code, SENTENCES.get(error.code, UNTOLD))
         self._on_error(client, "".join(traceback.format_exception(error)))
-        text = first_line(error) if self._reveal else "see the site's errors.log"
+        text = first_line(error)
         if isinstance(error, Lost):
-            return ClientFault(E_LOST, text if self._reveal else f"what it keeps is damaged or missing: {text}")
+            return ClientFault(E_LOST, text if self._reveal else f"what it keeps is damaged or missing: {UNTOLD}")
+        if not self._reveal:
+            return ClientFault(E_EXCEPTION, SENTENCES[E_EXCEPTION])
         return ClientFault(E_EXCEPTION, f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
     def _answer(self, request: Request) -> Any:
@@ -182,21 +208,58 @@ class Silos:
         if client.scale is not None:
             alike[SCALE] = client.scale
         client.shown = (request.handler, request.round, alike)
-        versions = _versions(payload)
-        of_sent = self._of_sent(client, payload) if self._scores_due(kind, request) else {}
         honest = self.attack is None or kind == "aggregate"  # an attacker poisons its update but follows the protocol
-        reply = fn(client, **payload) if honest else self.attack(fn, client, payload)  # type: ignore[misc]
-        if _versions(payload) != versions:
-            raise ClientFault(E_READONLY, f"{name} changed a tensor that it was sent; payloads are read-only")
+        half = partial(fn, client, **payload) if honest else partial(self.attack, fn, client, payload)  # type: ignore[arg-type]
+
+        def given() -> Any:
+            versions = _versions(payload)
+            reply = half()
+            if _versions(payload) != versions:
+                raise ClientFault(E_READONLY, f"{name} changed a tensor that it was sent; payloads are read-only")
+            return reply
+
         if kind == "train":
-            if self._local_scores and isinstance(reply, Update):
-                reply = replace(reply, metrics=reply.metrics | self._before_aggregation(client))
-            if of_sent and isinstance(reply, Update):
-                reply = replace(reply, metrics=reply.metrics | of_sent)
-            reply = self.aggregator.protect(client, reply)
+            self.aggregator.transport.ready(client)
+            try:
+                reply = self._part(client, request, payload, given)
+            except Exception as error:
+                return self._blank(client, error)
+        else:
+            reply = given()
+            if kind == "scores":
+                reply = self._as_told(reply)
         if self._coding is not None:
             reply = self._coding.coded(reply)
         client.memory.commit()  # type: ignore[attr-defined]
+        return reply
+
+    def _part(self, client: Client, request: Request, payload: Mapping[str, Any], given: Callable[[], Any]) -> Any:
+        """The client's part of a mean: its update with what goes along, as the aggregation sends it."""
+        of_sent = self._of_sent(client, payload) if self._scores_due(request) else {}
+        reply = given()
+        if self._local_scores and isinstance(reply, Update):
+            reply = replace(reply, metrics=reply.metrics | self._before_aggregation(client))
+        if of_sent and isinstance(reply, Update):
+            reply = replace(reply, metrics=reply.metrics | of_sent)
+        return self.aggregator.protect(client, reply)
+
+    def _blank(self, client: Client, error: Exception) -> Any:
+        """An empty part in place of a refusal, where the server sees sums: whether a part failed depends on rows.
+
+        Where all clients hold parts of the server's own table, it is told the failure, since nobody reads silos' logs.
+
+        Raises:
+            Exception: the error, where the server sees single updates or the refusal tells of no row.
+        """
+        of_no_row = isinstance(error, Lost) or (isinstance(error, ClientFault) and error.code in OF_NO_ROW)
+        reply = None if of_no_row or not self._own else self.aggregator.blank(client)
+        if reply is None:
+            raise error
+        code = error.code if isinstance(error, ClientFault) else E_EXCEPTION
+        self.blanks[client.id] = code
+        text = str(error) if isinstance(error, ClientFault) else "".join(traceback.format_exception(error))
+        self._on_error(client.id, f"{text}\n")
+        client.note(f"its part of the sum is empty ({code}), and the server does not see that: see errors.log")
         return reply
 
     def _why_refused(self, kind: str, name: str) -> str | None:
@@ -209,9 +272,9 @@ class Silos:
             return f'this silo\'s policy does not allow {kind}.{name}: "{exposed}" is not in allow'
         return None
 
-    def _scores_due(self, kind: str, request: Request) -> bool:
+    def _scores_due(self, request: Request) -> bool:
         """Whether the client is to score the model that it was sent; a process that was started anew begins anew."""
-        if kind != "train" or not self._scores_sent or EXPOSES["scores"] not in self.allow:
+        if not self._scores_sent or EXPOSES["scores"] not in self.allow:
             return False
         last = self._scored.get(request.client)
         if last is not None and 0 <= request.round - last < self._scores_sent:
@@ -222,7 +285,7 @@ class Silos:
     def _of_sent(self, client: Client, payload: Mapping[str, Any]) -> dict[str, float]:
         """Scores of the model that the client was sent; what prevents them prevents no training."""
         try:
-            return late_scores.of_sent(self.method, client, payload)
+            return late_scores.of_sent(self.method, client, payload, self._as_told)
         except Exception as error:
             self._on_error(client.id, "".join(traceback.format_exception(error)))
             return {}
@@ -232,10 +295,14 @@ class Silos:
         if client.trained is None or not len(client.data.test):
             return {}
         seen = seen_by(self.method, client)
-        found = scores(self.method, seen.model, client.trained, seen.data.test)
+        found = self._as_told(scores(self.method, seen.model, client.trained, seen.data.test))
         metrics = {BEFORE: found.get("accuracy"), LOSS_BEFORE: found.get("loss")}
         known = {key: value for key, value in metrics.items() if value is not None}
         return known | {JUDGED: 1.0} if known else {}
+
+    def _as_told(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Scores as they may leave: of a silo's own rows with few digits."""
+        return coarse(found) if self._own else found
 
     def client(self, request: Request) -> Client:
         """The client in its state at this request."""

@@ -19,6 +19,7 @@ from fedfm.core.rows import Rows
 from fedfm.errors import E_FIELD, ClientFault, RunError
 from fedfm.linalg.params import Params
 from fedfm.models import class_counts, metrics
+from fedfm.runtime.coarse_scores import ANSWERS
 from fedfm.runtime.late_scores import Newest
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.predictions import check_own, kept, logits, own, personal, scores, seen_by
@@ -27,7 +28,6 @@ from fedfm.training import packed
 
 CONFUSION, _TABLED = "confusion", 50  # rows by true and predicted class, and most classes for which they are kept
 CLASS_COUNTS, _COUNTED = "class_counts", 1000  # of more classes: a few counts of each
-ANSWERS = ("rouge_1", "answers_cut", "reward_margin")  # metrics of models of instructions and of preferences only
 
 
 class Evaluation:

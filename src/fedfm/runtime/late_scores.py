@@ -7,7 +7,7 @@ trains, and tells it in the metrics of its update. The server keeps the newest s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fedfm.core.client import Client, ClientId
@@ -22,10 +22,18 @@ _NEWEST = "newest_scores"  # in the server's memory: client -> {"round": of the 
 _SLACK = 2  # times the usual age: a client that is slower holds the mean back, as its scores tell of former models
 
 
-def of_sent(method: Method[Any], client: Client, payload: Mapping[str, Any]) -> dict[str, float]:
+def of_sent(
+    method: Method[Any],
+    client: Client,
+    payload: Mapping[str, Any],
+    as_told: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda found: found,
+) -> dict[str, float]:
     """Client half: scores on its own rows of the model in a request for training, as metrics of the update.
 
     They are none if the request has several vectors of parameters, of which only the method knows the model.
+
+    Args:
+        as_told: makes of scores what may leave.
     """
     sent = [value for value in payload.values() if isinstance(value, Params)]
     if len(sent) != 1:
@@ -33,7 +41,7 @@ def of_sent(method: Method[Any], client: Client, payload: Mapping[str, Any]) -> 
     seen, found = seen_by(method, client), dict[str, float]()
     for part, rows in zip(PARTS, (seen.data.test, seen.data.val), strict=True):
         if len(rows):
-            told = scores(method, seen.model, sent[0], rows)
+            told = as_told(scores(method, seen.model, sent[0], rows))
             known = {k: float(v) for k, v in told.items() if isinstance(v, (int, float)) and math.isfinite(v)}
             found |= {f"{SENT}{part}/{k}": v for k, v in known.items()}
     return found

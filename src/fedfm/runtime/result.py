@@ -22,8 +22,9 @@ from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant
 from fedfm.runtime import early_stopping, logs
 from fedfm.runtime.client_memory import Store
+from fedfm.runtime.coarse_scores import ANSWERS
 from fedfm.runtime.disclosure import guarantee, rows_of
-from fedfm.runtime.evaluation import ANSWERS, CLASS_COUNTS, CONFUSION, Evaluator
+from fedfm.runtime.evaluation import CLASS_COUNTS, CONFUSION, Evaluator
 from fedfm.runtime.hindsight import outside, overtrained
 from fedfm.runtime.predictions import feature_transform, kept
 from fedfm.runtime.run_directory import Run

@@ -3,6 +3,9 @@
 One JSON-lines file on the silo's own disk. An entry is on the disk before its message leaves, so that a crash can count
 a message that did not leave, and never the opposite. A crash inside an entry leaves a last line without its end: that
 message did not leave, and the next process removes the line.
+
+A refusal that depends on rows is an answer, and has a line like any other. Budgets are compared before rows are read,
+so that no refusal by a budget tells whether there would have been an answer.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from fedfm.errors import E_REFUSED, ClientFault, InputError, first_line
 from fedfm.privacy.composition import Releases, epsilon_of
 from fedfm.privacy.policy import TOLERANCE, Budget
 
-UPDATES = ("mean", "reply", "reveal")  # words of exposure of which an answer makes a round
+OF_ROWS = ("mean", "reply", "scores", "reveal")  # words of exposure of which an answer makes a round
+ONCE = ("scores", "reveal")  # words of which a silo answers one question for each (run, round, handler, part)
 
 
 @dataclass(frozen=True)
@@ -60,9 +64,12 @@ class Entry:
     Attributes:
         run, experiment: the run's folder, and the SHA-256 of its experiment's text.
         exposes: hello, mean, reply, scores or reveal.
+        part: of the rows, test or val; "": the handler has no such argument.
         form: in which the server sees it: plain or masked.
         bytes: of the message, as Flower serialises its records.
+        asked: SHA-256 of the question: handler and payload, without round and call.
         sha256: of the answer without round and call.
+        fault: code of a failure that may depend on rows: the answer says so, or is an empty part of a masked sum.
         epsilon: of this release alone, at the budget's delta; None: no bound.
     """
 
@@ -79,48 +86,67 @@ class Entry:
     sha256: str
     epsilon: float | None
     cost: Cost
+    asked: str = ""
+    part: str = ""
+    fault: str = ""
 
 
 class Totals:
     """Sums over entries.
 
-    An answer that equals an earlier one of its run discloses nothing more: it counts as a message and as bytes only.
+    An answer that equals an earlier one of its run to the same question discloses nothing more: it counts as a message
+    and as bytes only. To another question it does, however short it is: a refusal, or a score, is one bit or some.
 
     Attributes:
-        rounds: a round calls each handler once. A server that repeats a round with other parameters gets another
-            answer, which is one more round to the silo. Scores and the messages of secure aggregation make no round.
+        rounds: a round calls each handler once for each part of the rows. A server that repeats a round with other
+            parameters gets another answer, which is one more round to the silo. What is scored before the first round
+            belongs to that. The messages of secure aggregation make no round.
+        faults: answers that were refusals, or empty parts of a masked sum.
         releases: how many answers had each cost.
     """
 
     def __init__(self) -> None:
-        self.messages = self.bytes = self.rounds = 0
+        self.messages = self.bytes = self.rounds = self.faults = 0
         self.releases: Counter[Cost] = Counter()
-        self._seen: set[tuple[str, str]] = set()
-        self._answers: Counter[tuple[str, int, str]] = Counter()  # by run, round and handler
+        self._seen: set[tuple[str, str, str]] = set()
+        self._questions: dict[tuple[str, int, str, str], str] = {}  # the first, by run, round, handler and part
+        self._asked: set[tuple[str, str]] = set()
+        self._answers: Counter[tuple[str, int, str, str]] = Counter()  # by run, round, handler and part
         self._most: Counter[tuple[str, int]] = Counter()  # of the handlers of a round
 
     def add(self, entry: Entry) -> None:
         """Count one entry."""
         self.messages += 1
         self.bytes += entry.bytes
+        self.faults += bool(entry.fault)
         if self.knows(entry):
             return
         if self.makes_round(entry):
             self.rounds += 1
-            self._most[entry.run, entry.round] += 1
-        self._answers[entry.run, entry.round, entry.handler] += 1
-        self._seen.add((entry.run, entry.sha256))
+            self._most[_round(entry)] += 1
+        self._answers[_place(entry)] += 1
+        self._questions.setdefault(_place(entry), entry.asked)
+        self._asked.add((entry.run, entry.asked))
+        self._seen.add((entry.run, entry.asked, entry.sha256))
         self.releases[entry.cost] += 1
 
     def knows(self, entry: Entry) -> bool:
-        """Whether this answer left before in its run."""
-        return (entry.run, entry.sha256) in self._seen
+        """Whether this answer to this question left before in its run."""
+        return (entry.run, entry.asked, entry.sha256) in self._seen
+
+    def heard(self, entry: Entry) -> bool:
+        """Whether this question was answered before in its run."""
+        return (entry.run, entry.asked) in self._asked
+
+    def another(self, entry: Entry) -> bool:
+        """Whether another question was answered in this place of the run."""
+        return self._questions.get(_place(entry), entry.asked) != entry.asked
 
     def makes_round(self, entry: Entry) -> bool:
         """Whether this answer would be one of another round."""
-        if self.knows(entry) or entry.exposes not in UPDATES or entry.handler.startswith("aggregate."):
+        if self.knows(entry) or entry.exposes not in OF_ROWS or entry.handler.startswith("aggregate."):
             return False
-        return self._answers[entry.run, entry.round, entry.handler] == self._most[entry.run, entry.round]
+        return self._answers[_place(entry)] == self._most[_round(entry)]
 
     def epsilon(self, delta: float, more: Cost = NOTHING) -> float:
         """What all releases spend together, and one more; the epsilons of different units are added."""
@@ -136,6 +162,15 @@ class Totals:
         )
 
 
+def _place(entry: Entry) -> tuple[str, int, str, str]:
+    return entry.run, entry.round, entry.handler, entry.part
+
+
+def _round(entry: Entry) -> tuple[str, int]:
+    """The round to which an answer belongs: of the start model's scores the first one."""
+    return entry.run, max(entry.round, 1) if entry.exposes == "scores" else entry.round
+
+
 class Ledger:
     """A silo's ledger, shared by the workers of all its runs.
 
@@ -149,18 +184,49 @@ class Ledger:
         self._file, self._at = (0, 0), 0
         self._totals = Totals()
 
+    def admit(self, entry: Entry) -> None:
+        """Check before rows are read whether such an answer may leave. One that left before may always leave again.
+
+        Args:
+            entry: of the answer, as far as it is known.
+
+        Raises:
+            ClientFault: E_REFUSED, the entry would exceed a budget, or its place in the run has had another question,
+                or the file is damaged or cannot be read.
+        """
+        with self._current():
+            if self._totals.heard(entry):
+                return
+            if entry.exposes in ONCE and self._totals.another(entry):
+                of = f" on {entry.part} rows" if entry.part else ""
+                raise ClientFault(
+                    E_REFUSED, f"round {entry.round} has had its question for {entry.exposes}{of}: one is answered"
+                )
+            if (why := self._exceeded(entry)) is not None:
+                raise ClientFault(E_REFUSED, why)
+
     def enter(self, entry: Entry) -> None:
         """Put an entry on the disk; its message may leave when this returns.
 
         Raises:
             ClientFault: E_REFUSED, the entry would exceed a budget, or the file is damaged or cannot be written.
         """
+        with self._current() as file:
+            if (why := self._exceeded(entry)) is not None:
+                raise ClientFault(E_REFUSED, why)
+            self._append(file, entry)
+
+    @contextmanager
+    def _current(self) -> Iterator[int]:
+        """The open file, locked; all of its lines are counted.
+
+        Raises:
+            ClientFault: E_REFUSED, it is damaged or cannot be written.
+        """
         try:
             with self._alone() as file:
                 self._catch_up(file)
-                if (why := self._exceeded(entry)) is not None:
-                    raise ClientFault(E_REFUSED, why)
-                self._append(file, entry)
+                yield file
         except OSError as error:
             what = "the disk is full" if storage.full(error) else type(error).__name__
             raise ClientFault(E_REFUSED, f"the silo's ledger cannot be written ({what}): nothing leaves") from error

@@ -6,15 +6,16 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
-from fedfm.core.wire import codec
+from fedfm.core.wire import codec, payload
 from fedfm.engines.flower import client_stub
 from fedfm.engines.flower.silo_log import SiloLog
-from fedfm.errors import E_REFUSED, ClientFault, InputError, first_line
+from fedfm.errors import E_REFUSED, OF_NO_ROW, ClientFault, InputError, first_line
 from fedfm.privacy.policy import EXPOSES, HELLO
 from fedfm.runtime import silo_file, silo_identity, silo_terms
 from fedfm.runtime.description import cut_notices
@@ -23,6 +24,33 @@ from fedfm.runtime.release_cost import ReleaseCosts
 from fedfm.runtime.silo_ledger import NOTHING, Entry, Ledger, epsilon_alone, now
 
 _FRAME = '{"m":{"round":"i","call":"i","body":'  # of a reply's head, before the answer's own; see codec.envelope
+_LONGEST = 100  # characters of the name of a part that are kept
+_REFUSAL = 1 << 10  # bytes of a message that refuses, at most
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a server asks of the silo's rows.
+
+    Attributes:
+        at: round and call.
+        asked, part: as of :class:`fedfm.runtime.silo_ledger.Entry`.
+    """
+
+    handler: str
+    at: tuple[int, int]
+    asked: str
+    part: str = ""
+
+    @classmethod
+    def of(cls, handler: str, at: tuple[int, int], body: Mapping[str, Any]) -> Question:
+        """The question of a message's body."""
+        head, pieces = payload.encode(body)
+        digest = hashlib.sha256(f"{handler}\n{len(head)}\n{head}".encode())
+        for piece in pieces:
+            digest.update(piece)
+        part = body.get("part", "")
+        return cls(handler, at, digest.hexdigest(), part[:_LONGEST] if isinstance(part, str) else "")
 
 
 class Own:
@@ -118,35 +146,88 @@ class Own:
         self.log.fits(self._question(classes))
         self.log.note(f"takes part in run {self._folder.parent.name}: {what}")
 
-    def leaves(self, handler: str, at: tuple[int, int], reply: tuple[str, bytes], experiment: Experiment) -> None:
+    def admit(self, question: Question, experiment: Experiment) -> None:
+        """Check before rows are read whether the silo answers.
+
+        Raises:
+            ClientFault: E_REFUSED, the experiment has no such round, the round has had its question, or a budget does
+                not allow another answer.
+        """
+        t, rounds = question.at[0], experiment.method.rounds
+        if t > rounds:
+            raise ClientFault(E_REFUSED, f"round {t}: the experiment has {rounds}")
+        entry = self._entry(question, experiment)
+        if entry.cost != NOTHING:
+            self.ledger.admit(replace(entry, bytes=_REFUSAL))
+
+    def leaves(self, question: Question, reply: tuple[str, bytes], experiment: Experiment, fault: str = "") -> None:
         """Enter a reply into the silo's ledger, before it leaves.
 
         Args:
-            at: round and call.
             reply: head and data.
+            fault: code of the failure in whose place it is an empty part of a masked sum.
 
         Raises:
             ClientFault: E_REFUSED, a budget does not allow it, or the ledger cannot be written.
         """
-        hello, kind = handler == HELLO, handler.partition(".")[0]
         head, data = reply[0][len(_FRAME) : -2], reply[1][16:]
+        entry = replace(
+            self._entry(question, experiment),
+            bytes=codec.enveloped(len(head), len(data)),
+            sha256=hashlib.sha256(head.encode() + data).hexdigest(),
+            fault=fault,
+        )
+        try:
+            self.ledger.enter(entry)
+        except ClientFault as over:
+            if question.handler != HELLO:  # that there would have been an answer is one
+                with contextlib.suppress(ClientFault):
+                    self._enter_refusal(question, over, experiment)
+            raise
+
+    def _entry(self, question: Question, experiment: Experiment) -> Entry:
+        """The entry of an answer, before there is one."""
+        handler = question.handler
+        hello, kind = handler == HELLO, handler.partition(".")[0]
         cost = NOTHING if hello else ReleaseCosts(experiment, self._rows).of(handler)
-        entry = Entry(
+        return Entry(
             time=now(),
             run=self._folder.parent.name,
             experiment=hashlib.sha256(self._told["experiment"].encode(errors="surrogatepass")).hexdigest(),
-            round=at[0],
-            call=at[1],
+            round=question.at[0],
+            call=question.at[1],
             method=experiment.method_name,
             handler=handler,
             exposes="hello" if hello else EXPOSES[kind],
             form=experiment.aggregation.transport.form if kind == "train" else "plain",
-            bytes=codec.enveloped(len(head), len(data)),
-            sha256=hashlib.sha256(head.encode() + data).hexdigest(),
+            bytes=0,
+            sha256="",
             epsilon=epsilon_alone(cost, self._silo.budget.delta),
             cost=cost,
+            asked=question.asked,
+            part=question.part,
+        )
+
+    def _enter_refusal(self, question: Question, fault: ClientFault, experiment: Experiment) -> None:
+        told = {"code": fault.code, "reason": fault.reason}
+        entry = replace(
+            self._entry(question, experiment),
+            form="plain",
+            bytes=min(codec.weigh(told), _REFUSAL),
+            sha256=hashlib.sha256(json.dumps(told).encode()).hexdigest(),
+            fault=fault.code,
         )
         self.ledger.enter(entry)
+
+    def refuses(self, question: Question, fault: ClientFault, experiment: Experiment) -> ClientFault:
+        """What the silo tells of a failure after its rows were read: an answer, so it enters the ledger."""
+        if fault.code in OF_NO_ROW or self._entry(question, experiment).cost == NOTHING:
+            return fault
+        try:
+            self._enter_refusal(question, fault, experiment)
+        except ClientFault as over:
+            return over
+        return fault
 
     def refused(self, handler: str, fault: ClientFault) -> None:
         """Log a request that was not answered."""

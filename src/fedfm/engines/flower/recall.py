@@ -60,17 +60,21 @@ class LastAnswer:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def keep(self, name: str, head: str, data: bytes) -> None:
-        """Write it in place of the one before. A disk that is full costs a second pass after a stop, and no more."""
-        told = {"name": name, "head": head, "sha256": hashlib.sha256(data).hexdigest()}
+    def keep(self, name: str, asked: str, head: str, data: bytes) -> None:
+        """Write it in place of the one before. A disk that is full costs a second pass after a stop, and no more.
+
+        Args:
+            asked: the question, as the silo's ledger names it.
+        """
+        told = {"name": name, "asked": asked, "head": head, "sha256": hashlib.sha256(data).hexdigest()}
         storage.sweep(self._path.parent, self._path.name)
         try:
             storage.write_atomic(self._path, [json.dumps(told).encode() + b"\n", data], 0o600, sync=False)
         except RunError:
             self._path.unlink(missing_ok=True)
 
-    def find(self, name: str) -> tuple[str, bytes] | None:
-        """Head and data of the answer to the request of this name; None if it is not here, or not whole."""
+    def find(self, name: str) -> tuple[str, str, bytes] | None:
+        """The question, head and data of the answer to the request of this name; None: it is not here, or not whole."""
         try:
             with open(self._path, "rb") as file:
                 told = json.loads(file.readline())
@@ -79,7 +83,8 @@ class LastAnswer:
                 data = file.read()
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return (told["head"], data) if hashlib.sha256(data).hexdigest() == told["sha256"] else None
+        asked = str(told.get("asked", ""))
+        return (asked, told["head"], data) if hashlib.sha256(data).hexdigest() == told["sha256"] else None
 
 
 def missing() -> ClientFault:

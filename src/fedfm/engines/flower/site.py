@@ -10,9 +10,10 @@ import json
 import tomllib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedfm.config.experiment import Experiment
 from fedfm.core.checks import conform
@@ -21,13 +22,14 @@ from fedfm.core.messages import Request
 from fedfm.core.wire import codec, flower_records, payload
 from fedfm.engines.flower import recall
 from fedfm.engines.flower.held import NAMES, Retained, unreferred
+from fedfm.engines.flower.own_silo import Own, Question
 from fedfm.errors import (
     E_EXCEPTION,
     E_EXPERIMENT,
     E_FIELD,
     E_FORMAT,
-    E_LOST,
     E_REFUSED,
+    SENTENCES,
     ClientFault,
     InputError,
     first_line,
@@ -38,9 +40,6 @@ from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import CALLS, ROUNDS
 from fedfm.runtime.population import Partitioned, populate, record_error
 from fedfm.version import __version__
-
-if TYPE_CHECKING:
-    from fedfm.engines.flower.own_silo import Own
 
 _DEEPEST = 32  # parts of a dotted key in an experiment
 _ENDS = frozenset("\n=,{}")  # characters that no part of a key has
@@ -113,12 +112,17 @@ class Site:
             attack=population.attackers,
             allow=self._allowed,
             on_error=self._on_error,
-            reveal=self._own is None and self.experiment.privacy is None,
+            reveal=self._own is None and self.experiment.privacy is None and not self._hides,
             local_scores=self.experiment.run.local_scores,
             scores_sent=self._scores_sent,
             transport=self.experiment.run.transport,
             own=None if self._own is None else self._own.of_client,
         )
+
+    @property
+    def _hides(self) -> bool:
+        """Whether the server sees sums of updates only."""
+        return self.experiment.aggregation.transport.form != "plain"
 
     @property
     def _scores_sent(self) -> int:
@@ -156,6 +160,7 @@ class Site:
         """Answer one message, given as head and data, by a reply's head and data. Errors become replies."""
         round = call = 0
         name = str(client)
+        unsettled: Question | None = None  # whose failure is an answer, since rows were read
         try:
             known: Silos | None = self.__dict__.get("silos")  # it may refuse to load
             message = payload.decode(head, data, None, most=None if known is None else known.room)
@@ -169,41 +174,55 @@ class Site:
             answers, asked = self._keeping(handler), recall.asked(message["body"])
             sent = asked or ("" if answers is None else recall.name_of(handler, head, data))
             given = None if answers is None else answers.find(sent)
+            question, blank = Question(handler, (round, call), ""), ""
             if given is not None:
                 self.silos.permit(handler)
-                head, data = given
+                question, head, data = replace(question, asked=given[0]), *given[1:]
             elif asked is not None:
                 raise recall.missing()
+            elif handler == HELLO:
+                head, data = _halves(codec.envelope(round, call, self._hello(name, message["body"])))
             else:
-                value = self._value(name, handler, message["body"], (round, call))
+                body = self._payload(handler, message["body"])
+                if self._own is not None:
+                    question = Question.of(handler, (round, call), body)
+                    self._own.admit(question, self.experiment)
+                    unsettled = question
+                value = self._value(name, handler, body, (round, call))
                 head, data = _halves(codec.envelope(round, call, value))
+                blank = self.silos.blanks.get(name, "")
                 if answers is not None:
-                    answers.keep(sent, head, data)
+                    answers.keep(sent, question.asked, head, data)
             if self._own is not None:
-                self._own.leaves(handler, (round, call), (head, data), self.experiment)
+                self._own.leaves(question, (head, data), self.experiment, blank)
             return self._telling(head), data
         except ClientFault as bad:
             fault = bad
         except (Exception, SystemExit) as error:
             self._on_error(name, "".join(traceback.format_exception(error)))
-            # The text may hold a silo's own paths and values: the server receives the type only.
-            text = "see the site's errors.log" if self._own else first_line(error)
-            fault = ClientFault(E_EXCEPTION, f"{type(error).__name__}: {text}")
+            # The text may hold a silo's own paths and values: the server receives none of it.
+            told = SENTENCES[E_EXCEPTION] if self._own else f"{type(error).__name__}: {first_line(error)}"
+            fault = ClientFault(E_EXCEPTION, told)
         if self._own is not None:
+            if unsettled is not None:
+                fault = self._own.refuses(unsettled, fault, self.experiment)
             self._own.refused(handler, fault)
-        told = {"code": fault.code, "reason": fault.reason[:400]}
-        head, data = _halves({"round": round, "call": call, "fault": told})
+        why = {"code": fault.code, "reason": fault.reason[:400]}
+        head, data = _halves({"round": round, "call": call, "fault": why})
         return self._telling(head), data
 
-    def _value(self, name: ClientId, handler: str, body: Any, at: tuple[int, int]) -> Any:
-        """What a client half, or the hello, gives."""
-        if handler == HELLO:
-            return self._hello(name, body)
+    def _payload(self, handler: str, body: Any) -> Any:
+        """The payload of a message that the silo's policy permits."""
         body = (unreferred if self._held is None else self._held.rebuilt)(body)
         body = self.silos.conform(handler, body)
+        self.silos.permit(handler)
+        return body
+
+    def _value(self, name: ClientId, handler: str, body: Any, at: tuple[int, int]) -> Any:
+        """What a client half gives."""
         (value,) = self.silos.answer([Request(name, handler, body, *at)])
         if isinstance(value, ClientFault):
-            raise value if self._own is None else self._without_values(name, value)
+            raise value
         return value
 
     def _keeping(self, handler: str) -> recall.LastAnswer | None:
@@ -220,13 +239,6 @@ class Site:
     def _telling(self, head: str) -> str:
         """The head of a reply that also says which parameters are held here."""
         return head if self._held is None else codec.with_texts(head, {NAMES: self._held.names})
-
-    def _without_values(self, name: ClientId, fault: ClientFault) -> ClientFault:
-        """A fault of a client half as a server may see it: its text can tell a norm or a weight, so it stays here."""
-        if fault.code in (E_REFUSED, E_EXCEPTION, E_LOST):
-            return fault
-        self._on_error(name, f"{fault}\n")
-        return ClientFault(fault.code, "see the site's errors.log")
 
     def _name(self, client: ClientId | int) -> ClientId:
         if self._own is not None:
@@ -326,8 +338,6 @@ def of_folder(folder: Path) -> tuple[Site, ClientId | int]:
     answers = folder / "private" / recall.FILE
     if not told["silo"]:
         return of_experiment(partial(experiment, True), folder / "memory", folder, answers), told["client"]
-    from fedfm.engines.flower.own_silo import Own
-
     own = Own(folder, told)
     site = Site(
         partial(experiment, False),

@@ -258,7 +258,7 @@ def silos_of(run: Run, population: Partitioned) -> Judges:
         seed=experiment.run.seed,
         attack=population.attackers,
         on_error=partial(record_error, run.path),
-        reveal=experiment.privacy is None,
+        reveal=experiment.privacy is None and experiment.aggregation.transport.form == "plain",
         local_scores=experiment.run.local_scores,
         transport=experiment.run.transport,
     )

@@ -1,0 +1,42 @@
+"""Scores as a silo tells them: what a result is made of, and no finer than it needs.
+
+A server chooses the model that is scored, so a loss with all its digits would carry numbers of single rows. An accuracy
+is a number of right answers, which can be pooled over silos only if it is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+ANSWERS = ("rouge_1", "answers_cut", "reward_margin")  # metrics of models of instructions and of preferences only
+TOLD = ("accuracy", "loss", *ANSWERS)
+DIGITS, PLACES = 4, 4  # significant digits of a figure, and its last decimal place
+
+
+def coarse(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Number of rows, accuracy, loss and the like: counts of the rows exact, all else to four significant digits.
+
+    Example:
+        >>> coarse({"n": 3, "accuracy": 2 / 3, "loss": 0.6931471805599453, "macro_f1": 0.5})
+        {'n': 3, 'accuracy': 0.6666666666666666, 'loss': 0.6931}
+    """
+    told = {key: _rounded(found[key]) for key in TOLD if key in found}
+    if _counts(found.get("accuracy"), found.get("n")):
+        told["accuracy"] = found["accuracy"]
+    return ({"n": found["n"]} if "n" in found else {}) | told
+
+
+def _rounded(value: Any) -> Any:
+    """To :data:`DIGITS` significant digits, and none behind the last of :data:`PLACES`."""
+    if not isinstance(value, float) or not math.isfinite(value):
+        return value
+    return round(float(f"{value:.{DIGITS - 1}e}"), PLACES)
+
+
+def _counts(share: Any, n: Any) -> bool:
+    """Whether a share of n rows is a whole number of them."""
+    if not isinstance(share, (int, float)) or not isinstance(n, (int, float)) or not math.isfinite(share * n):
+        return False
+    return 0 <= share <= 1 and share == round(share * n) / max(n, 1)
