@@ -321,17 +321,61 @@ def _params() -> Any:
 # --- what an answer that is none tells -------------------------------------------------------------------------------
 
 
-def test_a_refused_entry_of_a_hidden_update_is_not_told(tmp_path):
-    """A bound below every entry made the client say its largest one, which secure aggregation hides."""
+def test_a_hidden_update_above_its_bound_is_an_empty_part_and_no_server_sees_it(tmp_path, capsys):
+    """A refusal would be a question about rows: a bound below every entry made the client say its largest one."""
     federation = Federation(tmp_path)
     tables = {"aggregation": {"name": "secure", "bound": 1e-9}, "run": {"engine": "simulation", "timeout": 20.0}}
     Heard.heads.clear()
-    with pytest.raises(RunError):
+    with pytest.raises(RunError, match="no client had an update that can be sent"):
         federation.run(**tables)
-    told = [json.loads(head)["m"]["fault"]["m"] for head in Heard.heads if '"fault"' in head]
-    assert told == [{"code": {"s": "E_NORM"}, "reason": {"s": "see the site's errors.log"}}] * 3
+    assert not any('"fault"' in head for head in Heard.heads)
+    assert federation.directory.joinpath("manifest.json").read_text().count("E_NORM") == 0
     errors = (tmp_path / "north/.fedfm/runs/run-1/silo/private/errors.log").read_text()
     assert "an entry times its weight is" in errors
+    assert "its part of the sum is empty (E_NORM), and the server does not see that" in federation.log("north")
+    (line,) = [one for one in federation.left("north") if one["handler"].startswith("train.")]
+    assert (line["fault"], line["form"]) == ("E_NORM", "masked")
+    assert main(["silo", "show", str(tmp_path / "north" / "silo.toml")]) == 0
+    assert "failures 1: refusals, or empty parts of a masked sum" in capsys.readouterr().out
+
+
+def test_one_empty_part_leaves_the_mean_of_the_others_and_looks_like_any_other(tmp_path):
+    """North's rows overflow every update: the sum of three is the mean of the other two, with nobody excluded."""
+    federation = Federation(tmp_path)
+    rows = dict(np.load(tmp_path / "north" / "rows.npz", allow_pickle=False))
+    np.savez(tmp_path / "north" / "rows.npz", **rows | {"x": rows["x"] * 1e30})
+    Heard.heads.clear()
+    method = {"name": "fedavg", "rounds": 1}
+    result = federation.run(**SECAGG, method=method)
+    assert result["excluded"] == []
+    masked = [json.loads(head) for head in Heard.heads if '"seal"' in head]
+    assert len(masked) == 3
+    assert all(head == masked[0] for head in masked)
+    assert [one["fault"] for one in federation.left("north") if one["handler"].startswith("train.")] == ["E_NORM"]
+    two = Experiment.from_dict(
+        {
+            "data": {"clients": {name: str(tmp_path / name / "rows.npz") for name in ("east", "south")}},
+            "model": {"name": "features"},
+            "method": method,
+        }
+    )
+    alone = run_local(two, tmp_path / "two")
+    assert _final(federation.directory) == pytest.approx(_final(alone), abs=1e-6)
+
+
+def _final(run: Path) -> Any:
+    """The final parameters of a run as one vector."""
+    from safetensors.numpy import load_file
+
+    found = load_file(next(run.glob("adapter/*.safetensors")))
+    return np.concatenate([found[name].ravel() for name in sorted(found)])
+
+
+def run_local(experiment: Experiment, out: Path) -> Path:
+    import fedfm
+
+    fedfm.run(experiment, out)
+    return out
 
 
 @pytest.mark.parametrize(

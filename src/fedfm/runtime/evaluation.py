@@ -16,11 +16,11 @@ from fedfm.core.client import Client, ClientId, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
-from fedfm.errors import E_FIELD, ClientFault, RunError
+from fedfm.errors import E_FIELD, E_REFUSED, ClientFault, RunError
 from fedfm.linalg.params import Params
 from fedfm.models import class_counts, metrics
 from fedfm.runtime.coarse_scores import ANSWERS
-from fedfm.runtime.late_scores import Newest
+from fedfm.runtime.late_scores import PARTS, Newest
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.predictions import check_own, kept, logits, own, personal, scores, seen_by
 from fedfm.runtime.run_directory import Run
@@ -67,6 +67,8 @@ def check_scores(found: Mapping[str, Any]) -> None:
 
 
 def _rows(client: Client, part: str) -> Rows:
+    if part not in PARTS:
+        raise ClientFault(E_REFUSED, f"there are scores on {' and '.join(PARTS)} rows only")
     return client.data.test if part == "test" else client.data.val
 
 

@@ -102,11 +102,13 @@ class Totals:
             parameters gets another answer, which is one more round to the silo. What is scored before the first round
             belongs to that. The messages of secure aggregation make no round.
         faults: answers that were refusals, or empty parts of a masked sum.
+        again: answers of a mean to a second question in one round, which a server that follows the protocol asks only
+            after a stop.
         releases: how many answers had each cost.
     """
 
     def __init__(self) -> None:
-        self.messages = self.bytes = self.rounds = self.faults = 0
+        self.messages = self.bytes = self.rounds = self.faults = self.again = 0
         self.releases: Counter[Cost] = Counter()
         self._seen: set[tuple[str, str, str]] = set()
         self._questions: dict[tuple[str, int, str, str], str] = {}  # the first, by run, round, handler and part
@@ -121,6 +123,7 @@ class Totals:
         self.faults += bool(entry.fault)
         if self.knows(entry):
             return
+        self.again += entry.handler.startswith("train.") and self.another(entry)
         if self.makes_round(entry):
             self.rounds += 1
             self._most[_round(entry)] += 1

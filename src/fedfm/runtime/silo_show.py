@@ -56,6 +56,8 @@ def _sums(budget: Budget, left: Sequence[Entry]) -> dict[str, Any]:
         "rounds": totals.rounds,
         "messages": totals.messages,
         "bytes": totals.bytes,
+        "failures": totals.faults,
+        "asked_again": totals.again,
         "epsilon": epsilon if epsilon < math.inf else None,
         "delta": budget.delta,
         "claimed": any(e.cost.by == "server" for e in left),
@@ -83,6 +85,10 @@ def described(found: Mapping[str, Any]) -> str:
         lines += ["", *_columns(told)]
     if found["total"]["epsilon"] is None:
         lines += ["", "epsilon none: nothing bounds what the answers of this run tell of single rows"]
+    if failures := found["total"]["failures"]:
+        lines += ["", f"failures {failures}: refusals, or empty parts of a masked sum; silo.log says why"]
+    if again := found["total"]["asked_again"]:
+        lines += ["", f"asked again {again}: a second question to one handler in one round, counted as a round"]
     if found["total"]["claimed"]:
         lines += ["", "epsilon claimed: the server adds the noise, and this silo cannot check that"]
     return "\n".join(lines)

@@ -19,12 +19,12 @@ from fedfm.errors import E_REFUSED, OF_NO_ROW, ClientFault, InputError, first_li
 from fedfm.privacy.policy import EXPOSES, HELLO
 from fedfm.runtime import silo_file, silo_identity, silo_terms
 from fedfm.runtime.description import cut_notices
+from fedfm.runtime.late_scores import PARTS
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.release_cost import ReleaseCosts
 from fedfm.runtime.silo_ledger import NOTHING, Entry, Ledger, epsilon_alone, now
 
 _FRAME = '{"m":{"round":"i","call":"i","body":'  # of a reply's head, before the answer's own; see codec.envelope
-_LONGEST = 100  # characters of the name of a part that are kept
 _REFUSAL = 1 << 10  # bytes of a message that refuses, at most
 
 
@@ -50,7 +50,7 @@ class Question:
         for piece in pieces:
             digest.update(piece)
         part = body.get("part", "")
-        return cls(handler, at, digest.hexdigest(), part[:_LONGEST] if isinstance(part, str) else "")
+        return cls(handler, at, digest.hexdigest(), part if part in PARTS else "")  # no place of a server's making
 
 
 class Own:
