@@ -57,7 +57,11 @@ class Silo:
         y = np.arange(60) % 3
         self.x = rng.normal(size=(60, 5)).astype(np.float32) + y[:, None].astype(np.float32)
         np.savez(folder / "rows.npz", x=self.x, y=y, classes=np.array(CLASSES))
-        known = {"name": name, "data": "rows.npz", "methods": ["threshold_method:Threshold", "threshold_method:Replying"]} | keys
+        known = {
+            "name": name,
+            "data": "rows.npz",
+            "methods": ["threshold_method:Threshold", "threshold_method:Replying"],
+        } | keys
         self.path = folder / "silo.toml"
         text = "\n".join(f"{key} = {json.dumps(value)}" for key, value in known.items())
         self.path.write_text(f"{text}\n{tables}\n")
@@ -286,7 +290,9 @@ def test_scores_are_rounds_of_the_budget_over_rounds_and_runs(tmp_path):
     silo = Silo(tmp_path / "north", "[budget]\nrounds = 5")
     answers = 0
     for number in range(8):
-        key = silo.run(f"run-{number}", run={"seed": number}, data={"path": "x.npz", "val_fraction": 0.1 + number / 100})
+        key = silo.run(
+            f"run-{number}", run={"seed": number}, data={"path": "x.npz", "val_fraction": 0.1 + number / 100}
+        )
         for t in range(8):
             for part in ("test", "val"):
                 answers += silo.code(SCORES, {"w": thresholds(t / 9 + number), "part": part}, t, t, key=key) == ""

@@ -20,6 +20,7 @@ class Crossing(NamedTuple):
         counted: part of the method; hello, evaluation and what a client that trains alone is told are only listed.
         call: number of the call in its round: all replies to one call go into the same mean.
         spared: of these bytes, how many did not cross, since the receiver held that part already.
+        part: of the rows that a question is about, test or val; "": the handler has no such argument.
     """
 
     round: int
@@ -31,13 +32,15 @@ class Crossing(NamedTuple):
     counted: bool
     call: int = 0
     spared: int = 0
+    part: str = ""
 
     def line(self) -> str:
         """A line of ``messages.jsonl``."""
-        keys = ("round", "from", "to", "handler", "bytes", "form", "counted", "call", "spared")
+        keys = ("round", "from", "to", "handler", "bytes", "form", "counted", "call", "spared", "part")
         line = dict(zip(keys, self, strict=True))
-        if not self.spared:
-            del line["spared"]
+        for key in ("spared", "part"):
+            if not line[key]:
+                del line[key]
         return json.dumps(line)
 
 

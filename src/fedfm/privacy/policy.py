@@ -82,7 +82,9 @@ class Budget:
     epsilon: float | None = setting(None, "of all releases together; what has no epsilon is then refused", gt=0)
     delta: float = setting(1e-5, "at which epsilon is computed", gt=0, lt=1)
     bytes: int | None = setting(None, "of all that leaves", ge=0)
-    rounds: int | None = setting(None, "rounds in which something of the silo's rows leaves", ge=0)
+    rounds: int | None = setting(
+        None, "rounds in which an update, a reply, scores or a failure of the silo leaves", ge=0
+    )
 
 
 def _check(key: str, words: Sequence[str]) -> None:

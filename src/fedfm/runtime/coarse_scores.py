@@ -12,7 +12,7 @@ from typing import Any
 
 ANSWERS = ("rouge_1", "answers_cut", "reward_margin")  # metrics of models of instructions and of preferences only
 TOLD = ("accuracy", "loss", *ANSWERS)
-DIGITS, PLACES = 4, 4  # significant digits of a figure, and its last decimal place
+DIGITS, PLACES, MOST = 4, 4, 1e9  # significant digits of a figure, its last decimal place, its largest magnitude
 
 
 def coarse(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,10 +29,10 @@ def coarse(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """To :data:`DIGITS` significant digits, and none behind the last of :data:`PLACES`."""
+    """To :data:`DIGITS` significant digits, none behind the last of :data:`PLACES`, at most :data:`MOST`."""
     if not isinstance(value, float) or not math.isfinite(value):
         return value
-    return round(float(f"{value:.{DIGITS - 1}e}"), PLACES)
+    return round(float(f"{min(max(value, -MOST), MOST):.{DIGITS - 1}e}"), PLACES)
 
 
 def _counts(share: Any, n: Any) -> bool:

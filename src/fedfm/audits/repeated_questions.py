@@ -1,0 +1,60 @@
+"""Whether the server asked a client more than once for one thing in one round, by the run's own messages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from fedfm.audits.audit import Audit
+from fedfm.audits.finding import Finding, Verdict
+from fedfm.audits.replay import Replay
+from fedfm.runtime import logs
+from fedfm.runtime.run_directory import Run
+
+QUESTION = "Was a client asked more than once for the same thing in one round?"
+RULE = "One question of a handler on one part of the rows is expected of a client in a round; leaks: there is another"
+ONE_A_ROUND = ("train", "scores", "reveal")  # kinds; a method may ask others for batch after batch
+
+
+class RepeatedQuestions(Audit):
+    """Messages by round, handler, part of the rows and client, which need no replay."""
+
+    replies: ClassVar[bool] = False
+    replays: ClassVar[bool] = False
+
+    def reads(self, run: Run) -> bool:
+        return True
+
+    def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
+        return [found(replay.run)]
+
+
+def found(run: Run) -> Finding:
+    """The finding of a run's messages.jsonl.
+
+    The calls of round 0 are free: a method may prepare in many steps. Of a run that ends with the model of an earlier
+    round, the scores of that model are asked for in the last round, beside its own.
+    """
+    calls: dict[tuple[int, str, str, str], set[int]] = {}
+    for _, line, _ in logs.lines(run.path / logs.MESSAGES):
+        if line is None or line.get("from") != "server":
+            continue
+        kind = line["handler"].partition(".")[0]
+        if kind == "scores" or (kind in ONE_A_ROUND and line["round"]):
+            place = line["round"], line["handler"], line.get("part", ""), line["to"]
+            calls.setdefault(place, set()).add(line["call"])
+    result = run.manifest["result"]
+    best = result["details"].get("model_of_round", result["rounds"])
+    last = result["rounds"] if best != result["rounds"] else None
+    again = Counter[str]()
+    for (t, handler, part, _), times in calls.items():
+        most = 2 if t == last and handler.startswith("scores.") else 1
+        if len(times) > most:
+            again[f"{handler} {part}".strip()] += len(times) - most
+    verdict: Verdict = "leaks" if again else "holds"
+    asked = sum(map(len, calls.values()))
+    shown = "; ".join(f"{name}: {count} more" for name, count in sorted(again.items())) or "none was asked again"
+    return Finding("repeated_questions", QUESTION, float(again.total()), None, None, 0.0, verdict,
+                   f"{asked} questions to {len({c for *_, c in calls})} clients: {shown}. {RULE}.",
+                   detail={"asked": asked, "again": dict(again)})  # fmt: skip
