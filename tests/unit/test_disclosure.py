@@ -221,7 +221,7 @@ def test_a_run_may_go_on_without_the_key_of_its_fingerprint(stopped):
     assert now["model"] == before["model"]
 
 
-def test_an_exception_at_a_client_is_told_by_its_kind_alone(tmp_path, monkeypatch):
+def test_an_exception_at_a_client_is_told_by_its_code_alone(tmp_path, monkeypatch):
     def fails(client, plan):
         if client.id == "client-01":
             raise ValueError(f"row {client.data.train.tensors['features'][0].tolist()}")
@@ -231,7 +231,7 @@ def test_an_exception_at_a_client_is_told_by_its_kind_alone(tmp_path, monkeypatc
     monkeypatch.setattr(private, "noisy_sums", fails)
     monkeypatch.chdir(rows(tmp_path / "a"))
     result = fedfm.run(tables(), "run")
-    assert [e["reason"] for e in result["excluded"]] == ["ValueError: see the site's errors.log"]
+    assert [e["reason"] for e in result["excluded"]] == ["the client half failed; see the site's errors.log"]
     assert "ValueError: row [" in (tmp_path / "a/run/private/errors.log").read_text()
 
 

@@ -151,7 +151,7 @@ class SecAgg(Transport):
 
     def ready(self, client: Client) -> None:
         told, member = sum_of(client), self._member(client)
-        member.fit(client, told.number, bytes_of(checked(told.cohort, len(member.names))))
+        member.fit(client, told.number, bytes_of(told.cohort))
         if not 0 <= told.size * _WORD <= limits.room(getattr(client.model, "layout", None)):
             raise refused(f"a masked vector of {told.size} numbers")
 
@@ -179,7 +179,7 @@ class SecAgg(Transport):
         return self._masked(client, head, body)
 
     def blank(self, client: Client) -> Masked:
-        """Message 4 of a client without an update: zeros of weight 0 under its masks, which nobody can tell from one."""
+        """Message 4 of a client without an update: zeros of weight 0 under its masks, which look like any other."""
         size = sum_of(client).size or sum(client.model.layout.sizes.values())
         head, body = self.head_code(1), self.body_code(1)  # of zeros any code is the same
         return self._masked(client, np.zeros(1 + len(self.metrics), head.dtype), np.zeros(size, body.dtype))
