@@ -574,7 +574,7 @@ def test_memory_written_by_a_killed_round_is_not_seen_again(tmp_path):
 
 
 @pytest.mark.parametrize(("reveal", "said"), [(True, "/secret/path"), (False, "errors.log")])
-def test_a_silo_with_rows_of_its_own_tells_the_kind_of_an_error_only(tmp_path, reveal, said):
+def test_a_silo_with_rows_of_its_own_tells_the_code_of_an_error_only(tmp_path, reveal, said):
     told = []
     method, toys = Naughty(), Toys({"raises": [0.0], "z": [0.0]})
     silos = Silos(
@@ -584,7 +584,8 @@ def test_a_silo_with_rows_of_its_own_tells_the_kind_of_an_error_only(tmp_path, r
     fed.begin(1)
     fed.mean(method.train, w=fed.initial)
     (excluded,) = fed.excluded
-    assert "ValueError" in excluded.reason
+    assert ("ValueError" in excluded.reason) == reveal
+    assert excluded.code == "E_EXCEPTION"
     assert said in excluded.reason
     assert ("/secret/path" in excluded.reason) == reveal
     assert "/secret/path" in told[0]

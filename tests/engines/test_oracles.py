@@ -22,7 +22,7 @@ from fedfm.core.client import TOLD
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import payload
-from fedfm.engines.flower import client_stub
+from fedfm.engines.flower import client_stub, recall
 from fedfm.engines.flower import site as sites
 from fedfm.errors import ClientFault
 from fedfm.linalg.params import Params
@@ -78,7 +78,10 @@ class Silo:
 
     def send(self, handler: str, body: Any, round: int = 1, call: int = 1, key: str = "run") -> dict[str, Any]:
         head, pieces = payload.encode({"round": round, "call": call, "body": body})
-        head, data = self._sites[key].answer("", handler, head, b"".join(pieces))
+        return self.raw(handler, head, b"".join(pieces), key)
+
+    def raw(self, handler: str, head: str, data: bytes, key: str = "run") -> dict[str, Any]:
+        head, data = self._sites[key].answer("", handler, head, data)
         self.heads.append(head)
         return dict(payload.decode(head, data, None))
 
@@ -349,3 +352,19 @@ def test_a_repeated_message_is_the_same_line_and_free(tmp_path):
         assert silo.send(TRAIN, {"w": head(0.0)}, 1, call)["body"]["delta"].sha256() == first["body"]["delta"].sha256()
     assert silo.rounds() == 1
     assert len({(line["asked"], line["sha256"]) for line in silo.ledger(TRAIN)}) == 1
+
+
+def test_a_server_that_asks_for_an_answer_again_pays_for_its_bytes_only(tmp_path):
+    """In asynchronous rounds a server that was stopped refers to its request by a hash."""
+    silo = Silo(tmp_path / "north", "[budget]\nrounds = 1")
+    late = {"engine": "deployment", "asynchronous": {"buffer": 1}}
+    silo.run(run=late)
+    sent, pieces = payload.encode({"round": 1, "call": 1, "body": {"w": head(0.0)}})
+    data = b"".join(pieces)
+    first = silo.raw(TRAIN, sent, data)
+    asked = recall.reference(recall.name_of(TRAIN, sent, data))
+    again = silo.send(TRAIN, asked, 2, 3)
+    assert again["body"]["delta"].sha256() == first["body"]["delta"].sha256()
+    assert silo.rounds() == 1
+    assert silo.code(TRAIN, {"w": head(1.0)}, 2) == "E_REFUSED"
+    assert silo.send(TRAIN, asked, 3)["body"]["delta"].sha256() == first["body"]["delta"].sha256()

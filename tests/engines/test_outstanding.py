@@ -458,9 +458,9 @@ def test_a_full_disk_keeps_nothing_and_stops_nothing(tmp_path, monkeypatch):
 def test_an_answer_is_found_by_its_own_name_and_whole_only(tmp_path):
     kept = LastAnswer(tmp_path / FILE)
     assert kept.find("x") is None
-    kept.keep("x", '{"m":{}}', b"1\n2")
-    assert LastAnswer(tmp_path / FILE).find("x") == ('{"m":{}}', b"1\n2")
+    kept.keep("x", "asked", '{"m":{}}', b"1\n2")
+    assert LastAnswer(tmp_path / FILE).find("x") == ("asked", '{"m":{}}', b"1\n2")
     assert kept.find("y") is None
-    kept.keep("y", "null", b"")
+    kept.keep("y", "", "null", b"")
     assert kept.find("x") is None
-    assert kept.find("y") == ("null", b"")
+    assert kept.find("y") == ("", "null", b"")
