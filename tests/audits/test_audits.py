@@ -101,7 +101,7 @@ def copy(tmp_path, leaky):
 
 def test_a_leaky_run_leaks_and_names_rows(leaky):
     found = by_name(perform(leaky))
-    assert set(found) == {"membership", "membership_tpr", "reconstruction", "single_holder"}
+    assert set(found) == {"membership", "membership_tpr", "reconstruction", "single_holder", "repeated_questions"}
     assert found["membership"].verdict == "leaks"
     assert found["membership"].low > 0.55
     assert found["reconstruction"].verdict == "leaks"
@@ -232,7 +232,8 @@ def test_the_command_line_and_the_report(copy, capsys):
     assert {f["name"] for f in result["findings"]} == {"membership", "membership_tpr"}
     assert all(set(f) >= NAMES for f in result["findings"])
     kept = json.loads((copy / "audit.json").read_text())["findings"]
-    assert {f["name"] for f in kept} == {"membership", "membership_tpr", "reconstruction", "single_holder"}
+    names = {"membership", "membership_tpr", "reconstruction", "single_holder", "repeated_questions"}
+    assert {f["name"] for f in kept} == names
 
 
 def test_the_report_bears_what_is_no_audit(copy):
@@ -315,7 +316,7 @@ def test_every_audit_is_found_by_its_file():
         "row_coins",
         "label_counts",
         "head_rows",
-    }
+    } | {"repeated_questions"}
 
 
 def test_the_costly_one_has_to_be_named(tmp_path, monkeypatch, capsys):

@@ -54,7 +54,7 @@ def remembered(tmp_path_factory):
 def test_rows_that_were_remembered_are_told_by_the_model_and_by_the_updates(remembered):
     found = by_name(perform(remembered))
     names = {"model_membership", "model_membership_tpr", "update_membership", "row_coins", "label_counts", "head_rows"}
-    assert set(found) == names
+    assert set(found) == names | {"repeated_questions"}
     for name in ("model_membership", "update_membership"):
         assert found[name].verdict == "leaks"
         assert found[name].low > 0.6
@@ -146,7 +146,7 @@ def test_a_head_without_a_bias_gives_label_counts_and_says_why_it_gives_no_rows(
 
 def test_of_hidden_sums_the_sums_are_attacked(tmp_path):
     path = run(noise(tmp_path), aggregation={"name": "secure"}, method={"local": HARD, "rounds": 2, "fraction": 1.0})
-    assert list(choose(Run.open(path))) == ["model_membership", "row_coins", "update_membership"]
+    assert [*choose(Run.open(path))] == ["model_membership", "repeated_questions", "row_coins", "update_membership"]
     found = by_name(perform(path))
     assert found["update_membership"].detail["updates"] == 2  # a sum a round
     assert "sums" in found["row_coins"].says

@@ -13,7 +13,10 @@ from fedfm.runtime import logs
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Was a client asked more than once for the same thing in one round?"
-RULE = "One question of a handler on one part of the rows is expected of a client in a round; leaks: there is another"
+RULE = (
+    "Expected in a round: one question for scores on each part of a client's rows, one for its own model, and as many for "
+    "an update as to the other clients; leaks: there are more"
+)
 ONE_A_ROUND = ("train", "scores", "reveal")  # kinds; a method may ask others for batch after batch
 
 
@@ -33,23 +36,26 @@ class RepeatedQuestions(Audit):
 def found(run: Run) -> Finding:
     """The finding of a run's messages.jsonl.
 
-    The calls of round 0 are free: a method may prepare in many steps. Of a run that ends with the model of an earlier
-    round, the scores of that model are asked for in the last round, beside its own.
+    A method may train its clients several times in a round, all of them alike. Of a run that ends with the model of an
+    earlier round, the scores of that model are asked for in the last round, beside its own.
     """
     calls: dict[tuple[int, str, str, str], set[int]] = {}
     for _, line, _ in logs.lines(run.path / logs.MESSAGES):
         if line is None or line.get("from") != "server":
             continue
-        kind = line["handler"].partition(".")[0]
-        if kind == "scores" or (kind in ONE_A_ROUND and line["round"]):
+        if line["handler"].partition(".")[0] in ONE_A_ROUND:
             place = line["round"], line["handler"], line.get("part", ""), line["to"]
             calls.setdefault(place, set()).add(line["call"])
     result = run.manifest["result"]
     best = result["details"].get("model_of_round", result["rounds"])
     last = result["rounds"] if best != result["rounds"] else None
-    again = Counter[str]()
+    again, fewest = Counter[str](), dict[tuple[int, str], int]()
+    for (t, handler, _, _), times in calls.items():
+        fewest[t, handler] = min(len(times), fewest.get((t, handler), len(times)))
     for (t, handler, part, _), times in calls.items():
         most = 2 if t == last and handler.startswith("scores.") else 1
+        if handler.startswith("train."):
+            most = fewest[t, handler]
         if len(times) > most:
             again[f"{handler} {part}".strip()] += len(times) - most
     verdict: Verdict = "leaks" if again else "holds"

@@ -111,6 +111,7 @@ attacks, and the runs that they fit; without --attack every one that fits and ta
   server_view, substitute_model       blindfed
   client_epsilon, canaries    noise for clients, unit = "client"
   row_canaries, row_norms     DP-SGD
+  repeated_questions   a client asked twice for one thing in one round, by messages.jsonl; every run
 
 A finding is a measurement with an interval and a verdict: "leaks", "holds" or "inconclusive". Exit code 0: the audit
 is done, and refutes no claim of the run. 1: a measurement refutes a claim of the run, e.g. its epsilon. 2: the run
