@@ -62,7 +62,7 @@ def test_rows_that_were_remembered_are_told_by_the_model_and_by_the_updates(reme
     assert found["row_coins"].low > 1.0
     assert found["row_coins"].detail["coins"] == 240
     assert by_name(perform(remembered)) == found  # the same figures again
-    assert len(json.loads((remembered / "audit.json").read_text())["findings"]) == 6
+    assert len(json.loads((remembered / "audit.json").read_text())["findings"]) == 7
 
 
 def test_a_model_that_saw_other_rows_is_not_accused(remembered, tmp_path):

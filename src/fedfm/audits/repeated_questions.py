@@ -14,8 +14,8 @@ from fedfm.runtime.run_directory import Run
 
 QUESTION = "Was a client asked more than once for the same thing in one round?"
 RULE = (
-    "Expected in a round: one question for scores on each part of a client's rows, one for its own model, and as many for "
-    "an update as to the other clients; leaks: there are more"
+    "Expected in a round: one question for scores on each part of a client's rows, one for its own model, and as many "
+    "for an update as to the other clients; leaks: there are more"
 )
 ONE_A_ROUND = ("train", "scores", "reveal")  # kinds; a method may ask others for batch after batch
 

@@ -209,7 +209,7 @@ class Silos:
             alike[SCALE] = client.scale
         client.shown = (request.handler, request.round, alike)
         honest = self.attack is None or kind == "aggregate"  # an attacker poisons its update but follows the protocol
-        half = partial(fn, client, **payload) if honest else partial(self.attack, fn, client, payload)  # type: ignore[arg-type]
+        half = partial(fn, client, **payload) if honest else partial(self.attack, fn, client, payload)  # type: ignore[misc]
 
         def given() -> Any:
             versions = _versions(payload)
