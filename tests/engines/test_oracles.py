@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fedfm.aggregation._secagg_session import Sum
+from fedfm.cli.entry import main
 from fedfm.config.experiment import Experiment
 from fedfm.config.toml import to_toml
 from fedfm.core.client import TOLD
@@ -287,6 +288,14 @@ def test_one_question_for_scores_a_round_whatever_the_call_and_no_budget(tmp_pat
     for part in ("other", "", "Val", "x" * 300):  # they would be further questions about the same rows
         assert silo.code(SCORES, {"w": thresholds(0.2), "part": part}, 1, 7) == "E_REFUSED"
     assert len(silo.ledger(SCORES)) == 3
+    assert silo.code("scores.Evaluation_evaluate_start", {"w": thresholds(0.3), "part": "test"}) == "E_REFUSED"
+
+
+def test_a_silo_without_a_budget_is_told_so(tmp_path, capsys):
+    for number, (tables, endless) in enumerate((("", True), ("[budget]\nrounds = 9", False))):
+        silo = Silo(tmp_path / str(number), tables)
+        assert main(["silo", "check", str(silo.path)]) == 0
+        assert ("gives any number of answers" in capsys.readouterr().out) == endless
 
 
 def test_scores_are_rounds_of_the_budget_over_rounds_and_runs(tmp_path):

@@ -69,6 +69,7 @@ EXPOSED = {
     "scores": "scores on its own rows",
     "reveal": "its own final model",
 }
+_ENDLESS = "gives any number of answers: budget.rounds or budget.epsilon would end them"
 COLUMNS = (
     *("text", "image", "label", "label_name", "split"),
     *("instruction", "output", "messages", "prompt", "chosen", "rejected"),
@@ -339,6 +340,7 @@ def described(found: Mapping[str, Any]) -> str:
         f"runs {', '.join(runs) or 'nothing'}",
         *(f"requires {key} = {json.dumps(value)}" for key, value in found["require"].items()),
         *(f"gives in all at most {key} = {value}" for key, value in found["budget"].items() if key != "delta"),
+        *([] if found["budget"].keys() & {"rounds", "epsilon"} else [_ENDLESS]),
         f"lists what leaves in {found['ledger']}",
         *([f"answers the files of the server {found['server']}"] if found["server"] else []),
         f"signs as {found['public_key'] or 'another one in each run'}",
