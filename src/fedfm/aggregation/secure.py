@@ -35,14 +35,16 @@ class Secure(Mean):
     default bound their step is below n 2^-34. ``benchmarks/secagg_compact.py`` measures how far the bounds of several
     runs lie apart.
 
-    A client whose update is not finite, or above ``bound``, adds zeros of weight 0: a refusal would tell the server of its
-    rows. The mean is then that of the others, and if all add nothing, the run ends.
+    A client whose update is not finite, or above ``bound``, adds zeros of weight 0: a refusal would tell the server of
+    its rows. The mean is then that of the others, and if all add nothing, the run ends.
 
     A client that lies about its update is not found. A server that deviates from the protocol needs the help of 2 t - h
     of the h clients that hold shares of one; t is more than ``threshold`` of h.
     """
 
-    bound: float = setting(2.0**28, "largest weight times entry of an update; a client with more adds nothing", gt=0, finite=True)
+    bound: float = setting(
+        2.0**28, "largest weight times entry of an update; a client with more adds nothing", gt=0, finite=True
+    )
     compact: bool = setting(False, "32 bits an entry instead of 64: half the bytes, for a bound close to the updates")
     clip_norm: float | None = setting(None, "clients scale an update down to this L2 norm", gt=0)
     threshold: float = setting(0.67, "more than this share of the clients must stay to the end", ge=0.5, lt=1)
