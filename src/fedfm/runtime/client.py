@@ -208,8 +208,8 @@ class Silos:
         if client.scale is not None:
             alike[SCALE] = client.scale
         client.shown = (request.handler, request.round, alike)
-        honest = self.attack is None or kind == "aggregate"  # an attacker poisons its update but follows the protocol
-        half = partial(fn, client, **payload) if honest else partial(self.attack, fn, client, payload)  # type: ignore[misc]
+        attack = None if kind == "aggregate" else self.attack  # an attacker poisons its update but follows the protocol
+        half = partial(fn, client, **payload) if attack is None else partial(attack, fn, client, payload)
 
         def given() -> Any:
             versions = _versions(payload)

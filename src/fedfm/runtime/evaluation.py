@@ -45,7 +45,8 @@ class Evaluation:
     @on_client(kind="scores")
     def evaluate_start(self, client: Client, w: Params, part: str) -> dict[str, Any]:
         """As :meth:`evaluate`, for the start model of the client's last local pass."""
-        if not has(self.method, Starting):
+        method: Any = self.method
+        if not has(method, Starting):
             raise ClientFault(E_REFUSED, "this method has one model to score, and no other to start from")
         start = self.method.start_of(client, w) if has(self.method, Keeping) else w
         return scores(self.method, client.model, start, _rows(client, part))
