@@ -191,6 +191,33 @@ def test_rounds_are_counted_over_all_runs_and_the_refusal_is_orderly(tmp_path):
     assert federation.run()["excluded"] == []
 
 
+def test_a_server_that_begins_its_run_again_gets_the_same_answers_and_spends_no_round(tmp_path):
+    federation = Federation(tmp_path, budget={"rounds": 2})
+    first = federation.run("one", run={"engine": "simulation", "timeout": 20.0, "local_scores": True})
+    lines = federation.left("north")
+    again = federation.run("one", run={"engine": "simulation", "timeout": 20.0, "local_scores": True})
+    assert again["excluded"] == []
+    assert again["params_sha256"] == first["params_sha256"]
+    assert again["client_accuracy"] == first["client_accuracy"]
+    known, new = lines, federation.left("north")[len(lines) :]
+    told = [[(one["asked"], one["sha256"]) for one in part if one["exposes"] != "hello"] for part in (known, new)]
+    assert told[0] == told[1]
+    assert federation.shown("north")["total"]["rounds"] == 2
+
+
+def test_the_model_of_the_best_round_is_scored_a_second_time(tmp_path):
+    """In the last round it is another question, to which the server has the answer."""
+    federation = Federation(tmp_path, budget={"rounds": 6})
+    data = {"path": str(tmp_path / "rows.npz"), "val_fraction": 0.2, "partition": {"name": "iid", "clients": 3}}
+    run = {"engine": "simulation", "timeout": 20.0, "patience": 2}
+    method = {"name": "fedavg", "rounds": 6, "local": {"learning_rate": 300.0}}
+    result = federation.run(data=data, run=run, method=method)
+    assert result["details"]["model_of_round"] < result["rounds"]
+    assert [name for name, accuracy in result["client_accuracy"].items() if accuracy is None] == []
+    assert "is not answered" not in federation.log("north")
+    assert federation.shown("north")["total"]["rounds"] == result["rounds"]
+
+
 def test_bytes_are_counted_over_all_runs(tmp_path):
     federation = Federation(tmp_path)
     federation.run()
