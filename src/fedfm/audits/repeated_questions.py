@@ -29,6 +29,9 @@ class RepeatedQuestions(Audit):
     def reads(self, run: Run) -> bool:
         return True
 
+    def unfit(self, run: Run) -> str | None:
+        return None if run.experiment.method.rounds else "no round was run, so that nothing was asked twice in one"
+
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         return [found(replay.run)]
 
