@@ -8,7 +8,9 @@ models = ["bert-small"]                 # that the silos will load, besides the 
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from fedfm.errors import InputError
 PORT = 8443  # of a server whose address names none
 _HOST = r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)"
 SERVER = "server"  # name of the server's kit, which no silo can have
+_THIS_NETWORK = ipaddress.IPv4Network("0.0.0.0/8")
 AUTHORITY = "authority"  # folder of the keys that sign certificates
 
 
@@ -70,12 +73,8 @@ class FederationFile:
     @property
     def on_loopback(self) -> bool:
         """Whether the server and all silos are on one machine."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        address = _address(self.host)
+        return _is_local_name(self.host) if address is None else address.is_loopback
 
     def _split(self) -> tuple[str, int]:
         host, colon, port = self.server.rpartition(":")
@@ -100,6 +99,38 @@ def load(path: Path) -> FederationFile:
     return found
 
 
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a host is written as, also in the short forms that systems understand ("0", "127.1")."""
+    with contextlib.suppress(ValueError):
+        found = ipaddress.ip_address(host)
+        mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+        return mapped or found
+    with contextlib.suppress(OSError):
+        return ipaddress.IPv4Address(socket.inet_aton(host))
+    return None
+
+
+def _is_local_name(host: str) -> bool:
+    name = host.lower()
+    return name in ("localhost", "localhost.localdomain") or name.endswith(".localhost")
+
+
+def _unreachable(host: str) -> str:
+    """Why no silo can connect to a host; "" if one may."""
+    address = _address(host)
+    if address is None:
+        return ""
+    if address.is_unspecified or address in _THIS_NETWORK:
+        return "an address to listen on, and none to connect to"
+    if address.is_multicast or address == ipaddress.IPv4Address("255.255.255.255"):
+        return "an address of many machines"
+    if address.is_reserved and not address.is_loopback:
+        return "an address of no machine"
+    if address.version == 6 and address.is_link_local:
+        return "an address that means another machine in each network"
+    return ""
+
+
 def _check(found: FederationFile) -> None:
     if not found.silos:
         raise InputError('silos is missing: expected a list of names, e.g. ["hospital-a", "hospital-b"]')
@@ -109,6 +140,9 @@ def _check(found: FederationFile) -> None:
     for name in (SERVER, AUTHORITY):
         if name in lower:
             raise InputError(f'silos: "{name}" is the name of a folder that is made besides; give the silo another')
+    for key, host in (("server", found.host), *(("hosts", host.strip("[]")) for host in found.hosts)):
+        if why := _unreachable(host):
+            raise InputError(f'{key}: {host} is {why}; expected what the silos connect to, e.g. "fed.example.org"')
     if found.port > 65535:
         raise InputError(f'server = "{found.server}": expected a port of at most 65535')
     if found.port == 0 and not found.on_loopback:

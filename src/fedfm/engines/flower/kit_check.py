@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import datetime
-import email.utils
-import http.client
-import socket
-import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from fedfm.config.experiment import Experiment
-from fedfm.engines.flower import authority, kits
+from fedfm.engines.flower import authority, kits, server_seen
 from fedfm.engines.flower.kits import Kit
 from fedfm.errors import InputError, first_line
 from fedfm.runtime import silo_file, silo_identity, silo_terms
 
-SKEW = 60.0  # seconds by which a silo's clock may differ from the server's; Flower refuses older signatures
 _SOON = 30  # days before its end at which a certificate is told of
-_WAIT = 5.0  # seconds for the server's answer
 OK, DIFFERS, NOTE = "ok", "differs", "note"
 
 Line = dict[str, str]
@@ -87,8 +81,7 @@ def _used(port: int) -> str:
 
 
 def _files(kit: Kit) -> str:
-    names = ("ca.crt", "server.pem", "server.key", "superexec.secret") if kit.serves else ("ca.crt", "node.key")
-    for name in names:
+    for name in kit.files:
         path = kit.folder / name
         if not path.is_file():
             raise InputError(f"{name} is missing; copy the kit again")
@@ -108,33 +101,18 @@ def _valid(begin: datetime.datetime, end: datetime.datetime, now: datetime.datet
 
 def _server_seen(kit: Kit) -> Iterator[Line]:
     """The server as this machine sees it: address, certificate, clock."""
-    host, _, port = kit.server.rpartition(":")
-    host = host.strip("[]")
-    context = ssl.create_default_context(cafile=str(kit.folder / "ca.crt"))
-    try:
-        link = http.client.HTTPSConnection(host, int(port), timeout=_WAIT, context=context)
-        link.request("GET", "/health")
-        told = link.getresponse()
-        link.close()
-    except ssl.SSLCertVerificationError as error:
-        yield _line("server", DIFFERS, f"{kit.server}: its certificate does not fit: {error.verify_message}")
-        return
-    except socket.gaierror:
-        yield _line("server", DIFFERS, f"{host}: no such host is known here")
-        return
-    except (OSError, http.client.HTTPException) as error:
-        yield _line("server", DIFFERS, f"{kit.server} does not answer: {first_line(error)}")
+    found = server_seen.look(kit.server, kit.folder / "ca.crt")
+    if found.problem:
+        yield _line("server", DIFFERS, found.problem)
         return
     yield _line("server", OK, f"{kit.server} answers, with a certificate of this federation")
-    moment = told.getheader("date")
-    if moment is None:
+    if found.ahead is None:
         yield _line("clock", NOTE, "the server does not tell the time")
         return
-    off = datetime.datetime.now(datetime.UTC) - email.utils.parsedate_to_datetime(moment)
-    seconds = off.total_seconds()
-    way = "ahead of" if seconds > 0 else "behind"
-    told_of = f"{abs(seconds):.0f} s {way} the server's" if abs(seconds) > 2 else "as the server's"
-    yield _line("clock", DIFFERS if abs(seconds) > SKEW else OK, told_of)
+    way = "ahead of" if found.ahead > 0 else "behind"
+    off = abs(found.ahead)
+    told = f"{off:.0f} s {way} the server's" if off > 2 else "as the server's"
+    yield _line("clock", DIFFERS if off > server_seen.SKEW else OK, told)
 
 
 # --- the experiment --------------------------------------------------------------------------------------------------

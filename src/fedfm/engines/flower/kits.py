@@ -16,6 +16,7 @@ from typing import Any
 from fedfm.core import storage
 from fedfm.engines.flower import authority, keys, kit_files
 from fedfm.engines.flower.federation_file import AUTHORITY, SERVER, FederationFile
+from fedfm.engines.flower.private_api import OPERATOR
 from fedfm.errors import InputError
 
 FILE = "kit.json"
@@ -49,9 +50,26 @@ class Kit:
         return self.name == SERVER
 
     @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files without which it is not whole; those of keys and secrets are their owner's alone."""
+        of_server = ("ca.crt", "server.pem", "server.key", "superexec.secret", OPERATOR)
+        return of_server if self.serves else ("ca.crt", "node.key")
+
+    @property
+    def listens(self) -> str:
+        """The address at which the SuperLink listens."""
+        host = self.server.rpartition(":")[0].strip("[]")
+        if self.proxy:
+            return "127.0.0.1"
+        if self.loopback:
+            return host if ":" in host or host.startswith("127.") else "127.0.0.1"
+        return "::" if ":" in host else "0.0.0.0"  # noqa: S104 - silos are on other machines; the gate keeps others out
+
+    @property
     def local(self) -> str:
         """host:port at which processes on the server's machine reach the SuperLink."""
-        return f"127.0.0.1:{self.port}"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.listens, self.listens)  # noqa: S104 - the same
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
 
 def load(folder: Path) -> Kit:
@@ -96,13 +114,15 @@ def provision(federation: FederationFile, out: Path, *, renew: bool = False) -> 
     out.chmod(0o700)
     if old is None or renew:
         server.mkdir(mode=0o700, exist_ok=True)
-        hosts = list(dict.fromkeys([federation.host, *federation.hosts, "localhost", "127.0.0.1"]))
+        hosts = list(dict.fromkeys([federation.host, *federation.hosts, "localhost", "127.0.0.1", "::1"]))
         authority.issue(out / AUTHORITY, server, hosts, federation.days)
     kit = Kit(SERVER, address, port, federation.on_loopback, federation.proxy, server)
     if old is None:
         keys.write_secret(server / "superexec.secret")
         (server / NODES).mkdir()
         _write(kit, out, kit_files.of_server(kit))
+    if not (server / OPERATOR).exists():  # a kit of an older release had none
+        keys.write_secret(server / OPERATOR)
     (made if old is None else kept).append(SERVER)
     ports = _ports(federation, out, port)
     for name in federation.silos:
@@ -119,9 +139,16 @@ def provision(federation: FederationFile, out: Path, *, renew: bool = False) -> 
             place.write_bytes(public)
         _write(own, out, kit_files.of_silo(own, federation))
         made.append(name)
-    until = authority.validity(server / "server.pem")[1]
-    told = {"out": str(out), "server": address, "valid_until": until.isoformat(timespec="seconds")}
-    return told | {"made": made, "kept": kept, "renewed": bool(renew and old is not None)}
+    own = f"{federation.host} is this machine's own address: no other machine reaches a server there"
+    return {
+        "out": str(out),
+        "server": address,
+        "valid_until": authority.validity(server / "server.pem")[1].isoformat(timespec="seconds"),
+        "made": made,
+        "kept": kept,
+        "renewed": bool(renew and old is not None),
+        "notices": [own] if federation.on_loopback else [],
+    }
 
 
 def described(found: dict[str, Any]) -> str:
@@ -135,6 +162,7 @@ def described(found: dict[str, Any]) -> str:
             f"the server's certificate is new: copy {out / SERVER} to its machine; no silo needs to do anything"
         )
     lines += [
+        *found["notices"],
         f"the server's certificate is valid until {found['valid_until'][:10]}",
         "",
         f"{out / AUTHORITY}: keep it here; its key signs certificates, and no machine of the federation needs it",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flwr.app import Message
@@ -13,12 +13,12 @@ from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.transcript import Crossing
 from fedfm.core.wire import flower_records
-from fedfm.engines.answers import introduced
 from fedfm.engines.flower import held
 from fedfm.engines.flower.answered import Answered
 from fedfm.engines.flower.presence import Presence
 from fedfm.engines.flower.private_api import SUPERLINK, died, lost, push, restarting
 from fedfm.engines.flower.probes import Probes
+from fedfm.engines.flower.registry import NAMELESS, Registry, introduction, node_of
 from fedfm.engines.flower.sending import EncodedPayload, Underway, failed, reply_of
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import (
@@ -27,7 +27,6 @@ from fedfm.errors import (
     E_HELD,
     E_TIMEOUT,
     ClientFault,
-    InputError,
     RunError,
 )
 from fedfm.privacy.policy import HELLO
@@ -48,7 +47,7 @@ class FlowerLink:
         expected: names of the expected clients; silos with their own rows have other names.
         fingerprint: fingerprint of the server's model; a site with another model is left out.
         most: bytes of a reply, from :func:`fedfm.core.wire.limits.room`.
-        spare: parameters that a site says it holds cross as their hash.
+        spare: it is a SuperLink's Grid: parameters that a site says it holds cross as their hash, and nodes have names.
         greeting: payload of the hello message to every site.
         slots: number of clients that run at the same time; 0: all. The time limit grows with the queue.
         returns: a node that went may come back: it is waited for within the time limit, and asked again.
@@ -66,7 +65,6 @@ class FlowerLink:
         kept: sites keep their answers to training, by the names of the requests.
 
     Raises:
-        InputError: two nodes have the same name.
         RunError: fewer than ``min_clients`` can take part in time.
     """
 
@@ -100,12 +98,13 @@ class FlowerLink:
         self._known = frozenset(known)
         if spare:
             self._greeting[held.NAMES] = True
-        self._presence, self._returns = Presence(grid, returns), returns
+        self._presence, self._returns, self._registry = Presence(grid, returns), returns, Registry(grid, spare)
         self._probes = Probes()
         self._answered, self._waits = answered, waits
         self._nodes: dict[ClientId, int] = {}
         self._held: dict[int, frozenset[str]] = {}  # by node: hashes of the parameters that are there
         self._barred: dict[ClientId, ClientFault] = {}
+        self._absent: dict[str, ClientFault] = {}  # the same, and nodes that are no client
         self._greeted: set[int] = set()
         self._unheld: list[tuple[int, Request]] = []  # to send again, whole
         self._late: set[str] = set()  # messages that timed out: their replies are pulled and dropped
@@ -341,8 +340,10 @@ class FlowerLink:
         able = len(self._nodes)
         if able < min_clients:
             text = f"{able} of {count} connected nodes can take part, min_clients is {min_clients}"
-            why = "; ".join(f"{name}: {fault}" for name, fault in sorted(self._barred.items()))
+            why = "; ".join(f"{name}: {fault}" for name, fault in sorted(self._absent.items()))
             raise RunError(f"{text} ({why})" if why else text)
+        if self._registry.nameless(self._nodes.values()):
+            self._notice(NAMELESS)
         if missing := self._away(self.clients):
             self._notice(f"no node came for {', '.join(missing)}")
 
@@ -356,43 +357,42 @@ class FlowerLink:
         if not new:
             return
         self._greeted.update(new)
-        for reply in self._deliver([self._hello(node) for node in new]):
-            self._met(reply)
+        self._registry.look()
+        self._meet(list(self._deliver([self._hello(node) for node in new])))
 
     def _hello(self, node: int) -> tuple[int, Request]:
         return node, Request(f"node {node}", HELLO, self._greeting, 0, 0)
 
-    def _met(self, reply: Reply) -> None:
-        """Take in the answer to a hello."""
-        try:
-            if reply.fault is not None:
-                raise reply.fault
-            name, fault = self._introduce(reply.value)
-        except ClientFault as fault:
-            self._notice(f"{reply.client} does not take part: {fault}")
-            return
-        node = int(reply.client.removeprefix("node "))
-        if name in self._nodes or name in self._barred:
-            raise InputError(f'two nodes say that they are "{name}": give each silo a name of its own')
-        self._enter_hello(name, reply)
-        if fault is None:
-            self._nodes[name] = node
-        else:
-            self._barred[name] = fault
-            self._notice(f"{name} does not take part: {fault}")
+    def _meet(self, replies: Iterable[Reply]) -> None:
+        """Take in answers to hellos; of a node's, the first."""
+        told = dict[int, tuple[Reply, ClientId | None, ClientFault | None]]()
+        for reply in replies:
+            told.setdefault(node_of(reply), (reply, *introduction(reply, self._fingerprint)))
+        claims = {node: said for node, (_, said, _) in told.items() if said is not None}
+        refused = self._registry.refusals(claims, self._nodes)
+        for node, (reply, said, fault) in told.items():
+            name = self._registry.name(node) or (None if node in refused else said)
+            fault = refused.get(node, fault) or self._foreign(reply, name)
+            called = name or self._registry.called(node)
+            if said is not None:
+                self._enter_hello(called, reply)
+            if fault is None:
+                self.own_data = self.own_data or bool(reply.value.get("own_data"))
+                self._nodes[called] = node
+                self._barred.pop(called, None)
+                continue
+            self._absent[called] = fault
+            self._notice(f"{called} does not take part: {fault}")
+            if name is not None and name not in self._nodes and (name == said or name in self.clients):
+                self._barred[name] = fault
+
+    def _foreign(self, reply: Reply, name: ClientId | None) -> ClientFault | None:
+        """Why a node without rows of its own is not needed; None if it is."""
+        if reply.value.get("own_data") or not self._expected or name in self._expected:
+            return None
+        return ClientFault(E_CLIENT, f'"{str(name)[:40]}" is none of this experiment\'s clients')
 
     def _enter_hello(self, name: ClientId, reply: Reply) -> None:
         for sender, receiver, nbytes in (("server", name, reply.nbytes_down), (name, "server", reply.nbytes_up)):
             self.hellos.append(Crossing(0, sender, receiver, HELLO, nbytes, "plain", counted=False))
             self._crossed(self.hellos[-1])
-
-    def _introduce(self, value: Any) -> tuple[ClientId, ClientFault | None]:
-        """(name, reason not to take part or None) from a reply to hello."""
-        name, fault = introduced(value, self._fingerprint)
-        if fault is not None:
-            return name, fault
-        if value.get("own_data"):
-            self.own_data = True
-        elif self._expected and name not in self._expected:
-            raise ClientFault(E_CLIENT, f'"{name[:40]}" is none of this experiment\'s clients')
-        return name, None

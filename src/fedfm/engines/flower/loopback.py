@@ -14,13 +14,14 @@ from pathlib import Path
 
 from fedfm.core.text import safe_name
 from fedfm.engines.flower import client_stub, keys
-from fedfm.engines.flower.private_api import QUICK_EXECUTOR, Control
+from fedfm.engines.flower.private_api import OPERATOR, QUICK_EXECUTOR, Control
 from fedfm.engines.flower.processes import Children
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import RunError
 
 _START = 120.0  # seconds that SuperLink and SuperNodes may take to start
 _POLL = 0.1
+PROGRAMS = (sys.executable, "-m", "fedfm.engines.flower.private_programs")  # Flower's, as fedfm starts them
 
 
 class Fleet:
@@ -71,7 +72,8 @@ def loopback(
         children.start(
             "superlink",
             [
-                *("flower-superlink", "--ssl-ca-certfile", authority, "--ssl-certfile", str(folder / "server.pem")),
+                *(*PROGRAMS, "superlink", str(keys.write_secret(folder / OPERATOR)), "--ssl-ca-certfile", authority),
+                *("--ssl-certfile", str(folder / "server.pem")),
                 *("--ssl-keyfile", str(folder / "server.key"), "--enable-supernode-auth", "--host", "127.0.0.1"),
                 *("--port", str(port), "--disable-runtime-dependency-installation"),
                 *("--isolation", "process", "--superexec-auth-secret-file", str(secret)),
@@ -91,7 +93,7 @@ def loopback(
             where = {c: f"client={json.dumps(c)} site={json.dumps(str(sites.resolve()))}" for c in clients}
             where |= {name: f"silo={json.dumps(str(file.resolve()))}" for name, file in (silos or {}).items()}
             for client, config_of in where.items():
-                key = folder / f"{safe_name(client)}.key"
+                key = folder / f"node-{safe_name(client)}.key"
                 nodes.add(control.register(keys.write_node_key(key), client))
                 _node(children, folder, client, address, config_of)
             keys.write_private(folder / "processes.json", json.dumps(children.pids(), indent=1).encode())
@@ -111,13 +113,13 @@ def _node(children: Children, folder: Path, client: str, address: str, config: s
     """Start a SuperNode and its ClientApp's executor, which share a secret, so that no other process gets messages."""
     port, name = free_port(), safe_name(client)
     home = str((folder / "home" / name).resolve())
-    secret = keys.write_secret(folder / f"{name}.secret")
+    secret = keys.write_secret(folder / f"node-{name}.secret")  # a client may be called "operator"
     children.start(
         f"node-{name}",
         [
-            *(sys.executable, "-m", "fedfm.engines.flower.private_api", "supernode", "--superlink", address),
+            *(*PROGRAMS, "supernode", "--superlink", address),
             *("--root-certificates", str(folder / "ca.crt")),
-            *("--auth-supernode-private-key", str(folder / f"{name}.key")),
+            *("--auth-supernode-private-key", str(folder / f"node-{name}.key")),
             *("--host", "127.0.0.1", "--port", str(port), "--node-config", config),
             *("--isolation", "process", "--superexec-auth-secret-file", str(secret)),
         ],
@@ -126,7 +128,7 @@ def _node(children: Children, folder: Path, client: str, address: str, config: s
     children.start(
         f"executor-{name}",
         [
-            *(sys.executable, "-m", "fedfm.engines.flower.private_api", "superexec", "--insecure"),
+            *(*PROGRAMS, "superexec", "--insecure"),
             *("--runtime-api-address", f"127.0.0.1:{port}"),
             *("--superexec-auth-secret-file", str(secret), "--parent-pid", str(os.getpid())),
         ],

@@ -1,4 +1,4 @@
-"""All uses of Flower's and Ray's private API.
+"""All uses of Flower's and Ray's private API, but for those of Flower's programs (:mod:`.private_programs`).
 
 Each use has a check in ``tests/engines/test_private_api.py``, which names the function here that a new Flower breaks.
 The module imports torch and Flower only when they are needed.
@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import signal
-import sys
 import time
-import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from fedfm.errors import E_DIED, E_EXCEPTION, ClientFault, RunError
+from fedfm.errors import E_DIED, E_EXCEPTION, ClientFault, InputError, RunError
 
 if TYPE_CHECKING:
     from fedfm.core.messages import Request
@@ -216,24 +212,43 @@ def build(app: Path) -> bytes:
     return bytes(build_fab_from_disk(app))
 
 
+OPERATOR = "operator.secret"  # beside an authority's certificate: whoever has it is the operator
+
+
+class _Bearer:
+    """Shows the operator's secret to the SuperLink's gate."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret
+
+    def intercept(self, context: Any, call_next: Callable[[Any], Any]) -> Any:
+        """Add it to a request."""
+        context.request.headers["Authorization"] = f"Bearer {self._secret}"
+        return call_next(context)
+
+
 class Control:
     """The operator's connection to a SuperLink, as ``flwr supernode register``, ``flwr run`` and ``flwr list`` use it.
 
     Args:
         address: host:port.
-        root_certificates: PEM file of the authority that signed the SuperLink's certificate.
+        root_certificates: PEM file of the authority that signed the SuperLink's certificate. The operator's secret is
+            ``operator.secret`` in the same folder; a SuperLink without a gate needs none.
+
+    A call raises :class:`RunError` if the SuperLink does not answer, and :class:`InputError` if it wants the secret.
     """
 
     def __init__(self, address: str, root_certificates: Path) -> None:
         from flwr.supercore.control.control_http_client import ControlHttpClient
         from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
-        self._address = address
+        self._address, self._secret = address, root_certificates.parent / OPERATOR
+        bearer = [_Bearer(self._secret.read_text().strip())] if self._secret.is_file() else []
         self._client = ControlHttpClient.from_server_address(
             server_address=address,
             insecure=False,
             root_certificates=root_certificates.read_bytes(),
-            interceptors=[RuntimeVersionHttpInterceptor(component_name="fedfm")],
+            interceptors=[RuntimeVersionHttpInterceptor(component_name="fedfm"), *bearer],
         )
 
     def register(self, public_key: bytes, name: str) -> int:
@@ -242,6 +257,13 @@ class Control:
 
         with self._reaching():
             return int(self._client.RegisterNode(RegisterNodeRequest(public_key=public_key, name=name)).node_id)
+
+    def unregister(self, node: int) -> None:
+        """Admit a SuperNode's key no more."""
+        from flwr.proto.control_pb2 import UnregisterNodeRequest
+
+        with self._reaching():
+            self._client.UnregisterNode(UnregisterNodeRequest(node_id=node))
 
     def online(self) -> set[int]:
         """Ids of the SuperNodes that are connected."""
@@ -303,85 +325,14 @@ class Control:
 
         try:
             yield
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != httpx.codes.FORBIDDEN:
+                raise RunError(f"the SuperLink at {self._address} does not do it: {error}") from None
+            why = "has another secret" if self._secret.is_file() else "is missing"
+            text = f"the SuperLink at {self._address} obeys its operator only: {self._secret} {why}"
+            raise InputError(text) from None
         except httpx.HTTPError as error:
             raise RunError(f"the SuperLink at {self._address} cannot be reached: {error}") from None
 
     def close(self) -> None:
         self._client.close()
-
-
-def supernode() -> None:
-    """``flower-supernode`` that polls for messages every 0.2 s instead of every 3 s, which is cheap on loopback.
-
-    The interval is a constant in Flower; on other networks use ``flower-supernode`` itself.
-    """
-    from flwr.supernode import start_client_internal as loop
-    from flwr.supernode.cli import flower_supernode
-
-    quick = types.SimpleNamespace(**vars(time))
-    quick.sleep = lambda seconds: time.sleep(min(seconds, 0.2))
-    loop.time = quick
-    flower_supernode()
-
-
-def superexec() -> None:
-    """``flower-superexec`` that forks for a message instead of starting a program, whose imports take seconds.
-
-    A fork runs the same code as ``flwr-clientapp``. A silo's own machine may use ``flower-superexec``.
-    """
-    import flwr.clientapp
-    import flwr.serverapp
-    import flwr.supernode.cli.flwr_clientapp  # noqa: F401 - imported once for all forks
-    from flwr.supercore.cli import flower_superexec
-    from flwr.supercore.constant import TaskType
-    from flwr.supercore.superexec.executor import LaunchResult, SubprocessExecutor
-
-    program = SubprocessExecutor.launch
-
-    def launch(self: Any, spec: Any) -> Any:
-        if spec.task_type != TaskType.CLIENT_APP:
-            return program(self, spec)
-        if os.fork() == 0:
-            _clientapp(spec)
-        return LaunchResult.accepted()
-
-    SubprocessExecutor.launch = launch
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps the forks
-    flower_superexec()
-
-
-def _clientapp(spec: Any) -> NoReturn:
-    """Answer one message in a fork, and end it."""
-    from flwr.supercore.exit import exit_handler
-    from flwr.supercore.tls import validate_and_resolve_root_certificates
-    from flwr.supernode.runtime.run_clientapp import run_clientapp
-
-    status = 1
-    try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        exit_handler.registered_exit_handlers.clear()  # those of the process that forked
-        run_clientapp(
-            runtime_api_address=spec.runtime_api_address,
-            token=spec.token,
-            insecure=spec.insecure,
-            certificates=validate_and_resolve_root_certificates(spec.root_certificates_path, spec.insecure),
-            parent_pid=spec.parent_pid,
-            runtime_dependency_install=False,
-        )
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def main() -> None:
-    """``python -m fedfm.engines.flower.private_api supernode|superexec ARGUMENTS``."""
-    program = {"supernode": supernode, "superexec": superexec}[sys.argv[1]]
-    sys.argv = [f"flower-{sys.argv[1]}", *sys.argv[2:]]
-    program()
-
-
-if __name__ == "__main__":
-    main()

@@ -194,7 +194,8 @@ class FlowerStream(FlowerLink):
         if reply.fault is not None and reply.fault.code == E_DIED:
             return  # lost on its way or with its process: the client is who it was
         self._nodes.pop(client, None)
-        self._met(reply)
+        self._registry.look()
+        self._meet([reply])
 
     def _recall(self, sent: Sequence[tuple[int, Request]], known: Mapping[ClientId, SentRequest]) -> Iterator[Reply]:
         """Ask sites for answers that they keep, or are still at; these requests are sent where there is none."""

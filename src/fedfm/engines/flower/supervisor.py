@@ -7,18 +7,22 @@ executor of ClientApps. A new certificate in the server's kit is used from then 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import shutil
 import signal
-import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from fedfm.engines.flower import client_stub, keys, loopback
+from fedfm.engines.flower import authority, client_stub, keys, loopback
 from fedfm.engines.flower.kits import NODES, Kit, free, load
-from fedfm.engines.flower.private_api import QUICK_EXECUTOR, Control
+from fedfm.engines.flower.node_status import NodeStatus
+from fedfm.engines.flower.private_api import OPERATOR, QUICK_EXECUTOR, Control
 from fedfm.engines.flower.processes import Children
+from fedfm.engines.flower.server_seen import Lookout
+from fedfm.engines.flower.silo_log import SiloLog
 from fedfm.errors import InputError, RunError
 
 _POLL = 0.2
@@ -46,15 +50,21 @@ def start(folder: Path, tell: Callable[[str], None], stop: Callable[[], bool] | 
 
 
 def _check(kit: Kit) -> None:
-    names = ["ca.crt"]
-    names += ["server.pem", "server.key", "superexec.secret"] if kit.serves else ["node.key", "silo.toml"]
-    for name in names:
+    for name in kit.files if kit.serves else (*kit.files, "silo.toml"):
         path = kit.folder / name
         if not path.is_file():
-            raise InputError(f"{path} is missing: the kit is not whole; copy it again")
+            new = "; `fedfm provision` with the same file adds it to the kit" if name == OPERATOR else ""
+            raise InputError(f"{path} is missing: the kit is not whole; copy it again{new}")
         if path.suffix in (".key", ".secret") and path.stat().st_mode & 0o077:
             raise InputError(f"{path} is open to other users; chmod 600")
-    if not kit.serves:
+    if kit.serves:
+        end = authority.validity(kit.folder / "server.pem")[1]
+        if end < datetime.datetime.now(datetime.UTC):
+            raise InputError(
+                f"{kit.folder / 'server.pem'}: the certificate ended on {end:%Y-%m-%d}, so that no silo connects: "
+                "`fedfm provision FILE --out KITS --renew` makes a new one"
+            )
+    else:
         from fedfm.runtime import silo_file
 
         silo = silo_file.load(kit.folder / "silo.toml")
@@ -92,7 +102,7 @@ class _Supervisor:
     """Starts a kit's processes, and starts again those that end."""
 
     def __init__(self, kit: Kit, tell: Callable[[str], None]) -> None:
-        self._kit, self._tell = kit, tell
+        self._kit, self._listener = kit, tell
         self._state = kit.folder / ".fedfm"  # of a silo: also its runs and its log
         self._state.mkdir(mode=0o700, exist_ok=True)
         self._children = Children(self._state / "logs", self._environment())
@@ -101,19 +111,24 @@ class _Supervisor:
         self._pause = dict.fromkeys(self._commands, _PAUSES[0])
         self._began: dict[str, float] = {}
         self._certificate = self._stamp()
-        self._admitted: set[str] = set()
+        self._admitted: dict[str, bytes] = {}  # by name: the public key
         self._control: Control | None = None
         self._looked = 0.0
+        self._lookout: Lookout | None = None
 
     def run(self, stop: Callable[[], bool]) -> None:
         kit = self._kit
         where = f"listens at {kit.server}" if kit.serves else f"connects to {kit.server}"
         self._tell(f"{kit.name} {where}; logs are in {self._state / 'logs'}")
+        if not kit.serves:
+            self._lookout = Lookout(kit.server, kit.folder / "ca.crt", self._tell)
         try:
             while not stop():
                 self._step(time.monotonic())
                 time.sleep(_POLL)
         finally:
+            if self._lookout is not None:
+                self._lookout.end()
             self._children.end()
             if self._control is not None:
                 self._control.close()
@@ -122,6 +137,13 @@ class _Supervisor:
             for name in ("home", "secret"):
                 shutil.rmtree(self._state / name, ignore_errors=True)
             self._tell(f"{kit.name} has ended")
+
+    def _tell(self, text: str) -> None:
+        """Say it, and write it into a silo's log."""
+        self._listener(text)
+        if not self._kit.serves:
+            with contextlib.suppress(OSError, RunError):  # a full disk
+                SiloLog(self._state, self._kit.folder / "silo.toml").note(text)
 
     def _step(self, now: float) -> None:
         for name, how in self._children.ended():
@@ -132,7 +154,7 @@ class _Supervisor:
             self._tell(f"{name} ended with {how}{f' ({why})' if why else ''}; it starts again")
             self._pause[name] = min(self._pause[name] * 2, _PAUSES[1])
         for name, due in list(self._due.items()):
-            if due <= now:
+            if due <= now and (name != "supernode" or self._lookout is None or self._lookout.clear):
                 del self._due[name]
                 self._begin(name, now)
         if self._kit.serves and now - self._looked > _LOOK:
@@ -168,33 +190,62 @@ class _Supervisor:
             return self._certificate
 
     def _admit(self) -> None:
-        """Register the silos whose public keys are in the kit, once the SuperLink answers."""
-        files = {path.stem: path for path in sorted((self._kit.folder / NODES).glob("*.pub"))}
-        if files.keys() <= self._admitted:
+        """Register the silos' public keys that are in the kit, once the SuperLink answers; a silo has one key."""
+        files = {path.stem: path.read_bytes() for path in sorted((self._kit.folder / NODES).glob("*.pub"))}
+        if files == self._admitted:
             return
         try:
             if self._control is None:
+                self._refuses_strangers()
                 self._control = Control(self._kit.local, self._kit.folder / "ca.crt")
-            known = {_key(node.public_key) for node in self._control.nodes()}
-            for name in sorted(files.keys() - self._admitted):
-                key = _key(files[name].read_bytes())
-                if key not in known:
-                    self._control.register(key, name)
-                    self._tell(f"{name} may connect")
-                self._admitted.add(name)
+            known = {_key(node.public_key): node for node in self._control.nodes()}
+            for name, text in files.items():
+                if self._admitted.get(name) != text:
+                    self._register(self._control, name, text, known)
+                    self._admitted[name] = text
         except RunError:  # it is starting
             return
+
+    def _register(self, control: Control, name: str, text: bytes, known: Mapping[bytes, NodeStatus]) -> None:
+        try:
+            key = _key(text)
         except ValueError as error:
-            self._tell(f"{self._kit.folder / NODES}: a public key cannot be read: {error}")
+            self._tell(f"{self._kit.folder / NODES / name}.pub: the public key cannot be read: {error}")
+            return
+        for other in [node for node in known.values() if node.name == name and _key(node.public_key) != key]:
+            control.unregister(other.id)
+            self._tell(f"{name} has a new key; its old one is admitted no more")
+        if key not in known:
+            control.register(key, name)
+            self._tell(f"{name} may connect")
+        elif known[key].name != name:
+            called = known[key].name or "no name"
+            self._tell(f"{name} cannot connect: its key is registered under {called}; each silo needs a key of its own")
+
+    def _refuses_strangers(self) -> None:
+        """Make sure that the SuperLink has its gate.
+
+        Raises:
+            InputError: it obeys everybody.
+            RunError: it does not answer.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            authority = Path(folder) / "ca.crt"  # and no secret beside it
+            authority.write_bytes((self._kit.folder / "ca.crt").read_bytes())
+            with contextlib.closing(Control(self._kit.local, authority)) as stranger:
+                try:
+                    stranger.nodes()
+                except InputError:
+                    return
+        raise InputError(f"the SuperLink at {self._kit.local} obeys everybody who reaches it: it is stopped")
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
     def _server(self) -> dict[str, list[str]]:
         kit, at = self._kit, self._kit.folder
-        host = "127.0.0.1" if kit.loopback or kit.proxy else "0.0.0.0"  # noqa: S104 - silos are on other machines
-        superlink = ["flower-superlink", "--ssl-ca-certfile", str(at / "ca.crt")]
+        superlink = [*loopback.PROGRAMS, "superlink", str(at / OPERATOR), "--ssl-ca-certfile", str(at / "ca.crt")]
         superlink += ["--ssl-certfile", str(at / "server.pem"), "--ssl-keyfile", str(at / "server.key")]
-        superlink += ["--enable-supernode-auth", "--host", host, "--port", str(kit.port)]
+        superlink += ["--enable-supernode-auth", "--host", kit.listens, "--port", str(kit.port)]
         superlink += ["--database", str(self._state / "state.db"), "--disable-runtime-dependency-installation"]
         secret = ["--superexec-auth-secret-file", str(at / "superexec.secret")]
         executor = ["flower-superexec", "--runtime-api-address", kit.local, "--root-certificates", str(at / "ca.crt")]
@@ -208,11 +259,10 @@ class _Supervisor:
         folder = self._state / "secret"
         folder.mkdir(mode=0o700, exist_ok=True)
         secret = ["--superexec-auth-secret-file", str(keys.write_secret(folder / "superexec.secret"))]
-        quick = [sys.executable, "-m", "fedfm.engines.flower.private_api"]
-        node = [*quick, "supernode"] if kit.loopback else ["flower-supernode"]
+        node = [*loopback.PROGRAMS, "supernode"] if kit.loopback else ["flower-supernode"]
         node += ["--superlink", kit.server, "--root-certificates", str(at / "ca.crt")]
         node += ["--auth-supernode-private-key", str(at / "node.key"), "--host", "127.0.0.1", "--port", str(kit.port)]
-        executor = [*quick, "superexec", "--insecure", "--runtime-api-address", f"127.0.0.1:{kit.port}"]
+        executor = [*loopback.PROGRAMS, "superexec", "--insecure", "--runtime-api-address", f"127.0.0.1:{kit.port}"]
         return {
             "supernode": [*node, "--node-config", f'silo="{at / "silo.toml"}"', "--isolation", "process", *secret],
             "executor": [*executor, *secret, "--parent-pid", str(os.getpid())],

@@ -1,0 +1,127 @@
+"""Flower's programs as fedfm starts them: a SuperLink with a gate, and SuperNodes that run fedfm's app alone.
+
+``python -m fedfm.engines.flower.private_programs superlink|supernode|superexec ARGUMENTS``. As in :mod:`.private_api`,
+each use of what is not public in Flower has a check in ``tests/engines/test_private_api.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fedfm.engines.flower import bundle
+
+
+def superlink() -> None:
+    """``SECRET_FILE ARGUMENTS``: ``flower-superlink`` behind :class:`~.gate.Gate`, whose secret is in the file.
+
+    The gate is around all that the program's web server serves. Flower's other way in, gRPC, stays closed.
+    """
+    import uvicorn
+    from flwr.common.constant import FLWR_INTERNAL_GRPC_CONTROL_API, FLWR_INTERNAL_GRPC_FLEET_API
+    from flwr.superlink.cli import flower_superlink
+
+    from fedfm.engines.flower.gate import Gate
+
+    secret, serve = Path(sys.argv.pop(1)).read_bytes(), uvicorn.run
+    for way in (FLWR_INTERNAL_GRPC_CONTROL_API, FLWR_INTERNAL_GRPC_FLEET_API):
+        os.environ.pop(way, None)
+
+    def run(app: Any, **options: Any) -> None:
+        options["proxy_headers"] = False  # no header makes a peer of another machine a local one
+        serve(Gate(app, secret), **options)
+
+    uvicorn.run = run
+    flower_superlink()
+
+
+def supernode() -> None:
+    """``flower-supernode`` that polls for messages every 0.2 s instead of every 3 s, which is cheap on loopback.
+
+    The interval is a constant in Flower; on other networks use ``flower-supernode`` itself.
+    """
+    from flwr.supernode import start_client_internal as loop
+    from flwr.supernode.cli import flower_supernode
+
+    quick = types.SimpleNamespace(**vars(time))
+    quick.sleep = lambda seconds: time.sleep(min(seconds, 0.2))
+    loop.time = quick
+    flower_supernode()
+
+
+def superexec() -> None:
+    """``flower-superexec`` that forks for a message instead of starting a program, whose imports take seconds.
+
+    A fork runs the same code as ``flwr-clientapp``, but no app except fedfm's. Tasks other than a ClientApp's fail.
+    """
+    import flwr.clientapp
+    import flwr.serverapp
+    import flwr.supernode.cli.flwr_clientapp  # noqa: F401 - imported once for all forks
+    from flwr.supercore.cli import flower_superexec
+    from flwr.supercore.constant import TaskType
+    from flwr.supercore.superexec.executor import LaunchResult, SubprocessExecutor
+
+    def launch(self: Any, spec: Any) -> Any:
+        if spec.task_type != TaskType.CLIENT_APP:
+            return LaunchResult.failed("a silo runs ClientApps only")
+        if os.fork() == 0:
+            _clientapp(spec)
+        return LaunchResult.accepted()
+
+    SubprocessExecutor.launch = launch
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps the forks
+    flower_superexec()
+
+
+def _clientapp(spec: Any) -> NoReturn:
+    """Answer one message in a fork, and end it."""
+    from flwr.supercore.exit import exit_handler
+    from flwr.supercore.tls import validate_and_resolve_root_certificates
+
+    status = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        exit_handler.registered_exit_handlers.clear()  # those of the process that forked
+        _own_app_only().run_clientapp(
+            runtime_api_address=spec.runtime_api_address,
+            token=spec.token,
+            insecure=spec.insecure,
+            certificates=validate_and_resolve_root_certificates(spec.root_certificates_path, spec.insecure),
+            parent_pid=spec.parent_pid,
+            runtime_dependency_install=False,
+        )
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _own_app_only() -> Any:
+    """The module of ``flwr-clientapp``, which unpacks no bundle but fedfm's own from here on."""
+    program: Any = sys.modules["flwr.supernode.runtime.run_clientapp"]
+    unpack = program.install_from_fab
+
+    def unpack_own(content: bytes, *args: Any, **more: Any) -> Any:
+        bundle.check(content)
+        return unpack(content, *args, **more)
+
+    program.install_from_fab = unpack_own
+    return program
+
+
+def main() -> None:
+    """``python -m fedfm.engines.flower.private_programs superlink|supernode|superexec ARGUMENTS``."""
+    program = {"superlink": superlink, "supernode": supernode, "superexec": superexec}[sys.argv[1]]
+    sys.argv = [f"flower-{sys.argv[1]}", *sys.argv[2:]]
+    program()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The server as a silo's machine sees it: its address, its certificate and its clock, each in one line."""
+
+from __future__ import annotations
+
+import datetime
+import email.utils
+import http.client
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedfm.errors import first_line
+
+SKEW = 60.0  # seconds by which a silo's clock may differ from the server's; Flower refuses older signatures
+_WAIT = 5.0  # seconds for the server's answer
+_PAUSES = (2.0, 30.0)  # seconds between two looks: the first and the longest
+_NOT_YET, _ENDED, _SIGNER, _NAMES = {9}, {10}, {2, 7, 18, 19, 20, 21}, {62, 64}  # OpenSSL's X509_V_ERR_*
+
+
+@dataclass(frozen=True)
+class ServerView:
+    """What a look at the server found.
+
+    Attributes:
+        problem: why no node can connect, and what would help; "" if one can.
+        ahead: seconds by which this machine's clock is ahead of the server's; None if it does not tell the time.
+    """
+
+    problem: str = ""
+    ahead: float | None = None
+
+
+def look(server: str, authority: Path, wait: float = _WAIT) -> ServerView:
+    """Ask a server how it is.
+
+    Args:
+        server: host:port.
+        authority: PEM file of the federation's authority.
+    """
+    host, _, port = server.rpartition(":")
+    host = host.strip("[]")
+    try:
+        context = ssl.create_default_context(cafile=str(authority))
+        link = http.client.HTTPSConnection(host, int(port), timeout=wait, context=context)
+        try:
+            link.request("GET", "/health")
+            answer = link.getresponse()
+        finally:
+            link.close()
+    except ssl.SSLCertVerificationError as error:
+        return ServerView(f"{server}: {_certificate(error, host)}")
+    except ssl.SSLError as error:
+        return ServerView(f"{server} does not speak TLS as a server of fedfm does: {error.reason or first_line(error)}")
+    except socket.gaierror:
+        return ServerView(f"{host}: no such host is known here; the kit's operator wrote this address")
+    except ConnectionRefusedError:
+        return ServerView(f"nothing listens at {server}: the server is not started, or a firewall refuses")
+    except TimeoutError:
+        return ServerView(f"{server} does not answer within {wait:g} s: the address is wrong, or a firewall is between")
+    except (OSError, http.client.HTTPException) as error:
+        return ServerView(f"{server} does not answer: {first_line(error) or type(error).__name__}")
+    if answer.status != http.client.OK:
+        return ServerView(f"{server} is not ready, or another web server: it answers with status {answer.status}")
+    moment = answer.getheader("date")
+    if moment is None:
+        return ServerView()
+    try:
+        off = datetime.datetime.now(datetime.UTC) - email.utils.parsedate_to_datetime(moment)
+    except (TypeError, ValueError):
+        return ServerView()
+    return ServerView(ahead=off.total_seconds())
+
+
+def _certificate(error: ssl.SSLCertVerificationError, host: str) -> str:
+    clock = f"this machine's clock says {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"
+    if error.verify_code in _NOT_YET:
+        return f"the server's certificate is not valid yet; {clock}"
+    if error.verify_code in _ENDED:
+        return f"the server's certificate has ended ({clock}): its operator renews it with `fedfm provision --renew`"
+    if error.verify_code in _NAMES:
+        return f"the server's certificate is for other names than {host}: its operator adds it to hosts and renews it"
+    if error.verify_code in _SIGNER:
+        return "its certificate is of another federation: this kit's ca.crt has not signed it"
+    return f"the server's certificate does not fit: {error.verify_message}"
+
+
+def _clock(ahead: float | None) -> str:
+    if ahead is None or abs(ahead) <= SKEW:
+        return ""
+    way = "ahead of" if ahead > 0 else "behind"
+    return f"this machine's clock is {abs(ahead):.0f} s {way} the server's, which refuses more than {SKEW:g} s: set it"
+
+
+class Lookout:
+    """Looks at the server again and again, in a thread of its own: an address without an answer takes seconds.
+
+    Args:
+        tell: gets a line whenever what is seen changes.
+    """
+
+    def __init__(self, server: str, authority: Path, tell: Callable[[str], None]) -> None:
+        self._server, self._authority, self._tell = server, authority, tell
+        self._problem: str | None = None  # before the first look
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    @property
+    def clear(self) -> bool:
+        """Whether a node could connect at the last look."""
+        return self._problem == ""
+
+    def end(self) -> None:
+        """Look no more."""
+        self._end.set()
+
+    def _watch(self) -> None:
+        pause = _PAUSES[0]
+        while True:
+            seen = look(self._server, self._authority)
+            problem = seen.problem or _clock(seen.ahead)
+            if self._end.is_set():
+                return
+            if problem != self._problem:
+                if problem:
+                    self._tell(f"{problem}; it is tried again")
+                elif self._problem:
+                    self._tell(f"{self._server} answers")
+                pause = _PAUSES[0]
+            self._problem = problem
+            if self._end.wait(pause):
+                return
+            pause = min(pause * 2, _PAUSES[1])
