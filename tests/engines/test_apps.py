@@ -298,9 +298,12 @@ def test_another_version_or_model_is_left_out(tmp_path, change):
     assert "b does not take part" in notices[0]
 
 
-def test_two_nodes_of_one_name_are_refused(tmp_path):
-    with pytest.raises(InputError, match="two nodes"):
-        over_flower(FedAvg(), tmp_path, hello(name="a"))
+def test_two_nodes_of_one_name_are_both_left_out_where_no_key_is_registered_under_it(tmp_path):
+    notices = []
+    fed, _ = over_flower(FedAvg(), tmp_path, hello(name="a"), notice=notices.append)
+    run(FedAvg(), fed, 1)
+    assert {e.client for e in fed.excluded} == {"a", "b"}
+    assert [n for n in notices if 'E_CLIENT: its silo.toml says name = "a", as another node does' in n] == notices[:2]
 
 
 def test_a_stranger_does_not_take_part_and_too_few_do_not_begin(tmp_path):

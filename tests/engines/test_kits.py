@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedfm import __version__
 from fedfm.cli import main
-from fedfm.engines.flower import kits
+from fedfm.engines.flower import authority, kits
 
 SILOS = ("hospital-a", "hospital-b")
 
@@ -53,7 +53,7 @@ def digest(folder: Path) -> dict[str, bytes]:
 def test_private_files_are_their_owners_and_silos_get_no_key_of_another(tmp_path):
     out = provision(tmp_path)
     private = {p for p in out.rglob("*") if p.suffix in (".key", ".secret")}
-    assert {p.name for p in private} == {"ca.key", "server.key", "superexec.secret", "node.key"}
+    assert {p.name for p in private} == {"ca.key", "server.key", "superexec.secret", "operator.secret", "node.key"}
     assert {stat.S_IMODE(p.stat().st_mode) for p in private} == {0o600}
     assert {stat.S_IMODE((out / name).stat().st_mode) for name in ("authority", "server", *SILOS)} == {0o700}
     secrets = {p.read_bytes() for p in private}
@@ -75,7 +75,7 @@ def test_the_certificate_is_the_authoritys_for_the_servers_names_and_days(tmp_pa
     server.verify_directly_issued_by(authority)
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert set(names.get_values_for_type(x509.DNSName)) == {"fed.example.org", "fed.internal", "localhost"}
-    assert {str(a) for a in names.get_values_for_type(x509.IPAddress)} == {"10.0.0.7", "127.0.0.1"}
+    assert {str(a) for a in names.get_values_for_type(x509.IPAddress)} == {"10.0.0.7", "127.0.0.1", "::1"}
     left = server.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
     assert datetime.timedelta(days=19) < left < datetime.timedelta(days=21)
     assert all((out / name / "ca.crt").read_bytes() == (out / "authority/ca.crt").read_bytes() for name in SILOS)
@@ -136,6 +136,19 @@ def test_kits_of_another_server_and_other_folders_are_refused(tmp_path, capsys):
         ('server = "h:0"\nsilos = ["a"]', 'expected "h:8443"'),
         ('server = "h:70000"\nsilos = ["a"]', "65535"),
         ('server = "https://h"\nsilos = ["a"]', "expected a host and a port"),
+        (
+            'server = "0.0.0.0:8443"\nsilos = ["a"]',
+            "server: 0.0.0.0 is an address to listen on, and none to connect to",
+        ),
+        ('server = "0:8443"\nsilos = ["a"]', "an address to listen on"),
+        ('server = "0.1.2.3"\nsilos = ["a"]', "an address to listen on"),
+        ('server = "[::]:8443"\nsilos = ["a"]', "an address to listen on"),
+        ('server = "224.0.0.1"\nsilos = ["a"]', "an address of many machines"),
+        ('server = "255.255.255.255"\nsilos = ["a"]', "an address of many machines"),
+        ('server = "[ff02::1]"\nsilos = ["a"]', "an address of many machines"),
+        ('server = "240.0.0.1"\nsilos = ["a"]', "an address of no machine"),
+        ('server = "[fe80::1]"\nsilos = ["a"]', "another machine in each network"),
+        ('server = "h:1"\nsilos = ["a"]\nhosts = ["0.0.0.0"]', "hosts: 0.0.0.0 is an address to listen on"),
         ('server = "h:1"\nsilos = ["a"]\ndays = 0', "days = 0"),
         ('server = "h:1"\nsilos = ["a"]\nsilo = 1', "unknown key"),
     ],
@@ -286,7 +299,7 @@ def test_check_names_a_server_of_another_federation(tmp_path, capsys):
     with answering(kits.load(other / "server"), 0.0):
         code, found = examined(capsys, out / "hospital-a")
     assert code == 1
-    assert "certificate does not fit" in found["server"][1]
+    assert "certificate is of another federation" in found["server"][1]
 
 
 def test_the_silos_file_of_a_kit_is_valid_and_the_scripts_parse(tmp_path):
@@ -404,3 +417,41 @@ def test_the_fragment_listens_where_the_silos_connect_and_passes_on_to_loopback(
         assert f"server_name {name};" in text
         assert f"proxy_pass https://127.0.0.1:{inner or kit.port}/v1/fleet/;" in text
         assert ("it needs that first" in text) == (not more)
+
+
+@pytest.mark.parametrize(
+    ("server", "more", "listens", "local"),
+    [
+        ("fed.example.org", "", "0.0.0.0", "127.0.0.1:8443"),
+        ("fed.example.org", "proxy = true\n", "127.0.0.1", "127.0.0.1:18443"),
+        ("[2001:db8::1]", "", "::", "[::1]:8443"),
+        ("[::1]:8443", "", "::1", "[::1]:8443"),
+        ("localhost:8443", "", "127.0.0.1", "127.0.0.1:8443"),
+        ("127.0.0.2:8443", "", "127.0.0.2", "127.0.0.2:8443"),
+    ],
+)
+def test_the_superlink_listens_where_the_silos_connect(tmp_path, capsys, server, more, listens, local):
+    kit = kits.load(provision(tmp_path, more, server=server) / "server")
+    assert (kit.listens, kit.local) == (listens, local)
+    rehearsal = "no other machine reaches a server there"
+    assert (rehearsal in capsys.readouterr().out) == kit.loopback == (server[:3] in ("[::", "loc", "127"))
+
+
+def test_a_servers_kit_without_an_operators_secret_gets_one_and_does_not_start_before(tmp_path, capsys):
+    out = provision(tmp_path)
+    (out / "server/operator.secret").unlink()
+    before = digest(out)
+    assert main(["start", str(out / "server")]) == 2
+    assert "operator.secret is missing" in capsys.readouterr().err
+    provision(tmp_path)
+    after = digest(out)
+    assert len(after.pop("server/operator.secret")) == 64
+    assert {name: after[name] for name in before} == before
+
+
+def test_a_server_whose_certificate_has_ended_does_not_start(tmp_path, capsys, monkeypatch):
+    out = provision(tmp_path)
+    until = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=2)
+    monkeypatch.setattr(authority, "validity", lambda path: (until, until))
+    assert main(["start", str(out / "server")]) == 2
+    assert f"the certificate ended on {until:%Y-%m-%d}" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What private_api.py uses of Flower and Ray is there, and does what we need; a failure names the function to mend."""
+"""What is not public in Flower and Ray is there, and does what we need; a failure names the function to mend."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedfm.core.wire import codec
-from fedfm.engines.flower import keys, private_api
+from fedfm.engines.flower import keys, private_api, private_programs
 from fedfm.errors import RunError
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = {"flwr.app", "flwr.clientapp", "flwr.clientapp.mod", "flwr.serverapp", "flwr.serverapp.strategy"}
 PUBLIC |= {"flwr.simulation", "ray"}
+MODULES = (private_api, private_programs)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Flower's own
 
 
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Flower'
 class Check:
     """One thing that is not public: where it is, who uses it, what it has to do."""
 
-    function: str  # of private_api
+    function: str  # of one of MODULES
     paths: tuple[str, ...]
     does: Callable[..., None]
 
@@ -51,7 +52,8 @@ class Check:
     def told(self) -> str:
         """How a failure begins."""
         package = self.paths[0].partition(".")[0]
-        return f"private_api.{self.function} needs work for {package} {version(package)}"
+        module = private_api if hasattr(private_api, self.function.partition(".")[0]) else private_programs
+        return f"{module.__name__.rpartition('.')[2]}.{self.function} needs work for {package} {version(package)}"
 
     def run(self) -> None:
         """Fail with the name of the function that needs work."""
@@ -255,6 +257,48 @@ def an_operator_stops_a_run(client: Any, request: Any) -> None:
     call(client, "StopRun", request)
 
 
+@needs("Control.unregister", _CLIENT, "flwr.proto.control_pb2.UnregisterNodeRequest")
+def an_operator_shuts_a_node_out(client: Any, request: Any) -> None:
+    assert request(node_id=3).node_id == 3
+    call(client, "UnregisterNode", request)
+
+
+@needs(
+    "NodeView.over",
+    "flwr.supernode.fleet_http_client.FleetHttpClient",
+    "flwr.supernode.node_auth_http_interceptor.NodeAuthHttpInterceptor",
+    "flwr.supercore.interceptors.RuntimeVersionHttpInterceptor",
+    "flwr.proto.run_pb2.GetRunRequest",
+    "flwr.proto.node_pb2.Node",
+)
+def a_node_asks_whether_a_run_has_ended(client: Any, signs: Any, version_of: Any, request: Any, node: Any) -> None:
+    takes(client.from_server_address, "127.0.0.1:1", False, b"", interceptors=[version_of(component_name="SuperNode")])
+    takes(signs, "private", "public")
+    assert request(node=node(node_id=3), run_id=4).run_id == 4
+    call(client, "GetRun", request)
+    with tempfile.TemporaryDirectory() as folder:
+        keys.write_certificates(Path(folder))
+        keys.write_node_key(Path(folder) / "node.key")
+        view = private_api.NodeView("127.0.0.1:1", Path(folder) / "ca.crt", Path(folder) / "node.key")
+        assert view.over(3, 4) is None
+        view.close()
+
+
+@needs(
+    "superlink",
+    "flwr.superlink.cli.flower_superlink",
+    "flwr.common.constant.FLWR_INTERNAL_GRPC_CONTROL_API",
+    "flwr.common.constant.FLWR_INTERNAL_GRPC_FLEET_API",
+)
+def a_superlink_serves_by_uvicorns_own_name_run(program: Any, control: str, fleet: str) -> None:
+    takes(program)
+    source = inspect.getsource(sys.modules[program.__module__])
+    assert source.count("uvicorn.run(") == 1
+    assert "import uvicorn\n" in source
+    assert "add_insecure_port" not in source
+    assert {control, fleet} == {"FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API"}
+
+
 @needs("supernode", "flwr.supernode.start_client_internal", "flwr.supernode.cli.flower_supernode")
 def a_supernode_sleeps_by_its_modules_own_name_time(loop: Any, program: Any) -> None:
     assert isinstance(loop, types.ModuleType)
@@ -290,9 +334,11 @@ def an_executor_reads_from_the_environment_how_often_it_asks(name: str) -> None:
     "_clientapp",
     "flwr.supercore.exit.exit_handler",
     "flwr.supercore.tls.validate_and_resolve_root_certificates",
-    "flwr.supernode.runtime.run_clientapp.run_clientapp",
+    "flwr.supernode.runtime.run_clientapp",
 )
-def a_client_app_answers_one_message_and_ends(exit_handler: Any, certificates: Any, run: Any) -> None:
+def a_client_app_unpacks_a_bundle_answers_one_message_and_ends(exit_handler: Any, certificates: Any, _: Any) -> None:
+    run = sys.modules["flwr.supernode.runtime.run_clientapp"].run_clientapp
+    assert inspect.getsource(run).count("install_from_fab(fab.content, ") == 1
     assert isinstance(exit_handler.registered_exit_handlers, list)
     assert certificates(None, True) is None
     takes(
@@ -336,7 +382,7 @@ def test_what_is_not_public(check):
 
 @pytest.mark.parametrize("check", MARKED)
 def test_a_change_of_it_names_the_function_that_needs_work(check, monkeypatch):
-    getattr(private_api, check.function.partition(".")[0])
+    assert any(hasattr(module, check.function.partition(".")[0]) for module in MODULES)
     for path in check.paths:
         home, _, name = path.rpartition(".")
         found(path)  # imported as a whole, before a part of it goes
@@ -365,16 +411,16 @@ def private(names: set[str]) -> set[str]:
     return {name for name in names if name not in PUBLIC and name.rpartition(".")[0] not in PUBLIC}
 
 
-def test_what_is_not_public_is_imported_in_one_module_and_has_a_check():
-    ours = Path(private_api.__file__)
-    assert private(imports(ours)) <= {path for check in CHECKS for path in check.paths}
+def test_what_is_not_public_is_imported_in_two_modules_and_has_a_check():
+    ours = [Path(module.__file__) for module in MODULES]
+    assert {name for file in ours for name in private(imports(file))} <= {path for c in CHECKS for path in c.paths}
     files = [
         f for place in ("src", "tests", "benchmarks", "examples", "reproduce") for f in (ROOT / place).rglob("*.py")
     ]
-    assert ours in files
+    assert {*ours} <= {*files}
     peers = ("benchmarks/secagg.py", "benchmarks/accountants.py", "tests/privacy/test_composition.py")
     files = [f for f in files if str(f.relative_to(ROOT)) not in peers]  # they measure Flower, and rely on none of it
-    assert {str(f.relative_to(ROOT)): p for f in files if f != ours and (p := private(imports(f)))} == {}
+    assert {str(f.relative_to(ROOT)): p for f in files if f not in ours and (p := private(imports(f)))} == {}
 
 
 def test_the_installed_flower_is_one_of_those_that_are_tested():

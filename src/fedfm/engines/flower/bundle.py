@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import tomllib
 import zipfile
+import zlib
 
 from fedfm.errors import InputError
 
 CLIENT = "fedfm.apps:client"
-_FILES = ["pyproject.toml", ".info/CONTENT"]  # the second one is Flower's list of hashes
+_FILES = ("pyproject.toml", ".info/CONTENT")  # the second one is Flower's list of hashes
 _MOST = 4 << 20  # bytes of a file; an experiment's text is at most 1 MiB
+_UNREADABLE = (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, ValueError, KeyError, TypeError)
 
 
 def check(content: bytes) -> None:
@@ -19,16 +21,23 @@ def check(content: bytes) -> None:
     Raises:
         InputError: it does.
     """
+    if told := _foreign(content):
+        raise InputError(f"this silo runs fedfm's own app only, and the bundle {told}")
+
+
+def _foreign(content: bytes) -> str:
+    """How a bundle differs from fedfm's; "" if it is one."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            if sorted(archive.namelist()) != sorted(_FILES):
-                more = sorted({*archive.namelist()} - {*_FILES}) or ["a file twice or none"]
-                raise InputError(f"this silo runs fedfm's own app only, and the bundle has {more[0]!r:.80}")
-            if any(part.file_size > _MOST for part in archive.infolist()):
-                raise InputError(f"a file of the bundle is larger than {_MOST} bytes")
-            project = tomllib.loads(archive.read("pyproject.toml").decode())
-        client = project["tool"]["flwr"]["app"]["components"]["clientapp"]
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, KeyError, TypeError, EOFError) as error:
-        raise InputError(f"the bundle cannot be read: {type(error).__name__}") from None
-    if client != CLIENT:
-        raise InputError(f"this silo runs fedfm's own app only, and the bundle names {client!r:.80}")
+            names = archive.namelist()
+            if more := sorted({*names} - {*_FILES}):
+                return f"has {more[0]!r:.80}"
+            if sorted(names) != sorted(_FILES):
+                return "does not have each of its files once"
+            if max(part.file_size for part in archive.infolist()) > _MOST:
+                return f"has a file of more than {_MOST} bytes"
+            text = archive.read(_FILES[0]).decode()
+        client = tomllib.loads(text)["tool"]["flwr"]["app"]["components"]["clientapp"]
+    except _UNREADABLE as error:
+        return f"cannot be read: {type(error).__name__}"
+    return "" if client == CLIENT else f"names {client!r:.80}"

@@ -33,6 +33,8 @@ _PATH = 100  # longest address of a socket, in bytes
 _START = 120.0  # seconds for a worker to start listening
 _TRIES = 3  # starts of a worker that ends before it listens
 _LONGEST = 1 << 20  # bytes of an experiment's text
+_FLOWER = "flower.json"  # in the folder of a run: Flower's numbers of it
+END = "worker.end"  # in a handler's place: the worker ends
 RUNS = "runs"  # folder of all runs in a silo's own folder: keys chosen by a server cannot reach the silo's own files
 NO_SILO = "this node has no silo.toml: a SuperNode is started with --node-config 'silo=\"/path/to/silo.toml\"'"
 
@@ -139,6 +141,33 @@ def start(folder: Path) -> None:
             start_new_session=True,
         )
     worker.returncode = 0  # suppresses Python's warning about a child that is still running
+
+
+def release(folder: Path) -> None:
+    """Let the site's worker end as soon as it is not at work; the next message starts another one."""
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as link, contextlib.suppress(OSError):
+        link.settimeout(1.0)
+        link.connect(address(folder))
+        send(link, "", END, "", b"")
+
+
+def enter_run(folder: Path, node: int, run: int) -> None:
+    """Keep the numbers of node and run, by which the silo asks the SuperLink whether the run has ended."""
+    if flower_run(folder) != (node, run):
+        with contextlib.suppress(OSError):  # a full disk: the worker ends after some idle time
+            handle, temporary = tempfile.mkstemp(dir=folder)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump([node, run], file)
+            os.replace(temporary, folder / _FLOWER)
+
+
+def flower_run(folder: Path) -> tuple[int, int] | None:
+    """What :func:`enter_run` has kept; None: nothing."""
+    try:
+        node, run = json.loads((folder / _FLOWER).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return None
+    return (node, run) if type(node) is int and type(run) is int else None
 
 
 def call(folder: Path, client: Any, handler: str, head: str, data: bytes) -> tuple[str, bytes]:

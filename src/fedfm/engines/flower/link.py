@@ -353,11 +353,10 @@ class FlowerLink:
 
     def _greet(self) -> None:
         """Send hello to the nodes that have not received it."""
-        new = [node for node in self._presence.online() if node not in self._greeted]
+        new = self._registry.known(node for node in self._presence.online() if node not in self._greeted)
         if not new:
             return
         self._greeted.update(new)
-        self._registry.look()
         self._meet(list(self._deliver([self._hello(node) for node in new])))
 
     def _hello(self, node: int) -> tuple[int, Request]:
@@ -372,7 +371,10 @@ class FlowerLink:
         refused = self._registry.refusals(claims, self._nodes)
         for node, (reply, said, fault) in told.items():
             name = self._registry.name(node) or (None if node in refused else said)
-            fault = refused.get(node, fault) or self._foreign(reply, name)
+            fault = refused.get(node, fault)
+            stranger = fault is None and self._stranger(reply, name)
+            if stranger:
+                fault = ClientFault(E_CLIENT, f'"{str(name)[:40]}" is none of this experiment\'s clients')
             called = name or self._registry.called(node)
             if said is not None:
                 self._enter_hello(called, reply)
@@ -383,14 +385,12 @@ class FlowerLink:
                 continue
             self._absent[called] = fault
             self._notice(f"{called} does not take part: {fault}")
-            if name is not None and name not in self._nodes and (name == said or name in self.clients):
+            if not stranger and name is not None and name not in self._nodes and name in (said, *self.clients):
                 self._barred[name] = fault
 
-    def _foreign(self, reply: Reply, name: ClientId | None) -> ClientFault | None:
-        """Why a node without rows of its own is not needed; None if it is."""
-        if reply.value.get("own_data") or not self._expected or name in self._expected:
-            return None
-        return ClientFault(E_CLIENT, f'"{str(name)[:40]}" is none of this experiment\'s clients')
+    def _stranger(self, reply: Reply, name: ClientId | None) -> bool:
+        """Whether a node has neither rows of its own nor a part of this experiment's."""
+        return not reply.value.get("own_data") and bool(self._expected) and name not in self._expected
 
     def _enter_hello(self, name: ClientId, reply: Reply) -> None:
         for sender, receiver, nbytes in (("server", name, reply.nbytes_down), (name, "server", reply.nbytes_up)):

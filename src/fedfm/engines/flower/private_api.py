@@ -227,6 +227,50 @@ class _Bearer:
         return call_next(context)
 
 
+class NodeView:
+    """What a silo asks the SuperLink, signed with its node's key.
+
+    Args:
+        address: host:port.
+        root_certificates: PEM file of the authority that signed the SuperLink's certificate.
+        key: the node's private key, as ssh-keygen writes it.
+    """
+
+    def __init__(self, address: str, root_certificates: Path, key: Path) -> None:
+        from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+        from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+        from flwr.supernode.fleet_http_client import FleetHttpClient
+        from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+        private: Any = load_ssh_private_key(key.read_bytes(), None)
+        self._client = FleetHttpClient.from_server_address(
+            address,
+            False,
+            root_certificates.read_bytes(),
+            interceptors=[
+                RuntimeVersionHttpInterceptor(component_name="SuperNode"),
+                NodeAuthHttpInterceptor(private, private.public_key()),
+            ],
+        )
+
+    def over(self, node: int, run: int) -> bool | None:
+        """Whether a run is running no more; None: the SuperLink does not say."""
+        import httpx
+        from flwr.proto.node_pb2 import Node
+        from flwr.proto.run_pb2 import GetRunRequest
+
+        try:
+            self._client.GetRun(GetRunRequest(node=Node(node_id=node), run_id=run))
+        except httpx.HTTPStatusError as error:
+            return True if error.response.status_code == httpx.codes.FORBIDDEN else None
+        except (httpx.HTTPError, ValueError):
+            return None
+        return False
+
+    def close(self) -> None:
+        self._client.close()
+
+
 class Control:
     """The operator's connection to a SuperLink, as ``flwr supernode register``, ``flwr run`` and ``flwr list`` use it.
 

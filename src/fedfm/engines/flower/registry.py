@@ -41,6 +41,13 @@ class Registry:
             for node in self._grid.get_nodes():
                 self._names[node.node_id] = str(getattr(node, "name", "") or "")
 
+    def known(self, nodes: Iterable[int]) -> list[int]:
+        """Those of these nodes of which it is known whether they have names."""
+        asked = list(nodes)
+        if asked:
+            self.look()
+        return [node for node in asked if node in self._names or not self._tells]
+
     def name(self, node: int) -> ClientId | None:
         """The name under which a node's key is registered; None if without one."""
         return self._names.get(node) or None
@@ -68,6 +75,8 @@ class Registry:
         self, node: int, name: ClientId, twice: bool, taken: Mapping[ClientId, int], owners: Collection[ClientId]
     ) -> str:
         own, said = self.name(node), f'its silo.toml says name = "{visible(name[:_MOST])}"'
+        if self._tells and node not in self._names:
+            return "the SuperLink does not know its node any more"
         if own is None:
             if name in owners:
                 return f"{said}, and another node's key is registered under that name"

@@ -16,7 +16,7 @@ from fedfm.errors import first_line
 
 SKEW = 60.0  # seconds by which a silo's clock may differ from the server's; Flower refuses older signatures
 _WAIT = 5.0  # seconds for the server's answer
-_PAUSES = (2.0, 30.0)  # seconds between two looks: the first and the longest
+_PAUSES = (2.0, 10.0, 30.0)  # seconds between two looks: the first, and the longest without and with a server
 _NOT_YET, _ENDED, _SIGNER, _NAMES = {9}, {10}, {2, 7, 18, 19, 20, 21}, {62, 64}  # OpenSSL's X509_V_ERR_*
 
 
@@ -133,4 +133,4 @@ class Lookout:
             self._problem = problem
             if self._end.wait(pause):
                 return
-            pause = min(pause * 2, _PAUSES[1])
+            pause = min(pause * 2, _PAUSES[1] if problem else _PAUSES[2])

@@ -1,8 +1,9 @@
 """A site's warm worker: a process that keeps torch, the model and the rows in memory and answers one message at a time.
 
 ``python -m fedfm.engines.flower.site_worker FOLDER`` serves the site that ``FOLDER/site.json`` describes, on a Unix
-socket that only its user can open. It ends after some idle time, or with the process that FEDFM_PARENT names. The
-workers of several folders, of clients that hold parts of one table, share the memory of table and model.
+socket that only its user can open. It ends after some idle time, when it is let go, or with the process that
+FEDFM_PARENT names. The workers of several folders, of clients that hold parts of one table, share the memory of table
+and model.
 """
 
 from __future__ import annotations
@@ -182,6 +183,8 @@ def _serve(folder: Path, listener: socket.socket, shared: site.Site) -> None:
                 if message is None:
                     continue
                 client, handler, head, data = message
+                if handler == client_stub.END:
+                    return
                 link.settimeout(None)
                 answer = here.answer(own if own is not None else json.loads(client), handler, head, data)
                 client_stub.send(link, "", "", *answer)

@@ -19,8 +19,9 @@ from pathlib import Path
 from fedfm.engines.flower import authority, client_stub, keys, loopback
 from fedfm.engines.flower.kits import NODES, Kit, free, load
 from fedfm.engines.flower.node_status import NodeStatus
-from fedfm.engines.flower.private_api import OPERATOR, QUICK_EXECUTOR, Control
+from fedfm.engines.flower.private_api import OPERATOR, QUICK_EXECUTOR, Control, NodeView
 from fedfm.engines.flower.processes import Children
+from fedfm.engines.flower.run_watch import RunWatch
 from fedfm.engines.flower.server_seen import Lookout
 from fedfm.engines.flower.silo_log import SiloLog
 from fedfm.errors import InputError, RunError
@@ -28,6 +29,7 @@ from fedfm.errors import InputError, RunError
 _POLL = 0.2
 _LOOK = 3.0  # seconds between looks at certificate and silos
 _PAUSES = (1.0, 30.0)  # seconds before an ended process starts again: the first, and the longest
+_NOT_ADMITTED = "[code: 2004]"  # what Flower's fleet interface says of a key that it cannot activate
 _STEADY = 60.0  # a process that has lived so long starts again without a longer pause
 
 
@@ -114,21 +116,22 @@ class _Supervisor:
         self._admitted: dict[str, bytes] = {}  # by name: the public key
         self._control: Control | None = None
         self._looked = 0.0
-        self._lookout: Lookout | None = None
+        self._clear: Callable[[], bool] = lambda: True  # whether the server can be reached
+        self._watches: list[Lookout | RunWatch] = []
 
     def run(self, stop: Callable[[], bool]) -> None:
         kit = self._kit
         where = f"listens at {kit.server}" if kit.serves else f"connects to {kit.server}"
         self._tell(f"{kit.name} {where}; logs are in {self._state / 'logs'}")
         if not kit.serves:
-            self._lookout = Lookout(kit.server, kit.folder / "ca.crt", self._tell)
+            self._watch_server()
         try:
             while not stop():
                 self._step(time.monotonic())
                 time.sleep(_POLL)
         finally:
-            if self._lookout is not None:
-                self._lookout.end()
+            for watch in self._watches:
+                watch.end()
             self._children.end()
             if self._control is not None:
                 self._control.close()
@@ -138,23 +141,41 @@ class _Supervisor:
                 shutil.rmtree(self._state / name, ignore_errors=True)
             self._tell(f"{kit.name} has ended")
 
+    def _watch_server(self) -> None:
+        """Look at the server, and after the workers of runs that end there."""
+        kit = self._kit
+        lookout = Lookout(kit.server, kit.folder / "ca.crt", self._tell)
+        self._clear = lambda: lookout.clear
+        runs = self._state / client_stub.RUNS
+        watch = RunWatch(runs, self._over, self._clear, self._note)
+        watch.start()
+        self._watches = [lookout, watch]
+
+    def _over(self, node: int, run: int) -> bool | None:
+        kit = self._kit
+        with contextlib.closing(NodeView(kit.server, kit.folder / "ca.crt", kit.folder / "node.key")) as view:
+            return view.over(node, run)
+
     def _tell(self, text: str) -> None:
         """Say it, and write it into a silo's log."""
         self._listener(text)
         if not self._kit.serves:
-            with contextlib.suppress(OSError, RunError):  # a full disk
-                SiloLog(self._state, self._kit.folder / "silo.toml").note(text)
+            self._note(text)
+
+    def _note(self, text: str) -> None:
+        with contextlib.suppress(OSError, RunError):  # a full disk
+            SiloLog(self._state, self._kit.folder / "silo.toml").note(text)
 
     def _step(self, now: float) -> None:
         for name, how in self._children.ended():
             if now - self._began[name] > _STEADY:
                 self._pause[name] = _PAUSES[0]
             self._due[name] = now + self._pause[name]
-            why = self._taken(name) or self._children.tail(name, 1)
+            why = self._taken(name) or self._cause(name)
             self._tell(f"{name} ended with {how}{f' ({why})' if why else ''}; it starts again")
             self._pause[name] = min(self._pause[name] * 2, _PAUSES[1])
         for name, due in list(self._due.items()):
-            if due <= now and (name != "supernode" or self._lookout is None or self._lookout.clear):
+            if due <= now and (name != "supernode" or self._clear()):
                 del self._due[name]
                 self._begin(name, now)
         if self._kit.serves and now - self._looked > _LOOK:
@@ -172,6 +193,17 @@ class _Supervisor:
         if name not in ("superlink", "supernode") or free(port):
             return ""
         return f"another program listens at port {port} of this machine: {remedy}"
+
+    def _cause(self, name: str) -> str:
+        """Why a process ended, from its log."""
+        text = self._children.tail(name, 40)
+        if name == "supernode" and _NOT_ADMITTED in text:
+            return (
+                f"the server does not admit this silo's key: its node.pub belongs there as silos/{self._kit.name}.pub; "
+                "or another node has the same key and is connected"
+            )
+        after = text.partition("Exit Code:")[2].splitlines()[1:]  # Flower's own words
+        return next(iter(after or text.splitlines()[-1:]), "")
 
     def _begin(self, name: str, now: float) -> None:
         log = self._children.log(name)

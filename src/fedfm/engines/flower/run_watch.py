@@ -1,0 +1,76 @@
+"""Lets a silo's workers go when their run has ended: each holds a model and the rows in memory.
+
+A SuperLink does not tell its nodes that a run has ended, so the silo asks. A worker that is at work answers first,
+because a run that is submitted again may take the answer. The next message starts a worker again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fedfm.engines.flower import client_stub
+
+_PAUSE = 10.0  # seconds between two looks
+AWAY = 120.0  # seconds without a server after which no worker waits for it
+
+
+class RunWatch:
+    """Looks after the workers of a silo, in a thread of its own.
+
+    Args:
+        runs: the folder of all runs at the silo.
+        over: whether a run has ended, by the numbers of node and run; None: it is not known.
+        clear: whether the server can be reached.
+        tell: gets a line for each worker that is let go.
+    """
+
+    def __init__(
+        self,
+        runs: Path,
+        over: Callable[[int, int], bool | None],
+        clear: Callable[[], bool],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._runs, self._over, self._clear, self._tell = runs, over, clear, tell
+        self._seen = time.monotonic()
+        self._asked: dict[Path, str] = {}  # workers that were let go, and that may still be at work
+        self._end = threading.Event()
+
+    def start(self) -> None:
+        """Begin."""
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def end(self) -> None:
+        """Look no more."""
+        self._end.set()
+
+    def _watch(self) -> None:
+        while not self._end.wait(_PAUSE):
+            self.look()
+
+    def look(self) -> None:
+        """Let go the workers that nobody needs."""
+        now = time.monotonic()
+        if self._clear():
+            self._seen = now
+        for lock in sorted(self._runs.glob("*/*/worker.lock")):
+            folder = lock.parent
+            if not client_stub.running(folder):
+                self._asked.pop(folder, None)
+                continue
+            why = self._needless(folder, now)
+            worker = f"{lock.read_text()} {client_stub.flower_run(folder)}"
+            if why and self._asked.get(folder) != worker:
+                self._asked[folder] = worker
+                client_stub.release(folder)
+                self._tell(f"run {folder.parent.name}: its worker ends, {why}")
+
+    def _needless(self, folder: Path, now: float) -> str:
+        """Why nobody needs a worker; "" if somebody may."""
+        if now - self._seen > AWAY:
+            return f"since the server has been away for {AWAY:g} s"
+        known = client_stub.flower_run(folder)
+        return "since the run has ended" if known and now == self._seen and self._over(*known) else ""
