@@ -68,11 +68,13 @@ class Sites:
         self.running.pop(name).wait(60)
 
     def process(self, name: str, program: str) -> int:
-        """The id of one process of a kit."""
+        """The id of one process of a kit, of Flower's program or of fedfm's own form of it."""
+        ours = f"-m fedfm.engines.flower.private_programs {program.removeprefix('flower-')}"
         (found,) = [
             line
             for line in mentioning(self.kits / name)
-            if re.match(rf"\d+ \S*python\S* \S*{program} ", line) and _parent(line) == self.running[name].pid
+            if re.match(rf"\d+ \S*python\S* (\S*{program}|{re.escape(ours)}) ", line)
+            and _parent(line) == self.running[name].pid
         ]
         return int(found.split()[0])
 

@@ -149,7 +149,8 @@ _READ_SERVER = """# The server's kit
 systemd. It admits the silos whose public keys are in `silos/`, also those that come later. It starts again what ends.
 
 - `server.key` and `superexec.secret` are private. Who has them can be the server.
-- `nginx.conf` is for a proxy in front of it, so that silos reach what they need and nothing else.
+- `operator.secret` is private. Who has it and `ca.crt` can submit runs, which every silo then answers.
+- Silos reach what they need and nothing else. `nginx.conf` is for a proxy in front of it, where one is wanted.
 - A run, on this machine: `fedfm run exp.toml --engine deployment --set run.superlink=FOLDER`, with this folder.
 - `fedfm silo check FOLDER exp.toml` says whether this kit fits an experiment.
 """

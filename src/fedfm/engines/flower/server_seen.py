@@ -26,10 +26,12 @@ class ServerView:
 
     Attributes:
         problem: why no node can connect, and what would help; "" if one can.
+        passing: the problem may pass by itself, as that of a server which is not started does.
         ahead: seconds by which this machine's clock is ahead of the server's; None if it does not tell the time.
     """
 
     problem: str = ""
+    passing: bool = False
     ahead: float | None = None
 
 
@@ -57,11 +59,12 @@ def look(server: str, authority: Path, wait: float = _WAIT) -> ServerView:
     except socket.gaierror:
         return ServerView(f"{host}: no such host is known here; the kit's operator wrote this address")
     except ConnectionRefusedError:
-        return ServerView(f"nothing listens at {server}: the server is not started, or a firewall refuses")
+        return ServerView(f"nothing listens at {server}: the server is not started, or a firewall refuses", True)
     except TimeoutError:
-        return ServerView(f"{server} does not answer within {wait:g} s: the address is wrong, or a firewall is between")
+        late = f"{server} does not answer within {wait:g} s: the address is wrong, or a firewall is between"
+        return ServerView(late, True)
     except (OSError, http.client.HTTPException) as error:
-        return ServerView(f"{server} does not answer: {first_line(error) or type(error).__name__}")
+        return ServerView(f"{server} does not answer: {first_line(error) or type(error).__name__}", True)
     if answer.status != http.client.OK:
         return ServerView(f"{server} is not ready, or another web server: it answers with status {answer.status}")
     moment = answer.getheader("date")
@@ -104,6 +107,7 @@ class Lookout:
     def __init__(self, server: str, authority: Path, tell: Callable[[str], None]) -> None:
         self._server, self._authority, self._tell = server, authority, tell
         self._problem: str | None = None  # before the first look
+        self._passing = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -112,6 +116,11 @@ class Lookout:
     def clear(self) -> bool:
         """Whether a node could connect at the last look."""
         return self._problem == ""
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether a node may try: there is no problem that somebody has to solve first."""
+        return self.clear or self._passing
 
     def end(self) -> None:
         """Look no more."""
@@ -130,7 +139,7 @@ class Lookout:
                 elif self._problem:
                     self._tell(f"{self._server} answers")
                 pause = _PAUSES[0]
-            self._problem = problem
+            self._problem, self._passing = problem, seen.passing
             if self._end.wait(pause):
                 return
             pause = min(pause * 2, _PAUSES[1] if problem else _PAUSES[2])

@@ -116,7 +116,7 @@ class _Supervisor:
         self._admitted: dict[str, bytes] = {}  # by name: the public key
         self._control: Control | None = None
         self._looked = 0.0
-        self._clear: Callable[[], bool] = lambda: True  # whether the server can be reached
+        self._hopeful: Callable[[], bool] = lambda: True  # whether a node may try to connect
         self._watches: list[Lookout | RunWatch] = []
 
     def run(self, stop: Callable[[], bool]) -> None:
@@ -145,9 +145,9 @@ class _Supervisor:
         """Look at the server, and after the workers of runs that end there."""
         kit = self._kit
         lookout = Lookout(kit.server, kit.folder / "ca.crt", self._tell)
-        self._clear = lambda: lookout.clear
+        self._hopeful = lambda: lookout.hopeful
         runs = self._state / client_stub.RUNS
-        watch = RunWatch(runs, self._over, self._clear, self._note)
+        watch = RunWatch(runs, self._over, lambda: lookout.clear, self._note)
         watch.start()
         self._watches = [lookout, watch]
 
@@ -175,7 +175,7 @@ class _Supervisor:
             self._tell(f"{name} ended with {how}{f' ({why})' if why else ''}; it starts again")
             self._pause[name] = min(self._pause[name] * 2, _PAUSES[1])
         for name, due in list(self._due.items()):
-            if due <= now and (name != "supernode" or self._clear()):
+            if due <= now and (name != "supernode" or self._hopeful()):
                 del self._due[name]
                 self._begin(name, now)
         if self._kit.serves and now - self._looked > _LOOK:
@@ -223,9 +223,15 @@ class _Supervisor:
 
     def _admit(self) -> None:
         """Register the silos' public keys that are in the kit, once the SuperLink answers; a silo has one key."""
-        files = {path.stem: path.read_bytes() for path in sorted((self._kit.folder / NODES).glob("*.pub"))}
+        try:
+            files = {path.stem: path.read_bytes() for path in sorted((self._kit.folder / NODES).glob("*.pub"))}
+        except OSError:  # they are being replaced
+            return
         if files == self._admitted:
             return
+        for name in [name for name in self._admitted if name not in files]:
+            del self._admitted[name]
+            self._tell(f"{NODES}/{name}.pub is gone, and its key is admitted still: another key in its place ends that")
         try:
             if self._control is None:
                 self._refuses_strangers()
