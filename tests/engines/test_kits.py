@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 import tomllib
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedfm import __version__
 from fedfm.cli import main
-from fedfm.engines.flower import authority, kits
+from fedfm.engines.flower import authority, kits, supervisor
 
 SILOS = ("hospital-a", "hospital-b")
 
@@ -455,3 +456,31 @@ def test_a_server_whose_certificate_has_ended_does_not_start(tmp_path, capsys, m
     monkeypatch.setattr(authority, "validity", lambda path: (until, until))
     assert main(["start", str(out / "server")]) == 2
     assert f"the certificate ended on {until:%Y-%m-%d}" in capsys.readouterr().err
+
+
+def test_a_silo_says_why_it_cannot_connect_and_starts_no_node_before(tmp_path):
+    """A server of another federation, then one whose clock differs, then none, at which a node may try."""
+    out = provision(tmp_path)
+    (tmp_path / "b").mkdir()
+    kit = out / "hospital-a"
+    other = provision(tmp_path / "b", server=kits.load(kit).server)
+    rows(kit)
+    told = list[str]()
+    node = kit / ".fedfm/logs/supernode.log"
+
+    def until(ready):
+        end = time.monotonic() + 60
+        return lambda: ready() or time.monotonic() > end
+
+    for server, ahead, says in (
+        (other, 0.0, "its certificate is of another federation: this kit's ca.crt has not signed it"),
+        (out, 300.0, "behind the server's, which refuses more than 60 s: set it"),
+    ):
+        with answering(kits.load(server / "server"), ahead):
+            supervisor.start(kit, told.append, until(lambda says=says: any(says in line for line in told)))
+        assert sum(says in line for line in told) == 1
+        assert says in (kit / ".fedfm/silo.log").read_text()
+        assert not node.exists()
+    supervisor.start(kit, told.append, until(node.exists))
+    assert sum("nothing listens" in line for line in told) == 1
+    assert node.exists()
