@@ -12,7 +12,7 @@ import pytest
 from processes import ENV, until
 from sites import SILOS, sites
 
-from fedfm.engines.flower import client_stub, loopback
+from fedfm.engines.flower import client_stub, keys, loopback
 from fedfm.engines.flower.private_api import Control
 from fedfm.errors import InputError
 
@@ -107,6 +107,17 @@ def test_the_operator_alone_submits_silos_run_fedfms_app_alone_and_bear_their_ow
         with open(tmp_path / "rogue.log", "w") as log:
             rogue = subprocess.Popen(executor, env=env, cwd=at.kits / "hospital-b", stdout=log, stderr=log)
 
+        # Flower's own command does what the operator's folder lets it do.
+        home = at.kits / "server/.fedfm/operator"
+        listed = ["flwr", "supernode", "list", "server", "--format", "json"]
+        for folder, works in ((home, True), (tmp_path / "empty", False)):
+            if not works:
+                folder.mkdir()
+                shutil.copy(home / "config.toml", folder)
+            env = {**ENV, **loopback.environment(folder)}
+            done = subprocess.run(listed, env=env, capture_output=True, text=True, check=False)
+            assert ("hospital-b" in done.stdout) == works, done.stdout + done.stderr
+
         # The operator's own run is taken by the server's executor; afterwards no worker stays.
         assert at.result(at.begin())["excluded"] == []
         rogue.terminate()
@@ -137,3 +148,10 @@ def test_the_operator_alone_submits_silos_run_fedfms_app_alone_and_bear_their_ow
         assert told["clients"] == ["hospital-a"] == [*result["client_accuracy"]]
         why = 'its silo.toml says name = "hospital-a", and its key is registered as "hospital-b"'
         assert f"hospital-b does not take part: E_CLIENT: {why}" in told["notices"]
+
+        # A new key takes the place of the old one.
+        public = keys.write_node_key(at.kits / "hospital-b/node.key")
+        (at.kits / "server/silos/hospital-b.pub").write_bytes(public)
+        until(lambda: "hospital-b has a new key; its old one is admitted no more" in at.logs(), 60)
+        until(lambda: at.logs().count("hospital-b may connect") == 2, 60)
+        assert [node.name for node in operator.nodes()].count("hospital-b") == 1

@@ -26,7 +26,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedfm.core.wire import codec
-from fedfm.engines.flower import keys, private_api, private_programs
+from fedfm.engines.flower import keys, operator_home, private_api, private_programs
 from fedfm.errors import RunError
 
 ROOT = Path(__file__).parents[2]
@@ -297,6 +297,15 @@ def a_superlink_serves_by_uvicorns_own_name_run(program: Any, control: str, flee
     assert "import uvicorn\n" in source
     assert "add_insecure_port" not in source
     assert {control, fleet} == {"FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API"}
+
+
+def test_flower_keeps_an_operators_credentials_under_the_names_that_we_write():
+    names = [getattr(found("flwr.cli.constant"), f"{name}_STORE_KEY") for name in ("AUTHN_TYPE", "ACCESS_TOKEN")]
+    ours = [operator_home.CREDENTIAL.format(address="%s", part=part) for part in ("authn-type", "oidc-access-token")]
+    assert names == ours
+    assert (
+        found("flwr.supercore.credential_store.file_credential_store").CREDENTIAL_FILE_PATH.name == "credentials.yaml"
+    )
 
 
 @needs("supernode", "flwr.supernode.start_client_internal", "flwr.supernode.cli.flower_supernode")

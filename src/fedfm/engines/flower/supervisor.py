@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from fedfm.engines.flower import authority, client_stub, keys, loopback
+from fedfm.engines.flower import authority, client_stub, keys, loopback, operator_home
 from fedfm.engines.flower.kits import NODES, Kit, free, load
 from fedfm.engines.flower.node_status import NodeStatus
 from fedfm.engines.flower.private_api import OPERATOR, QUICK_EXECUTOR, Control, NodeView
@@ -281,6 +281,7 @@ class _Supervisor:
 
     def _server(self) -> dict[str, list[str]]:
         kit, at = self._kit, self._kit.folder
+        operator_home.write(self._state / "operator", kit.local, at / "ca.crt", at / OPERATOR)
         superlink = [*loopback.PROGRAMS, "superlink", str(at / OPERATOR), "--ssl-ca-certfile", str(at / "ca.crt")]
         superlink += ["--ssl-certfile", str(at / "server.pem"), "--ssl-keyfile", str(at / "server.key")]
         superlink += ["--enable-supernode-auth", "--host", kit.listens, "--port", str(kit.port)]

@@ -1,0 +1,37 @@
+"""A folder for ``FLWR_HOME`` with which Flower's own command ``flwr`` shows the operator's secret to a kit's SuperLink.
+
+``flwr`` sends what its file of credentials has for an address. It is meant for tokens of accounts.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from pathlib import Path
+
+from fedfm.engines.flower.keys import write_private
+
+CONNECTION = "server"  # the SuperLink's name in Flower's commands
+CREDENTIAL = "flower.account-auth.{address}.{part}"  # a key of that file
+
+
+def write(folder: Path, address: str, authority: Path, secret: Path) -> None:
+    """Write the folder anew.
+
+    Args:
+        address: host:port of the SuperLink, as processes of its machine reach it.
+        authority: PEM file of the federation's authority.
+        secret: the file with the operator's secret.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, parents=True)
+    parts = {"authn-type": "oidc", "oidc-access-token": secret.read_text().strip(), "oidc-refresh-token": "none"}
+    told = {
+        CREDENTIAL.format(address=address, part=part): base64.b64encode(value.encode()).decode()
+        for part, value in parts.items()
+    }
+    write_private(folder / "credentials.yaml", json.dumps(told).encode())
+    config = f"address = {json.dumps(address)}\nroot-certificates = {json.dumps(str(authority))}\n"
+    text = f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n{config}'
+    write_private(folder / "config.toml", text.encode())
