@@ -86,11 +86,14 @@ def impostor(at, key_of: str, name: str):
 
 @pytest.mark.deployment
 def test_the_operator_alone_submits_silos_run_fedfms_app_alone_and_bear_their_own_names_alone(tmp_path):
-    with sites(tmp_path, rounds=2) as at:
+    with sites(tmp_path, rounds=2) as at, contextlib.ExitStack() as open_:
         at.start()
         kit = at.server()
-        operator = Control(kit.local, at.kits / "server/ca.crt")
-        silo = Control(kit.local, at.kits / "hospital-b/ca.crt")
+
+        def control(name: str) -> Control:
+            return open_.enter_context(contextlib.closing(Control(kit.local, at.kits / name / "ca.crt")))
+
+        operator, silo = control("server"), control("hospital-b")
         until(lambda: "hospital-b may connect" in at.logs(), 120)
         until(lambda: len(operator.online()) == 2, 120)
 
@@ -101,7 +104,7 @@ def test_the_operator_alone_submits_silos_run_fedfms_app_alone_and_bear_their_ow
                 call()
         (at.kits / "hospital-b/operator.secret").write_text("0" * 64)
         with pytest.raises(InputError, match="has another secret"):
-            Control(kit.local, at.kits / "hospital-b/ca.crt").nodes()
+            control("hospital-b").nodes()
         executor = ["flower-superexec", "--runtime-api-address", kit.local, "--root-certificates", "ca.crt"]
         env = {**ENV, **loopback.environment(tmp_path / "home")}
         with open(tmp_path / "rogue.log", "w") as log:

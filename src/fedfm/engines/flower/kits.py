@@ -139,7 +139,7 @@ def provision(federation: FederationFile, out: Path, *, renew: bool = False) -> 
             place.write_bytes(public)
         _write(own, out, kit_files.of_silo(own, federation))
         made.append(name)
-    own = f"{federation.host} is this machine's own address: no other machine reaches a server there"
+    rehearsal = f"{federation.host} is this machine's own address: no other machine reaches a server there"
     return {
         "out": str(out),
         "server": address,
@@ -147,7 +147,7 @@ def provision(federation: FederationFile, out: Path, *, renew: bool = False) -> 
         "made": made,
         "kept": kept,
         "renewed": bool(renew and old is not None),
-        "notices": [own] if federation.on_loopback else [],
+        "notices": [rehearsal] if federation.on_loopback else [],
     }
 
 
