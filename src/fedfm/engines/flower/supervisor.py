@@ -30,6 +30,7 @@ _POLL = 0.2
 _LOOK = 3.0  # seconds between looks at certificate and silos
 _PAUSES = (1.0, 30.0)  # seconds before an ended process starts again: the first, and the longest
 _NOT_ADMITTED = "[code: 2004]"  # what Flower's fleet interface says of a key that it cannot activate
+_REPEAT = 600.0  # seconds after which the same is told again of a process that ends again and again
 _STEADY = 60.0  # a process that has lived so long starts again without a longer pause
 
 
@@ -112,6 +113,7 @@ class _Supervisor:
         self._due = dict.fromkeys(self._commands, 0.0)
         self._pause = dict.fromkeys(self._commands, _PAUSES[0])
         self._began: dict[str, float] = {}
+        self._said: dict[str, tuple[str, float]] = {}  # by process: what was told of its end, and when
         self._certificate = self._stamp()
         self._admitted: dict[str, bytes] = {}  # by name: the public key
         self._control: Control | None = None
@@ -172,7 +174,10 @@ class _Supervisor:
                 self._pause[name] = _PAUSES[0]
             self._due[name] = now + self._pause[name]
             why = self._taken(name) or self._cause(name)
-            self._tell(f"{name} ended with {how}{f' ({why})' if why else ''}; it starts again")
+            text = f"{name} ended with {how}{f' ({why})' if why else ''}; it starts again"
+            if self._said.get(name, ("", 0.0))[0] != text or now - self._said[name][1] > _REPEAT:
+                self._said[name] = text, now
+                self._tell(text)
             self._pause[name] = min(self._pause[name] * 2, _PAUSES[1])
         for name, due in list(self._due.items()):
             if due <= now and (name != "supernode" or self._hopeful()):
