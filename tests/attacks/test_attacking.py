@@ -185,10 +185,10 @@ class TestLabelShuffle:
     def test_all_attackers_share_one_optimiser_so_that_cohorts_stay_together(self):
         who = attackers(LabelShuffle(0.5, intensity=3))
         method = FedAvg()
-        assert who._method(method) is who._method(method)
-        assert who._method(method).local.epochs == 3
+        assert who._instead(method) is who._instead(method)
+        assert who._instead(method).local.epochs == 3
         honest = attackers(SignFlip(0.5))
-        assert honest._method(method) is method
+        assert honest._instead(method) is method
 
 
 WEIGHED = {"a": [1.0], "b": [2.0, 2.0], "c": [-1.0], "d": [4.0]}

@@ -7,6 +7,7 @@ and validation rows stay unchanged, so that accuracies with and without an attac
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -113,7 +114,7 @@ class Attackers:
             )
         chosen = seeds.generator(seed, "attackers").choice(len(clients), size=count, replace=False)
         self.names: tuple[ClientId, ...] = tuple(sorted(sorted(clients)[i] for i in chosen))
-        self._methods: dict[int, tuple[Any, Any]] = {}  # id of a method -> (it, what the attackers run instead)
+        self._parts: dict[int, tuple[Any, Any]] = {}  # id of a part of the run -> (it, what the attackers run instead)
 
     def poison(self, client: ClientId, rows: Table) -> Table:
         """An attacker's training rows, the same at every call."""
@@ -123,15 +124,25 @@ class Attackers:
         """Run a client half. An attacker uses its own optimiser and changes its update."""
         if client.id not in self.names:
             return fn(client, **payload)
-        reply = getattr(self._method(fn.__self__), fn.__name__)(client, **payload)  # type: ignore[attr-defined]
+        reply = getattr(self._instead(fn.__self__), fn.__name__)(client, **payload)  # type: ignore[attr-defined]
         if not isinstance(reply, Update):
             return reply
         like = reply.delta.layout.slots.keys()
         sent = (v for v in payload.values() if isinstance(v, Params) and v.layout.slots.keys() == like)
         return self.attack.upload(reply, next(sent, None))
 
-    def _method(self, method: Any) -> Any:
+    def _instead(self, part: Any) -> Any:
+        """The method with the attackers' optimisers, or another part of the run, e.g. its evaluation, with such methods
+        in its attributes: a client's own model may be trained when it is scored.
+        """
         # One optimiser object for all attackers: only clients of the same optimiser train as one batch.
-        if id(method) not in self._methods:
-            self._methods[id(method)] = method, with_locals(method, lambda x: self.attack.local(x, self._task))
-        return self._methods[id(method)][1]
+        if id(part) not in self._parts:
+            if isinstance(part, Method):
+                self._parts[id(part)] = part, with_locals(part, lambda x: self.attack.local(x, self._task))
+            else:
+                changed = copy.copy(part)
+                for name, value in vars(part).items():
+                    if isinstance(value, Method):
+                        object.__setattr__(changed, name, self._instead(value))
+                self._parts[id(part)] = part, changed
+        return self._parts[id(part)][1]

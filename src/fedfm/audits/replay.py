@@ -22,7 +22,7 @@ from fedfm.audits.off_cpu import distance, off_the_cpu
 from fedfm.core import storage
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
-from fedfm.core.messages import Link, Reply, Request
+from fedfm.core.messages import ROUND, Link, Reply, Request
 from fedfm.core.transport import linked
 from fedfm.data.spec import IN_MEMORY
 from fedfm.engines.local.engine import LocalLink
@@ -255,7 +255,7 @@ def play(run: Run, population: Partitioned) -> Iterator[Turn]:
     """
     experiment, result = run.experiment, run.manifest["result"]
     # The server used the first reply of a client that sent another one.
-    gone = [e for e in result["excluded"] if e["code"] != E_DUPLICATE]
+    gone = [e for e in result["excluded"] if e["code"] != E_DUPLICATE and e.get("part", ROUND) == ROUND]
     excluded = {(e["round"], e["client"]): ClientFault(e["code"], e["reason"]) for e in gone}
     with secrets(run) as private:
         copied = _parties(private)

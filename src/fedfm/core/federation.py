@@ -11,7 +11,7 @@ from fedfm import seeds
 from fedfm.core import update_metrics
 from fedfm.core.checks import conform, match
 from fedfm.core.client import ClientId, Update, action, each, no_secret
-from fedfm.core.messages import Excluded, Link, Reply, Request, Streaming
+from fedfm.core.messages import REVEAL, ROUND, SCORES, Excluded, Link, Reply, Request, Streaming
 from fedfm.core.reasons import reasons
 from fedfm.core.transcript import Crossing, Transcript
 from fedfm.errors import E_CLIENT, E_DUPLICATE, E_READONLY, E_ROUND, E_TIMEOUT, ClientFault, RunError
@@ -200,9 +200,9 @@ class Federation:
         """Tell the user: the run shows the text and keeps it in its manifest."""
         self.notices.append(text)
 
-    def exclude(self, client: ClientId, code: str, reason: str) -> None:
-        """Leave a client out of this round because of its reply."""
-        self._exclude(client, ClientFault(code, reason))
+    def exclude(self, client: ClientId, code: str, reason: str, part: str = ROUND) -> None:
+        """Leave a client out of this round, or only of a part of it, because of its reply."""
+        self._exclude(client, ClientFault(code, reason), part)
 
     def mean(
         self,
@@ -263,7 +263,7 @@ class Federation:
             own = {**payload, **{k: payload[k][client] for k in varying}} if varying else payload
             return Request(client, name, own, self.round, self.call)
 
-        pending = set(asked)
+        pending, part = set(asked), kind if kind in (SCORES, REVEAL) else ROUND
         early: dict[ClientId, Any] = {}  # valid replies that wait for a client before them
         turns, good, before = sorted(pending, reverse=True), 0, len(self.excluded)
         link: Any = self._link
@@ -272,7 +272,7 @@ class Federation:
             try:
                 self._expected(reply, pending, asked)
             except ClientFault as fault:  # the expected reply may still come
-                self._exclude(reply.client, fault)
+                self._exclude(reply.client, fault, part)
                 continue
             pending.remove(reply.client)
             self._restored.pop(reply.client, None)
@@ -285,7 +285,7 @@ class Federation:
             except ClientFault as fault:
                 if fault.code == E_READONLY:  # later clients and the server may have read the changed tensor
                     raise RunError(f"round {self.round}: {fault.reason}") from None
-                self._exclude(reply.client, fault)
+                self._exclude(reply.client, fault, part)
             else:
                 early[reply.client] = value
                 self.began[reply.client] = reply.round
@@ -299,7 +299,7 @@ class Federation:
                 break
         if first is None:
             for client in sorted(pending):
-                self._exclude(client, ClientFault(E_TIMEOUT, "no reply in time"))
+                self._exclude(client, ClientFault(E_TIMEOUT, "no reply in time"), part)
         else:
             awaited = self._link.awaited if isinstance(self._link, Streaming) else {}
             self.underway = {client: awaited.get(client) or asked[client] for client in sorted({*pending, *awaited})}
@@ -342,8 +342,9 @@ class Federation:
         if (reply.round, reply.call) not in (asked[reply.client], self._restored.get(reply.client)):
             raise ClientFault(E_ROUND, f"a reply to round {reply.round}, call {reply.call}")
 
-    def _exclude(self, client: ClientId, fault: ClientFault) -> None:
-        excluded = Excluded(self.round, client, fault.code, fault.reason[:_REASON])  # the client may have written it
+    def _exclude(self, client: ClientId, fault: ClientFault, part: str = ROUND) -> None:
+        reason = fault.reason[:_REASON]  # the client may have written it
+        excluded = Excluded(self.round, client, fault.code, reason, part)
         self.excluded.append(excluded)
         self._on_excluded(excluded)
 

@@ -75,14 +75,27 @@ class Streaming(Link, Protocol):
         """
 
 
+ROUND, SCORES, REVEAL = "round", "scores", "reveal"  # what a client is left out of
+MISSING = {
+    ROUND: "left out",
+    SCORES: "left out of the scores",
+    REVEAL: "left out of the models of clients' own",
+}
+
+
 @dataclass(frozen=True)
 class Excluded:
-    """A client left out of a round, and the reason."""
+    """A client left out of a round, and the reason.
+
+    Attributes:
+        part: what it is left out of: the round, or only its ``scores`` or its own model (``reveal``).
+    """
 
     round: int
     client: ClientId
     code: str
     reason: str
+    part: str = ROUND
 
     def __str__(self) -> str:
-        return f"round {self.round}: {self.client} left out, {self.code}: {self.reason}"
+        return f"round {self.round}: {self.client} {MISSING[self.part]}, {self.code}: {self.reason}"

@@ -283,12 +283,12 @@ class Silos:
         return True
 
     def _of_sent(self, client: Client, payload: Mapping[str, Any]) -> dict[str, float]:
-        """Scores of the model that the client was sent; what prevents them prevents no training."""
+        """Scores of the model that the client was sent; what prevents them prevents no training, and is told."""
         try:
             return late_scores.of_sent(self.method, client, payload, self._as_told)
         except Exception as error:
             self._on_error(client.id, "".join(traceback.format_exception(error)))
-            return {}
+            return {late_scores.FAILED: 1.0}
 
     def _before_aggregation(self, client: Client) -> dict[str, float]:
         """Accuracy and loss of the client's trained model, and 1, whose mean is the share of clients with test rows."""

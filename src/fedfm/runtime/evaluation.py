@@ -14,9 +14,10 @@ from fedfm.core.capabilities import Applying, HidingCounts, Judge, Keeping, Pred
 from fedfm.core.checks import conform
 from fedfm.core.client import Client, ClientId, each, on_client
 from fedfm.core.federation import Federation
+from fedfm.core.messages import SCORES, Excluded
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
-from fedfm.errors import E_FIELD, E_REFUSED, ClientFault, RunError
+from fedfm.errors import E_EXCEPTION, E_FIELD, E_REFUSED, ClientFault
 from fedfm.linalg.params import Params
 from fedfm.models import class_counts, metrics
 from fedfm.runtime.coarse_scores import ANSWERS
@@ -28,6 +29,7 @@ from fedfm.training import packed
 
 CONFUSION, _TABLED = "confusion", 50  # rows by true and predicted class, and most classes for which they are kept
 CLASS_COUNTS, _COUNTED = "class_counts", 1000  # of more classes: a few counts of each
+UNSCORED = "it could not score the model that it was sent; errors.log at the client has the traceback"
 
 
 class Evaluation:
@@ -81,9 +83,13 @@ class Evaluator:
     Args:
         judge: metrics of one model on the global test rows (see ``models.metrics.evaluate``); None if the server has no
             test rows.
+
+    Attributes:
+        missing: clients that gave no scores, or not the model that they keep, each with the reason.
     """
 
     def __init__(self, run: Run, fed: Federation, judge: Judge | None) -> None:
+        self.missing: list[Excluded] = []
         self._run, self._fed, self.judge = run, fed, judge
         self._method: Method[Any] = run.experiment.method
         self._clients = Evaluation(self._method)
@@ -117,7 +123,8 @@ class Evaluator:
     def hear(self) -> None:
         """Keep the scores that came with a round's updates, before the round is committed."""
         if self._newest is not None:
-            self._newest.hear()
+            for client in self._newest.hear():
+                self._set_aside(partial(self._fed.exclude, client, E_EXCEPTION, UNSCORED, SCORES))
 
     def scores(self, state: Any, thorough: bool) -> dict[str, Any]:
         """Metrics of the state: each client on its own test rows, the server's models on the global test rows.
@@ -212,15 +219,18 @@ class Evaluator:
         return {client: replies.get(client, {}) for client in self._fed.clients}
 
     def _aside(self, handler: Callable[..., Any], **payload: Any) -> dict[ClientId, Any]:
-        """Ask outside of the method: not counted, and no client is excluded for its reply."""
+        """Ask outside of the method: not counted, and no client is excluded from the round for its reply. Whoever can
+        be judged is; training goes on without any.
+        """
+        return self._set_aside(lambda: self._fed.ask(handler, counted=False, least=0, **payload))
+
+    def _set_aside(self, call: Callable[[], Any]) -> Any:
+        """Keep what a call excludes apart from the round's exclusions."""
         excluded, cohort = list(self._fed.excluded), self._fed.cohort
-        try:
-            least = 1 if self._fed.min_clients is None else None  # whoever can be judged is
-            replies = self._fed.ask(handler, counted=False, least=least, **payload)
-        except RunError:  # no client answered; training continues
-            replies = {}
+        found = call()
+        self.missing += self._fed.excluded[len(excluded) :]
         self._fed.excluded, self._fed.cohort = excluded, cohort
-        return replies
+        return found
 
 
 def _mean(key: str, scores: Iterable[Mapping[str, Any]]) -> float | None:

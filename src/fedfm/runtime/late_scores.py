@@ -18,6 +18,7 @@ from fedfm.linalg.params import Params
 from fedfm.runtime.predictions import scores, seen_by
 
 PARTS = ("test", "val")
+FAILED = f"{SENT}failed"  # 1 in the metrics of an update whose client could not score the model that it was sent
 _NEWEST = "newest_scores"  # in the server's memory: client -> {"round": of the model, part: metrics}
 _SLACK = 2  # times the usual age: a client that is slower holds the mean back, as its scores tell of former models
 
@@ -67,8 +68,12 @@ class Newest:
                 known = {key: value for key, value in found.items() if value is not None}
                 self._start.setdefault(client, {"round": 0})[part] = known
 
-    def hear(self) -> None:
-        """Take in what came with this round's updates; before the commit, so that a resumed run has it too."""
+    def hear(self) -> list[ClientId]:
+        """Take in what came with this round's updates; before the commit, so that a resumed run has it too.
+
+        Returns:
+            The clients that could not score what they were sent.
+        """
         known = {**self._start, **self._fed.memory.get(_NEWEST, {})}
         for client, metrics in self._fed.client_metrics.items():
             told: dict[str, Any] = {}
@@ -80,6 +85,7 @@ class Newest:
             if told:
                 known[client] = {"round": self._fed.began[client] - 1, **told}
         self._fed.memory[_NEWEST] = known
+        return sorted(client for client, metrics in self._fed.client_metrics.items() if metrics.get(FAILED))
 
     def rounds(self) -> dict[ClientId, int]:
         """The rounds of the models that were scored, without those of long ago."""

@@ -12,15 +12,17 @@ from fedfm.core import storage
 from fedfm.core.capabilities import Detailed, Noticing, Private
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
+from fedfm.core.messages import ROUND
 from fedfm.core.method import Method
 from fedfm.core.transport import over_rounds
 from fedfm.core.update_metrics import BEFORE, LOSS_BEFORE, PASSES
+from fedfm.errors import E_REFUSED
 from fedfm.linalg.params import Params, sha256_of
 from fedfm.linalg.quantised import BLOCK
 from fedfm.models.metrics import BASE_AND_NEW
 from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant
-from fedfm.runtime import early_stopping, logs
+from fedfm.runtime import early_stopping, failures, logs
 from fedfm.runtime.client_memory import Store
 from fedfm.runtime.coarse_scores import ANSWERS
 from fedfm.runtime.disclosure import guarantee, rows_of
@@ -57,6 +59,7 @@ def finish(
     last: dict[str, Any] = next((m for m in reversed(run.metrics()) if "client_accuracy" in m), {})
     if not last or last["round"] != of or t < method.rounds:  # round ``of`` was not evaluated as the last one
         last = evaluator.scores(state, thorough=True)
+    left_out = failures.whole(fed.excluded, run.metrics(), evaluator.missing)
     result: dict[str, Any] = {
         "run": str(run.path),
         "method": run.experiment.method_name,
@@ -69,7 +72,7 @@ def finish(
         "bytes_down": fed.transcript.bytes_down,
         "epsilon": spent.epsilon,
         "params_sha256": sha256_of(models or evaluator.models(state)),
-        "excluded": [asdict(e) for e in fed.excluded],
+        "excluded": [asdict(e) for e in left_out if e.part == ROUND or e.code != E_REFUSED],
         "attackers": list(run.manifest.get("attackers", [])),
         **({"attack_success": last["attack_success"]} if "attack_success" in last else {}),
         "details": method.details(state, evaluator.judge) if isinstance(method, Detailed) else {},
@@ -111,6 +114,9 @@ def finish(
         if text not in run.manifest["notices"]:  # a resumed run may have it already
             run.manifest["notices"].append(text)
             notice(text)
+    for text in failures.sentences(left_out, t):
+        run.note(text)
+        notice(text)
     hindsight = overtrained(lines, run.experiment) if of == t else []
     if privacy is None:  # rows of clients are among those counted
         hindsight += outside(fed.model.module)

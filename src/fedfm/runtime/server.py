@@ -23,7 +23,7 @@ from fedfm.linalg.kernels import buffers
 from fedfm.linalg.out_of_core import limit
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
-from fedfm.runtime import early_stopping
+from fedfm.runtime import early_stopping, failures
 from fedfm.runtime.client_memory import Store, of_server, secret
 from fedfm.runtime.description import of_privacy
 from fedfm.runtime.evaluation import Evaluator
@@ -183,9 +183,7 @@ class Server:
         line |= {
             "train_loss": self.fed.metrics.get("loss"),
             "cohort": list(self.fed.cohort),
-            "excluded": [
-                {"client": e.client, "code": e.code, "reason": e.reason} for e in self.fed.excluded if e.round == t
-            ],
+            "excluded": [failures.entry(e) for e in (*self.fed.excluded, *self._evaluator.missing) if e.round == t],
             "bytes_up": self.fed.transcript.bytes_up,
             "bytes_down": self.fed.transcript.bytes_down,
         }

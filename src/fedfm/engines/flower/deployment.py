@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedfm.core.client import ClientId
-from fedfm.core.messages import Excluded
 from fedfm.engines.flower import app_writer, kits, processes, server_app
 from fedfm.engines.flower.loopback import Fleet, loopback
 from fedfm.engines.flower.node_status import Missing
 from fedfm.engines.flower.private_api import Control
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import InputError, RunError
+from fedfm.runtime import failures
 from fedfm.runtime.disclosure import private_notices
 from fedfm.runtime.run_directory import Run
 
@@ -232,8 +232,8 @@ class _Watch:
         for line in lines:
             if line["round"] not in self._told:
                 self._told.add(line["round"])
-                for e in line["excluded"]:
-                    self._progress.excluded(Excluded(line["round"], e["client"], e["code"], e["reason"]))
+                for left_out in failures.of_line(line):
+                    self._progress.excluded(left_out)
                 self._progress.round(line)
         for notice in (*self._manifest()["notices"], *private_notices(self._run)):
             if notice not in self._notices:

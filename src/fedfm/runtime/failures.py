@@ -1,0 +1,74 @@
+"""What a run passed over: clients that were left out of rounds, of scores, or of the models that the server asked for.
+
+A run goes on without a client that fails. So its end says who was left out, how often and why, also where only the
+scores failed, which no round needs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from fedfm.core.messages import MISSING, ROUND, Excluded
+from fedfm.errors import E_CLIENT, E_DUPLICATE, E_ROUND
+
+_EXTRA = (E_DUPLICATE, E_CLIENT, E_ROUND)  # of a reply beside the expected one, which may have come all the same
+_SHOWN = 10  # clients by name
+
+
+def entry(excluded: Excluded) -> dict[str, Any]:
+    """As a line of ``metrics.jsonl`` has it, under its round."""
+    return {
+        "client": excluded.client,
+        "code": excluded.code,
+        "reason": excluded.reason,
+        "part": excluded.part,
+    }
+
+
+def of_line(line: Mapping[str, Any]) -> list[Excluded]:
+    """The exclusions in a line of ``metrics.jsonl``."""
+    found = line.get("excluded") or ()
+    return [Excluded(line["round"], e["client"], e["code"], e["reason"], e.get("part", ROUND)) for e in found]
+
+
+def whole(of_rounds: Sequence[Excluded], lines: Iterable[Mapping[str, Any]], more: Iterable[Excluded]) -> list[Excluded]:
+    """All exclusions of a run, each once.
+
+    Args:
+        of_rounds: from the rounds themselves, as they were committed.
+        lines: of ``metrics.jsonl``, which have those of scores and of models.
+        more: of messages after the last line.
+    """
+    beside = [e for line in lines for e in of_line(line) if e.part != ROUND]
+    return [*of_rounds, *dict.fromkeys([*beside, *more])]
+
+
+def sentences(excluded: Sequence[Excluded], rounds: int) -> list[str]:
+    """One line for each client and part, the most frequent first: how often it was left out, and why at last.
+
+    Args:
+        rounds: number of rounds of the run.
+    """
+    by: dict[tuple[str, str], list[Excluded]] = {}
+    for e in excluded:
+        if e.code not in _EXTRA:
+            by.setdefault((e.client, e.part), []).append(e)
+    told = []
+    for (client, part), found in sorted(by.items(), key=lambda item: (-len(item[1]), item[0])):
+        ((code, _),) = Counter(e.code for e in found).most_common(1)
+        reason = next(e.reason for e in reversed(found) if e.code == code)
+        told.append(f"{client} was {MISSING[part]} {_often(found, part, rounds)}, {code}: {reason}")
+    if len(told) <= _SHOWN:
+        return told
+    return [*told[:_SHOWN], f"{len(told) - _SHOWN} more were left out; `excluded` in the result names each"]
+
+
+def _often(found: Sequence[Excluded], part: str, rounds: int) -> str:
+    at = {e.round for e in found}
+    if at == {0}:
+        return "before the first round"
+    if part == ROUND:
+        return f"in {len(at - {0})} of {rounds} rounds"
+    return f"after {len(at)} rounds" if len(at) > 1 else f"after round {max(at)}"
