@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 import fedfm
+from every_method import experiment_of
 from fedfm.attacks.attack import Attack, Attackers, locals_of, with_locals
 from fedfm.attacks.backdoor import Backdoor
 from fedfm.attacks.label_shuffle import LabelShuffle
@@ -18,13 +19,17 @@ from fedfm.attacks.sign_flip import SignFlip
 from fedfm.audits.replay import finished, replay
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import available
+from fedfm.core.messages import Request
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.fedprox import FedProx
 from fedfm.methods.scaffold import Scaffold
+from fedfm.runtime.client import Silos
+from fedfm.runtime.evaluation import Evaluation
 from fedfm.runtime.population import populate
 from fedfm.training import SGD
+from fedfm.training.personal import DualAdapter
 from small import experiment
 from toy import federation
 from toy import run as rounds
@@ -376,3 +381,55 @@ def test_local_training_alone_can_be_poisoned(tmp_path):
     )
     assert all(spared)
     assert not all(hit)
+
+
+SCORED = {
+    "after rounds": ("fedavg", {}),
+    "before aggregation": ("fedavg", {"local_scores": True}),
+    "asynchronous": ("fedavg", {"asynchronous": {"buffer": 2}}),
+    "own models, which the server asks for": ("ditto", {}),
+    "at the end only": ("scaffold", {"evaluate_every": 0}),
+}
+
+
+@pytest.mark.parametrize("scored", SCORED)
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_attackers_are_scored_like_all_others(attack, scored, tmp_path):
+    method, run = SCORED[scored]
+    result = fedfm.run(tables(tmp_path, attack, method=method, run=run, **ATTACKS[attack]), tmp_path / "run")
+    assert len(result["attackers"]) == 2
+    assert result["excluded"] == []
+    assert None not in result["client_accuracy"].values()
+    assert sorted(result["client_accuracy"]) == NAMES
+    if method == "ditto":
+        assert sorted(path.name for path in (tmp_path / "run" / "clients").iterdir()) == NAMES
+
+
+@pytest.mark.parametrize("attack", ["label_shuffle", "backdoor"])
+def test_attackers_of_a_method_that_predicts_are_scored(attack, tmp_path):
+    result = fedfm.run(
+        experiment_of("ensemble", tmp_path) | {"attack": {"name": attack, "fraction": 0.4}}, tmp_path / "run"
+    )
+    assert result["excluded"] == []
+    assert None not in result["client_accuracy"].values()
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_attackers_update_has_the_scores_of_what_it_was_sent(attack, tmp_path):
+    """On a deployment an asynchronous update brings them."""
+    found = Experiment.from_dict(tables(tmp_path, attack, **ATTACKS[attack]))
+    population = populate(found)
+    (tmp_path / "private").mkdir()
+    parts = {"memory": tmp_path / "private", "attack": population.attackers, "scores_sent": 1}
+    silos = Silos(found.method, found.aggregation, population, **parts)
+    w = population.model.params()
+    updates = silos.answer([Request(name, "train.FedAvg_train", {"w": w}, 1, 1) for name in NAMES])
+    assert all("sent/test/accuracy" in update.metrics for update in updates)
+
+
+def test_an_attackers_own_model_that_is_trained_when_it_is_scored_is_the_attackers():
+    """E.g. that of dual_adapter with ``when = "after"``; the run's evaluation is no method, but has one."""
+    who, method = attackers(LabelShuffle(0.5, intensity=3)), FedAvg(local=DualAdapter(when="after", epochs=2))
+    assert who._instead(Evaluation(method)).method.local.epochs == 6
+    assert who._instead(Evaluation(method)).method is who._instead(method)
+    assert Evaluation(method).method.local.epochs == 2

@@ -37,10 +37,13 @@ def check(tables, folder, monkeypatch):
 
     said = Said()
     monkeypatch.setattr(Silos, "_answer", fail)
+    result, stopped = None, ""
     try:
         result = fedfm.run(tables, folder / "run", progress=said)
-    except RunError as error:  # the method cannot do without it
-        assert f"{broken['round']}: E_EXCEPTION: ValueError: " in str(error)
+    except RunError as error:
+        stopped = str(error)
+    if result is None:  # the method cannot do without it
+        assert f"{broken['round']}: E_EXCEPTION: ValueError: " in stopped
         return {"round"}
     lines = fedfm.load_run(folder / "run").metrics()
     for part, name in broken.items():

@@ -1,12 +1,19 @@
 """A client that answers a request for scores with something else: it has none, and the run goes on."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
 import fedfm
 import small
-from fedfm.runtime import evaluation
+from fedfm.config.experiment import Experiment
+from fedfm.core.federation import Federation
+from fedfm.engines.local.engine import LocalLink
+from fedfm.runtime import evaluation, late_scores
+from fedfm.runtime.client import Silos
+from fedfm.runtime.evaluation import Evaluator
+from fedfm.runtime.population import populate
 from fedfm.runtime.progress import Progress
 
 LIES = {
@@ -36,3 +43,26 @@ def test_who_tells_no_scores_has_none_and_the_run_goes_on(tmp_path, monkeypatch,
     assert found["client_accuracy"] == honest["client_accuracy"] | {liar: None}
     known = [value for value in found["client_accuracy"].values() if value is not None]
     assert found["local_accuracy"] == pytest.approx(sum(known) / len(known))
+
+
+def test_who_cannot_score_what_it_was_sent_trains_and_is_named(tmp_path, monkeypatch):
+    """Between asynchronous rounds of a deployment scores come with updates, which have no room for a reason."""
+    found = Experiment.from_dict(
+        small.experiment(tmp_path, method={"fraction": 1.0}, run={"asynchronous": {"buffer": 2}})
+    )
+    population, tracebacks = populate(found), {}
+    monkeypatch.setattr(late_scores, "of_sent", lambda *at: 1 / 0)
+    parts = {"memory": tmp_path, "scores_sent": 1, "on_error": tracebacks.__setitem__}
+    silos = Silos(found.method, found.aggregation, population, **parts)
+    fed = Federation(LocalLink(silos, workers=1), model=population.model, aggregator=found.aggregation)
+    fed.begin(1)
+    fed.mean(found.method.train, w=fed.initial)
+    evaluator = Evaluator(SimpleNamespace(experiment=found), fed, None)
+    evaluator._newest = late_scores.Newest(fed, 1, 2)  # as on a link that streams
+    evaluator.hear()
+    assert len(fed.cohort) == 2
+    assert [(e.round, e.client, e.code, e.part) for e in evaluator.missing] == [
+        (1, client, "E_EXCEPTION", "scores") for client in fed.cohort
+    ]
+    assert all("ZeroDivisionError" in tracebacks[client] for client in fed.cohort)
+    assert fed.excluded == []

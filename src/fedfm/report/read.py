@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fedfm.core.messages import ROUND
 from fedfm.errors import InputError
 from fedfm.report.text import finite, numbers
 from fedfm.runtime import logs
@@ -43,7 +44,7 @@ class Round:
     losses: Mapping[str, float | None]
     scored: Mapping[str, float | None]
     cohort: tuple[str, ...]
-    excluded: tuple[tuple[str, str, str], ...]  # (client, code, reason)
+    excluded: tuple[tuple[str, str, str, str], ...]  # (client, code, reason, part)
     bytes_up: float
     bytes_down: float
 
@@ -153,8 +154,8 @@ class RunFiles:
         return self.rounds[-1].bytes_up if direction == "up" else self.rounds[-1].bytes_down
 
     @property
-    def excluded(self) -> list[tuple[int, str, str, str]]:
-        """(round, client, code, reason) of every exclusion."""
+    def excluded(self) -> list[tuple[int, str, str, str, str]]:
+        """(round, client, code, reason, part) of every exclusion."""
         return [(r.number, *e) for r in self.rounds for e in r.excluded]
 
 
@@ -186,7 +187,7 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
     result = mapping(manifest.get("result"))
     # A resumed round replaces the one written before the kill.
     rounds = {r.number: r for r in map(_round, _lines(run_dir / logs.METRICS))}
-    left_out = {(r.number, client) for r in rounds.values() for client, _, _ in r.excluded}
+    left_out = {(r.number, client) for r in rounds.values() for client, _, _, part in r.excluded if part == ROUND}
     lost = [mapping(mark) for mark in sequence(manifest.get("lost"))]
     missing = [f"{mark.get('file')} {mark.get('how')}: the run continued without it" for mark in lost]
     return RunFiles(
@@ -245,7 +246,10 @@ _VALUES = ("accuracy", "global_accuracy", "local_accuracy", "loss", "balanced_ac
 
 
 def _round(line: Mapping[str, Any]) -> Round:
-    left_out = (mapping(e) for e in sequence(line.get("excluded")))
+
+    def text(entry: Mapping[str, Any], key: str, default: str = "") -> str:
+        return str(entry.get(key, default))
+
     return Round(
         number=int(whole(line.get("round"))),
         seconds=numeric(line.get("seconds")),
@@ -257,10 +261,17 @@ def _round(line: Mapping[str, Any]) -> Round:
         losses=_by_client(line.get("client_loss")),
         scored=_by_client(line.get("client_scored_round")),
         cohort=tuple(str(c) for c in sequence(line.get("cohort"))),
-        excluded=tuple((str(e.get("client", "")), str(e.get("code", "")), str(e.get("reason", ""))) for e in left_out),
+        excluded=tuple(
+            (text(e, "client"), text(e, "code"), text(e, "reason"), text(e, "part", ROUND)) for e in left_out
+        ),
         bytes_up=whole(line.get("bytes_up")),
         bytes_down=whole(line.get("bytes_down")),
     )
+
+
+def _exclusion(entry: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    client, code, reason = (str(entry.get(key, "")) for key in ("client", "code", "reason"))
+    return client, code, reason, str(entry.get("part", ROUND))
 
 
 def _spans(rounds: Sequence[Round]) -> tuple[Round, ...]:

@@ -276,7 +276,11 @@ def excluded(run: RunFiles) -> str:
     """Clients excluded from rounds, with the reasons."""
     if not run.excluded:
         return note("None: every client that was asked gave a valid reply.")
-    rows = [[str(t), c, code, reason] for t, c, code, reason in run.excluded]
-    clients = len({c for _, c, _, _ in run.excluded})
-    text = note(f"{plural(len(rows), 'exclusion')} of {plural(clients, 'client')}; the round continued without them.")
-    return text + table(["round", "client", "code", "reason"], rows, "Excluded clients", words=(1, 2, 3))
+    rows = [[str(t), c, part, code, reason] for t, c, code, reason, part in run.excluded]
+    clients = len({c for _, c, *_ in run.excluded})
+    text = note(
+        f"{plural(len(rows), 'exclusion')} of {plural(clients, 'client')}; the run continued without them. Where only "
+        "the scores or a client's own model are missing, its update counts."
+    )
+    head = ["round", "client", "of", "code", "reason"]
+    return text + table(head, rows, "Excluded clients", words=(1, 2, 3, 4))

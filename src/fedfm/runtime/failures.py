@@ -33,7 +33,9 @@ def of_line(line: Mapping[str, Any]) -> list[Excluded]:
     return [Excluded(line["round"], e["client"], e["code"], e["reason"], e.get("part", ROUND)) for e in found]
 
 
-def whole(of_rounds: Sequence[Excluded], lines: Iterable[Mapping[str, Any]], more: Iterable[Excluded]) -> list[Excluded]:
+def whole(
+    of_rounds: Sequence[Excluded], lines: Iterable[Mapping[str, Any]], more: Iterable[Excluded]
+) -> list[Excluded]:
     """All exclusions of a run, each once.
 
     Args:
