@@ -104,7 +104,7 @@ def test_what_the_sections_say(tmp_path):
     assert "The server received train.FedAvg_train masked: the masks cancel in the sum" in text
     assert "12 rounds: median 1.50 s, longest 1.50 s, together 18.0 s." in text
     assert "evaluation before training took 0.25 s" in text
-    assert "3 c0 E_TIMEOUT no reply in 600 s" in text
+    assert "3 c0 round E_TIMEOUT no reply in 600 s" in text
     assert "params_sha256 " + "ab" * 32 in text
     assert "private/ holds the keys of the masks" in text
     assert "details: bound 0.25" in text

@@ -246,10 +246,6 @@ _VALUES = ("accuracy", "global_accuracy", "local_accuracy", "loss", "balanced_ac
 
 
 def _round(line: Mapping[str, Any]) -> Round:
-
-    def text(entry: Mapping[str, Any], key: str, default: str = "") -> str:
-        return str(entry.get(key, default))
-
     return Round(
         number=int(whole(line.get("round"))),
         seconds=numeric(line.get("seconds")),
@@ -261,9 +257,7 @@ def _round(line: Mapping[str, Any]) -> Round:
         losses=_by_client(line.get("client_loss")),
         scored=_by_client(line.get("client_scored_round")),
         cohort=tuple(str(c) for c in sequence(line.get("cohort"))),
-        excluded=tuple(
-            (text(e, "client"), text(e, "code"), text(e, "reason"), text(e, "part", ROUND)) for e in left_out
-        ),
+        excluded=tuple(_exclusion(mapping(e)) for e in sequence(line.get("excluded"))),
         bytes_up=whole(line.get("bytes_up")),
         bytes_down=whole(line.get("bytes_down")),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from fedfm.runtime.predictions import check_own, kept, logits, own, personal, sc
 from fedfm.runtime.run_directory import Run
 from fedfm.training import packed
 
+T = TypeVar("T")
 CONFUSION, _TABLED = "confusion", 50  # rows by true and predicted class, and most classes for which they are kept
 CLASS_COUNTS, _COUNTED = "class_counts", 1000  # of more classes: a few counts of each
 UNSCORED = "it could not score the model that it was sent; errors.log at the client has the traceback"
@@ -224,7 +225,7 @@ class Evaluator:
         """
         return self._set_aside(lambda: self._fed.ask(handler, counted=False, least=0, **payload))
 
-    def _set_aside(self, call: Callable[[], Any]) -> Any:
+    def _set_aside(self, call: Callable[[], T]) -> T:
         """Keep what a call excludes apart from the round's exclusions."""
         excluded, cohort = list(self._fed.excluded), self._fed.cohort
         found = call()
