@@ -22,18 +22,21 @@ def check(args: Any) -> int:
     from fedfm.config.toml import to_toml
     from fedfm.core.capabilities import Founded, Modelled, Planned
     from fedfm.data.load import check_files
+    from fedfm.engines.known_clients import check_known
     from fedfm.runtime.trackers.tracker import opened
+    from fedfm.runtime.who_scores import unscored
 
     experiment = experiment_of(args)
     check_files(experiment.data)
     for name in experiment.run.track:
         opened(name)  # refuses one whose library is missing
+    check_known(experiment)
     result: dict[str, Any] = {"valid": True, "experiment": experiment.to_dict()}
     text = to_toml(experiment.shown()).rstrip()
     population = None
     # With a SuperLink, data and model lie on its machine: this one if it has the kit.
     if not experiment.run.superlink or Path(experiment.run.superlink).is_dir():
-        from fedfm.config.compatibility import enough
+        from fedfm.config.cohorts import enough
         from fedfm.models.names import locate
 
         if isinstance(experiment.method, Modelled):
@@ -64,6 +67,7 @@ def check(args: Any) -> int:
             *of_model(experiment.run, population.model),
             *of_delta(experiment, population),
             *of_privacy(experiment, spending(experiment, sizes), len(population.clients)),
+            *unscored(experiment, len(population.federated.test)),
         ]
         if expected is not None:
             result["forecast"] = asdict(expected)
@@ -80,6 +84,9 @@ def check(args: Any) -> int:
             if (plan := experiment.method.plan(population.model, counts)) is not None:
                 result["plan"] = plan.to_dict()
                 text += "\n\n" + "\n".join(f"# {line}" for line in plan.table().splitlines())
+    elif experiment.data.classes is not None:  # the server has no rows, wherever it is
+        result["notices"] = unscored(experiment, 0)
+        text += "".join(f"\n\n# {line}" for line in result["notices"])
     if args.matching:
         method = experiment.method
         if not isinstance(method, Founded):

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-from collections.abc import Collection, Mapping, Sequence
 from typing import Any, get_type_hints
 
 from fedfm.aggregation import private
@@ -18,13 +16,14 @@ from fedfm.aggregation.mean import Mean
 from fedfm.aggregation.secure import Secure
 from fedfm.attacks.attack import halves_of, locals_of
 from fedfm.config import dp_sgd
+from fedfm.config.cohorts import named_clients
 from fedfm.config.own_code import is_function
 from fedfm.config.registry import name_of, ours, resolve
 from fedfm.core.capabilities import Keeping, Personal, Private, RowsByOptimiser, Sampling, Sealed, TakesLate
 from fedfm.core.client import Update
 from fedfm.core.method import nested
 from fedfm.data.spec import IN_MEMORY
-from fedfm.errors import InputError, close, listed
+from fedfm.errors import InputError, listed
 from fedfm.linalg.params import Params
 from fedfm.linalg.quantised import EXACT
 from fedfm.training import TrainsLocally
@@ -32,37 +31,6 @@ from fedfm.training.fit_head import HeadSpec
 from fedfm.training.personal import TwoModels
 
 _OWN_DATA = ("name", "partition", "val_fraction")  # keys of [data] that rows from a user's function take
-
-
-def enough(e: Any, names: Sequence[str]) -> None:
-    """Refuse what the federation's clients cannot give: ``run.min_clients`` or an aggregation that needs more of them,
-    and settings of a client that is not among them. Engines call it as soon as they know the clients' names.
-
-    Raises:
-        InputError: with the number of clients that it needs, or with the name.
-    """
-    clients = len(names)
-    fraction = e.method.fraction if isinstance(e.method, Sampling) else 1.0
-    cohort, least = max(math.floor(fraction * clients + 1e-9), 1), e.aggregation.least()
-    if e.run.min_clients is not None and e.run.min_clients > cohort and not e.method.needs.pooled:
-        asks = f"a round asks {cohort} of {clients} clients" if cohort < clients else f"there are {clients} clients"
-        raise InputError(f"run.min_clients = {e.run.min_clients}: {asks}")
-    late = e.run.asynchronous
-    if late is not None and late.buffer > clients:
-        raise InputError(f"run.asynchronous.buffer = {late.buffer}: there are {clients} clients")
-    if late is not None:
-        _known(late.speeds, names)
-    if cohort < least:
-        raise InputError(
-            f'aggregation.name = "{_rule(e)}": it needs {least} updates a round, and a round asks {cohort} of '
-            f"{clients} clients"
-        )
-
-
-def _known(speeds: Mapping[str, float], names: Collection[str]) -> None:
-    if unknown := sorted(speeds.keys() - set(names)):
-        hint = close(unknown[0], names) if len(unknown) == 1 else ""
-        raise InputError(f"run.asynchronous.speeds: no client is called {', '.join(unknown)}{hint}")
 
 
 def not_late(method: type, name: str) -> str:
@@ -111,7 +79,7 @@ def asynchronous(e: Any) -> Any:
     if late.speeds and e.run.engine == "deployment":
         raise InputError(f"{where} speeds: on a deployment clients are as fast as they are; drop it")
     if e.data.clients:
-        _known(late.speeds, e.data.clients)
+        named_clients(late.speeds, e.data.clients)
     return buffered(e.aggregation, late.buffer, late.staleness, late.speeds)
 
 

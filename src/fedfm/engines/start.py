@@ -47,5 +47,8 @@ def start(
         from fedfm.engines.flower.deployment import start as deployed
 
         return deployed(run, stop, progress, silos)
+    from fedfm.engines.known_clients import check_known
+
+    check_known(run.experiment)
     engine = import_module(_ENGINES[run.experiment.run.engine])
     return engine.start(run, stop, progress)  # type: ignore[no-any-return]

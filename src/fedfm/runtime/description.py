@@ -20,6 +20,7 @@ from fedfm.privacy import plausibility
 from fedfm.privacy.accountant import Accountant
 from fedfm.runtime.disclosure import fingerprints, tell
 from fedfm.runtime.population import REST, Partitioned, feature_dim, operations
+from fedfm.runtime.who_scores import unscored
 from fedfm.training import Local, packed, private
 from fedfm.training.loop import over_classes
 from fedfm.training.scheduler import trains_without
@@ -78,6 +79,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     notices = [*of_rows(run.experiment.method, population), *of_model(run.experiment.run, population.model)]
     notices += [*_elsewhere(run, population.model), *of_delta(run.experiment, population)]
     told = [*of_method(run.experiment.method), *of_arrival(run.experiment, len(population.clients))]
+    told += unscored(run.experiment, len(population.federated.test))
     for notice in (*notices, *told, *_on_disk(population)):
         progress.notice(notice)
     run.manifest["notices"] += [text for text in told if text not in run.manifest["notices"]]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.core.capabilities import Applying, HidingCounts, Judge, Keeping, Predicting, Starting, Viewing, has
+from fedfm.core.capabilities import Applying, Judge, Keeping, Predicting, Starting, Viewing, has
 from fedfm.core.checks import conform
 from fedfm.core.client import Client, ClientId, each, on_client
 from fedfm.core.federation import Federation
@@ -25,6 +25,7 @@ from fedfm.runtime.late_scores import PARTS, Newest
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.predictions import check_own, kept, logits, own, personal, scores, seen_by
 from fedfm.runtime.run_directory import Run
+from fedfm.runtime.who_scores import judged_by_clients, why_unasked
 from fedfm.training import packed
 
 T = TypeVar("T")
@@ -154,7 +155,7 @@ class Evaluator:
             validated = [m for m in self._own(by_client, "val").values() if m.get("loss") is not None]
             rows = sum(m["n"] for m in validated)
             line["val_loss"] = sum(m["n"] * m["loss"] for m in validated) / rows if rows else None
-        if self._by_clients:
+        if judged_by_clients(self._run.experiment):
             line |= {"global_accuracy": _pooled("accuracy", tested.values()), "loss": _pooled("loss", tested.values())}
         elif self.judge is not None and (thorough or not personal(self._method)):
             known = self.revealed(state) if kept(self._method) else models  # the objects that the clients were sent
@@ -183,11 +184,6 @@ class Evaluator:
         return line
 
     @property
-    def _by_clients(self) -> bool:
-        """Whether the clients' rows judge the one model for all, because the server can read none."""
-        return has(self._method, Viewing) and self._method.clients_judge
-
-    @property
     def _validates(self) -> bool:
         """Whether clients have validation rows and may be asked for scores."""
         if self._run.experiment.privacy is not None:
@@ -201,14 +197,7 @@ class Evaluator:
         self, models: Mapping[ClientId, Params], part: str, handler: Callable[..., Any] | None = None
     ) -> dict[ClientId, dict[str, Any]]:
         """Metrics of each client's model on its own rows; {} for a client that was not asked or did not answer."""
-        hidden = has(self._method, HidingCounts) and self._method.hides_counts
-        unable = self._method.needs.model == "server" and not has(self._method, Viewing)
-        # Under an epsilon no client is asked: the ledger does not account for exact scores. Where sums hide updates,
-        # only a method without one model, or without test rows at the server, needs them.
-        privacy = self._run.experiment.privacy
-        needed = personal(self._method) or self._by_clients
-        silent = privacy is not None and (privacy.states_epsilon or not needed)
-        if silent or hidden or unable:
+        if why_unasked(self._run.experiment):
             return {client: {} for client in self._fed.clients}
         if self._newest is not None and self._by_updates:
             return self._newest.of(part)

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedfm.config.cohorts import enough
 from fedfm.core.client import ClientId
 from fedfm.engines.flower import app_writer, kits, processes, server_app
 from fedfm.engines.flower.loopback import Fleet, loopback
@@ -57,6 +58,7 @@ def start(
             "run.superlink to the server's kit, or to host:port"
         )
     clients = _clients(run) if silos is None else []
+    enough(run.experiment, clients or list(silos or ()))
     config = {"experiment": app_writer.told(run.experiment), "key": key_of(run)}
     with loopback(folder, clients, config, stop, silos) as fleet:
         return _Watch(run, fleet.control, fleet, stop, progress).follow(

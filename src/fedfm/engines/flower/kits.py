@@ -94,6 +94,11 @@ def load(folder: Path) -> Kit:
     return Kit(**told, folder=folder)
 
 
+def silos_of(kit: Kit) -> list[str]:
+    """Names of the silos that the server's kit lets in, sorted."""
+    return sorted(path.stem for path in (kit.folder / NODES).glob("*.pub"))
+
+
 def provision(federation: FederationFile, out: Path, *, renew: bool = False) -> dict[str, Any]:
     """Write the kits into ``out``; what is there already is kept.
 

@@ -19,7 +19,7 @@ import httpx
 from flwr.app import Context
 from flwr.serverapp import Grid
 
-from fedfm.config.compatibility import enough
+from fedfm.config.cohorts import enough
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.messages import Excluded

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
+from fedfm.config.cohorts import enough
 from fedfm.config.experiment import Experiment
 from fedfm.core.wire import flower_records
 from fedfm.engines.flower import site
@@ -49,6 +50,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
     workers = spec.workers or os.cpu_count() or 1
     outcome: dict[str, Any] = {}
     population = populate(run.experiment, server=True)
+    enough(run.experiment, population.clients)  # before Ray starts
     each, gpus = shares(spec.gpus_per_client, run.experiment.model.device)
     slots = min(workers, len(devices.dealt(gpus, each))) if gpus else workers
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedfm.config.compatibility import enough
+from fedfm.config.cohorts import enough
 from fedfm.core.client import ClientId
 from fedfm.core.wire.limits import room
 from fedfm.engines.flower.app_writer import told

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fedfm.config.compatibility import enough
+from fedfm.config.cohorts import enough
 from fedfm.core.capabilities import Viewing, has
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request

@@ -1,0 +1,81 @@
+"""Rules on the number of clients, and on their names: what the federation must have for an experiment.
+
+A command checks them as soon as the names are known: before a run where a kit, a roster or the data say them, else when
+the clients have said hello.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from fedfm.aggregation._correlated import CorrelatedGaussian
+from fedfm.aggregation.secure import Secure
+from fedfm.config.registry import name_of
+from fedfm.core.capabilities import Sampling
+from fedfm.errors import InputError, close
+
+
+def enough(e: Any, names: Sequence[str], source: str = "") -> None:
+    """Refuse what the federation's clients cannot give: ``run.min_clients`` or an aggregation that needs more of them,
+    and settings of a client that is not among them.
+
+    Args:
+        names: all clients that there can be.
+        source: where the names stand, for the message; "": the clients are there.
+
+    Raises:
+        InputError: with the number of clients that it needs, or with the name.
+    """
+    clients = len(names)
+    there = f"{source} has {_silos(clients)}" if source else f"there are {clients} clients"
+    of = f"{_silos(clients)} of {source}" if source else f"{clients} clients"
+    fraction = e.method.fraction if isinstance(e.method, Sampling) else 1.0
+    cohort, least = max(math.floor(fraction * clients + 1e-9), 1), e.aggregation.least()
+    asks = f"a round asks {cohort} of {of}" if cohort < clients else there
+    if e.run.min_clients is not None and e.run.min_clients > cohort and not e.method.needs.pooled:
+        raise InputError(f"run.min_clients = {e.run.min_clients}: {asks}")
+    late = e.run.asynchronous
+    if late is not None and late.buffer > clients:
+        raise InputError(f"run.asynchronous.buffer = {late.buffer}: {there}")
+    if late is not None:
+        named_clients(late.speeds, names)
+    if cohort < least and isinstance(e.aggregation, Secure):
+        by = 'privacy.aggregator = "secagg"' if e.privacy is not None else 'aggregation.name = "secure"'
+        raise InputError(
+            f"{by}: it needs {least} clients a round, since in a sum of two each knows the other's update, and a "
+            f"round asks {cohort} of {of}; {_cure(least, clients)}, or drop it"
+        )
+    if cohort < least:
+        raise InputError(
+            f'aggregation.name = "{name_of("aggregation", e.aggregation)}": it needs {least} updates a round, and a '
+            f"round asks {cohort} of {of}; {_cure(least, clients)}, or take another rule"
+        )
+    mechanism = e.aggregation.mechanism
+    if isinstance(mechanism, CorrelatedGaussian) and mechanism.period > clients:
+        raise InputError(
+            f"method.fraction = {fraction:g}: {mechanism.period} groups of clients take turns, and {there}; "
+            f"expected at least {1 / clients:.3g}"
+        )
+
+
+def named_clients(speeds: Mapping[str, float], names: Collection[str]) -> None:
+    """Refuse ``run.asynchronous.speeds`` of a client that is not there.
+
+    Raises:
+        InputError: with its name.
+    """
+    if unknown := sorted(speeds.keys() - set(names)):
+        hint = close(unknown[0], names) if len(unknown) == 1 else ""
+        raise InputError(f"run.asynchronous.speeds: no client is called {', '.join(unknown)}{hint}")
+
+
+def _cure(least: int, clients: int) -> str:
+    if clients < least:
+        return f"give it at least {least} silos"
+    return f"a method.fraction of at least {math.ceil(1000 * least / clients) / 1000:g} asks so many"
+
+
+def _silos(count: int) -> str:
+    return f"{count} silo" if count == 1 else f"{count} silos"

@@ -1,0 +1,41 @@
+"""The clients that a run can have, where files say so before anybody connects: a kit's silos, or a roster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedfm.config.cohorts import enough
+from fedfm.config.experiment import Experiment
+from fedfm.errors import InputError
+
+
+def known_clients(experiment: Experiment) -> tuple[list[str], str] | None:
+    """(names, where they stand), or None where only the clients' own hello tells.
+
+    Raises:
+        InputError: the file or the kit cannot be read.
+    """
+    spec = experiment.run
+    if spec.engine == "folder" and spec.roster is not None:
+        from fedfm.runtime.silo_identity import roster_in
+
+        try:
+            return sorted(roster_in(Path(spec.roster).expanduser())), f"the roster {spec.roster}"
+        except InputError as error:
+            raise InputError(f"run.{error}") from None
+    if spec.engine == "deployment" and spec.superlink is not None and Path(spec.superlink).is_dir():
+        from fedfm.engines.flower import kits
+
+        kit = kits.load(Path(spec.superlink))
+        return (kits.silos_of(kit), f"the kit {spec.superlink}") if kit.serves else None
+    return None
+
+
+def check_known(experiment: Experiment) -> None:
+    """Check the rules on the number of clients, where their names are known.
+
+    Raises:
+        InputError: the federation has too few silos, with what would be right.
+    """
+    if (found := known_clients(experiment)) is not None and found[0]:
+        enough(experiment, *found)

@@ -1,0 +1,55 @@
+"""Who scores the models of a run, and where nobody does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedfm.core.capabilities import HidingCounts, Viewing, has
+from fedfm.runtime.predictions import kept, personal
+
+if TYPE_CHECKING:
+    from fedfm.config.experiment import Experiment
+
+
+def why_unasked(experiment: Experiment) -> str:
+    """Why no client is asked for scores on its own rows; "" if they are asked.
+
+    Under an epsilon no client is asked: the ledger does not account for exact scores. Where sums hide updates, only a
+    method without one model, or without test rows at the server, needs them.
+    """
+    method, privacy = experiment.method, experiment.privacy
+    if has(method, HidingCounts) and method.hides_counts:
+        return "clients that hide their numbers of rows are asked for no scores"
+    if method.needs.model == "server" and not has(method, Viewing):
+        return "the clients of this method have no model that they could score"
+    if privacy is not None and privacy.states_epsilon:
+        return "under [privacy] no client is asked for the scores of its own rows, which no epsilon covers"
+    if privacy is not None and not (personal(method) or judged_by_clients(experiment)):
+        return f'under privacy.aggregator = "{privacy.aggregator}" no client is asked for the scores of its own rows'
+    return ""
+
+
+def judged_by_clients(experiment: Experiment) -> bool:
+    """Whether the clients' rows judge the one model for all, because the server can read none."""
+    return has(experiment.method, Viewing) and experiment.method.clients_judge
+
+
+def unscored(experiment: Experiment, server_rows: int) -> list[str]:
+    """A notice if the run will end without an accuracy, or without any score.
+
+    Args:
+        server_rows: test rows at the server.
+    """
+    if not (why := why_unasked(experiment)):
+        return []
+    hidden = kept(experiment.method) and experiment.privacy is not None  # the server has none of these models
+    if server_rows and not hidden and not judged_by_clients(experiment):
+        there = "global_accuracy, of the clients' models on the server's test rows, is there"
+        return [f"accuracy and client_accuracy stay empty: {why}; {there}"] if personal(experiment.method) else []
+    has_none = "the server has none of the clients' own models" if server_rows else "the server has no test rows"
+    cure = "" if server_rows else "test rows at the server give one (data.path instead of data.classes), and so does "
+    cure = cure or "a score comes from "
+    return [
+        f"nobody will see an accuracy or a loss of this run: {why}, and {has_none}; {cure}`fedfm predict` at a client "
+        "that has labels"
+    ]

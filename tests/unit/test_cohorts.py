@@ -1,0 +1,116 @@
+"""Rules on the number of clients are said before anybody connects, where files name them; so is a run without scores."""
+
+import pytest
+
+import fedfm
+import small
+from fedfm.cli.entry import main
+from fedfm.config.experiment import Experiment
+from fedfm.engines.flower import federation_file, kits
+from fedfm.engines.known_clients import check_known
+from fedfm.errors import InputError
+from fedfm.runtime.progress import Progress
+from fedfm.runtime.who_scores import unscored
+
+SECAGG = {"privacy": {"aggregator": "secagg"}}
+NOISE = {"unit": "client", "noise_multiplier": 1.0, "clip_norm": 1.0, "delta": 1e-5}
+RULES = {  # number of silos, tables, what is said
+    "a sum of two": (2, SECAGG, 'privacy.aggregator = "secagg": it needs 3 clients a round'),
+    "by its own name": (2, {"aggregation": {"name": "secure"}}, 'aggregation.name = "secure": it needs 3 clients'),
+    "a fraction of them": (5, {**SECAGG, "method": {"fraction": 0.4}}, "method.fraction of at least 0.6 asks so many"),
+    "krum": (4, {"aggregation": {"name": "krum", "byzantine": 1}}, "needs 5 updates a round"),
+    "min_clients": (2, {"run": {"min_clients": 3}}, "run.min_clients = 3: the kit"),
+    "buffer": (2, {"run": {"asynchronous": {"buffer": 3}}}, "run.asynchronous.buffer = 3: the kit"),
+    "groups": (
+        3,
+        {"privacy": NOISE | {"mechanism": "correlated_gaussian"}, "method": {"fraction": 0.25}},
+        "method.fraction = 0.25: 4 groups of clients take turns",
+    ),
+}
+
+
+def provisioned(folder, silos):
+    """The server's kit of a federation of so many silos."""
+    names = [f"silo-{i}" for i in range(silos)]
+    (folder / "federation.toml").write_text(f'server = "127.0.0.1:0"\nsilos = {names}\n')
+    kits.provision(federation_file.load(folder / "federation.toml"), folder / "kits")
+    return folder / "kits" / "server"
+
+
+def deployed(kit, **more):
+    tables = {
+        "data": {"classes": ["a", "b", "c"], "kind": "features", "width": 5},
+        "model": {"name": "features"},
+        "method": {"name": "fedavg", "rounds": 4},
+        "run": {"engine": "deployment", "superlink": str(kit), "timeout": 5},
+    }
+    for table, values in more.items():
+        tables[table] = {**tables.get(table, {}), **values}
+    return tables
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_kit_with_too_few_silos_is_refused_before_anything_starts(rule, tmp_path):
+    silos, tables, said = RULES[rule]
+    found = deployed(provisioned(tmp_path, silos), **tables)
+    with pytest.raises(InputError) as error:
+        check_known(Experiment.from_dict(found))
+    assert said in str(error.value)
+    assert f"{tmp_path / 'kits' / 'server'}" in str(error.value)
+    with pytest.raises(InputError) as again:
+        fedfm.run(found, tmp_path / "run", progress=Progress())
+    assert str(again.value) == str(error.value)
+    assert not (tmp_path / "run").exists()
+    kits.provision(
+        federation_file.FederationFile("127.0.0.1:0", tuple(f"silo-{i}" for i in range(8))), tmp_path / "kits"
+    )
+    check_known(Experiment.from_dict(found))
+
+
+def test_a_roster_counts_as_well(tmp_path):
+    (tmp_path / "roster.toml").write_text("".join(f'{name} = "{"ab" * 32}"\n' for name in ("north", "south")))
+    run = {"engine": "folder", "folder": str(tmp_path), "roster": str(tmp_path / "roster.toml")}
+    with pytest.raises(InputError, match=r'"secagg": it needs 3 .* of 2 silos of the roster .*roster\.toml'):
+        check_known(Experiment.from_dict(small.experiment(tmp_path, run=run, method={"fraction": 1.0}) | SECAGG))
+
+
+def test_on_loopback_too_few_clients_are_refused_before_a_superlink_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedfm.engines.flower.deployment.loopback", None)
+    data = {"partition": {"name": "iid", "clients": 2}}
+    tables = small.experiment(tmp_path, data=data, run={"engine": "deployment"}, method={"fraction": 1.0}) | SECAGG
+    with pytest.raises(InputError, match="it needs 3 clients a round"):
+        fedfm.run(tables, tmp_path / "run", progress=Progress())
+
+
+UNSCORED = {  # tables, test rows at the server -> what is said
+    "hidden sums": (SECAGG, 0, "nobody will see an accuracy or a loss"),
+    "hidden sums and test rows": (SECAGG, 9, ""),
+    "an epsilon": ({"privacy": NOISE}, 0, "nobody will see an accuracy or a loss"),
+    "an epsilon and test rows": ({"privacy": NOISE}, 9, ""),
+    "models of their own": ({"method": {"name": "local", "fraction": None}, "privacy": {"unit": "record", "mechanism": "dp_sgd", "target_epsilon": 8.0, "clip_norm": 1.0, "delta": 1e-5}}, 9, "accuracy and client_accuracy stay empty"),
+    "nothing private": ({}, 0, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNSCORED)
+def test_a_run_that_nobody_scores_says_so_first(case, tmp_path):
+    tables, rows, said = UNSCORED[case]
+    found = small.experiment(tmp_path)
+    found["data"]["test_fraction"] = 0.2
+    for table, values in tables.items():
+        found[table] = {k: v for k, v in {**found.get(table, {}), **values}.items() if v is not None}
+    notices = unscored(Experiment.from_dict(found), rows)
+    assert [text[: len(said)] for text in notices] == ([said] if said else [])
+    if rows:  # the run itself: the file has test rows
+        result = fedfm.run(found, tmp_path / "run", progress=Progress())
+        assert (result["accuracy"] is None) == bool(said)
+        assert [text for text in result["warnings"] if said and text.startswith(said)] == notices
+
+
+def test_check_says_so_wherever_the_superlink_is(tmp_path, capsys):
+    for link in (provisioned(tmp_path, 3), "fed.example.org:8443"):
+        (tmp_path / "e.toml").write_text(Experiment.from_dict(deployed(link) | SECAGG).to_toml())
+        assert main(["check", str(tmp_path / "e.toml")]) == 0
+        assert (
+            "# nobody will see an accuracy or a loss of this run: under privacy.aggregator" in capsys.readouterr().out
+        )
