@@ -20,7 +20,17 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from fedfm.config.experiment import Experiment
 from fedfm.core.messages import Excluded
 from fedfm.core.wire import codec, payload
-from fedfm.engines.flower import app_writer, client_stub, deployment, keys, loopback, private_api, reaper, server_app
+from fedfm.engines.flower import (
+    app_writer,
+    client_stub,
+    deployment,
+    keys,
+    loopback,
+    private_api,
+    reaper,
+    run_config,
+    server_app,
+)
 from fedfm.engines.flower.processes import Children
 from fedfm.errors import ClientFault, InputError, RunError
 from fedfm.runtime import silo_file
@@ -60,7 +70,7 @@ def test_an_app_holds_the_experiment_and_builds_the_same_bundle_twice(tmp_path, 
     assert "silo.toml" in told
     project = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
     config = project["tool"]["flwr"]["app"]["config"]
-    held = Experiment.from_dict(tomllib.loads(config["experiment"]))
+    held = Experiment.from_dict(tomllib.loads(run_config.whole(config)["experiment"]))
     assert held.data.path == str(tmp_path / "rows.npz")  # other processes read it from other folders
     assert (held.run.engine, held.run.wire) == ("deployment", False)
     assert project["tool"]["flwr"]["app"]["components"] == {

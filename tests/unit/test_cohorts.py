@@ -1,4 +1,4 @@
-"""Rules on the number of clients are said before anybody connects, where files name them; so is a run without scores."""
+"""Rules on the number of clients are said before anybody connects where files name them; so is that nobody scores."""
 
 import pytest
 
@@ -14,6 +14,7 @@ from fedfm.runtime.who_scores import unscored
 
 SECAGG = {"privacy": {"aggregator": "secagg"}}
 NOISE = {"unit": "client", "noise_multiplier": 1.0, "clip_norm": 1.0, "delta": 1e-5}
+BY_ROW = {"unit": "record", "mechanism": "dp_sgd", "target_epsilon": 8.0, "clip_norm": 1.0, "delta": 1e-5}
 RULES = {  # number of silos, tables, what is said
     "a sum of two": (2, SECAGG, 'privacy.aggregator = "secagg": it needs 3 clients a round'),
     "by its own name": (2, {"aggregation": {"name": "secure"}}, 'aggregation.name = "secure": it needs 3 clients'),
@@ -87,9 +88,13 @@ UNSCORED = {  # tables, test rows at the server -> what is said
     "hidden sums and test rows": (SECAGG, 9, ""),
     "an epsilon": ({"privacy": NOISE}, 0, "nobody will see an accuracy or a loss"),
     "an epsilon and test rows": ({"privacy": NOISE}, 9, ""),
-    "models of their own": ({"method": {"name": "local", "fraction": None}, "privacy": {"unit": "record", "mechanism": "dp_sgd", "target_epsilon": 8.0, "clip_norm": 1.0, "delta": 1e-5}}, 9, "accuracy and client_accuracy stay empty"),
+    "models of their own": (
+        {"method": {"name": "local", "fraction": None}, "privacy": BY_ROW},
+        9,
+        "accuracy and client_accuracy stay empty",
+    ),
     "nothing private": ({}, 0, ""),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", UNSCORED)

@@ -16,6 +16,9 @@ from fedfm.config.paths import beside
 from fedfm.config.registry import available, name_of, ours, resolve
 from fedfm.core.fields import KINDS, key_of, plain_type
 from fedfm.core.method import Method
+from fedfm.core.toml_text import parse_override as parse_override
+from fedfm.core.toml_text import put as put
+from fedfm.core.toml_text import to_toml as to_toml
 from fedfm.errors import InputError, listed
 from fedfm.training import SGD, Local
 
@@ -172,47 +175,3 @@ def named(value: Any) -> Any:
     kind = _kind(type(value))
     name = name_of(kind, value) if kind else ""
     return {"name": name} | plain(value) if name else plain(value)
-
-
-def put(table: dict[str, Any], key: str, value: Any) -> None:
-    """Set ``a.b.c`` in nested tables."""
-    *path, last = key.split(".")
-    for part in path:
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
-            raise InputError(f"--set {key}: {part} is not a table")
-    table[last] = value
-
-
-def parse_override(text: str) -> tuple[str, Any]:
-    """``method.rounds=5`` -> ("method.rounds", 5); the value is TOML, or a bare word."""
-    key, separator, value = text.partition("=")
-    if not separator or not key.strip():
-        raise InputError(f"--set {text}: expected key=value, e.g. --set method.rounds=5")
-    try:
-        return key.strip(), tomllib.loads(f"v = {value}")["v"]
-    except tomllib.TOMLDecodeError:
-        return key.strip(), value.strip()
-
-
-def to_toml(tables: Mapping[str, Any]) -> str:
-    """Nested tables as TOML: one section a table, deeper ones inline."""
-
-    def inline(value: Any) -> str:
-        if isinstance(value, Mapping):
-            return "{ " + ", ".join(f"{_bare(k)} = {inline(v)}" for k, v in value.items() if v is not None) + " }"
-        if isinstance(value, (list, tuple)):
-            return "[" + ", ".join(map(inline, value)) + "]"
-        return json.dumps(value, ensure_ascii=False)
-
-    top = [f"{_bare(k)} = {inline(v)}" for k, v in tables.items() if not isinstance(v, Mapping)]
-    for section, table in tables.items():
-        if isinstance(table, Mapping):
-            top += ["", f"[{_bare(section)}]"] + [
-                f"{_bare(k)} = {inline(v)}" for k, v in table.items() if v is not None
-            ]
-    return "\n".join(top).strip() + "\n"
-
-
-def _bare(key: str) -> str:
-    return key if key and all(c.isalnum() or c in "-_" for c in key) and key.isascii() else json.dumps(key)

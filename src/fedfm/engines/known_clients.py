@@ -31,6 +31,23 @@ def known_clients(experiment: Experiment) -> tuple[list[str], str] | None:
     return None
 
 
+def dealt_clients(experiment: Experiment) -> list[str]:
+    """Names of the clients among which the experiment deals its own rows; reads them.
+
+    Raises:
+        InputError: data or partition are wrong.
+    """
+    from fedfm.data.load import load_table
+    from fedfm.data.partition import deal
+
+    if experiment.own_code:
+        from fedfm.runtime import own_population
+
+        return list(own_population.of_experiment(experiment).clients)
+    table = load_table(experiment.data, seed=experiment.run.seed, task=experiment.model.task)
+    return sorted(deal(table, experiment.data, seed=experiment.run.seed).clients)
+
+
 def check_known(experiment: Experiment) -> None:
     """Check the rules on the number of clients, where their names are known.
 

@@ -10,12 +10,14 @@ from typing import Any
 
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
-from fedfm.engines.flower import server_app
+from fedfm.engines.flower import run_config, server_app
+from fedfm.engines.known_clients import dealt_clients, known_clients
 from fedfm.errors import InputError
 from fedfm.version import __version__
 
 # Keys of [run] about the server's own machine, as they are elsewhere.
 _ON_THE_SERVER: dict[str, Any] = dict.fromkeys(("superlink", "root_certificates", "folder", "roster", "identity"))
+_FIXED = frozenset(("run.engine", "run.wire", "run.workers"))  # of the machines, which no run changes
 _DEMO = {
     "data": {"name": "digits", "partition": {"name": "dirichlet", "alpha": 0.3, "clients": 5}},
     "model": {"name": "nano-vit", "adaptation": {"name": "lora", "rank": 4}},
@@ -39,7 +41,7 @@ def write(folder: str | Path, experiment: str | Path | None = None) -> str:
         raise InputError(f'method "{chosen.method_name}" pools all rows in one place: no federation runs it')
     folder.mkdir(parents=True, exist_ok=True)
     out = folder.resolve() / "runs"
-    write_app(folder, chosen, out=out)
+    write_app(folder, chosen, out=out, settable=True)
     if known := chosen.server_only():  # the file has no suffix, so that Flower leaves it out of the bundle
         out.mkdir(exist_ok=True)
         value = {key: str(Path(v).resolve()) if v and Path(v).exists() else v for key, v in known.items()}
@@ -48,7 +50,14 @@ def write(folder: str | Path, experiment: str | Path | None = None) -> str:
 
 
 def write_app(
-    folder: Path, experiment: Experiment, *, out: Path, run: str = "", key: str = "", loopback: bool = False
+    folder: Path,
+    experiment: Experiment,
+    *,
+    out: Path,
+    run: str = "",
+    key: str = "",
+    loopback: bool = False,
+    settable: bool = False,
 ) -> None:
     """Write the pyproject.toml from which Flower builds a bundle.
 
@@ -56,14 +65,14 @@ def write_app(
         out: folder in which the ServerApp writes run directories.
         run: name of the run directory, which is resumed if it exists; "": a new one per Flower run.
         key: name of this run's folder at the sites.
+        settable: ``flwr run --run-config`` may change single settings.
         loopback: the nodes are processes of the command that submits the run: one that ended does not come back.
     """
     name = re.sub(r"[^a-z0-9]+", "-", experiment.name.lower()).strip("-") or "experiment"
     app = f"fedfm-{name}"[:32].strip("-")  # the longest name that Flower accepts
-    values = {"experiment": told(experiment), "out": str(out), "run": run, "key": key} | (
-        {"loopback": True} if loopback else {}
-    )
-    lines = "\n".join(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in values.items())
+    values: dict[str, Any] = {"out": str(out), "run": run, "key": key} | ({"loopback": True} if loopback else {})
+    values |= run_config.apart(told(experiment), _FIXED) if settable else {run_config.EXPERIMENT: told(experiment)}
+    lines = "\n".join(f"{_key(k)} = {json.dumps(v, ensure_ascii=False)}" for k, v in values.items())
     (folder / "pyproject.toml").write_text(
         f"""[build-system]
 requires = ["hatchling"]
@@ -106,13 +115,31 @@ def told(experiment: Experiment) -> str:
     return replace(experiment, data=data, model=model, run=spec).for_clients().to_toml()
 
 
+def _key(key: str) -> str:
+    return json.dumps(key) if "." in key else key  # one key: the table "run" would hide the key "run"
+
+
+def _simulated(folder: Path, experiment: Experiment) -> str:
+    """How to run the app on this machine."""
+    if (known := known_clients(experiment)) is not None:
+        names, source = known
+        silos = f"the {len(names)} silos of {source}" if names else "the silos"
+        return f"it is not simulated here: {silos} have the rows"
+    if experiment.silos_own_rows and not experiment.data.clients:
+        return "it is not simulated here: the silos have the rows"
+    try:
+        nodes = len(dealt_clients(experiment))
+    except InputError as error:
+        return f"it is not simulated here: the number of clients is not known ({error})"
+    return f"""here, simulated:
+  export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1
+  flwr run {folder} --stream --federation-config 'num-supernodes={nodes} client-resources-num-cpus=1'"""
+
+
 def _how_to(folder: Path, experiment: Experiment) -> str:
-    nodes = experiment.data.partition.clients or len(experiment.data.clients or ()) or 10
     return f"""wrote {folder / "pyproject.toml"}: experiment "{experiment.name}"
 
-here, simulated:
-  export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1
-  flwr run {folder} --stream --federation-config 'num-supernodes={nodes} client-resources-num-cpus=1'
+{_simulated(folder, experiment)}
 
 on real machines, each with `pip install fedfm=={__version__}` and the three variables above:
   the operator, once
@@ -129,4 +156,6 @@ on real machines, each with `pip install fedfm=={__version__}` and the three var
   the operator, for every silo and every run
     flwr supernode register silo.key.pub prod                 # prod: a [superlink.prod] in $FLWR_HOME/config.toml
     flwr run {folder} prod --stream
-    # --run-config 'run="trial-1"' names the run directory; the same name again goes on with it"""
+    # --run-config 'run="trial-1"' names the run directory; the same name again goes on with it
+    # --run-config 'method.rounds=4' changes a setting that pyproject.toml lists,
+    # --run-config 'set="run.min_clients=3; run.patience=2"' one that it does not"""

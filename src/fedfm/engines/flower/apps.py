@@ -15,8 +15,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedfm.core.wire import flower_records
-from fedfm.engines.flower import client_stub
-from fedfm.errors import E_EXCEPTION, ClientFault
+from fedfm.engines.flower import client_stub, run_config
+from fedfm.errors import E_EXCEPTION, E_EXPERIMENT, ClientFault, InputError
 
 __all__ = ["client", "server"]
 
@@ -43,7 +43,11 @@ class SiteApp(ClientApp):  # type: ignore[misc]
 
 
 def _answer(handler: str, context: Context, head: str, data: bytes) -> tuple[str, bytes]:
-    config, node = context.run_config, context.node_config
+    node = context.node_config
+    try:
+        config = run_config.whole(context.run_config)
+    except InputError as error:
+        raise ClientFault(E_EXPERIMENT, str(error)) from None
     if "silo" not in node and is_ray_actor():
         from fedfm.engines.flower.simulation import answer
 

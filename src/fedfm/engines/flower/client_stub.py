@@ -25,6 +25,7 @@ from typing import Any
 
 from fedfm.core.text import safe_name
 from fedfm.engines.flower.processes import cause, held
+from fedfm.engines.flower.run_config import LONGEST
 from fedfm.errors import E_DIED, E_EXPERIMENT, E_REFUSED, ClientFault, InputError
 
 _HEADER = struct.Struct("<III Q")  # lengths of client, handler, head and data
@@ -32,7 +33,6 @@ _LIMIT = 1 << 30  # largest value of each of the first three
 _PATH = 100  # longest address of a socket, in bytes
 _START = 120.0  # seconds for a worker to start listening
 _TRIES = 3  # starts of a worker that ends before it listens
-_LONGEST = 1 << 20  # bytes of an experiment's text
 _FLOWER = "flower.json"  # in the folder of a run: Flower's numbers of it
 END = "worker.end"  # in a handler's place: the worker ends
 RUNS = "runs"  # folder of all runs in a silo's own folder: keys chosen by a server cannot reach the silo's own files
@@ -80,8 +80,8 @@ def prepare(folder: Path, config: Mapping[str, Any], node: Mapping[str, Any]) ->
     if path.exists():
         return
     experiment = config.get("experiment")
-    if not isinstance(experiment, str) or len(experiment.encode(errors="surrogatepass")) > _LONGEST:
-        raise ClientFault(E_EXPERIMENT, f"the run's configuration has no experiment of at most {_LONGEST} bytes")
+    if not isinstance(experiment, str) or len(experiment.encode(errors="surrogatepass")) > LONGEST:
+        raise ClientFault(E_EXPERIMENT, f"the run's configuration has no experiment of at most {LONGEST} bytes")
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     silo = str(Path(str(node["silo"])).expanduser().resolve()) if node.get("silo") else None

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedfm.config.cohorts import enough
-from fedfm.core.client import ClientId
 from fedfm.engines.flower import app_writer, kits, processes, server_app
 from fedfm.engines.flower.loopback import Fleet, loopback
 from fedfm.engines.flower.node_status import Missing
 from fedfm.engines.flower.private_api import Control
+from fedfm.engines.known_clients import dealt_clients
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import InputError, RunError
 from fedfm.runtime import failures
@@ -57,27 +57,13 @@ def start(
             "data.classes: the silos bring the rows, and nodes that this command starts on loopback have none; set "
             "run.superlink to the server's kit, or to host:port"
         )
-    clients = _clients(run) if silos is None else []
+    clients = dealt_clients(run.experiment) if silos is None else []
     enough(run.experiment, clients or list(silos or ()))
     config = {"experiment": app_writer.told(run.experiment), "key": key_of(run)}
     with loopback(folder, clients, config, stop, silos) as fleet:
         return _Watch(run, fleet.control, fleet, stop, progress).follow(
             _submit(run, folder, fleet.control, loopback=True)
         )
-
-
-def _clients(run: Run) -> list[ClientId]:
-    """The clients' names; the ServerApp reads rows and model itself."""
-    from fedfm.data.load import load_table
-    from fedfm.data.partition import deal
-
-    experiment = run.experiment
-    if experiment.own_code:
-        from fedfm.runtime import own_population
-
-        return list(own_population.of_experiment(experiment).clients)
-    table = load_table(experiment.data, seed=experiment.run.seed, task=experiment.model.task)
-    return sorted(deal(table, experiment.data, seed=experiment.run.seed).clients)
 
 
 def _attach(run: Run, folder: Path, stop: Callable[[], bool], progress: Progress) -> dict[str, Any]:

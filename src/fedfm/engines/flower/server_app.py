@@ -25,6 +25,7 @@ from fedfm.core import storage
 from fedfm.core.messages import Excluded
 from fedfm.core.text import visible
 from fedfm.core.wire.limits import room
+from fedfm.engines.flower import run_config
 from fedfm.engines.flower.answered import Answered
 from fedfm.engines.flower.link import FlowerLink
 from fedfm.engines.flower.outstanding import Outstanding
@@ -179,7 +180,11 @@ def serve(grid: Grid, context: Context) -> None:
     if (path / "manifest.json").exists():
         run = Run.open(path)
     else:
-        experiment = Experiment.from_dict(tomllib.loads(str(config["experiment"])), imports=True)
+        try:
+            tables = tomllib.loads(str(run_config.whole(config)["experiment"]))
+            experiment = Experiment.from_dict(tables, imports=True)
+        except InputError as error:
+            raise InputError(f"--run-config: {error}") from None
         known = path.parent / SERVER_ONLY
         experiment = experiment.for_server(json.loads(known.read_text()) if known.exists() else {})
         engine = "simulation" if is_simulated(grid) else "deployment"

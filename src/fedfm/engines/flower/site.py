@@ -19,6 +19,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.core.checks import conform
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Request
+from fedfm.core.toml_text import check_depth
 from fedfm.core.wire import codec, flower_records, payload
 from fedfm.engines.flower import recall
 from fedfm.engines.flower.held import NAMES, Retained, unreferred
@@ -41,8 +42,6 @@ from fedfm.runtime.client_memory import CALLS, ROUNDS
 from fedfm.runtime.population import Partitioned, populate, record_error
 from fedfm.version import __version__
 
-_DEEPEST = 32  # parts of a dotted key in an experiment
-_ENDS = frozenset("\n=,{}")  # characters that no part of a key has
 _MISFIT = "the silo does not take part in this experiment; its log says why"
 
 
@@ -308,19 +307,6 @@ def of_experiment(
     return Site(experiment, memory, lambda known, classes: populate(known), on_error=told, answers=answers)
 
 
-def _check_depth(text: str) -> None:
-    """Refuse a text of TOML with a dotted key of many parts: to read it takes the square of their number.
-
-    Raises:
-        InputError: it has one.
-    """
-    parts = 0
-    for piece in text.split("."):
-        parts = parts + 1 if _ENDS.isdisjoint(piece) else 0
-        if parts > _DEEPEST:
-            raise InputError(f"the experiment has a key of more than {_DEEPEST} parts")
-
-
 def of_folder(folder: Path) -> tuple[Site, ClientId | int]:
     """The site that ``folder/site.json`` describes, and its client; memories are kept in that folder.
 
@@ -331,7 +317,7 @@ def of_folder(folder: Path) -> tuple[Site, ClientId | int]:
 
     def experiment(imports: bool) -> Experiment:
         if told["silo"]:
-            _check_depth(told["experiment"])
+            check_depth(told["experiment"])
         return Experiment.from_dict(tomllib.loads(told["experiment"]), imports=imports)
 
     (folder / "private").mkdir(mode=0o700, exist_ok=True)

@@ -1,0 +1,70 @@
+"""TOML as text: settings one by one, tables written out, keys that are too deep. It imports no large library."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from fedfm.errors import InputError
+
+_DEEPEST = 32  # parts of a dotted key in an experiment
+_ENDS = frozenset("\n=,{}")  # characters that no part of a key has
+
+
+def put(table: dict[str, Any], key: str, value: Any) -> None:
+    """Set ``a.b.c`` in nested tables."""
+    *path, last = key.split(".")
+    for part in path:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise InputError(f"--set {key}: {part} is not a table")
+    table[last] = value
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """``method.rounds=5`` -> ("method.rounds", 5); the value is TOML, or a bare word."""
+    key, separator, value = text.partition("=")
+    if not separator or not key.strip():
+        raise InputError(f"--set {text}: expected key=value, e.g. --set method.rounds=5")
+    try:
+        return key.strip(), tomllib.loads(f"v = {value}")["v"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+def to_toml(tables: Mapping[str, Any]) -> str:
+    """Nested tables as TOML: one section a table, deeper ones inline."""
+
+    def inline(value: Any) -> str:
+        if isinstance(value, Mapping):
+            return "{ " + ", ".join(f"{_bare(k)} = {inline(v)}" for k, v in value.items() if v is not None) + " }"
+        if isinstance(value, (list, tuple)):
+            return "[" + ", ".join(map(inline, value)) + "]"
+        return json.dumps(value, ensure_ascii=False)
+
+    top = [f"{_bare(k)} = {inline(v)}" for k, v in tables.items() if not isinstance(v, Mapping)]
+    for section, table in tables.items():
+        if isinstance(table, Mapping):
+            top += ["", f"[{_bare(section)}]"] + [
+                f"{_bare(k)} = {inline(v)}" for k, v in table.items() if v is not None
+            ]
+    return "\n".join(top).strip() + "\n"
+
+
+def _bare(key: str) -> str:
+    return key if key and all(c.isalnum() or c in "-_" for c in key) and key.isascii() else json.dumps(key)
+
+
+def check_depth(text: str) -> None:
+    """Refuse a text of TOML with a dotted key of many parts: to read it takes the square of their number.
+
+    Raises:
+        InputError: it has one.
+    """
+    parts = 0
+    for piece in text.split("."):
+        parts = parts + 1 if _ENDS.isdisjoint(piece) else 0
+        if parts > _DEEPEST:
+            raise InputError(f"the experiment has a key of more than {_DEEPEST} parts")

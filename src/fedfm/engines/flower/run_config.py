@@ -1,0 +1,84 @@
+"""An experiment in the configuration of a Flower app: a key for each single setting, which ``flwr run`` changes.
+
+``flwr run app --run-config 'method.rounds=4'`` changes a key that the app has. What it has not, a setting without a
+default, is set by ``set = "run.min_clients=3; run.patience=2"``. Lists and tables stay in the text ``experiment``. The
+server and the sites put the same text together. This module imports no large library, as a process of its own answers
+each message.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fedfm.core.toml_text import check_depth, parse_override, put, to_toml
+from fedfm.data.spec import WITHHELD
+from fedfm.errors import InputError
+
+EXPERIMENT, SET = "experiment", "set"
+LONGEST = 1 << 20  # bytes of an experiment's text
+_NAME = "name"  # the one setting that is in no table
+
+
+def apart(experiment: str, fixed: frozenset[str]) -> dict[str, Any]:
+    """The configuration of an experiment's text.
+
+    Args:
+        fixed: settings that stay in the text.
+    """
+    tables = tomllib.loads(experiment)
+    single = {key: value for key, value in _single(tables, "") if key not in fixed}
+    for key in single:
+        *path, last = key.split(".")
+        inner = tables
+        for part in path:
+            inner = inner[part]
+        del inner[last]
+    return {EXPERIMENT: to_toml(tables), SET: "", **single}
+
+
+def _single(table: Mapping[str, Any], at: str) -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if not key.replace("_", "a").isalnum():
+            continue  # a name that somebody gave, e.g. of a client
+        if isinstance(value, Mapping):
+            yield from _single(value, f"{at}{key}.")
+        elif isinstance(value, (bool, int, float, str)) and value != WITHHELD:
+            yield f"{at}{key}", value
+
+
+def _at(tables: Mapping[str, Any], key: str) -> Any:
+    inner: Any = tables
+    for part in key.split("."):
+        inner = inner.get(part) if isinstance(inner, Mapping) else None
+    return inner
+
+
+def whole(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with the whole experiment as its text.
+
+    Raises:
+        InputError: a setting is malformed, or they are too long together.
+    """
+    text = config.get(EXPERIMENT)
+    single = {key: value for key, value in config.items() if "." in key or key == _NAME}
+    more = str(config.get(SET) or "")
+    if not isinstance(text, str) or not (single or more):
+        return dict(config)
+    size = len(text) + len(more) + sum(len(key) + len(str(value)) for key, value in single.items())
+    if size > LONGEST:
+        raise InputError(f"the run's configuration has no experiment of at most {LONGEST} bytes")
+    for written in (text, *(f"{key} =" for key in single), more):
+        check_depth(written)
+    try:
+        tables = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError(f"the run's configuration: experiment: not TOML: {error}") from None
+    changes = [parse_override(part) for part in more.split(";") if part.strip()]
+    for key, value in (*single.items(), *changes):
+        if _at(tables, key) == WITHHELD:
+            raise InputError(f"{key}: the server keeps it from the sites, which receive the run's configuration")
+        put(tables, key, value)
+    others = {key: value for key, value in config.items() if key not in single and key != SET}
+    return others | {EXPERIMENT: to_toml(tables)}

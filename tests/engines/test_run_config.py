@@ -1,0 +1,98 @@
+"""The configuration of a Flower app: an experiment whose single settings ``flwr run --run-config`` changes."""
+
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from flwr.common.config import flatten_dict, fuse_dicts, parse_config_args
+from hypothesis import given
+from hypothesis import strategies as st
+
+from every_method import METHODS, experiment_of
+from fedfm.config.experiment import Experiment
+from fedfm.core.toml_text import to_toml
+from fedfm.data.spec import WITHHELD
+from fedfm.engines.flower import app_writer, run_config
+from fedfm.errors import InputError
+from fedfm.methods.fedbaf.fedbaf import FedBaF
+
+
+def written(folder, experiment):
+    """The configuration that Flower reads from the app of an experiment."""
+    app_writer.write_app(folder, experiment, out=folder, settable=True)
+    return flatten_dict(tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
+
+
+def changed(config, text):
+    """As ``flwr run --run-config TEXT``, at the server and at the sites."""
+    return run_config.whole(fuse_dicts(config, parse_config_args([text]), check_keys=True))
+
+
+@pytest.mark.parametrize("name", [m for m in METHODS if m not in ("centralised", "kd")])
+def test_an_app_says_every_experiment_whole(name, tmp_path):
+    e = Experiment.from_dict(experiment_of(name, tmp_path))
+    told = run_config.whole(written(tmp_path, e))["experiment"]
+    assert tomllib.loads(told) == tomllib.loads(app_writer.told(e))
+
+
+def test_flwr_run_changes_settings(tmp_path):
+    config = written(tmp_path, Experiment.from_dict(experiment_of("fedavg", tmp_path)))
+    told = tomllib.loads(
+        changed(config, 'method.rounds=7 run.seed=3 set="run.min_clients=2; data.limit=50"')["experiment"]
+    )
+    assert (told["method"]["rounds"], told["run"]["seed"]) == (7, 3)
+    assert (told["run"]["min_clients"], told["data"]["limit"]) == (2, 50)
+    assert Experiment.from_dict(told).method.rounds == 7
+    assert changed(config, 'run="trial-1"')["run"] == "trial-1"
+    with pytest.raises(ValueError, match=r"method\.turns"):
+        changed(config, "method.turns=7")
+    for text in ("run.engine=1", "run.workers=4"):
+        with pytest.raises(ValueError, match="run"):
+            changed(config, text)
+
+
+def test_what_the_server_keeps_does_not_go_to_the_sites(tmp_path):
+    tables = experiment_of("fedbaf", tmp_path)
+    config = written(tmp_path, Experiment.from_dict(tables))
+    assert tables["method"]["foundation"] not in str(config)
+    assert "method.foundation" not in config
+    assert WITHHELD in config["experiment"]
+    assert Experiment.from_dict(tomllib.loads(run_config.whole(config)["experiment"])).server_only().keys() == {
+        key for key in FedBaF.__dataclass_fields__ if key == "foundation"
+    }
+    with pytest.raises(InputError, match=r"method\.foundation: the server keeps it from the sites"):
+        changed(config, 'set="method.foundation=/srv/model"')
+
+
+NAMES = st.sampled_from(["rounds", "local", "epochs", "name", "speeds", "a b", "", "x.y"])
+LEAVES = st.booleans() | st.integers(-9, 9) | st.floats(-1e9, 1e9) | st.text("a.=\n", max_size=3) | st.just([1, 2])
+VALUES = LEAVES | st.dictionaries(NAMES, LEAVES, max_size=2)
+
+
+@given(st.dictionaries(NAMES, st.dictionaries(NAMES, VALUES, max_size=4), max_size=3))
+def test_apart_and_whole_are_inverse(tables):
+    text = to_toml(tables)
+    assert tomllib.loads(run_config.whole(run_config.apart(text, frozenset()))["experiment"]) == tomllib.loads(text)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"experiment": "x = [", "a.b": 1},
+        {"experiment": "", ".".join("a" * 40): 1},
+        {"experiment": "a = 1", "a.b": 1},
+        {"experiment": "", "set": "no value"},
+        {"experiment": "", "set": "a.b=1; a.b.c=2"},
+        {"experiment": "", "a.b": "x" * (1 << 20)},
+        {"experiment": ".".join("a" * 40) + " = 1", "a.b": 1},
+    ],
+)
+def test_a_hostile_servers_configuration_is_refused(config):
+    with pytest.raises(InputError):
+        run_config.whole(config)
+
+
+def test_a_process_for_one_message_imports_no_large_library():
+    code = "import sys, fedfm.apps; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
