@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+BENCH := .venv-bench
 STAMP := $(VENV)/.stamp
 export HF_HUB_OFFLINE ?= 1
 export FLWR_TELEMETRY_ENABLED = 0
@@ -60,13 +61,17 @@ lint: $(STAMP) ## style, spelling, layers
 type: $(STAMP) ## static types
 	$(BIN)/mypy
 
-$(VENV)/.stamp-bench: $(STAMP) benchmarks/peers.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers.txt
+# The peers need other versions than the tests, so they have an environment of their own.
+$(BENCH)/.stamp: pyproject.toml constraints.txt benchmarks/peers.txt
+	@test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
+	@echo "Installing into $(BENCH) (once; a few minutes) ..."
+	@$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	@$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers.txt
 	@touch $@
 
-bench: $(VENV)/.stamp-bench ## speed against other libraries, into docs/results/performance.md
-	$(BIN)/python benchmarks/run.py
+bench: $(BENCH)/.stamp ## speed against other libraries, into docs/results/performance.md
+	$(BENCH)/bin/python benchmarks/run.py
 
 docs: $(STAMP) ## check the examples in the documents
 	$(BIN)/python -m pytest tests/docs
@@ -81,4 +86,4 @@ site: $(VENV)/.stamp-docs ## the documents with the API reference as a site, in 
 	@echo "open site/index.html"
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(BENCH) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

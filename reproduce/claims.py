@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fedfm.api.studies import interval
+from fedfm.api.intervals import interval
 
 Accuracies = Mapping[str, Mapping[str, float]]  # row -> seed -> accuracy in percent, or another figure
 HEAD = "| what | bound, points | measured, points | seeds | verdict |\n|---|---|---|---|---|"

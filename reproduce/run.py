@@ -36,7 +36,7 @@ from typing import Any
 from claims import lines as claim_lines
 
 from fedfm.api import execute
-from fedfm.api.studies import interval
+from fedfm.api.intervals import interval
 from fedfm.audits.audit import earlier, perform
 from fedfm.config.experiment import Experiment
 from fedfm.errors import E_NONFINITE, InputError, RunError

@@ -347,7 +347,7 @@ def test_only_files_that_define_an_attack_are_attacks():
         ({"name": "none", "fraction": 0.4}, "fedavg", 'expected "backdoor", "label_shuffle"'),
         ({"name": "rates", "fraction": 0.4}, "fedavg", "attack.name = "),
         ({"fraction": 0.4}, "fedavg", "attack.name is missing"),
-        ({"name": "sign_flip"}, "fedavg", r"attack.fraction = 0.0: expected a number in \(0, 1\]"),
+        ({"name": "sign_flip"}, "fedavg", r"attack.fraction is missing: expected a number in \(0, 1\]"),
         ({"name": "sign_flip", "fraction": 1.5}, "fedavg", r"\(0, 1\]"),
         ({"name": "sign_flip", "fraction": 0.4, "factor": 2.0}, "fedavg", "attack.factor: unknown key"),
         ({"name": "label_shuffle", "fraction": 0.4, "intensity": 0}, "fedavg", "attack.intensity = 0"),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 import unicodedata
 from pathlib import Path
 
@@ -839,6 +840,12 @@ def test_doctor(capsys):
     assert report["ok"]
     found = {c["what"]: c["found"] for c in report["checks"]}
     assert {"torch", "flwr", "nano-vit"} <= found.keys()
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]} <= found.keys()
+    for extra, packages in project["optional-dependencies"].items():
+        assert {re.match(r"[\w-]+", line)[0] for line in packages} <= set(
+            re.findall(r"[\w-]+", found[f"extra {extra}"])
+        )
     said = r'\d+ Gflop/s a core in float32; kernels = "fast_bf16" multiplies at \d+\.\d times that'
     assert re.fullmatch(rf"{said}(: do not use it here)?", found["linear maps"])
 

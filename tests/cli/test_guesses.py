@@ -214,3 +214,21 @@ def test_show_of_a_class_by_its_place_is_that_by_its_name(name, monkeypatch):
     cls = resolve(kind, name)
     place = f"{cls.__module__}:{cls.__name__}"
     assert catalogue.method(place).replace(f'"{place}"', f'"{name}"') == catalogue.method(name)
+
+
+CONTRACT = (
+    "fedavg fedprox fedadam fedyogi fedavgm scaffold local centralised zero_shot fedpft fedbaf fedbip fedms blindfed "
+    "fedncm ccvr fedbe fedkt dsfl fedfed ensemble average kd fedamp fedala fedawa ldawa ditto feddpa fedper fedrep "
+    "flora flexlora fedex_lora promptfl fedclip median trimmed_mean krum multi_krum geometric_median norm_clipping "
+    "label_shuffle sign_flip scaled_update backdoor reversed_weights FFA-LoRA DoRA FedBuff DP-SGD SecAgg"
+)
+
+
+@pytest.mark.parametrize("name", CONTRACT.split())
+def test_a_name_from_a_paper_is_shown_or_says_how_to_set_it(name, capsys):
+    code = main(["show", name])
+    told = capsys.readouterr()
+    assert code == 0 or "(here it is " in told.err
+    if code:
+        with pytest.raises(InputError, match=r"\(here it is "):
+            resolve("methods", name)

@@ -240,7 +240,7 @@ def test_a_changed_experiment_is_refused_by_both_or_by_neither(tables, data):
         ),
         ({"runs": {}}, "runs: unknown key"),
         ({"name": "a/b"}, "without slashes"),
-        ({"attack": {"name": "sign_flip"}}, "attack.fraction = 0.0: expected a number in (0, 1]"),
+        ({"attack": {"name": "sign_flip"}}, "attack.fraction is missing: expected a number in (0, 1]"),
         ({"privacy": {"unit": "record", "target_epsilon": 1.0}}, "privacy.delta is missing"),
     ],
 )

@@ -199,7 +199,8 @@ def test_a_full_batch_comes_in_its_orders_and_does_what_was_planned():
     assert run.ledger.ciphertexts == made.refreshed
     assert made.messages == 1 + len(run.crossed)  # rows with labels
     sent = sum(map(len, run.crossed)) + sum(map(len, run.sent))
-    assert made.bytes_per_sample * made.batch == pytest.approx(sent, rel=0.001)
+    assert made.bytes_per_batch == pytest.approx(sent, rel=0.001)
+    assert made.bytes_per_sample == pytest.approx(2 * made.bytes_per_batch / 5)
     assert made.key_bytes == pytest.approx(len(PUBLIC), rel=0.01)
     assert made.batches == 2  # of the training rows and of the test rows
     assert made.refreshed < plan(MODEL, [5], "class").refreshed

@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedfm.api import execute
+from fedfm.api.intervals import FIGURES, bounds, rows_behind
 from fedfm.config.experiment import Experiment
 from fedfm.config.toml import put
 from fedfm.core.capabilities import Compared
 from fedfm.errors import InputError, RunError
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
-
-# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom; for more the normal one, corrected.
-_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """(mean, half-width of its 95 % interval by Student's t); the half-width of one value is NaN."""
-    n = len(values)
-    mean = sum(values) / n
-    if n < 2:
-        return mean, math.nan
-    deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1))
-    t = _T95[n - 2] if n - 2 < len(_T95) else 1.96 + 2.4 / (n - 1)
-    return mean, t * deviation / math.sqrt(n)
 
 
 def _stamp(name: str) -> Path:
@@ -48,20 +34,20 @@ def seeds(experiment: Experiment, which: Sequence[int], out: Path | None, progre
     """Run each seed in a folder of its own; finished runs are not repeated.
 
     Returns:
-        The runs' results, mean and 95 % interval of every metric, and the total epsilon: each run is a release of its
-        own, and basic composition adds them.
+        The runs' results, mean and 95 % interval of every metric (see :mod:`fedfm.api.intervals`), and the total
+        epsilon: each run is a release of its own, and basic composition adds them.
     """
     if len(set(which)) != len(which):
         raise InputError(f"--seeds {','.join(map(str, which))}: a seed occurs twice")
     out = out or _stamp(experiment.name)
     results = [_finished(_at(experiment, "run.seed", seed), out / f"seed-{seed}", progress) for seed in which]
     figures = {}
-    for key in ("accuracy", "global_accuracy", "local_accuracy", "balanced_accuracy", "macro_f1", "loss", "perplexity"):
+    runs = [Run.open(Path(r["run"])) for r in results]
+    for key in FIGURES:
         values = [r[key] for r in results if r.get(key) is not None]
         if len(values) == len(results):
-            mean, half = interval(values)
-            low, high = (mean - half, mean + half) if len(values) > 1 else (None, None)
-            figures[key] = {"mean": mean, "low": low, "high": high, "values": values}
+            low, high = bounds(key, values, sum(rows_behind(key, run) for run in runs))
+            figures[key] = {"mean": sum(values) / len(values), "low": low, "high": high, "values": values}
     spent = [r["epsilon"] for r in results if r.get("epsilon") is not None]
     means = {key: figure["mean"] for key, figure in figures.items()} | {"epsilon": sum(spent) if spent else None}
     return {"runs": results, "seeds": list(which), "figures": figures} | means
@@ -84,6 +70,8 @@ def seeds_text(result: dict[str, Any]) -> str:
         line = f"{key:<18} {figure['mean']:.4f}"
         if figure["low"] is not None:
             line += f"  95 % interval {figure['low']:.4f} to {figure['high']:.4f}"
+        elif len(figure["values"]) > 1:
+            line += "  the same for every seed; its test rows are not known here, hence no interval"
         lines.append(line)
     if result["epsilon"] is not None:
         lines.append(f"{'epsilon':<18} {result['epsilon']:g}  in total: each seed releases anew from the same rows")

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import re
 import shutil
 import sys
 import timeit
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
 from fedfm.engines.flower.private_api import TESTED
 
-_REQUIRED = ("torch", "transformers", "peft", "safetensors", "flwr", "numpy", "pyarrow", "PIL", "sklearn", "greenlet")
-_DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
+_NAME = re.compile(r"([A-Za-z0-9._-]+)(?:\[([^]]*)\])?\s*(.*)")  # of a requirement: its name, extras, versions
+_EXTRA = re.compile(r"\bextra\s*==\s*[\"']([^\"']+)[\"']")
 _WIDTH = 768  # inputs and outputs of the timed linear maps
 
 
@@ -26,17 +26,7 @@ def examine() -> list[dict[str, Any]]:
 
 def _checks() -> Iterator[tuple[str, str, str]]:
     yield "python", "ok" if sys.version_info >= (3, 11) else "bad", sys.version.split()[0]
-    for name in _REQUIRED:
-        try:
-            found = version(_DISTRIBUTIONS.get(name, name))
-            bad = name == "flwr" and not found.startswith(TESTED)
-            expected = " or ".join(f"{begin}x" for begin in TESTED)
-            yield name, "bad" if bad else "ok", f"{found}, expected {expected}" if bad else found
-        except PackageNotFoundError:
-            yield name, "bad", f"missing: pip install {_DISTRIBUTIONS.get(name, name)}"
-    for name, extra in (("ray", "simulation"), ("datasets", "hub"), ("bitsandbytes", "quantized")):
-        there = importlib.util.find_spec(name) is not None
-        yield name, "ok" if there else "note", version(name) if there else f"not installed; extra [{extra}] brings it"
+    yield from _packages()
     yield from _model()
     yield from _products()
     yield "cores", "ok", f"{os.cpu_count()} (run.workers = 0 uses all, one thread a client)"
@@ -49,6 +39,53 @@ def _checks() -> Iterator[tuple[str, str, str]]:
     yield "model hub", "ok", "offline (HF_HUB_OFFLINE is set)" if offline else "models named by a hub id are downloaded"
     off = os.environ.get("FLWR_TELEMETRY_ENABLED") == "0"
     yield "telemetry", "ok", "off" if off else "fedfm turns Flower's off in every process that it starts"
+
+
+def _packages() -> Iterator[tuple[str, str, str]]:
+    """Every dependency of this installation's own metadata, then each extra with its packages."""
+    extras: dict[str, set[str]] = {}
+    for name, brought, versions, extra in _requirements("fedfm"):
+        if extra:
+            extras.setdefault(extra, set()).update({name, *brought})
+            continue
+        found = _version(name)
+        wrong = name == "flwr" and found is not None and not found.startswith(TESTED)
+        if found is None:
+            yield name, "bad", f"missing: pip install '{name}{versions}'"
+        else:
+            yield name, "bad" if wrong else "ok", f"{found}, expected {versions}" if wrong else found
+    for extra, packages in sorted(extras.items()):
+        there = {name: found for name in packages if (found := _version(name)) is not None}
+        told = [f"{name} {found}" for name, found in sorted(there.items())]
+        if missing := sorted(packages - there.keys()):
+            told.append(f"not installed: {', '.join(missing)}; pip install 'fedfm[{extra}]' brings them")
+        yield f"extra {extra}", "note" if missing else "ok", "; ".join(told)
+
+
+def _requirements(package: str, deep: bool = True) -> Iterator[tuple[str, set[str], str, str]]:
+    """(name, what its own extras bring, versions, extra) of each requirement in a package's metadata.
+
+    Args:
+        deep: look up what extras of the requirements bring; packages may name their own.
+    """
+    for text in requires(package) or ():
+        wanted, _, condition = text.partition(";")
+        match, extra = _NAME.match(wanted.strip()), _EXTRA.search(condition)
+        if match is None:
+            continue
+        name, own, versions = match.groups(default="")
+        brought: set[str] = set()
+        if deep and own and _version(name) is not None:
+            theirs = {part.strip() for part in own.split(",")}
+            brought = {other for other, _, _, of in _requirements(name, deep=False) if of in theirs}
+        yield name.lower().replace("_", "-"), brought, versions.strip(), extra[1] if extra else ""
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def _cache() -> tuple[str, str, str]:

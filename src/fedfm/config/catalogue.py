@@ -9,6 +9,7 @@ from dataclasses import MISSING, is_dataclass
 from importlib.resources import files
 from typing import Any
 
+from fedfm.config.paper_names import how_to_set
 from fedfm.config.registry import admit, admit_any, available, ours, resolve
 from fedfm.core.fields import described, is_required, settings_of
 from fedfm.errors import InputError, close
@@ -77,7 +78,7 @@ def method(name: str) -> str:
     if ":" in name:
         kind = admit_any(name, "fedfm show")
     if not kind:
-        near = close(name, [n for names in where.values() for n in names])
+        near = how_to_set(name) or close(name, [n for names in where.values() for n in names])
         raise InputError(f'no method, attack or aggregation is called "{name}"{near}; see `fedfm list`')
     defs = schema("experiment")["$defs"]
     if ":" in where[kind].get(name, name):  # code from outside fedfm, which the caller has imported by naming it here

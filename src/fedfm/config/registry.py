@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.config.own_code import admit_function, is_function
+from fedfm.config.paper_names import how_to_set
 from fedfm.errors import InputError, close, listed
 
 _BASES = {
@@ -91,7 +92,7 @@ def resolve(kind: str, name: Any, where: str = "") -> Any:
     if ":" in names.get(name, name):  # an entry point, or module:Class
         raise InputError(f'{where} = "{name}": code beside fedfm\'s own, which nobody here has listed')
     if name not in names:
-        raise InputError(f'{where} = "{name}": expected {listed(names)}{close(name, names)}')
+        raise InputError(f'{where} = "{name}": expected {listed(names)}{how_to_set(name) or close(name, names)}')
     if kind in _HELD:
         return _attribute(_HELD[kind])[name]
     module, base = import_module(names[name]), _attribute(_BASES[kind])

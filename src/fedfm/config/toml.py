@@ -14,7 +14,7 @@ from fedfm.attacks.attack import Attack
 from fedfm.config.guesses import UnknownKey
 from fedfm.config.paths import beside
 from fedfm.config.registry import available, name_of, ours, resolve
-from fedfm.core.fields import KINDS, key_of, plain_type
+from fedfm.core.fields import KINDS, bounds_of, key_of, needs_value, plain_type
 from fedfm.core.method import Method
 from fedfm.core.toml_text import parse_override as parse_override
 from fedfm.core.toml_text import put as put
@@ -89,6 +89,9 @@ def build(cls: type, table: Any, path: str) -> Any:
                 continue
             value = word if value else of.metadata["false"]
         found[of.name] = convert(value, hints[of.name], f"{at}{key}", of.metadata.get("help", ""))
+    for key, of in known.items():
+        if of.name not in found and needs_value(of):
+            raise InputError(f"{at}{key} is missing: expected {bounds_of(of).expected(hints[of.name])}")
     return cls(**found)
 
 

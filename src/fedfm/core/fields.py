@@ -177,8 +177,16 @@ def owners_of(f: Field[Any]) -> tuple[str, ...]:
 
 def is_required(f: Field[Any]) -> bool:
     """Whether the key is required although the dataclass has a default."""
-    outside = f.default is not MISSING and f.default is not None and any(_wrong(f.default, bounds_of(f), ""))
-    return bool(f.metadata.get("required")) or outside
+    return bool(f.metadata.get("required")) or _outside(f)
+
+
+def needs_value(f: Field[Any]) -> bool:
+    """Whether an absent key would be refused as the value that the dataclass has in its place, which nobody wrote."""
+    return f.default not in ("", ()) and _outside(f)
+
+
+def _outside(f: Field[Any]) -> bool:
+    return f.default is not MISSING and f.default is not None and any(_wrong(f.default, bounds_of(f), ""))
 
 
 def described(f: Field[Any], hint: Any) -> str:

@@ -48,7 +48,8 @@ class EncryptedPlan:
         wide, narrow: refreshes a block of at least d ciphertexts, and of fewer; the largest of all blocks.
         refreshed: ciphertexts a batch, of all blocks.
         messages: a batch, of all blocks, with rows and releases.
-        bytes_per_sample: of all messages, of a full batch.
+        bytes_per_batch: of all messages; a batch of few rows takes as many as a full one.
+        bytes_per_sample: of all messages of the run, by its rows.
         statistical_distance: of the client with most rows; it has to be at most 2^-40.
         seconds_per_block: of a batch, on one core of this machine: owner, and a client on the same machine.
         seconds: of all batches one after another on one core, owner and clients.
@@ -67,6 +68,7 @@ class EncryptedPlan:
     narrow: int
     refreshed: int
     messages: int
+    bytes_per_batch: int
     bytes_per_sample: float
     statistical_distance: float
     seconds_per_block: tuple[float, float]
@@ -81,6 +83,7 @@ class EncryptedPlan:
         up, down, out = (f"{b / 1e3:,.0f} kB" for b in self.ciphertext_bytes)
         shown = f"2^{math.log2(self.statistical_distance):.1f}" if self.statistical_distance else "0"
         owner, client = self.seconds_per_block
+        each = f"{self.bytes_per_sample / 1e6:,.2f} MB a row of this run"
         lines = [
             ("ring", f"degree {self.ring_dimension}, {self.log_q} bits, {self.security_bits}-bit security"),
             ("depth", f"{self.depth} a block, {self.levels} between refreshes"),
@@ -88,7 +91,10 @@ class EncryptedPlan:
             ("ciphertext", f"{up} to the owner, {down} back, {out} released"),
             ("keys", f"{self.key_bytes / 1e6:,.1f} MB a client, once"),
             ("batches", f"{self.batches} of up to {self.batch} rows"),
-            ("messages", f"{self.messages} a batch, {self.bytes_per_sample / 1e6:,.2f} MB a row"),
+            (
+                "messages",
+                f"{self.messages} a batch, {self.bytes_per_batch / 1e6:,.0f} MB with any number of rows: {each}",
+            ),
             ("statistical distance", f"at most {shown}, of the 2^{math.log2(MOST):.0f} allowed, {HOLDS_WHILE}"),
             ("seconds a block", f"{owner:,.1f} owner, {client:,.1f} client, one core"),
             ("all batches", f"{_span(self.seconds)} on one core"),
@@ -127,6 +133,7 @@ def plan(
     rows_bytes = sum(parameters.bits[: messages.rows_limbs(parameters)]) * parameters.degree // 8
     one = 2 * parameters.bits[0] * parameters.degree // 8
     batches = [sum(-(-n // layout.samples) for n in ([parts] if isinstance(parts, int) else parts)) for parts in rows]
+    total = sum(parts if isinstance(parts, int) else sum(parts) for parts in rows)
     refreshed = sum(sum(c.refreshes) for c in counts)
     spent = max(batches, default=0) * refreshed * distance(parameters, floor, parameters.scale, folded.bound)
     if spent > MOST:
@@ -157,7 +164,8 @@ def plan(
         narrow=max(sum(n < d for n in c.refreshes) for c in counts),
         refreshed=refreshed,
         messages=1 + sum(2 * len(c.refreshes) + (2 if permuted else 1) for c in counts),
-        bytes_per_sample=sizes / layout.samples,
+        bytes_per_batch=sizes,
+        bytes_per_sample=sizes * sum(batches) / max(total, 1),
         statistical_distance=spent,
         seconds_per_block=seconds,
         seconds=sum(batches) * len(counts) * sum(seconds),

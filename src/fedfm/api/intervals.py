@@ -1,0 +1,76 @@
+"""95 % intervals of the mean of a figure over seeds.
+
+Student's t over the seeds, cut to what the figure can be. A share of correct rows is also uncertain because its test
+rows are finite: seeds that agree prove no more than so many rows can. So its interval has at least the limits of
+Clopper and Pearson (1934) for the test rows of all seeds together. They are exact for independent rows, and too narrow
+where all seeds have the same test rows, or where a class of few rows counts as much as a large one
+(``balanced_accuracy``, ``macro_f1``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedfm.runtime.predictions import personal
+from fedfm.runtime.run_directory import Run
+
+# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom; for more the normal one, corrected.
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """(mean, half-width of its 95 % interval by Student's t); the half-width of one value is NaN."""
+    n = len(values)
+    mean = sum(values) / n
+    if n < 2:
+        return mean, math.nan
+    deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1))
+    t = _T95[n - 2] if n - 2 < len(_T95) else 1.96 + 2.4 / (n - 1)
+    return mean, t * deviation / math.sqrt(n)
+
+
+_SHARES = ("accuracy", "global_accuracy", "local_accuracy", "balanced_accuracy", "macro_f1")
+_LEAST = {"loss": 0.0, "perplexity": 1.0}  # the other figures, with the least that they can be
+FIGURES = (*_SHARES, *_LEAST)
+
+
+def bounds(key: str, values: Sequence[float], rows: int) -> tuple[float, float] | tuple[None, None]:
+    """95 % interval of the mean of a figure; (None, None) for one seed, and where equal values tell no width.
+
+    Args:
+        rows: test rows of all seeds together; 0: they are not known.
+
+    Example:
+        >>> tuple(round(x, 3) for x in bounds("accuracy", [1.0, 1.0, 1.0], 54))
+        (0.934, 1.0)
+    """
+    mean, half = interval(values)
+    if math.isnan(half):
+        return None, None
+    low, high = mean - half, mean + half
+    if key in _LEAST:
+        if not half:
+            return None, None
+        return (max(low, _LEAST[key]) if min(values) >= _LEAST[key] else low), high  # a loss of one's own has no least
+    if rows:
+        from fedfm.audits.inference.rates import clopper_pearson
+
+        within = clopper_pearson(round(mean * rows), rows)
+        low, high = min(low, within[0]), max(high, within[1])
+    elif not half:
+        return None, None
+    return max(low, 0.0), min(high, 1.0)
+
+
+def rows_behind(key: str, run: Run) -> int:
+    """Test rows behind a figure of a run: the global ones, or those of its clients; 0 where no server knows them."""
+    split = run.manifest["split"] or {}
+    if key == "local_accuracy" or (key == "accuracy" and personal(run.experiment.method)):
+        return sum(_rows(part.get("test")) for part in split.get("clients", {}).values())
+    return _rows(split.get("test"))
+
+
+def _rows(counts: Any) -> int:
+    return int(counts["rows"]) if isinstance(counts, Mapping) and isinstance(counts.get("rows"), int) else 0
