@@ -1,5 +1,6 @@
 """The command line end to end, as a user types it."""
 
+import argparse
 import json
 import os
 import re
@@ -18,10 +19,13 @@ import pytest
 from fedfm import load_run
 from fedfm.cli import main
 from fedfm.cli.help import EXAMPLES
+from fedfm.cli.parser import build
+from fedfm.config.experiment import Experiment
 from fedfm.config.toml import to_toml
 from fedfm.core.messages import Excluded
 from fedfm.core.wire import payload
 from fedfm.runtime.progress_bar import Bar
+from fedfm.runtime.run_directory import Run
 from fedfm.training import BY_NAME
 from small import experiment, features, pictures, tiny_vit
 
@@ -1006,3 +1010,18 @@ bar.finished()
     assert "mine: 100%" in text
     assert "2/2" in text
     assert "accuracy=0.500" in text
+
+
+def test_every_command_on_a_run_names_the_runs_of_a_folder_of_runs(tmp_path, capsys):
+    (tmp_path / "d").mkdir()
+    for seed in (0, 1):
+        Run.create(Experiment.from_dict(experiment(tmp_path)), tmp_path / "d" / f"seed-{seed}")
+    (subparsers,) = (a for a in build()._actions if isinstance(a, argparse._SubParsersAction))
+    of_runs = [name for name, parser in subparsers.choices.items() if any(a.dest == "run" for a in parser._actions)]
+    assert {"report", "predict", "audit", "resume", "export", "join", "compare", "sign", "verify"} <= set(of_runs)
+    rest = {"predict": ["rows.csv"], "join": ["rows.csv"], "export": ["--to", "torch", "--out", tmp_path / "x"]}
+    rest |= {"sign": ["--key", tmp_path / "k"]}
+    for name in of_runs:
+        code, _, err = call(capsys, name, tmp_path / "d", *rest.get(name, []))
+        assert code == 2, name
+        assert f"take one of {tmp_path / 'd' / 'seed-0'}, {tmp_path / 'd' / 'seed-1'}" in err, name

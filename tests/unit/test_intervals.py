@@ -14,7 +14,7 @@ from fedfm.api.intervals import FIGURES, bounds, interval
 from fedfm.config.experiment import Experiment
 from fedfm.runtime.progress import Progress
 
-SHARES = st.lists(st.floats(0, 1), min_size=2, max_size=12)
+SHARES = st.lists(st.integers(0, 500).map(lambda k: k / 500), min_size=2, max_size=12)
 
 
 @given(SHARES, st.sampled_from(FIGURES[:5]), st.integers(0, 5000))

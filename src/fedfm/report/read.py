@@ -14,6 +14,7 @@ from fedfm.core.messages import ROUND
 from fedfm.errors import InputError
 from fedfm.report.text import finite, numbers
 from fedfm.runtime import logs
+from fedfm.runtime.run_folders import no_run
 from fedfm.runtime.seen import Sight, seen
 
 SCHEMA = 1  # newest version of the manifest that this module reads
@@ -172,7 +173,7 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
     run_dir = Path(run_dir)
     path = run_dir / "manifest.json"
     if not path.is_file():
-        raise InputError(f"{path}: no such file; the directory of a run holds one (fedfm run writes it)")
+        raise no_run(run_dir)
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

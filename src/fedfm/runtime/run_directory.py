@@ -33,6 +33,7 @@ from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.runtime import kept_files, logs
 from fedfm.runtime.disclosure import do_not_share
+from fedfm.runtime.run_folders import no_run
 from fedfm.version import __version__
 
 SCHEMA = 1
@@ -97,8 +98,8 @@ class Run:
         path = Path(path)
         try:
             manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise InputError(f"{path}: no run here (manifest.json is missing)") from None
+        except (FileNotFoundError, NotADirectoryError):
+            raise no_run(path) from None
         except (OSError, ValueError) as error:
             raise InputError(f"{path}/manifest.json cannot be read: {error}") from None
         if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:

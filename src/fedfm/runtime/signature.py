@@ -26,6 +26,7 @@ from fedfm.core.text import to_json, visible
 from fedfm.errors import InputError
 from fedfm.privacy.crypto import keys
 from fedfm.runtime.run_directory import Run
+from fedfm.runtime.run_folders import no_run, runs_in
 
 FILE, VERSION = "signature.json", 1
 _PURPOSE = "fedfm signature of a folder"
@@ -130,6 +131,8 @@ def verify(folder: Path, key: Path | None = None) -> Verified:
     try:
         data = (folder / FILE).read_bytes()
     except FileNotFoundError:
+        if runs_in(folder):
+            raise no_run(folder) from None
         raise InputError(f"{folder} is not signed: it has no {FILE}; `fedfm sign {folder}` writes one") from None
     body, signature = _parsed(data)
     if isinstance(body["version"], int) and body["version"] > VERSION:
