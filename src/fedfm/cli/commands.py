@@ -21,7 +21,7 @@ def experiment_of(args: Any) -> Any:
     overrides = dict(parse_override(text) for text in args.set)
     if args.engine:
         overrides["run.engine"] = args.engine
-    return Experiment.load(args.experiment, overrides)
+    return Experiment.load(args.experiment, overrides, tell=lambda text: tell(f"fedfm: {text}", sys.stderr))
 
 
 def run(args: Any) -> int:

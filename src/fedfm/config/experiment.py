@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from fedfm.config import compatibility
 from fedfm.config.guesses import UnknownKey
 from fedfm.config.own_code import filled, is_function
 from fedfm.config.registry import admit_named, name_of, resolve
+from fedfm.config.replaced import without_former_keys
 from fedfm.config.run_spec import RunSpec
 from fedfm.config.toml import build, build_named, named, plain, put, read, refuse_unknown, to_toml
 from fedfm.core.capabilities import Modelled, Private
@@ -136,13 +137,29 @@ class Experiment:
                 object.__setattr__(self, "aggregation", compatibility.asynchronous(self))
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Experiment:
+    def load(
+        cls,
+        path: str | Path,
+        overrides: Mapping[str, Any] | None = None,
+        *,
+        tell: Callable[[str], None] | None = None,
+    ) -> Experiment:
         """Read a TOML file; its paths are relative to it, or else to the working directory.
+
+        Args:
+            overrides: values by key, as ``{"method.rounds": 5}``.
+            tell: receives a line for each key of the file's method that one named by ``overrides`` does not take, which
+                is then left out; None: such a key is refused.
 
         Raises:
             InputError: the file is absent, not TOML, or not a valid experiment.
         """
-        table = read(path, overrides or {}, "`fedfm run exp.toml` takes an experiment in TOML")
+        takes = "`fedfm run exp.toml` takes an experiment in TOML"
+        table = read(path, overrides or {}, takes)
+        if tell is not None and overrides and "method.name" in overrides:
+            former = read(path, {}, takes).get("method")
+            if isinstance(former, Mapping):
+                table = without_former_keys(table, former, overrides, tell)
         try:
             return cls.from_dict(filled(table), imports=True)
         except InputError as error:

@@ -25,4 +25,6 @@ def no_run(path: Path) -> InputError:
     if not (runs := runs_in(path)):
         return InputError(f"{path}: no run here (manifest.json is missing)")
     more = f" and {len(runs) - _SHOWN} more" if len(runs) > _SHOWN else ""
-    return InputError(f"{path}: no run here, but a folder of runs; take one of {', '.join(map(str, runs[:_SHOWN]))}{more}")
+    return InputError(
+        f"{path}: no run here, but a folder of runs; take one of {', '.join(map(str, runs[:_SHOWN]))}{more}"
+    )

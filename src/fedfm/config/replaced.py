@@ -1,0 +1,70 @@
+"""One file for several methods: ``--set method.name=...`` leaves out what only the file's method takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from fedfm.config.registry import admit_named
+from fedfm.config.toml import build_named
+from fedfm.core.fields import check
+from fedfm.errors import InputError
+
+_KEY = re.compile(r"method((?:\.\w+)+)")
+
+
+def without_former_keys(
+    tables: dict[str, Any], former: Mapping[str, Any], given: Collection[str], tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """The tables of an experiment without those keys of [method] that only the replaced method takes.
+
+    Keys that nobody takes stay, and are refused, and so are those of the command line.
+
+    Args:
+        former: [method] as the file has it.
+        given: keys that the command line sets, as ``method.rounds``.
+        tell: receives a line for each key that is left out.
+    """
+    name = tables["method"].get("name")
+    if former.get("name") == name or _why_refused(former) is not None:
+        return tables
+    method = _copied(tables["method"])
+    while (why := _why_refused(method)) is not None:
+        found = _KEY.match(why)
+        path = found[1].split(".")[1:] if found else []
+        key = ".".join(["method", *path])
+        if not _has(former, path) or any(f"{one}.".startswith(f"{key}.") for one in given):
+            break  # the experiment says what is wrong
+        inner = method
+        for part in path[:-1]:
+            inner = inner[part]
+        if path[-1] not in inner:
+            break
+        del inner[path[-1]]
+        rest = why[len(key) :].partition("; [method")[0].removeprefix(":").strip()
+        tell(f'{key} of the file is left out: method "{name}" does not take it ({rest})')
+    return {**tables, "method": method}
+
+
+def _why_refused(method: Mapping[str, Any]) -> str | None:
+    try:
+        admit_named({"method": method})
+        found = build_named("methods", method, "method")[1]
+        check(found, "method")
+        found.validate()
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def _has(table: Any, path: list[str]) -> bool:
+    for part in path:
+        if not isinstance(table, Mapping) or part not in table:
+            return False
+        table = table[part]
+    return bool(path)
+
+
+def _copied(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in table.items()}
