@@ -83,6 +83,7 @@ def test_apart_and_whole_are_inverse(tables):
         {"experiment": "", ".".join("a" * 40): 1},
         {"experiment": "a = 1", "a.b": 1},
         {"experiment": "", "set": "no value"},
+        {"experiment": "", "set": "a.b=" + "[" * 5000},
         {"experiment": "", "set": "a.b=1; a.b.c=2"},
         {"experiment": "", "a.b": "x" * (1 << 20)},
         {"experiment": ".".join("a" * 40) + " = 1", "a.b": 1},

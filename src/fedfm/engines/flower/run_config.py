@@ -73,9 +73,9 @@ def whole(config: Mapping[str, Any]) -> dict[str, Any]:
         check_depth(written)
     try:
         tables = tomllib.loads(text)
+        changes = [parse_override(part) for part in more.split(";") if part.strip()]
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError(f"the run's configuration: experiment: not TOML: {error}") from None
-    changes = [parse_override(part) for part in more.split(";") if part.strip()]
     for key, value in (*single.items(), *changes):
         if _at(tables, key) == WITHHELD:
             raise InputError(f"{key}: the server keeps it from the sites, which receive the run's configuration")
