@@ -74,7 +74,7 @@ def test_a_policy_that_refuses_scores_is_named_and_is_no_failure(tmp_path, monke
     monkeypatch.setattr(Silos, "_why_refused", lambda self, kind, name: "not here" if kind == "scores" else None)
     result = fedfm.run(experiment_of("fedavg", tmp_path, rounds=2), tmp_path / "run", progress=Said())
     assert result["excluded"] == []
-    assert sum("was left out of the scores after 3 rounds, E_REFUSED" in text for text in result["warnings"]) == 5
+    assert sum("was left out of the scores in 3 evaluations, E_REFUSED" in text for text in result["warnings"]) == 5
 
 
 def test_many_are_counted_and_extra_replies_are_no_absence():

@@ -73,4 +73,4 @@ def _often(found: Sequence[Excluded], part: str, rounds: int) -> str:
         return "before the first round"
     if part == ROUND:
         return f"in {len(at - {0})} of {rounds} rounds"
-    return f"after {len(at)} rounds" if len(at) > 1 else f"after round {max(at)}"
+    return f"in {len(at)} evaluations" if len(at) > 1 else f"after round {max(at)}"
