@@ -256,7 +256,7 @@ def _argument(a: argparse.Action) -> str:
     if not a.option_strings:
         return f"[{a.dest}]" if a.nargs == "?" else f"{a.dest} ..." if a.nargs == "+" else a.dest
     taken = "" if a.nargs == 0 else f" {a.metavar or a.dest.upper()}"
-    return ", ".join(a.option_strings) + taken
+    return "`, `".join(a.option_strings) + taken
 
 
 def _meaning(a: argparse.Action) -> str:
