@@ -87,13 +87,12 @@ def resume(
             f"{run.path}: data and model of this run were given from Python: call fedfm.federate(...) again with the "
             "same out, and with more rounds if it is to go on"
         )
-    if rounds is not None:
-        with run.lock():
-            run = extend(run, rounds)
-    if changes:
-        with run.lock():
-            run = move(run, changes)
-    return drive(run, progress or Bar(), fresh=False, accept_loss=accept_loss)
+    with run.lock() if rounds is not None or changes else contextlib.nullcontext():
+        if rounds is not None:
+            extend(run, rounds)
+        if changes:
+            move(run, changes)
+        return drive(run, progress or Bar(), fresh=False, accept_loss=accept_loss)
 
 
 def _again(run: Run, population: Callable[[], Partitioned] | None) -> str:
@@ -125,19 +124,15 @@ def drive(
         silos: files of silos, by name, for nodes on loopback (deployment engine only).
     """
     if run.manifest["result"] is not None:
-        for text in run.manifest["result"].get("warnings", ()):
-            progress.notice(text)
-        return {**run.manifest["result"], "run": str(run.path)}  # the folder may have been moved
+        return _known(run, progress)
     try:
-        with run.lock(), _stop_flag() as stop, devices.restored():
+        with run.lock(), _stop_flag() as stop, devices.restored(), _discarded(run, fresh):
+            if run.manifest["result"] is not None:  # another process has ended it since it was opened
+                return _known(run, progress)
             progress = tracked(run, progress)
             for notice in losses.settle(run, accept_loss):
                 progress.notice(notice)
             result = start(run, stop, progress, population, silos)
-    except InputError:
-        if fresh and not run.metrics():
-            storage.discard(run.path, ("manifest.json", "checkpoint", "private"))
-        raise
     except KeyboardInterrupt as error:
         error.args = (f"committed rounds are kept; continue with {_again(run, population)}",)
         raise
@@ -157,6 +152,24 @@ def drive(
     except (FedfmError, OSError) as error:  # the result is there; `fedfm report` can write the page later
         progress.notice(f"report.html could not be written: {error}")
     return result
+
+
+def _known(run: Run, progress: Progress) -> dict[str, Any]:
+    """The result of a finished run."""
+    for text in run.manifest["result"].get("warnings", ()):
+        progress.notice(text)
+    return {**run.manifest["result"], "run": str(run.path)}  # the folder may have been moved
+
+
+@contextlib.contextmanager
+def _discarded(run: Run, fresh: bool) -> Iterator[None]:
+    """Context manager: a new run, locked, whose input proves wrong before its first round leaves nothing."""
+    try:
+        yield
+    except InputError:
+        if fresh and not run.metrics():
+            run.discard()
+        raise
 
 
 @contextlib.contextmanager

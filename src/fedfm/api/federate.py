@@ -154,10 +154,14 @@ def federate(
         start = wrapped.params()
         try:
             current, fresh = _run_at(out, experiment)
-            if fresh:
-                storage.save(current.path / START, {"w": start})
-            watcher = progress or Bar()
-            result = execute.drive(current, watcher, fresh=fresh, population=lambda: population)
+            more = experiment.method.rounds > current.experiment.method.rounds
+            with current.lock() if fresh or more else contextlib.nullcontext():
+                if fresh:
+                    storage.save(current.path / START, {"w": start})
+                elif more:
+                    extend(current, experiment.method.rounds)
+                watcher = progress or Bar()
+                result = execute.drive(current, watcher, fresh=fresh, population=lambda: population)
             if not own_models:
                 w = experiment.method.params_for(current.state(experiment.method.state_type), "")
                 if w.layout is not wrapped.layout:
@@ -191,9 +195,8 @@ def _run_at(out: str | Path | None, experiment: Experiment) -> tuple[Run, bool]:
     run = Run.open(out)
     old, new = run.experiment.to_dict(), experiment.to_dict()  # with the defaults of keys that an old run lacks
     more = experiment.method.rounds > run.experiment.method.rounds
-    if more and old | {"method": old["method"] | {"rounds": experiment.method.rounds}} == new:
-        with run.lock():
-            return extend(run, experiment.method.rounds), False
+    if more:
+        old |= {"method": old["method"] | {"rounds": experiment.method.rounds}}
     if old != new:
         raise InputError(f"{out} holds a run of another experiment; give another out")
     return run, False

@@ -53,14 +53,15 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
         raise InputError(f"{path} is not finished: `fedfm resume {path}` first")
     if experiment.in_memory or experiment.own_code:
         raise InputError(f"{path}: its module is the user's own; join takes runs of an experiment file")
-    method, name = experiment.method, _free(run, client)
+    method = experiment.method
     if not Path(data).exists():
         raise InputError(f"{data}: no such file or folder; join takes the newcomer's rows")
     columns = {column: getattr(experiment.data, column) for column in COLUMNS}
     classes, models = tuple(run.manifest["model"]["classes"]), (experiment.model.name,)
-    silo = Silo(name, str(Path(data).resolve()), classes=classes, models=models, **columns)
-    check(silo, "")  # a folder gets the name
     with torch_threads(1), run.lock(), tempfile.TemporaryDirectory() as memory:
+        name = _free(run, client)  # another process may have given the run a newcomer
+        silo = Silo(name, str(Path(data).resolve()), classes=classes, models=models, **columns)
+        check(silo, "")  # a folder gets the name
         population = populate(silo, experiment, run.manifest["model"]["classes"])
         _check_kind(run, population, data)
         model = population.model

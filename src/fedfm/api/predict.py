@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedfm.api import own_runs
+from fedfm.core import storage
+from fedfm.core.locks import alone_in
 from fedfm.core.text import to_json
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
@@ -238,20 +242,23 @@ def write(result: Mapping[str, Any], out: Path) -> None:
     """Write the result of :func:`predict`: ``.json`` all of it, ``.jsonl`` and ``.csv`` a line a row.
 
     Raises:
+        InputError: another process has written it since.
         RunError: it cannot be written.
     """
-    rows = _lines(result)
+    rows, text = _lines(result), io.StringIO(newline="")
+    if out.suffix == ".csv":
+        table = csv.DictWriter(text, list(rows[0]) if rows else [])
+        table.writeheader()
+        table.writerows(rows)
+    else:
+        things = [result] if out.suffix == ".json" else rows
+        text.writelines(f"{to_json(thing)}\n" for thing in things)
     try:
-        with open(out, "x", encoding="utf-8", newline="") as file:
-            if out.suffix == ".csv":
-                table = csv.DictWriter(file, list(rows[0]) if rows else [])
-                table.writeheader()
-                table.writerows(rows)
-            else:
-                things = [result] if out.suffix == ".json" else rows
-                file.writelines(f"{to_json(thing)}\n" for thing in things)
+        storage.write_new(out, text.getvalue().encode("utf-8", "backslashreplace"))
+    except FileExistsError:
+        raise InputError(f"--out {out} exists; give another") from None
     except OSError as error:
-        raise RunError(f"--out {out}: cannot be written: {error.strerror}") from None
+        raise RunError(f"--out {out}: cannot be written: {storage.why(error)}") from None
 
 
 def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -296,28 +303,57 @@ def export(
     """
     from safetensors import SafetensorError
 
+    out = Path(out)
+    _refuse_used(out)
+    run = _finished(path, client)
+    there = out.exists()
+    try:
+        with alone_in(out, "exporting a model"):
+            _refuse_used(out)
+            try:
+                return _exported(run, to, out, client, last, given)
+            except BaseException:  # all that is in the folder is of this export
+                for entry in list(out.iterdir()):
+                    storage.remove(entry)
+                raise
+    except (SafetensorError, OSError) as error:
+        if getattr(error, "filename", None) and not Path(error.filename).is_relative_to(out):
+            raise  # about a file of the run
+        raise RunError(f"{out}: cannot be written: {storage.why(error)}") from None
+    finally:
+        if not there:
+            with contextlib.suppress(OSError):  # it holds the model
+                out.rmdir()
+
+
+def _exported(run: Run, to: Target, out: Path, client: str | None, last: bool, given: Any) -> str:
+    from fedfm.api import model_card
     from fedfm.models.export import export as write
 
-    out = Path(out)
+    if own_runs.is_own(run):
+        return str(own_runs.write(run, to, out, given, client, last=last and _another(run, client)))
+    run, model, w = load(run.path, client, last=last)
+    if is_pair(w):
+        raise InputError(
+            f"{run.path}: {client} has two adapters, not one model; {run.adapter(client or '')} holds their mean for "
+            "PEFT, and each of them in global/ and local/"
+        )
+    if set(w) != set(model.names) and weighed_by(w) is None:
+        raise InputError(
+            f"{run.path}: the result of {run.experiment.method_name} is not one model; it cannot be exported"
+        )
+    folder = write(model, w, to, out, predictions.feature_transform(run.experiment.method))
+    model_card.write(run.path, model, to, folder, client)
+    return str(folder)
+
+
+def _refuse_used(out: Path) -> None:
+    """Refuse a place for an export that is no new or empty folder.
+
+    Raises:
+        InputError: it is a file or not empty.
+    """
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; give another --out")
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out} is not empty; give another --out")
-    if own_runs.is_own(run := _finished(path, client)):
-        return str(own_runs.write(run, to, out, given, client, last=last and _another(run, client)))
-    run, model, w = load(path, client, last=last)
-    if is_pair(w):
-        raise InputError(
-            f"{path}: {client} has two adapters, not one model; {run.adapter(client or '')} holds their mean for PEFT, "
-            "and each of them in global/ and local/"
-        )
-    if set(w) != set(model.names) and weighed_by(w) is None:
-        raise InputError(f"{path}: the result of {run.experiment.method_name} is not one model; it cannot be exported")
-    from fedfm.api import model_card
-
-    try:
-        folder = write(model, w, to, out, predictions.feature_transform(run.experiment.method))
-        model_card.write(run.path, model, to, folder, client)
-        return str(folder)
-    except SafetensorError as error:  # e.g. the disk is full
-        raise RunError(f"{out}: cannot be written: {error}") from None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import datetime
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,29 @@ from fedfm.api.intervals import FIGURES, bounds, rows_behind
 from fedfm.config.experiment import Experiment
 from fedfm.config.toml import put
 from fedfm.core.capabilities import Compared
+from fedfm.core.locks import alone_in
 from fedfm.errors import InputError, RunError
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
+from fedfm.runtime.run_folder import own_place
 
 
-def _stamp(name: str) -> Path:
-    return Path("runs") / f"{name}-{datetime.datetime.now().strftime('%Y%m%d-%H%M%S-%f')[:-3]}"
+@contextlib.contextmanager
+def _study(folder: Path, shared: bool = False) -> Iterator[None]:
+    """Context manager: the folder of several runs is made and this process's alone, as each run is its owner's alone.
+
+    Args:
+        shared: as ``run.shared``.
+
+    Raises:
+        InputError: it cannot be made, or another process works in it.
+    """
+    try:
+        with alone_in(folder, "running a study", 0o777 if shared else 0o700):
+            yield
+    finally:
+        with contextlib.suppress(OSError):  # it holds runs
+            folder.rmdir()
 
 
 def _at(experiment: Experiment, key: str, value: Any) -> Experiment:
@@ -39,8 +55,9 @@ def seeds(experiment: Experiment, which: Sequence[int], out: Path | None, progre
     """
     if len(set(which)) != len(which):
         raise InputError(f"--seeds {','.join(map(str, which))}: a seed occurs twice")
-    out = out or _stamp(experiment.name)
-    results = [_finished(_at(experiment, "run.seed", seed), out / f"seed-{seed}", progress) for seed in which]
+    out = out or own_place(experiment.name)
+    with _study(out, experiment.run.shared):
+        results = [_finished(_at(experiment, "run.seed", seed), out / f"seed-{seed}", progress) for seed in which]
     figures = {}
     runs = [Run.open(Path(r["run"])) for r in results]
     for key in FIGURES:
@@ -57,7 +74,7 @@ def _finished(experiment: Experiment, folder: Path, progress: Progress) -> dict[
     """Result of the experiment in this folder; starts or continues its run if needed."""
     if (folder / "manifest.json").exists():
         run = Run.open(folder)
-        if run.manifest["experiment"] != experiment.to_dict():
+        if run.experiment.to_dict() != experiment.to_dict():
             raise InputError(f"{folder} holds a run of another experiment; give another --out")
         return execute.resume(folder, progress=progress)
     return execute.run(experiment, folder, progress=progress)
@@ -95,14 +112,15 @@ def with_baselines(experiment: Experiment, out: Path | None, progress: Progress)
     baselines = method.baselines() if isinstance(method, Compared) else {}
     if not baselines:
         raise InputError(f"--baselines: method {experiment.method_name} names none")
-    out = out or _stamp(experiment.name)
-    main = _finished(experiment, out / experiment.method_name, progress)
-    others = {}
-    for name, method in baselines.items():
-        progress.notice(f"baseline: {name}")
-        changed = dataclasses.replace(experiment, name=name, method=method, method_name=name_of("methods", method))
-        others[name] = _finished(changed, out / name, progress)
-    html.write(out / experiment.method_name, baselines=[out / name for name in others])
+    out = out or own_place(experiment.name)
+    with _study(out, experiment.run.shared):
+        main = _finished(experiment, out / experiment.method_name, progress)
+        others = {}
+        for name, method in baselines.items():
+            progress.notice(f"baseline: {name}")
+            changed = dataclasses.replace(experiment, name=name, method=method, method_name=name_of("methods", method))
+            others[name] = _finished(changed, out / name, progress)
+        html.write(out / experiment.method_name, baselines=[out / name for name in others])
     return main | {"yardsticks": others}
 
 
@@ -131,24 +149,26 @@ def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progr
         )
     if len(set(rates)) != len(rates):
         raise InputError(f"--tune {','.join(f'{rate:g}' for rate in rates)}: a learning rate occurs twice")
-    folder = (out.parent / f"{out.name}-tune") if out else _stamp(f"{experiment.name}-tune")
+    folder = (out.parent / f"{out.name}-tune") if out else own_place(f"{experiment.name}-tune")
     best: tuple[float, float] | None = None
     trials = []
     # All experiments are built first: an invalid rate is refused before any run.
-    for rate, trial in [(rate, _at(experiment, "method.local.learning_rate", rate)) for rate in rates]:
-        place, failed = folder / f"rate-{rate:g}", {}
-        try:
-            cost: Mapping[str, Any] = _finished(trial, place, progress)
-        except RunError as error:  # e.g. training diverges at this rate
-            cost = next(reversed(Run.open(place).metrics()), {})
-            failed = {"failed": str(error)}
-        loss = None if failed else cost["details"].get("val_loss")
-        spent = {key: cost.get(key, 0) for key in ("bytes_up", "bytes_down", "seconds")}
-        trials.append({"learning_rate": rate, "val_loss": loss} | spent | failed)
-        outcome = failed.get("failed") or ("no validation loss" if loss is None else f"validation loss {loss:.4f}")
-        progress.notice(f"learning rate {rate:g}: {outcome}")
-        if loss is not None and (best is None or loss < best[0]):
-            best = (loss, rate)
+    experiments = [(rate, _at(experiment, "method.local.learning_rate", rate)) for rate in rates]
+    with _study(folder, experiment.run.shared):
+        for rate, trial in experiments:
+            place, failed = folder / f"rate-{rate:g}", {}
+            try:
+                cost: Mapping[str, Any] = _finished(trial, place, progress)
+            except RunError as error:  # e.g. training diverges at this rate
+                cost = next(reversed(Run.open(place).metrics()), {})
+                failed = {"failed": str(error)}
+            loss = None if failed else cost["details"].get("val_loss")
+            spent = {key: cost.get(key, 0) for key in ("bytes_up", "bytes_down", "seconds")}
+            trials.append({"learning_rate": rate, "val_loss": loss} | spent | failed)
+            outcome = failed.get("failed") or ("no validation loss" if loss is None else f"validation loss {loss:.4f}")
+            progress.notice(f"learning rate {rate:g}: {outcome}")
+            if loss is not None and (best is None or loss < best[0]):
+                best = (loss, rate)
     if best is None:
         raise RunError(f"--tune: no learning rate gave a validation loss; the runs are in {folder}")
     progress.notice(f"learning rate {best[1]:g} has the lowest validation loss and is used")
@@ -169,7 +189,7 @@ def demo(out: Path | None, seed: int, progress: Progress) -> dict[str, Any]:
     """LoRA of nano-vit over ten clients with skewed digits, and its baselines."""
     from fedfm.report import html
 
-    out = out or _stamp("demo")
+    out = out or own_place("demo")
     runs: dict[str, dict[str, Any]] = {
         "fedavg": {},
         "fedavg-random-weights": {"model.weights": "random"},
@@ -178,12 +198,13 @@ def demo(out: Path | None, seed: int, progress: Progress) -> dict[str, Any]:
         "centralised": {"method.name": "centralised", "run.evaluate_every": DEMO["method"]["rounds"]},
     }
     began, results = time.perf_counter(), {}
-    for name, changes in runs.items():
-        table = {k: dict(v) for k, v in DEMO.items()} | {"name": name}
-        for key, value in ({"run.seed": seed} | changes).items():
-            put(table, key, value)
-        results[name] = _finished(Experiment.from_dict(table), out / name, progress)
-    report = html.write(out / "fedavg", baselines=[out / name for name in runs if name != "fedavg"])
+    with _study(out):
+        for name, changes in runs.items():
+            table = {k: dict(v) for k, v in DEMO.items()} | {"name": name}
+            for key, value in ({"run.seed": seed} | changes).items():
+                put(table, key, value)
+            results[name] = _finished(Experiment.from_dict(table), out / name, progress)
+        report = html.write(out / "fedavg", baselines=[out / name for name in runs if name != "fedavg"])
     return {"rows": results, "report": str(report), "seconds": round(time.perf_counter() - began, 1)}
 
 

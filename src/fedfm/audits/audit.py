@@ -131,12 +131,13 @@ def perform(
         notice(f"attack: {name}")
         found += audit.findings(again, notice, **options)
     fresh = {f.name for f in found}
-    kept = [f for f in earlier(run.path) if f["name"] not in fresh]
-    everything = kept + [f.to_dict() for f in found]
-    text = to_json({"run": str(run.path), "findings": everything}, indent=1, ascii=True)
-    storage.write_atomic(run.path / FILE, text.encode() + b"\n", 0o600)
-    run.manifest["audits"] = [{key: f.get(key) for key in VERDICT} for f in everything]
-    run.write_manifest()
+    with run.lock(wait=True):  # two audits of a run add to one list
+        kept = [f for f in earlier(run.path) if f["name"] not in fresh]
+        everything = kept + [f.to_dict() for f in found]
+        text = to_json({"run": str(run.path), "findings": everything}, indent=1, ascii=True)
+        storage.write_atomic(run.path / FILE, text.encode() + b"\n", 0o600)
+        run.manifest["audits"] = [{key: f.get(key) for key in VERDICT} for f in everything]
+        run.write_manifest()
     return found
 
 

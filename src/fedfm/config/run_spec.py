@@ -75,6 +75,9 @@ class RunSpec:
     identity: str | None = setting(
         None, "folder: the file of the server's key, made if absent [~/.config/fedfm/server.key]"
     )
+    shared: bool = setting(
+        False, "others may read the run directory, as your umask says [its owner alone]; private/ stays closed"
+    )
     evaluate_every: int = setting(1, "rounds between evaluations; 0: only at the end", ge=0)
     patience: int = setting(
         0, "stop after this many rounds without a better validation loss; the best round's model is kept", ge=0

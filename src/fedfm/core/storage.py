@@ -52,6 +52,28 @@ def write_atomic(path: Path, data: bytes | Sequence[bytes | memoryview], mode: i
         raise not_written(path, error) from error
 
 
+def write_new(path: Path, data: bytes) -> None:
+    """Write a file that must not be there: of several processes one does so, and no reader sees a part of it.
+
+    Raises:
+        FileExistsError: it is there.
+        OSError: it cannot be written; nothing of it is left.
+    """
+    temporary = path.parent / f".{path.name}.{os.urandom(4).hex()}"
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without links, e.g. of a stick
+            with open(path, "xb"):
+                os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def sync_folder(folder: Path) -> None:
     """Write a folder's entries to the disk, so that a new file in it survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -71,18 +93,31 @@ def append(path: Path, text: str) -> None:
                 file.write("\n--- this log is full: move it away\n")
 
 
-def discard(folder: Path, names: Iterable[str]) -> None:
-    """Remove these files and folders, and then the folder if it is empty."""
+def discard(folder: Path, names: Iterable[str], last: Path | None = None) -> None:
+    """Remove these files and folders, and then the folder if it is empty.
+
+    Args:
+        last: the file of the lock under which they are removed; as soon as it is gone, the folder may be another's.
+    """
+    for path in (folder / name for name in names):
+        for one in list(path.iterdir()) if last is not None and path == last.parent else (path,):
+            if one != last:
+                remove(one)
+    with contextlib.suppress(OSError):  # they hold other files
+        if last is not None:
+            last.unlink(missing_ok=True)
+            last.parent.rmdir()
+        folder.rmdir()
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it; it may be absent."""
     import shutil
 
-    for name in names:
-        path = folder / name
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # it holds other files
-        folder.rmdir()
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sweep(folder: Path, name: str) -> None:
@@ -91,21 +126,27 @@ def sweep(folder: Path, name: str) -> None:
         path.unlink(missing_ok=True)
 
 
-def free(folder: Path, first: str, folders: Iterable[str] = ()) -> bool:
+def free(folder: Path, first: str, folders: Iterable[str] = (), empty: str = "") -> bool:
     """Whether a folder is absent or empty, or holds only what a process left that was killed at its start.
 
     Args:
         first: the first file that such a process writes.
         folders: the folders that it makes before.
+        empty: the name of an empty file that it may make in them.
     """
     if not folder.exists():
         return True
     if not folder.is_dir():
         return False
     return all(
-        path.name.startswith(f".{first}.") or (path.name in folders and path.is_dir() and not any(path.iterdir()))
+        path.name.startswith(f".{first}.")
+        or (path.name in folders and path.is_dir() and all(_is_empty(inner, empty) for inner in path.iterdir()))
         for path in folder.iterdir()
     )
+
+
+def _is_empty(path: Path, name: str) -> bool:
+    return path.name == name and path.is_file() and not path.stat().st_size
 
 
 def private(path: str, flags: int) -> int:
@@ -119,10 +160,14 @@ def full(error: Exception) -> bool:
     return getattr(error, "errno", None) in codes or any(f"(os error {code})" in str(error) for code in codes)
 
 
+def why(error: Exception) -> str:
+    """Why a file could not be written, in words."""
+    return "the disk is full" if full(error) else getattr(error, "strerror", None) or str(error)
+
+
 def not_written(path: Path, error: Exception) -> RunError:
     """The error for a file of a run that could not be written."""
-    what = "the disk is full" if full(error) else getattr(error, "strerror", None) or str(error)
-    return RunError(f"cannot write {path}: {what}; what was committed before is kept")
+    return RunError(f"cannot write {path}: {why(error)}; what was committed before is kept")
 
 
 def save(path: Path, value: Any, mode: int = 0o666, sync: bool = True) -> None:

@@ -14,7 +14,7 @@ from fedfm.core.messages import ROUND
 from fedfm.errors import InputError
 from fedfm.report.text import finite, numbers
 from fedfm.runtime import logs
-from fedfm.runtime.run_folders import no_run
+from fedfm.runtime.runs_below import no_run
 from fedfm.runtime.seen import Sight, seen
 
 SCHEMA = 1  # newest version of the manifest that this module reads

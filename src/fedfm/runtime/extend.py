@@ -31,8 +31,8 @@ MOVABLE = (
 )
 
 
-def move(run: Run, changes: Mapping[str, Any]) -> Run:
-    """Change keys of :data:`MOVABLE` for the rest of the run, before its lock is taken.
+def move(run: Run, changes: Mapping[str, Any]) -> None:
+    """Change keys of :data:`MOVABLE` for the rest of the run, which is locked.
 
     Args:
         changes: values by key ``a.b``.
@@ -53,11 +53,11 @@ def move(run: Run, changes: Mapping[str, Any]) -> Run:
     if run.manifest["result"] is not None:
         raise InputError(f"--set: {run.path} is finished; nothing of it will run")
     run.write_manifest()
-    return Run.open(run.path)
+    run.reload()
 
 
-def extend(run: Run, rounds: int) -> Run:
-    """Set the run's number of rounds, before its lock is taken; a finished run is unfinished again.
+def extend(run: Run, rounds: int) -> None:
+    """Set the number of rounds of the run, which is locked; a finished run is unfinished again.
 
     Raises:
         InputError: its rounds are not free, are already done, or its earlier rounds depend on their number.
@@ -89,4 +89,4 @@ def extend(run: Run, rounds: int) -> Run:
     run.manifest |= {"result": None, "finished": None}
     run.manifest["experiment"]["method"]["rounds"] = rounds
     run.write_manifest()
-    return Run.open(run.path)
+    run.reload()

@@ -7,7 +7,6 @@ no program can load an unfinished model.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 
 from fedfm.core import storage
+from fedfm.core.locks import Lock
 from fedfm.core.rows import Rows
 from fedfm.core.text import to_json
 from fedfm.data.table import Table
@@ -28,6 +28,7 @@ from fedfm.models.model import Model
 from fedfm.training.update_rules import Rule
 from fedfm.version import __version__
 
+LOCK = "lock"  # in checkpoint/
 KEEP = 2  # checkpoints: the newest, and a fallback
 IN_ADVANCE = 4 << 30  # largest number of bytes of rows that are prepared once; else each epoch prepares its batches
 
@@ -117,9 +118,46 @@ def claim(
     Raises:
         InputError: the folder holds something else, or another process trains here.
     """
+    work = _opened(folder, about, noun, tables, threads)
+    if work.state["result"] is not None:
+        yield work
+        return
+    lock = Lock(folder / "checkpoint" / LOCK)
+    try:
+        lock.path.parent.mkdir(parents=True, exist_ok=True)
+        taken = lock.take()
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be made: {error.strerror}") from None
+    if not taken:
+        raise InputError(f"{folder}: another process works here")
+    try:
+        work = _opened(folder, about, noun, tables, threads)  # another process may have had it since
+        if work.state["result"] is not None:
+            storage.discard(lock.path.parent, (), lock.path)
+            yield work
+            return
+        fresh = not work.about.exists()
+        if fresh:
+            work.write()
+        storage.sweep(folder, about)
+        try:
+            yield work
+        except InputError:
+            if fresh and not work.checkpoints():
+                storage.discard(folder, own, lock.path)
+            raise
+    finally:
+        lock.release()
+
+
+def _opened(folder: Path, about: str, noun: str, tables: dict[str, Any], threads: int) -> ModelFolder:
+    """The state of the folder's training, or of one that has not begun. Reads only.
+
+    Raises:
+        InputError: the folder holds something else.
+    """
     path = folder / about
-    fresh = not path.exists()
-    if not fresh:
+    if path.exists():
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
             same = state[noun] == tables
@@ -128,33 +166,11 @@ def claim(
         if not same:
             raise InputError(f"{folder} holds another {noun} (see {about}); give another --out")
     else:
-        if not storage.free(folder, about):
+        if not storage.free(folder, about, ("checkpoint",), LOCK):
             raise InputError(f"{folder} is there and is not an empty folder; give another --out")
         state = {"fedfm": __version__, noun: tables, "threads": threads or os.cpu_count() or 1, "fingerprints": {}}
         state |= {"history": [], "result": None}
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"{folder}: cannot be made: {error.strerror}") from None
-    work = ModelFolder(folder, about, noun, state)
-    if fresh:
-        work.write()
-    if state["result"] is not None:
-        yield work
-        return
-    (folder / "checkpoint").mkdir(exist_ok=True)
-    with open(folder / "checkpoint" / "lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError(f"{folder}: another process works here") from None
-        storage.sweep(folder, about)
-        try:
-            yield work
-        except InputError:
-            if fresh and not work.checkpoints():
-                storage.discard(folder, own)
-            raise
+    return ModelFolder(folder, about, noun, state)
 
 
 def _buffers(model: Model) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,13 +8,8 @@ resumes at its last commit, and later lines of the logs are cut off.
 from __future__ import annotations
 
 import contextlib
-import datetime
-import fcntl
 import io
-import json
 import os
-import platform
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,17 +22,14 @@ from fedfm.core import storage
 from fedfm.core.capabilities import ServerFoundation
 from fedfm.core.checks import conform
 from fedfm.core.federation import Federation
+from fedfm.core.locks import Lock
 from fedfm.core.messages import Excluded
 from fedfm.core.text import safe_name, to_json
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.runtime import kept_files, logs
-from fedfm.runtime.disclosure import do_not_share
-from fedfm.runtime.run_folders import no_run
-from fedfm.version import __version__
+from fedfm.runtime.run_folder import LOCK, MANIFEST, claimed, new_manifest, own_place, read_manifest, refuse_used
 
-SCHEMA = 1
-_NEEDED = {"clients", "experiment", "fingerprints", "ledger", "model", "notices", "result", "split"}  # of a manifest
 # Temporary files that a killed process may leave.
 _PARTS = [".manifest.json.*", ".metrics.jsonl.*", ".messages.jsonl.*", ".*.npz.*", "arrays/.*", "checkpoint/.*"]
 _PARTS += ["private/checkpoint/.*", "private/server/.*", "private/memory/*/.*", "private/+kept/*/.*"]
@@ -59,6 +51,8 @@ class Run:
         self.path, self.manifest = path, manifest
         self.experiment = Experiment.from_dict(manifest["experiment"], imports=True)
         self.seconds = 0.0  # duration before this process
+        self._lock: Lock | None = None  # of a run that was made and not yet begun
+        self._within = False  # whether this process has locked the run
 
     def __repr__(self) -> str:
         state = "not finished" if self.manifest["result"] is None else "finished"
@@ -66,26 +60,23 @@ class Run:
 
     @classmethod
     def create(cls, experiment: Experiment, out: Path | None = None) -> Run:
-        """Make the folder and its manifest.
+        """Make the folder and its manifest. The run stays locked until its first :meth:`lock` has ended.
 
         Raises:
-            InputError: the folder holds a run already, or something else.
+            InputError: the folder holds a run already, or something else, or another process begins one here.
         """
-        if out is None:
-            stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
-            out = Path("runs") / f"{experiment.name}-{stamp}"
-        if (out / "manifest.json").exists():
-            raise InputError(f"{out} holds a run already: `fedfm resume {out}` goes on with it, or give another --out")
-        if not storage.free(out, "manifest.json", ("checkpoint", "private")):
-            raise InputError(f"{out} is there and is not an empty folder; give another --out")
+        out = own_place(experiment.name) if out is None else out
+        refuse_used(out)  # before anything is made in it
+        lock = claimed(out, experiment.run.shared)
         try:
-            for folder in ("checkpoint", "private"):
-                (out / folder).mkdir(parents=True, exist_ok=True)
-            (out / "private").chmod(0o700)
-        except OSError as error:
-            raise InputError(f"{out}: cannot be made: {error.strerror}") from None
-        run = cls(out, _manifest(experiment))
-        run.write_manifest()
+            refuse_used(out)  # another process may have had it since
+            run = cls(out, new_manifest(experiment))
+            run._lock = lock
+            (out / "checkpoint").mkdir(exist_ok=True)
+            run.write_manifest()
+        except BaseException:
+            lock.release()
+            raise
         return run
 
     @classmethod
@@ -96,38 +87,67 @@ class Run:
             InputError: there is no run, it is damaged, or another release wrote it.
         """
         path = Path(path)
-        try:
-            manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError):
-            raise no_run(path) from None
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path}/manifest.json cannot be read: {error}") from None
-        if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
-            schema = manifest.get("schema") if isinstance(manifest, dict) else None
-            raise InputError(f"{path}: schema {schema}; this release reads {SCHEMA}: use the fedfm that wrote it")
-        if missing := sorted(_NEEDED - manifest.keys()):
-            raise InputError(f'{path}/manifest.json is damaged: "{missing[0]}" is missing')
-        return cls(path, manifest)
+        return cls(path, read_manifest(path))
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """Lock the run for this process. The lock ends with the process, even if that is killed.
+    def lock(self, *, wait: bool = False) -> Iterator[None]:
+        """Lock the run for this process, and read its manifest again: another process may have written it.
+
+        The lock ends with the process, even if that is killed. Within it, another ``lock`` of this object does nothing.
+
+        Args:
+            wait: until it is free.
 
         Raises:
             InputError: another process has the lock, an unfinished run has lost its ``private/``, or one of its files
                 is a link.
         """
+        if self._within:
+            yield
+            return
         self.refuse_links()
         private = self.path / "private"
         if not private.is_dir() and self.manifest["result"] is None:
             raise InputError(f"{private} is missing: a run cannot go on without its clients' memories and its secrets")
-        private.mkdir(mode=0o700, exist_ok=True)
-        with open(self.path / "private" / "lock", "w", opener=storage.private) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise InputError(f"{self.path}: another process is running this run") from None
+        fresh = self._lock is not None
+        lock, self._lock = self._lock or self._taken(wait), None
+        self._within = True
+        try:
+            if not fresh:
+                self.reload()
             yield
+        finally:
+            self._within = False
+            lock.release()
+
+    def _taken(self, wait: bool) -> Lock:
+        """The lock, which this process has now.
+
+        Raises:
+            InputError: another process has it.
+        """
+        lock = Lock(self.path / "private" / LOCK)
+        try:
+            lock.path.parent.mkdir(mode=0o700, exist_ok=True)
+            taken = lock.take(wait=wait)
+        except OSError as error:
+            raise InputError(f"{lock.path}: cannot be locked: {error.strerror}") from None
+        if not taken:
+            raise InputError(f"{self.path}: another process is running this run")
+        return lock
+
+    def reload(self) -> None:
+        """Read the manifest again.
+
+        Raises:
+            InputError: as of :meth:`open`.
+        """
+        self.manifest = read_manifest(self.path)
+        self.experiment = Experiment.from_dict(self.manifest["experiment"], imports=True)
+
+    def discard(self) -> None:
+        """Remove a run that this process has begun and locked, the lock last: then the folder is another's."""
+        storage.discard(self.path, (MANIFEST, "checkpoint", "private"), self.path / "private" / LOCK)
 
     def refuse_links(self) -> None:
         """Refuse links, so that a run directory from elsewhere cannot make this process write to other files.
@@ -158,7 +178,7 @@ class Run:
     def write_manifest(self) -> None:
         """Replace ``manifest.json``."""
         text = to_json(self.manifest, indent=1)
-        storage.write_atomic(self.path / "manifest.json", logs.to_bytes(text + "\n"))
+        storage.write_atomic(self.path / MANIFEST, logs.to_bytes(text + "\n"))
 
     # --- commits -----------------------------------------------------------------------------------------------------
 
@@ -346,38 +366,3 @@ class Run:
         """Files in order of rounds; earlier releases wrote all of them to ``checkpoint/``."""
         folders = {self.path / "checkpoint", self._folder}
         return sorted((path for folder in folders for path in folder.glob("round-*.safetensors")), key=lambda p: p.name)
-
-
-def _manifest(experiment: Experiment) -> dict[str, Any]:
-    return {
-        "schema": SCHEMA,
-        "fedfm": __version__,
-        "name": experiment.name,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "finished": None,
-        "experiment": experiment.to_dict(),
-        "versions": versions(),
-        "machine": {"system": platform.platform(), "cores": os.cpu_count()},
-        "device": None,
-        "fingerprints": {},
-        "split": None,
-        "clients": [],
-        "attackers": [],
-        "model": None,
-        "notices": [],
-        "lost": [],
-        "result": None,
-        "ledger": {"epsilon": None, "entries": [{"what": "tuning", **trial} for trial in experiment.tuning]},
-        "do_not_share": do_not_share(experiment.privacy),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that determine the result's bits."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"python": sys.version.split()[0]}
-    for name in ("fedfm", "torch", "transformers", "peft", "flwr", "numpy", "safetensors"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found

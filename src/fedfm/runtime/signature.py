@@ -26,7 +26,7 @@ from fedfm.core.text import to_json, visible
 from fedfm.errors import InputError
 from fedfm.privacy.crypto import keys
 from fedfm.runtime.run_directory import Run
-from fedfm.runtime.run_folders import no_run, runs_in
+from fedfm.runtime.runs_below import no_run, runs_in
 
 FILE, VERSION = "signature.json", 1
 _PURPOSE = "fedfm signature of a folder"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.core import storage
+from fedfm.core.locks import alone_in
 from fedfm.engines.flower import authority, keys, kit_files
 from fedfm.engines.flower.federation_file import AUTHORITY, SERVER, FederationFile
 from fedfm.engines.flower.private_api import OPERATOR
@@ -109,9 +110,14 @@ def provision(federation: FederationFile, out: Path, *, renew: bool = False) -> 
         ``out``, ``server`` (host:port), ``valid_until``, and the names of the kits ``made`` and ``kept``.
 
     Raises:
-        InputError: ``out`` holds something else, or kits of another server.
+        InputError: ``out`` holds something else, or kits of another server; another process makes kits there.
     """
     _check_folder(out)
+    with alone_in(out, "making kits"):
+        return _made(federation, out, renew)
+
+
+def _made(federation: FederationFile, out: Path, renew: bool) -> dict[str, Any]:
     server, made, kept = out / SERVER, list[str](), list[str]()
     old = load(server) if (server / FILE).exists() else None
     address, port = _address(federation, old, out)

@@ -1,0 +1,144 @@
+"""The folder of a run at its beginning: whether it is free, whose it is, its lock, and its ``manifest.json``."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+from fedfm.config.experiment import Experiment
+from fedfm.core import storage
+from fedfm.core.locks import Lock
+from fedfm.errors import InputError
+from fedfm.runtime.disclosure import do_not_share
+from fedfm.runtime.runs_below import no_run
+from fedfm.version import __version__
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+LOCK = "lock"  # in private/
+_NEEDED = {"clients", "experiment", "fingerprints", "ledger", "model", "notices", "result", "split"}  # of a manifest
+_TRIES = 100  # to make a folder while others discard theirs in this place
+
+
+def own_place(name: str) -> Path:
+    """A folder below ``runs/`` for what begins now."""
+    return Path("runs") / f"{name}-{datetime.datetime.now().strftime('%Y%m%d-%H%M%S-%f')[:-3]}"
+
+
+def refuse_used(out: Path) -> None:
+    """Refuse a folder that holds a run or something else.
+
+    Raises:
+        InputError: it does.
+    """
+    if (out / MANIFEST).exists():
+        raise InputError(f"{out} holds a run already: `fedfm resume {out}` goes on with it, or give another --out")
+    if not storage.free(out, MANIFEST, ("checkpoint", "private"), LOCK):
+        raise InputError(f"{out} is there and is not an empty folder; give another --out")
+
+
+def claimed(out: Path, shared: bool) -> Lock:
+    """Make the folder of a new run, and lock it before anything else is written.
+
+    Args:
+        shared: others may read it, as the user's umask says; ``private/`` stays the owner's.
+
+    Raises:
+        InputError: it cannot be made, or another process has the lock.
+    """
+    lock = Lock(out / "private" / LOCK)
+    try:
+        for last in (*(False for _ in range(_TRIES)), True):
+            try:
+                out.mkdir(mode=0o777 if shared else 0o700, parents=True, exist_ok=True)
+                lock.path.parent.mkdir(mode=0o700, exist_ok=True)
+                taken = lock.take()
+                break
+            except FileNotFoundError:  # the last owner of the lock discards a run that could not begin
+                if last:
+                    raise
+        if not taken:
+            raise InputError(f"{out}: another process is running a run here; give another --out")
+        lock.path.parent.chmod(0o700)
+    except OSError as error:
+        raise InputError(f"{out}: cannot be made: {error.strerror}") from None
+    if not shared:
+        close_to_others(out)
+    return lock
+
+
+def close_to_others(folder: Path) -> None:
+    """Make a folder its owner's alone.
+
+    Raises:
+        InputError: it is another user's.
+    """
+    try:
+        if folder.stat().st_mode & 0o077:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise InputError(
+            f"{folder} cannot be closed to others: {error.strerror}; run.shared = true leaves it as it is"
+        ) from None
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a run.
+
+    Raises:
+        InputError: there is no run, it is damaged, or another release wrote it.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise no_run(path) from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path / MANIFEST} cannot be read: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
+        schema = manifest.get("schema") if isinstance(manifest, dict) else None
+        raise InputError(f"{path}: schema {schema}; this release reads {SCHEMA}: use the fedfm that wrote it")
+    if missing := sorted(_NEEDED - manifest.keys()):
+        raise InputError(f'{path / MANIFEST} is damaged: "{missing[0]}" is missing')
+    return manifest
+
+
+def new_manifest(experiment: Experiment) -> dict[str, Any]:
+    """The manifest of a run that has not begun."""
+    return {
+        "schema": SCHEMA,
+        "fedfm": __version__,
+        "name": experiment.name,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "finished": None,
+        "experiment": experiment.to_dict(),
+        "versions": versions(),
+        "machine": {"system": platform.platform(), "cores": os.cpu_count()},
+        "device": None,
+        "fingerprints": {},
+        "split": None,
+        "clients": [],
+        "attackers": [],
+        "model": None,
+        "notices": [],
+        "lost": [],
+        "result": None,
+        "ledger": {"epsilon": None, "entries": [{"what": "tuning", **trial} for trial in experiment.tuning]},
+        "do_not_share": do_not_share(experiment.privacy),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that determine the result's bits."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": sys.version.split()[0]}
+    for name in ("fedfm", "torch", "transformers", "peft", "flwr", "numpy", "safetensors"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
