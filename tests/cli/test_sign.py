@@ -176,8 +176,11 @@ def test_a_run_that_went_on_after_its_signature_is_found(tmp_path, monkeypatch):
 
 def test_a_key_is_trusted_only_if_it_is_ones_own_or_given(copy, tmp_path, capsys):
     run, public = copy
-    assert main(["verify", str(run)]) == 0
+    assert main(["verify", str(run)]) == 1  # it is as somebody signed it
     assert "UNKNOWN KEY" in capsys.readouterr().out
+    assert main(["verify", str(run), "--format", "json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["valid"], told["intact"], told["key_known"]) == (False, True, False)
     assert main(["verify", str(run), "--key", str(public)]) == 0
     out = capsys.readouterr().out
     assert "UNKNOWN" not in out
@@ -189,8 +192,11 @@ def test_a_key_is_trusted_only_if_it_is_ones_own_or_given(copy, tmp_path, capsys
     assert main(["verify", str(run), "--key", str(public)]) == 1
     assert "changed  manifest.json" in capsys.readouterr().out
     sign(run, tmp_path / "forger.pem")  # whoever can change a file can sign the run again
-    assert main(["verify", str(run)]) == 0
+    assert main(["verify", str(run)]) == 1  # it is as somebody signed it
     assert "UNKNOWN KEY" in capsys.readouterr().out
+    assert main(["verify", str(run), "--format", "json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["valid"], told["intact"], told["key_known"]) == (False, True, False)
     assert main(["verify", str(run), "--key", str(public)]) == 1
     assert "another key" in capsys.readouterr().out
     found = verify(run, public)

@@ -132,11 +132,11 @@ signature necessary. Give the public half, signing.pem.pub, to those who verify;
 """,
     "verify": """examples:
   fedfm verify runs/mine --key signing.pem.pub         the signer's public key, which reached you by another way
-  fedfm verify runs/mine                               says which key signed, and whether it is yours
+  fedfm verify runs/mine                               of your own key, ~/.config/fedfm/signing.pem
 
-Exit code 0: every file is as it was signed. 1: a file was changed, removed or added, the signature is not genuine, or
-another key than that of --key signed. 2: there is no signature. Without --key the answer says nothing about who signed:
-whoever changed a file may have signed the run again.
+Exit code 0: every file is as a known key signed it. 1: a file was changed, removed or added, the signature is not
+genuine, or another key signed. 2: there is no signature. The known key is that of --key; without --key it is the one
+that `fedfm sign` makes for you, and no other: whoever changed a file may have signed the run again.
 """,
     "compare": """examples:
   fedfm compare runs/mine runs/other                   a table here, and the page compare.html

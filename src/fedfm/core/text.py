@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import unicodedata
 from collections.abc import Mapping
 from typing import Any
@@ -61,6 +62,21 @@ def visible(text: object) -> str:
 def visible_lines(text: object) -> str:
     """As :func:`visible`, but line feeds and tabs stay."""
     return "".join(c if c in "\n\t" else visible(c) for c in str(text))
+
+
+# Of a silo or a client: a folder has it, and every line of a run. Syntax common to Python and JSON Schema.
+NAME = r"[^\W_][\w.-]{0,63}"
+NAME_WORDS = 'letters, digits, "-", "_" and "." only, at most 64, the first one a letter or a digit'
+
+
+def is_name(text: object) -> bool:
+    """Whether it is a name of a silo as ``silo.toml``, a federation's file and the server take it.
+
+    Example:
+        >>> is_name("hospital-a"), is_name("../a"), is_name("a" * 65)
+        (True, False, False)
+    """
+    return isinstance(text, str) and len(text) <= 64 and re.fullmatch(NAME, text) is not None
 
 
 _LONGEST = 255  # bytes of a file name

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from fedfm.core import fields
 from fedfm.core.fields import setting
+from fedfm.core.text import NAME, NAME_WORDS
 from fedfm.errors import InputError, listed
 
 WITHHELD = "(kept by the server)"  # replaces values that clients do not receive
@@ -17,9 +18,8 @@ FUNCTION = r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_.]*"  # a user's own co
 PARTITIONS = ("iid", "dirichlet", "by_class", "by_column", "flower")
 KINDS = ("image", "text", "features", "instruction", "preference")  # of rows that a server does not have
 AUGMENT = ("crop", "flip")
-CLIENT_NAME = r"[^\W_][\w.-]*"  # also the name of a folder
 _TEXT = r"[\s\S]*\S[\s\S]*"  # not blank
-_FILES = '{ north = "north.csv", ... }, each name of letters, digits, "-", "_" and "." only'
+_FILES = f'{{ north = "north.csv", ... }}, each name of {NAME_WORDS}'
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class DataSpec:
         None,
         "client name -> its own file or folder; how many share one table: partition.clients",
         pattern=_TEXT,
-        keys=CLIENT_NAME,
+        keys=NAME,
         least=1,
         words=_FILES,
     )

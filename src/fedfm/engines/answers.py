@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from fedfm.core.client import ClientId
+from fedfm.core.text import NAME_WORDS, is_name
 from fedfm.core.wire import flower_records
 from fedfm.errors import (
     E_CLIENT,
@@ -62,18 +63,24 @@ def _told(value: Any) -> ClientFault:
     return ClientFault(code, reason[:400])
 
 
-def introduced(value: Any, fingerprint: str | None) -> tuple[ClientId, ClientFault | None]:
+def introduced(
+    value: Any, fingerprint: str | None, expected: Collection[ClientId] = ()
+) -> tuple[ClientId, ClientFault | None]:
     """(name, reason not to take part or None) from the answer to a hello.
 
     Args:
         fingerprint: of the server's model; None: any model will do.
+        expected: names that the experiment gives; others have the form of a silo's.
 
     Raises:
-        ClientFault: E_FORMAT, the answer has no name.
+        ClientFault: E_FORMAT, the answer has no such name.
     """
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str) or not value["name"]:
+    name = value.get("name") if isinstance(value, Mapping) else None
+    if not isinstance(name, str) or not name:
         raise ClientFault(E_FORMAT, "its hello has no name")
-    name, ours = value["name"], {"fedfm": __version__, "wire": flower_records.WIRE}
+    if name not in expected and not is_name(name):
+        raise ClientFault(E_FORMAT, f"its hello has a name of another form than {NAME_WORDS}")
+    ours = {"fedfm": __version__, "wire": flower_records.WIRE}
     for key, mine in ours.items():
         if value.get(key) != mine:
             return name, ClientFault(E_VERSION, f"runs {key} {str(value.get(key))[:40]}, the server {mine}")

@@ -17,6 +17,7 @@ BIASES = ("none", "all", "lora_only")
 STARTS = ("default", "gaussian", "random", "pissa", "olora", "eva", "corda", "loftq", "orthogonal", "lora_ga")
 _NUMBERS = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("nf4", "int8")
+MODULE = r"[\w.-]+"  # a module's path or its end; PEFT takes such keys for regular expressions, and keeps 512 compiled
 COMPILES = ("default", "reduce-overhead", "max-autotune")
 
 
@@ -38,10 +39,22 @@ class AdaptationSpec:
     )
     dora: bool = setting(False, "lora: also learn the norm of each output's weights (DoRA, arXiv 2402.09353)")
     rank_pattern: dict[str, int] | None = setting(
-        None, "lora: other ranks, by the end of a module's name, e.g. { fc2 = 16 }", ge=1, le=65_536
+        None,
+        "lora: other ranks, by the end of a module's name, e.g. { fc2 = 16 }",
+        ge=1,
+        le=65_536,
+        keys=MODULE,
+        most=512,
+        words="at most 512 ends of modules' names, not expressions, each with a whole number from 1 to 65536",
     )
     alpha_pattern: dict[str, float] | None = setting(
-        None, "lora: other alphas, by the end of a module's name, e.g. { fc2 = 32 }", gt=0, finite=True
+        None,
+        "lora: other alphas, by the end of a module's name, e.g. { fc2 = 32 }",
+        gt=0,
+        finite=True,
+        keys=MODULE,
+        most=512,
+        words="at most 512 ends of modules' names, not expressions, each with a finite number above 0",
     )
     exclude_modules: tuple[str, ...] | None = setting(
         None, 'lora: targets that are not adapted, by the end of a module\'s name, e.g. with targets = "all-linear"'

@@ -28,19 +28,25 @@ def esc(text: object) -> str:
 
 def width_of(text: str) -> int:
     """Columns of the text in a fixed-width font: East Asian wide characters take two, combining ones none."""
-    return sum(
-        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in visible(text)
-    )
+    return sum(map(_columns, visible(text)))
+
+
+def _columns(character: str) -> int:
+    wide = unicodedata.east_asian_width(character) in "WF"
+    return 0 if unicodedata.combining(character) else 2 if wide else 1
 
 
 def shorten(text: object, columns: int) -> str:
-    """The text cut to ``columns``, with an ellipsis."""
+    """The text cut to ``columns``, with an ellipsis; of a long one only the beginning is looked at."""
+    width, kept = 0, 0  # columns so far; characters of which an ellipsis leaves room for
     text = visible(text)
-    if width_of(text) <= columns:
-        return text
-    while text and width_of(text) > columns - 1:
-        text = text[:-1]
-    return text.rstrip() + "\N{HORIZONTAL ELLIPSIS}"
+    for at, character in enumerate(text):
+        width += _columns(character)
+        if width > columns:
+            return text[:kept].rstrip() + "\N{HORIZONTAL ELLIPSIS}"
+        if width <= columns - 1:
+            kept = at + 1
+    return text
 
 
 def finite(value: float | None) -> TypeGuard[float]:

@@ -40,8 +40,8 @@ class Verified:
     Attributes:
         fingerprint: of the key that signed, as :func:`fingerprint` writes it.
         signed: when, as the signer's clock had it.
-        trusted: why this key is the right one: ``"pinned"``: it was given; ``"own"``: it is this user's; None: nobody
-            vouches for it.
+        trusted: why this key is the right one: ``"pinned"``: it was given; ``"own"``: it is :func:`default_key` of
+            this user; None: nobody vouches for it.
         genuine: whether ``signature.json`` itself is as that key signed it.
         pinned_other: whether another key was given.
         holds, changed, missing, added: names of files; an added one is not covered.
@@ -58,13 +58,23 @@ class Verified:
     added: tuple[str, ...]
 
     @property
+    def intact(self) -> bool:
+        """Whether the folder is as some key signed it."""
+        return self.genuine and not (self.changed or self.missing or self.added)
+
+    @property
+    def key_known(self) -> bool:
+        """Whether the key is the one that was given or, where none was, this user's."""
+        return self.trusted is not None
+
+    @property
     def valid(self) -> bool:
-        """Whether the folder is as it was signed, and not by another key than the one that was given."""
-        return self.genuine and not (self.pinned_other or self.changed or self.missing or self.added)
+        """Whether the folder is as a known key signed it."""
+        return self.intact and self.key_known
 
     def to_dict(self) -> dict[str, Any]:
         """Values for JSON."""
-        return {"valid": self.valid, **asdict(self)}
+        return {"valid": self.valid, "intact": self.intact, "key_known": self.key_known, **asdict(self)}
 
 
 def default_key() -> Path:
@@ -121,8 +131,8 @@ def verify(folder: Path, key: Path | None = None) -> Verified:
     """Compare a folder with its signature. Reads only.
 
     Args:
-        key: PEM file of the public key that must have signed. Without it, whoever can change the files can sign them
-            again with a key of their own; ``Verified.trusted`` then says whether the key is this user's.
+        key: PEM file of the public key that must have signed. Without it only this user's :func:`default_key` is
+            known: whoever can change the files can sign them again with a key of their own.
 
     Raises:
         InputError: there is no signature, a later release wrote it, or ``key`` is not a public key.
@@ -166,8 +176,10 @@ def described(found: Verified) -> str:
     if found.pinned_other:
         lines.append("This is another key than that of --key.")
     elif found.trusted is None:
-        lines.append("UNKNOWN KEY: whoever changed a file may have signed again. Compare this fingerprint with the one")
-        lines.append("that the signer tells you, or give the signer's public key with --key.")
+        lines.append(
+            "UNKNOWN KEY: whoever changed a file may have signed again, so that this verifies nothing (exit 1)."
+        )
+        lines.append("Give the signer's public key, which reached you by another way, with --key.")
     else:
         lines.append("This is your own key." if found.trusted == "own" else "This is the key of --key.")
     return "\n".join(lines)

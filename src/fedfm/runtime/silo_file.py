@@ -52,9 +52,10 @@ from fedfm.config.toml import build
 from fedfm.core.capabilities import Foretelling
 from fedfm.core.fields import check as check_fields
 from fedfm.core.fields import setting
+from fedfm.core.text import NAME, NAME_WORDS
 from fedfm.data.load import read_inputs
 from fedfm.data.sources._files import listing
-from fedfm.data.spec import CLIENT_NAME, WITHHELD, DataSpec
+from fedfm.data.spec import WITHHELD, DataSpec
 from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError, close, listed
 from fedfm.models.names import BUILT_IN
@@ -88,8 +89,8 @@ class Silo:
         "",
         "the silo's name at the server",
         required=True,
-        pattern=CLIENT_NAME,
-        words='letters, digits, "-", "_" and "." only',
+        pattern=NAME,
+        words=NAME_WORDS,
     )
     data: str = setting(
         "",

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedfm.core import storage
+from fedfm.core.fields import shown
+from fedfm.core.text import NAME_WORDS, is_name
 from fedfm.errors import InputError
 from fedfm.privacy.crypto import keys
 
@@ -101,6 +103,8 @@ def roster_in(path: Path) -> dict[str, bytes]:
     if not isinstance(table, dict) or not table:
         raise InputError(f'roster: {path} has no silos; a line of each: name = "public key"')
     for name, key in table.items():
+        if not is_name(name):
+            raise InputError(f"roster: {path}: {shown(name)} is no name of a silo: expected {NAME_WORDS}")
         if not isinstance(key, str) or not _KEY.fullmatch(key):
             raise InputError(f"roster: {path}: the key of {name} is not 64 hexadecimal digits; quote names with dots")
     return {name: bytes.fromhex(key) for name, key in table.items()}

@@ -17,7 +17,7 @@ from pathlib import Path
 from fedfm.config.toml import build, read
 from fedfm.core.fields import check as check_fields
 from fedfm.core.fields import setting
-from fedfm.data.spec import CLIENT_NAME
+from fedfm.core.text import NAME, NAME_WORDS
 from fedfm.errors import InputError
 
 PORT = 8443  # of a server whose address names none
@@ -43,8 +43,8 @@ class FederationFile:
         "the silos' names",
         required=True,
         least=1,
-        pattern=CLIENT_NAME,
-        words='a list of names, each of letters, digits, "-", "_" and "." only',
+        pattern=NAME,
+        words=f"a list of names, each of {NAME_WORDS}",
     )
     classes: tuple[str, ...] | None = setting(None, "class names as the federation agreed, in order [each silo's own]")
     models: tuple[str, ...] = setting((), "folders and hub ids that the silos load, besides the built-in models")

@@ -366,7 +366,7 @@ class FlowerLink:
         """Take in answers to hellos; of a node's, the first."""
         told = dict[int, tuple[Reply, ClientId | None, ClientFault | None]]()
         for reply in replies:
-            told.setdefault(node_of(reply), (reply, *introduction(reply, self._fingerprint)))
+            told.setdefault(node_of(reply), (reply, *introduction(reply, self._fingerprint, self._expected)))
         claims = {node: said for node, (_, said, _) in told.items() if said is not None}
         refused = self._registry.refusals(claims, self._nodes)
         for node, (reply, said, fault) in told.items():

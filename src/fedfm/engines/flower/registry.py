@@ -95,11 +95,13 @@ def node_of(reply: Reply) -> int:
     return int(reply.client.removeprefix("node "))
 
 
-def introduction(reply: Reply, fingerprint: str | None) -> tuple[ClientId | None, ClientFault | None]:
+def introduction(
+    reply: Reply, fingerprint: str | None, expected: Collection[ClientId]
+) -> tuple[ClientId | None, ClientFault | None]:
     """(name that a node says or None, reason not to take part or None) from its answer to a hello."""
     if reply.fault is not None:
         return None, reply.fault
     try:
-        return introduced(reply.value, fingerprint)
+        return introduced(reply.value, fingerprint, expected)
     except ClientFault as fault:
         return None, fault

@@ -254,7 +254,7 @@ class FolderLink:
         fault = reply.fault
         if fault is None:
             try:
-                said, fault = introduced(reply.value, self._fingerprint)
+                said, fault = introduced(reply.value, self._fingerprint, [name])
                 if said != name:
                     fault = ClientFault(E_CLIENT, f'its silo.toml names it "{said[:40]}", and the roster "{name}"')
             except ClientFault as bad:

@@ -8,7 +8,6 @@ PromptFL: Let Federated Participants Cooperatively Learn Prompts Instead of Mode
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -271,7 +270,7 @@ def _check_excluded(spec: AdaptationSpec, hits: Iterable[str]) -> None:
 def _check_pattern(of: str, keys: Iterable[str], adapted: Iterable[str]) -> None:
     """Refuse a rank or an alpha for modules that are not adapted, which PEFT would pass over."""
     for key in keys:
-        if not any(re.match(rf"(.*\.)?({key})$", name) for name in adapted):  # as PEFT compares them
+        if not any(_named(name, (key,)) for name in adapted):
             has = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))
             raise InputError(f"model.adaptation.{of}: no adapted module's name ends with {key!r}: it has {has}")
 
