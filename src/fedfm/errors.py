@@ -22,6 +22,10 @@ class RunError(FedfmError, RuntimeError):
     """The run cannot continue (too few clients, a full disk). All committed rounds are kept (exit 1)."""
 
 
+class NotWritten(RunError):
+    """A file could not be written: the disk is full or read-only. The message names it (exit 1)."""
+
+
 class MissingExtra(FedfmError, ImportError):
     """An optional dependency is missing. The message names the extra that installs it."""
 

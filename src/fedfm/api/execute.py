@@ -18,7 +18,7 @@ from fedfm.data.spec import IN_MEMORY
 from fedfm.engines.start import start
 from fedfm.errors import FedfmError, InputError, RunError
 from fedfm.models import devices
-from fedfm.runtime import losses
+from fedfm.runtime import losses, row_cache
 from fedfm.runtime.extend import extend, move
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.progress import Progress
@@ -140,9 +140,9 @@ def drive(
         error.add_note(f"committed rounds are kept; continue with {_again(run, population)}")
         raise
     except OSError as error:
-        if not storage.full(error):
+        if (place := storage.place_of(error, (run.path, *row_cache.places()))) is None:
             raise
-        raise storage.not_written(Path(error.filename or "a temporary file (TMPDIR says where)"), error) from error
+        raise storage.not_written(place, error) from error
     finally:
         progress.finished()
     from fedfm.report import html

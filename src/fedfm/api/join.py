@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 from fedfm.aggregation.base import Aggregator
 from fedfm.config.experiment import Experiment
+from fedfm.core import storage
 from fedfm.core.capabilities import Joining
 from fedfm.core.fields import check
 from fedfm.core.messages import Request
@@ -54,6 +56,8 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
     if experiment.in_memory or experiment.own_code:
         raise InputError(f"{path}: its module is the user's own; join takes runs of an experiment file")
     method = experiment.method
+    if not os.access(run.path, os.W_OK):
+        raise InputError(f"{path} cannot be written, and a newcomer's model is kept there; join a copy of the run")
     if not Path(data).exists():
         raise InputError(f"{data}: no such file or folder; join takes the newcomer's rows")
     columns = {column: getattr(experiment.data, column) for column in COLUMNS}
@@ -82,7 +86,8 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
                 ("alone_accuracy", own_alone(alone(alone(w_0)))),
             )
         }
-        folder = save_adapter(model, w, run.adapter(name))
+        with storage.writing(run.adapter(name)):
+            folder = save_adapter(model, w, run.adapter(name))
         run.manifest.setdefault("newcomers", {})[name] = {"data": str(data), **found, "weights": weights}
         run.write_manifest()
     html.write(run.path)

@@ -228,7 +228,7 @@ def check_out(out: Path) -> None:
     """Check a path before :func:`write`.
 
     Raises:
-        InputError: its suffix is unknown, its folder is missing, or it exists.
+        InputError: its suffix is unknown, its folder is missing or cannot be written, or it exists.
     """
     if out.suffix not in FORMATS:
         raise InputError(f"--out {out}: expected a name that ends in {', '.join(FORMATS)}")
@@ -236,6 +236,8 @@ def check_out(out: Path) -> None:
         raise InputError(f"--out {out} exists; give another")
     if not out.parent.is_dir():
         raise InputError(f"--out {out}: there is no folder {out.parent}")
+    if not os.access(out.parent, os.W_OK):
+        raise InputError(f"--out {out}: {out.parent} cannot be written; give another place")
 
 
 def write(result: Mapping[str, Any], out: Path) -> None:
@@ -301,8 +303,6 @@ def export(
     Raises:
         InputError: the run is not finished, the folder is not empty, or the model does not go into this form.
     """
-    from safetensors import SafetensorError
-
     out = Path(out)
     _refuse_used(out)
     run = _finished(path, client)
@@ -316,10 +316,6 @@ def export(
                 for entry in list(out.iterdir()):
                     storage.remove(entry)
                 raise
-    except (SafetensorError, OSError) as error:
-        if getattr(error, "filename", None) and not Path(error.filename).is_relative_to(out):
-            raise  # about a file of the run
-        raise RunError(f"{out}: cannot be written: {storage.why(error)}") from None
     finally:
         if not there:
             with contextlib.suppress(OSError):  # it holds the model
@@ -331,7 +327,8 @@ def _exported(run: Run, to: Target, out: Path, client: str | None, last: bool, g
     from fedfm.models.export import export as write
 
     if own_runs.is_own(run):
-        return str(own_runs.write(run, to, out, given, client, last=last and _another(run, client)))
+        with storage.writing(out):
+            return str(own_runs.write(run, to, out, given, client, last=last and _another(run, client)))
     run, model, w = load(run.path, client, last=last)
     if is_pair(w):
         raise InputError(
@@ -342,8 +339,9 @@ def _exported(run: Run, to: Target, out: Path, client: str | None, last: bool, g
         raise InputError(
             f"{run.path}: the result of {run.experiment.method_name} is not one model; it cannot be exported"
         )
-    folder = write(model, w, to, out, predictions.feature_transform(run.experiment.method))
-    model_card.write(run.path, model, to, folder, client)
+    with storage.writing(out):
+        folder = write(model, w, to, out, predictions.feature_transform(run.experiment.method))
+        model_card.write(run.path, model, to, folder, client)
     return str(folder)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -118,6 +119,8 @@ def perform(
         InputError: the run cannot be replayed, or a named attack does not apply.
     """
     run = finished(path, given)
+    if not os.access(run.path, os.W_OK):
+        raise InputError(f"{run.path} cannot be written, and an audit keeps its findings there; audit a copy")
     chosen = choose(run, names)
     watches = {name: audit.watch(run) for name, audit in chosen.items()}
     watched = {name: watch for name, watch in watches.items() if watch is not None}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from fedfm.cli.commands import INTERRUPTED, tell
 from fedfm.cli.parser import build
@@ -26,11 +28,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
-        if error.filename is None or error.strerror is None:
-            raise  # not about a file: a defect here, or the network
-        print(f"fedfm: {error.filename}: {error.strerror}", file=sys.stderr)
+    except Exception as error:
+        if (text := _about_a_file(error, args)) is None:
+            raise  # a defect here, or the network
+        tell(f"fedfm: {text}", sys.stderr)
         return 1
+
+
+def _about_a_file(error: Exception, args: argparse.Namespace) -> str | None:
+    """An error of the system as one line; None if it is about no file."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    if "torch" not in sys.modules and not isinstance(error, OSError):
+        return None  # no library that hides such an error has run
+    from fedfm.core import storage
+    from fedfm.runtime import row_cache
+
+    given = [getattr(args, name, None) for name in ("out", "folder", "kit", "run", "key")]
+    places = [place for place in given if isinstance(place, Path)]
+    place = storage.place_of(error, (*places, *row_cache.places(), Path()))
+    return None if place is None else f"cannot write {place}: {storage.why(error)}"
 
 
 def _whole(argv: Sequence[str]) -> list[str]:

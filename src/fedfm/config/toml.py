@@ -40,7 +40,7 @@ def read(path: str | Path, overrides: Mapping[str, Any], takes: str) -> dict[str
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; {takes}") from None
-    except (IsADirectoryError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (IsADirectoryError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no TOML, too many digits
         if path.is_dir() or path.name.lower().endswith(_DATA):
             message = f'{path} looks like data; {takes}, whose [data] says which: path = "{path}"'
         else:
@@ -106,6 +106,7 @@ def convert(value: Any, hint: Any, path: str, meaning: str = "") -> Any:
     """
     hint = plain_type(hint)
     origin, args = get_origin(hint), get_args(hint)
+    _refuse_wide(value, path, deep=hint is Any)
     if kind := _kind(hint):
         default = "sgd" if kind == "optimisers" else hint.__module__.rpartition(".")[2]
         return build_named(kind, value, path, default=default, of=hint)[1]
@@ -125,6 +126,20 @@ def convert(value: Any, hint: Any, path: str, meaning: str = "") -> Any:
         return {k: convert(v, args[1], f"{path}.{k}") for k, v in value.items()}
     says = f" ({meaning})" if origin is dict and meaning else ""
     raise InputError(f"{path} = {json.dumps(value, default=str)}: expected {_words(hint)}{says}")
+
+
+def _refuse_wide(value: Any, path: str, deep: bool) -> None:
+    """Refuse a whole number that TOML does not have: one of more than 64 bits, on which arithmetic has no bound.
+
+    Args:
+        deep: look into lists and tables, which nobody else does.
+    """
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise InputError(f"{path}: a whole number of {value.bit_length()} bits; expected one of at most 64")
+    if deep:
+        inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+        for key, one in inner:
+            _refuse_wide(one, f"{path}.{key}", deep)
 
 
 def _words(hint: Any) -> str:

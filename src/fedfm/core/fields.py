@@ -74,14 +74,16 @@ class Bounds:
         ends = (self.gt, self.ge, self.lt, self.le)
         if not (self.finite or self.but or any(end is not None for end in ends)):
             return True
-        if isinstance(value, (str, bool)) or not hasattr(value, "__float__") or math.isnan(value):
+        if isinstance(value, (str, bool)) or not hasattr(value, "__float__"):
+            return False
+        if not isinstance(value, int) and math.isnan(value):
             return False
         return not (
             (self.gt is not None and value <= self.gt)
             or (self.ge is not None and value < self.ge)
             or (self.lt is not None and value >= self.lt)
             or (self.le is not None and value > self.le)
-            or (self.finite and math.isinf(value))
+            or (self.finite and not isinstance(value, int) and math.isinf(value))
             or value in self.but
         )
 

@@ -12,18 +12,20 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fedfm.core.wire import payload
-from fedfm.errors import ClientFault, RunError
+from fedfm.errors import ClientFault, NotWritten
 from fedfm.linalg import pages
 from fedfm.linalg.out_of_core import limit, open_again, remember
 
 LONGEST = 8 << 20  # bytes of a log
+_ROOM = 1 << 20  # bytes; a disk with less room is full for whoever has just failed to write to it
 _SEAL = b"fedfm-sealed-1\n"
 
 
@@ -36,7 +38,7 @@ def write_atomic(path: Path, data: bytes | Sequence[bytes | memoryview], mode: i
         sync: survive a power cut too, not only a killed process.
 
     Raises:
-        RunError: the disk is full or not writable; the old file is untouched.
+        NotWritten: the disk is full or not writable; the old file is untouched.
     """
     temporary = path.parent / f".{path.name}.{os.urandom(4).hex()}"
     try:
@@ -84,13 +86,20 @@ def sync_folder(folder: Path) -> None:
 
 
 def append(path: Path, text: str) -> None:
-    """Append to a log that only its owner reads, up to :data:`LONGEST` bytes, because others cause its lines."""
-    with open(path, "a", encoding="utf-8", errors="backslashreplace", opener=private) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size < LONGEST:
-            file.write(text[: LONGEST - size])
-            if size + len(text) >= LONGEST:
-                file.write("\n--- this log is full: move it away\n")
+    """Append to a log that only its owner reads, up to :data:`LONGEST` bytes, because others cause its lines.
+
+    Raises:
+        NotWritten: the disk is full or not writable.
+    """
+    try:
+        with open(path, "a", encoding="utf-8", errors="backslashreplace", opener=private) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < LONGEST:
+                file.write(text[: LONGEST - size])
+                if size + len(text) >= LONGEST:
+                    file.write("\n--- this log is full: move it away\n")
+    except OSError as error:
+        raise not_written(path, error) from error
 
 
 def discard(folder: Path, names: Iterable[str], last: Path | None = None) -> None:
@@ -154,20 +163,79 @@ def private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_UNWRITTEN = (*_FULL, errno.EROFS)  # errors that no reading has
+_OS_ERROR = re.compile(r"\(os error (\d{1,9})\)")
+
+
+def _number(error: Exception) -> int | None:
+    """The system's number of an error, also of a library that hides it in the text."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = _OS_ERROR.search(str(error))
+    return int(found[1]) if found else None
+
+
 def full(error: Exception) -> bool:
     """Whether an error of the system, or of a library that hides its number, means that the disk is full."""
-    codes = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return getattr(error, "errno", None) in codes or any(f"(os error {code})" in str(error) for code in codes)
+    return _number(error) in _FULL
 
 
 def why(error: Exception) -> str:
     """Why a file could not be written, in words."""
-    return "the disk is full" if full(error) else getattr(error, "strerror", None) or str(error)
+    if full(error):
+        return "the disk is full"
+    number = _number(error)
+    return str(error) if number is None else os.strerror(number)
 
 
-def not_written(path: Path, error: Exception) -> RunError:
+def not_written(path: Path, error: Exception) -> NotWritten:
     """The error for a file of a run that could not be written."""
-    return RunError(f"cannot write {path}: {why(error)}; what was committed before is kept")
+    free = "; free some space there" if full(error) else ""
+    return NotWritten(f"cannot write {path}: {why(error)}; what was committed before is kept{free}")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Context manager around code of others that writes ``path``, or files in it: its errors name the place.
+
+    Raises:
+        NotWritten: the disk is full or not writable.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _number(error) is None:
+            raise
+        raise not_written(Path(getattr(error, "filename", None) or path), error) from error
+
+
+def place_of(error: Exception, places: Iterable[Path]) -> Path | None:
+    """The file or the folder that could not be written; None where the error is not about writing.
+
+    Args:
+        places: where the file may be, if the error does not say; the one whose disk is full or read-only is named.
+    """
+    name, lacking = getattr(error, "filename", None), [place for place in places if _has_no_room(place)]
+    if _number(error) in _UNWRITTEN and name:
+        return Path(os.fsdecode(name))
+    if lacking and (_number(error) in _UNWRITTEN or name is None):
+        return lacking[0]
+    return Path("a file") if full(error) else None
+
+
+def unwritten(error: BaseException) -> bool:
+    """Whether an error says that the disk is full or read-only."""
+    return isinstance(error, NotWritten) or (isinstance(error, OSError) and _number(error) in _UNWRITTEN)
+
+
+def _has_no_room(place: Path) -> bool:
+    there = next((p for p in (place, *place.absolute().parents) if p.exists()), place)
+    try:
+        disk = os.statvfs(there)
+    except OSError:
+        return False
+    return disk.f_bavail * disk.f_frsize < _ROOM or bool(disk.f_flag & os.ST_RDONLY)
 
 
 def save(path: Path, value: Any, mode: int = 0o666, sync: bool = True) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 import unicodedata
 from collections.abc import Mapping
 from typing import Any
@@ -77,6 +78,11 @@ def is_name(text: object) -> bool:
         (True, False, False)
     """
     return isinstance(text, str) and len(text) <= 64 and re.fullmatch(NAME, text) is not None
+
+
+def complain(text: object) -> None:
+    """One line on stderr, where no file takes it."""
+    sys.stderr.write(f"fedfm: {visible(text)}\n")
 
 
 _LONGEST = 255  # bytes of a file name

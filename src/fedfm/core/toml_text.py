@@ -30,7 +30,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise InputError(f"--set {text}: expected key=value, e.g. --set method.rounds=5")
     try:
         return key.strip(), tomllib.loads(f"v = {value}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return key.strip(), value.strip()
 
 

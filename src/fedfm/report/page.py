@@ -7,7 +7,8 @@ from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 
-from fedfm.errors import InputError
+from fedfm.core import storage
+from fedfm.errors import InputError, RunError
 from fedfm.report.svg import Series
 from fedfm.report.text import count, esc, shorten, width_of
 
@@ -38,6 +39,7 @@ def save(text: str, path: Path) -> Path:
 
     Raises:
         InputError: the path is a folder or cannot be written.
+        RunError: the disk is full.
     """
     if path.is_dir():
         raise InputError(f"{path}: a folder; give the name of a file, e.g. {path / 'report.html'}")
@@ -50,6 +52,8 @@ def save(text: str, path: Path) -> Path:
     except OSError as error:
         with suppress(OSError):
             part.unlink()
+        if storage.full(error):
+            raise RunError(f"{path}: cannot be written: the disk is full; free some space there") from error
         raise InputError(f"{path}: cannot be written ({error.strerror}); choose a place that can") from error
     return path
 

@@ -21,9 +21,10 @@ from fedfm.core.capabilities import Costing, Modelled, Needs, ParametersAlone, S
 from fedfm.core.client import POOLED, ClientData, ClientId
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
+from fedfm.core.text import complain
 from fedfm.data.spec import WITHHELD
 from fedfm.data.table import ClientRows, FederatedData, Table
-from fedfm.errors import InputError
+from fedfm.errors import InputError, NotWritten
 from fedfm.linalg.out_of_core import limit
 from fedfm.models import devices, inputs
 from fedfm.models.model import Model
@@ -293,5 +294,9 @@ def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] |
 
 
 def record_error(folder: Path, client: ClientId, text: str) -> None:
-    """Keep a client's traceback in a file that only its owner reads."""
-    storage.append(folder / "private" / "errors.log", f"--- {client}\n{text}\n")
+    """Keep a client's traceback in a file that only its owner reads; print its last line if the disk takes no more."""
+    try:
+        storage.append(folder / "private" / "errors.log", f"--- {client}\n{text}\n")
+    except NotWritten as error:
+        last = text.rstrip().rpartition("\n")[2]
+        complain(f"{error}: {client}: {last}")

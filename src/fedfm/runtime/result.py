@@ -208,12 +208,9 @@ def write_models(run: Run, model: Model, models: Mapping[ClientId, Params], *, l
     Raises:
         RunError: they cannot be written.
     """
-    from safetensors import SafetensorError
-
     from fedfm.models.export import save
 
     for client, w in models.items():
-        try:
-            save(model, w, run.adapter(client, last=last), feature_transform(run.experiment.method))
-        except (OSError, SafetensorError) as error:
-            raise storage.not_written(run.adapter(client, last=last), error) from error
+        folder = run.adapter(client, last=last)
+        with storage.writing(folder):
+            save(model, w, folder, feature_transform(run.experiment.method))

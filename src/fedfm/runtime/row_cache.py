@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -46,6 +47,12 @@ def folder() -> Path | None:
         return Path(given).expanduser() if given.strip() else None
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "fedfm"
+
+
+def places() -> list[Path]:
+    """The folders outside of a run directory to which a run writes: the one of temporary files, and this cache."""
+    cache = folder()
+    return [Path(tempfile.gettempdir()), *([] if cache is None else [cache])]
 
 
 def limit() -> float:

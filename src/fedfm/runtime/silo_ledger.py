@@ -231,8 +231,8 @@ class Ledger:
                 self._catch_up(file)
                 yield file
         except OSError as error:
-            what = "the disk is full" if storage.full(error) else type(error).__name__
-            raise ClientFault(E_REFUSED, f"the silo's ledger cannot be written ({what}): nothing leaves") from error
+            why = storage.why(error)
+            raise ClientFault(E_REFUSED, f"the silo's ledger cannot be written ({why}): nothing leaves") from error
         except InputError:
             raise ClientFault(E_REFUSED, "the silo's ledger is damaged: nothing leaves") from None
 

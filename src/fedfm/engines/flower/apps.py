@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from pathlib import Path
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
@@ -35,6 +36,8 @@ class SiteApp(ClientApp):  # type: ignore[misc]
             halves = _answer(flower_records.handler_of(message.metadata.message_type), context, head, data)
         except ClientFault as fault:
             halves = client_stub.fault_halves(fault, head, data)
+        except OSError as error:
+            halves = client_stub.fault_halves(client_stub.off(error, Path()), head, data)
         except Exception as error:  # its text, which may hold paths, stays in this node's log
             traceback.print_exc()
             text = f"{type(error).__name__}: see the node's log"

@@ -23,10 +23,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedfm.core.text import safe_name
+from fedfm.core.text import complain, safe_name
 from fedfm.engines.flower.processes import cause, held
 from fedfm.engines.flower.run_config import LONGEST
-from fedfm.errors import E_DIED, E_EXPERIMENT, E_REFUSED, ClientFault, InputError
+from fedfm.errors import E_DIED, E_EXCEPTION, E_EXPERIMENT, E_REFUSED, ClientFault, InputError
 
 _HEADER = struct.Struct("<III Q")  # lengths of client, handler, head and data
 _LIMIT = 1 << 30  # largest value of each of the first three
@@ -35,6 +35,7 @@ _START = 120.0  # seconds for a worker to start listening
 _TRIES = 3  # starts of a worker that ends before it listens
 _FLOWER = "flower.json"  # in the folder of a run: Flower's numbers of it
 END = "worker.end"  # in a handler's place: the worker ends
+DISK = "the site's disk is full or read-only, and nothing leaves without its records; its own log names the place"
 RUNS = "runs"  # folder of all runs in a silo's own folder: keys chosen by a server cannot reach the silo's own files
 NO_SILO = "this node has no silo.toml: a SuperNode is started with --node-config 'silo=\"/path/to/silo.toml\"'"
 
@@ -96,11 +97,14 @@ def admitted(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) ->
     """The folder of this site and this run, for a server's message: a silo's, or one prepared on loopback.
 
     Raises:
-        ClientFault: there is neither, or the experiment is not the run's first one.
+        ClientFault: there is neither, the experiment is not the run's first one, or the disk takes nothing.
     """
     folder = folder_of(config, node, run_id)
     if node.get("silo"):
-        prepare(folder, config, node)
+        try:
+            prepare(folder, config, node)
+        except OSError as error:
+            raise off(error, folder) from None
     try:
         told = json.loads((folder / "site.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -108,6 +112,12 @@ def admitted(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) ->
     if told["experiment"] != config.get("experiment"):
         raise ClientFault(E_EXPERIMENT, "the experiment is another than the one that this run began with")
     return folder
+
+
+def off(error: OSError, folder: Path) -> ClientFault:
+    """The fault for an error of the site's disk, whose place is printed here and stays here."""
+    complain(f"{os.fsdecode(error.filename or folder)}: {error.strerror}: nothing is answered")
+    return ClientFault(E_EXCEPTION, DISK)
 
 
 def address(folder: Path) -> str:

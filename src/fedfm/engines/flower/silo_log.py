@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fedfm.core import storage
-from fedfm.core.text import visible
-from fedfm.errors import E_REFUSED, ClientFault
+from fedfm.core.text import complain, visible
+from fedfm.errors import E_REFUSED, ClientFault, NotWritten
 
 MISFITS = 5
 
@@ -34,8 +34,12 @@ class SiloLog:
         self.path = folder / "silo.log"
 
     def note(self, text: str) -> None:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        storage.append(self.path, f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {visible(text)}\n")
+        """Add a line; print it if the disk takes no more."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            storage.append(self.path, f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {visible(text)}\n")
+        except (OSError, NotWritten) as error:
+            complain(f"{error}: {text}")
 
     def asks(self, question: str) -> None:
         """Count a hello as a misfit until :meth:`fits` removes it, so that a crash in between counts too.

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.config.experiment import Experiment
+from fedfm.core import storage
 from fedfm.core.checks import conform
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Request
 from fedfm.core.toml_text import check_depth
 from fedfm.core.wire import codec, flower_records, payload
-from fedfm.engines.flower import recall
+from fedfm.engines.flower import client_stub, recall
 from fedfm.engines.flower.held import NAMES, Retained, unreferred
 from fedfm.engines.flower.own_silo import Own, Question
 from fedfm.errors import (
@@ -201,6 +202,8 @@ class Site:
             self._on_error(name, "".join(traceback.format_exception(error)))
             # The text may hold a silo's own paths and values: the server receives none of it.
             told = SENTENCES[E_EXCEPTION] if self._own else f"{type(error).__name__}: {first_line(error)}"
+            if self._own is not None and storage.unwritten(error):
+                told = client_stub.DISK
             fault = ClientFault(E_EXCEPTION, told)
         if self._own is not None:
             if unsettled is not None:
