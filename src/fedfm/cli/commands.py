@@ -326,7 +326,12 @@ def schema(args: Any) -> int:
     if args.out is None:
         print(text)
     else:
-        args.out.write_text(text + "\n", encoding="utf-8")
+        try:
+            args.out.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            from fedfm.core import storage
+
+            raise storage.not_written(args.out, error) from error
         tell(f"{args.out}: begin a TOML file in the same folder with\n#:schema ./{args.out.name}")
     return 0
 

@@ -113,7 +113,8 @@ class ModelSpec:
         "zero_shot: prompts, {} is the class name; of several, the mean",
         pattern=r"[^{}]*\{\}[^{}]*",
         least=1,
-        words="texts with one {} for the class name",
+        most=512,
+        words="at most 512 texts with one {} for the class name",
     )
     template: str | None = setting(
         None,

@@ -39,9 +39,10 @@ def write(folder: str | Path, experiment: str | Path | None = None) -> str:
     chosen = Experiment.load(experiment) if experiment else Experiment.from_dict(_DEMO)
     if chosen.method.needs.pooled:
         raise InputError(f'method "{chosen.method_name}" pools all rows in one place: no federation runs it')
-    folder.mkdir(parents=True, exist_ok=True)
     out = folder.resolve() / "runs"
-    write_app(folder, chosen, out=out, settable=True)
+    with storage.writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_app(folder, chosen, out=out, settable=True)
     if known := chosen.server_only():  # the file has no suffix, so that Flower leaves it out of the bundle
         out.mkdir(exist_ok=True)
         value = {key: str(Path(v).resolve()) if v and Path(v).exists() else v for key, v in known.items()}
