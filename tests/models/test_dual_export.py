@@ -21,7 +21,6 @@ LAST = {"vtde": "vision_model.layers.2.mlp.fc2"}
 OPTIONS = {
     "a name's alpha": {"alpha_pattern": {"fc1": 9.0}},
     "a path's alpha": {"alpha_pattern": {"clip.FIRST": 9.0, "LAST": 3.0}},
-    "an expression's alpha": {"alpha_pattern": {r"clip\.text_model\..*": 9.0}},
     "without a name": {"exclude_modules": ("fc2",)},
     "without a path": {"exclude_modules": ("clip.FIRST",)},
     "alpha and without": {"exclude_modules": ("clip.FIRST",), "alpha_pattern": {"clip.LAST": 5.0}, "rslora": True},

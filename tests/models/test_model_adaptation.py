@@ -157,6 +157,16 @@ def test_a_rank_for_each_kind_of_map(folder):
             load(folder("vit"), images(), spec)
 
 
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize("expression", ["(.*.*.*)*x", "fc[12]", "fc2$", "a|b", ""])
+def test_an_expression_in_place_of_a_name_is_refused_and_never_tried(key, expression):
+    """PEFT compiles these keys, and an expression can take longer than any run."""
+    with pytest.raises(InputError, match=rf"model\.adaptation\.{key} = .*not expressions"):
+        load("nano-vit", images(), AdaptationSpec("lora", rank=R, **{key: {expression: 3}}))
+    with pytest.raises(InputError, match="at most 512"):
+        load("nano-vit", images(), AdaptationSpec("lora", rank=R, **{key: {f"fc{i}": 3 for i in range(513)}}))
+
+
 def test_alphas_exclusions_and_the_start_are_pefts(folder, tmp_path):
     """The exported adapter, which PEFT loads onto the folder, gives the model's logits."""
     from peft import PeftModel

@@ -6,6 +6,7 @@ much.
 """
 
 import json
+import re
 import shutil
 import sys
 import tomllib
@@ -28,17 +29,20 @@ from fedfm.core.fields import bounds_of
 from fedfm.core.messages import Excluded
 from fedfm.core.transcript import Crossing
 from fedfm.core.wire import payload
+from fedfm.core.wire.flower_records import WIRE
 from fedfm.data.spec import DataSpec
 from fedfm.engines import answers
 from fedfm.engines.flower import client_stub, site
 from fedfm.engines.folder.letters import _header
-from fedfm.errors import E_TIMEOUT, ClientFault, FedfmError, close
+from fedfm.errors import E_FORMAT, E_TIMEOUT, ClientFault, FedfmError, close
 from fedfm.linalg.params import Params
 from fedfm.models.spec import ModelSpec
 from fedfm.report import compare, dossier, html, text
 from fedfm.runtime import logs, signature, silo_ledger
 from fedfm.runtime.progress import Progress
+from fedfm.runtime.silo_file import Silo
 from fedfm.runtime.trackers import tracker
+from fedfm.version import __version__
 from small import experiment
 
 MOST = 2.9  # of two steps of which each is twice as long: 2 in proportion, and 4 with the square
@@ -159,6 +163,28 @@ def test_a_text_costs_in_proportion(what):
     for kind, make in LONG.items():
         ratio, costs = grows(lambda n: OF_A_TEXT[what](make(n)), 100)  # noqa: B023
         assert ratio < MOST, (kind, costs)
+
+
+@pytest.mark.parametrize(
+    "name", ["n" * 65, "n" * 60_000, "a b", "a\nb", "../x", "<b>", ".a", "-a", "_a", "a\u200b", "a\u202e", "", None, 7]
+)
+def test_a_name_that_no_silo_has_is_none_at_the_server_and_is_not_repeated(name):
+    """By the rule of silo.toml and of a federation's file; another node is left out in one short line."""
+    hello = {"name": name, "fedfm": __version__, "wire": WIRE, "model": None}
+    with pytest.raises(ClientFault) as fault:
+        answers.introduced(hello, None)
+    assert fault.value.code == E_FORMAT
+    assert len(fault.value.reason) < 150
+    assert not isinstance(name, str) or len(name) < 3 or name not in fault.value.reason
+    if isinstance(name, str):
+        assert re.fullmatch(bounds_of(next(f for f in fields(Silo) if f.name == "name")).pattern, name) is None
+        if name:  # the experiment itself may deal rows to clients of such names
+            assert answers.introduced(hello, None, [name]) == (name, None)
+
+
+@pytest.mark.parametrize("name", ["a", "hospital-a", "Klinik_9.b", "Zürich", "9" * 64])
+def test_a_silos_name_is_one_at_the_server(name):
+    assert answers.introduced({"name": name, "fedfm": __version__, "wire": WIRE}, None) == (name, None)
 
 
 # --- lists, tables and nestings --------------------------------------------------------------------------------------

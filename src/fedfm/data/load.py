@@ -43,6 +43,7 @@ _TASKS: dict[str, tuple[Kind, ...]] = {
     "instruction": ("instruction",),
     "preference": ("preference",),
 }
+_LONG_NAME = 200  # characters; a class name that is longer is rather a text
 
 
 def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
@@ -75,7 +76,16 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
         source = chosen(_read(spec, task), spec.where or {})
         table = _mark_test(_fit(source, task), spec, generator(seed, "split"))
     table = _limit(_without_new(table, spec.base_classes), spec, generator(seed, "limit"))
-    return scaled(table, spec.scale)
+    return scaled(_with_doubt(table, spec), spec.scale)
+
+
+def _with_doubt(table: Table, spec: DataSpec) -> Table:
+    """The table with a notice where what should be names of classes are texts."""
+    longest = max(map(len, table.classes), default=0)
+    if longest <= _LONG_NAME:
+        return table
+    note = f'a class name has {longest} characters: is data.label = "{spec.label}" the column of the labels?'
+    return replace(table, notices=(*table.notices, note))
 
 
 def _without_rows(spec: DataSpec) -> Table:
