@@ -31,6 +31,7 @@ def test_same_bits_and_bytes_as_local(tmp_path):
     assert not [*folder.glob("*.key"), *folder.glob("*.secret"), *folder.glob("home")]
     open_to_others = [p for p in (out / "private").rglob("*") if p.is_file() and p.stat().st_mode & 0o077]
     assert [p.name for p in open_to_others if p.name != "lock"] == []
+    assert out.stat().st_mode & 0o077 == 0
 
 
 def test_a_run_whose_server_app_was_killed_resumes_to_the_same_bits(tmp_path):

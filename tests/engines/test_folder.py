@@ -30,6 +30,7 @@ def test_the_bits_the_bytes_and_the_ledgers_are_those_of_other_engines(carried, 
     result = fedfm.run(carried.engine(**changes), carried.root / "run", progress=fedfm.Progress())
     same(result, carried.local(**changes))
     assert result["engine"] == "folder"
+    assert (carried.root / "run").stat().st_mode & 0o077 == 0
     assert result["excluded"] == []
     sent = [json.loads(line) for line in (carried.root / "run/messages.jsonl").read_text().splitlines()]
     for name in NAMES:

@@ -39,6 +39,7 @@ def test_same_bits_and_bytes_as_local(tmp_path, method, adaptation):
     simulated = json.loads(told.splitlines()[-1])
     same(simulated, fedfm("run", exp, "--out", tmp_path / "local"))
     assert simulated["engine"] == "simulation"
+    assert (tmp_path / "simulated").stat().st_mode & 0o077 == 0
     assert set(os.listdir("/dev/shm")) <= before
     until(lambda: not mentioning(tmp_path))
 

@@ -331,7 +331,7 @@ def schema(args: Any) -> int:
         except OSError as error:
             from fedfm.core import storage
 
-            raise storage.not_written(args.out, error) from error
+            raise storage.not_written(args.out, error, of_run=False) from error
         tell(f"{args.out}: begin a TOML file in the same folder with\n#:schema ./{args.out.name}")
     return 0
 

@@ -189,15 +189,19 @@ def why(error: Exception) -> str:
     return str(error) if number is None else os.strerror(number)
 
 
-def not_written(path: Path, error: Exception) -> NotWritten:
-    """The error for a file of a run that could not be written."""
+def not_written(path: Path, error: Exception, *, of_run: bool = True) -> NotWritten:
+    """The error for a file that could not be written; of a run, the committed rounds are kept."""
+    kept = "; what was committed before is kept" if of_run else ""
     free = "; free some space there" if full(error) else ""
-    return NotWritten(f"cannot write {path}: {why(error)}; what was committed before is kept{free}")
+    return NotWritten(f"cannot write {path}: {why(error)}{kept}{free}")
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path, *, of_run: bool = False) -> Iterator[None]:
     """Context manager around code of others that writes ``path``, or files in it: its errors name the place.
+
+    Args:
+        of_run: as of :func:`not_written`.
 
     Raises:
         NotWritten: the disk is full or not writable.
@@ -207,7 +211,7 @@ def writing(path: Path) -> Iterator[None]:
     except Exception as error:
         if _number(error) is None:
             raise
-        raise not_written(Path(getattr(error, "filename", None) or path), error) from error
+        raise not_written(Path(getattr(error, "filename", None) or path), error, of_run=of_run) from error
 
 
 def place_of(error: Exception, places: Iterable[Path]) -> Path | None:

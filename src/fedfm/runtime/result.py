@@ -212,5 +212,5 @@ def write_models(run: Run, model: Model, models: Mapping[ClientId, Params], *, l
 
     for client, w in models.items():
         folder = run.adapter(client, last=last)
-        with storage.writing(folder):
+        with storage.writing(folder, of_run=True):
             save(model, w, folder, feature_transform(run.experiment.method))
