@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 
 
 def audit(
-    run: str | Path, attacks: str | Sequence[str] = (), *, progress: Progress | None = None, given: Any = None
+    run: str | Path,
+    attacks: str | Sequence[str] = (),
+    *,
+    progress: Progress | None = None,
+    given: Any = None,
+    time_limit: float | None = None,
 ) -> list[Finding]:
     """Attack a finished run; its ``audit.json``, manifest and report get the findings, too.
 
@@ -22,17 +27,24 @@ def audit(
         attacks: a name, or names, of attacks [all cheap ones that apply].
         given: the module, rows and loss of a run of ``fedfm.federate``, as its arguments by name.
         progress: its ``notice`` gets texts; by default they are on stderr.
+        time_limit: seconds after which the audit ends; a notice names the attacks that are not done. In another thread
+            than the main one, an attack that has begun goes on to its end.
 
     Raises:
         InputError: there is no finished run, or a named attack does not apply.
+        RunError: the time was up before the first finding.
     """
-    from fedfm.audits.audit import perform
+    from fedfm.audits.audit import perform_within
+    from fedfm.audits.steps import command
     from fedfm.report import html
 
     named = [attacks] if isinstance(attacks, str) else attacks
-    found = perform(run, named, (progress or Bar()).notice, given=given)
+    notice = (progress or Bar()).notice
+    done = perform_within(time_limit, run, named, notice, given=given)
+    if done.left_out:
+        notice(f"the time was up; not done: {command(run, done.left_out)}")
     html.write(Path(run))
-    return found
+    return done.findings
 
 
 def compare(*runs: str | Path | Sequence[str | Path], out: str | Path | None = None) -> str:

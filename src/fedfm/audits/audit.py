@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
 from fedfm.audits.finding import Finding
-from fedfm.audits.replay import Replay, Watch, finished, population_of, replay
+from fedfm.audits.replay import Replay, Watch, check_unchanged, finished, population_of, replay
+from fedfm.audits.steps import Step, TimeUpError, command, deadline, steps, until
 from fedfm.config.registry import available
 from fedfm.core import storage
 from fedfm.core.text import to_json
-from fedfm.errors import InputError, close, listed
+from fedfm.errors import InputError, RunError, close, listed
+from fedfm.runtime.population import Partitioned
+from fedfm.runtime.progress import AuditProgress
 from fedfm.runtime.run_directory import Run
 
 FILE = "audit.json"
@@ -31,12 +35,18 @@ class Audit(ABC):
         by_default: whether it runs if no attack is named; it then takes seconds only.
         replies: whether it reads ``Replay.seen``, which keeps every reply in memory.
         replays: whether it reads the run's own rounds; else it gets the population only.
+        takes: seconds that it may take, beside the replay, where they do not depend on the run.
     """
 
     methods: ClassVar[tuple[str, ...]] = ()
     by_default: ClassVar[bool] = True
     replies: ClassVar[bool] = True
     replays: ClassVar[bool] = True
+    takes: ClassVar[float] = 2.0
+
+    def seconds(self, run: Run, population: Partitioned) -> float:
+        """Seconds that it may take on one core, beside a replay of the run."""
+        return self.takes
 
     def reads(self, run: Run) -> bool:
         """Whether it is about runs of this kind."""
@@ -97,6 +107,21 @@ def choose(run: Run, names: Sequence[str] = ()) -> dict[str, Audit]:
     return chosen
 
 
+@dataclass(frozen=True)
+class Audited:
+    """What an audit found, and what it left out.
+
+    Attributes:
+        findings: of the attacks that were done.
+        left_out: names of those that were chosen and not done, since the time was up.
+        seconds: that they may take.
+    """
+
+    findings: list[Finding]
+    left_out: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
 def perform(
     path: str | Path,
     names: Sequence[str] = (),
@@ -105,49 +130,134 @@ def perform(
     given: Any = None,
     **options: Any,
 ) -> list[Finding]:
+    """Attack a finished run without a limit; arguments, effects and errors as of :func:`perform_within`."""
+    return perform_within(None, path, names, notice, given=given, **options).findings
+
+
+def perform_within(
+    limit: float | None,
+    path: str | Path,
+    names: Sequence[str] = (),
+    notice: Notice = lambda text: None,
+    *,
+    progress: AuditProgress | None = None,
+    given: Any = None,
+    **options: Any,
+) -> Audited:
     """Attack a finished run, and add the findings to its ``audit.json``; a new finding replaces one of the same name.
 
-    The manifest gets their verdicts.
+    The manifest gets their verdicts. Both are written after each step, so that a Ctrl-C keeps what was found.
 
     Args:
+        limit: seconds after which no attack goes on [no limit].
         names: which attacks [all cheap ones that apply].
         notice: receives texts on progress.
+        progress: is told of each attack.
         given: of a run of ``fedfm.federate``, what it was called with: a dict of its arguments for model and rows.
         options: of single attacks, e.g. ``pictures``.
 
     Raises:
         InputError: the run cannot be replayed, or a named attack does not apply.
+        RunError: the time was up before the first finding.
     """
+    end, progress = deadline(limit), progress or AuditProgress()
     run = finished(path, given)
     if not os.access(run.path, os.W_OK):
         raise InputError(f"{run.path} cannot be written, and an audit keeps its findings there; audit a copy")
     chosen = choose(run, names)
-    watches = {name: audit.watch(run) for name, audit in chosen.items()}
-    watched = {name: watch for name, watch in watches.items() if watch is not None}
-    reading = [audit for audit in chosen.values() if audit.replays]
-    if reading:
-        again = replay(run, notice, watched, keep=any(audit.replies for audit in reading), given=given)
+    found, waiting, seconds = list[Finding](), list(chosen), 0.0
+    try:
+        with until(end):
+            notice("reading data and model")
+            population = population_of(run, given)
+            check_unchanged(run, population)
+        planned = steps(run, population, chosen)
+        seconds = sum(step.seconds for step in planned)
+        waiting = [name for step in planned for name in step.audits]
+        notice(f"{len(chosen)} attack{'s' * (len(chosen) != 1)}, about {rounded(seconds)}, the cheap ones first")
+        progress.started(len(chosen))
+        for step in planned:
+            for name, findings in _done(step, run, notice, progress, end, given, options):
+                found += findings
+                waiting.remove(name)
+                _keep(run, found)
+            seconds -= step.seconds
+    except TimeUpError:
+        assert limit is not None  # noqa: S101 - nothing else raises it
+        if not found:
+            whole = f"; all {len(chosen)} may take {rounded(seconds)}" if seconds else ""
+            raise RunError(f"{path}: no attack ended within {limit:g} s{whole}: give a longer --time-limit") from None
+    except KeyboardInterrupt as stopped:
+        if found:
+            stopped.args = (f"{len(found)} findings are kept; the rest: {command(path, waiting)}",)
+        raise
+    finally:
+        progress.finished()
+    return Audited(found, tuple(waiting), seconds if waiting else 0.0)
+
+
+def _done(
+    step: Step,
+    run: Run,
+    notice: Notice,
+    progress: AuditProgress,
+    end: float | None,
+    given: Any,
+    options: Mapping[str, Any],
+) -> Iterator[tuple[str, list[Finding]]]:
+    """(name, findings) of each attack of a step."""
+    names, several = ", ".join(step.audits), len(step.audits) > 1
+    progress.begins(names, step.seconds)
+    if several:
+        notice(f"the run again, with a recorder at the server, for {names}: about {rounded(step.seconds)}")
     else:
-        again = Replay(run, population_of(run, given), (), given=given)
-    found = []
-    for name, audit in chosen.items():
-        notice(f"attack: {name}")
-        found += audit.findings(again, notice, **options)
+        notice(f"attack: {names}, about {rounded(step.seconds)}")
+    watches = {name: audit.watch(run) for name, audit in step.audits.items()}
+    watched = {name: watch for name, watch in watches.items() if watch is not None}
+    with until(end):
+        if step.replays:
+            keep = any(audit.replies for audit in step.audits.values())
+            again = replay(run, notice, watched, keep=keep, given=given)
+        else:
+            again = Replay(run, population_of(run, given), (), given=given)
+    for name, audit in step.audits.items():
+        if several:
+            progress.begins(name, step.seconds)
+            notice(f"attack: {name}")
+        with until(end):
+            findings = audit.findings(again, notice, **options)
+        progress.done()
+        yield name, findings
+
+
+def _keep(run: Run, found: Sequence[Finding]) -> None:
+    """Write the findings beside those of earlier audits of the same model."""
     fresh = {f.name for f in found}
     with run.lock(wait=True):  # two audits of a run add to one list
-        kept = [f for f in earlier(run.path) if f["name"] not in fresh]
-        everything = kept + [f.to_dict() for f in found]
-        text = to_json({"run": str(run.path), "findings": everything}, indent=1, ascii=True)
+        of = run.manifest["result"]["params_sha256"]
+        everything = [f for f in earlier(run.path, of) if f["name"] not in fresh] + [f.to_dict() for f in found]
+        text = to_json({"run": str(run.path), "params_sha256": of, "findings": everything}, indent=1, ascii=True)
         storage.write_atomic(run.path / FILE, text.encode() + b"\n", 0o600)
         run.manifest["audits"] = [{key: f.get(key) for key in VERDICT} for f in everything]
         run.write_manifest()
-    return found
 
 
-def earlier(path: Path) -> list[dict[str, Any]]:
-    """Findings in ``audit.json``; none if the file is missing or invalid."""
+def rounded(seconds: float) -> str:
+    """An estimate in words.
+
+    Example:
+        >>> rounded(0.4), rounded(47.0), rounded(400.0)
+        ('1 s', '47 s', '7 min')
+    """
+    return f"{max(round(seconds), 1)} s" if seconds < 100 else f"{round(seconds / 60)} min"
+
+
+def earlier(path: Path, of: str | None = None) -> list[dict[str, Any]]:
+    """Findings in ``audit.json``; none if the file is missing, invalid, or of other parameters than ``of``."""
     try:
         value = json.loads((path / FILE).read_text(encoding="utf-8"))
+        if of is not None and value.get("params_sha256", of) != of:  # the run went on after that audit
+            return []
         return [f for f in value["findings"] if isinstance(f["name"], str)]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []

@@ -15,7 +15,7 @@ import torch
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.block_states import largest_client, of_client
-from fedfm.audits.finding import Finding, above, nothing
+from fedfm.audits.finding import ABOVE, Finding, nothing
 from fedfm.audits.inference.alignment import found, shuffled
 from fedfm.audits.inference.rates import clopper_pearson
 from fedfm.audits.replay import Replay
@@ -33,6 +33,7 @@ class BlockOrder(Audit):
 
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False
+    takes: ClassVar[float] = 5.0
 
     def unfit(self, run: Run) -> str | None:
         if run.experiment.method.protocol != "permuted":
@@ -68,7 +69,7 @@ def _sent(blocks: np.ndarray, orders: np.ndarray) -> Finding:
     share = sum(exact) / len(exact)
     says = f"The relative orders that the protocol sends pair the states of all tokens of {sum(exact)} of {len(exact)} "
     says += "blocks."
-    return Finding("order.sent", SENT, share, share, share, LINE, above(share, share, LINE), says)
+    return Finding("order.sent", SENT, share, share, share, LINE, ABOVE, says)
 
 
 def _share(name: str, question: str, shares: list[float], n: int, of: str) -> Finding:
@@ -77,4 +78,4 @@ def _share(name: str, question: str, shares: list[float], n: int, of: str) -> Fi
     low, high = clopper_pearson(round(share * trials), trials)
     says = f"By the cosine of {of}, {share:.0%} of {trials} pairs are found in batches of {n}; chance is {1 / n:.1%}."
     detail = {"by_block": [round(s, 4) for s in shares], "batch": n}
-    return Finding(name, question, share, low, high, LINE, above(low, high, LINE), says, False, detail)
+    return Finding(name, question, share, low, high, LINE, ABOVE, says, False, detail)

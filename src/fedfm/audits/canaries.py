@@ -15,14 +15,13 @@ import torch
 from fedfm import seeds
 from fedfm.aggregation.base import Aggregator
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, against
+from fedfm.audits.finding import Finding, against, refuted, twice
 from fedfm.audits.inference import canaries
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay, turns
 from fedfm.core.client import Client, Update
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
-from fedfm.privacy import gaussian
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do the means disclose more about single clients than the stated epsilon allows?"
@@ -40,6 +39,7 @@ class Canaries(Audit):
     """
 
     replays: ClassVar[bool] = False
+    takes: ClassVar[float] = 5.0
 
     def reads(self, run: Run) -> bool:
         return any(e.get("unit") == "client" and "sigma" in e for e in run.manifest["ledger"]["entries"])
@@ -70,22 +70,30 @@ class Canaries(Audit):
         found, strangers = planted.scores(STRANGERS)
         entries = replay.run.manifest["ledger"]["entries"]
         delta = max(float(e["delta"]) for e in entries if e.get("unit") == "client")
-        return [finding(found, strangers, delta, float(result["epsilon"] or math.inf))]
+        return [finding(found, strangers, planted.dim, delta, float(result["epsilon"] or math.inf))]
 
 
-def finding(found: Array, strangers: Array, delta: float, stated: float) -> Finding:
-    """What scores say of a stated epsilon."""
-    estimate = gaussian.epsilon_of(1.0, max(float(found.mean()), 0.0), delta) if np.isfinite(found).all() else math.inf
+def finding(found: Array, strangers: Array, dim: int, delta: float, stated: float) -> Finding:
+    """What scores say of a stated epsilon; ``dim`` numbers show the size of the noise."""
+    low, strict = (refuted(canaries.epsilon_bound(found, dim, delta, p), stated) for p in (CONFIDENCE, STRICT))
+    # Where one client counts more than the others, the mean is not the figure.
+    estimate = max(canaries.epsilon_at(float(found.mean()), delta), low)
+    high = max(canaries.epsilon_most(found, dim, delta, CONFIDENCE), estimate)
     counted = canaries.counted_bound(found, strangers, delta, CONFIDENCE)
-    low, strict = (canaries.epsilon_bound(found, delta, level) for level in (CONFIDENCE, STRICT))
-    verdict, end = against(stated, low, strict)
+    rule = twice(strict, STRICT)
+    verdict = rule.verdict({"low": low, "bound": stated})
     says = (
         f"Who knows all others sees a client at {float(found.mean()):.3g} standard deviations of the noise (mean of "
         f"{len(found)} canaries). If the noise is normal, this refutes every epsilon below {low:.3g} at 95 % "
-        f"confidence; without that assumption below {counted:.3g}. The manifest claims {stated:.4g}{end}"
+        f"confidence; without that assumption below {counted:.3g}. The manifest claims {stated:.4g}{against(verdict)}"
     )
+    if verdict == "holds" and estimate > stated:
+        says += (
+            f" The estimate, {estimate:.3g}, is above the claim and contradicts nothing: from {len(found)} canaries it "
+            f"is as uncertain as its interval, {low:.3g} to {high:.3g}, and what counts is the low end."
+        )
     detail = {"canaries": len(found), "strangers": len(strangers), "delta": delta, "low_by_counts": counted}
-    return Finding("canaries", QUESTION, estimate, low, None, stated, verdict, says, verdict == "leaks", detail)
+    return Finding("canaries", QUESTION, estimate, low, high, stated, rule, says, verdict == "leaks", detail)
 
 
 class Planted:
@@ -93,6 +101,7 @@ class Planted:
 
     Attributes:
         aggregator: the copy to run.
+        dim: numbers of an update.
     """
 
     def __init__(self, aggregator: Aggregator, seed: int) -> None:
@@ -100,7 +109,7 @@ class Planted:
         self._clip = float(aggregator.mechanism.clip_norm)  # type: ignore[attr-defined]
         self._residuals: list[Array] = []
         self._signs: list[dict[str, int]] = []
-        self._dim = 0
+        self.dim = 0
         self._directions: dict[str, Array] = {}
         self._count: dict[str, int] = {}
         self.aggregator: Any = copy.copy(aggregator)
@@ -116,13 +125,13 @@ class Planted:
         residuals = np.stack(self._residuals)
         found = canaries.scores(residuals, signs[keep], [self._directions[names[i]] for i in keep], self._clip)
         own = signs[keep[0]] @ residuals
-        size = float(np.linalg.norm(own)) / math.sqrt(self._dim)
+        size = float(np.linalg.norm(own)) / math.sqrt(self.dim)
         drawn = (float(own @ self._direction(f"stranger {i}")) for i in range(strangers))
         return found, np.array([x / size if size else 0.0 for x in drawn])
 
     def _protect(self, client: Client, update: Update) -> Any:
         layout, at = update.delta, 0
-        self._dim = sum(x.numel() for x in layout.values() if x.is_floating_point())
+        self.dim = sum(x.numel() for x in layout.values() if x.is_floating_point())
         u = self._directions.setdefault(client.id, self._direction(client.id))
         # Plus, minus, minus, plus, ...: half of an even number of releases, whatever their number.
         n = self._count[client.id] = self._count.get(client.id, 0) + 1
@@ -147,7 +156,7 @@ class Planted:
         return mean
 
     def _direction(self, name: str) -> Array:
-        drawn = seeds.generator(self._seed, "audit", "canary", name).standard_normal(self._dim)
+        drawn = seeds.generator(self._seed, "audit", "canary", name).standard_normal(self.dim)
         return np.asarray(drawn / np.linalg.norm(drawn))
 
 

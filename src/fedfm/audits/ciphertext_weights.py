@@ -9,7 +9,7 @@ import numpy as np
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.block_states import side_model
-from fedfm.audits.finding import Finding, Verdict, nothing
+from fedfm.audits.finding import Finding, Rule, nothing
 from fedfm.audits.inference.second_polynomials import weights_of
 from fedfm.audits.replay import Replay
 from fedfm.errors import MissingExtra
@@ -21,6 +21,7 @@ QUESTION = "Does an encrypted answer of the server show the weights of a linear 
 INPUTS, OUTPUTS = 32, 8  # of the embedding: enough to show it, and solved in a second
 BITS = 20  # of the weights as whole numbers
 LINE = 0.5
+SHARE = Rule(("estimate > bound",), ("estimate <= bound",))  # it is counted, and needs no interval
 
 
 class CiphertextWeights(Audit):
@@ -47,13 +48,9 @@ class CiphertextWeights(Audit):
         with_zero, without = (_found(out, x, whole, parameters) for out in (hidden, bare))
         says = f"{with_zero:.0%} of {whole.size} weights of the embedding are found exactly. Without the encryption of "
         says += f"zero that the server adds to what it sends they would be {without:.0%}."
-        verdict: Verdict = "leaks" if with_zero > LINE else "holds"
         detail = {"without_encryption_of_zero": without}
-        return [
-            Finding(
-                "weights.by_ciphertext", QUESTION, with_zero, None, None, LINE, verdict, says, with_zero > LINE, detail
-            )
-        ]
+        name, contradicts = "weights.by_ciphertext", with_zero > LINE
+        return [Finding(name, QUESTION, with_zero, None, None, LINE, SHARE, says, contradicts, detail)]
 
 
 def _found(out: np.ndarray, x: np.ndarray, whole: np.ndarray, parameters: Parameters) -> float:

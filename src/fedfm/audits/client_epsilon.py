@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fedfm.aggregation.private import CentralGaussian
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, Verdict
+from fedfm.audits.finding import CLAIM, Finding, refuted
 from fedfm.audits.replay import Replay, Turn
 from fedfm.core.client import Update
 from fedfm.linalg.params import Params
@@ -62,8 +62,8 @@ class ClientEpsilon(Audit):
         repeated = max(found.shared, default=0.0) > norm.isf((1 - CONFIDENCE) / 2 / pairs)
         low = math.inf if repeated else gaussian.epsilon_of(highest, longest, delta)
         estimate = math.inf if repeated else gaussian.epsilon_of(sigma, longest, delta)
-        contradicts = low > stated * (1 + 1e-6)
-        verdict: Verdict = "leaks" if contradicts else "holds"
+        low = refuted(low, stated)
+        contradicts = low > stated
         says = (
             f"The noise on a sum has a standard deviation of {sigma:.4g}, and one client's updates have the norm "
             f"{longest:.4g} in {result['rounds']} rounds. If the noise is normal, this refutes every epsilon below "
@@ -74,7 +74,7 @@ class ClientEpsilon(Audit):
         says += f" The manifest claims {stated:.4g}" + (": it does not hold." if contradicts else ".")
         detail = {"noise": sigma, "noise_at_most": highest, "longest_update": found.longest, "numbers": found.numbers}
         detail |= {"confidence": CONFIDENCE, "delta": delta}
-        return [Finding("client_epsilon", QUESTION, estimate, low, None, stated, verdict, says, contradicts, detail)]
+        return [Finding("client_epsilon", QUESTION, estimate, low, None, stated, CLAIM, says, contradicts, detail)]
 
 
 class _Residuals:

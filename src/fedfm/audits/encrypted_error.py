@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.block_states import largest_client, side_model
-from fedfm.audits.finding import Finding, Verdict
+from fedfm.audits.finding import Finding, Rule
 from fedfm.audits.replay import Replay
 from fedfm.errors import ClientFault
 from fedfm.models.fhe_friendly import folded
@@ -24,6 +24,8 @@ LOGITS = "How far are the logits of encrypted rows from those in the clear, end 
 REFUSED = "Are encrypted rows refused that were damaged, altered, repeated or made for another session or key?"
 ROWS = 16  # a batch takes as long with one row as with all it has room for
 MOST = 1e-2  # largest error that a run may have
+WITHIN = Rule(("estimate > bound",), ("estimate <= bound",))  # the largest error, which is computed
+ALL = Rule(("estimate < bound",), ("estimate >= bound",))
 
 
 class EncryptedError(Audit):
@@ -32,6 +34,7 @@ class EncryptedError(Audit):
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False
     by_default: ClassVar[bool] = False  # a batch passes the whole model
+    takes: ClassVar[float] = 120.0
 
     def unfit(self, run: Run) -> str | None:
         method: Any = run.experiment.method
@@ -58,9 +61,7 @@ def _error(encrypted: Tensor, clear: Tensor) -> Finding:
     worst, rms = float(off.max()), float(off.square().mean().sqrt())
     detail = {"largest_by_block": [float(f"{float(x):.2e}") for x in off.amax((0, 2, 3))], "rms": float(f"{rms:.2e}")}
     says = f"The largest of {off.numel()} errors is {worst:.1e}, their rms {rms:.1e}; the states have an rms near 1."
-    return Finding(
-        "encryption.error", ERROR, worst, None, None, MOST, "holds" if worst <= MOST else "leaks", says, False, detail
-    )
+    return Finding("encryption.error", ERROR, worst, None, None, MOST, WITHIN, says, False, detail)
 
 
 def _logits(encrypted: Tensor, clear: Tensor) -> Finding:
@@ -71,8 +72,7 @@ def _logits(encrypted: Tensor, clear: Tensor) -> Finding:
         f"deviation of {float(clear.std()):.2g}; {same:.0%} of the rows get the same class."
     )
     detail = {"same_class": round(same, 4)}
-    verdict: Verdict = "holds" if worst <= MOST else "leaks"
-    return Finding("encryption.logits", LOGITS, worst, None, None, MOST, verdict, says, False, detail)
+    return Finding("encryption.logits", LOGITS, worst, None, None, MOST, WITHIN, says, False, detail)
 
 
 def _refusals(model: SideModel, pixels: Tensor) -> Finding:
@@ -103,9 +103,7 @@ def _refusals(model: SideModel, pixels: Tensor) -> Finding:
     share = 1 - len(missed) / len(cases)
     says = f"{len(cases) - len(missed)} of {len(cases)} are refused before anything is computed: {', '.join(cases)}."
     says += f" Taken: {', '.join(missed)}." if missed else ""
-    return Finding(
-        "encryption.refusals", REFUSED, share, None, None, 1.0, "leaks" if missed else "holds", says, bool(missed)
-    )
+    return Finding("encryption.refusals", REFUSED, share, None, None, 1.0, ALL, says, bool(missed))
 
 
 def _damaged(good: bytes) -> Iterator[tuple[str, bytes]]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.fedpft_view import SentClass, View
-from fedfm.audits.finding import Finding, Verdict, nothing
+from fedfm.audits.finding import CLAIM, Finding, nothing, refuted
 from fedfm.audits.inference.one_run import epsilon_bound, readings
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay
@@ -44,7 +44,7 @@ class Epsilon(Audit):
             return [nothing("epsilon", QUESTION, "No class has both training rows and rows that nobody trained on.")]
         coins = np.concatenate(found)
         right = int((coins > 0).sum())
-        low = epsilon_bound(coins.tolist(), promise.delta, CONFIDENCE, promise.steps)
+        low = refuted(epsilon_bound(coins.tolist(), promise.delta, CONFIDENCE, promise.steps), promise.epsilon)
         odds = math.log((right + 0.5) / (len(coins) - right + 0.5)) / promise.steps
         contradicts = low > promise.epsilon
         says = (
@@ -54,9 +54,8 @@ class Epsilon(Audit):
         )
         detail = {"pairs": len(coins), "right": right, "confidence": CONFIDENCE, "delta": promise.delta}
         detail |= {"steps_between_the_rows_of_a_pair": promise.steps}
-        verdict: Verdict = "leaks" if contradicts else "holds"
         bound = promise.epsilon
-        return [Finding("epsilon", QUESTION, max(odds, 0.0), low, None, bound, verdict, says, contradicts, detail)]
+        return [Finding("epsilon", QUESTION, max(odds, 0.0), low, None, bound, CLAIM, says, contradicts, detail)]
 
 
 def _pairs(view: View) -> Iterator[tuple[SentClass, Array, Array]]:

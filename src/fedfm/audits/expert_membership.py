@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from fedfm import seeds
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, above, nothing
+from fedfm.audits.finding import ABOVE, Finding, nothing
 from fedfm.audits.inference import rates
 from fedfm.audits.replay import Replay, Turn, Watch
 from fedfm.core.rows import Rows
@@ -71,7 +71,7 @@ class ExpertMembership(Audit):
         says = f"A training row has a lower loss than a test row of the same client with chance {mean:.3f} "
         says += f"[{low:.3f}, {high:.3f}]; 0.5 is guessing."
         detail = {"clients": len(cells), "members": int(members.sum()), "strangers": strangers}
-        return Finding(name, question, mean, low, high, 0.5, above(low, high, rates.NOTABLE), says, False, detail)
+        return Finding(name, question, mean, low, high, rates.NOTABLE, ABOVE, says, False, detail)
 
     def _scores(self, replay: Replay, w: Params, rows: Rows) -> np.ndarray:
         """Minus the loss of each row."""

@@ -15,7 +15,7 @@ from fedfm.aggregation.base import Aggregator
 from fedfm.audits.audit import Audit
 from fedfm.audits.fedbaf_coalition import BaseStep, Lines, Pull, Rounds
 from fedfm.audits.fidelity import Fidelity
-from fedfm.audits.finding import Finding, Verdict, nothing
+from fedfm.audits.finding import Finding, Rule, nothing
 from fedfm.audits.inference import extraction
 from fedfm.audits.inference.extraction import NoIntersectionError
 from fedfm.audits.inference.rates import Array
@@ -49,6 +49,7 @@ class Extraction(Audit):
 
     methods: ClassVar[tuple[str, ...]] = ("fedbaf",)
     replies: ClassVar[bool] = False
+    takes: ClassVar[float] = 20.0
 
     def unfit(self, run: Run) -> str | None:
         method, rounds = run.experiment.method, run.manifest["result"]["rounds"]
@@ -309,7 +310,7 @@ class _Attack:
                 says += f"start weights {100 * start:.1f} %)"
         if able.perplexity is not None and self.true.perplexity is not None:
             says += f"; its perplexity is {able.perplexity:.4g} (foundation model {self.true.perplexity:.4g})"
-        return Finding(name, question, error, low, high, LINE, verdict(error, able.cosine), f"{says}.", False, detail)
+        return Finding(name, question, error, low, high, LINE, disclosed(able.cosine), f"{says}.", False, detail)
 
 
 def sums(everyone: Finding) -> Finding:
@@ -340,8 +341,10 @@ def turned(update: Update, w: Params, share: float, names: Collection[str]) -> U
     return replace(update, delta=update.delta.replace(away))
 
 
-def verdict(error: float, cosine: float) -> Verdict:
-    """Whether a computed model discloses the true one, by its weights or by its features."""
-    if error < LINE or cosine > ALIKE:
-        return "leaks"
-    return "holds" if error > FAR and cosine < UNLIKE else "inconclusive"
+def disclosed(cosine: float) -> Rule:
+    """Whether a computed model discloses the true one: by its weights, of which the estimate is the error, or by its
+    features, of which this is the mean cosine.
+    """
+    name = "cosine of the features"
+    leaks, holds = ("estimate < bound", f"{name} > {ALIKE}"), (f"estimate > {FAR}", f"{name} < {UNLIKE}")
+    return Rule(leaks, holds).given({name: cosine})

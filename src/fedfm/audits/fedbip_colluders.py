@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedfm.audits.finding import Finding, Verdict, nothing
+from fedfm.audits.finding import Finding, Rule, nothing
 from fedfm.audits.inference import task_vector
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay
@@ -22,6 +22,7 @@ MOST = 1 << 28  # most entries of all task vectors
 VICTIMS, SOLVERS = 8, 6  # most victims; most colluders that solve for one
 AGREES = 1e-4  # relative error of an aggregate that counts as rounding
 EXACT = 0.99  # from this cosine on a vector counts as recovered
+RECOVERED = Rule((f"estimate > {EXACT}",), ("estimate <= bound",))
 SHOWN = "If clients received their weights, could all but one compute that one's task vector?"
 UNSHOWN = "Can they without the weights, as in this run?"
 
@@ -168,7 +169,6 @@ def _compared(parts: Sequence[tuple[Array, Array, Array]], candidates: int) -> _
 def _summary(name: str, question: str, full: Full, clients: Sequence[ClientId], read: Sequence[_Read]) -> Finding:
     cosines, errors = [r.cosine for r in read], [r.error for r in read]
     estimate, line = float(np.median(cosines)), float(np.median([r.own for r in read]))
-    verdict: Verdict = "leaks" if estimate > EXACT else "inconclusive" if estimate > line else "holds"
     says = f"Round {full.round}, {len(clients)} clients, {len(read)} of them as the victim: cosine {estimate:.6f} with "
     says += f"the true vector (median; {min(cosines):.4f} to {max(cosines):.4f}), relative error "
     says += f"{np.median(errors):.2g} (median); the most similar of the others' own vectors has cosine {line:.3f}."
@@ -176,7 +176,7 @@ def _summary(name: str, question: str, full: Full, clients: Sequence[ClientId], 
     if many > 1:
         says += f" The equation has {many} solutions, one of which is the vector; the figures are of the worst one."
     detail = {"relative_error": errors, "cosine": cosines, "round": full.round, "solutions": many}
-    return Finding(name, question, estimate, min(cosines), max(cosines), line, verdict, says, False, detail)
+    return Finding(name, question, estimate, min(cosines), max(cosines), line, RECOVERED, says, False, detail)
 
 
 def _flat(w: Params, names: Sequence[str]) -> Array:

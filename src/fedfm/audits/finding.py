@@ -1,15 +1,140 @@
-"""Findings of an audit of one run."""
+"""Findings of an audit of one run, and the rules that turn their numbers into verdicts."""
 
 from __future__ import annotations
 
+import math
+import operator
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fedfm.core.text import finite
 
 Verdict = Literal["holds", "leaks", "inconclusive"]
+_SIGNS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+_COMPARISON = re.compile(r"(.+?) (<=|>=|<|>) (.+)")
+_DIGITS = range(4, 18)  # of a number in a rule: as many as show on which side of the other one it is
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the numbers of a finding decide its verdict.
+
+    A comparison is a text ``"low > bound"``. Its sides are ``estimate``, ``low``, ``high`` or ``bound`` of the finding,
+    a key of ``numbers``, or a number. It is not true where a side is unknown.
+
+    Attributes:
+        leaks: comparisons, one of which suffices; they go first.
+        holds: comparisons, all of which are necessary; without any the verdict is never ``holds``.
+        otherwise: why the verdict is ``inconclusive`` else.
+        numbers: further numbers that comparisons name.
+
+    Raises:
+        ValueError: a comparison is not one.
+
+    Example:
+        >>> ABOVE.words({"low": 0.5, "high": 0.53, "bound": 0.55})
+        'leaks if low > bound (0.5 > 0.55: no); else holds if high <= bound (0.53 <= 0.55: yes); else inconclusive'
+    """
+
+    leaks: tuple[str, ...] = ()
+    holds: tuple[str, ...] = ()
+    otherwise: str = ""
+    numbers: Mapping[str, float | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for text in (*self.leaks, *self.holds):
+            if _COMPARISON.fullmatch(text) is None:
+                raise ValueError(f'"{text}" compares nothing; expected e.g. "low > bound"')
+
+    def given(self, numbers: Mapping[str, float | None]) -> Rule:
+        """The rule with these further numbers."""
+        return replace(self, numbers={**self.numbers, **numbers})
+
+    def verdict(self, numbers: Mapping[str, float | None]) -> Verdict:
+        """The verdict on the ``estimate``, ``low``, ``high`` and ``bound`` of a finding."""
+        known = {**self.numbers, **numbers}
+        if any(_true(text, known) for text in self.leaks):
+            return "leaks"
+        return "holds" if self.holds and all(_true(text, known) for text in self.holds) else "inconclusive"
+
+    def words(self, numbers: Mapping[str, float | None]) -> str:
+        """The rule in words, each comparison with its numbers and whether it is true."""
+        known, parts = {**self.numbers, **numbers}, []
+        for verdict, texts, glue in (("leaks", self.leaks, " or "), ("holds", self.holds, " and ")):
+            if texts:
+                parts.append(f"{verdict} if {glue.join(f'{text} ({_shown(text, known)})' for text in texts)}")
+        return "; else ".join([*parts, "inconclusive" + (f": {self.otherwise}" if self.otherwise else "")])
+
+
+def _true(text: str, known: Mapping[str, float | None]) -> bool:
+    left, sign, right = _sides(text, known)
+    return left is not None and right is not None and bool(_SIGNS[sign](left, right))
+
+
+def _sides(text: str, known: Mapping[str, float | None]) -> tuple[float | None, str, float | None]:
+    match = _COMPARISON.fullmatch(text)
+    assert match is not None  # noqa: S101 - Rule() checks it
+    left, sign, right = match.groups()
+    return _value(left, known), sign, _value(right, known)
+
+
+def _value(name: str, known: Mapping[str, float | None]) -> float | None:
+    value = known[name] if name in known else float(name)
+    return None if value is None or math.isnan(value) else float(value)
+
+
+def _shown(text: str, known: Mapping[str, float | None]) -> str:
+    left, sign, right = _sides(text, known)
+    true = _true(text, known)
+    for digits in _DIGITS:
+        shown = ["not known" if value is None else f"{value:.{digits}g}" for value in (left, right)]
+        if left is None or right is None or _SIGNS[sign](*map(float, shown)) == true:
+            break
+    return f"{shown[0]} {sign} {shown[1]}: {'yes' if true else 'no'}"
+
+
+ABOVE = Rule(("low > bound",), ("high <= bound",))  # the more, the more is disclosed
+BELOW = Rule(("high < bound",), ("low >= bound",))  # an error: the less, the more is disclosed
+CLAIM = Rule(("low > bound",), ("low <= bound",))  # of a claim, where low has a strict level already
+_ROUNDING = 1e-6  # by which a calibrated epsilon may miss its target
+
+
+def twice(strict: float, confidence: float) -> Rule:
+    """The rule of a claimed epsilon, of which ``low`` is what a measurement refutes at 95 %.
+
+    Audits are repeated, and at 95 % one in twenty refutes a true claim. So only a strict level contradicts the run.
+
+    Args:
+        strict: what the measurement refutes at ``confidence``.
+
+    Example:
+        >>> rules = [twice(strict, 0.9999) for strict in (3.0, 6.0, 12.0)]
+        >>> [rule.verdict({"low": low, "bound": 8.0}) for rule, low in zip(rules, (5.0, 9.0, 20.0))]
+        ['holds', 'inconclusive', 'leaks']
+    """
+    name = f"low at {100 * confidence:g} %"
+    why = "of true claims one audit in twenty has a low above the claim; audit the run again"
+    return Rule((f"{name} > bound",), ("low <= bound",), why).given({name: strict})
+
+
+def refuted(low: float, stated: float) -> float:
+    """A lower bound on an epsilon; the stated one where it lies above that by no more than rounding.
+
+    Example:
+        >>> refuted(8.000001, 8.0), refuted(8.1, 8.0), refuted(3.0, 8.0)
+        (8.0, 8.1, 3.0)
+    """
+    return stated if stated < low <= stated * (1 + _ROUNDING) else low
+
+
+def against(verdict: Verdict) -> str:
+    """The end of a sentence on a claimed epsilon."""
+    if verdict == "leaks":
+        return ": it does not hold."
+    return "." if verdict == "holds" else ", which is less; of true claims one audit in twenty says so."
 
 
 @dataclass(frozen=True)
@@ -22,11 +147,13 @@ class Finding:
         estimate: the figure; None if the run is too small for one.
         low, high: its interval, at 95 % unless ``says`` names another level.
         bound: the reference of the figure: chance, or the run's promise.
-        verdict: ``leaks``: an attacker learns something; ``holds``: it does not, or no more than is promised;
-            ``inconclusive``: the run is too small, or promises nothing about the question.
+        rule: how these numbers decide the verdict.
         says: the answer in a sentence.
         contradicts: the measurement refutes a claim of the manifest.
         detail: further figures, plain values only.
+
+    Raises:
+        ValueError: a claim is contradicted, and the verdict is not ``leaks``.
     """
 
     name: str
@@ -35,58 +162,66 @@ class Finding:
     low: float | None
     high: float | None
     bound: float | None
-    verdict: Verdict
+    rule: Rule
     says: str
     contradicts: bool = False
     detail: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.contradicts and self.verdict != "leaks":
+            raise ValueError(f"{self.name} contradicts a claim, and its verdict is {self.verdict}")
+
+    @property
+    def verdict(self) -> Verdict:
+        """``leaks``: an attacker learns something; ``holds``: it does not, or no more than is promised;
+        ``inconclusive``: the run is too small, or promises nothing about the question.
+        """
+        return self.rule.verdict(self._numbers)
+
+    @property
+    def _numbers(self) -> dict[str, float | None]:
+        return {"estimate": self.estimate, "low": self.low, "high": self.high, "bound": self.bound}
+
     def to_dict(self) -> dict[str, Any]:
         """Values for JSON; numbers that are not finite become null."""
-        return {key: finite(value) for key, value in asdict(self).items()}
+        said = {"verdict": self.verdict, "rule": self.rule.words(self._numbers), "says": self.says}
+        found = {"name": self.name, "question": self.question, **self._numbers, **said}
+        found |= {"contradicts": self.contradicts, "detail": dict(self.detail)}
+        return {key: finite(value) for key, value in found.items()}
 
 
 def nothing(name: str, question: str, why: str) -> Finding:
     """The finding of a run that cannot answer the question."""
-    return Finding(name, question, None, None, None, None, "inconclusive", why)
-
-
-def against(stated: float, low: float, strict: float) -> tuple[Verdict, str]:
-    """(verdict, end of a sentence) on a stated epsilon by what a measurement refutes at 95 % and at a strict level.
-
-    Audits are repeated, and at 95 % one in twenty refutes a true claim. So only the strict level contradicts the run.
-
-    Example:
-        >>> against(8.0, 5.0, 3.0), against(8.0, 9.0, 6.0)[0], against(8.0, 20.0, 12.0)[0]
-        (('holds', '.'), 'inconclusive', 'leaks')
-    """
-    claimed = stated * (1 + 1e-6)
-    if strict > claimed:
-        return "leaks", ": it does not hold."
-    if low > claimed:
-        return "inconclusive", ", which is less; of true claims one audit in twenty says so: audit the run again."
-    return "holds", "."
-
-
-def above(low: float, high: float, line: float) -> Verdict:
-    """``leaks`` if the interval lies above the line, ``holds`` if it lies below."""
-    return "leaks" if low > line else "holds" if high <= line else "inconclusive"
+    return Finding(name, question, None, None, None, None, Rule(otherwise="nothing was measured"), why)
 
 
 def lines(findings: Sequence[Finding]) -> str:
-    """A table for the terminal, and a sentence for each finding."""
-    head = ("finding", "verdict", "estimate", "interval", "line")
+    """A table for the terminal, and for each finding a sentence and the rule of its verdict."""
+    head = ("finding", "verdict", "estimate", "interval", "bound")
     rows = [head, *((f.name, *cells(f.to_dict())) for f in findings)]
     widths = [max(len(row[j]) for row in rows) for j in range(len(head))]
     out = ["  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     for f in findings:
-        says = f.says.replace(" %", "\N{NO-BREAK SPACE}%")
-        out += ["", f.question, *textwrap.wrap(says, 110, initial_indent="  ", subsequent_indent="  ")]
+        out += ["", f.question]
+        for text in (f.says, f"{f.verdict}, by its rule: {f.to_dict()['rule']}."):
+            joined = text.replace(" %", "\N{NO-BREAK SPACE}%")
+            out += textwrap.wrap(joined, 110, initial_indent="  ", subsequent_indent="  ")
         out += ["  This refutes a claim of the run."] if f.contradicts else []
     return "\n".join(out)
 
 
+def interval(low: float | None, high: float | None) -> str:
+    """An interval in a sentence."""
+    return "[no interval]" if low is None or high is None else f"[{low:.3f}, {high:.3f}]"
+
+
+def plural(n: int, one: str) -> str:
+    """``1 client``, ``2 clients``."""
+    return f"{n} {one}{'' if n == 1 else 's'}"
+
+
 def cells(finding: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    """Verdict, estimate, interval and line of a finding's dict, as text."""
+    """Verdict, estimate, interval and bound of a finding's dict, as text."""
     low, high = finding.get("low"), finding.get("high")
     interval = "" if low is None and high is None else f"{_number(low) or '..'} to {_number(high) or '..'}"
     return str(finding.get("verdict")), _number(finding.get("estimate")), interval, _number(finding.get("bound"))

@@ -9,7 +9,7 @@ import numpy as np
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.crossed import crossings
-from fedfm.audits.finding import Finding, Verdict, nothing
+from fedfm.audits.finding import Finding, Rule, nothing
 from fedfm.audits.head_view import changes, head_names, reads_heads, sums_only
 from fedfm.audits.inference import copies, rates
 from fedfm.audits.inference.head_updates import features
@@ -24,6 +24,7 @@ from fedfm.runtime.run_directory import Run
 QUESTION = "Do a client's updates of the head disclose the features of single rows?"
 SHARE = 0.05  # of the typical distance between neighbours; what is nearer to a row than that is the row
 NAMED = 1000  # rows named in the detail
+BY_CHANCE = Rule(("low > bound",), ("estimate <= bound",))
 NO_BIAS = (
     "clients train a head without a bias. Of one row with features x the weights of class c change by (y_c - p_c) x, "
     "the bias by y_c - p_c, and their quotient is x; without the bias x is known up to an unknown factor only, and of "
@@ -106,7 +107,6 @@ class HeadRows(Audit):
         hits, rows = len(found.hits), max(found.rows, 1)
         low, high = rates.clopper_pearson(hits, rows)
         chance = len(found.by_chance) / found.compared if found.compared else 0.0
-        verdict: Verdict = "leaks" if hits and low > chance else "inconclusive" if hits else "holds"
         says = (
             f"dW / db of {found.updates} updates gives the features of {hits} of {rows} training rows; of test rows, "
             f"which no update contains, {100 * chance:.1f} %. The median computed feature is "
@@ -115,4 +115,4 @@ class HeadRows(Audit):
         named = [{"client": c, "row": row} for c, row in sorted(found.hits)[:NAMED]]
         detail = {"updates": found.updates, "rows": rows, "rebuilt": hits, "by_chance": chance, "leaks": named}
         detail |= {"nearest_ratio": min(found.ratios), "median_ratio": float(np.median(found.ratios))}
-        return [Finding("head_rows", QUESTION, hits / rows, low, high, chance, verdict, says, False, detail)]
+        return [Finding("head_rows", QUESTION, hits / rows, low, high, chance, BY_CHANCE, says, False, detail)]

@@ -12,7 +12,7 @@ import numpy as np
 from fedfm import seeds
 from fedfm.audits.audit import Audit
 from fedfm.audits.fedpft_view import SentClass, View
-from fedfm.audits.finding import Finding, Verdict, above
+from fedfm.audits.finding import ABOVE, Finding, Rule
 from fedfm.audits.inference import rates, similarity
 from fedfm.audits.inference.inverter import SIDE, Inverter, train
 from fedfm.audits.inference.rates import Array
@@ -39,6 +39,7 @@ class Inversion(Audit):
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
     by_default: ClassVar[bool] = False
+    takes: ClassVar[float] = 60.0
 
     def unfit(self, run: Run) -> str | None:
         kind = run.manifest["model"]["kind"]
@@ -108,20 +109,16 @@ def _finding(
 ) -> Finding:
     question, source = _ASKED[name]
     (ssim, psnr), (own_ssim, own_psnr) = (np.array(pairs).mean(0).tolist() for pairs in (found, baseline))
-    values, weights = np.array(found)[:, 0], np.ones(len(found))
-    low, high = rates.bootstrap(values, weights, view.rng(name))
-    # Paired: the baseline has the same targets.
-    gain = rates.bootstrap(values - np.array(baseline)[:, 0], weights, view.rng(name, "gain"))
-    verdict: Verdict = "inconclusive"  # raw features, which no client sends
-    if name != "inversion_features":
-        verdict = above(*gain, 0.0)
+    # Paired: the baseline has the same targets. So the interval is of the difference from it.
+    low, high = rates.beside(np.array(found)[:, 0], np.array(baseline)[:, 0])
+    rule = ABOVE if name != "inversion_features" else Rule(otherwise="it is for comparison, and no client sends these")
     says = (
         f"The best picture computed from {source} has SSIM {ssim:.3f} and PSNR {psnr:.1f} dB with the true one; the "
         f"best of the attacker's own {own} pictures has {own_ssim:.3f} and {own_psnr:.1f} dB."
     )
     detail = {"psnr": psnr, "baseline_ssim": own_ssim, "baseline_psnr": own_psnr, "targets": len(found)}
-    detail |= {"gain_low": gain[0], "gain_high": gain[1], "own_pictures": own}
-    return Finding(name, question, ssim, low, high, own_ssim, verdict, says, False, detail)
+    detail |= {"own_pictures": own}
+    return Finding(name, question, ssim, low, high, own_ssim, rule, says, False, detail)
 
 
 def pictures(table: Table, rows: Sequence[int]) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.block_states import largest_client
-from fedfm.audits.finding import Finding, above, nothing
+from fedfm.audits.finding import ABOVE, Finding, nothing
 from fedfm.audits.inference.loss_oracle import labels_by_loss
 from fedfm.audits.inference.rates import clopper_pearson
 from fedfm.audits.replay import Replay
@@ -59,6 +59,6 @@ class LossLabels(Audit):
         )
         share = hits / len(truth)
         return [
-            Finding("labels.by_loss", QUESTION, share, low, high, LINE, above(low, high, LINE), says, False,
+            Finding("labels.by_loss", QUESTION, share, low, high, LINE, ABOVE, says, False,
                     {"queries": queries, "bits": BITS})
         ]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,13 +11,13 @@ import numpy as np
 from fedfm import seeds
 from fedfm.audits.audit import Audit
 from fedfm.audits.fedpft_view import SentClass, View
-from fedfm.audits.finding import Finding, Verdict, above, nothing
+from fedfm.audits.finding import ABOVE, Finding, nothing
 from fedfm.audits.inference import rates
 from fedfm.audits.inference.likelihood_ratio import Density, scores
 from fedfm.audits.inference.one_run import largest_auc
 from fedfm.audits.inference.rates import ALARMS, FEW, NOTABLE, NOTABLE_TPR, Array
 from fedfm.audits.replay import Replay
-from fedfm.audits.stated_epsilon import claim
+from fedfm.audits.stated_epsilon import claim, limited
 from fedfm.methods.fedpft import noisy_moments
 from fedfm.methods.fedpft.mixtures import fit, fit_without_singles
 from fedfm.methods.fedpft.mixtures.uncounted import rounded
@@ -122,7 +122,7 @@ def _auc(view: View, scored: Sequence[_Scored]) -> Finding:
 
     everything = np.arange(len(scored))
     mean, low, high = interval(everything, 0.95)
-    groups, worst = {}, low
+    groups, lows = {}, []
     for first, beyond in zip(SIZES, (*SIZES[1:], np.inf), strict=True):
         index = np.flatnonzero((weights >= first) & (weights < beyond))
         if not len(index):
@@ -131,7 +131,7 @@ def _auc(view: View, scored: Sequence[_Scored]) -> Finding:
         group = interval(index, 0.99)  # five tests, not one
         groups[label] = {"auc": group[0], "low": group[1], "high": group[2], "rows": int(weights[index].sum())}
         if weights[index].sum() >= LEAST:
-            worst = max(worst, group[1])
+            lows.append(group[1])
     detail: dict[str, Any] = {"by_rows_of_the_class": groups, "cells": len(scored), "members": int(weights.sum())}
     detail |= {"strangers": strangers, "shadow": "the same recipe on other rows of the class"}
     says = f"A row that was in the fit scores above one that was not with chance {mean:.3f} [{low:.3f}, {high:.3f}], "
@@ -139,14 +139,18 @@ def _auc(view: View, scored: Sequence[_Scored]) -> Finding:
     large = {k: g["auc"] for k, g in groups.items() if g["rows"] >= LEAST} or {k: g["auc"] for k, g in groups.items()}
     top = max(large, key=lambda k: large[k])
     says += f"for classes of {top} rows at a client {large[top]:.3f}; 0.5 is guessing"
-    verdict: Verdict = "leaks" if worst > NOTABLE else "holds" if high <= NOTABLE else "inconclusive"
+    rule = ABOVE
+    if lows:
+        name = "largest low at 99 % of classes of one size"
+        rule = replace(ABOVE, leaks=(*ABOVE.leaks, f"{name} > bound")).given({name: max(lows)})
     promise, contradicts = claim(view.replay.run), False
     if promise is not None:
         allowed = largest_auc(promise.steps * promise.epsilon, promise.exchange_delta)
-        contradicts = interval(everything, STRICT)[1] > allowed
+        strict = interval(everything, STRICT)[1]
+        contradicts, rule = strict > allowed, limited(rule, allowed, strict, STRICT)
         detail["allowed_by_epsilon"] = allowed
         says += f", and epsilon = {promise.epsilon:g} allows {allowed:.3f}"
-    return Finding("membership", QUESTION, mean, low, high, NOTABLE, verdict, f"{says}.", contradicts, detail)
+    return Finding("membership", QUESTION, mean, low, high, NOTABLE, rule, f"{says}.", contradicts, detail)
 
 
 def _tpr(view: View, scored: Sequence[_Scored]) -> Finding:
@@ -156,10 +160,9 @@ def _tpr(view: View, scored: Sequence[_Scored]) -> Finding:
         return nothing(name, QUESTION_TPR, f"No class has {FEW} rows that nobody trained on.")
     says = (
         f"{100 * r.tpr:.1f} % of the training rows [{100 * r.low:.1f}, {100 * r.high:.1f}] are above a threshold that "
-        f"{100 * r.alarms / r.negatives:.1f} % of strangers exceed; guessing gives 1 %, the line is "
+        f"{100 * r.alarms / r.negatives:.1f} % of strangers exceed; guessing gives 1 %, the bound is "
         f"{100 * NOTABLE_TPR:.0f} %."
     )
     detail = {"threshold": r.threshold, "hits": r.hits, "members": r.positives}
     detail |= {"false_alarms": r.alarms, "stranger_scores": r.negatives}
-    verdict = above(r.low, r.high, NOTABLE_TPR)
-    return Finding(name, QUESTION_TPR, r.tpr, r.low, r.high, NOTABLE_TPR, verdict, says, False, detail)
+    return Finding(name, QUESTION_TPR, r.tpr, r.low, r.high, NOTABLE_TPR, ABOVE, says, False, detail)

@@ -16,7 +16,7 @@ import numpy as np
 from fedfm import seeds
 from fedfm.audits.audit import Audit
 from fedfm.audits.expert_membership import ExpertMembership
-from fedfm.audits.finding import Finding, Verdict, nothing
+from fedfm.audits.finding import ABOVE, Finding, nothing
 from fedfm.audits.inference import rates
 from fedfm.audits.inference.one_run import largest_auc
 from fedfm.audits.inference.rates import ALARMS, NOTABLE, NOTABLE_TPR, Array
@@ -24,7 +24,8 @@ from fedfm.audits.inference.shadow_ratio import log_ratio
 from fedfm.audits.membership import Membership
 from fedfm.audits.replay import Replay
 from fedfm.audits.row_evidence import by_class, evidence, no_round, unreadable
-from fedfm.audits.shadow_runs import Half, RowPool, affordable, shadow_models, unit
+from fedfm.audits.shadow_runs import Half, RowPool, affordable, cost, shadow_models, unit
+from fedfm.audits.stated_epsilon import limited
 from fedfm.core.client import ClientId
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
@@ -54,6 +55,9 @@ class ModelMembership(Audit):
 
     replays: ClassVar[bool] = False
     replies: ClassVar[bool] = False
+
+    def seconds(self, run: Run, population: Partitioned) -> float:
+        return max(affordable(run, population) * cost(run, population), self.takes)
 
     def reads(self, run: Run) -> bool:
         # These have an audit that asks the same of what they release.
@@ -150,16 +154,16 @@ def _auc(run: Run, told: Sequence[ClientScores], how: str, of: str) -> Finding:
     detail |= {"strangers": strangers, "highest_of_a_client": float(by_client.max())}
     says = f"By {how}, a training row scores above a test row with chance {mean:.3f} [{low:.3f}, {high:.3f}]; 0.5 is "
     says += "guessing"
-    contradicts = False
+    contradicts, rule = False, ABOVE
     if (promise := promised(run)) is not None:
         epsilon, delta = promise
         # A training row and a test row differ by an exchange: one out, one in.
         allowed = largest_auc(2 * epsilon, min(delta * (1 + math.exp(min(epsilon, 700.0))), 1.0))
         detail["allowed_by_epsilon"] = allowed
-        contradicts = interval(STRICT, Z_STRICT)[1] > allowed
+        strict = interval(STRICT, Z_STRICT)[1]
+        contradicts, rule = strict > allowed, limited(ABOVE, allowed, strict, STRICT)
         says += f", and epsilon = {epsilon:.4g} allows {allowed:.3f}"
-    verdict: Verdict = "leaks" if low > NOTABLE else "holds" if high <= NOTABLE else "inconclusive"
-    return Finding("model_membership", QUESTION, mean, low, high, NOTABLE, verdict, f"{says}.{of}", contradicts, detail)
+    return Finding("model_membership", QUESTION, mean, low, high, NOTABLE, rule, f"{says}.{of}", contradicts, detail)
 
 
 def _tpr(run: Run, told: Sequence[ClientScores], how: str, of: str) -> Finding:
@@ -170,11 +174,10 @@ def _tpr(run: Run, told: Sequence[ClientScores], how: str, of: str) -> Finding:
     says = (
         f"By {how}, {100 * r.tpr:.1f} % of the training rows [{100 * r.low:.1f}, {100 * r.high:.1f}] are above a "
         f"threshold that {100 * r.alarms / r.negatives:.1f} % of {r.negatives} test rows exceed; guessing gives 1 %, "
-        f"the line is {100 * NOTABLE_TPR:.0f} %.{of}"
+        f"the bound is {100 * NOTABLE_TPR:.0f} %.{of}"
     )
     detail = {"hits": r.hits, "members": r.positives, "false_alarms": r.alarms, "strangers": r.negatives}
-    verdict = "leaks" if r.low > NOTABLE_TPR else "holds" if r.high <= NOTABLE_TPR else "inconclusive"
-    return Finding(name, QUESTION_TPR, r.tpr, r.low, r.high, NOTABLE_TPR, verdict, says, False, detail)  # type: ignore[arg-type]
+    return Finding(name, QUESTION_TPR, r.tpr, r.low, r.high, NOTABLE_TPR, ABOVE, says, False, detail)
 
 
 def promised(run: Run) -> tuple[float, float] | None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from fedfm.audits.audit import Audit
-from fedfm.audits.encrypted_error import MOST
-from fedfm.audits.finding import Finding, Verdict
+from fedfm.audits.encrypted_error import MOST, WITHIN
+from fedfm.audits.finding import Finding
 from fedfm.audits.replay import Replay
 from fedfm.runtime.run_directory import Run
 
@@ -39,5 +39,4 @@ class OtherClients(Audit):
             if far <= MOST
             else "Something else is in them."
         )
-        verdict: Verdict = "holds" if far <= MOST else "leaks"
-        return [Finding("states.other_clients", QUESTION, far, None, None, MOST, verdict, says, far > MOST)]
+        return [Finding("states.other_clients", QUESTION, far, None, None, MOST, WITHIN, says, far > MOST)]

@@ -198,7 +198,6 @@ def replay(
     watched, seen, state, first = watched or {}, list[Seen](), None, None
     of = result["details"].get("model_of_round", result["rounds"])
     with torch_threads(1), devices.restored():
-        notice("reading data and model")
         population = population_of(run, given)
         check_unchanged(run, population)
         notice(f"running {run.path} again, with a recorder at the server")

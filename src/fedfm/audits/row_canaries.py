@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedfm import seeds
 from fedfm.aggregation._record_level import DpSgd
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, against, nothing
+from fedfm.audits.finding import Finding, against, nothing, refuted, twice
 from fedfm.audits.inference import row_canaries
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay
@@ -50,6 +50,7 @@ class RowCanaries(Audit):
     """
 
     replays: ClassVar[bool] = False
+    takes: ClassVar[float] = 20.0
 
     def reads(self, run: Run) -> bool:
         return isinstance(run.experiment.aggregation.mechanism, DpSgd)
@@ -82,14 +83,18 @@ class RowCanaries(Audit):
             [row_canaries.read(t.steps, t.taken[:k], home.taken[:k], t.directions, c) for t in attacked]
         )
         rng = seeds.generator(run.experiment.run.seed, "audit", "strangers")
-        low, strict = (row_canaries.epsilon_bound(found, claimed, delta, level) for level in (CONFIDENCE, STRICT))
-        counted = [row_canaries.counted(found, claimed.rate, delta, level, rng) for level in (CONFIDENCE, STRICT)]
-        low, strict = max(low, counted[0]), max(strict, counted[1])
+        levels = [(1 + level) / 2 for level in (CONFIDENCE, STRICT)]  # two bounds share each level
+        lows = [row_canaries.epsilon_bound(found, claimed, delta, level) for level in levels]
+        counted = [row_canaries.counted(found, claimed.rate, delta, level, rng) for level in levels]
+        low, strict = (refuted(max(pair), stated) for pair in zip(lows, counted, strict=True))
         repeats = row_canaries.noise_repeats([t.noise(c) for t in (home, attacked[0])])
         coins = row_canaries.coins_differ([t.taken for t in (home, *attacked)], claimed.rate)
         estimate = row_canaries.estimate(found, claimed, delta)
         low, strict, estimate = (math.inf, math.inf, math.inf) if repeats else (low, strict, estimate)
-        verdict, end = against(stated, low, math.inf if coins else strict)
+        # An epsilon that was computed for other coins is not one.
+        strict = math.inf if coins else strict
+        estimate, rule = max(estimate, low), twice(strict, STRICT)
+        verdict = rule.verdict({"low": low, "bound": stated})
         says = (
             f"{len(found.x)} canary rows, in {claimed.times} steps of which each takes a row with probability "
             f"{claimed.rate:.3g}, refute every epsilon below {low:.3g} at 95 % confidence if the noise is normal, and "
@@ -99,10 +104,10 @@ class RowCanaries(Audit):
             says = "Two steps share their noise: the difference of their sums shows the rows."
         if coins:
             says += " The batches are not drawn by an independent coin for each row, and epsilon is computed for those."
-        says += f" The manifest claims {stated:.4g}{end}"
+        says += f" The manifest claims {stated:.4g}{against(verdict)}"
         detail = {"canaries": len(found.x), "steps": claimed.times, "rate": claimed.rate, "delta": delta}
         detail |= {"noise_multiplier": 1 / found.shift, "low_by_counts": counted[0], "independent_coins": not coins}
-        return Finding("row_canaries", QUESTION, estimate, low, None, stated, verdict, says, verdict == "leaks", detail)
+        return Finding("row_canaries", QUESTION, estimate, low, None, stated, rule, says, verdict == "leaks", detail)
 
 
 def costliest(population: Partitioned, mechanism: DpSgd) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, Verdict, against, nothing
+from fedfm.audits.finding import Finding, Rule, against, nothing, refuted, twice
 from fedfm.audits.inference.one_run import SHARES, epsilon_bound
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.loss_drops import LossDrops
@@ -24,6 +24,7 @@ from fedfm.audits.shadow_runs import BUDGET, Half, RowPool, cost, shadow_turns, 
 from fedfm.audits.stated_epsilon import claim
 from fedfm.audits.update_membership import NO_UPDATE, reads_updates
 from fedfm.linalg.threads import torch_threads
+from fedfm.runtime.population import Partitioned
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Which epsilon can the updates of such a run not have, for single rows?"
@@ -37,6 +38,10 @@ class RowCoins(Audit):
 
     replays: ClassVar[bool] = False
     replies: ClassVar[bool] = False
+
+    def seconds(self, run: Run, population: Partitioned) -> float:
+        again = cost(run, population)
+        return max(again, 1.0) if again <= BUDGET else 1.0
 
     def reads(self, run: Run) -> bool:
         return reads_updates(run)
@@ -71,7 +76,7 @@ def _finding(run: Run, right: Array, drops: LossDrops, of: str) -> Finding:
     """From readings (m,), positive where the guess is right."""
     promise = claim(run)
     delta, line = (DELTA, 0.0) if promise is None else (promise.delta, promise.epsilon)
-    low, strict = (epsilon_bound(right, delta, level) for level in (0.95, STRICT))  # type: ignore[arg-type]
+    low, strict = (refuted(epsilon_bound(right, delta, level), line) for level in (0.95, STRICT))  # type: ignore[arg-type]
     order = np.argsort(-np.abs(right), kind="stable")
     odds = []
     for guesses in sorted({max(1, round(share * len(right))) for share in SHARES}):
@@ -83,15 +88,15 @@ def _finding(run: Run, right: Array, drops: LossDrops, of: str) -> Finding:
         f"{'sums of updates' if drops.sums else 'single updates'}: this refutes every epsilon of a row below {low:.3g} "
         f"at 95 % confidence, with delta = {delta:.2g}."
     )
-    verdict: Verdict = "leaks" if low > line else "inconclusive" if promise is None else "holds"
     contradicts = False
     if promise is None:
+        rule = Rule(("low > bound",), (), "the run claims no epsilon")
         says += " The run claims none."
     elif promise.steps > 1:
-        verdict, end = against(promise.epsilon, low, strict)
-        contradicts = verdict == "leaks"
-        says += f" The manifest claims {promise.epsilon:.4g}{end}"
-    else:  # a coin is one row more or less: a promise on exchanged rows says nothing of it
-        says += f" The manifest claims {promise.epsilon:.4g} of exchanged rows."
+        rule, contradicts = twice(strict, STRICT), strict > line
+        says += f" The manifest claims {line:.4g}{against(rule.verdict({'low': low, 'bound': line}))}"
+    else:
+        rule = Rule((), (), "a coin is one row more or less, and the claim is of exchanged rows")
+        says += f" The manifest claims {line:.4g} of exchanged rows, which says nothing of a row more or less."
     detail = {"coins": len(right), "sure": guesses, "right": hits, "delta": delta}
-    return Finding("row_coins", QUESTION, max(estimate, 0.0), low, None, line, verdict, says + of, contradicts, detail)
+    return Finding("row_coins", QUESTION, max(estimate, 0.0), low, None, line, rule, says + of, contradicts, detail)

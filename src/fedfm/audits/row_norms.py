@@ -10,7 +10,7 @@ import numpy as np
 from fedfm import seeds
 from fedfm.aggregation._record_level import DpSgd
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, Verdict, nothing
+from fedfm.audits.finding import Finding, Rule, nothing, refuted
 from fedfm.audits.replay import Replay
 from fedfm.audits.row_canaries import costliest
 from fedfm.linalg.threads import torch_threads
@@ -19,6 +19,7 @@ from fedfm.training import private
 
 QUESTION = "Does a row move the sum of a step by more than clip_norm?"
 ROWS = 16  # whose share is measured, in a batch of these
+WITHIN = Rule(("estimate > bound",), ("estimate <= bound",))
 
 
 class RowNorms(Audit):
@@ -51,13 +52,12 @@ class RowNorms(Audit):
                 moves = (float((whole - total_of(np.delete(batch, i))).norm()) for i in range(len(batch)))
                 longest = max(longest, *moves)
             model.load(places[0])
-        share = longest / c
-        contradicts = share > 1 + 1e-6
-        verdict: Verdict = "leaks" if contradicts else "holds"
+        share = refuted(longest / c, 1.0)
+        contradicts = share > 1.0
         says = (
             f"Of {len(batch)} rows of a client the one that counts most moves a step's sum by {share:.4g} times "
             "clip_norm, at the start or at the end of the run"
             + ("; the noise is for 1: epsilon is larger than stated." if contradicts else "; the noise is for 1.")
         )
         detail = {"rows": len(batch), "models": len(places), "clip_norm": c}
-        return [Finding("row_norms", QUESTION, share, None, None, 1.0, verdict, says, contradicts, detail)]
+        return [Finding("row_norms", QUESTION, share, None, None, 1.0, WITHIN, says, contradicts, detail)]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, Verdict
+from fedfm.audits.finding import Finding, Rule
 from fedfm.audits.replay import Replay
 from fedfm.runtime import logs
 from fedfm.runtime.run_directory import Run
@@ -39,13 +39,15 @@ def found(run: Run) -> Finding:
             largest = max(largest, line["bytes"])
     method: Any = run.experiment.method
     rows = [name for name in clear if name.startswith("query.BlindFed")]
-    verdict: Verdict = "leaks" if largest > SMALL or rows else "holds"
+    kinds = "kinds of messages with states of rows in the clear"
+    rule = Rule(("estimate > bound", f"{kinds} > 0"), ("estimate <= bound", f"{kinds} <= 0"))
+    rule = rule.given({kinds: len(rows)})
     shown = "; ".join(f"{name}: {count} B" for name, count in sorted(clear.items())) or "none"
     says = f"Bytes to the server by form: {dict(sorted(forms.items()))}. In the clear: {shown}."
     if method.encryption == "clear":
         says += ' encryption = "clear" is a simulation: the server saw the rows.'
-    elif verdict == "leaks":
+    elif rows or largest > SMALL:
         says += " Updates travel in the clear without secure aggregation."
     promised = method.encryption == "ckks" and bool(rows)
-    return Finding("server.view", QUESTION, float(largest), None, None, float(SMALL), verdict, says, promised,
+    return Finding("server.view", QUESTION, float(largest), None, None, float(SMALL), rule, says, promised,
                    {"forms": dict(forms)})  # fmt: skip

@@ -9,10 +9,12 @@ import numpy as np
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.fedpft_view import SentClass, View
-from fedfm.audits.finding import Finding, Verdict
+from fedfm.audits.finding import Finding, Rule
 from fedfm.audits.replay import Replay
 
 QUESTION = "What do the messages disclose about a class that only one client has?"
+ALONE = Rule(("estimate > bound",), ("estimate <= bound",))
+PROMISED = Rule((), ("estimate <= bound",), "a promise about single rows does not cover classes of many rows")
 STANDS_OUT = 4.0  # standard deviations of the noise on a count
 
 
@@ -27,10 +29,9 @@ class SingleHolder(Audit):
         found = [_disclosed(view, cell) for cell in alone]
         noisy = view.plan is not None and not view.plan.counts_public
         seen = [f for f in found if not noisy or f["stands_out"]]
-        # A promise about single rows does not cover classes of many rows.
-        verdict: Verdict = "holds" if not seen else "inconclusive" if view.plan is not None else "leaks"
+        rule = ALONE if view.plan is None else PROMISED
         says, detail = _sentence(view, seen), {"classes": found}
-        return [Finding("single_holder", QUESTION, float(len(seen)), None, None, 0.0, verdict, says, False, detail)]
+        return [Finding("single_holder", QUESTION, float(len(seen)), None, None, 0.0, rule, says, False, detail)]
 
 
 def _disclosed(view: View, cell: SentClass) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from fedfm.audits.finding import Rule
 from fedfm.core.capabilities import secrets_of
 from fedfm.runtime.run_directory import Run
 
@@ -45,3 +46,14 @@ def claim(run: Run) -> Claim | None:
     exchange = relations and relations <= {"replace", "replace_any"}
     # A reader may believe the smallest epsilon that is stated.
     return Claim(min(map(float, stated)), max(deltas, default=1e-5), 1 if exchange else 2)
+
+
+def limited(rule: Rule, allowed: float, strict: float, confidence: float) -> Rule:
+    """A rule with a promise beside it: what the promise does not allow is a leak, however little it is.
+
+    Args:
+        allowed: the largest figure under the promise.
+        strict: the low end of the figure's interval at ``confidence``.
+    """
+    low, most = f"low at {100 * confidence:g} %", "what epsilon allows"
+    return replace(rule, leaks=(*rule.leaks, f"{low} > {most}")).given({low: strict, most: allowed})

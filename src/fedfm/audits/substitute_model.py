@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.block_states import States, largest_client, of_client, of_photographs, side_model
-from fedfm.audits.finding import Finding, Verdict, nothing
+from fedfm.audits.finding import Finding, Rule, nothing
 from fedfm.audits.inference import substitute
 from fedfm.audits.replay import Replay
 from fedfm.linalg.threads import torch_threads
@@ -27,6 +27,8 @@ FEW = 40  # rows below which nothing is fitted
 STEPS = 300  # of a block, and of the student
 CLOSE, ALIKE = 0.1, 0.8  # relative squared error of a copied block; cosine of a copied model's features
 UNLIKE = 0.5
+COPIED = Rule(("estimate < bound",), (f"estimate > {UNLIKE}",))  # an error
+ALIKE_FEATURES = Rule(("estimate >= bound",), (f"estimate < {UNLIKE}",))
 SHARES = (0.25, 1.0)  # of the client's rows, for the student
 NOT_PROMISED = (
     "The protocol does not promise otherwise: it hides weights, not what the model does to a client's own rows."
@@ -38,6 +40,7 @@ class SubstituteModel(Audit):
 
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False
+    takes: ClassVar[float] = 60.0
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         seed, population = replay.run.experiment.run.seed, replay.population
@@ -84,12 +87,9 @@ class SubstituteModel(Audit):
             f"{error:.3f} on its other rows and of {far:.2f} on photographs (0 is a copy, 1 is no knowledge). From "
             f"{len(quarter)} rows it is {before:.3f} on the other rows."
         )
-        verdict: Verdict = "leaks" if error < CLOSE else "holds" if error > UNLIKE else "inconclusive"
         detail = {"rows": len(own), "by_block": _rounded(inside), "by_block_outside": _rounded(outside)}
         detail |= {"fewer_rows": len(quarter), "by_block_from_fewer_rows": _rounded(few)}
-        found = Finding(
-            "substitute.blocks", BLOCKS, error, min(inside), max(inside), CLOSE, verdict, says, False, detail
-        )
+        found = Finding("substitute.blocks", BLOCKS, error, None, None, CLOSE, COPIED, says, False, detail)
 
         read = _Released(side_model(replay.population))
 
@@ -149,8 +149,7 @@ class SubstituteModel(Audit):
             for key, states in (("agreement", held), ("agreement_outside", others)):
                 detail[key] = round(substitute.agreement(fit, _feature(states), features(states), classes), 4)
             says += f" A head on them agrees in {detail['agreement']:.0%} and {detail['agreement_outside']:.0%}."
-        verdict: Verdict = "leaks" if near >= ALIKE else "holds" if near < UNLIKE else "inconclusive"
-        return Finding(name, question, near, far, near, ALIKE, verdict, says, False, detail)
+        return Finding(name, question, near, None, None, ALIKE, ALIKE_FEATURES, says, False, detail)
 
 
 class _Released(nn.Module):

@@ -10,7 +10,7 @@ import numpy as np
 from fedfm.audits.audit import Audit
 from fedfm.audits.fedbip_colluders import colluders
 from fedfm.audits.fedbip_view import ALIGNED, Eye, Scored, alignments, at_rank, head_names, public
-from fedfm.audits.finding import Finding, above, nothing
+from fedfm.audits.finding import ABOVE, Finding, Rule, interval, nothing, plural
 from fedfm.audits.inference import rates, task_vector
 from fedfm.audits.inference.rates import ALARMS, NOTABLE, NOTABLE_TPR, Array
 from fedfm.audits.replay import Replay, own_sources
@@ -27,6 +27,7 @@ MEMBERSHIP = "Can the server tell from a client's task vectors which rows it tra
 TPR = "How many rows does the server name as members while it accuses one stranger in a hundred?"
 NEIGHBOURS = "Do the weights say which clients hold the same kind of rows?"
 NAME = "task_vector"
+EITHER = Rule(("low > bound", "low by gradients > bound"), ("high <= bound", "high by gradients <= bound"))
 
 
 class TaskVector(Audit):
@@ -38,6 +39,7 @@ class TaskVector(Audit):
 
     methods: ClassVar[tuple[str, ...]] = ("fedbip", "fedamp", "fedawa")
     replies: ClassVar[bool] = False
+    takes: ClassVar[float] = 10.0
 
     def unfit(self, run: Run) -> str | None:
         return None if run.manifest["result"]["rounds"] else "no round was run, so that no task vector was sent"
@@ -85,13 +87,15 @@ def _presence(eye: Eye, name: str, counts: Mapping[ClientId, Array], evidence: M
     if not mixed:
         return nothing(name, LABELS, "Every client has every class: there is nothing to infer.")
     by_client = np.array([rates.auc(evidence[c][counts[c] > 0], evidence[c][counts[c] == 0]) for c in mixed])
-    mean, (low, high) = _over_clients(by_client, eye.rng("labels"))
+    mean, (low, high) = float(by_client.mean()), rates.beside(by_client)
     pushed = [((evidence[c] > 0) == (counts[c] > 0)).mean() for c in mixed]
     says = f"The logit of a class that a client has rises more than that of one that it lacks with chance {mean:.3f} "
-    says += f"[{low:.3f}, {high:.3f}] (mean of {len(mixed)} clients, from their first message; 0.5 is guessing); its "
-    says += f"sign alone is right for {100 * float(np.mean(pushed)):.0f} % of the pairs of client and class."
+    says += f"{interval(low, high)} (mean of {plural(len(mixed), 'client')}, from their first message; 0.5 is "
+    says += (
+        f"guessing); its sign alone is right for {100 * float(np.mean(pushed)):.0f} % of the pairs of client and class."
+    )
     detail = {"clients": len(mixed), "right_by_sign": float(np.mean(pushed))}
-    return Finding(name, LABELS, mean, low, high, NOTABLE, above(low, high, NOTABLE), says, False, detail)
+    return Finding(name, LABELS, mean, low, high, NOTABLE, ABOVE, says, False, detail)
 
 
 def _proportions(
@@ -117,13 +121,13 @@ def _proportions(
         shares = task_vector.class_shares(eye.heads[c][names[1]].double().numpy(), steps, q)
         found.append(task_vector.overlap(shares, counts[c] / n))
         guessed.append(task_vector.overlap(everywhere / everywhere.sum(), counts[c] / n))
-    mean, (low, high) = _over_clients(np.array(found), eye.rng("shares"))
-    line = float(np.mean(guessed))
-    says = f"The computed shares of the classes overlap with a client's true ones by {mean:.3f} [{low:.3f}, "
-    says += f"{high:.3f}] (1: equal); the shares over all clients overlap by {line:.3f}. The attacker knows the "
-    says += f"client's number of rows and has {rows} rows of its own."
+    mean, line = float(np.mean(found)), float(np.mean(guessed))
+    low, high = rates.beside(np.array(found), np.array(guessed))
+    says = f"The computed shares of the classes overlap with a client's true ones by {mean:.3f} "
+    says += f"{interval(low, high)} (1: equal); the shares over all clients overlap by {line:.3f}. The attacker knows "
+    says += f"the client's number of rows and has {rows} rows of its own."
     detail = {"clients": len(found), "rows_of_the_server": rows}
-    return Finding(name, SHARES, mean, low, high, line, above(low, high, line), says, False, detail)
+    return Finding(name, SHARES, mean, low, high, line, ABOVE, says, False, detail)
 
 
 # --- (b) membership ---------------------------------------------------------------------------------------------------
@@ -158,8 +162,8 @@ def _membership(replay: Replay, eye: Eye) -> list[Finding]:
     detail: dict[str, Any] = {"clients": len(scored), "cells": len(drops)}
     detail |= {"members": sum(len(s.members) for s in scored.values()), "strangers": strangers}
     detail |= {"alignment": {"auc": g_mean, "low": g_low, "high": g_high}}
-    verdict = above(max(low, g_low), max(high, g_high), NOTABLE)  # two tests: each interval is one of 97.5 %
-    found = Finding(name, MEMBERSHIP, mean, low, high, NOTABLE, verdict, says, False, detail)
+    by = {"low by gradients": g_low, "high by gradients": g_high}  # two tests: each interval is one of 97.5 %
+    found = Finding(name, MEMBERSHIP, mean, low, high, NOTABLE, EITHER.given(by), says, False, detail)
     return [found, _tpr(tpr_name, drops, eye.rng("tpr"))]
 
 
@@ -190,10 +194,9 @@ def _tpr(name: str, cells: Sequence[tuple[Array, Array]], rng: np.random.Generat
         return nothing(name, TPR, "No client has five rows of a class that nobody trained on.")
     alarms = r.alarms / r.negatives
     says = f"{100 * r.tpr:.1f} % of the rows [{100 * r.low:.1f}, {100 * r.high:.1f}] score above a threshold that "
-    says += f"{100 * alarms:.1f} % of strangers exceed; guessing gives 1 %, the line is {100 * NOTABLE_TPR:.0f} %."
+    says += f"{100 * alarms:.1f} % of strangers exceed; guessing gives 1 %, the bound is {100 * NOTABLE_TPR:.0f} %."
     detail = {"members": r.positives, "stranger_scores": r.negatives, "false_alarms": alarms}
-    verdict = above(r.low, r.high, NOTABLE_TPR)
-    return Finding(name, TPR, r.tpr, r.low, r.high, NOTABLE_TPR, verdict, says, False, detail)
+    return Finding(name, TPR, r.tpr, r.low, r.high, NOTABLE_TPR, ABOVE, says, False, detail)
 
 
 # --- (c) who resembles whom -------------------------------------------------------------------------------------------
@@ -222,7 +225,7 @@ def _neighbours(replay: Replay, eye: Eye) -> Finding:
     says = f"For {sum(right)} of {len(right)} clients the client with the largest weight has the same {what}; any "
     says += f"other client has it with chance {line:.3f}. weights.npz and the map in the report disclose this."
     detail = {"of": what, "clients": len(tried), "groups": len(set(g))}
-    return Finding(name, NEIGHBOURS, estimate, low, high, line, above(low, high, line), says, False, detail)
+    return Finding(name, NEIGHBOURS, estimate, low, high, line, ABOVE, says, False, detail)
 
 
 def groups(replay: Replay) -> tuple[str, dict[ClientId, str]]:
@@ -238,7 +241,3 @@ def groups(replay: Replay) -> tuple[str, dict[ClientId, str]]:
         return "kind of rows", {c: c for c in clients}
     most = {c: int(np.bincount(table.labels[rows.train]).argmax()) for c, rows in clients.items()}
     return "largest class", {c: table.classes[k] for c, k in most.items()}
-
-
-def _over_clients(values: Array, rng: np.random.Generator) -> tuple[float, tuple[float, float]]:
-    return float(values.mean()), rates.bootstrap(values, np.ones(len(values)), rng)

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedfm import seeds
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, Verdict, nothing
+from fedfm.audits.finding import ABOVE, Finding, nothing
 from fedfm.audits.inference import rates
 from fedfm.audits.inference.one_run import largest_auc
 from fedfm.audits.inference.rates import ALARMS, NOTABLE
@@ -18,7 +18,7 @@ from fedfm.audits.loss_drops import LossDrops
 from fedfm.audits.replay import Replay
 from fedfm.audits.row_evidence import by_class, no_round, unreadable
 from fedfm.audits.shadow_runs import RowPool, unit
-from fedfm.audits.stated_epsilon import claim
+from fedfm.audits.stated_epsilon import claim, limited
 from fedfm.runtime.run_directory import Run
 from fedfm.training import TrainsLocally
 
@@ -83,14 +83,14 @@ def _finding(run: Run, cells: list[Any], drops: LossDrops, pool: RowPool) -> Fin
     rng = seeds.generator(run.experiment.run.seed, "audit", "update membership tpr")
     if (rate := rates.tpr_at(cells, ALARMS, rng)) is not None:
         detail |= {"tpr_at_1_percent": rate.tpr, "tpr_low": rate.low, "tpr_high": rate.high}
-    contradicts, promise = False, claim(run)
+    contradicts, rule, promise = False, ABOVE, claim(run)
     if promise is not None:
         steps = max(promise.steps, 2)
         delta = min(promise.delta * (1 + math.exp(min(promise.epsilon, 700.0))), 1.0)
         allowed = largest_auc(steps * promise.epsilon, delta)
         detail["allowed_by_epsilon"] = allowed
-        contradicts = interval(STRICT, Z_STRICT)[1] > allowed
+        strict = interval(STRICT, Z_STRICT)[1]
+        contradicts, rule = strict > allowed, limited(ABOVE, allowed, strict, STRICT)
         says += f", and epsilon = {promise.epsilon:.4g} allows {allowed:.3f}"
-    verdict: Verdict = "leaks" if low > NOTABLE else "holds" if high <= NOTABLE else "inconclusive"
     says += f".{unit(pool.population)}"
-    return Finding("update_membership", QUESTION, mean, low, high, NOTABLE, verdict, says, contradicts, detail)
+    return Finding("update_membership", QUESTION, mean, low, high, NOTABLE, rule, says, contradicts, detail)

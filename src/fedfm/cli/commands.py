@@ -157,16 +157,18 @@ def _incomplete(path: Path) -> list[str]:
 
 def audit(args: Any) -> int:
     """``fedfm audit``."""
-    from fedfm.audits.audit import choose, perform
+    from fedfm.audits.audit import Audited, choose, perform_within, rounded
     from fedfm.audits.finding import lines
     from fedfm.audits.replay import finished
+    from fedfm.audits.steps import command
     from fedfm.report import dossier, html
+    from fedfm.runtime.progress_bar import Attacks
     from fedfm.runtime.run_directory import Run
 
     if args.pictures is not None and "inversion" not in args.attack:
         raise InputError("--pictures: only --attack inversion uses them; add it")
     progress = _watch()
-    unfit, found = "", []
+    unfit, done = "", Audited([])
     if args.dossier and not args.attack:  # of every finished run, with attacks or without
         Run.open(args.run)
         try:
@@ -175,9 +177,20 @@ def audit(args: Any) -> int:
             unfit = str(error).removeprefix(f"{args.run}: ")
             tell(f"fedfm: {unfit}", sys.stderr)
     if not unfit:
-        found = perform(args.run, args.attack, progress.notice, pictures=args.pictures)
-    page = html.write(args.run)
+        how = {"progress": Attacks(), "pictures": args.pictures}
+        try:
+            done = perform_within(args.time_limit, args.run, args.attack, progress.notice, **how)
+        except KeyboardInterrupt as stopped:
+            if stopped.args:
+                tell(f"fedfm: {stopped}", sys.stderr)
+                html.write(args.run)
+            raise
+    page, found = html.write(args.run), done.findings
     result: dict[str, Any] = {"run": str(args.run), "findings": [f.to_dict() for f in found]}
+    if done.left_out:
+        result["not_run"] = list(done.left_out)
+        rest = command(args.run, done.left_out)
+        tell(f"fedfm: the time was up; not done, about {rounded(done.seconds)} more: {rest}", sys.stderr)
     if args.dossier:
         result["dossier"] = str(dossier.write(args.run, unfit))
     if missing := _incomplete(args.run):

@@ -102,6 +102,13 @@ def build() -> argparse.ArgumentParser:
     )
 
     audit.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="stop then; attacks that are not done are listed, and the findings so far are kept [no limit]",
+    )
+
+    audit.add_argument(
         "--dossier", action="store_true", help="also write dossier.html: two pages for a data protection officer"
     )
 

@@ -16,27 +16,45 @@ FILE = "audit.json"
 
 
 def findings(run: RunFiles) -> list[Mapping[str, Any]] | None:
-    """The findings in the run's audit.json, none if it is not a file of ``fedfm audit``; None without the file."""
+    """The findings in the run's audit.json, none if it is not a file of ``fedfm audit``; None without the file, or if
+    the findings are of other parameters.
+    """
+    value = _file(run)
+    if value is None or _outdated(run, value):
+        return None
+    return [mapping(f) for f in sequence(value.get("findings")) if mapping(f)]
+
+
+def outdated(run: RunFiles) -> bool:
+    """Whether the run went on after its audit, so that the findings are of parameters that it has no more."""
+    return _outdated(run, _file(run) or {})
+
+
+def _file(run: RunFiles) -> Mapping[str, Any] | None:
     try:
-        value = json.loads((run.path / FILE).read_text(encoding="utf-8"))
+        return mapping(json.loads((run.path / FILE).read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError):
-        value = None
-    return [mapping(f) for f in sequence(mapping(value).get("findings")) if mapping(f)]
+        return {}
+
+
+def _outdated(run: RunFiles, value: Mapping[str, Any]) -> bool:
+    now = run.result.get("params_sha256")
+    return value.get("params_sha256", now) != now
 
 
 def section(run: RunFiles) -> str:
     """A table of verdicts, then a paragraph for each finding; nothing without an audit."""
     found = findings(run)
     if found is None:
-        return ""
+        return note("The run went on after its audit: <code>fedfm audit</code> again.") if outdated(run) else ""
     if not found:
         return note("The run has an audit.json that is not a file of <code>fedfm audit</code>.")
     rows = [[str(f.get("name")), *cells(f)] for f in found]
-    listing = table(["finding", "verdict", "estimate", "interval", "line"], rows, "Findings", words=(1, 3))
-    text = "Attacks on a replay of this run, with the knowledge that each question names. Above the line an attacker "
-    text += "learns something."
+    listing = table(["finding", "verdict", "estimate", "interval", "bound"], rows, "Findings", words=(1, 3))
+    text = "Attacks on a replay of this run, with the knowledge that each question names. The rule of each verdict "
+    text += "stands below its question, with its numbers."
     refuted = [str(f.get("name")) for f in found if f.get("contradicts") is True]
     alarm = aside("This run's claims do not hold", refuted, ' role="alert"')
     return alarm + note(esc(text)) + listing + _extraction(found) + "".join(map(_paragraph, found))
@@ -57,12 +75,14 @@ def _extraction(found: Sequence[Mapping[str, Any]]) -> str:
         return ""
     most = max([line, *(r.value or 0.0 for r in rows), *(s[1] for s in spans if s)])
     label = "Relative error of the foundation model that clients compute, with the range over coalitions."
-    return figure(lambda w: bars(w, rows, label, most, (line, "line"), spans)) + note(esc(label))
+    return figure(lambda w: bars(w, rows, label, most, (line, "bound"), spans)) + note(esc(label))
 
 
 def _paragraph(f: Mapping[str, Any]) -> str:
     detail = mapping(f.get("detail"))
     body = f"<h3>{esc(f.get('question'))}</h3><p>{esc(f.get('says'))}</p>"
+    if f.get("rule"):
+        body += note(f"{esc(f.get('verdict'))}, by its rule: {esc(f.get('rule'))}.")
     groups = mapping(detail.get("by_rows_of_the_class"))
     if groups:
         shown = [

@@ -45,3 +45,19 @@ class EpochProgress:
 
     def finished(self) -> None:
         """The pretraining has ended."""
+
+
+class AuditProgress:
+    """Callbacks of an audit. Here they do nothing."""
+
+    def started(self, attacks: int) -> None:
+        """The audit begins, with so many attacks."""
+
+    def begins(self, name: str, seconds: float) -> None:
+        """An attack begins, or several on one replay; they may take so many seconds."""
+
+    def done(self) -> None:
+        """An attack is done."""
+
+    def finished(self) -> None:
+        """The audit has ended."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from fedfm.core.messages import Excluded
 from fedfm.core.text import visible
-from fedfm.runtime.progress import EpochProgress, Progress
+from fedfm.runtime.progress import AuditProgress, EpochProgress, Progress
 from fedfm.runtime.run_directory import Run
 
 _LOGGED = 20.0  # seconds between two lines of a log file
@@ -125,6 +125,33 @@ class Epochs(EpochProgress):
         figures += [f"{key} {line[key]:.4f}" for key in shown if line.get(key) is not None]
         tqdm.write("  ".join([*figures, f"{line['seconds']:.1f} s"]), file=sys.stderr)
         self._bar.set_description(f"epoch {line['epoch'] + 1}/{self._epochs}", refresh=False)
+
+    def finished(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class Attacks(AuditProgress):
+    """Bar of an audit on a terminal: attacks done. A log file has the notices."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def started(self, attacks: int) -> None:
+        if not _drawn():
+            return
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=attacks, desc="audit", unit="attack", file=sys.stderr, leave=False, **_wide())
+
+    def begins(self, name: str, seconds: float) -> None:
+        if self._bar is not None:
+            self._bar.set_postfix_str(name)
+
+    def done(self) -> None:
+        if self._bar is not None:
+            self._bar.update(1)
 
     def finished(self) -> None:
         if self._bar is not None:

@@ -41,25 +41,50 @@ def scores(residuals: Array, signs: Array, directions: Sequence[Array], clip_nor
     return np.asarray(np.divide(read, spread, out=np.full(len(own), np.inf), where=spread > 1e-6 * shift))
 
 
-def epsilon_bound(found: Array, delta: float, confidence: float) -> float:
+def epsilon_bound(found: Array, dim: int, delta: float, confidence: float) -> float:
     """The smallest epsilon that these scores leave, if noise is normal: a canary shifts it by mu.
 
-    The releases are then mu-GDP at best (Dong, Roth, Su. Gaussian Differential Privacy. JRSS B 2022). Two tests share
-    the level: the mean of the scores, and the largest one, should one client count more than others.
+    The releases are then mu-GDP at best (Dong, Roth, Su. Gaussian Differential Privacy. JRSS B 2022). Three errors
+    share the level: of the mean of the scores, of the largest one, should one client count more than others, and of
+    the noise's size, which is known from ``dim`` numbers.
 
     Args:
-        found: (K,) scores, each N(mu_k, 1).
+        found: (K,) scores, each N(mu_k, 1) in units of the measured noise.
 
     Example:
-        >>> round(epsilon_bound(np.full(400, 2.0), 1e-5, 0.95), 2), round(gaussian.epsilon_of(1.0, 2.0, 1e-5), 2)
-        (9.4, 10.0)
+        >>> few, many = (round(epsilon_bound(np.full(400, 2.0), dim, 1e-5, 0.95), 2) for dim in (100, 10**6))
+        >>> few, many, round(gaussian.epsilon_of(1.0, 2.0, 1e-5), 2)
+        (7.6, 9.35, 10.0)
     """
     from scipy.stats import norm
 
-    tail = (1 - confidence) / 2
+    tail = (1 - confidence) / 3
     of_mean = float(found.mean()) - float(norm.isf(tail)) / math.sqrt(len(found))
     mu = max(of_mean, float(found.max()) - float(norm.isf(tail / len(found))))
+    return epsilon_at(mu * at_least(dim, tail), delta)
+
+
+def epsilon_most(found: Array, dim: int, delta: float, confidence: float) -> float:
+    """The largest epsilon that the mean of these scores leaves; arguments as of :func:`epsilon_bound`."""
+    from scipy.stats import chi2, norm
+
+    tail = (1 - confidence) / 2
+    mu = float(found.mean()) + float(norm.isf(tail)) / math.sqrt(len(found))
+    return epsilon_at(mu * math.sqrt(float(chi2.isf(tail, dim)) / dim), delta)
+
+
+def epsilon_at(mu: float, delta: float) -> float:
+    """Epsilon of mu-GDP; 0 for a mu of 0 and less."""
     return math.inf if mu == math.inf else gaussian.epsilon_of(1.0, mu, delta) if mu > 0 else 0.0
+
+
+def at_least(numbers: int, tail: float) -> float:
+    """Measured size of a normal noise over its true one, which ``numbers`` of its values fall short of with
+    probability ``tail``.
+    """
+    from scipy.stats import chi2
+
+    return math.sqrt(float(chi2.ppf(tail, numbers)) / numbers)
 
 
 def counted_bound(found: Array, strangers: Array, delta: float, confidence: float) -> float:

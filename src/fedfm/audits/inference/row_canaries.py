@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedfm.audits.inference.canaries import counted_bound
+from fedfm.audits.inference.canaries import at_least, counted_bound, epsilon_at
 from fedfm.audits.inference.rates import Array
-from fedfm.privacy import gaussian
 from fedfm.privacy.composition import Releases, epsilon_of
 
 SURE = 1e-7  # false alarms of a test that allows no doubt
@@ -34,19 +33,21 @@ class Readings:
         shift: the bound C on a row's gradient, in standard deviations.
         taken: (K, T) whether it was in the step.
         foretold: (K, T) whether another training of the same rows, under another secret, took it in that step.
+        numbers: of noise, from which its standard deviation is known.
     """
 
     x: Array
     shift: float
     taken: Array
     foretold: Array
+    numbers: int
 
 
 def together(readings: Sequence[Readings]) -> Readings:
     """The canaries of several trainings of equally many steps."""
     shift = float(np.mean([r.shift for r in readings]))
     x, taken, foretold = (np.concatenate([getattr(r, name) for r in readings]) for name in ("x", "taken", "foretold"))
-    return Readings(x, shift, taken, foretold)
+    return Readings(x, shift, taken, foretold, sum(r.numbers for r in readings))
 
 
 def read(steps: Array, taken: Array, foretold: Array, directions: Array, clip_norm: float) -> Readings:
@@ -62,17 +63,20 @@ def read(steps: Array, taken: Array, foretold: Array, directions: Array, clip_no
     noise = steps - clip_norm * (taken.T.astype(np.float64) @ directions)
     sigma = math.sqrt(float(np.square(noise).mean()))
     x = directions @ noise.T + clip_norm * taken
-    return Readings(x / max(sigma, 1e-9 * clip_norm), clip_norm / max(sigma, 1e-9 * clip_norm), taken, foretold)
+    sigma = max(sigma, 1e-9 * clip_norm)
+    return Readings(x / sigma, clip_norm / sigma, taken, foretold, noise.size)
 
 
 def epsilon_bound(readings: Readings, claimed: Releases, delta: float, confidence: float) -> float:
     """The smallest epsilon that these readings leave, if noise is normal.
 
-    Two tests share the level. The first takes the coins as secret: noise multiplier and rate at the ends of their
-    intervals give epsilon. The second foretells the coins, and takes the mean score as that of a Gaussian mechanism.
+    Two tests and the size of the noise share the level. The first test takes the coins as secret: noise multiplier and
+    rate at the ends of their intervals give epsilon. The second foretells the coins, and takes the mean score as that
+    of a Gaussian mechanism.
     """
-    tail = (1 - confidence) / 2
-    return max(_of_secret_coins(readings, claimed, delta, tail), _of_foretold_coins(readings, delta, tail))
+    tail = (1 - confidence) / 3
+    size = at_least(readings.numbers, tail)
+    return max(_of_secret_coins(readings, claimed, delta, tail, size), _of_foretold_coins(readings, delta, tail, size))
 
 
 def estimate(readings: Readings, claimed: Releases, delta: float) -> float:
@@ -81,7 +85,7 @@ def estimate(readings: Readings, claimed: Releases, delta: float) -> float:
     return _epsilon(float(found.mean()) if len(found) else 0.0, len(found) / readings.taken.size, claimed, delta)
 
 
-def _of_secret_coins(readings: Readings, claimed: Releases, delta: float, tail: float) -> float:
+def _of_secret_coins(readings: Readings, claimed: Releases, delta: float, tail: float, size: float) -> float:
     from scipy.stats import beta, norm
 
     found = readings.x[readings.taken]
@@ -89,7 +93,7 @@ def _of_secret_coins(readings: Readings, claimed: Releases, delta: float, tail: 
         return 0.0
     mean = float(found.mean()) - float(norm.isf(tail / 2)) / math.sqrt(len(found))
     rate = float(beta.ppf(tail / 2, len(found), readings.taken.size - len(found) + 1))
-    return _epsilon(mean, rate, claimed, delta)
+    return _epsilon(mean * size, rate, claimed, delta)
 
 
 def _epsilon(mean: float, rate: float, claimed: Releases, delta: float) -> float:
@@ -99,7 +103,7 @@ def _epsilon(mean: float, rate: float, claimed: Releases, delta: float) -> float
     return epsilon_of([Releases(max(1 / mean, least), claimed.times, rate)], delta)
 
 
-def _of_foretold_coins(readings: Readings, delta: float, tail: float) -> float:
+def _of_foretold_coins(readings: Readings, delta: float, tail: float, size: float) -> float:
     from scipy.stats import norm
 
     times = readings.foretold.sum(1)
@@ -109,7 +113,7 @@ def _of_foretold_coins(readings: Readings, delta: float, tail: float) -> float:
         return 0.0
     spread = max(float(scores.std(ddof=1)), 1.0)
     mu = float(scores.mean()) - float(norm.isf(tail)) * spread / math.sqrt(len(scores))
-    return gaussian.epsilon_of(1.0, mu, delta) if mu > 0 else 0.0
+    return epsilon_at(mu * size, delta)
 
 
 def counted(readings: Readings, rate: float, delta: float, confidence: float, rng: np.random.Generator) -> float:
