@@ -145,10 +145,10 @@ def drive(
         raise storage.not_written(place, error) from error
     finally:
         progress.finished()
-    from fedfm.report import html
+    from fedfm.report import dossier
 
     try:
-        html.write(run.path)
+        dossier.renew(run.path)
     except (FedfmError, OSError) as error:  # the result is there; `fedfm report` can write the page later
         progress.notice(f"report.html could not be written: {error}")
     return result

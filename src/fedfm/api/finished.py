@@ -36,14 +36,14 @@ def audit(
     """
     from fedfm.audits.audit import perform_within
     from fedfm.audits.steps import command
-    from fedfm.report import html
+    from fedfm.report import dossier
 
     named = [attacks] if isinstance(attacks, str) else attacks
     notice = (progress or Bar()).notice
     done = perform_within(time_limit, run, named, notice, given=given)
     if done.left_out:
         notice(f"the time was up; not done: {command(run, done.left_out)}")
-    html.write(Path(run))
+    dossier.renew(Path(run))
     return done.findings
 
 

@@ -21,9 +21,10 @@ from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
 from fedfm.models.export import save_adapter
 from fedfm.models.model import Model
-from fedfm.report import html
+from fedfm.report import dossier
 from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
+from fedfm.runtime.disclosure import JOINED
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.silo_file import COLUMNS, Silo, populate
@@ -89,8 +90,10 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
         with storage.writing(run.adapter(name)):
             folder = save_adapter(model, w, run.adapter(name))
         run.manifest.setdefault("newcomers", {})[name] = {"data": str(data), **found, "weights": weights}
+        if JOINED not in run.manifest["do_not_share"]:
+            run.manifest["do_not_share"].append(JOINED)
         run.write_manifest()
-    html.write(run.path)
+    dossier.renew(run.path)
     return {"run": str(path), "client": name, **found, "adapter": str(folder), "weights": weights}
 
 

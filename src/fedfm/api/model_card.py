@@ -12,6 +12,7 @@ from fedfm.models.model import Model
 from fedfm.models.names import BUILT_IN
 from fedfm.report.account import claimed
 from fedfm.report.html import data_of
+from fedfm.report.own_models import joined
 from fedfm.report.plain_words import reading
 from fedfm.report.read import RunFiles, mapping, numeric, read
 from fedfm.report.text import NBSP, number
@@ -50,6 +51,9 @@ def card(run: RunFiles, model: Model, to: Target, client: str | None) -> str:
     parts += ["## Data and training", "", *_training(run), "", "## Scores", "", *_scores(run, client), ""]
     text, assumed = claimed(run)
     meant = ["", _plain(plain)] if (plain := reading(run)) else []
+    if client is not None and client in joined(run):
+        text = f"This model was fitted to rows of {client} after training, and nothing is claimed of these. Of the "
+        text += f"federation's model, from which it began: {claimed(run)[0]}"
     parts += ["## Privacy", "", _plain(text), *meant, *(["", "It assumes:", ""] if assumed else [])]
     parts += [f"- {_plain(line)}" for line in assumed]
     return "\n".join(parts).rstrip() + "\n"
@@ -117,7 +121,7 @@ def _training(run: RunFiles) -> list[str]:
         ("client optimiser", ", ".join(f"{k} {v}" for k, v in local.items() if k in _LOCAL)),
         ("aggregation", str(mapping(run.experiment.get("aggregation")).get("name") or "mean")),
         ("seed", str(mapping(run.experiment.get("run")).get("seed"))),
-        ("parameters", f"SHA-256 {run.result.get('params_sha256')}"),
+        ("parameters of the run", f"SHA-256 {run.result.get('params_sha256')}"),
     ]
     return ["| what | value |", "|---|---|", *(f"| {what} | {_plain(value)} |" for what, value in rows if value)]
 
@@ -129,12 +133,16 @@ _LOCAL = ("name", "learning_rate", "epochs", "batch_size", "weight_decay", "mome
 def _scores(run: RunFiles, client: str | None) -> list[str]:
     rows = [(key.replace("_", " "), numeric(run.result.get(key))) for key in _SCORES]
     if client is not None:
-        rows.insert(0, ("accuracy of this client's model on its own test rows", run.client_accuracy.get(client)))
+        late = mapping(mapping(run.manifest.get("newcomers")).get(client))
+        own = numeric(late.get("accuracy")) if late else run.client_accuracy.get(client)
+        rows.insert(0, ("accuracy of this client's model on its own test rows", own))
     known = [f"| {what} | {number(value).replace(NBSP, ' ')} |" for what, value in rows if value is not None]
     if not known:
         return ["None was measured."]
     note = "Global: on the global test rows. Local: mean of the clients, each on its own test rows. The other figures "
     note += "are of the global test rows."
+    if client is not None:
+        note += " All but the first are of the run, and not of this model alone."
     return ["| score | value |", "|---|---|", *known, "", note]
 
 

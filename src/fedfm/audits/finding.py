@@ -184,8 +184,8 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Values for JSON; numbers that are not finite become null."""
-        said = {"verdict": self.verdict, "rule": self.rule.words(self._numbers), "says": self.says}
-        found = {"name": self.name, "question": self.question, **self._numbers, **said}
+        found: dict[str, Any] = {"name": self.name, "question": self.question, **self._numbers}
+        found |= {"verdict": self.verdict, "rule": self.rule.words(self._numbers), "says": self.says}
         found |= {"contradicts": self.contradicts, "detail": dict(self.detail)}
         return {key: finite(value) for key, value in found.items()}
 

@@ -7,16 +7,17 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, Verdict
+from fedfm.audits.finding import Finding, Rule
 from fedfm.audits.replay import Replay
 from fedfm.runtime import logs
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Was a client asked more than once for the same thing in one round?"
-RULE = (
+EXPECTED = (
     "Expected in a round: one question for scores on each part of a client's rows, one for its own model, and as many "
-    "for an update as to the other clients; leaks: there are more"
+    "for an update as to the other clients"
 )
+RULE = Rule(leaks=("estimate > bound",), holds=("estimate <= bound",))
 ONE_A_ROUND = ("train", "scores", "reveal")  # kinds; a method may ask others for batch after batch
 
 
@@ -61,9 +62,8 @@ def found(run: Run) -> Finding:
             most = fewest[t, handler]
         if len(times) > most:
             again[f"{handler} {part}".strip()] += len(times) - most
-    verdict: Verdict = "leaks" if again else "holds"
     asked = sum(map(len, calls.values()))
     shown = "; ".join(f"{name}: {count} more" for name, count in sorted(again.items())) or "none was asked again"
-    return Finding("repeated_questions", QUESTION, float(again.total()), None, None, 0.0, verdict,
-                   f"{asked} questions to {len({c for *_, c in calls})} clients: {shown}. {RULE}.",
+    return Finding("repeated_questions", QUESTION, float(again.total()), None, None, 0.0, RULE,
+                   f"{asked} questions to {len({c for *_, c in calls})} clients: {shown}. {EXPECTED}.",
                    detail={"asked": asked, "again": dict(again)})  # fmt: skip

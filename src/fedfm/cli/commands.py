@@ -161,7 +161,7 @@ def audit(args: Any) -> int:
     from fedfm.audits.finding import lines
     from fedfm.audits.replay import finished
     from fedfm.audits.steps import command
-    from fedfm.report import dossier, html
+    from fedfm.report import dossier
     from fedfm.runtime.progress_bar import Attacks
     from fedfm.runtime.run_directory import Run
 
@@ -183,9 +183,9 @@ def audit(args: Any) -> int:
         except KeyboardInterrupt as stopped:
             if stopped.args:
                 tell(f"fedfm: {stopped}", sys.stderr)
-                html.write(args.run)
+                dossier.renew(args.run)
             raise
-    page, found = html.write(args.run), done.findings
+    page, found = dossier.renew(args.run), done.findings
     result: dict[str, Any] = {"run": str(args.run), "findings": [f.to_dict() for f in found]}
     if done.left_out:
         result["not_run"] = list(done.left_out)
@@ -202,9 +202,9 @@ def audit(args: Any) -> int:
 
 def report(args: Any) -> int:
     """``fedfm report``."""
-    from fedfm.report import client_weights, compare, html
+    from fedfm.report import client_weights, compare, dossier
 
-    path = html.write(args.run)
+    path = dossier.renew(args.run)
     _incomplete(args.run)
     tell(compare.table([args.run]).rstrip())
     if text := client_weights.words(args.run):

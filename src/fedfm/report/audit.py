@@ -41,7 +41,7 @@ def _file(run: RunFiles) -> Mapping[str, Any] | None:
 
 def _outdated(run: RunFiles, value: Mapping[str, Any]) -> bool:
     now = run.result.get("params_sha256")
-    return value.get("params_sha256", now) != now
+    return bool(value.get("params_sha256", now) != now)
 
 
 def section(run: RunFiles) -> str:

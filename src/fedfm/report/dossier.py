@@ -13,9 +13,10 @@ from typing import Any
 
 from fedfm.audits.finding import cells
 from fedfm.errors import InputError
+from fedfm.report import html
 from fedfm.report.account import claimed, smallest_sum
-from fedfm.report.audit import findings
-from fedfm.report.html import sentence
+from fedfm.report.audit import findings, outdated
+from fedfm.report.own_models import joined, own_models
 from fedfm.report.page import note, page, save, table
 from fedfm.report.plain_words import reading
 from fedfm.report.read import RunFiles, mapping, numeric, read, sequence
@@ -23,6 +24,7 @@ from fedfm.report.text import count, esc, plural, size
 
 Fact = tuple[str, str | None]  # what it is, and a text, or None for a line to fill in
 
+FILE = "dossier.html"
 _MOST = 8  # rows of a table: one page of paper, or two
 # Kinds of attacks that the opinion names, and the findings of this library that are of the kind.
 _KINDS = {
@@ -61,7 +63,7 @@ def write(run_dir: Path, unfit: str = "") -> Path:
         ("purpose", "1 Purpose and roles", _purpose(run)),
         ("design", "2 Design of the model", _design(run)),
         ("analysis", "3 Analysis of the model", _analysis(run)),
-        ("attacks", "4 Tests, and resistance to attacks", _attacks(found, unfit)),
+        ("attacks", "4 Tests, and resistance to attacks", _attacks(run, found, unfit)),
         ("risk", "5 Remaining risk", _risk(run, found)),
         ("documents", "6 Documentation", _documents(run)),
         ("interest", "7 Legitimate interest, where it is the legal basis", _interest()),
@@ -70,14 +72,21 @@ def write(run_dir: Path, unfit: str = "") -> Path:
     ]
     version = esc(run.manifest.get("fedfm") or "")
     head = f'<p class="eyebrow">fedfm {version} · dossier for the data protection officer</p><h1>{esc(run.name)}</h1>'
-    head += f"<p>{sentence(run)}</p>"
+    head += f"<p>{html.sentence(run)}</p>"
     head += note(
         "In the order of the European Data Protection Board’s opinion 28/2024 on AI models. Texts are taken from the "
         "files of the run. An empty line is for the controller: the run does not know it. This page is no legal "
         "assessment."
     )
     foot = f"Written by fedfm {version} from manifest.json, metrics.jsonl, messages.jsonl and audit.json of this run."
-    return save(page(f"{run.name} · dossier", head, parts, foot, kind="dossier"), Path(run_dir) / "dossier.html")
+    return save(page(f"{run.name} · dossier", head, parts, foot, kind="dossier"), Path(run_dir) / FILE)
+
+
+def renew(run_dir: Path) -> Path:
+    """Write the report again, and the dossier where the run has one: both tell of files that have changed."""
+    if (Path(run_dir) / FILE).is_file():
+        write(run_dir)
+    return html.write(run_dir)
 
 
 def _facts(rows: Sequence[Fact]) -> str:
@@ -154,14 +163,15 @@ def _left(run: RunFiles) -> str:
 
 
 def _analysis(run: RunFiles) -> str:
-    model = "one model for each client" if (run.path / "clients").is_dir() else "one model for all clients"
+    model = {True: "one model for each client", False: "one model for all clients", None: "models"}[own_models(run)]
     lost = [*run.missing, *(f"{len(run.excluded)} replies of clients were left out" for _ in run.excluded[:1])]
-    attackers = ", ".join(map(str, sequence(run.manifest.get("attackers"))))
+    attackers, late = ", ".join(map(str, sequence(run.manifest.get("attackers")))), joined(run)
     return _facts(
         [
             ("Result", f"{model}; params_sha256 {run.result.get('params_sha256') or 'not in the manifest'}"),
             ("Deviations", "; ".join(lost) or "none is recorded"),
             *([("Clients that attacked on purpose", attackers)] if attackers else []),
+            *([("Joined after training, with a model of its own each", ", ".join(late))] if late else []),
             ("Audit of the code and of its design; review", None),
         ]
     )
@@ -172,13 +182,18 @@ def kind_of(name: str) -> str:
     return next((k for k, starts in _KINDS.items() if any(map(name.startswith, sorted(starts)))), _OTHER)
 
 
-def _attacks(found: Sequence[Any], unfit: str) -> str:
+def _attacks(run: RunFiles, found: Sequence[Any], unfit: str) -> str:
     ranked = sorted(found, key=lambda f: _ORDER.index(f["verdict"]) if f.get("verdict") in _ORDER else len(_ORDER))
-    rows = [[kind_of(str(f.get("name"))), str(f.get("question")), *cells(f)] for f in ranked[:_MOST]]
+    rows = [
+        [kind_of(str(f.get("name"))), str(f.get("question")), *cells(f)[:3], str(f.get("rule") or "not in audit.json")]
+        for f in ranked[:_MOST]
+    ]
     rows += [[kind, "not tried on this run", "", "", "", ""] for kind in _untried(found)]
-    listing = table(["attack", "question", "verdict", "estimate", "interval", "line"], rows, "Attacks", words=(1, 2, 4))
+    head = ["attack", "question", "verdict", "estimate", "interval", "rule of the verdict"]
+    listing = table(head, rows, "Attacks", words=(1, 2, 4, 5))
     more = f"{plural(len(found) - _MOST, 'finding')} more: see report.html. " if len(found) > _MOST else ""
-    text = "Leaks: an attacker learns something. Above the line it does. An attack that finds nothing proves nothing."
+    more += "The run went on after its audit: audit it again. " if outdated(run) else ""
+    text = "Leaks: an attacker learns something. An attack that finds nothing proves nothing."
     return (
         listing + note(esc(more + text + (f" {unfit}." if unfit else ""))) + _facts([("Tests outside of fedfm", None)])
     )
@@ -199,8 +214,10 @@ def _risk(run: RunFiles, found: Sequence[Any]) -> str:
     lines.append(smallest_sum(run))
     epsilon, assumed = claimed(run)
     lines.append(f"{epsilon} Section 2 lists what this assumes." if assumed else epsilon)
-    if (run.path / "clients").is_dir():
-        lines.append("clients/ holds a model fitted to each client's rows.")
+    if own_models(run):
+        lines.append("Each client's model is fitted to its rows; clients/ holds those that clients revealed.")
+    if late := joined(run):
+        lines.append(f"{', '.join(late)} joined after training: the model in clients/ is fitted to their rows alone.")
     lines += [f"Not whole: {text}." for text in run.missing]
     items = "".join(f"<li>{esc(line)}</li>" for line in dict.fromkeys(lines))
     return f'<ul class="plain">{items}</ul>' + _facts(

@@ -36,6 +36,10 @@ _WITHOUT_PRIVACY = (
     "weights.npz, arrays/ and the map in report.html, where a method weighs clients against each other, say whose rows "
     "resemble whose.",
 )
+JOINED = (
+    "clients/ holds the model of each client that joined after training: it is fitted to that client's rows, tells "
+    "about them, and no epsilon of the run covers them."
+)
 _ALWAYS = (
     "The frozen weights of the model were not trained on the rows.",
     "Names of clients and classes, test rows, durations, failures and the verdicts of audits are public.",
@@ -57,9 +61,14 @@ _UNDER_PRIVACY = (
 )
 
 
-def do_not_share(privacy: object | None) -> list[str]:
-    """The manifest's sentences on what must not be shared."""
-    return list(_WITHOUT_PRIVACY if privacy is None else _UNDER_PRIVACY)
+def do_not_share(privacy: object | None, own_models: bool) -> list[str]:
+    """The manifest's sentences on what must not be shared.
+
+    Args:
+        own_models: whether each client ends with a model of its own.
+    """
+    texts = _WITHOUT_PRIVACY if privacy is None else _UNDER_PRIVACY
+    return [text for text in texts if own_models or not text.startswith("clients/")]
 
 
 def guarantee(ledger: Mapping[str, Any], privacy: Mapping[str, Any] | None) -> dict[str, Any] | None:

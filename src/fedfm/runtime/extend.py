@@ -86,6 +86,7 @@ def extend(run: Run, rounds: int) -> None:
         raise InputError(f"{where}: {run.path} ended early, after {done} of {method.rounds} rounds (run.patience)")
     if run.manifest["result"] is not None:
         run.manifest["notices"].append(f"it ended after {done} rounds, and went on to {rounds}")
+        run.manifest.pop("audits", None)  # verdicts on parameters that the run has no more
     run.manifest |= {"result": None, "finished": None}
     run.manifest["experiment"]["method"]["rounds"] = rounds
     run.write_manifest()

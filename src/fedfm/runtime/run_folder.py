@@ -16,6 +16,7 @@ from fedfm.core import storage
 from fedfm.core.locks import Lock
 from fedfm.errors import InputError
 from fedfm.runtime.disclosure import do_not_share
+from fedfm.runtime.predictions import personal
 from fedfm.runtime.runs_below import no_run
 from fedfm.version import __version__
 
@@ -129,7 +130,7 @@ def new_manifest(experiment: Experiment) -> dict[str, Any]:
         "lost": [],
         "result": None,
         "ledger": {"epsilon": None, "entries": [{"what": "tuning", **trial} for trial in experiment.tuning]},
-        "do_not_share": do_not_share(experiment.privacy),
+        "do_not_share": do_not_share(experiment.privacy, personal(experiment.method)),
     }
 
 

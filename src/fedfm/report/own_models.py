@@ -1,0 +1,21 @@
+"""Who has which model at the end of a run, by its method: folders of models may be of clients that joined later."""
+
+from __future__ import annotations
+
+from fedfm.config.experiment import Experiment
+from fedfm.errors import FedfmError
+from fedfm.report.read import RunFiles, mapping
+from fedfm.runtime.predictions import personal
+
+
+def own_models(run: RunFiles) -> bool | None:
+    """Whether every client of the run ends with a model of its own; None if the manifest's experiment is unreadable."""
+    try:
+        return personal(Experiment.from_dict(dict(run.experiment), imports=True).method)
+    except (FedfmError, ImportError):
+        return None
+
+
+def joined(run: RunFiles) -> list[str]:
+    """Clients that have got a model after training, by ``fedfm join``."""
+    return list(map(str, mapping(run.manifest.get("newcomers"))))
