@@ -38,10 +38,33 @@ def found(seed, epsilon, factor=1.0, **how):
 
 @pytest.mark.parametrize("epsilon", [0.5, 1.0, 2.0, 4.0, 8.0])
 def test_the_bound_is_below_the_truth_as_often_as_it_says(epsilon):
-    lows = [canaries.epsilon_bound(found(seed, epsilon), DELTA, 0.95) for seed in range(100)]
+    lows = [canaries.epsilon_bound(found(seed, epsilon), D, DELTA, 0.95) for seed in range(100)]
     assert sum(low > epsilon for low in lows) <= 12  # more have a chance of 2e-3 at most
-    assert max(canaries.epsilon_bound(found(s, epsilon), DELTA, 0.999) for s in range(30)) <= epsilon
+    assert max(canaries.epsilon_bound(found(s, epsilon), D, DELTA, 0.999) for s in range(30)) <= epsilon
+    highs = [canaries.epsilon_most(found(seed, epsilon), D, DELTA, 0.95) for seed in range(100)]
+    assert sum(high < epsilon for high in highs) <= 12
     assert epsilon < 2.0 or np.mean(lows) > 0.6 * epsilon  # and it is of use
+
+
+@pytest.mark.parametrize(("clients", "numbers", "epsilon"), [(2, 20, 3.71), (10, 85, 3.71), (400, 85, 8.0)])
+def test_few_numbers_of_noise_do_not_refute_a_true_claim(clients, numbers, epsilon):
+    """Noise of size 1 is measured from so many numbers only: it looks smaller by chance, to all canaries at once."""
+    rng, true = np.random.default_rng(1), gaussian_mu(epsilon)
+    measured = np.sqrt(rng.chisquare(numbers, 2000) / numbers)
+    scores = true / measured[:, None] + rng.standard_normal((2000, clients))
+    refuted = [canaries.epsilon_bound(x, numbers, DELTA, 0.95) > epsilon * (1 + 1e-6) for x in scores[:500]]
+    assert np.mean(refuted) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 500)
+    strictly = [canaries.epsilon_bound(x, numbers, DELTA, 0.9999) > epsilon * (1 + 1e-6) for x in scores]
+    assert sum(strictly) <= 3
+
+
+def gaussian_mu(epsilon):
+    """The mu whose Gaussian mechanism has this epsilon, by bisection."""
+    low, high = 0.0, 20.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if gaussian.epsilon_of(1.0, middle, DELTA) < epsilon else (low, middle)
+    return low
 
 
 BROKEN = {
@@ -57,7 +80,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_mechanism_is_refuted(name):
     for seed in range(5):
-        assert canaries.epsilon_bound(found(seed, 4.0, **BROKEN[name]), DELTA, 0.999) > 4.0
+        assert canaries.epsilon_bound(found(seed, 4.0, **BROKEN[name]), D, DELTA, 0.999) > 4.0
 
 
 def test_counts_alone_are_safe_and_weaker():
@@ -73,7 +96,7 @@ def test_counts_alone_are_safe_and_weaker():
 
 def test_the_bound_is_the_gaussian_closed_form_for_many_canaries():
     scores = np.random.default_rng(0).standard_normal(200_000) + 1.5
-    low = canaries.epsilon_bound(scores, DELTA, 0.95)
+    low = canaries.epsilon_bound(scores, 10**7, DELTA, 0.95)
     assert low == pytest.approx(gaussian.epsilon_of(1.0, 1.5, DELTA), rel=0.01)
 
 
@@ -96,17 +119,27 @@ def run(folder, privacy, clients=30, **method):
 
 @pytest.mark.parametrize(
     ("mean", "verdict", "said"),
-    [(1.0, "holds", "claims 8."), (3.0, "inconclusive", "audit the run again"), (9.0, "leaks", "it does not hold")],
+    [(1.0, "holds", "claims 8."), (3.0, "inconclusive", "one audit in twenty"), (9.0, "leaks", "it does not hold")],
 )
 def test_the_verdict_says_what_the_bounds_say(mean, verdict, said):
     """mu = 1.67 is epsilon 8; six scores of 3.0 refute it at 95 %, and not at the level of a contradiction."""
     scores = np.full(6, mean)
-    found = of_scores(scores, np.random.default_rng(0).standard_normal(1000), 1e-5, 8.0)
-    at_95, strict = (canaries.epsilon_bound(scores, 1e-5, level) for level in (0.95, 0.9999))
+    found = of_scores(scores, np.random.default_rng(0).standard_normal(1000), D, 1e-5, 8.0)
+    at_95, strict = (canaries.epsilon_bound(scores, D, 1e-5, level) for level in (0.95, 0.9999))
     assert found.low == at_95
     assert (at_95 > 8.0, strict > 8.0) == (verdict != "holds", verdict == "leaks")
     assert (found.verdict, found.contradicts) == (verdict, verdict == "leaks")
     assert said in found.says
+    assert found.low <= found.estimate <= found.high
+
+
+def test_an_estimate_above_the_claim_says_why_it_contradicts_nothing():
+    """Ten canaries at 1.2 deviations: epsilon 5.05 for a claim of 3.71, and the low end is far below."""
+    found = of_scores(np.full(10, 1.2), np.random.default_rng(0).standard_normal(1000), 5000, 1e-5, 3.71)
+    assert found.verdict == "holds"
+    assert found.low < 3.71 < found.estimate < found.high
+    assert "is above the claim and contradicts nothing" in found.says
+    assert "low <= bound" in found.to_dict()["rule"]
 
 
 @pytest.mark.parametrize(

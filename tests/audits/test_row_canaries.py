@@ -38,7 +38,7 @@ def drawn(seed, z, q, steps=12, k=300, foretold=False):
     rng = np.random.default_rng(seed)
     taken, guess = rng.random((2, k, steps)) < q
     x = taken / z + rng.standard_normal((k, steps))
-    return Readings(x, 1 / z, taken, taken if foretold else guess)
+    return Readings(x, 1 / z, taken, taken if foretold else guess, 10**6)
 
 
 @pytest.mark.parametrize(("z", "q"), [(1.0, 0.2), (2.0, 1.0)])

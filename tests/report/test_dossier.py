@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 from html import unescape
 
@@ -117,6 +118,60 @@ def test_hostile_names_and_damaged_files_do_no_harm(tmp_path):
     (run / "audit.json").write_text("{")
     (run / "messages.jsonl").write_bytes(b"\xff\n")
     assert "Not whole" in dossier.write(run).read_text()
+
+
+LATER = {
+    "join": lambda run, rows: main(["join", str(run), rows, "--client", "late"]),
+    "predict": lambda run, rows: main(["predict", str(run), rows, "--out", str(run.parent / "out.csv")]),
+    "export": lambda run, rows: main(["export", str(run), "--to", "torch", "--out", str(run.parent / "export")]),
+    "sign": lambda run, rows: main(["sign", str(run), "--key", str(run.parent / "key.pem")]),
+    "audit": lambda run, rows: main(["audit", str(run), "--attack", "head_rows"]),
+    "resume": lambda run, rows: main(["resume", str(run)]),
+    "report": lambda run, rows: main(["report", str(run)]),
+}
+
+
+def facts(run):
+    """What the dossier says in the sections on design and analysis, by name."""
+    page = unescape(dossier.write(run).read_text())
+    part = page.partition('<section id="design">')[2].partition('<section id="attacks">')[0]
+    return dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", part))
+
+
+@pytest.mark.parametrize(("method", "model"), [("fedavg", "one model for all"), ("ditto", "one model for each client")])
+def test_no_later_command_changes_a_fact(tmp_path, method, model):
+    features(tmp_path, n=200)
+    table = experiment(tmp_path)
+    table["method"] = {"name": method, "rounds": 1}
+    execute.run(table, tmp_path / "run")
+    before, rows = facts(tmp_path / "run"), str(tmp_path / "rows.npz")
+    assert before["Result"].startswith(model)
+    for name, command in LATER.items():
+        if method == "ditto" and name in ("predict", "export", "join"):
+            continue  # they want a client's name, or know no start for a newcomer
+        assert command(tmp_path / "run", rows) == 0, name
+        after = facts(tmp_path / "run")
+        joined = after.pop("Joined after training, with a model of its own each", None)
+        assert joined == ("late" if (tmp_path / "run/clients/late").exists() else None)
+        assert after == before, name
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    warned = [text for text in manifest["do_not_share"] if text.startswith("clients/")]
+    assert ["one model per client" in text for text in warned] == [method == "ditto"]
+
+
+def test_a_later_command_writes_the_dossier_again(audited, tmp_path):
+    run = shutil.copytree(audited, tmp_path / "run")
+    (run / "dossier.html").write_text("old")
+    assert main(["audit", str(run), "--attack", "single_holder"]) == 0
+    assert "What do the messages disclose about a class" in (run / "dossier.html").read_text()
+
+
+def test_rules_stand_below_the_table_by_number(audited):
+    page = unescape((audited / "dossier.html").read_text())
+    assert re.search(r"\d: leaks if low > bound or largest low .* > bound; else holds if high <= bound", page)
+    report = unescape((audited / "report.html").read_text())
+    for f in json.loads((audited / "audit.json").read_text())["findings"]:
+        assert f"{f['verdict']}, by its rule: {f['rule']}." in report
 
 
 def test_an_unfinished_run_has_none(tmp_path):

@@ -7,6 +7,7 @@ do not hold is a line to fill in.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ _KINDS = {
     "reconstruction": ("reconstruction", "single_holder", "head_rows"),
 }
 _OTHER = "other"
+_NUMBERS = re.compile(r" \([^()]*: (?:yes|no)\)")  # of a rule of fedfm.audits.finding
 _ORDER = ("leaks", "inconclusive", "holds")
 
 
@@ -184,19 +186,26 @@ def kind_of(name: str) -> str:
 
 def _attacks(run: RunFiles, found: Sequence[Any], unfit: str) -> str:
     ranked = sorted(found, key=lambda f: _ORDER.index(f["verdict"]) if f.get("verdict") in _ORDER else len(_ORDER))
-    rows = [
-        [kind_of(str(f.get("name"))), str(f.get("question")), *cells(f)[:3], str(f.get("rule") or "not in audit.json")]
-        for f in ranked[:_MOST]
-    ]
+    shown = ranked[:_MOST]
+    rows = [[f"{i} {kind_of(str(f.get('name')))}", str(f.get("question")), *cells(f)] for i, f in enumerate(shown, 1)]
     rows += [[kind, "not tried on this run", "", "", "", ""] for kind in _untried(found)]
-    head = ["attack", "question", "verdict", "estimate", "interval", "rule of the verdict"]
-    listing = table(head, rows, "Attacks", words=(1, 2, 4, 5))
+    head = ["attack", "question", "verdict", "estimate", "interval", "bound"]
+    listing = table(head, rows, "Attacks", words=(1, 2, 4)) + note(esc(_rules(shown)))
     more = f"{plural(len(found) - _MOST, 'finding')} more: see report.html. " if len(found) > _MOST else ""
     more += "The run went on after its audit: audit it again. " if outdated(run) else ""
     text = "Leaks: an attacker learns something. An attack that finds nothing proves nothing."
     return (
         listing + note(esc(more + text + (f" {unfit}." if unfit else ""))) + _facts([("Tests outside of fedfm", None)])
     )
+
+
+def _rules(found: Sequence[Any]) -> str:
+    """The rules of numbered findings, without their numbers, which the table has."""
+    by_rule: dict[str, list[str]] = {}
+    for i, f in enumerate(found, 1):
+        if f.get("rule"):
+            by_rule.setdefault(_NUMBERS.sub("", str(f["rule"])), []).append(str(i))
+    return " ".join(f"{', '.join(numbers)}: {rule}." for rule, numbers in by_rule.items())
 
 
 def _untried(found: Sequence[Any]) -> list[str]:
