@@ -4,7 +4,9 @@ import functools
 import hashlib
 import itertools
 import json
+import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 from fedfm.api import execute
 from fedfm.audits import inversion, membership
 from fedfm.audits.audit import audits, choose, perform
-from fedfm.audits.finding import Finding, lines
+from fedfm.audits.finding import Finding, Rule, lines
 from fedfm.audits.inference import inverter
 from fedfm.audits.replay import finished, replay
 from fedfm.cli import main
@@ -23,7 +25,7 @@ from fedfm.report import html
 from fedfm.runtime import client_memory
 from small import features
 
-NAMES = {"name", "question", "estimate", "low", "high", "bound", "verdict"}
+NAMES = {"name", "question", "estimate", "low", "high", "bound", "verdict", "rule"}
 PRIVATE = {"unit": "record", "target_epsilon": 1.0, "delta": 1e-5}
 
 
@@ -319,6 +321,13 @@ def test_every_audit_is_found_by_its_file():
     } | {"repeated_questions"}
 
 
+def test_the_page_lists_every_audit_and_which_have_to_be_named():
+    page = (Path(__file__).parents[2] / "docs/how-to/audit.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \| .* \| (yes|no) \|$", page.partition("## All attacks")[2], re.MULTILINE)
+    listed = {name: by_itself == "yes" for names, by_itself in rows for name in re.findall(r"`(\w+)`", names)}
+    assert listed == {name: audit.by_default for name, audit in audits().items()}
+
+
 def test_the_costly_one_has_to_be_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(inversion, "train", functools.partial(inverter.train, steps=5))
     monkeypatch.setattr(inversion, "TARGETS", 10)
@@ -342,7 +351,8 @@ def test_the_costly_one_has_to_be_named(tmp_path, monkeypatch, capsys):
 
 
 def test_a_finding_as_text_and_as_json():
-    f = Finding("a", "Q?", 0.51234, None, float("nan"), 1.0, "holds", "5 % of it.", True, {"x": np.float32(2)})
+    rule = Rule(("estimate < bound",))
+    f = Finding("a", "Q?", 0.51234, None, float("nan"), 1.0, rule, "5 % of it.", True, {"x": np.float32(2)})
     assert f.to_dict()["high"] is None
     assert json.loads(json.dumps(f.to_dict()))["detail"] == {"x": 2.0}
     text = lines([f])

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from fedfm.audits.audit import Audit
 
 
+LONG = 10.0  # seconds of an attack for which others on the same replay wait
+
+
 @dataclass(frozen=True)
 class Step:
     """Attacks that are done together, because they read the same replay; or a single one.
@@ -34,11 +37,11 @@ class Step:
 
 
 def steps(run: Run, population: Partitioned, chosen: Mapping[str, Audit]) -> list[Step]:
-    """The attacks in order of their cost. One that takes longer than a replay has a replay of its own."""
+    """The attacks in order of their cost. A long one that takes longer than a replay has a replay of its own."""
     each = {name: audit.seconds(run, population) for name, audit in chosen.items()}
     again = replay_seconds(run, population)
     reading = [name for name, audit in chosen.items() if audit.replays]
-    together = [name for name in reading if each[name] <= again]
+    together = [name for name in reading if each[name] <= max(again, LONG)]
     alone = [name for name in chosen if name not in together]
     found = [Step({name: chosen[name]}, each[name] + again * (name in reading), name in reading) for name in alone]
     if together:

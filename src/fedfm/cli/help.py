@@ -95,6 +95,7 @@ notices and the report say what is missing.
   fedfm audit runs/mine --attack inversion --pictures public.npz
   fedfm audit runs/mine --attack extraction            the foundation model of a fedbaf server, from what clients see
   fedfm audit runs/mine --format json | tail -1        the findings as one JSON object
+  fedfm audit runs/mine --time-limit 60                stops after a minute, and names the attacks that are not done
   fedfm audit runs/mine --dossier                      also two pages for a data protection officer, to print
 
 attacks, and the runs that they fit; without --attack every one that fits and takes seconds:
@@ -113,10 +114,12 @@ attacks, and the runs that they fit; without --attack every one that fits and ta
   row_canaries, row_norms     DP-SGD
   repeated_questions   a client asked twice for one thing in one round, by messages.jsonl; every run
 
-A finding is a measurement with an interval and a verdict: "leaks", "holds" or "inconclusive". Exit code 0: the audit
-is done, and refutes no claim of the run. 1: a measurement refutes a claim of the run, e.g. its epsilon. 2: the run
-cannot be audited. The audit replays the run in this process, from its experiment, its data and its private/ keys, and
-writes only audit.json, report.html and the verdicts in manifest.json.
+A finding is a measurement with an interval and a verdict, "leaks", "holds" or "inconclusive", by a rule that is
+printed with its numbers. The cheap attacks are first, and audit.json is written after each, so that Ctrl-C keeps what
+was found. Exit code 0: the audit is done, or its time was up, and it refutes no claim of the run. 1: a measurement
+refutes a claim of the run, e.g. its epsilon, or the time was up before the first finding. 2: the run cannot be audited.
+The audit replays the run in this process, from its experiment, its data and its private/ keys, and writes only
+audit.json, report.html, dossier.html if the run has one, and the verdicts in manifest.json.
 """,
     "report": """examples:
   fedfm report runs/mine                               of an unfinished run: its rounds so far

@@ -28,7 +28,6 @@ from fedfm.core.text import safe_name, to_json
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.runtime import kept_files, logs
-from fedfm.runtime.predictions import personal
 from fedfm.runtime.run_folder import LOCK, MANIFEST, claimed, new_manifest, own_place, read_manifest, refuse_used
 
 # Temporary files that a killed process may leave.
