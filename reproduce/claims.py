@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from rates import EDGE, FORBIDS
+
 from fedfm.api.intervals import interval
 
+Doubts = Mapping[str, str]  # row -> what its rates forbid or leave open, empty where they were chosen at its point
 Accuracies = Mapping[str, Mapping[str, float]]  # row -> seed -> accuracy in percent, or another figure
 HEAD = "| what | bound, points | measured, points | seeds | verdict |\n|---|---|---|---|---|"
+RATES = (
+    "*No verdict*: a rate of one of the rows was not chosen on validation rows at that row's own point, but borrowed "
+    "from another row or point, or set by hand; the difference stands, and decides nothing. *Rate at its grid's edge*: "
+    "the best rate was the last one tried, so that a better one may lie beyond. Rates that are the paper's count as "
+    "chosen."
+)
 
 
-def lines(claims: list[dict[str, Any]], found: Accuracies) -> list[str]:
+def lines(claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts) -> list[str]:
     """The section of a page: each claim with a table of what it says of which rows."""
     out: list[str] = []
     for claim in claims:
         if "columns" in claim:
-            rows = _side_by_side(claim, found)
-        elif rows := [line for check in claim["checks"] if (line := _line(check, found))]:
+            rows = _side_by_side(claim, found, doubts)
+        elif rows := [line for check in claim["checks"] if (line := _line(check, found, doubts))]:
             rows = [HEAD, *rows]
         if rows:
             out += [f"**{claim['claim']}**", "", *rows, ""]
@@ -70,14 +80,37 @@ def verdict(values: list[float], bound: float, *, at_least: bool) -> str:
     return "holds" if gap > 0 else "does not hold"
 
 
-def _side_by_side(claim: Mapping[str, Any], found: Accuracies) -> list[str]:
+def judged(check: Mapping[str, Any], verdict: str, doubts: Doubts) -> str:
+    """The verdict, as far as the rates of the check's rows allow one."""
+    if why := doubt(check, doubts):
+        return f"{verdict}, {EDGE}" if why == EDGE else f"no verdict: {why}"
+    return verdict
+
+
+def doubt(check: Mapping[str, Any], doubts: Doubts) -> str:
+    """Of the rows of a check: what forbids a verdict; or that a rate is at its grid's edge; or nothing."""
+    found = {doubts[row.partition(":")[0]] for row in rows_of(check)}
+    return next((why for why in (*FORBIDS.values(), EDGE) if why in found), "")
+
+
+def tally(claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts) -> list[str]:
+    """One sentence: how many lines have no verdict, and why."""
+    checks = [check for claim in claims for check in claim["checks"] if measured(check, found)]
+    reasons = Counter(why for check in checks if (why := doubt(check, doubts)) and why != EDGE)
+    if not reasons:
+        return [f"All {len(checks)} differences have a verdict."]
+    said = ", ".join(f"{why}: {count}" for why, count in reasons.most_common())
+    return [f"Of {len(checks)} differences {sum(reasons.values())} have no verdict ({said})."]
+
+
+def _side_by_side(claim: Mapping[str, Any], found: Accuracies, doubts: Doubts) -> list[str]:
     """Checks that agree in what they say, bound and seeds in one line; each in its ``column``, figure and verdict."""
     columns: list[str] = claim["columns"]
     by_line: dict[tuple[str, str, str], dict[str, str]] = {}
     for check in claim["checks"]:
         if check["column"] not in columns:
             raise ValueError(f"{claim['claim']}: {check['what']} is of {check['column']!r}, which is none of {columns}")
-        if said := _said(check, found):
+        if said := _said(check, found, doubts):
             what, bound, figure, seeds, decided = said
             by_line.setdefault((what, bound, seeds), {})[check["column"]] = f"{figure} {decided}"
     head = [f"| what | bound, points | {' | '.join(columns)} | seeds |", f"|---|---|{'---|' * len(columns)}---|"]
@@ -88,12 +121,12 @@ def _side_by_side(claim: Mapping[str, Any], found: Accuracies) -> list[str]:
     return head + rows if rows else []
 
 
-def _line(check: Mapping[str, Any], found: Accuracies) -> str:
-    said = _said(check, found)
+def _line(check: Mapping[str, Any], found: Accuracies, doubts: Doubts) -> str:
+    said = _said(check, found, doubts)
     return f"| {' | '.join(said)} |" if said else ""
 
 
-def _said(check: Mapping[str, Any], found: Accuracies) -> tuple[str, str, str, str, str] | None:
+def _said(check: Mapping[str, Any], found: Accuracies, doubts: Doubts) -> tuple[str, str, str, str, str] | None:
     """What, bound, measured, seeds and verdict; None where rows are missing."""
     by_seed = measured(check, found)
     if not by_seed:
@@ -110,5 +143,5 @@ def _said(check: Mapping[str, Any], found: Accuracies) -> tuple[str, str, str, s
         f"at {'least' if at_least else 'most'} {bound:g}",
         figure,
         ", ".join(by_seed),
-        verdict(values, bound, at_least=at_least),
+        judged(check, verdict(values, bound, at_least=at_least), doubts),
     )

@@ -8,12 +8,14 @@ Every row is one TOML file in ``reproduce/<folder>/``, named ``<table>__<row>.to
 once its data lie where it says. ``tables.json`` beside them says what a table asks, its seeds, the rows that get only
 the first of them or are the same at all, which rows have a key chosen by validation rows (``tune``: row -> key ->
 values; ``tuned_as``: row -> the row whose choice it takes; ``tuning``: seed and share of the rows; at each point of a
-grid anew), and the claims; with a ``grid`` (name -> changed keys, as ``fedfm run --set`` takes them) every row is run
-at each of its points, as ``<row>.<point>`` (with fewer seeds where ``seeds_at`` says so; with the choice of another
-point where ``tuned_at`` says so, for all rows or for ``<row>.<point>``; with the choices of another table, at its point
-``tuned_at`` if it has a grid, where ``tuned_in`` names it), and an ``audit`` is made of every run. ``across`` (name ->
-heading -> point of the grid) shows the points of one line side by side, a table a column; with ``keep_states`` the
-states that a frozen model releases of a picture are computed once for all runs of a table. This script makes data and
+grid anew; a grid whose best value is its last is widened), which rates are the paper's (``rates``: row -> ``how`` and
+``of``), and the claims, which give no verdict on a row whose rate is borrowed or set by hand; with a ``grid`` (name ->
+changed keys, as ``fedfm run --set`` takes them) every row is run at each of its points, as ``<row>.<point>`` (with
+fewer seeds where ``seeds_at`` says so; with the choice of another point where ``tuned_at`` says so, for all rows or for
+``<row>.<point>``; with the choices of another table, at its point ``tuned_at`` if it has a grid, where ``tuned_in``
+names it), and an ``audit`` is made of every run. ``across`` (name -> heading -> point of the grid) shows the points of
+one line side by side, a table a column; with ``keep_states`` the states that a frozen model releases of a picture are
+computed once for all runs of a table. This script makes data and
 models from a folder of raw sets (``--data``, by default ``../shared/data`` beside the repository) into
 ``reproduce/.data/``, runs what has not been run yet, and writes ``docs/results/<folder>.md`` with the command of every
 figure. A table that is not run keeps its old rows.
@@ -22,24 +24,22 @@ figure. A table that is not run keeps its old rows.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import os
-import shutil
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import rates
+from claims import RATES, rows_of, tally
 from claims import lines as claim_lines
+from runs import finished
 
-from fedfm.api import execute
 from fedfm.api.intervals import interval
 from fedfm.audits.audit import earlier, perform
 from fedfm.config.experiment import Experiment
-from fedfm.errors import E_NONFINITE, InputError, RunError
 from fedfm.runtime.run_directory import Run
 
 HERE = Path(__file__).resolve().parent
@@ -60,6 +60,7 @@ COLUMNS = {  # key of what is kept -> heading, and how its values over the seeds
     "rounds_to_target": ("rounds to the target", "reached"),
     "tmac": ("TMAC, 10^9", "reached"),
     "gmacs": ("GMAC a client and round", "mean of two digits"),
+    "choice": ("rate", "rate"),
     "seconds": ("s", "mean"),
     "more": ("more", "words"),
 }
@@ -73,57 +74,6 @@ SIDES = {
     "start_loss": 100.0,
 }  # what is kept -> points of a claim
 CURVE = "| row | round | tau_t | a_t / U | relative L2 error | Dist |\n|---|---|---|---|---|---|"
-
-
-def finished(path: Path, out: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The result of one run, made once and kept as long as the experiment is the same."""
-    experiment = Experiment.load(path, dict(changes))
-    if (out / "manifest.json").exists():
-        if earlier_experiment(out) == experiment.to_dict():
-            return execute.resume(out)
-        shutil.rmtree(out)  # it is of an older row of this name
-    print(f"{out.parent.name}/{out.name}", file=sys.stderr, flush=True)
-    return execute.run(experiment, out)
-
-
-def earlier_experiment(out: Path) -> dict[str, Any] | None:
-    """What was run there, with the defaults of keys that came later; None where it is no experiment any more."""
-    try:
-        return Run.open(out).experiment.to_dict()
-    except InputError:
-        return None
-
-
-def tuned(path: Path, folder: Path, tune: Mapping[str, Any], point: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The keys of the least validation loss over a grid, and words for it; test rows decide nothing.
-
-    One seed is searched, without ``val_fraction`` of every client's rows; the rows of the table then train on all.
-    """
-    keys = list(tune["grid"])
-    losses: dict[tuple[Any, ...], float] = {}
-    for values in itertools.product(*tune["grid"].values()):
-        changes = dict(zip(keys, values, strict=True))
-        out = folder / "-".join(f"{v:g}" for v in values)
-        try:
-            searched = {"data.val_fraction": tune["val_fraction"], "run.seed": tune["seed"]}
-            finished(path, out, {**point, **changes, **searched})
-        except RunError as error:
-            if E_NONFINITE not in str(error):
-                raise
-            losses[values] = float("inf")  # it diverged
-            continue
-        loss = [line["val_loss"] for line in Run.open(out).metrics() if line.get("val_loss") is not None][-1]
-        losses[values] = loss if loss == loss else float("inf")
-    best = min(losses, key=lambda values: losses[values])
-    if losses[best] == float("inf"):
-        raise SystemExit(f"{path.name}: diverged at every point of {tune['grid']}")
-    said = []
-    for key, value in zip(keys, best, strict=True):
-        grid = tune["grid"][key]
-        at_edge = len(grid) > 1 and value in (min(grid), max(grid))
-        edge = ", the grid's edge" if at_edge else ""
-        said.append(f"{key.removeprefix('method.')} {value:g} of {', '.join(f'{v:g}' for v in grid)}{edge}")
-    return dict(zip(keys, best, strict=True)), "; ".join(said)
 
 
 def kept(result: Mapping[str, Any], chosen: str, operations: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,9 +163,19 @@ def cell(key: str, found: Sequence[Mapping[str, Any]]) -> str:
         return spread(reached) + few if reached else NEVER
     if how == "first":
         return f"{values[0]:g}"
+    if how == "rate":
+        return rates.Choice(**values[0]).said()
     if how == "words":
-        return "; ".join(values[0])
+        return "; ".join([*values[0], *unfit(found[0].get("choice", {}))])
     return f"{statistics.fmean(values):.{2 if how == 'mean of two digits' else 0}f}"
+
+
+def unfit(found: Mapping[str, Any]) -> list[str]:
+    """Beside the words of a search: where the rate came from, if not from one at this row's point."""
+    choice = rates.Choice(**{"how": "", **found})
+    if choice.how == rates.BORROWED:
+        return [f"rate borrowed from `{choice.of}`"]
+    return [rates.FORBIDS[choice.how]] if choice.how == rates.HAND else []
 
 
 def row(name: str, by_seed: Mapping[str, Mapping[str, Any]], columns: Sequence[str] = DEFAULT) -> str:
@@ -290,16 +250,43 @@ def figures(page: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return out
 
 
+def doubtful(page: Mapping[str, Any]) -> dict[str, str]:
+    """``<table>__<row>`` -> what its rates forbid or leave open; empty where they were chosen at its point."""
+    return {
+        f"{table}__{name}": rates.doubt(part.get("choices", {}).get(name, {}))
+        for table, part in page.items()
+        for name, by_seed in part["rows"].items()
+    }
+
+
+def untuned(page: Mapping[str, Any], claims: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each table and origin of rates: the rows of claims whose rates forbid a verdict."""
+    compared = {name.partition(":")[0] for claim in claims for check in claim["checks"] for name in rows_of(check)}
+    lines: dict[str, list[str]] = {}
+    for table, part in page.items():
+        for name in part["rows"]:
+            why = unfit(part.get("choices", {}).get(name, {}))
+            if why and f"{table}__{name}" in compared:
+                lines.setdefault(f"`{table}`, {why[0]}", []).append(f"`{name}`")
+    return [f"- {where}: {', '.join(names)}" for where, names in lines.items()]
+
+
 def write(folder: Path, about: dict[str, Any], page: dict[str, Any]) -> None:
     """``docs/results/<folder>.md``: the claims with their verdicts; what each table asks, its rows, what was found."""
     out = [f"# {about['title']}", "", about["intro"], ""]
-    if verdicts := claim_lines(about.get("claims", []), figures(page)):
-        out += ["## The claims", "", about["claims_intro"], "", *verdicts]
+    doubts = doubtful(page)
+    if verdicts := claim_lines(about.get("claims", []), figures(page), doubts):
+        said = [RATES, "", *tally(about["claims"], figures(page), doubts), ""]
+        out += ["## The claims", "", about["claims_intro"], "", *said, *verdicts]
         out += [about["claims_found"], ""] if about.get("claims_found") else []
     for table, text in about["tables"].items():
         if table in page:
             columns = text.get("columns", DEFAULT)
-            rows = page[table]["rows"]
+            choices = page[table].get("choices", {})
+            rows = {
+                name: {seed: kept | {"choice": choices.get(name, {"how": ""})} for seed, kept in by_seed.items()}
+                for name, by_seed in page[table]["rows"].items()
+            }
             out += [f"## {text['title']}", "", f"`{page[table]['command']}`", ""]
             if across := text.get("across"):
                 out += beside(rows, across, columns)
@@ -307,6 +294,8 @@ def write(folder: Path, about: dict[str, Any], page: dict[str, Any]) -> None:
                 out += [head(columns), *(row(name, by_seed, columns) for name, by_seed in rows.items()), ""]
             out += curves(rows)
             out += [text["found"], ""] if text.get("found") else []
+    if unfit_rows := untuned(page, about.get("claims", [])):
+        out += ["## Rates that were not chosen at their point", "", about["untuned"], "", *unfit_rows, ""]
     if about.get("not_run"):
         missing = [f"- {text['title']}: `{command(folder, t)}`" for t, text in about["tables"].items() if t not in page]
         out += ["## Not run", "", about["not_run"], "", *missing, *([""] if missing else [])]
@@ -347,23 +336,30 @@ def main() -> None:
             text["choices"] = about["tables"][text["tuned_in"]]
         seeds = [int(s) for s in options.seeds.split(",")] if options.seeds else text.get("seeds", [0])
         found: dict[str, Any] = {}
+        choices: dict[str, Any] = {}
         for path in tables[table]:
             if options.rows is None or path.stem.partition("__")[2] in options.rows:
-                found |= results(path, runs, text, seeds, options.data)
+                rows_here, choices_here = results(path, runs, text, seeds, options.data)
+                found |= rows_here
+                choices |= choices_here
         page = json.loads(store.read_text()) if store.exists() else {}  # another process may have written
         if options.rows is not None:
             found = page.get(table, {}).get("rows", {}) | found
+            choices = page.get(table, {}).get("choices", {}) | choices
         page[table] = {
             "command": command(folder, table) + (f" --seeds {options.seeds}" if options.seeds else ""),
             "rows": found,
+            "choices": choices,
         }
         store.write_text(json.dumps(page, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         write(folder, about, page)
     write(folder, about, page)
 
 
-def results(path: Path, runs: Path, text: Mapping[str, Any], seeds: Sequence[int], data: Path) -> dict[str, Any]:
-    """Name -> seed -> what is kept, of one row at every point of the table's grid."""
+def results(
+    path: Path, runs: Path, text: Mapping[str, Any], seeds: Sequence[int], data: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of one row at every point of the table's grid: name -> seed -> what is kept, and name -> its choice of rates."""
     from sets import Sets, named
     from states import keep
 
@@ -373,33 +369,46 @@ def results(path: Path, runs: Path, text: Mapping[str, Any], seeds: Sequence[int
     for name in named(Experiment.load(path)):
         Sets(data, path.parent).make(name)
     name = path.stem.partition("__")[2]
-    choices = text.get("choices", text)
-    as_whom = (choices.get("tuned_as", {}) | text.get("tuned_as", {})).get(name, name)
     if name in text.get("single", []):
         seeds = seeds[:1]
     out: dict[str, Any] = {}
+    choices: dict[str, Any] = {}
     for point, keys in text.get("grid", {"": {}}).items():
         found: dict[str, Any] = {}
-        changes: dict[str, Any] = {}
-        chosen = ""
-        if searched := choices.get("tune", {}).get(as_whom):
-            whose = path.with_name(f"{text.get('tuned_in', path.stem.partition('__')[0])}__{as_whom}.toml")
-            how = {"val_fraction": 0.1, "seed": 0} | choices.get("tuning", {}) | {"grid": searched}
-            at_whom = text.get("tuned_at", {})
-            at = at_whom.get(f"{name}.{point}", at_whom.get(point, "" if "tuned_in" in text else point))
-            there = choices.get("grid", {"": {}})[at]
-            changes, chosen = tuned(whose, runs / f"{whose.stem}{at and f'.{at}'}-tune", how, there)
+        changes, words, choice = chosen(path, runs, text, point)
         for seed in [s for s in seeds if s in text.get("seeds_at", {}).get(f"{name}.{point}", seeds)]:
             if found and name in text.get("constant", []):  # a convex problem on all rows: a seed changes nothing
                 found[str(seed)] = found[str(seeds[0])]
                 continue
             where = runs / f"{path.stem}{point and f'.{point}'}-seed{seed}"
             result = finished(path, where, changes | keys | {"run.seed": seed})
-            found[str(seed)] = kept(result, chosen, Run.open(where).manifest["ledger"].get("operations", {}))
+            found[str(seed)] = kept(result, words, Run.open(where).manifest["ledger"].get("operations", {}))
             if text.get("audit"):
                 found[str(seed)]["curve"] = audited(where, text["audit"])
         out[f"{name}{point and f'.{point}'}"] = found
-    return out
+        choices[f"{name}{point and f'.{point}'}"] = choice.to_dict()
+    return out, choices
+
+
+def chosen(path: Path, runs: Path, text: Mapping[str, Any], point: str) -> tuple[dict[str, Any], str, rates.Choice]:
+    """The keys that a search gives a row at a point of its table, words for them, and how all its rates came about."""
+    table, _, name = path.stem.partition("__")
+    keys = text.get("grid", {"": {}})[point]
+    row = f"{path.stem}{point and f'.{point}'}"
+    method = Experiment.load(path, keys).to_dict()["method"]
+    declared = None if any(key.endswith("learning_rate") for key in keys) else text.get("rates", {}).get(name)
+    choices = text.get("choices", text)
+    as_whom = (choices.get("tuned_as", {}) | text.get("tuned_as", {})).get(name, name)
+    if not (grid := choices.get("tune", {}).get(as_whom)):
+        return {}, "", rates.choice(method, row, "", {}, declared=declared)
+    whose = path.with_name(f"{text.get('tuned_in', table)}__{as_whom}.toml")
+    at_whom = text.get("tuned_at", {})
+    at = at_whom.get(f"{name}.{point}", at_whom.get(point, "" if "tuned_in" in text else point))
+    of = f"{whose.stem}{at and f'.{at}'}"
+    how = {"val_fraction": 0.1, "seed": 0} | choices.get("tuning", {}) | {"grid": grid}
+    best, edge, words = rates.searched(whose, runs / f"{of}-tune", how, choices.get("grid", {"": {}})[at])
+    fixed = [key for key, values in grid.items() if len(values) == 1]
+    return best, words, rates.choice(method, row, of, best, edge, fixed=fixed, declared=declared)
 
 
 if __name__ == "__main__":

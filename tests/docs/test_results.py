@@ -28,7 +28,7 @@ PAGES = [f.name for f in FOLDERS if f.parent == ROOT / "reproduce"]
 def reproduce(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "reproduce"))
     yield importlib.import_module("run")
-    for name in ("run", "claims", "sets"):
+    for name in ("run", "runs", "rates", "claims", "sets"):
         sys.modules.pop(name, None)
 
 
@@ -51,7 +51,8 @@ def test_differences_are_taken_seed_by_seed(reproduce: ModuleType) -> None:
     assert claims.measured({"left": "a", "right": "b"}, found) == {"0": 1.0, "1": -2.0}
     assert claims.measured({"spread": ["a", "b"]}, found) == {"0": 1.0, "1": 2.0}
     assert claims.measured({"left": "a", "right": "c"}, found) == {}
-    line = claims.lines([{"claim": "c", "checks": [{"what": "w", "left": "a", "right": "b", "at_least": 0}]}], found)
+    check = {"what": "w", "left": "a", "right": "b", "at_least": 0}
+    line = claims.lines([{"claim": "c", "checks": [check]}], found, {"a": "", "b": ""})
     # Mean -0.5, standard deviation 1.5 sqrt(2), half-width 12.706 * 1.5.
     said = f"-0.5 ± {12.706 * 1.5:.1f}"
     assert line[-2] == f"| w | at least 0 | {said} | 0, 1 | open: the mean does not |"
@@ -77,7 +78,8 @@ def test_checks_of_one_line_stand_side_by_side_each_with_its_verdict(reproduce: 
         {**same, "column": "few", "left": "a", "right": "not there"},
     ]
     half = 12.706 * 20  # of 30 and -10: standard deviation 20 sqrt(2)
-    assert claims.lines([{"claim": "c", "columns": ["few", "all"], "checks": checks}], found) == [
+    doubts = dict.fromkeys(found, "")
+    assert claims.lines([{"claim": "c", "columns": ["few", "all"], "checks": checks}], found, doubts) == [
         *("**c**", "", "| what | bound, points | few | all | seeds |", "|---|---|---|---|---|"),
         "| w | at least 0 | -5.0 one seed: its sign does not |  | 0 |",
         f"| w | at least 0 | -10.0 ± {half:.1f} open: the mean does not "
@@ -85,7 +87,7 @@ def test_checks_of_one_line_stand_side_by_side_each_with_its_verdict(reproduce: 
         "",
     ]
     with pytest.raises(ValueError, match="'none'"):
-        claims.lines([{"claim": "c", "columns": ["few"], "checks": [{**checks[0], "column": "none"}]}], found)
+        claims.lines([{"claim": "c", "columns": ["few"], "checks": [{**checks[0], "column": "none"}]}], found, doubts)
 
 
 def test_points_of_a_grid_stand_side_by_side_a_table_a_column(reproduce: ModuleType) -> None:
@@ -141,6 +143,7 @@ def test_each_point_of_a_grid_is_tuned_and_options_take_the_choice_of_another_ro
     for row, weighting in (("r", "size"), ("like", "uniform")):
         (tmp_path / f"t__{row}.toml").write_text(text.replace("rounds = 2", f'rounds = 1\nweighting = "{weighting}"'))
     monkeypatch.setattr(reproduce, "HERE", tmp_path)
+    monkeypatch.setattr(sys.modules["rates"], "STEPS", 0)  # the grid stays as it is
     rates = {"method.local.learning_rate": [1e-6, 0.05]}
     about = {
         "tune": {"r": rates},
@@ -149,8 +152,12 @@ def test_each_point_of_a_grid_is_tuned_and_options_take_the_choice_of_another_ro
         "tuned_at": {"c": "b"},
         "grid": {"a": {}, "b": {"method.rounds": 2}, "c": {"method.rounds": 3}},
     }
+    how = {}
     for row in ("r", "like"):
-        reproduce.results(tmp_path / f"t__{row}.toml", tmp_path / ".runs", about, [0], tmp_path)
+        how |= reproduce.results(tmp_path / f"t__{row}.toml", tmp_path / ".runs", about, [0], tmp_path)[1]
+    borrowed = {"r.c": "t__r.b", "like.a": "t__r.a", "like.b": "t__r.b", "like.c": "t__r.b"}
+    assert {row: choice.get("of") for row, choice in how.items() if choice["how"] == "borrowed"} == borrowed
+    assert [row for row, choice in how.items() if choice["how"] == "tuned"] == ["r.a", "r.b"]
     runs = {path.name for path in (tmp_path / ".runs").iterdir()}
     assert runs == {"t__r.a-tune", "t__r.b-tune"} | {f"t__{r}.{p}-seed0" for r in ("r", "like") for p in "abc"}
     for point, whose, rounds in (("a", "a", 1), ("b", "b", 2), ("c", "b", 2)):
@@ -344,7 +351,8 @@ def test_a_grid_is_run_point_by_point_with_a_model_made_for_it_and_audited(
     assert sets.named(Experiment.load(path)) == ["secret"]
     two = {"data.partition.name": "by_class", "data.partition.classes_per_client": 2}
     text = {"grid": {"iid": {}, "two_classes": two}, "audit": "extraction"}
-    found = reproduce.results(path, tmp_path / ".runs", text, [3], tmp_path / "data")
+    found, choices = reproduce.results(path, tmp_path / ".runs", text, [3], tmp_path / "data")
+    assert choices == {"r.iid": {"how": "by hand"}, "r.two_classes": {"how": "by hand"}}
     assert list(found) == ["r.iid", "r.two_classes"]
     kept = found["r.two_classes"]["3"]
     assert [line["round"] for line in kept["curve"]] == [1, 2]
@@ -361,12 +369,12 @@ def test_the_operations_to_a_target_come_from_the_ledger(
     path = tmp_path / "t__r.toml"
     path.write_text(ROW.replace('name = "fedbaf"', 'name = "fedavg"').replace('foundation = ".data/secret"', ""))
     monkeypatch.setattr(reproduce, "HERE", tmp_path)
-    found = reproduce.results(path, tmp_path / ".runs", {}, [0, 1], tmp_path)
+    found, _ = reproduce.results(path, tmp_path / ".runs", {}, [0, 1], tmp_path)
     assert reproduce.row("r", found["r"], ("rounds_to_target", "tmac")) == "| r |  |  |"  # there is no target
     lines = (tmp_path / ".runs/t__r-seed1/metrics.jsonl").read_text().splitlines()
     accuracy = [line["accuracy"] for line in map(json.loads, lines)]  # before the first round, and after each
     grid = {"best": {"run.target_accuracy": max(accuracy)}, "high": {"run.target_accuracy": 1.0}}
-    found = reproduce.results(path, tmp_path / ".runs", {"grid": grid}, [1], tmp_path)
+    found, _ = reproduce.results(path, tmp_path / ".runs", {"grid": grid}, [1], tmp_path)
     ledger = json.loads((tmp_path / ".runs/t__r.best-seed1/manifest.json").read_text())["ledger"]["operations"]
     rounds = accuracy.index(max(accuracy))
     assert found["r.best"]["1"]["rounds_to_target"] == rounds
@@ -428,6 +436,7 @@ def test_the_page_is_what_the_runs_gave(
     }
     for table, part in page.items():
         assert {f"{table}__{row}" for row in part["rows"]} == {r for r in rows if r.partition("__")[0] == table}
+        assert part["choices"].keys() == part["rows"].keys()
     for claim in about["claims"]:
         for check in claim["checks"]:
             assert {row.partition(":")[0] for row in sys.modules["claims"].rows_of(check)} <= rows
