@@ -15,9 +15,9 @@ Accuracies = Mapping[str, Mapping[str, float]]  # row -> seed -> accuracy in per
 HEAD = "| what | bound, points | measured, points | seeds | verdict |\n|---|---|---|---|---|"
 RATES = (
     "*No verdict*: a rate of one of the rows was not chosen on validation rows at that row's own point, but borrowed "
-    "from another row or point, or set by hand; the difference stands, and decides nothing. *Rate at its grid's edge*: "
-    "the best rate was the last one tried, so that a better one may lie beyond. Rates that are the paper's count as "
-    "chosen."
+    "from another row or point, or set by hand; the difference stands, and decides nothing. *At a grid's edge*: the "
+    "best of the values searched was the last one tried, so that a better one may lie beyond. Rates that are the "
+    "paper's count as chosen."
 )
 
 
@@ -88,7 +88,7 @@ def judged(check: Mapping[str, Any], verdict: str, doubts: Doubts) -> str:
 
 
 def doubt(check: Mapping[str, Any], doubts: Doubts) -> str:
-    """Of the rows of a check: what forbids a verdict; or that a rate is at its grid's edge; or nothing."""
+    """Of the rows of a check: what forbids a verdict; or that a value is at its grid's edge; or nothing."""
     found = {doubts[row.partition(":")[0]] for row in rows_of(check)}
     return next((why for why in (*FORBIDS.values(), EDGE) if why in found), "")
 

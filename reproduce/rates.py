@@ -18,7 +18,7 @@ from fedfm.errors import E_NONFINITE, RunError
 from fedfm.runtime.run_directory import Run
 
 TUNED, BORROWED, PAPER, HAND, NONE = "tuned", "borrowed", "paper", "by hand", "no rate"
-EDGE = "rate at its grid's edge"
+EDGE = "at a grid's edge"
 FORBIDS = {BORROWED: "rate borrowed", HAND: "rate set by hand", "": "rate of unknown origin"}  # the first counts first
 STEPS = 3  # by which a grid is widened at most, on either side
 

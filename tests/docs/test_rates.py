@@ -57,7 +57,7 @@ def test_one_row_without_a_rate_of_its_own_leaves_no_verdict(rates, claims, shap
         doubts["ab"[at]] = rates.doubt(fit[0])
         assert "verdict" not in claims.lines([claim], found, doubts)[-2]
         doubts["ab"[at]] = rates.doubt({"how": "tuned", "keys": {RATE: 0.1}, "edge": [RATE]})
-        assert claims.lines([claim], found, doubts)[-2].endswith(", rate at its grid's edge |")
+        assert claims.lines([claim], found, doubts)[-2].endswith(", at a grid's edge |")
         assert claims.tally([claim], found, doubts) == ["All 1 differences have a verdict."]
 
 
