@@ -301,11 +301,12 @@ LINE = ("page", "claim", "what", "bound", "measured", "seeds")
 def claims() -> dict[str, list[dict[str, str]]]:
     """Page -> its checks with their verdicts."""
     out = {}
-    figures = _reproduce().figures
+    reproduced = _reproduce()
     for path in sorted(REPRODUCE.glob("*/tables.json")):
         about, name = json.loads(path.read_text(encoding="utf-8")), path.parent.name
         if about.get("claims") and name in PAGES:
-            out[name] = verdicts(about["claims"], figures(_kept(name)))
+            page = _kept(name)
+            out[name] = verdicts(about["claims"], reproduced.figures(page), reproduced.doubtful(page))
     return out
 
 

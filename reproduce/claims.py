@@ -34,12 +34,12 @@ def lines(claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts) -> li
     return out
 
 
-def verdicts(claims: list[dict[str, Any]], found: Accuracies) -> list[dict[str, str]]:
+def verdicts(claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts) -> list[dict[str, str]]:
     """``claim``, ``what``, ``bound``, ``measured``, ``seeds`` and ``verdict`` of each check whose rows are there."""
     out = []
     for claim in claims:
         for check in claim["checks"]:
-            if said := _said(check, found):
+            if said := _said(check, found, doubts):
                 what, bound, figure, seeds, decided = said
                 place = f"{check['column']}, {what}" if "column" in check else what
                 told = {"what": place, "bound": bound, "measured": figure, "seeds": seeds, "verdict": decided}

@@ -235,7 +235,11 @@ def report(
         ("MB a picture", megabytes, planned["bytes_per_sample"] / 1e6),
         ("refreshes a block", lines[-1]["refreshes"], planned["wide"] + planned["narrow"]),
         ("refreshed ciphertexts", ledger.ciphertexts, planned["refreshed"]),
-        ("statistical distance while all arguments are within their intervals, log2", float(np.log2(ledger.spent)), float(np.log2(planned["statistical_distance"]))),
+        (
+            "statistical distance while all arguments are within their intervals, log2",
+            float(np.log2(ledger.spent)),
+            float(np.log2(planned["statistical_distance"])),
+        ),
         ("evaluation keys, MB", key_bytes / 1e6, planned["key_bytes"] / 1e6),
         ("owner's process, peak GB", read(a.work / "memory.json", None), None),
         ("arguments outside their intervals", outside, None),

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fedfm.api.studies import interval
+from fedfm.api.intervals import interval
 
 ROOT = Path(__file__).resolve().parents[2]
 BLUE, GREEN, PURPLE = "#0072b2", "#00805e", "#8e44ad"  # protect a row
