@@ -114,7 +114,7 @@ class PrivateSteps:
             ClientFault: E_REFUSED, all steps are spent, or the round was begun from another start, or a later one was.
         """
         t, of = self._client.round, self._known["of"]
-        place = self._known.get("place", self._known.get("spent", 0))  # an earlier release kept the end of the last one
+        place: int = self._known.get("place", 0)
         terms = repr((t, of, self._known["z"], self._known["q"], self._clip, self._n, self._steps))
         self._start = digest(start, terms)
         own = {"round": t, "start": self._start, "steps": self._steps}

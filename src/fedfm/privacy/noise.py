@@ -63,10 +63,10 @@ def digest(*parts: NDArray[Any] | str) -> str:
     """SHA-256 of arrays and texts: type, shape, length and bytes of each, so that different parts never look alike."""
     found = hashlib.sha256()
     for part in parts:
-        text = isinstance(part, str)
-        array = np.frombuffer(part.encode(), np.uint8) if text else np.ascontiguousarray(part)
+        of = "text" if isinstance(part, str) else part.dtype.newbyteorder("<").str
+        array = np.frombuffer(part.encode(), np.uint8) if isinstance(part, str) else np.ascontiguousarray(part)
         little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-        found.update(f"{'text' if text else little.dtype.str}{array.shape}\x1f".encode())
+        found.update(f"{of}{array.shape}\x1f".encode())
         found.update(little.reshape(-1).view(np.uint8).data)
     return found.hexdigest()
 
