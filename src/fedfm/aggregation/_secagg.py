@@ -62,12 +62,11 @@ from fedfm.aggregation._secagg_keys import (
     self_mask,
     witnesses,
 )
-from fedfm.aggregation._secagg_session import AHEAD, Masked, Session, Sum, checked, shaped
+from fedfm.aggregation._secagg_session import AHEAD, Masked, Session, Sum, checked, digest_of, shaped
 from fedfm.aggregation.base import Half, Of, Payload, Transport
 from fedfm.core.client import MAX_WEIGHT, TOLD, Client, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.wire import limits
-from fedfm.core.wire import payload as wire
 from fedfm.errors import E_FIELD, E_NORM, E_SHAPE, ClientFault, RunError
 from fedfm.linalg.params import Layout, Params
 from fedfm.privacy.crypto import keys, masks, shamir
@@ -187,7 +186,7 @@ class SecAgg(Transport):
     def _masked(self, client: Client, head: masks.Words, body: masks.Words) -> Masked:
         member, told = self._member(client), sum_of(client)
         cohort = bytes_of(checked(told.cohort, len(member.names)))
-        seal = member.mask(client, told.number, cohort, _digest(client.shown), (head, body))
+        seal = member.mask(client, told.number, cohort, digest_of(client.shown), (head, body))
         integers = torch.from_numpy(head.view(np.int64)), torch.from_numpy(body.view(f"i{body.itemsize}"))
         return Masked(packed(b"".join(seal)), *integers)
 
@@ -391,15 +390,6 @@ class SecAgg(Transport):
                 other = agreed.names[o]
                 key = pair_mask(seed, agreed.card(o).pair(i), context[o], (name, other))
                 masks.add(vectors, key, negative=other < name)  # the survivor added it if its name comes first
-
-
-def _digest(shown: Any) -> bytes:
-    """SHA-256 of what the server sent to all clients alike."""
-    head, pieces = wire.encode(shown)
-    found = hashlib.sha256(head.encode())
-    for piece in pieces:
-        found.update(piece)
-    return found.digest()
 
 
 def _enough(fed: Federation, got: int, least: int, what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fedfm.aggregation._secagg_keys import DEAD, OUT, Agreed
 from fedfm.core.client import ClientId
+from fedfm.core.wire import payload as wire
 from fedfm.errors import E_SHAPE, ClientFault
 
 AHEAD = 16  # sums for which keys are agreed
@@ -88,3 +90,12 @@ def checked(tensor: Tensor, *shape: int) -> Tensor:
     """Check a payload: bytes of this shape."""
     shaped(*shape)(tensor)
     return tensor
+
+
+def digest_of(shown: Any) -> bytes:
+    """SHA-256 of what the server sent to all clients alike."""
+    head, pieces = wire.encode(shown)
+    found = hashlib.sha256(head.encode())
+    for piece in pieces:
+        found.update(piece)
+    return found.digest()
