@@ -3,8 +3,6 @@ NumPy.
 """
 
 import dataclasses
-import hashlib
-import hmac
 import json
 import math
 
@@ -16,7 +14,6 @@ from safetensors.torch import load_file, save_file
 import fedfm
 from fedfm.audits.replay import finished, replay
 from fedfm.errors import Lost
-from fedfm.runtime.kept_files import read_secret
 from fedfm.runtime.progress import Progress
 from small import experiment
 
@@ -93,8 +90,7 @@ def test_a_round_is_the_rule_of_the_updates_and_then_the_mixture(rule, tmp_path)
     w_pre = vector(
         {n.removeprefix("head."): t for n, t in load_file(tmp_path / "foundation/model.safetensors").items()}
     )
-    key = read_secret(tmp_path / "run/private/server/alpha.secret")
-    first = None
+    first, draws = None, []
     for t, turn in enumerate(turns(tmp_path / "run")):  # the paper's t = 0, 1, 2
         w_t, deltas = vector(turn.before), np.stack([vector(s.value.delta) for s in turn.seen])
         assert len(deltas) == 6
@@ -102,13 +98,16 @@ def test_a_round_is_the_rule_of_the_updates_and_then_the_mixture(rule, tmp_path)
         length = np.linalg.norm(direction(w) - direction(w_t))
         first = length if first is None else first
         tau = min(length, first) / math.sqrt(t + 1) / first  # line 9 over tau_0, under the default cap
-        word = hmac.new(key, f"{t}\x1f".encode(), hashlib.sha256).digest()[:8]
-        a = PSI * tau * (1 + int.from_bytes(word, "little") / 2**64)  # line 10, times tau
+        after = vector(turn.after)
+        a = (after - w) @ (w_pre - after) / ((w_pre - after) @ (w_pre - after))  # its only unknown; one for all entries
+        draws.append(a / (PSI * tau) - 1)  # line 10: uniform in [0, 1)
         expected = (w + a * w_pre) / (1 + a)  # line 11
-        np.testing.assert_allclose(vector(turn.after), expected, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(after, expected, rtol=1e-4, atol=1e-6)
         assert np.linalg.norm(expected - w) > 1e-2 * np.linalg.norm(w)  # it was pulled
         weights = np.array([s.value.weight for s in turn.seen])
         assert np.linalg.norm(w - w_t - weights @ deltas / weights.sum()) > 1e-2 * np.linalg.norm(w - w_t)  # no mean
+    assert all(-1e-3 < u < 1 + 1e-3 for u in draws)
+    assert len({round(u, 4) for u in draws}) == 3
 
 
 def test_attackers_alone_send_something_else(tmp_path):
