@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -165,7 +165,7 @@ def perform_within(
     if not os.access(run.path, os.W_OK):
         raise InputError(f"{run.path} cannot be written, and an audit keeps its findings there; audit a copy")
     chosen = choose(run, names)
-    found, waiting, seconds = list[Finding](), list(chosen), 0.0
+    found, waiting, seconds = dict[str, list[Finding]](), list(chosen), 0.0
     try:
         with until(end):
             notice("reading data and model")
@@ -178,9 +178,9 @@ def perform_within(
         progress.started(len(chosen))
         for step in planned:
             for name, findings in _done(step, run, notice, progress, end, given, options):
-                found += findings
+                found[name] = findings
                 waiting.remove(name)
-                _keep(run, found)
+                _keep(run, _in_order(found, chosen))
             seconds -= step.seconds
     except TimeUpError:
         assert limit is not None  # noqa: S101 - nothing else raises it
@@ -189,11 +189,17 @@ def perform_within(
             raise RunError(f"{path}: no attack ended within {limit:g} s{whole}: give a longer --time-limit") from None
     except KeyboardInterrupt as stopped:
         if found:
-            stopped.args = (f"{len(found)} findings are kept; the rest: {command(path, waiting)}",)
+            kept = f"the findings of {', '.join(found)} are kept"
+            stopped.args = (f"{kept}; the rest: {command(path, waiting)}",)
         raise
     finally:
         progress.finished()
-    return Audited(found, tuple(waiting), seconds if waiting else 0.0)
+    return Audited(_in_order(found, chosen), tuple(waiting), seconds if waiting else 0.0)
+
+
+def _in_order(found: Mapping[str, list[Finding]], chosen: Iterable[str]) -> list[Finding]:
+    """Findings in the order in which the attacks were asked for."""
+    return [f for name in chosen for f in found.get(name, ())]
 
 
 def _done(

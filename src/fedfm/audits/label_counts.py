@@ -169,12 +169,12 @@ class LabelCounts(Audit):
 
 def _finding(replay: Replay, error: Array, guess: Array, present: float, watch: Shares) -> Finding:
     mean, baseline = float(error.mean()), float(guess.mean())
-    low, high = rates.beside(error, guess)
+    low, high = rates.beside(error)
     source = "" if watch.bias else " (of a head without a bias: the change of its weights, and the probabilities)"
     says = (
         f"Each client's first update{source}, and {watch.tried} local passes on the attacker's own rows, give label "
         f"shares that are {mean:.3f} {interval(low, high)} from the true ones (total variation, mean of "
-        f"{plural(len(error), 'client')}; the interval is of the difference from the guess); the guess that a client "
+        f"{plural(len(error), 'client')}); the guess that a client "
         f"is as the test rows errs by {baseline:.3f}. Whether a client has a class is right in {100 * present:.0f} % "
         "of cases."
     )

@@ -122,7 +122,7 @@ def _proportions(
         found.append(task_vector.overlap(shares, counts[c] / n))
         guessed.append(task_vector.overlap(everywhere / everywhere.sum(), counts[c] / n))
     mean, line = float(np.mean(found)), float(np.mean(guessed))
-    low, high = rates.beside(np.array(found), np.array(guessed))
+    low, high = rates.beside(np.array(found))
     says = f"The computed shares of the classes overlap with a client's true ones by {mean:.3f} "
     says += f"{interval(low, high)} (1: equal); the shares over all clients overlap by {line:.3f}. The attacker knows "
     says += f"the client's number of rows and has {rows} rows of its own."
