@@ -39,10 +39,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from fedfm import report
     from fedfm.api.execute import load_run, resume, run
     from fedfm.api.federate import federate
-    from fedfm.api.finished import audit, compare
+    from fedfm.api.finished import audit, compare, report
     from fedfm.api.join import join
     from fedfm.api.predict import export, predict
     from fedfm.config.experiment import Experiment
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "api.execute": ("load_run", "resume", "run"),
     "api.federate": ("federate",),
-    "api.finished": ("audit", "compare"),
+    "api.finished": ("audit", "compare", "report"),
     "api.join": ("join",),
     "api.predict": ("export", "predict"),
     "config.experiment": ("Experiment",),
@@ -80,10 +79,6 @@ def __getattr__(name: str) -> Any:
             from importlib import import_module
 
             return getattr(import_module(f"fedfm.{module}"), name)
-    if name == "report":
-        from importlib import import_module
-
-        return import_module("fedfm.report")
     raise AttributeError(f"module 'fedfm' has no attribute {name!r}")
 
 

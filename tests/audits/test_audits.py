@@ -21,7 +21,7 @@ from fedfm.audits.replay import finished, replay
 from fedfm.cli import main
 from fedfm.errors import InputError, RunError
 from fedfm.methods.fedpft.encoding import unpack
-from fedfm.report import html
+from fedfm.reports import html
 from fedfm.runtime import client_memory
 from small import features
 

@@ -22,7 +22,7 @@ from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedbaf import fedbaf
 from fedfm.methods.fedbaf.fedbaf import FedBaF
-from fedfm.report import html
+from fedfm.reports import html
 
 VISION = {
     "hidden_size": 16,

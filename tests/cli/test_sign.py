@@ -17,7 +17,7 @@ from fedfm.api import execute
 from fedfm.cli import main
 from fedfm.config.toml import to_toml
 from fedfm.errors import InputError
-from fedfm.report import html
+from fedfm.reports import html
 from fedfm.runtime.signature import sign, verify
 from small import experiment
 

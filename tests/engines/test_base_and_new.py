@@ -10,8 +10,8 @@ import fedfm
 from fedfm.api.predict import predict
 from fedfm.errors import InputError
 from fedfm.models.metrics import base_and_new
-from fedfm.report import compare
-from fedfm.report.html import write as write_report
+from fedfm.reports import compare
+from fedfm.reports.html import write as write_report
 from tiny_clip import pictures, save
 
 LOCAL = {"name": "adam", "learning_rate": 0.02, "batch_size": 16}

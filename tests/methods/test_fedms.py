@@ -22,7 +22,7 @@ from fedfm.methods.fedms.gate import Gate, initial
 from fedfm.methods.fedms.mixture import TRUNK, differing, mixed
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
 from fedfm.models.dual_encoder import image_trunk
-from fedfm.report.html import write
+from fedfm.reports.html import write
 from fedfm.runtime.population import populate
 from fedfm.runtime.progress import Progress
 from fedfm.training import SGD, AdamW

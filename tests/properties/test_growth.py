@@ -37,7 +37,7 @@ from fedfm.engines.folder.letters import _header
 from fedfm.errors import E_FORMAT, E_TIMEOUT, ClientFault, FedfmError, close
 from fedfm.linalg.params import Params
 from fedfm.models.spec import ModelSpec
-from fedfm.report import compare, dossier, html, text
+from fedfm.reports import compare, dossier, html, text
 from fedfm.runtime import logs, signature, silo_ledger
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.silo_file import Silo

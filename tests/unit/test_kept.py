@@ -18,7 +18,7 @@ from fedfm.core.wire import codec, payload
 from fedfm.engines.flower import client_stub
 from fedfm.engines.flower.site import of_folder
 from fedfm.errors import Lost, RunError
-from fedfm.report import html, read
+from fedfm.reports import html, read
 from fedfm.runtime import kept_files
 from fedfm.runtime.client_memory import DiskMemory, secret
 from fedfm.runtime.progress import Progress

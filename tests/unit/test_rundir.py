@@ -17,7 +17,7 @@ from fedfm.core.text import safe_name
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
-from fedfm.report import html
+from fedfm.reports import html
 from fedfm.runtime.client_memory import DiskMemory
 from fedfm.runtime.population import record_error
 from fedfm.runtime.progress import Progress

@@ -7,7 +7,7 @@ import pytest
 
 from fedfm.api import execute
 from fedfm.cli import main
-from fedfm.report import html
+from fedfm.reports import html
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.seen import seen
 from small import experiment, features

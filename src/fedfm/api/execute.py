@@ -145,7 +145,7 @@ def drive(
         raise storage.not_written(place, error) from error
     finally:
         progress.finished()
-    from fedfm.report import dossier
+    from fedfm.reports import dossier
 
     try:
         dossier.renew(run.path)

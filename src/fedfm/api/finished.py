@@ -1,4 +1,4 @@
-"""What is done with finished runs: audit and compare them."""
+"""What is done with finished runs: audit, compare and report them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def audit(
     """
     from fedfm.audits.audit import perform_within
     from fedfm.audits.steps import command
-    from fedfm.report import dossier
+    from fedfm.reports import dossier
 
     named = [attacks] if isinstance(attacks, str) else attacks
     notice = (progress or Bar()).notice
@@ -56,10 +56,24 @@ def compare(*runs: str | Path | Sequence[str | Path], out: str | Path | None = N
     Raises:
         InputError: no run is given, a file is missing or invalid, or ``out`` cannot be written.
     """
-    from fedfm.report import compare as pages
+    from fedfm.reports import compare as pages
 
     given = ([run] if isinstance(run, str | Path) else run for run in runs)
     paths = [Path(run) for several in given for run in several]
     if out is not None:
         pages.write(paths, Path(out))
     return pages.table(paths)
+
+
+def report(run: str | Path) -> Path:
+    """Write the ``report.html`` of a run; returns its path.
+
+    Args:
+        run: its directory; the run may be unfinished.
+
+    Raises:
+        InputError: there is no run.
+    """
+    from fedfm.reports import html
+
+    return html.write(Path(run))

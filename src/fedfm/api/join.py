@@ -21,7 +21,7 @@ from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
 from fedfm.models.export import save_adapter
 from fedfm.models.model import Model
-from fedfm.report import dossier
+from fedfm.reports import dossier
 from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
 from fedfm.runtime.disclosure import JOINED

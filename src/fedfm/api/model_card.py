@@ -10,12 +10,12 @@ from fedfm.core.text import visible
 from fedfm.models.export import Target
 from fedfm.models.model import Model
 from fedfm.models.names import BUILT_IN
-from fedfm.report.account import claimed
-from fedfm.report.html import data_of
-from fedfm.report.own_models import joined
-from fedfm.report.plain_words import reading
-from fedfm.report.read import RunFiles, mapping, numeric, read
-from fedfm.report.text import NBSP, number
+from fedfm.reports.account import claimed
+from fedfm.reports.html import data_of
+from fedfm.reports.own_models import joined
+from fedfm.reports.plain_words import reading
+from fedfm.reports.read import RunFiles, mapping, numeric, read
+from fedfm.reports.text import NBSP, number
 from fedfm.version import __version__
 
 _PIPELINES = {"image": "image-classification", "text": "text-classification"}

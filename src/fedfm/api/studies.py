@@ -106,7 +106,7 @@ def with_baselines(experiment: Experiment, out: Path | None, progress: Progress)
         InputError: the method has no baselines.
     """
     from fedfm.config.registry import name_of
-    from fedfm.report import html
+    from fedfm.reports import html
 
     method = experiment.method
     baselines = method.baselines() if isinstance(method, Compared) else {}
@@ -126,7 +126,7 @@ def with_baselines(experiment: Experiment, out: Path | None, progress: Progress)
 
 def baselines_text(result: dict[str, Any]) -> str:
     """Table of the run and its baselines."""
-    from fedfm.report import compare
+    from fedfm.reports import compare
 
     runs = [Path(r["run"]) for r in (result, *result["yardsticks"].values())]
     return f"{compare.table(runs).rstrip()}\nreport: {runs[0] / 'report.html'}"
@@ -187,7 +187,7 @@ DEMO: dict[str, Any] = {
 
 def demo(out: Path | None, seed: int, progress: Progress) -> dict[str, Any]:
     """LoRA of nano-vit over ten clients with skewed digits, and its baselines."""
-    from fedfm.report import html
+    from fedfm.reports import html
 
     out = out or own_place("demo")
     runs: dict[str, dict[str, Any]] = {
@@ -210,7 +210,7 @@ def demo(out: Path | None, seed: int, progress: Progress) -> dict[str, Any]:
 
 def demo_text(result: dict[str, Any]) -> str:
     """The demo's table."""
-    from fedfm.report import compare
+    from fedfm.reports import compare
 
     table = compare.table([Path(r["run"]) for r in result["rows"].values()])
     return f"{table.rstrip()}\n\nreport: {result['report']}   ({result['seconds']} s)"

@@ -101,7 +101,7 @@ def check(args: Any) -> int:
 
 def _expected(forecast: Forecast | None, trainable: int, rounds: int) -> list[str]:
     """The forecast in lines."""
-    from fedfm.report.text import NBSP, duration, plural, size
+    from fedfm.reports.text import NBSP, duration, plural, size
 
     if forecast is None:
         return [f"{trainable:,} trainable numbers; the silos have the rows"]

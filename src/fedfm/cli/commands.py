@@ -140,14 +140,14 @@ def say(args: Any, result: dict[str, Any], text: str) -> int:
 
 
 def _summary(result: dict[str, Any]) -> str:
-    from fedfm.report import compare
+    from fedfm.reports import compare
 
     return f"{compare.table([Path(result['run'])]).rstrip()}\nreport: {Path(result['run']) / 'report.html'}"
 
 
 def _incomplete(path: Path) -> list[str]:
     """Print and return which of the run's records are missing or lost."""
-    from fedfm.report.read import read
+    from fedfm.reports.read import read
 
     missing = list(read(path).missing)
     for text in missing:
@@ -161,7 +161,7 @@ def audit(args: Any) -> int:
     from fedfm.audits.finding import lines
     from fedfm.audits.replay import finished
     from fedfm.audits.steps import command
-    from fedfm.report import dossier
+    from fedfm.reports import dossier
     from fedfm.runtime.progress_bar import Attacks
     from fedfm.runtime.run_directory import Run
 
@@ -202,7 +202,7 @@ def audit(args: Any) -> int:
 
 def report(args: Any) -> int:
     """``fedfm report``."""
-    from fedfm.report import client_weights, compare, dossier
+    from fedfm.reports import client_weights, compare, dossier
 
     path = dossier.renew(args.run)
     _incomplete(args.run)
@@ -233,8 +233,8 @@ def verify(args: Any) -> int:
 
 def compare(args: Any) -> int:
     """``fedfm compare``."""
-    from fedfm.report import compare
-    from fedfm.report.read import read
+    from fedfm.reports import compare
+    from fedfm.reports.read import read
 
     tell(compare.table(args.run).rstrip())
     for notice in compare.other_data([read(path, messages=False) for path in args.run]):

@@ -7,9 +7,9 @@ import pytest
 from runs import make
 
 import fedfm
-from fedfm.report import compare, read
-from fedfm.report.basis import GLOBAL, HEADLINE, LOCAL, basis, unlike_settings
-from fedfm.report.text import percent
+from fedfm.reports import compare, read
+from fedfm.reports.basis import GLOBAL, HEADLINE, LOCAL, basis, unlike_settings
+from fedfm.reports.text import percent
 
 
 def tables(**method):

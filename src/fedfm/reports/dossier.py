@@ -14,14 +14,14 @@ from typing import Any
 
 from fedfm.audits.finding import cells
 from fedfm.errors import InputError
-from fedfm.report import html
-from fedfm.report.account import claimed, smallest_sum
-from fedfm.report.audit import findings, outdated
-from fedfm.report.own_models import joined, own_models
-from fedfm.report.page import note, page, save, table
-from fedfm.report.plain_words import reading
-from fedfm.report.read import RunFiles, mapping, numeric, read, sequence
-from fedfm.report.text import count, esc, plural, size
+from fedfm.reports import html
+from fedfm.reports.account import claimed, smallest_sum
+from fedfm.reports.audit import findings, outdated
+from fedfm.reports.own_models import joined, own_models
+from fedfm.reports.page import note, page, save, table
+from fedfm.reports.plain_words import reading
+from fedfm.reports.read import RunFiles, mapping, numeric, read, sequence
+from fedfm.reports.text import count, esc, plural, size
 
 Fact = tuple[str, str | None]  # what it is, and a text, or None for a line to fill in
 

@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from fedfm.report.page import details, figure, legend, note, swatches, table
-from fedfm.report.read import Round, RunFiles, mapping, numeric, sequence, whole
-from fedfm.report.svg import COLOURS, ChartBar, Format, Series, bars, heat, lines
-from fedfm.report.text import count, duration, esc, finite, number, numbers, percent, plural
+from fedfm.reports.page import details, figure, legend, note, swatches, table
+from fedfm.reports.read import Round, RunFiles, mapping, numeric, sequence, whole
+from fedfm.reports.svg import COLOURS, ChartBar, Format, Series, bars, heat, lines
+from fedfm.reports.text import count, duration, esc, finite, number, numbers, percent, plural
 
 T = TypeVar("T")
 MOST_BARS = 40  # clients with a bar of their own; more are averaged in groups of neighbours

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fedfm.report.page import note, table
-from fedfm.report.read import RunFiles, mapping, numeric
-from fedfm.report.text import esc, percent
+from fedfm.reports.page import note, table
+from fedfm.reports.read import RunFiles, mapping, numeric
+from fedfm.reports.text import esc, percent
 
 
 def section(run: RunFiles) -> str:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fedfm.report.text import NBSP, esc, finite, numbers, shorten, width_of
+from fedfm.reports.text import NBSP, esc, finite, numbers, shorten, width_of
 
 Point = tuple[float, float | None]
 Format = Callable[[float | None], str]

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from fedfm.core.text import visible
-from fedfm.report.page import details, figure, grid, legend, note, table
-from fedfm.report.read import RunFiles
-from fedfm.report.svg import COLOURS, Series, lines, matrix
-from fedfm.report.text import count, esc, numbers, percent, plural, shorten
+from fedfm.reports.page import details, figure, grid, legend, note, table
+from fedfm.reports.read import RunFiles
+from fedfm.reports.svg import COLOURS, Series, lines, matrix
+from fedfm.reports.text import count, esc, numbers, percent, plural, shorten
 
 FILE = "weights.npz"
 MOST_CLIENTS = 60  # rows of a map; more are grouped

@@ -6,8 +6,8 @@ import math
 import re
 from pathlib import Path
 
-from fedfm.report.read import RunFiles, mapping, numeric
-from fedfm.report.text import number
+from fedfm.reports.read import RunFiles, mapping, numeric
+from fedfm.reports.text import number
 from fedfm.runtime.disclosure import guarantee
 
 _NAME = r"(?:[\w-]+/(?:[\w.-]+)?|[\w-]+\.(?:jsonl|json|npz|html))"

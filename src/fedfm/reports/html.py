@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedfm.report import account, audit, classes, client_weights, compare, fedms, fedpft, newcomers, sections
-from fedfm.report.page import aside, page, save
-from fedfm.report.read import RunFiles, mapping, numeric, read, sequence
-from fedfm.report.text import NONE, count, duration, esc, number, numbers, percent, plural, size
+from fedfm.reports import account, audit, classes, client_weights, compare, fedms, fedpft, newcomers, sections
+from fedfm.reports.page import aside, page, save
+from fedfm.reports.read import RunFiles, mapping, numeric, read, sequence
+from fedfm.reports.text import NONE, count, duration, esc, number, numbers, percent, plural, size
 
 
 def write(run_dir: Path, baselines: Sequence[Path] = ()) -> Path:

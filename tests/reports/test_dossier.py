@@ -7,6 +7,9 @@ import subprocess
 from html import unescape
 
 import pytest
+from report import runs
+from report.test_browser import BROWSER
+from report.test_report import parsed
 
 from fedfm.api import execute
 from fedfm.audits.audit import audits
@@ -16,10 +19,7 @@ from fedfm.audits.row_coins import RowCoins
 from fedfm.audits.update_membership import UpdateMembership
 from fedfm.cli import main
 from fedfm.errors import InputError
-from fedfm.report import dossier, html
-from report import runs
-from report.test_browser import BROWSER
-from report.test_report import parsed
+from fedfm.reports import dossier, html
 from small import experiment, features
 
 BLANKS = 21  # lines that no run can know

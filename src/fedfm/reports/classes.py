@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fedfm.report.page import details, figure, note, table
-from fedfm.report.read import RunFiles, mapping, numeric, sequence
-from fedfm.report.svg import heat
-from fedfm.report.text import count, esc, percent
+from fedfm.reports.page import details, figure, note, table
+from fedfm.reports.read import RunFiles, mapping, numeric, sequence
+from fedfm.reports.svg import heat
+from fedfm.reports.text import count, esc, percent
 
 _MOST = 40  # classes in the drawing
 _KEPT = 1000  # classes whose counts a result has

@@ -8,15 +8,15 @@ from html import unescape
 
 import numpy as np
 import pytest
+from report import runs
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
 import fedfm
 import small
-from fedfm.report import html, read
-from fedfm.report.plain_words import present, reading
+from fedfm.reports import html, read
+from fedfm.reports.plain_words import present, reading
 from fedfm.runtime.disclosure import do_not_share
 from fedfm.runtime.progress import Progress
-from report import runs
 
 
 def words(path):

@@ -5,8 +5,8 @@ import re
 import pytest
 
 import fedfm
-from fedfm.report import compare, html
-from fedfm.report.frontier import frontier, short
+from fedfm.reports import compare, html
+from fedfm.reports.frontier import frontier, short
 from small import experiment
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fedfm.report.read import RunFiles
-from fedfm.report.text import finite
+from fedfm.reports.read import RunFiles
+from fedfm.reports.text import finite
 
 GLOBAL, LOCAL, HEADLINE = "global_accuracy", "local_accuracy", "accuracy"
 ROWS = {

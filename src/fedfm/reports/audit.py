@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedfm.audits.finding import cells
-from fedfm.report.page import aside, details, figure, note, table
-from fedfm.report.read import RunFiles, mapping, numeric, sequence
-from fedfm.report.svg import ChartBar, bars
-from fedfm.report.text import esc, number, plural
+from fedfm.reports.page import aside, details, figure, note, table
+from fedfm.reports.read import RunFiles, mapping, numeric, sequence
+from fedfm.reports.svg import ChartBar, bars
+from fedfm.reports.text import esc, number, plural
 
 FILE = "audit.json"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from fedfm.core.messages import ROUND
 from fedfm.errors import InputError
-from fedfm.report.text import finite, numbers
+from fedfm.reports.text import finite, numbers
 from fedfm.runtime import logs
 from fedfm.runtime.runs_below import no_run
 from fedfm.runtime.seen import Sight, seen

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from fedfm.core import storage
 from fedfm.errors import InputError, RunError
-from fedfm.report.svg import Series
-from fedfm.report.text import count, esc, shorten, width_of
+from fedfm.reports.svg import Series
+from fedfm.reports.text import count, esc, shorten, width_of
 
 WIDE, NARROW = 892, 358  # width of a drawing in pixels, on screens of 1280 and of 390
 MOST_ROWS = 2000  # of a table; the run's own files have the rest
@@ -20,7 +20,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-
 
 def page(title: str, head: str, sections: Sequence[tuple[str, str, str]], foot: str, kind: str = "report") -> str:
     """One self-contained document of (id, heading, HTML) sections; ``kind`` chooses among the style sheet's rules."""
-    style = files("fedfm.report").joinpath("style.css").read_text(encoding="utf-8")
+    style = files("fedfm.reports").joinpath("style.css").read_text(encoding="utf-8")
     links = "".join(f'<a href="#{i}">{esc(name)}</a>' for i, name, _ in sections)
     body = "".join(f'<section id="{i}"><h2>{esc(name)}</h2>{html}</section>\n' for i, name, html in sections)
     return (

@@ -6,11 +6,11 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from fedfm.report.basis import basis
-from fedfm.report.page import figure, note
-from fedfm.report.read import RunFiles
-from fedfm.report.svg import COLOURS, Scale, domain, frame, ticks
-from fedfm.report.text import esc, finite, percent, shorten, size
+from fedfm.reports.basis import basis
+from fedfm.reports.page import figure, note
+from fedfm.reports.read import RunFiles
+from fedfm.reports.svg import COLOURS, Scale, domain, frame, ticks
+from fedfm.reports.text import esc, finite, percent, shorten, size
 
 Spot = tuple[str, float, float]  # name, bytes, accuracy
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fedfm.report.page import figure, note, table
-from fedfm.report.read import RunFiles
-from fedfm.report.svg import Series, lines
-from fedfm.report.text import count, duration, number
+from fedfm.reports.page import figure, note, table
+from fedfm.reports.read import RunFiles
+from fedfm.reports.svg import Series, lines
+from fedfm.reports.text import count, duration, number
 
 _HEAD = ["round", "parameters trained, all clients", "mean per client", "mean active layers", "rows that decide"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedfm.config.experiment import Experiment
 from fedfm.errors import FedfmError
-from fedfm.report.read import RunFiles, mapping
+from fedfm.reports.read import RunFiles, mapping
 from fedfm.runtime.predictions import personal
 
 

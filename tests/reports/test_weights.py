@@ -5,12 +5,12 @@ import re
 
 import numpy as np
 import pytest
+from report import runs
 
 from fedfm.api import execute
 from fedfm.cli import main
-from fedfm.report import compare, html
-from fedfm.report.client_weights import Weights, grouped, load, seriation, words
-from report import runs
+from fedfm.reports import compare, html
+from fedfm.reports.client_weights import Weights, grouped, load, seriation, words
 from small import experiment
 
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedfm.core.text import finite, to_json
-from fedfm.report import client_weights
-from fedfm.report.page import aside, code, details, note, table
-from fedfm.report.plain_words import present, reading
-from fedfm.report.read import RunFiles, mapping, numeric, sequence
-from fedfm.report.text import count, esc, number, plural, size, toml
+from fedfm.reports import client_weights
+from fedfm.reports.page import aside, code, details, note, table
+from fedfm.reports.plain_words import present, reading
+from fedfm.reports.read import RunFiles, mapping, numeric, sequence
+from fedfm.reports.text import count, esc, number, plural, size, toml
 from fedfm.runtime.disclosure import guarantee
 from fedfm.runtime.seen import MEAN, SERVER, Traffic
 

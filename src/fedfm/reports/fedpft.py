@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedfm.report.page import aside, details, figure, note, table
-from fedfm.report.read import RunFiles, mapping, numeric, sequence
-from fedfm.report.svg import Series, lines
-from fedfm.report.text import count, number, percent, plural, size
+from fedfm.reports.page import aside, details, figure, note, table
+from fedfm.reports.read import RunFiles, mapping, numeric, sequence
+from fedfm.reports.svg import Series, lines
+from fedfm.reports.text import count, number, percent, plural, size
 
 
 def section(run: RunFiles) -> str:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fedfm.errors import InputError
-from fedfm.report import frontier
-from fedfm.report.basis import GLOBAL, HEADLINE, LOCAL, ROWS, basis, meaning, unlike_settings
-from fedfm.report.page import aside, figure, legend, note, page, save
-from fedfm.report.page import table as html_table
-from fedfm.report.read import BASE_AND_NEW, RunFiles, mapping, read
-from fedfm.report.svg import COLOURS, ChartBar, Format, Series, bars, lines
-from fedfm.report.text import NBSP, NONE, duration, esc, finite, number, percent, plural, shorten, size, width_of
+from fedfm.reports import frontier
+from fedfm.reports.basis import GLOBAL, HEADLINE, LOCAL, ROWS, basis, meaning, unlike_settings
+from fedfm.reports.page import aside, figure, legend, note, page, save
+from fedfm.reports.page import table as html_table
+from fedfm.reports.read import BASE_AND_NEW, RunFiles, mapping, read
+from fedfm.reports.svg import COLOURS, ChartBar, Format, Series, bars, lines
+from fedfm.reports.text import NBSP, NONE, duration, esc, finite, number, percent, plural, shorten, size, width_of
 
 _PLAIN = ("perplexity", "local loss")  # metrics that are not fractions
 

@@ -1,0 +1,1 @@
+"""HTML and tables, from the files of a run directory alone."""
