@@ -11,7 +11,7 @@ import torch
 from fedfm.api import execute
 from fedfm.audits import extraction
 from fedfm.audits.audit import perform
-from fedfm.audits.extraction import Clipped, recover, turned, verdict
+from fedfm.audits.extraction import Clipped, disclosed, recover, turned
 from fedfm.audits.fedbaf_coalition import Pull, Rounds, kept
 from fedfm.audits.inference.extraction import relative_error
 from fedfm.audits.replay import finished, replay
@@ -398,7 +398,7 @@ class _Bound:
     ],
 )
 def test_verdicts(error, cosine, says):
-    assert verdict(error, cosine) == says
+    assert disclosed(cosine).verdict({"estimate": error, "bound": 0.1}) == says
 
 
 def test_errors_of_a_target_go_through_the_model(folder, default):
