@@ -154,6 +154,12 @@ def test_no_later_command_changes_a_fact(tmp_path, method, model):
         joined = after.pop("Joined after training, with a model of its own each", None)
         assert joined == ("late" if (tmp_path / "run/clients/late").exists() else None)
         assert after == before, name
+    if method == "fedavg":
+        out = tmp_path / "late"
+        assert main(["export", str(tmp_path / "run"), "--client", "late", "--to", "torch", "--out", str(out)]) == 0
+        card = (out / "README.md").read_text()
+        assert "fitted to rows of late after training, and nothing is claimed of these" in card
+        assert "accuracy of this client's model on its own test rows" in card
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     warned = [text for text in manifest["do_not_share"] if text.startswith("clients/")]
     assert ["one model per client" in text for text in warned] == [method == "ditto"]
