@@ -92,12 +92,14 @@ def searched(
 
 
 def _loss(path: Path, out: Path, tune: Mapping[str, Any], changes: Mapping[str, Any]) -> float:
-    """The last validation loss of one run; infinite where it diverged."""
+    """The last validation loss of one run; infinite where it diverged, be it at one client that was left out."""
     try:
-        finished(path, out, {**changes, "data.val_fraction": tune["val_fraction"], "run.seed": tune["seed"]})
+        result = finished(path, out, {**changes, "data.val_fraction": tune["val_fraction"], "run.seed": tune["seed"]})
     except RunError as error:
         if E_NONFINITE not in str(error):
             raise
+        return float("inf")
+    if any(left["code"] == E_NONFINITE for left in result["excluded"]):
         return float("inf")
     loss: float = [line["val_loss"] for line in Run.open(out).metrics() if line.get("val_loss") is not None][-1]
     return loss if loss == loss else float("inf")
