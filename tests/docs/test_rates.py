@@ -110,27 +110,10 @@ def test_a_grid_that_diverges_everywhere_is_widened_downwards(
         rates.searched(*search)
 
 
-def test_a_run_that_diverged_at_one_client_is_not_chosen(
-    rates: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    row = (
-        '[data]\nname = "digits"\nlimit = 40\npartition = { clients = 2 }\n'
-        '[model]\nname = "preact-resnet-small"\nweights = "random"\n'
-        'options = { widths = [4], blocks = [1], image_size = 8 }\nadaptation = { name = "full" }\n'
-        '[method]\nname = "fedavg"\nrounds = 1\n[run]\nworkers = 1\n'
-    )
-    (tmp_path / "t__r.toml").write_text(row)
-    tune = {"val_fraction": 0.5, "seed": 0}
-
-    def loss(rate: float) -> float:
-        found: float = rates._loss(tmp_path / "t__r.toml", tmp_path / f"{rate}", tune, {RATE: rate})
-        return found
-
-    assert loss(0.01) < math.inf
-    finished = rates.finished
+def test_a_run_that_diverged_at_one_client_is_not_chosen(rates: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     left = {"round": 1, "client": "client-0", "code": "E_NONFINITE", "reason": "reply.delta: head has NaN"}
-    monkeypatch.setattr(rates, "finished", lambda *asked: {**finished(*asked), "excluded": [left]})
-    assert loss(0.01) == math.inf
+    monkeypatch.setattr(rates, "finished", lambda *asked: {"excluded": [left]})
+    assert rates._loss(Path("t__r.toml"), Path("x"), {"val_fraction": 0.5, "seed": 0}, {RATE: 0.01}) == math.inf
 
 
 def test_grids_go_on_in_their_steps(rates: ModuleType) -> None:
