@@ -1,23 +1,29 @@
 """A hostile server's tries against one silo: nothing of its rows, files or code is reached, and the silo goes on.
 
 The tries are those of ``tests/engines/test_hostile_tries.py``, family by family, and more of their random ones. An
-idea is one entry of the lists there: a way to name code, a head that is none, a body of a wrong type, a name of a run
-that is a path, a change in the middle of a run, a message of secure aggregation that no server sends.
+idea is one entry of the lists there: a way to name code, a head that is none, an experiment that is a bomb or that
+changes in the middle of a run, a handler or a kind of message, a name of a run that is a path. Each test of
+:data:`SCRIPTS` is an idea more: questions whose answers or refusals would tell of rows, servers that cheat in a sum.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import test_hostile_tries as tries
-from gate import Gate, Outcome, scaled
+from gate import ROOT, Gate, Outcome, scaled
 
 from fedfm.core.wire import flower_records, payload
 
 RANDOM = 20_000  # messages that are changed at random
+SCRIPTS = ("engines/test_oracles.py", "engines/test_hostile_server.py", "aggregation/test_secure_hostile.py")
 
 
 def attempt(size: float, folder: Path, progress: Callable[[str], None]) -> Outcome:
@@ -36,8 +42,10 @@ def attempt(size: float, folder: Path, progress: Callable[[str], None]) -> Outco
                 found.failures.append(f"{family.__name__}: {str(error)[:300]}")
             found.count("tries", silo.tries - before)
         changed(silo, start, scaled(RANDOM, size), found)
-    ideas = len(tries.FAMILIES) + len(tries.CODE) + len(tries.HEADS) + len(tries.bombs())
-    found.count("ideas", ideas)
+    lists = (tries.CODE, tries.HEADS, tries.bombs(), tries.CHANGED, tries.KINDS, tries.NAMES)
+    found.count("ideas", sum(map(len, lists)) + len(tries.PATHS) - len(tries.CODE))
+    progress("scripts of servers that ask and cheat")
+    scripts(found)
     found.require(not silo.mark.exists(), "code of the server ran at the silo")
     found.require(not silo.imported, f"modules were imported: {sorted(silo.imported)[:3]}")
     home = str(silo.home)
@@ -46,6 +54,16 @@ def attempt(size: float, folder: Path, progress: Callable[[str], None]) -> Outco
     started = [e for e in silo.events if e[0] not in ("read", "write")]
     found.require(not started, f"processes or connections were opened: {started[:3]}")
     return found
+
+
+def scripts(found: Outcome) -> None:
+    """Run the tests that play a server against silos and sums; each is an idea."""
+    files = [str(ROOT / "tests" / name) for name in SCRIPTS]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ), check=False)
+    passed = re.search(r"(\d+) passed", done.stdout)
+    found.require(done.returncode == 0, f"scripts: {done.stdout.strip()[-300:]}")
+    found.count("ideas", int(passed[1]) if passed else 0)
 
 
 def changed(silo: tries.Silo, start: object, times: int, found: Outcome) -> None:

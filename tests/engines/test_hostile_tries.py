@@ -236,12 +236,14 @@ CODE = [
 # --- 1. handlers ------------------------------------------------------------------------------------------------------
 
 
+KINDS = ["train", "query", "scores", "reveal", "aggregate", "evaluate", "os", "hello", "TRAIN", "", "train.train"]
+NAMES = ["FedAvg_train", "Evaluation_evaluate", "Evaluation_evaluate_start", "Evaluation_reveal", "FedAvg_init"]
+NAMES += ["FedAMP_train", "SecAgg_keys", "SecAgg_unmask", "Silos_client", "FedAvg___class__"]
+
+
 def other_handlers_and_kinds(silo: Silo, w: Params) -> None:
-    kinds = ["train", "query", "scores", "reveal", "aggregate", "evaluate", "os", "hello", "TRAIN", "", "train.train"]
-    names = ["FedAvg_train", "Evaluation_evaluate", "Evaluation_evaluate_start", "Evaluation_reveal", "FedAvg_init"]
-    names += ["FedAMP_train", "SecAgg_keys", "SecAgg_unmask", "Silos_client", "FedAvg___class__", *CODE]
     bodies = [{"w": w}, {"w": w, "part": "test"}, {}]
-    for number, (kind, name) in enumerate(itertools.product(kinds, names)):
+    for number, (kind, name) in enumerate(itertools.product(KINDS, [*NAMES, *CODE])):
         handler = f"{kind}.{name}"
         if handler != TRAIN:
             assert silo.send(handler, bodies[number % 3], HONEST) in ("E_REFUSED", "E_FIELD", "E_FORMAT"), handler
@@ -305,18 +307,20 @@ def experiments_that_are_bombs(silo: Silo, w: Params) -> None:
         assert silo.send(TRAIN, {"w": w}, text, f"bomb-{name}") in REFUSED
 
 
+CHANGED: list[dict[str, Any]] = [
+    {"method": {"name": "fedamp"}},
+    {"method": {"name": "fedavg", "rounds": 4}},
+    {"run": {"seed": 1}},
+    {"run": {"local_scores": True}},
+    {"data": {"test_fraction": 0.5}},
+    {"aggregation": {"name": "secure"}},
+    {"privacy": {"aggregator": "secagg"}},
+    {"model": {"name": "nano-gpt2", "adaptation": {"name": "lora"}}},
+]
+
+
 def experiments_that_change_in_the_middle_of_a_run(silo: Silo, w: Params) -> None:
-    changes = [
-        {"method": {"name": "fedamp"}},
-        {"method": {"name": "fedavg", "rounds": 4}},
-        {"run": {"seed": 1}},
-        {"run": {"local_scores": True}},
-        {"data": {"test_fraction": 0.5}},
-        {"aggregation": {"name": "secure"}},
-        {"privacy": {"aggregator": "secagg"}},
-        {"model": {"name": "nano-gpt2", "adaptation": {"name": "lora"}}},
-    ]
-    for change in changes:
+    for change in CHANGED:
         tables = {name: {**GPT.get(name, {}), **change.get(name, {})} for name in {**GPT, **change}}
         text = experiment(**tables)
         for changed in (text, HONEST + "\n", HONEST + "# the same", HONEST.replace("fedavg", "fedAvg")):
@@ -455,23 +459,25 @@ def messages_of_secure_aggregation(silo: Silo, w: Params) -> None:
 # --- 4. names of runs -------------------------------------------------------------------------------------------------
 
 
+PATHS: list[Any] = [
+    "..",
+    ".",
+    "../..",
+    "../../../../etc",
+    "/etc",
+    "link",
+    "link/passwd",
+    "a/../../b",
+    "~",
+    "~root",
+    *CODE,
+]
+PATHS += ["silo.log", "hello.json", "+first", "con", "a\\..\\b", "\r\n", "\x1b[2J", 7, 1.5, True, ["x"], "é" * 300]
+PATHS += [f"{'../' * n}etc/cron.d/x" for n in range(1, 20)] + [f"%2e%2e%2f{n}" for n in range(10)]
+
+
 def keys_of_runs_that_are_paths(silo: Silo, w: Params) -> None:
-    keys: list[Any] = [
-        "..",
-        ".",
-        "../..",
-        "../../../../etc",
-        "/etc",
-        "link",
-        "link/passwd",
-        "a/../../b",
-        "~",
-        "~root",
-        *CODE,
-    ]
-    keys += ["silo.log", "hello.json", "+first", "con", "a\\..\\b", "\r\n", "\x1b[2J", 7, 1.5, True, ["x"], "é" * 300]
-    keys += [f"{'../' * n}etc/cron.d/x" for n in range(1, 20)] + [f"%2e%2e%2f{n}" for n in range(10)]
-    for number, key in enumerate(keys):
+    for number, key in enumerate(PATHS):
         silo.write(f"key {number}")
         code = silo.send(TRAIN, {"w": w}, HONEST, key)
         assert code in ("E_REFUSED", "E_EXCEPTION"), key
