@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runs import finished
+from cached_runs import finished
 
 from fedfm.errors import E_NONFINITE, RunError
 from fedfm.runtime.run_directory import Run

@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import Any
 
 import rates
+from cached_runs import finished
 from claims import RATES, rows_of, tally
 from claims import lines as claim_lines
-from runs import finished
 
 from fedfm.api.intervals import interval
 from fedfm.audits.audit import earlier, perform

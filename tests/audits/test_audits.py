@@ -15,7 +15,7 @@ import pytest
 from fedfm.api import execute
 from fedfm.audits import inversion, membership
 from fedfm.audits.audit import audits, choose, perform
-from fedfm.audits.finding import Finding, Rule, lines
+from fedfm.audits.finding import Finding, VerdictRule, lines
 from fedfm.audits.inference import inverter
 from fedfm.audits.replay import finished, replay
 from fedfm.cli import main
@@ -351,7 +351,7 @@ def test_the_costly_one_has_to_be_named(tmp_path, monkeypatch, capsys):
 
 
 def test_a_finding_as_text_and_as_json():
-    rule = Rule(("estimate < bound",))
+    rule = VerdictRule(("estimate < bound",))
     f = Finding("a", "Q?", 0.51234, None, float("nan"), 1.0, rule, "5 % of it.", True, {"x": np.float32(2)})
     assert f.to_dict()["high"] is None
     assert json.loads(json.dumps(f.to_dict()))["detail"] == {"x": 2.0}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedfm.audits.finding import ABOVE, BELOW, CLAIM, Finding, Rule, lines, nothing, refuted, twice
+from fedfm.audits.finding import ABOVE, BELOW, CLAIM, Finding, VerdictRule, lines, nothing, refuted, twice
 from fedfm.audits.inference.rates import beside
 
 SIGNS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
@@ -18,7 +18,7 @@ numbers = st.one_of(st.none(), st.floats(-1e3, 1e3), st.sampled_from([0.0, 0.5, 
 SIDES = ("estimate", "low", "high", "bound", "a further figure", "0.5")
 few = st.lists(st.sampled_from([f"{a} {sign} {b}" for a in SIDES for sign in SIGNS for b in SIDES]), max_size=3)
 rules = st.builds(
-    lambda leaks, holds, further: Rule(tuple(leaks), tuple(holds), "why", {"a further figure": further}),
+    lambda leaks, holds, further: VerdictRule(tuple(leaks), tuple(holds), "why", {"a further figure": further}),
     few,
     few,
     numbers,
@@ -99,7 +99,7 @@ def test_what_was_not_measured_is_inconclusive_and_says_so():
 
 def test_a_rule_that_compares_nothing_is_refused():
     with pytest.raises(ValueError, match="compares nothing"):
-        Rule(("low above bound",))
+        VerdictRule(("low above bound",))
 
 
 @given(st.lists(st.tuples(st.floats(0.2, 0.4), st.floats(0.2, 0.4)), min_size=2, max_size=12))

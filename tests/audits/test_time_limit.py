@@ -19,7 +19,7 @@ from fedfm.runtime.population import populate
 from fedfm.runtime.progress import AuditProgress
 from small import experiment, features
 
-NAMES = {"model_membership", "update_membership", "row_coins", "label_counts", "head_rows"}
+NAMES = {"model_membership", "update_membership", "row_coins", "label_counts", "head_rows", "repeated_questions"}
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ RATE = "method.local.learning_rate"
 def rates(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "reproduce"))
     yield importlib.import_module("rates")
-    for name in ("run", "runs", "rates", "claims"):
+    for name in ("run", "cached_runs", "rates", "claims"):
         sys.modules.pop(name, None)
 
 

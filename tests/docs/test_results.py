@@ -28,7 +28,7 @@ PAGES = [f.name for f in FOLDERS if f.parent == ROOT / "reproduce"]
 def reproduce(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "reproduce"))
     yield importlib.import_module("run")
-    for name in ("run", "runs", "rates", "claims", "sets"):
+    for name in ("run", "cached_runs", "rates", "claims", "sets"):
         sys.modules.pop(name, None)
 
 

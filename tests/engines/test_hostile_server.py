@@ -502,13 +502,13 @@ def test_a_file_where_a_folder_is_wanted_is_a_fault(tmp_path, place):
     path = silo(tmp_path)
     (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / place).write_text("")
-    assert over_the_app(Server(path)) == ("E_EXCEPTION", "see the node's log")
+    assert over_the_app(Server(path)) == ("E_EXCEPTION", client_stub.DISK)
 
 
 def test_a_folder_where_a_file_is_wanted_is_a_fault(tmp_path):
     path = silo(tmp_path)
     (tmp_path / ".fedfm" / "runs" / "run" / "silo" / "site.json").mkdir(parents=True)
-    assert over_the_app(Server(path)) == ("E_EXCEPTION", "see the node's log")
+    assert over_the_app(Server(path)) == ("E_EXCEPTION", client_stub.DISK)
 
 
 def over_the_app(server: Server, handler: str = HELLO) -> tuple[str, str]:

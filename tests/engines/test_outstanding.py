@@ -326,7 +326,8 @@ def test_what_prevents_scores_prevents_no_training(tmp_path):
     for t in (1, 2, 3):
         w = step(w, t)
     assert fed.excluded == []
-    assert fed.client_metrics == {}
+    assert fed.client_metrics
+    assert all(of["sent/failed"] == 1 for of in fed.client_metrics.values())  # it says so, and no score
     assert len(world.trained()) >= 6
 
 

@@ -47,7 +47,7 @@ def asked(path: str, client=AWAY, bearer: tuple[bytes, ...] = (), kind: str = "h
 
     headers = [(b"authorization", value) for value in bearer]
     scope = {"type": kind, "path": path, "client": client, "headers": headers}
-    asyncio.run(gate.Gate(app, SECRET + b"\n")(scope, None, send))
+    asyncio.run(gate.AccessGate(app, SECRET + b"\n")(scope, None, send))
     return sent[0].get("status", sent[0].get("type"))
 
 
@@ -87,7 +87,7 @@ def test_a_secret_twice_a_socket_and_a_short_secret_are_refused():
     assert asked("/v1/fleet/x", kind="websocket", bearer=(bearer,)) == "websocket.close"
     assert asked("", kind="lifespan") == "in"
     with pytest.raises(ValueError, match="32 bytes"):
-        gate.Gate(None, b"short\n" + b" " * 40)  # type: ignore[arg-type]
+        gate.AccessGate(None, b"short\n" + b" " * 40)  # type: ignore[arg-type]
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

@@ -471,7 +471,7 @@ def test_one_class_and_numbers_among_words_are_legitimate():
 
 @pytest.mark.parametrize("template", ["a photo", "{} and {}", "a {0}", "a {x} of {}", ""])
 def test_a_template_has_one_place_for_the_name(place, template):
-    with pytest.raises(InputError, match=r"model\.templates\[1\] = .*expected texts with one \{\} for the class name"):
+    with pytest.raises(InputError, match=r"model\.templates\[1\] = .*texts with one \{\} for the class name"):
         model_of(place("clip"), templates=("a {}", template))
     with pytest.raises(InputError, match=r"model\.templates = \[\]"):
         model_of(place("clip"), templates=())
@@ -630,7 +630,9 @@ def test_rows_without_names_of_classes_are_refused_before_the_run(place, tmp_pat
 def test_the_experiment_refuses_templates_before_it_reads_anything(tmp_path):
     tables = experiment("nowhere", tmp_path / "none.npz", {"name": "lora"}, 1)
     tables["model"]["templates"] = ["a photo"]
-    with pytest.raises(InputError, match=r"model\.templates\[0\] = \"a photo\": expected texts with one \{\}"):
+    with pytest.raises(
+        InputError, match=r"model\.templates\[0\] = \"a photo\": expected at most 512 texts with one \{\}"
+    ):
         fedfm.run(tables, tmp_path / "run")
 
 

@@ -27,12 +27,13 @@ from fedfm.core import text as texts
 from fedfm.core.checks import conform, match, nonfinite
 from fedfm.core.fields import bounds_of
 from fedfm.core.messages import Excluded
+from fedfm.core.toml_text import check_depth
 from fedfm.core.transcript import Crossing
 from fedfm.core.wire import payload
 from fedfm.core.wire.flower_records import WIRE
 from fedfm.data.spec import DataSpec
 from fedfm.engines import answers
-from fedfm.engines.flower import client_stub, site
+from fedfm.engines.flower import client_stub
 from fedfm.engines.folder.letters import _header
 from fedfm.errors import E_FORMAT, E_TIMEOUT, ClientFault, FedfmError, close
 from fedfm.linalg.params import Params
@@ -283,7 +284,7 @@ OF_TOML = {
 def test_the_text_of_an_experiment_costs_in_proportion(what):
     def act(n):
         told = _BASE + OF_TOML[what](n)
-        site._check_depth(told)
+        check_depth(told)
         Experiment.from_dict(tomllib.loads(told), imports=False)
 
     ratio, costs = grows(act, 200)

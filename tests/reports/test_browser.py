@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from report import runs
 
 from fedfm.reports import compare, html
+from reports import runs
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = [

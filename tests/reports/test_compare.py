@@ -4,10 +4,10 @@ import json
 import re
 
 import pytest
-from report import runs
 
 from fedfm.errors import InputError
 from fedfm.reports import compare, html, read
+from reports import runs
 
 
 def change(run, **result):

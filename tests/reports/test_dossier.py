@@ -7,9 +7,6 @@ import subprocess
 from html import unescape
 
 import pytest
-from report import runs
-from report.test_browser import BROWSER
-from report.test_report import parsed
 
 from fedfm.api import execute
 from fedfm.audits.audit import audits
@@ -20,6 +17,9 @@ from fedfm.audits.update_membership import UpdateMembership
 from fedfm.cli import main
 from fedfm.errors import InputError
 from fedfm.reports import dossier, html
+from reports import runs
+from reports.test_browser import BROWSER
+from reports.test_report import parsed
 from small import experiment, features
 
 BLANKS = 21  # lines that no run can know

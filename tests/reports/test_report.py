@@ -10,12 +10,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from report import runs
 
 from fedfm.errors import InputError
 from fedfm.reports import html, read, sections
 from fedfm.reports.svg import domain, ticks
 from fedfm.reports.text import percent
+from reports import runs
 
 SECTIONS = ("rounds", "clients", "split", "messages", "privacy", "time", "excluded", "result", "manifest")
 EVIL = [

@@ -8,7 +8,6 @@ from html import unescape
 
 import numpy as np
 import pytest
-from report import runs
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
 import fedfm
@@ -17,6 +16,7 @@ from fedfm.reports import html, read
 from fedfm.reports.plain_words import present, reading
 from fedfm.runtime.disclosure import do_not_share
 from fedfm.runtime.progress import Progress
+from reports import runs
 
 
 def words(path):

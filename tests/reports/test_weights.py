@@ -5,12 +5,12 @@ import re
 
 import numpy as np
 import pytest
-from report import runs
 
 from fedfm.api import execute
 from fedfm.cli import main
 from fedfm.reports import compare, html
 from fedfm.reports.client_weights import Weights, grouped, load, seriation, words
+from reports import runs
 from small import experiment
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.block_states import side_model
-from fedfm.audits.finding import Finding, Rule, nothing
+from fedfm.audits.finding import Finding, VerdictRule, nothing
 from fedfm.audits.inference.second_polynomials import weights_of
 from fedfm.audits.replay import Replay
 from fedfm.errors import MissingExtra
@@ -21,7 +21,7 @@ QUESTION = "Does an encrypted answer of the server show the weights of a linear 
 INPUTS, OUTPUTS = 32, 8  # of the embedding: enough to show it, and solved in a second
 BITS = 20  # of the weights as whole numbers
 LINE = 0.5
-SHARE = Rule(("estimate > bound",), ("estimate <= bound",))  # it is counted, and needs no interval
+SHARE = VerdictRule(("estimate > bound",), ("estimate <= bound",))  # it is counted, and needs no interval
 
 
 class CiphertextWeights(Audit):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.block_states import largest_client, side_model
-from fedfm.audits.finding import Finding, Rule
+from fedfm.audits.finding import Finding, VerdictRule
 from fedfm.audits.replay import Replay
 from fedfm.errors import ClientFault
 from fedfm.models.fhe_friendly import folded
@@ -24,8 +24,8 @@ LOGITS = "How far are the logits of encrypted rows from those in the clear, end 
 REFUSED = "Are encrypted rows refused that were damaged, altered, repeated or made for another session or key?"
 ROWS = 16  # a batch takes as long with one row as with all it has room for
 MOST = 1e-2  # largest error that a run may have
-WITHIN = Rule(("estimate > bound",), ("estimate <= bound",))  # the largest error, which is computed
-ALL = Rule(("estimate < bound",), ("estimate >= bound",))
+WITHIN = VerdictRule(("estimate > bound",), ("estimate <= bound",))  # the largest error, which is computed
+ALL = VerdictRule(("estimate < bound",), ("estimate >= bound",))
 
 
 class EncryptedError(Audit):

@@ -15,7 +15,7 @@ from fedfm.aggregation.base import Aggregator
 from fedfm.audits.audit import Audit
 from fedfm.audits.fedbaf_coalition import BaseStep, Lines, Pull, Rounds
 from fedfm.audits.fidelity import Fidelity
-from fedfm.audits.finding import Finding, Rule, nothing
+from fedfm.audits.finding import Finding, VerdictRule, nothing
 from fedfm.audits.inference import extraction
 from fedfm.audits.inference.extraction import NoIntersectionError
 from fedfm.audits.inference.rates import Array
@@ -341,10 +341,10 @@ def turned(update: Update, w: Params, share: float, names: Collection[str]) -> U
     return replace(update, delta=update.delta.replace(away))
 
 
-def disclosed(cosine: float) -> Rule:
+def disclosed(cosine: float) -> VerdictRule:
     """Whether a computed model discloses the true one: by its weights, of which the estimate is the error, or by its
     features, of which this is the mean cosine.
     """
     name = "cosine of the features"
     leaks, holds = ("estimate < bound", f"{name} > {ALIKE}"), (f"estimate > {FAR}", f"{name} < {UNLIKE}")
-    return Rule(leaks, holds).given({name: cosine})
+    return VerdictRule(leaks, holds).given({name: cosine})

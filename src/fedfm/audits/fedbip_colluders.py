@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedfm.audits.finding import Finding, Rule, nothing
+from fedfm.audits.finding import Finding, VerdictRule, nothing
 from fedfm.audits.inference import task_vector
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay
@@ -22,7 +22,7 @@ MOST = 1 << 28  # most entries of all task vectors
 VICTIMS, SOLVERS = 8, 6  # most victims; most colluders that solve for one
 AGREES = 1e-4  # relative error of an aggregate that counts as rounding
 EXACT = 0.99  # from this cosine on a vector counts as recovered
-RECOVERED = Rule((f"estimate > {EXACT}",), ("estimate <= bound",))
+RECOVERED = VerdictRule((f"estimate > {EXACT}",), ("estimate <= bound",))
 SHOWN = "If clients received their weights, could all but one compute that one's task vector?"
 UNSHOWN = "Can they without the weights, as in this run?"
 

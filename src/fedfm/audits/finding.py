@@ -19,7 +19,7 @@ _DIGITS = range(4, 18)  # of a number in a rule: as many as show on which side o
 
 
 @dataclass(frozen=True)
-class Rule:
+class VerdictRule:
     """How the numbers of a finding decide its verdict.
 
     A comparison is a text ``"low > bound"``. Its sides are ``estimate``, ``low``, ``high`` or ``bound`` of the finding,
@@ -49,7 +49,7 @@ class Rule:
             if _COMPARISON.fullmatch(text) is None:
                 raise ValueError(f'"{text}" compares nothing; expected e.g. "low > bound"')
 
-    def given(self, numbers: Mapping[str, float | None]) -> Rule:
+    def given(self, numbers: Mapping[str, float | None]) -> VerdictRule:
         """The rule with these further numbers."""
         return replace(self, numbers={**self.numbers, **numbers})
 
@@ -76,7 +76,7 @@ def _true(text: str, known: Mapping[str, float | None]) -> bool:
 
 def _sides(text: str, known: Mapping[str, float | None]) -> tuple[float | None, str, float | None]:
     match = _COMPARISON.fullmatch(text)
-    assert match is not None  # noqa: S101 - Rule() checks it
+    assert match is not None  # noqa: S101 - VerdictRule() checks it
     left, sign, right = match.groups()
     return _value(left, known), sign, _value(right, known)
 
@@ -96,13 +96,13 @@ def _shown(text: str, known: Mapping[str, float | None]) -> str:
     return f"{shown[0]} {sign} {shown[1]}: {'yes' if true else 'no'}"
 
 
-ABOVE = Rule(("low > bound",), ("high <= bound",))  # the more, the more is disclosed
-BELOW = Rule(("high < bound",), ("low >= bound",))  # an error: the less, the more is disclosed
-CLAIM = Rule(("low > bound",), ("low <= bound",))  # of a claim, where low has a strict level already
+ABOVE = VerdictRule(("low > bound",), ("high <= bound",))  # the more, the more is disclosed
+BELOW = VerdictRule(("high < bound",), ("low >= bound",))  # an error: the less, the more is disclosed
+CLAIM = VerdictRule(("low > bound",), ("low <= bound",))  # of a claim, where low has a strict level already
 _ROUNDING = 1e-6  # by which a calibrated epsilon may miss its target
 
 
-def twice(strict: float, confidence: float) -> Rule:
+def twice(strict: float, confidence: float) -> VerdictRule:
     """The rule of a claimed epsilon, of which ``low`` is what a measurement refutes at 95 %.
 
     Audits are repeated, and at 95 % one in twenty refutes a true claim. So only a strict level contradicts the run.
@@ -117,7 +117,7 @@ def twice(strict: float, confidence: float) -> Rule:
     """
     name = f"low at {100 * confidence:g} %"
     why = "of true claims one audit in twenty has a low above the claim; audit the run again"
-    return Rule((f"{name} > bound",), ("low <= bound",), why).given({name: strict})
+    return VerdictRule((f"{name} > bound",), ("low <= bound",), why).given({name: strict})
 
 
 def refuted(low: float, stated: float) -> float:
@@ -162,7 +162,7 @@ class Finding:
     low: float | None
     high: float | None
     bound: float | None
-    rule: Rule
+    rule: VerdictRule
     says: str
     contradicts: bool = False
     detail: Mapping[str, Any] = field(default_factory=dict)
@@ -192,7 +192,7 @@ class Finding:
 
 def nothing(name: str, question: str, why: str) -> Finding:
     """The finding of a run that cannot answer the question."""
-    return Finding(name, question, None, None, None, None, Rule(otherwise="nothing was measured"), why)
+    return Finding(name, question, None, None, None, None, VerdictRule(otherwise="nothing was measured"), why)
 
 
 def lines(findings: Sequence[Finding]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.crossed import crossings
-from fedfm.audits.finding import Finding, Rule, nothing
+from fedfm.audits.finding import Finding, VerdictRule, nothing
 from fedfm.audits.head_view import changes, head_names, reads_heads, sums_only
 from fedfm.audits.inference import copies, rates
 from fedfm.audits.inference.head_updates import features
@@ -24,7 +24,7 @@ from fedfm.runtime.run_directory import Run
 QUESTION = "Do a client's updates of the head disclose the features of single rows?"
 SHARE = 0.05  # of the typical distance between neighbours; what is nearer to a row than that is the row
 NAMED = 1000  # rows named in the detail
-BY_CHANCE = Rule(("low > bound",), ("estimate <= bound",))
+BY_CHANCE = VerdictRule(("low > bound",), ("estimate <= bound",))
 NO_BIAS = (
     "clients train a head without a bias. Of one row with features x the weights of class c change by (y_c - p_c) x, "
     "the bias by y_c - p_c, and their quotient is x; without the bias x is known up to an unknown factor only, and of "

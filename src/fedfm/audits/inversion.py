@@ -12,7 +12,7 @@ import numpy as np
 from fedfm import seeds
 from fedfm.audits.audit import Audit
 from fedfm.audits.fedpft_view import SentClass, View
-from fedfm.audits.finding import ABOVE, Finding, Rule
+from fedfm.audits.finding import ABOVE, Finding, VerdictRule
 from fedfm.audits.inference import rates, similarity
 from fedfm.audits.inference.inverter import SIDE, Inverter, train
 from fedfm.audits.inference.rates import Array
@@ -111,7 +111,11 @@ def _finding(
     (ssim, psnr), (own_ssim, own_psnr) = (np.array(pairs).mean(0).tolist() for pairs in (found, baseline))
     # Paired: the baseline has the same targets. So the interval is of the difference from it.
     low, high = rates.beside(np.array(found)[:, 0], np.array(baseline)[:, 0])
-    rule = ABOVE if name != "inversion_features" else Rule(otherwise="it is for comparison, and no client sends these")
+    rule = (
+        ABOVE
+        if name != "inversion_features"
+        else VerdictRule(otherwise="it is for comparison, and no client sends these")
+    )
     says = (
         f"The best picture computed from {source} has SSIM {ssim:.3f} and PSNR {psnr:.1f} dB with the true one; the "
         f"best of the attacker's own {own} pictures has {own_ssim:.3f} and {own_psnr:.1f} dB."

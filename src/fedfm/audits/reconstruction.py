@@ -9,7 +9,7 @@ import numpy as np
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.fedpft_view import SentClass, View
-from fedfm.audits.finding import Finding, Rule, nothing
+from fedfm.audits.finding import Finding, VerdictRule, nothing
 from fedfm.audits.inference import copies, rates
 from fedfm.audits.replay import Replay
 from fedfm.methods.fedpft.mixtures.singles import ALONE
@@ -18,7 +18,7 @@ QUESTION = "Do components of the mixtures disclose single rows?"
 SHARE = 0.05  # of the typical distance between neighbours; a mean nearer to a row than that is a copy
 LONE = ALONE - 0.005  # a component of fewer examples stands for one; the margin is float16's rounding
 NAMED = 1000  # leaks listed in the detail
-COPIED = Rule(("estimate > bound",), ("estimate <= bound",))  # one row is one too many
+COPIED = VerdictRule(("estimate > bound",), ("estimate <= bound",))  # one row is one too many
 STRANGERS = 2000  # rows to compare with
 
 

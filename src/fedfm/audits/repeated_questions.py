@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, Rule
+from fedfm.audits.finding import Finding, VerdictRule
 from fedfm.audits.replay import Replay
 from fedfm.runtime import logs
 from fedfm.runtime.run_directory import Run
@@ -17,7 +17,7 @@ EXPECTED = (
     "Expected in a round: one question for scores on each part of a client's rows, one for its own model, and as many "
     "for an update as to the other clients"
 )
-RULE = Rule(leaks=("estimate > bound",), holds=("estimate <= bound",))
+RULE = VerdictRule(leaks=("estimate > bound",), holds=("estimate <= bound",))
 ONE_A_ROUND = ("train", "scores", "reveal")  # kinds; a method may ask others for batch after batch
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, Rule, against, nothing, refuted, twice
+from fedfm.audits.finding import Finding, VerdictRule, against, nothing, refuted, twice
 from fedfm.audits.inference.one_run import SHARES, epsilon_bound
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.loss_drops import LossDrops
@@ -90,13 +90,13 @@ def _finding(run: Run, right: Array, drops: LossDrops, of: str) -> Finding:
     )
     contradicts = False
     if promise is None:
-        rule = Rule(("low > bound",), (), "the run claims no epsilon")
+        rule = VerdictRule(("low > bound",), (), "the run claims no epsilon")
         says += " The run claims none."
     elif promise.steps > 1:
         rule, contradicts = twice(strict, STRICT), strict > line
         says += f" The manifest claims {line:.4g}{against(rule.verdict({'low': low, 'bound': line}))}"
     else:
-        rule = Rule((), (), "a coin is one row more or less, and the claim is of exchanged rows")
+        rule = VerdictRule((), (), "a coin is one row more or less, and the claim is of exchanged rows")
         says += f" The manifest claims {line:.4g} of exchanged rows, which says nothing of a row more or less."
     detail = {"coins": len(right), "sure": guesses, "right": hits, "delta": delta}
     return Finding("row_coins", QUESTION, max(estimate, 0.0), low, None, line, rule, says + of, contradicts, detail)

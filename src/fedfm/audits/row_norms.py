@@ -10,7 +10,7 @@ import numpy as np
 from fedfm import seeds
 from fedfm.aggregation._record_level import DpSgd
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, Rule, nothing, refuted
+from fedfm.audits.finding import Finding, VerdictRule, nothing, refuted
 from fedfm.audits.replay import Replay
 from fedfm.audits.row_canaries import costliest
 from fedfm.linalg.threads import torch_threads
@@ -19,7 +19,7 @@ from fedfm.training import private
 
 QUESTION = "Does a row move the sum of a step by more than clip_norm?"
 ROWS = 16  # whose share is measured, in a batch of these
-WITHIN = Rule(("estimate > bound",), ("estimate <= bound",))
+WITHIN = VerdictRule(("estimate > bound",), ("estimate <= bound",))
 
 
 class RowNorms(Audit):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, Rule
+from fedfm.audits.finding import Finding, VerdictRule
 from fedfm.audits.replay import Replay
 from fedfm.runtime import logs
 from fedfm.runtime.run_directory import Run
@@ -40,7 +40,7 @@ def found(run: Run) -> Finding:
     method: Any = run.experiment.method
     rows = [name for name in clear if name.startswith("query.BlindFed")]
     kinds = "kinds of messages with states of rows in the clear"
-    rule = Rule(("estimate > bound", f"{kinds} > 0"), ("estimate <= bound", f"{kinds} <= 0"))
+    rule = VerdictRule(("estimate > bound", f"{kinds} > 0"), ("estimate <= bound", f"{kinds} <= 0"))
     rule = rule.given({kinds: len(rows)})
     shown = "; ".join(f"{name}: {count} B" for name, count in sorted(clear.items())) or "none"
     says = f"Bytes to the server by form: {dict(sorted(forms.items()))}. In the clear: {shown}."

@@ -9,12 +9,12 @@ import numpy as np
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.fedpft_view import SentClass, View
-from fedfm.audits.finding import Finding, Rule
+from fedfm.audits.finding import Finding, VerdictRule
 from fedfm.audits.replay import Replay
 
 QUESTION = "What do the messages disclose about a class that only one client has?"
-ALONE = Rule(("estimate > bound",), ("estimate <= bound",))
-PROMISED = Rule((), ("estimate <= bound",), "a promise about single rows does not cover classes of many rows")
+ALONE = VerdictRule(("estimate > bound",), ("estimate <= bound",))
+PROMISED = VerdictRule((), ("estimate <= bound",), "a promise about single rows does not cover classes of many rows")
 STANDS_OUT = 4.0  # standard deviations of the noise on a count
 
 

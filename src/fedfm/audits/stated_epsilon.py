@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedfm.audits.finding import Rule
+from fedfm.audits.finding import VerdictRule
 from fedfm.core.capabilities import secrets_of
 from fedfm.runtime.run_directory import Run
 
@@ -48,7 +48,7 @@ def claim(run: Run) -> Claim | None:
     return Claim(min(map(float, stated)), max(deltas, default=1e-5), 1 if exchange else 2)
 
 
-def limited(rule: Rule, allowed: float, strict: float, confidence: float) -> Rule:
+def limited(rule: VerdictRule, allowed: float, strict: float, confidence: float) -> VerdictRule:
     """A rule with a promise beside it: what the promise does not allow is a leak, however little it is.
 
     Args:

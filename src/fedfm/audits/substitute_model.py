@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.block_states import States, largest_client, of_client, of_photographs, side_model
-from fedfm.audits.finding import Finding, Rule, nothing
+from fedfm.audits.finding import Finding, VerdictRule, nothing
 from fedfm.audits.inference import substitute
 from fedfm.audits.replay import Replay
 from fedfm.linalg.threads import torch_threads
@@ -27,8 +27,8 @@ FEW = 40  # rows below which nothing is fitted
 STEPS = 300  # of a block, and of the student
 CLOSE, ALIKE = 0.1, 0.8  # relative squared error of a copied block; cosine of a copied model's features
 UNLIKE = 0.5
-COPIED = Rule(("estimate < bound",), (f"estimate > {UNLIKE}",))  # an error
-ALIKE_FEATURES = Rule(("estimate >= bound",), (f"estimate < {UNLIKE}",))
+COPIED = VerdictRule(("estimate < bound",), (f"estimate > {UNLIKE}",))  # an error
+ALIKE_FEATURES = VerdictRule(("estimate >= bound",), (f"estimate < {UNLIKE}",))
 SHARES = (0.25, 1.0)  # of the client's rows, for the student
 NOT_PROMISED = (
     "The protocol does not promise otherwise: it hides weights, not what the model does to a client's own rows."

@@ -10,7 +10,7 @@ import numpy as np
 from fedfm.audits.audit import Audit
 from fedfm.audits.fedbip_colluders import colluders
 from fedfm.audits.fedbip_view import ALIGNED, Eye, Scored, alignments, at_rank, head_names, public
-from fedfm.audits.finding import ABOVE, Finding, Rule, interval, nothing, plural
+from fedfm.audits.finding import ABOVE, Finding, VerdictRule, interval, nothing, plural
 from fedfm.audits.inference import rates, task_vector
 from fedfm.audits.inference.rates import ALARMS, NOTABLE, NOTABLE_TPR, Array
 from fedfm.audits.replay import Replay, own_sources
@@ -27,7 +27,7 @@ MEMBERSHIP = "Can the server tell from a client's task vectors which rows it tra
 TPR = "How many rows does the server name as members while it accuses one stranger in a hundred?"
 NEIGHBOURS = "Do the weights say which clients hold the same kind of rows?"
 NAME = "task_vector"
-EITHER = Rule(("low > bound", "low by gradients > bound"), ("high <= bound", "high by gradients <= bound"))
+EITHER = VerdictRule(("low > bound", "low by gradients > bound"), ("high <= bound", "high by gradients <= bound"))
 
 
 class TaskVector(Audit):

@@ -14,15 +14,15 @@ from fedfm.training.distil import Recipe
 _TABLES: dict[str, Any] = {"model": {"adaptation": AdaptationSpec()}, "privacy": PrivacySpec(), "distil": Recipe()}
 
 
-def differences(method: type) -> list[dict[str, Any]]:
+def differences(cls: type) -> list[dict[str, Any]]:
     """``key``, ``default``, ``paper`` and ``why`` of each setting whose default is not the paper's.
 
     Raises:
-        LookupError: ``method.paper`` names a key that does not exist.
+        LookupError: ``cls.paper`` names a key that does not exist.
     """
     rows = []
-    for key, paper in getattr(method, "paper", {}).items():
-        default = _default(_TABLES | {"method": method}, key)
+    for key, paper in getattr(cls, "paper", {}).items():
+        default = _default(_TABLES | {"method": cls}, key)
         if default != paper.value:
             plain = list(default) if isinstance(default, tuple) else default
             told = list(paper.value) if isinstance(paper.value, tuple) else paper.value

@@ -257,7 +257,7 @@ class Federation:
         elif counted and not self.cohort:
             self.cohort = tuple(cohort)
         varying = [k for k, v in payload.items() if isinstance(v, each)]
-        part = part if isinstance(part := payload.get("part"), str) else ""
+        rows = rows if isinstance(rows := payload.get("part"), str) else ""
 
         def request(client: ClientId) -> Request:
             own = {**payload, **{k: payload[k][client] for k in varying}} if varying else payload
@@ -276,7 +276,7 @@ class Federation:
                 continue
             pending.remove(reply.client)
             self._restored.pop(reply.client, None)
-            self._record(name, reply, form, down, counted, part)
+            self._record(name, reply, form, down, counted, rows)
             try:
                 if reply.fault is not None:
                     raise reply.fault
@@ -348,9 +348,9 @@ class Federation:
         self.excluded.append(excluded)
         self._on_excluded(excluded)
 
-    def _record(self, name: str, reply: Reply, form: str, down: str, counted: bool, part: str) -> None:
+    def _record(self, name: str, reply: Reply, form: str, down: str, counted: bool, rows: str) -> None:
         sent = Crossing(
-            self.round, "server", reply.client, name, reply.nbytes_down, down, counted, self.call, reply.spared, part
+            self.round, "server", reply.client, name, reply.nbytes_down, down, counted, self.call, reply.spared, rows
         )
         self.transcript.add(sent)
         if reply.nbytes_up:

@@ -30,8 +30,10 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise InputError(f"--set {text}: expected key=value, e.g. --set method.rounds=5")
     try:
         return key.strip(), tomllib.loads(f"v = {value}")["v"]
-    except (ValueError, RecursionError):
+    except ValueError:  # no TOML, or too many digits
         return key.strip(), value.strip()
+    except RecursionError:
+        raise InputError(f"--set {key.strip()}: the value is nested too deeply") from None
 
 
 def to_toml(tables: Mapping[str, Any]) -> str:

@@ -35,7 +35,7 @@ _START = 120.0  # seconds for a worker to start listening
 _TRIES = 3  # starts of a worker that ends before it listens
 _FLOWER = "flower.json"  # in the folder of a run: Flower's numbers of it
 END = "worker.end"  # in a handler's place: the worker ends
-DISK = "the site's disk is full or read-only, and nothing leaves without its records; its own log names the place"
+DISK = "the site cannot write its records, and nothing leaves without them; its own log names the place"
 RUNS = "runs"  # folder of all runs in a silo's own folder: keys chosen by a server cannot reach the silo's own files
 NO_SILO = "this node has no silo.toml: a SuperNode is started with --node-config 'silo=\"/path/to/silo.toml\"'"
 

@@ -18,7 +18,7 @@ REFUSED = b"this needs the operator's secret: operator.secret of the server's ki
 App = Callable[[Mapping[str, Any], Any, Callable[[Mapping[str, Any]], Awaitable[None]]], Awaitable[None]]
 
 
-class Gate:
+class AccessGate:
     """An ASGI application that admits to another one.
 
     Everybody reaches Flower's fleet interface, and processes of this machine its runtime interface as well. For the

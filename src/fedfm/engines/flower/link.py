@@ -13,12 +13,13 @@ from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.transcript import Crossing
 from fedfm.core.wire import flower_records
+from fedfm.engines.answers import introduced
 from fedfm.engines.flower import held
 from fedfm.engines.flower.answered import Answered
 from fedfm.engines.flower.presence import Presence
 from fedfm.engines.flower.private_api import SUPERLINK, died, lost, push, restarting
 from fedfm.engines.flower.probes import Probes
-from fedfm.engines.flower.registry import NAMELESS, Registry, introduction, node_of
+from fedfm.engines.flower.registry import NAMELESS, Registry, node_of
 from fedfm.engines.flower.sending import EncodedPayload, Underway, failed, reply_of
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import (
@@ -366,7 +367,7 @@ class FlowerLink:
         """Take in answers to hellos; of a node's, the first."""
         told = dict[int, tuple[Reply, ClientId | None, ClientFault | None]]()
         for reply in replies:
-            told.setdefault(node_of(reply), (reply, *introduction(reply, self._fingerprint, self._expected)))
+            told.setdefault(node_of(reply), (reply, *self._introduction(reply)))
         claims = {node: said for node, (_, said, _) in told.items() if said is not None}
         refused = self._registry.refusals(claims, self._nodes)
         for node, (reply, said, fault) in told.items():
@@ -387,6 +388,15 @@ class FlowerLink:
             self._notice(f"{called} does not take part: {fault}")
             if not stranger and name is not None and name not in self._nodes and name in (said, *self.clients):
                 self._barred[name] = fault
+
+    def _introduction(self, reply: Reply) -> tuple[ClientId | None, ClientFault | None]:
+        """(name that a node says or None, reason not to take part or None) from its answer to a hello."""
+        if reply.fault is not None:
+            return None, reply.fault
+        try:
+            return introduced(reply.value, self._fingerprint, self._expected)
+        except ClientFault as fault:
+            return None, fault
 
     def _stranger(self, reply: Reply, name: ClientId | None) -> bool:
         """Whether a node has neither rows of its own nor a part of this experiment's."""

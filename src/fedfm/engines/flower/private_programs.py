@@ -18,7 +18,7 @@ from fedfm.engines.flower import bundle
 
 
 def superlink() -> None:
-    """``SECRET_FILE ARGUMENTS``: ``flower-superlink`` behind :class:`~.gate.Gate`, whose secret is in the file.
+    """``SECRET_FILE ARGUMENTS``: ``flower-superlink`` behind :class:`~.gate.AccessGate`, whose secret is in the file.
 
     The gate is around all that the program's web server serves. Flower's other way in, gRPC, stays closed.
     """
@@ -26,7 +26,7 @@ def superlink() -> None:
     from flwr.common.constant import FLWR_INTERNAL_GRPC_CONTROL_API, FLWR_INTERNAL_GRPC_FLEET_API
     from flwr.superlink.cli import flower_superlink
 
-    from fedfm.engines.flower.gate import Gate
+    from fedfm.engines.flower.gate import AccessGate
 
     secret, serve = Path(sys.argv.pop(1)).read_bytes(), uvicorn.run
     for way in (FLWR_INTERNAL_GRPC_CONTROL_API, FLWR_INTERNAL_GRPC_FLEET_API):
@@ -34,7 +34,7 @@ def superlink() -> None:
 
     def run(app: Any, **options: Any) -> None:
         options["proxy_headers"] = False  # no header makes a peer of another machine a local one
-        serve(Gate(app, secret), **options)
+        serve(AccessGate(app, secret), **options)
 
     uvicorn.run = run
     flower_superlink()

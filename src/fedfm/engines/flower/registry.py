@@ -14,7 +14,6 @@ from flwr.serverapp import Grid
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply
 from fedfm.core.text import visible
-from fedfm.engines.answers import introduced
 from fedfm.errors import E_CLIENT, ClientFault
 
 NAMELESS = (
@@ -93,15 +92,3 @@ class Registry:
 def node_of(reply: Reply) -> int:
     """The node that has answered a hello."""
     return int(reply.client.removeprefix("node "))
-
-
-def introduction(
-    reply: Reply, fingerprint: str | None, expected: Collection[ClientId]
-) -> tuple[ClientId | None, ClientFault | None]:
-    """(name that a node says or None, reason not to take part or None) from its answer to a hello."""
-    if reply.fault is not None:
-        return None, reply.fault
-    try:
-        return introduced(reply.value, fingerprint, expected)
-    except ClientFault as fault:
-        return None, fault

@@ -21,7 +21,7 @@ _NOT_YET, _ENDED, _SIGNER, _NAMES = {9}, {10}, {2, 7, 18, 19, 20, 21}, {62, 64} 
 
 
 @dataclass(frozen=True)
-class ServerView:
+class Reachability:
     """What a look at the server found.
 
     Attributes:
@@ -35,7 +35,7 @@ class ServerView:
     ahead: float | None = None
 
 
-def look(server: str, authority: Path, wait: float = _WAIT) -> ServerView:
+def look(server: str, authority: Path, wait: float = _WAIT) -> Reachability:
     """Ask a server how it is.
 
     Args:
@@ -53,28 +53,30 @@ def look(server: str, authority: Path, wait: float = _WAIT) -> ServerView:
         finally:
             link.close()
     except ssl.SSLCertVerificationError as error:
-        return ServerView(f"{server}: {_certificate(error, host)}")
+        return Reachability(f"{server}: {_certificate(error, host)}")
     except ssl.SSLError as error:
-        return ServerView(f"{server} does not speak TLS as a server of fedfm does: {error.reason or first_line(error)}")
+        return Reachability(
+            f"{server} does not speak TLS as a server of fedfm does: {error.reason or first_line(error)}"
+        )
     except socket.gaierror:
-        return ServerView(f"{host}: no such host is known here; the kit's operator wrote this address")
+        return Reachability(f"{host}: no such host is known here; the kit's operator wrote this address")
     except ConnectionRefusedError:
-        return ServerView(f"nothing listens at {server}: the server is not started, or a firewall refuses", True)
+        return Reachability(f"nothing listens at {server}: the server is not started, or a firewall refuses", True)
     except TimeoutError:
         late = f"{server} does not answer within {wait:g} s: the address is wrong, or a firewall is between"
-        return ServerView(late, True)
+        return Reachability(late, True)
     except (OSError, http.client.HTTPException) as error:
-        return ServerView(f"{server} does not answer: {first_line(error) or type(error).__name__}", True)
+        return Reachability(f"{server} does not answer: {first_line(error) or type(error).__name__}", True)
     if answer.status != http.client.OK:
-        return ServerView(f"{server} is not ready, or another web server: it answers with status {answer.status}")
+        return Reachability(f"{server} is not ready, or another web server: it answers with status {answer.status}")
     moment = answer.getheader("date")
     if moment is None:
-        return ServerView()
+        return Reachability()
     try:
         off = datetime.datetime.now(datetime.UTC) - email.utils.parsedate_to_datetime(moment)
     except (TypeError, ValueError):
-        return ServerView()
-    return ServerView(ahead=off.total_seconds())
+        return Reachability()
+    return Reachability(ahead=off.total_seconds())
 
 
 def _certificate(error: ssl.SSLCertVerificationError, host: str) -> str:
