@@ -204,7 +204,7 @@ class _Supervisor:
         text = self._children.tail(name, 40)
         if name == "supernode" and _NOT_ADMITTED in text:
             return (
-                f"the server does not admit this silo's key: its node.pub belongs there as silos/{self._kit.name}.pub; "
+                f"the server does not admit this silo's key yet: node.pub belongs there as silos/{self._kit.name}.pub; "
                 "or another node has the same key and is connected"
             )
         after = text.partition("Exit Code:")[2].splitlines()[1:]  # Flower's own words
