@@ -145,17 +145,18 @@ def _how_to(folder: Path, experiment: Experiment) -> str:
 on real machines, each with `pip install fedfm=={__version__}` and the three variables above:
   the operator, once
     flower-superlink --ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key \\
-      --enable-supernode-auth --host 0.0.0.0 --port 8443 --database state.db \\
+      --enable-supernode-auth --host 127.0.0.1 --port 8444 --database state.db \\
       --disable-runtime-dependency-installation --isolation process --superexec-auth-secret-file secret
-    flower-superexec --runtime-api-address HOST:8443 --root-certificates ca.crt --superexec-auth-secret-file secret
-    # let silos reach /v1/fleet/* and /health only: the same port carries the operator's own interface
+    flower-superexec --runtime-api-address 127.0.0.1:8444 --root-certificates ca.crt --superexec-auth-secret-file secret
+    # in front of it, at HOST:8443, a proxy that passes /v1/fleet/* and /health alone: the same port carries the
+    # operator's own interface, without a password. `fedfm provision` makes a server with a gate instead
   each silo, once
     ssh-keygen -t ecdsa -b 384 -N "" -f silo.key              # silo.key.pub goes to the operator
     fedfm silo check silo.toml                                # name, rows, classes, models, policy: before it connects
     flower-supernode --superlink HOST:8443 --root-certificates ca.crt --auth-supernode-private-key silo.key \\
       --node-config 'silo="/path/to/silo.toml"'
   the operator, for every silo and every run
-    flwr supernode register silo.key.pub prod                 # prod: a [superlink.prod] in $FLWR_HOME/config.toml
+    flwr supernode register silo.key.pub prod --name NAME     # prod: a [superlink.prod] in $FLWR_HOME/config.toml
     flwr run {folder} prod --stream
     # --run-config 'run="trial-1"' names the run directory; the same name again goes on with it
     # --run-config 'method.rounds=4' changes a setting that pyproject.toml lists,
