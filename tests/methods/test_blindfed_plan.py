@@ -64,7 +64,8 @@ def test_a_run_does_what_was_planned(parameters):
     assert ledger.spent == pytest.approx(made.statistical_distance, rel=0.02)
     assert made.messages == len(messages) + 2
     assert made.wide + made.narrow == len(messages) // 2
-    assert made.bytes_per_sample * made.batch == pytest.approx(sum(crossed) + len(sent), rel=0.001)
+    assert made.bytes_per_batch == pytest.approx(sum(crossed) + len(sent), rel=0.001)
+    assert made.bytes_per_sample == made.bytes_per_batch / 3
     assert made.key_bytes == pytest.approx(len(public), rel=0.01)
     assert made.security_bits == 128
     assert made.depth == 2 * (2 + 7) + 2 + 4 + (2 + 5) + 3 + (2 + 1)
