@@ -42,9 +42,9 @@ GATES = {
 }
 HEADER = """# The campaign
 
-Made by `make campaign`, whose draws come from fixed seeds; do not
-edit. Each gate was tried at its full size on the machine that its row names. A gate holds if nothing failed; what
-failed is listed below the table. The suite's tests try the same in small.
+Made by `make campaign`, whose draws come from fixed seeds; do not edit. Each gate was tried at its full size on the day
+that its row names. A gate holds if nothing failed; what failed is listed below the table. "not tried yet" means that
+nobody has run the gate at its full size. The suite's tests try the same in small.
 """
 
 
@@ -94,7 +94,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         tried = ", ".join(f"{number:,} {what}" for what, number in found["tried"].items())
         tried += "".join(f"; {what}: {value}" for what, value in found["figures"].items())
         rows.append(
-            f"| {title} | {tried} | {found['goal']} | {verdict(found)} | {found['seconds'] / 60:.0f} | {found['day']} |"
+            f"| {title} | {tried} | {found['goal']} | {verdict(found)} | {found['seconds'] / 60:.1f} | {found['day']} |"
         )
     parts = [HEADER.strip(), "\n".join(rows)]
     parts += ["Machines: " + "; ".join(sorted({found["machine"] for found in results.values()})) + "."]

@@ -39,7 +39,7 @@ def attempt(size: float, folder: Path, progress: Callable[[str], None]) -> Outco
     found, rounds = Outcome(), scaled(ROUNDS, size, least=40)
     folder.mkdir(exist_ok=True)
     method = {"name": "flaky:Flaky", "rounds": rounds, "fraction": 1.0}
-    tables = experiment(folder, method=method, run={"workers": 1})
+    tables = experiment(folder, method=method, run={"workers": 1, "min_clients": 1})
     watch = Watch()
     result = fedfm.run(tables, folder / "run", progress=watch)
     found.count("rounds", result["rounds"])

@@ -45,6 +45,7 @@ PAGES = {
         "Secure aggregation",
         "sums under dropouts at every message, and servers that cheat",
     ),
+    "campaign": ("The campaign", "kills, damage, faults and attacks at full size"),
 }
 FEDBAF = ("fedbaf_psi_1.iid", "none.iid", "weight_init.iid")
 HELD_OUT = ("held_out", "jpeg", "unseen")
