@@ -129,15 +129,32 @@ def test_a_study_is_of_one_process(tmp_path):
 
 def test_an_export_and_a_file_of_predictions_are_of_one_process(tmp_path):
     fedfm.run(tables(tmp_path, rounds=1), tmp_path / "run", progress=QUIET)
-    out = tmp_path / "model"
-    codes = at_once(4, lambda number: predict.export(tmp_path / "run", "torch", out))
-    assert codes == [0, 2, 2, 2]
-    assert any(path.suffix == ".safetensors" for path in out.iterdir())
+    for out in (tmp_path / f"model-{number}" for number in range(5)):
+        codes = at_once(4, lambda number, out=out: predict.export(tmp_path / "run", "torch", out))
+        assert codes == [0, 2, 2, 2]
+        assert any(path.suffix == ".safetensors" for path in out.iterdir())
 
     result = {"predictions": ["a"], "probabilities": [[1.0]]}
     codes = at_once(4, lambda number: predict.write(result | {"by": number}, tmp_path / "rows.json"))
     assert codes == [0, 2, 2, 2]
     assert list(tmp_path.glob(".rows.json.*")) == []
+
+
+def test_who_is_refused_removes_no_folder_of_another(tmp_path):
+    """The owner has the lock, and has written nothing yet."""
+    with alone_in(tmp_path / "f", "working"):
+        for _ in range(3):
+            with (
+                pytest.raises(InputError, match="another process is working here"),
+                alone_in(tmp_path / "f", "working"),
+            ):
+                pass
+            assert (tmp_path / "f").is_dir()
+    assert not (tmp_path / "f").exists()  # it stayed empty
+    (tmp_path / "f").mkdir()
+    with alone_in(tmp_path / "f", "working"):
+        pass
+    assert (tmp_path / "f").is_dir()  # it was there before
 
 
 def test_a_model_folder_is_of_one_process(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import os
@@ -306,20 +305,14 @@ def export(
     out = Path(out)
     _refuse_used(out)
     run = _finished(path, client)
-    there = out.exists()
-    try:
-        with alone_in(out, "exporting a model"):
-            _refuse_used(out)
-            try:
-                return _exported(run, to, out, client, last, given)
-            except BaseException:  # all that is in the folder is of this export
-                for entry in list(out.iterdir()):
-                    storage.remove(entry)
-                raise
-    finally:
-        if not there:
-            with contextlib.suppress(OSError):  # it holds the model
-                out.rmdir()
+    with alone_in(out, "exporting a model"):
+        _refuse_used(out)
+        try:
+            return _exported(run, to, out, client, last, given)
+        except BaseException:  # all that is in the folder is of this export
+            for entry in list(out.iterdir()):
+                storage.remove(entry)
+            raise
 
 
 def _exported(run: Run, to: Target, out: Path, client: str | None, last: bool, given: Any) -> str:

@@ -31,12 +31,8 @@ def _study(folder: Path, shared: bool = False) -> Iterator[None]:
     Raises:
         InputError: it cannot be made, or another process works in it.
     """
-    try:
-        with alone_in(folder, "running a study", 0o777 if shared else 0o700):
-            yield
-    finally:
-        with contextlib.suppress(OSError):  # it holds runs
-            folder.rmdir()
+    with alone_in(folder, "running a study", 0o777 if shared else 0o700):
+        yield
 
 
 def _at(experiment: Experiment, key: str, value: Any) -> Experiment:

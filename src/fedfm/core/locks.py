@@ -93,6 +93,8 @@ os.register_at_fork(after_in_child=_forget)
 def alone_in(folder: Path, doing: str, mode: int = 0o777) -> Iterator[None]:
     """Context manager: a folder, which is made if it is absent, where no other process that asks for it works.
 
+    A folder that was made for it goes again if it stays empty: within the lock, since it may be another's without.
+
     Args:
         doing: what another process may be doing, e.g. "exporting".
         mode: permissions of a new folder, before the user's umask.
@@ -100,7 +102,7 @@ def alone_in(folder: Path, doing: str, mode: int = 0o777) -> Iterator[None]:
     Raises:
         InputError: it cannot be made, or another process has the lock.
     """
-    lock = Lock(folder, folder=True)
+    lock, made = Lock(folder, folder=True), not folder.exists()
     try:
         for _ in range(_TRIES):
             folder.mkdir(mode=mode, parents=True, exist_ok=True)
@@ -113,4 +115,7 @@ def alone_in(folder: Path, doing: str, mode: int = 0o777) -> Iterator[None]:
     try:
         yield
     finally:
+        if made:
+            with contextlib.suppress(OSError):  # it holds something
+                folder.rmdir()
         lock.release()
