@@ -9,42 +9,33 @@ import contextlib
 import random
 import select
 import socket
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from gate import Gate, Outcome, scaled
 from processes import fedfm
+from sites import Relay, bits, reset, sites
 
 CUTS = 60
 
 
-class Cutter:
-    """A TCP relay on loopback that resets connections in the middle of what they carry.
+class Cutter(Relay):
+    """A relay that resets connections in the middle of what they carry.
 
     Attributes:
-        cuts: how many more.
-        done: how many were made while a block of more than 2 KiB was under way.
+        cuts: how many more to make; ``cut`` counts those that were made, each in a block of more than 2 KiB.
     """
 
     def __init__(self, port: int, to: int, cuts: int) -> None:
-        self._to, self.cuts, self.done = to, cuts, 0
-        self._rng, self._ended = random.Random(0), False
-        self._listener = socket.create_server(("127.0.0.1", port))
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while not self._ended:
-            with contextlib.suppress(OSError):
-                here, _ = self._listener.accept()
-                threading.Thread(target=self._carry, args=(here,), daemon=True).start()
+        self.cuts, self._rng = cuts, random.Random(0)
+        super().__init__(port, to, idle=600.0)
 
     def _carry(self, here: socket.socket) -> None:
         try:
             there = socket.create_connection(("127.0.0.1", self._to), timeout=5)
         except OSError:
-            here.close()
+            reset(here)
             return
         left = self._rng.randint(3_000, 120_000)  # bytes, of both ways
         with contextlib.suppress(OSError):
@@ -57,23 +48,15 @@ class Cutter:
                     left -= len(block)
                     if left < 0 and self.cuts > 0 and len(block) > 2048:
                         to.sendall(block[: len(block) // 2])
-                        self.cuts, self.done = self.cuts - 1, self.done + 1
+                        self.cuts, self.cut = self.cuts - 1, self.cut + 1
                         raise OSError
                     to.sendall(block)
-        for end in (here, there):
-            with contextlib.suppress(OSError):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-            end.close()
-
-    def close(self) -> None:
-        self._ended = True
-        self._listener.close()
+        reset(here)
+        reset(there)
 
 
 def attempt(size: float, folder: Path, progress: Callable[[str], None]) -> Outcome:
     """Federations of kits behind the relay, until there were enough cuts."""
-    from sites import bits, sites
-
     found, wanted, number = Outcome(), scaled(CUTS, size), 0
     while wanted > 0 and number < 10:
         number += 1
@@ -89,10 +72,10 @@ def attempt(size: float, folder: Path, progress: Callable[[str], None]) -> Outco
                 return found
             finally:
                 cutter.close()
-            found.require(bits(result) == bits(alone), f"{cutter.done} cuts, and other bits")
-            found.count("connections cut in a message", cutter.done)
-            wanted -= cutter.done
-            progress(f"{cutter.done} cuts, {max(wanted, 0)} to go")
+            found.require(bits(result) == bits(alone), f"{cutter.cut} cuts, and other bits")
+            found.count("connections cut in a message", cutter.cut)
+            wanted -= cutter.cut
+            progress(f"{cutter.cut} cuts, {max(wanted, 0)} to go")
             time.sleep(1)
     return found
 

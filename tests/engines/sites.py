@@ -156,12 +156,12 @@ class Relay:
 
     def _carry(self, here: socket.socket) -> None:
         if self._closed:
-            _reset(here)
+            reset(here)
             return
         try:
             there = socket.create_connection(("127.0.0.1", self._to), timeout=5)
         except OSError:
-            _reset(here)
+            reset(here)
             return
         answered, last = False, time.monotonic()
         with contextlib.suppress(OSError):
@@ -179,8 +179,8 @@ class Relay:
                 if answered and (quiet > self._idle or (self._closed and quiet > 0.05)):
                     self.cut += 1
                     break
-        _reset(here)
-        _reset(there)
+        reset(here)
+        reset(there)
 
     def interrupt(self, seconds: float) -> None:
         """Cut every connection, and let nobody through for a while."""
@@ -205,7 +205,7 @@ def relayed(folder: Path, rounds: int, idle: float):
             relay.close()
 
 
-def _reset(end: socket.socket) -> None:
+def reset(end: socket.socket) -> None:
     """Close a connection without a goodbye."""
     with contextlib.suppress(OSError):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")

@@ -199,9 +199,9 @@ def test_shares_of_the_noise_add_up_in_both_parts(tmp_path):
     m = Experiment.from_dict(tables(tmp_path, DISTRIBUTED)).aggregation.mechanism
     assert isinstance(m, DistributedGaussian)
     zeros, t, n = np.zeros(30_001, np.int64), 4, 60
-    whole = sum(m._covered(bytes([i]) * 32, "p", zeros, n, t) for i in range(t)) * m.step
+    whole = sum(m._add_noise(bytes([i]) * 32, "p", zeros, n, t) for i in range(t)) * m.step
     assert whole[:-1].std() == pytest.approx(AdaptiveClip.update_noise(0.5, 3.0), rel=0.03)
-    counts = [sum(m._covered(bytes([i]) * 32, f"{k}", zeros[:2], n, t)[-1] for i in range(t)) for k in range(500)]
+    counts = [sum(m._add_noise(bytes([i]) * 32, f"{k}", zeros[:2], n, t)[-1] for i in range(t)) for k in range(500)]
     assert np.std(counts) * m.step == pytest.approx(3.0, rel=0.15)
 
 

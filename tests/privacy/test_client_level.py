@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedfm.aggregation._lattice import clipped, covered, step_of
+from fedfm.aggregation._lattice import add_noise, clipped, step_of
 from fedfm.aggregation.base import Aggregator
 from fedfm.aggregation.mean import Mean
 from fedfm.aggregation.private import CentralGaussian, DistributedGaussian
@@ -115,7 +115,7 @@ def test_the_server_clips_an_update_that_a_client_did_not():
 
 def test_the_noise_has_its_variance_and_its_shape():
     n, scale = 100_000, 2.5 * 2**20
-    drawn = covered(b"k" * 32, "p", np.zeros(n, np.int64), scale) / scale
+    drawn = add_noise(b"k" * 32, "p", np.zeros(n, np.int64), scale) / scale
     low, high = stats.chi2.ppf([5e-7, 1 - 5e-7], n) / n
     assert low < float(drawn @ drawn) / n < high
     assert stats.kstest(drawn, "norm").pvalue > 1e-6
@@ -219,7 +219,7 @@ class LessByRootTwo(CentralGaussian):
 
 class OnceARun(CentralGaussian):
     def _noisy(self, fed, total, purpose, asked):
-        return total + covered(fed.secret("noise"), "run", np.zeros_like(total), self.noise_multiplier / self.step)
+        return total + add_noise(fed.secret("noise"), "run", np.zeros_like(total), self.noise_multiplier / self.step)
 
 
 class NoClip(CentralGaussian):

@@ -330,13 +330,13 @@ def test_a_round_that_is_released_again_with_another_sum_is_counted(mechanism):
         return fed.notices
 
     assert release(0.5) == release(0.5) == []
-    assert m.repeated(store) == 0
+    assert m.repeat_count(store) == 0
     assert "round 1 was released before" in release(0.25)[0]
     assert release(0.25) == []
-    assert m.repeated(store) == 1
+    assert m.repeat_count(store) == 1
     if mechanism is CorrelatedGaussian:  # another history costs another run, of sqrt(2) times the sensitivity together
         assert m.sensitivity(5) == pytest.approx(math.sqrt(2) * m.sensitivity(4))
     tight = dataclasses.replace(m, budget=m.epsilon_after(2))
     with pytest.raises(RunError, match="would exceed"):
         release(0.1, tight)
-    assert m.repeated(store) == 1
+    assert m.repeat_count(store) == 1

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from fedfm.aggregation._lattice import Steps, clipped, covered, flat_of, norm_of, on_layout, step_of
+from fedfm.aggregation._lattice import Steps, add_noise, clipped, flat_of, norm_of, on_layout, step_of
 from fedfm.aggregation._secagg import MEMORY
 from fedfm.aggregation._secagg_client import refused, sum_of
 from fedfm.aggregation._secagg_keys import least_of
@@ -200,7 +200,7 @@ class CentralGaussian(Mechanism):
         name, mark = f"release {fed.round} {at}", digest(total).encode()
         before = fed.store.get(name, mark)
         if before != mark:
-            again = self.repeated(fed.store) + 1
+            again = self.repeat_count(fed.store) + 1
             if self.affordable(fed.round + again) < fed.round + again:
                 raise RunError(
                     f"round {fed.round} was released before, with other clients: one release more would exceed "
@@ -210,7 +210,7 @@ class CentralGaussian(Mechanism):
             fed.notice(f"round {fed.round} was released before, with another sum: one release more, counted in epsilon")
         fed.store[name] = mark
 
-    def repeated(self, store: Mapping[str, bytes]) -> int:
+    def repeat_count(self, store: Mapping[str, bytes]) -> int:
         return int(store.get(_AGAIN, b"0"))
 
     def _sum(self, update: Update) -> Steps:
@@ -226,18 +226,18 @@ class CentralGaussian(Mechanism):
         return np.append(clipped(rest, self.clip_norm), round(bit / self.step))
 
     def _noisy(self, fed: Federation, total: Steps, purpose: str, asked: float) -> Steps:
-        return self._covered(fed.secret("noise"), purpose, total, asked)
+        return self._add_noise(fed.secret("noise"), purpose, total, asked)
 
-    def _covered(self, key: bytes, purpose: str, steps: Steps, clients: float, shares: int = 1) -> Steps:
+    def _add_noise(self, key: bytes, purpose: str, steps: Steps, clients: float, shares: int = 1) -> Steps:
         """These numbers with their noise, or with one of so many shares of it."""
         z, unit = self.noise_multiplier, self.clip_norm / self.step / math.sqrt(shares)
         purpose = f"{purpose}, step {self.step!r}"
         if self.adaptive is None:
-            return covered(key, purpose, steps, z * unit)
+            return add_noise(key, purpose, steps, z * unit)
         sigma_b = self.adaptive.count_noise(clients, z)
         purpose = f"{purpose}, {digest(steps)}"  # an equal count of other updates gets noise of its own
-        own = covered(key, purpose, steps[:-1], self.adaptive.update_noise(z, sigma_b) * unit)
-        return np.append(own, covered(key, f"{purpose}, count", steps[-1:], sigma_b * unit))
+        own = add_noise(key, purpose, steps[:-1], self.adaptive.update_noise(z, sigma_b) * unit)
+        return np.append(own, add_noise(key, f"{purpose}, count", steps[-1:], sigma_b * unit))
 
     def check(self, fed: Federation, model_of: Callable[[Any], Params], before: Any, after: Any) -> None:
         """Check that every trainable tensor has moved in the first round.
@@ -349,7 +349,7 @@ class DistributedGaussian(CentralGaussian):
         if scale < _LEAST_SHARE:
             raise refused(f"a share of the noise of {scale:.2g} steps, expected {_LEAST_SHARE:g} at least")
         call = hashlib.sha256(repr((client.memory[MEMORY]["session"], told.number)).encode()).hexdigest()
-        return self._covered(client.secret("noise"), f"{client.seed} {call}", steps, clients, least)
+        return self._add_noise(client.secret("noise"), f"{client.seed} {call}", steps, clients, least)
 
     def _noisy(self, fed: Federation, total: Steps, purpose: str, asked: float) -> Steps:
         return total

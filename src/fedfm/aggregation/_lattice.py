@@ -55,7 +55,7 @@ def norm_of(x: NDArray[np.float64]) -> float:
     return norm
 
 
-def covered(key: bytes, purpose: str, steps: Steps, scale: float) -> Steps:
+def add_noise(key: bytes, purpose: str, steps: Steps, scale: float) -> Steps:
     """The numbers with whole normal noise of standard deviation ``scale``.
 
     A repeated round gets its noise again, and a round that differs gets other noise, not the same noise on other data.

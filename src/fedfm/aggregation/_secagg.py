@@ -175,15 +175,15 @@ class SecAgg(Transport):
             body = np.concatenate([body_code.encode(flat, factor) for flat in flats])
         except ValueError as error:
             raise ClientFault(E_NORM, f"{error}: see aggregation.bound") from None
-        return self._masked(client, head, body)
+        return self._mask(client, head, body)
 
     def blank(self, client: Client) -> Masked:
         """Message 4 of a client without an update: zeros of weight 0 under its masks, which look like any other."""
         size = sum_of(client).size or sum(client.model.layout.sizes.values())
         head, body = self.head_code(1), self.body_code(1)  # of zeros any code is the same
-        return self._masked(client, np.zeros(1 + len(self.metrics), head.dtype), np.zeros(size, body.dtype))
+        return self._mask(client, np.zeros(1 + len(self.metrics), head.dtype), np.zeros(size, body.dtype))
 
-    def _masked(self, client: Client, head: masks.Words, body: masks.Words) -> Masked:
+    def _mask(self, client: Client, head: masks.Words, body: masks.Words) -> Masked:
         member, told = self._member(client), sum_of(client)
         cohort = bytes_of(checked(told.cohort, len(member.names)))
         seal = member.mask(client, told.number, cohort, digest_of(client.shown), (head, body))

@@ -156,7 +156,7 @@ class Mechanism:
             rows: the clients' numbers of rows; None if the server does not know them.
         """
 
-    def repeated(self, store: Mapping[str, bytes]) -> int:
+    def repeat_count(self, store: Mapping[str, bytes]) -> int:
         """How many rounds were released again with another sum, by the server's store: each is one release more."""
         return 0
 

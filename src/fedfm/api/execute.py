@@ -124,11 +124,11 @@ def drive(
         silos: files of silos, by name, for nodes on loopback (deployment engine only).
     """
     if run.manifest["result"] is not None:
-        return _known(run, progress)
+        return _result_of_finished(run, progress)
     try:
-        with run.lock(), _stop_flag() as stop, devices.restored(), _discarded(run, fresh):
+        with run.lock(), _stop_flag() as stop, devices.restored(), _discard_if_refused(run, fresh):
             if run.manifest["result"] is not None:  # another process has ended it since it was opened
-                return _known(run, progress)
+                return _result_of_finished(run, progress)
             progress = tracked(run, progress)
             for notice in losses.settle(run, accept_loss):
                 progress.notice(notice)
@@ -154,7 +154,7 @@ def drive(
     return result
 
 
-def _known(run: Run, progress: Progress) -> dict[str, Any]:
+def _result_of_finished(run: Run, progress: Progress) -> dict[str, Any]:
     """The result of a finished run."""
     for text in run.manifest["result"].get("warnings", ()):
         progress.notice(text)
@@ -162,7 +162,7 @@ def _known(run: Run, progress: Progress) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _discarded(run: Run, fresh: bool) -> Iterator[None]:
+def _discard_if_refused(run: Run, fresh: bool) -> Iterator[None]:
     """Context manager: a new run, locked, whose input proves wrong before its first round leaves nothing."""
     try:
         yield

@@ -308,14 +308,14 @@ def export(
     with alone_in(out, "exporting a model"):
         _refuse_used(out)
         try:
-            return _exported(run, to, out, client, last, given)
+            return _write_export(run, to, out, client, last, given)
         except BaseException:  # all that is in the folder is of this export
             for entry in list(out.iterdir()):
                 storage.remove(entry)
             raise
 
 
-def _exported(run: Run, to: Target, out: Path, client: str | None, last: bool, given: Any) -> str:
+def _write_export(run: Run, to: Target, out: Path, client: str | None, last: bool, given: Any) -> str:
     from fedfm.api import model_card
     from fedfm.models.export import export as write
 

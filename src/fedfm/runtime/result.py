@@ -138,8 +138,8 @@ def accounted(run: Run, t: int) -> Accountant:
     Args:
         t: rounds that are completed.
     """
-    again = run.experiment.aggregation.mechanism.repeated(Store(run.path / "private", "server"))
-    return spending(run.experiment, rows_of(run), run.repeated(t) + again)
+    again = run.experiment.aggregation.mechanism.repeat_count(Store(run.path / "private", "server"))
+    return spending(run.experiment, rows_of(run), run.repeat_count(t) + again)
 
 
 def spending(experiment: Experiment, rows: Sequence[int] | None, repeated: int = 0) -> Accountant:

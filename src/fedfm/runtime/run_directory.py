@@ -222,10 +222,10 @@ class Run:
     def begin(self, t: int) -> None:
         """Count round t in the ledger before its messages leave, if a repetition of it were one release more."""
         if self.experiment.aggregation.mechanism.fresh:
-            self.manifest["ledger"]["begun"] = t + self.repeated(t - 1)
+            self.manifest["ledger"]["begun"] = t + self.repeat_count(t - 1)
             self.write_manifest()
 
-    def repeated(self, t: int) -> int:
+    def repeat_count(self, t: int) -> int:
         """How many rounds were begun beside the t that are completed, and count as releases of their own."""
         return max(int(self.manifest["ledger"].get("begun", 0)) - t, 0)
 

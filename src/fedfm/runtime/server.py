@@ -102,8 +102,8 @@ class Server:
             run.into(fed, record)
             t, of = record["round"], record["extra"].get("model_of_round")
             state = self._lean(record.pop("state"))
-        again = run.repeated(t)
-        known = again + fed.aggregator.mechanism.repeated(fed.store)
+        again = run.repeat_count(t)
+        known = again + fed.aggregator.mechanism.repeat_count(fed.store)
         last = fed.aggregator.mechanism.affordable(method.rounds + known) - known
         self._progress.started(run, last, t)
         if t not in {line["round"] for line in run.metrics()}:
