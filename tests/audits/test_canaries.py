@@ -165,14 +165,14 @@ def test_a_run_that_keeps_its_promise_is_not_accused(privacy, method, tmp_path):
 
 @pytest.mark.parametrize("broken", ["half", "once", "no clip"])
 def test_the_command_refutes_a_run_of_a_broken_mechanism(broken, tmp_path, monkeypatch):
-    draw = _client_level.covered
+    draw = _client_level.add_noise
 
     def noise(key, purpose, steps, scale):
         if broken == "once":
             return steps + draw(key, "the only one", np.zeros_like(steps), scale)
         return draw(key, purpose, steps, scale / 2 if broken == "half" else scale)
 
-    monkeypatch.setattr(_client_level, "covered", noise)
+    monkeypatch.setattr(_client_level, "add_noise", noise)
     if broken == "no clip":
         step, flat = _client_level.step_of, _client_level.flat_of
         monkeypatch.setattr(_client_level, "clipped", lambda d, norm: np.rint(flat(d) / step(norm)).astype("i8"))

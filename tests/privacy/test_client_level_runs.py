@@ -202,14 +202,14 @@ def test_the_audit_finds_the_noise_that_the_ledger_states(tmp_path):
 def test_the_audit_refutes_a_run_with_too_little_noise(broken, tmp_path, monkeypatch):
     from fedfm.aggregation import _client_level
 
-    draw = _client_level.covered
+    draw = _client_level.add_noise
 
     def less(key, purpose, steps, scale):
         if broken == "half":
             return draw(key, purpose, steps, scale / 2)
         return steps + draw(key, "run", np.zeros_like(steps), scale)
 
-    monkeypatch.setattr(_client_level, "covered", less)
+    monkeypatch.setattr(_client_level, "add_noise", less)
     fedfm.run(tables(tmp_path, CLIENT | {"clip_norm": 0.05}), tmp_path / "run")
     (finding,) = perform(tmp_path / "run", ["client_epsilon"])
     assert (finding.verdict, finding.contradicts) == ("leaks", True)
