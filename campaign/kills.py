@@ -225,7 +225,7 @@ def strike(at: Any, what: str, silo: str) -> bool:
         elif what == "SuperLink":
             at.kill("server", "flower-superlink")
         elif what == "ServerApp":
-            os.kill(int((at.folder / "run/private/server.lock").read_text()), signal.SIGKILL)
+            os.kill(int((at.folder / "run/private/server.lock").read_text().split()[0]), signal.SIGKILL)
         else:
             at.stop(silo, signal.SIGKILL)
             at.start(silo)

@@ -39,7 +39,7 @@ def test_a_run_whose_server_app_was_killed_resumes_to_the_same_bits(tmp_path):
     out = tmp_path / "deployed"
     running = begin("run", exp, "--out", out, "--engine", "deployment")
     until(lambda: rounds(out) >= 2 or running.poll() is not None)
-    os.kill(int((out / "private" / "server.lock").read_text()), signal.SIGKILL)
+    os.kill(int((out / "private" / "server.lock").read_text().split()[0]), signal.SIGKILL)
     _, error = running.communicate(timeout=180)
     assert running.returncode == 1, error[-2000:]
     assert "ServerApp's process ended" in error
@@ -115,7 +115,7 @@ def test_an_answer_to_a_server_that_was_killed_is_not_trained_again(tmp_path):
     out = tmp_path / "run"
     running = begin("run", exp, "--out", out, "--engine", "deployment")
     until(lambda: rounds(out) >= 3 or running.poll() is not None)
-    server = int((out / "private/server.lock").read_text())
+    server = int((out / "private/server.lock").read_text().split()[0])
     os.kill(server, signal.SIGSTOP)
     done = rounds(out)
     assert not (tmp_path / "log/client-01").exists()

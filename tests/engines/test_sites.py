@@ -58,7 +58,7 @@ def test_an_asynchronous_run_that_is_submitted_again_takes_what_a_silo_was_at(tm
         os.kill(worker, signal.SIGSTOP)
         try:
             passed(at, running, rounds(at.folder / "run") + 3)
-            os.kill(int((at.folder / "run/private/server.lock").read_text()), signal.SIGKILL)
+            os.kill(int((at.folder / "run/private/server.lock").read_text().split()[0]), signal.SIGKILL)
             waits = json.loads((at.folder / "run/private/underway.json").read_text())["hospital-b"]
             until(lambda: "submitted again" in at.told(), 120)
             passed(at, running, rounds(at.folder / "run") + 2)  # the resumed run does not wait for it

@@ -304,7 +304,7 @@ def test_the_same_bits_on_a_superlink_whose_server_app_was_killed(tmp_path):
     out = tmp_path / "deployed"
     running = begin("run", exp, "--out", out, "--engine", "deployment")
     until(lambda: rounds(out) >= 2 or running.poll() is not None)
-    os.kill(int((out / "private" / "server.lock").read_text()), signal.SIGKILL)
+    os.kill(int((out / "private" / "server.lock").read_text().split()[0]), signal.SIGKILL)
     _, error = running.communicate(timeout=60)
     assert running.returncode == 1, error[-2000:]
     deployed = fedfm("resume", out)

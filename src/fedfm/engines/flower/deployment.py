@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedfm.config.cohorts import enough
-from fedfm.engines.flower import app_writer, kits, processes, server_app
+from fedfm.engines.flower import app_writer, kits, server_app
 from fedfm.engines.flower.loopback import Fleet, loopback
 from fedfm.engines.flower.node_status import Missing
 from fedfm.engines.flower.private_api import Control
@@ -230,19 +230,19 @@ class _Watch:
 
     def _check(self, run_id: int) -> None:
         """Raise an error if the run failed or nothing works on it any more."""
-        self._outcome()
+        self._outcome(run_id)
         if self._fleet is not None:
             self._fleet.check(self._progress.notice)
         elif time.monotonic() - self._looked > _LOOK:
             self._looked = time.monotonic()
             self._tell_missing()
-        held = processes.held(self._run.path / server_app.LOCK)
+        held = server_app.is_served(self._run.path, run_id)
         gone, self._held, self._served = self._held and not held, held, self._served or held
         if gone or time.monotonic() - self._asked > 2.0:
             status, details = self._status(run_id)
             if gone or status == "finished":
                 time.sleep(0.5)  # its last writes become visible
-                self._outcome()
+                self._outcome(run_id)
                 if Run.open(self._run.path).manifest["result"] is None:
                     if self._fleet is None and self._served and not details.startswith("stopped"):
                         raise _Lost(self._ending(gone, details))
@@ -273,9 +273,10 @@ class _Watch:
             return
         names = {node: name for name, node in told["asked"].items()}
         with contextlib.suppress(RunError):
-            nodes = [node for node in self._control.nodes() if node.id in names] if told["missing"] else []
+            look = bool(told["missing"]) or self._missing.any
+            nodes = [node for node in self._control.nodes() if node.id in names] if look else []
             here = [replace(n, name=names[n.id], online=n.online or names[n.id] not in told["missing"]) for n in nodes]
-            self._missing.tell(here)
+            self._missing.tell(here, left_out=not all(node.online for node in nodes))
 
     def _ending(self, gone: bool, details: str) -> str:
         if not gone and not self._served and self._fleet is None:
@@ -285,8 +286,8 @@ class _Watch:
             )
         return f"the ServerApp's process ended before the run did ({details or 'killed'})"
 
-    def _outcome(self) -> None:
+    def _outcome(self, run_id: int) -> None:
         path = self._run.path / server_app.OUTCOME
-        if path.exists():
-            told = json.loads(path.read_text(encoding="utf-8"))
+        told = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if told.get("run") == run_id:  # not that of a former ServerApp, which was ending
             raise InputError(told["text"]) if told["kind"] == "InputError" else RunError(told["text"])

@@ -60,11 +60,20 @@ class Missing:
         self._names: list[int] = []
         self._next, self._pause = 0.0, _AGAIN
 
-    def tell(self, nodes: Sequence[NodeStatus]) -> bool:
-        """Whether somebody is missing."""
+    @property
+    def any(self) -> bool:
+        """Whether somebody was missing at the last look."""
+        return bool(self._names)
+
+    def tell(self, nodes: Sequence[NodeStatus], left_out: bool = False) -> bool:
+        """Whether somebody is missing.
+
+        Args:
+            left_out: nobody is waited for, and some who were have not come back: they are left out of the round.
+        """
         missing, now = sorted(node.id for node in nodes if not node.online), time.monotonic()
         if missing != self._names:
-            if self._names and not missing:
+            if self._names and not missing and not left_out:
                 self._notice("all silos that were waited for are connected")
             self._names, self._next, self._pause = missing, now, _AGAIN
         if missing and now >= self._next:

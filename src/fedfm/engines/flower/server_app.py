@@ -25,12 +25,11 @@ from fedfm.core import storage
 from fedfm.core.messages import Excluded
 from fedfm.core.text import visible
 from fedfm.core.wire.limits import room
-from fedfm.engines.flower import run_config
+from fedfm.engines.flower import processes, run_config
 from fedfm.engines.flower.answered import Answered
 from fedfm.engines.flower.link import FlowerLink
 from fedfm.engines.flower.outstanding import Outstanding
 from fedfm.engines.flower.private_api import is_simulated
-from fedfm.engines.flower.processes import watch_parent
 from fedfm.engines.flower.stream import FlowerStream
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.threads import torch_threads
@@ -47,7 +46,7 @@ from fedfm.runtime.server import Server
 OUTCOME = "private/outcome.json"  # an error of the ServerApp, for the process that waits for the run
 SERVER_ONLY = "server-only"  # beside the runs: values that the method withholds from clients, and so from the bundle
 WAITING = "private/waiting.json"  # whom the ServerApp waits for, for the process that waits for the run
-LOCK = "private/server.lock"  # held while a ServerApp writes the run
+LOCK = "private/server.lock"  # locked while a ServerApp writes the run; its process and its run at the SuperLink
 
 
 class Told(Progress):
@@ -173,7 +172,7 @@ def serve(grid: Grid, context: Context) -> None:
 
     An error is raised for Flower, and written to :data:`OUTCOME` for the process that waits for the run.
     """
-    watch_parent()
+    processes.watch_parent()
     config = context.run_config
     name = str(config.get("run") or f"run-{context.run_id}")
     path = Path(str(config.get("out") or "runs")) / name
@@ -194,7 +193,7 @@ def serve(grid: Grid, context: Context) -> None:
     if run.manifest["result"] is not None:
         told.notice(f"{run.path} is finished already")
         return
-    with only_server(run):
+    with only_server(run, context.run_id):
         (run.path / OUTCOME).unlink(missing_ok=True)
         try:
             for notice in losses.settle(run):
@@ -206,20 +205,25 @@ def serve(grid: Grid, context: Context) -> None:
                 raise
             kind = "InputError" if isinstance(error, InputError) else "RunError"
             text = str(error) if isinstance(error, (InputError, RunError)) else f"{type(error).__name__}: {error}"
-            storage.write_atomic(run.path / OUTCOME, json.dumps({"kind": kind, "text": text}).encode(), 0o600)
+            outcome = {"run": context.run_id, "kind": kind, "text": text}
+            storage.write_atomic(run.path / OUTCOME, json.dumps(outcome).encode(), 0o600)
             raise
 
 
 @contextlib.contextmanager
-def only_server(run: Run, patience: float = 30.0) -> Iterator[None]:
+def only_server(run: Run, run_id: int, patience: float = 30.0) -> Iterator[None]:
     """Lock the run for this ServerApp; wait for a former one that is ending.
+
+    Args:
+        run_id: of Flower's run.
+        patience: seconds to wait.
 
     Raises:
         RunError: another ServerApp does not end.
         InputError: a file of the run is a link.
     """
     run.refuse_links()
-    with open(run.path / LOCK, "w", opener=storage.private) as file:
+    with open(run.path / LOCK, "a", opener=storage.private) as file:
         deadline = time.monotonic() + patience
         while True:
             try:
@@ -229,6 +233,15 @@ def only_server(run: Run, patience: float = 30.0) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     raise RunError(f"{run.path}: another ServerApp is writing this run") from None
                 time.sleep(0.1)
-        file.write(str(os.getpid()))
+        file.truncate(0)
+        file.write(f"{os.getpid()} {run_id}")
         file.flush()
         yield
+
+
+def is_served(path: Path, run_id: int) -> bool:
+    """Whether the ServerApp of this run of Flower's writes the run directory; a former one may still be ending."""
+    try:
+        return (path / LOCK).read_text().split()[1:] == [str(run_id)] and processes.held(path / LOCK)
+    except OSError:
+        return False
