@@ -474,7 +474,8 @@ def test_a_silo_says_why_it_cannot_connect_and_starts_no_node_before(tmp_path):
 
     for server, ahead, says in (
         (other, 0.0, "its certificate is of another federation: this kit's ca.crt has not signed it"),
-        (out, 300.0, "behind the server's, which refuses more than 60 s: set it"),
+        (out, 320.0, "behind the server's, which refuses more than 305 s: set it"),
+        (out, -20.0, "ahead of the server's, which refuses more than 5 s: set it"),
     ):
         with answering(kits.load(server / "server"), ahead):
             supervisor.start(kit, told.append, until(lambda says=says: any(says in line for line in told)))

@@ -111,8 +111,9 @@ def _server_seen(kit: Kit) -> Iterator[Line]:
         return
     way = "ahead of" if found.ahead > 0 else "behind"
     off = abs(found.ahead)
-    told = f"{off:.0f} s {way} the server's" if off > 2 else "as the server's"
-    yield _line("clock", DIFFERS if off > server_seen.SKEW else OK, told)
+    words = f"{off:.0f} s {way} the server's" if off > 2 else "as the server's"
+    problem = server_seen.clock_problem(found.ahead)
+    yield _line("clock", DIFFERS if problem else OK, problem or words)
 
 
 # --- the experiment --------------------------------------------------------------------------------------------------

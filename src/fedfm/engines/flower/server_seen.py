@@ -14,7 +14,9 @@ from pathlib import Path
 
 from fedfm.errors import first_line
 
-SKEW = 60.0  # seconds by which a silo's clock may differ from the server's; Flower refuses older signatures
+# Flower refuses a node whose clock is so many seconds ahead of the server's, or behind it.
+AHEAD, BEHIND = 5.0, 305.0
+_GRAIN = 1.0  # seconds: the server tells its time in whole ones
 _WAIT = 5.0  # seconds for the server's answer
 _PAUSES = (2.0, 10.0, 30.0)  # seconds between two looks: the first, and the longest without and with a server
 _NOT_YET, _ENDED, _SIGNER, _NAMES = {9}, {10}, {2, 7, 18, 19, 20, 21}, {62, 64}  # OpenSSL's X509_V_ERR_*
@@ -92,11 +94,12 @@ def _certificate(error: ssl.SSLCertVerificationError, host: str) -> str:
     return f"the server's certificate does not fit: {error.verify_message}"
 
 
-def _clock(ahead: float | None) -> str:
-    if ahead is None or abs(ahead) <= SKEW:
+def clock_problem(ahead: float | None) -> str:
+    """What is wrong with a clock that is so many seconds ahead of the server's; "" if nothing is."""
+    if ahead is None or -BEHIND < ahead < AHEAD + _GRAIN:
         return ""
-    way = "ahead of" if ahead > 0 else "behind"
-    return f"this machine's clock is {abs(ahead):.0f} s {way} the server's, which refuses more than {SKEW:g} s: set it"
+    way, most = ("ahead of", AHEAD) if ahead > 0 else ("behind", BEHIND)
+    return f"this machine's clock is {abs(ahead):.0f} s {way} the server's, which refuses more than {most:g} s: set it"
 
 
 class Lookout:
@@ -132,7 +135,7 @@ class Lookout:
         pause = _PAUSES[0]
         while True:
             seen = look(self._server, self._authority)
-            problem = seen.problem or _clock(seen.ahead)
+            problem = seen.problem or clock_problem(seen.ahead)
             if self._end.is_set():
                 return
             if problem != self._problem:
