@@ -1,11 +1,14 @@
 """Clocks that jump: by an hour, forwards and back, of a whole machine and of one silo alone.
 
-Needs libfaketime (Debian's package ``faketime``), which a process loads before libc; monotonic clocks stay as they are,
-as on a machine whose time is set.
+Each process loads ``clock.c`` before libc, which shifts the time of day and leaves monotonic clocks as they are, as on
+a machine whose time is set. libfaketime is of no use for it: it shifts the deadlines of monotonic sleeps, too, and
+``time.sleep`` then fails. Needs a C compiler.
 """
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,27 +17,29 @@ import processes
 from gate import Gate, Outcome, scaled
 from processes import begin, experiment, fedfm, rounds, same, until
 
-LIBRARY = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"
-JUMPS = ("+3600", "-3600", "+0", "+86400", "-7200")  # seconds
+JUMPS = (3600, -3600, 0, 86400, -7200)  # seconds
 
 
-def faked(file: Path) -> dict[str, str]:
-    """The environment of processes whose clock is off by what the file says."""
-    return {
-        "LD_PRELOAD": LIBRARY,
-        "FAKETIME_TIMESTAMP_FILE": str(file),
-        "FAKETIME_NO_CACHE": "1",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-    }
+def library(folder: Path) -> Path:
+    """The compiled ``clock.c``."""
+    made = folder / "clock.so"
+    command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(made), str(Path(__file__).with_name("clock.c")), "-ldl"]
+    subprocess.run(command, check=True)
+    return made
+
+
+def shifted(library: Path, file: Path) -> dict[str, str]:
+    """The environment of processes whose clock is off by the seconds that the file says."""
+    return {"LD_PRELOAD": str(library), "CAMPAIGN_CLOCK": str(file)}
 
 
 def one_process(folder: Path, found: Outcome, times: int) -> None:
     """A run on the local engine, with a jump after each round."""
     exp = experiment(folder, method='name = "scaffold"\nrounds = 12\nlocal = { epochs = 2 }', run="workers = 2")
     alone, clock = fedfm("run", exp, "--out", folder / "alone"), folder / "clock"
-    clock.write_text("+0\n")
+    clock.write_text("0")
     environment = dict(processes.ENV)
-    processes.ENV.update(faked(clock))
+    processes.ENV.update(shifted(library(folder), clock))
     try:
         for number in range(times):
             out = folder / f"jumps-{number}"
@@ -43,14 +48,14 @@ def one_process(folder: Path, found: Outcome, times: int) -> None:
             while running.poll() is None:
                 if rounds(out) > done:
                     done = rounds(out)
-                    clock.write_text(JUMPS[(number + done) % len(JUMPS)] + "\n")
+                    clock.write_text(str(JUMPS[(number + done) % len(JUMPS)]))
                     found.count("jumps during a run on the local engine")
                 time.sleep(0.01)
             text = running.communicate()[1]
             if running.returncode:
                 found.failures.append(f"a run whose clock jumps ends with {running.returncode}: {text[-300:]}")
                 continue
-            clock.write_text("+0\n")
+            clock.write_text("0")
             try:
                 same(fedfm("resume", out), alone)
             except AssertionError:
@@ -64,13 +69,13 @@ def federation(folder: Path, found: Outcome, alone_at: str | None) -> None:
     """Kits whose clocks jump: those of all, or of one silo alone, which is right again after a while."""
     import sites as kits
 
-    clock = folder / "clock"
-    clock.write_text("+0\n")
+    made, clock = library(folder), folder / "clock"
+    clock.write_text("0")
     with kits.sites(folder, rounds=5) as at:
         alone = fedfm("run", at.alone, "--out", folder / "local")
         environment = dict(processes.ENV)
         for name in ("server", *kits.SILOS):
-            processes.ENV.update(faked(clock) if alone_at in (None, name) else {})
+            processes.ENV.update(shifted(made, clock) if alone_at in (None, name) else {})
             at.start(name)
             processes.ENV.clear()
             processes.ENV.update(environment)
@@ -78,9 +83,11 @@ def federation(folder: Path, found: Outcome, alone_at: str | None) -> None:
         for jump in JUMPS[:3]:
             done = rounds(at.folder / "run")
             until(lambda done=done: rounds(at.folder / "run") > done or running.poll() is not None, 300)
-            clock.write_text(jump + "\n")
+            clock.write_text(str(jump))
             found.count("jumps of a federation's machine" if alone_at is None else "jumps of one silo's clock")
             time.sleep(15)
+            if alone_at is not None:
+                clock.write_text("0")
         try:
             result = at.result(running, 500)
         except BaseException as error:
@@ -91,8 +98,8 @@ def federation(folder: Path, found: Outcome, alone_at: str | None) -> None:
 
 def attempt(size: float, folder: Path, progress: Callable[[str], None]) -> Outcome:
     """Let clocks jump."""
-    if not Path(LIBRARY).exists():
-        return Outcome(skipped="libfaketime is not installed (Debian's package faketime)")
+    if shutil.which("cc") is None:
+        return Outcome(skipped="there is no C compiler")
     found = Outcome()
     progress("local engine")
     one_process(folder, found, scaled(10, size))
