@@ -15,7 +15,8 @@ from fedfm.data.table import fingerprint
 from fedfm.errors import InputError
 from fedfm.methods.fedpft import private
 from fedfm.methods.fedpft.fedpft import FedPFT
-from fedfm.runtime.disclosure import FILE, private_notices, tell
+from fedfm.privacy.spec import PrivacySpec
+from fedfm.runtime.disclosure import FILE, do_not_share, private_notices, tell
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
 
@@ -246,3 +247,12 @@ def test_runs_whose_fingerprints_are_keyed_are_not_said_to_be_of_other_data(tmp_
         assert "different data" not in text
         assert "split among clients" not in text
         assert "cannot be compared: [privacy] keys the fingerprint" in text
+
+
+@pytest.mark.parametrize(
+    ("asked", "states"), [({"aggregator": "secagg"}, False), ({"unit": "client", "noise_multiplier": 1.0}, True)]
+)
+def test_only_a_run_with_an_epsilon_says_that_the_ledger_bounds_what_its_files_tell(asked, states):
+    (said,) = [text for text in do_not_share(PrivacySpec(**asked), own_models=False) if "All other files" in text]
+    assert ("is what the ledger states" in said) is states
+    assert ("No epsilon" in said) is not states

@@ -20,6 +20,7 @@ from fedfm.errors import InputError
 from fedfm.runtime.client_memory import secret, secret_file
 
 if TYPE_CHECKING:
+    from fedfm.privacy.spec import PrivacySpec
     from fedfm.runtime.run_directory import Run
 
 FILE = "private/data.json"
@@ -54,20 +55,31 @@ _UNDER_PRIVACY = (
     "share it.",
     "audit.json names single training rows, and report.html and dossier.html tell of them, too, once the run was "
     "audited.",
+)
+_WITH_EPSILON = (
     "All other files are made of what the clients released, the experiment and the test rows: what they tell of a "
     "training row is what the ledger states. It covers neither the test rows, on which accuracies are computed, nor "
     "the names of clients and classes, how long a round took, which client took part or failed, and the verdicts of "
-    "audits.",
+    "audits."
+)
+_WITHOUT_EPSILON = (
+    "All other files are made of what the clients released, the experiment and the test rows. No epsilon bounds what "
+    "they tell of a training row: secure aggregation hides the single updates, not what the trained model and its "
+    "accuracies tell."
 )
 
 
-def do_not_share(privacy: object | None, own_models: bool) -> list[str]:
+def do_not_share(privacy: PrivacySpec | None, own_models: bool) -> list[str]:
     """The manifest's sentences on what must not be shared.
 
     Args:
+        privacy: the experiment's table.
         own_models: whether each client ends with a model of its own.
     """
-    texts = _WITHOUT_PRIVACY if privacy is None else _UNDER_PRIVACY
+    if privacy is None:
+        texts = _WITHOUT_PRIVACY
+    else:
+        texts = (*_UNDER_PRIVACY, _WITH_EPSILON if privacy.states_epsilon else _WITHOUT_EPSILON)
     return [text for text in texts if own_models or not text.startswith("clients/")]
 
 
