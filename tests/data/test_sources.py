@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from fedfm.data.arrow_texts import ArrowTexts
 from fedfm.data.load import load_table, read_inputs
 from fedfm.data.sources import csv, digits, text
-from fedfm.data.sources.images import decode
+from fedfm.data.pictures import decode
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import fingerprint
 from fedfm.errors import InputError

@@ -18,6 +18,7 @@ import numpy as np
 from fedfm.attacks.attack import Attack
 from fedfm.core.client import Update
 from fedfm.core.fields import setting
+from fedfm.data.pictures import rgb
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
@@ -80,8 +81,7 @@ class Backdoor(Attack):
         """A picture (a path or its bytes) with the square, as PNG, which is lossless."""
         from PIL import Image
 
-        with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture:
-            pixels = self._stamped(np.asarray(picture.convert("RGB"))[None])[0]
+        pixels = self._stamped(np.asarray(rgb(item))[None])[0]
         out = io.BytesIO()
         Image.fromarray(pixels).save(out, "PNG")
         return out.getvalue()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +16,7 @@ from fedfm.audits.inference import rates, similarity
 from fedfm.audits.inference.inverter import SIDE, Inverter, train
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay
+from fedfm.data.pictures import rgb
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.runtime.run_directory import Run
@@ -129,12 +129,5 @@ def pictures(table: Table, rows: Sequence[int]) -> Array:
     """Rows of a table of pictures as (n, 32, 32, 3) float32 in [0, 1]."""
     from PIL import Image
 
-    done = []
-    for i in rows:
-        x = table.inputs[i]
-        if isinstance(x, np.ndarray):
-            picture: Any = Image.fromarray(x.squeeze())
-        else:
-            picture = Image.open(io.BytesIO(x) if isinstance(x, bytes) else x)
-        done.append(np.asarray(picture.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR)))
+    done = [np.asarray(rgb(table.inputs[i]).resize((SIDE, SIDE), Image.Resampling.BILINEAR)) for i in rows]
     return np.asarray(np.stack(done).astype(np.float32) / 255)

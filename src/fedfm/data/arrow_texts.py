@@ -1,11 +1,13 @@
-"""Texts that stay in an Arrow column, memory-mapped or not; each is read when it is asked for."""
+"""Texts and pictures that stay in an Arrow column, memory-mapped or not; each is read when it is asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+
+from fedfm.data.pictures import Pictured
 
 _READ = 4096  # texts read at a time
 
@@ -39,12 +41,26 @@ class ArrowTexts(Sequence[str]):
         for start in range(0, len(self), _READ):
             yield from self[start : start + _READ]
 
-    def take(self, index: np.ndarray) -> ArrowTexts:
+    def take(self, index: np.ndarray) -> Self:
         """These rows, in this order; none is copied."""
-        return ArrowTexts(self._column, index if self._index is None else self._index[index])
+        return type(self)(self._column, index if self._index is None else self._index[index])
 
     def listed(self) -> list[str]:
         """All of these rows."""
         column = self._column if self._index is None else self._column.take(self._index)
         found: list[str] = column.to_pylist()
         return found
+
+
+class ArrowPictures(ArrowTexts, Pictured):
+    """Rows of a ChunkedArray of encoded pictures (bytes)."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))  # one at a time: each may have megabytes
+
+    def joined(self, others: Sequence[ArrowPictures]) -> ArrowPictures:
+        """These pictures and then the others', all of columns as they were read; none is copied."""
+        import pyarrow
+
+        chunks = [chunk for part in (self, *others) for chunk in part._column.chunks]
+        return ArrowPictures(pyarrow.chunked_array(chunks, self._column.type))

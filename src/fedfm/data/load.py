@@ -11,23 +11,17 @@ from typing import Any
 
 import numpy as np
 
+from fedfm.data.doubts import doubts
 from fedfm.data.partition import CLIENT
-from fedfm.data.sources._files import FORMATS, column, content_of, existing, listing, str_array
+from fedfm.data.sources import tables
+from fedfm.data.sources._files import FORMATS, begin, column, content_of, existing, listing, str_array
 from fedfm.data.spec import DataSpec
 from fedfm.data.stratify import hold_out, thin
 from fedfm.data.table import Kind, Table
 from fedfm.errors import InputError, close
 from fedfm.seeds import generator
 
-_SUFFIXES = {
-    ".csv": "csv",
-    ".jsonl": "jsonl",
-    ".jsonl.gz": "jsonl",
-    ".parquet": "parquet",
-    ".npz": "npz",
-    ".txt": "text",
-    ".txt.gz": "text",
-}
+_SUFFIXES = {".npz": "npz", ".txt": "text", ".txt.gz": "text"} | dict.fromkeys(tables.ENDINGS, "tables")
 WORDS: dict[Kind, str] = {
     "image": "pictures",
     "text": "texts",
@@ -43,7 +37,6 @@ _TASKS: dict[str, tuple[Kind, ...]] = {
     "instruction": ("instruction",),
     "preference": ("preference",),
 }
-_LONG_NAME = 200  # characters; a class name that is longer is rather a text
 
 
 def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
@@ -76,16 +69,8 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
         source = chosen(_read(spec, task), spec.where or {})
         table = _mark_test(_fit(source, task), spec, generator(seed, "split"))
     table = _limit(_without_new(table, spec.base_classes), spec, generator(seed, "limit"))
-    return scaled(_with_doubt(table, spec), spec.scale)
-
-
-def _with_doubt(table: Table, spec: DataSpec) -> Table:
-    """The table with a notice where what should be names of classes are texts."""
-    longest = max(map(len, table.classes), default=0)
-    if longest <= _LONG_NAME:
-        return table
-    note = f'a class name has {longest} characters: is data.label = "{spec.label}" the column of the labels?'
-    return replace(table, notices=(*table.notices, note))
+    table = replace(table, notices=(*table.notices, *doubts(table, spec.label)))
+    return scaled(table, spec.scale)
 
 
 def _without_rows(spec: DataSpec) -> Table:
@@ -182,12 +167,13 @@ def _read_path(path: Path, spec: DataSpec, task: str | None, *, labelled: bool) 
             if not labelled:
                 raise InputError(f"{path} is a folder written by save_to_disk; expected {FORMATS}")
             raise InputError(f'{path} is a folder written by save_to_disk: give it as data.hub = "{path}"')
+        if files := tables.files_of(path):
+            return tables.read_folder(path, files, spec, task=task, labelled=labelled)
         module = "images"
     else:
         endings = [suffix for suffix in _SUFFIXES if path.name.lower().endswith(suffix)]
         if not endings:
-            with path.open("rb") as file:
-                words = content_of(file.read(16))
+            words = content_of(begin(path))
             hint = "" if words == "something else" else f" (it holds {words})"
             raise InputError(f"{path}: files of this name are not known{hint}; expected {FORMATS}")
         module = _SUFFIXES[endings[-1]]

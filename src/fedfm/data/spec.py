@@ -57,7 +57,10 @@ class DataSpec:
         metadata={"names": BUILT_IN},
     )
     path: str | None = setting(
-        None, "csv, jsonl(.gz), parquet, npz, txt(.gz) or an image folder", pattern=_TEXT, words="a file or a folder"
+        None,
+        "csv, tsv, json, jsonl, txt (each also .gz), parquet, npz, an image folder or a folder of splits",
+        pattern=_TEXT,
+        words="a file or a folder",
     )
     hub: str | None = setting(
         None, "a Hugging Face data set id or save_to_disk folder", pattern=_TEXT, words="an id or a folder"
@@ -86,9 +89,10 @@ class DataSpec:
     label_name: str = setting("label_name", "name of the column of class names")
     split: str = setting("split", "name of the column with train, val, test")
     instruction: str = setting("instruction", 'instruction column of task "instruction"')
+    input: str = setting("input", 'column of what an instruction is about, task "instruction": written below it')
     output: str = setting("output", 'output column of task "instruction"')
     messages: str = setting(
-        "messages", 'column of conversations of task "instruction", lists of { role, content }, in place of both'
+        "messages", 'column of conversations of task "instruction", lists of { role, content }, in place of these'
     )
     prompt: str = setting("prompt", 'column of what was asked, task "preference": text, or a list of { role, content }')
     chosen: str = setting("chosen", 'column of the better answers, task "preference"')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.errors import InputError
+from fedfm.data.pictures import rgb
 from fedfm.linalg.out_of_core import limit
 
 CHUNK = 256  # pictures decoded at a time
@@ -99,18 +98,5 @@ def pixels(pictures: Any, preprocess: Preprocess) -> Tensor:
 
 def _opened(pictures: Any) -> Iterator[list[Any]]:
     """Chunks of RGB pictures."""
-    from PIL import Image, UnidentifiedImageError
-
     for start in range(0, len(pictures), CHUNK):
-        chunk = []
-        for x in pictures[start : start + CHUNK]:
-            if isinstance(x, np.ndarray):
-                chunk.append(Image.fromarray(x[..., 0] if x.shape[-1] == 1 else x).convert("RGB"))
-                continue
-            try:
-                with Image.open(io.BytesIO(x) if isinstance(x, bytes) else x) as picture:
-                    chunk.append(picture.convert("RGB"))
-            except (OSError, UnidentifiedImageError) as error:
-                where = "a picture of the data" if isinstance(x, bytes) else Path(x)
-                raise InputError(f"{where}: not readable as a picture ({error})") from None
-        yield chunk
+        yield [rgb(x) for x in pictures[start : start + CHUNK]]

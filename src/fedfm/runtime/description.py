@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 LORA_ALONE = ("lora",)
 _NAMED = 10  # classes in a notice
+_BLANK = "\u115f\u1160\u3164\uffa0\u2800" + "".join(map(chr, range(0xFE00, 0xFE10)))  # fillers, forms of a character
 
 
 def _folded(name: str) -> str:
@@ -40,7 +41,21 @@ def _folded(name: str) -> str:
 
 
 def _composed(name: str) -> str:
-    return _folded(unicodedata.normalize("NFKC", name))
+    return _folded(unicodedata.normalize("NFKC", _visible(name)))
+
+
+def _visible(name: str) -> str:
+    """The name without characters that nobody sees: zero-width spaces, joiners, soft hyphens, byte order marks."""
+    return "".join(c for c in name if not _hidden(c))
+
+
+def _hidden(c: str) -> bool:
+    return not c.isspace() and (unicodedata.category(c) in ("Cf", "Cc") or c in _BLANK)
+
+
+def _written(name: str) -> str:
+    """The name between quotes, with a code in place of what nobody sees."""
+    return '"' + "".join(f"\\u{ord(c):04x}" if _hidden(c) else c for c in name) + '"'
 
 
 def _number(name: str) -> Hashable:
@@ -59,6 +74,7 @@ def _unmarked(name: str) -> Hashable:
 # How names of classes that are probably one differ -> what they have in common; each tells what those before do not.
 _ALIKE: dict[str, Callable[[str], Hashable]] = {
     "case or spaces": _folded,
+    "characters that are not seen": lambda name: _folded(_visible(name)),
     "the form of their Unicode characters": _composed,
     "-, _, spaces or case": _unmarked,
     "how they write a number": _number,
@@ -197,7 +213,7 @@ def _no_task(population: Partitioned) -> list[str]:
 
 
 def spellings(classes: Sequence[str]) -> list[str]:
-    """Notices if names of classes differ by case, spaces, marks, Unicode form or a number's form alone, or say "none".
+    """Notices if names of classes differ in what is hardly seen alone (case, spaces, marks, forms), or say "none".
 
     Example:
         >>> spellings(["sports", "Sports ", "world"])
@@ -211,7 +227,7 @@ def spellings(classes: Sequence[str]) -> list[str]:
         groups = [tuple(names) for names in alike.values() if len(names) > 1 and tuple(names) not in said]
         said.update(groups)
         if groups:
-            listed = "; ".join(" and ".join(f'"{name}"' for name in names) for names in groups)
+            listed = "; ".join(" and ".join(map(_written, names)) for names in groups)
             found.append(f"the classes {listed} differ by {how} alone; if they are one class, spell them alike")
     empty = [f'"{name}"' for name in sorted(classes) if name.strip().casefold() in _NO_LABEL]
     if empty and len(classes) > len(empty):

@@ -73,7 +73,7 @@ EXPOSED = {
 _ENDLESS = "gives any number of answers: budget.rounds or budget.epsilon would end them"
 COLUMNS = (
     *("text", "image", "label", "label_name", "split"),
-    *("instruction", "output", "messages", "prompt", "chosen", "rejected"),
+    *("instruction", "input", "output", "messages", "prompt", "chosen", "rejected"),
 )
 
 
@@ -136,6 +136,7 @@ class Silo:
     label_name: str = _column("label_name")
     split: str = _column("split")
     instruction: str = _column("instruction")
+    input: str = _column("input")
     output: str = _column("output")
     messages: str = _column("messages")
     prompt: str = _column("prompt")

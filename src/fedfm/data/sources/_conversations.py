@@ -16,6 +16,9 @@ from fedfm.errors import InputError, close, listed
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
+# ShareGPT's and others' names of roles
+_ALSO = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}
+INPUT = "\n\n### Input:\n"  # between an instruction and its input
 _LIKE = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
 
 Columns = Mapping[str, Sequence[Any]]
@@ -54,6 +57,54 @@ def conversations(values: Sequence[Any], name: str, at: At, *, answered: bool) -
         else:
             found.append((turns, ""))
     return found
+
+
+def pairs(columns: Columns, spec: DataSpec, source: str, at: At, *, answered: bool) -> list[tuple[Asked, str]]:
+    """(instruction, output) of each row; an ``input`` stands below its instruction, as in Alpaca's form.
+
+    Both may be lists of messages: what was said, and the assistant's answer.
+
+    Args:
+        answered: whether each row has to have an output; else one that is missing is "".
+
+    Raises:
+        InputError: a column is missing; a cell is empty, or has another form.
+    """
+    asked = column(columns, spec.instruction, "data.instruction", source)
+    nothing = [None] * len(asked)
+    inputs = columns.get(spec.input, nothing)
+    outputs = column(columns, spec.output, "data.output", source) if answered else columns.get(spec.output, nothing)
+    found: list[tuple[Asked, str]] = []
+    for row, (said, more, output) in enumerate(zip(asked, inputs, outputs, strict=True)):
+        where = at(row)
+        whole = _with_input(_asked(said, spec.instruction, where), more, spec.input, where)
+        if answered or output is not None:
+            answer = output if output == "" and not answered else _answer(output, spec.output, where)
+            found.append(_after(whole, answer, spec.output, where))
+        else:
+            found.append((whole, ""))
+    return found
+
+
+def _with_input(asked: Asked, more: Any, name: str, where: str) -> Asked:
+    """An instruction with its input below it."""
+    if more is None or (isinstance(more, str) and not more.strip()):
+        return asked
+    if not isinstance(more, str):
+        raise InputError(f'{where}: column "{name}" holds {type(more).__name__} {more!r:.40}: text is expected')
+    if not isinstance(asked, str):
+        raise InputError(f'{where}: an input (data.input = "{name}") goes with a text, not with a list of messages')
+    return asked + INPUT + more
+
+
+def _after(asked: Asked, answer: str | tuple[Turn, ...], name: str, where: str) -> tuple[Asked, str]:
+    """A row whose answer may be a message, with others before it."""
+    if isinstance(answer, str):
+        return asked, answer
+    said = (("user", asked),) if isinstance(asked, str) else asked
+    if len(answer) == 1:
+        return asked, answer[0][1]
+    return (*said, *answer[:-1]), answer[-1][1]
 
 
 def preferences(
@@ -163,12 +214,19 @@ def _turns(value: Any, name: str, where: str, *, first: bool = False) -> tuple[T
 
 def _turn(message: Any, i: int, name: str, where: str) -> Turn:
     at = f'{where}: message {i} of column "{name}"'
+    if isinstance(message, dict) and {"from", "value"} <= message.keys() and "role" not in message:  # ShareGPT
+        message = {"role": message["from"], "content": message["value"]} | {
+            key: v for key, v in message.items() if key not in ("from", "value")
+        }
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
         keys = f" with {listed(map(str, message))}" if isinstance(message, dict) else ""
         raise InputError(f"{at} is {type(message).__name__} {keys}".rstrip() + f": messages are expected, {_LIKE}")
     role, content = message["role"], message["content"]
+    role = _ALSO.get(role, role) if isinstance(role, str) else role
     if more := [key for key, v in message.items() if key not in ("role", "content") and v not in (None, [], {}, "")]:
-        raise InputError(f'{at} has "{more[0]}", which is not read: role and content are expected')
+        raise InputError(
+            f'{at} has "{more[0]}", which is not read: role and content are expected; calls of tools are not trained'
+        )
     if role not in ROLES:
         raise InputError(f"{at} is of role {role!r:.40}: expected one of {listed(ROLES)}{close(str(role), ROLES)}")
     if not isinstance(content, str):

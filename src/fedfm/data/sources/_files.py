@@ -16,7 +16,10 @@ from fedfm.errors import InputError, close
 T = TypeVar("T")
 At = Callable[[int], str]  # index of a data row -> "silo.csv, row 7", as a user counts
 
-FORMATS = ".csv, .jsonl, .jsonl.gz, .parquet, .npz, .txt, .txt.gz or an image folder"
+FORMATS = (
+    ".csv, .tsv, .json, .jsonl or .txt (each also .gz), .parquet, .npz, an image folder, or a folder with a file for "
+    "each split"
+)
 
 _SIGNATURES = (
     (b"\x89PNG", "a PNG picture"),
@@ -92,6 +95,15 @@ def read_bytes(path: Path, holds: str) -> bytes:
     return data
 
 
+def begin(path: Path) -> bytes:
+    """The first bytes of a file."""
+    try:
+        with path.open("rb") as file:
+            return file.read(16)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+
+
 def gunzip(data: bytes, path: Path) -> bytes:
     """Decompressed content."""
     if not data.startswith(b"\x1f\x8b"):
@@ -103,17 +115,18 @@ def gunzip(data: bytes, path: Path) -> bytes:
 
 
 def decode(data: bytes, path: Path, holds: str) -> str:
-    """The text of UTF-8 bytes, with or without a byte order mark, without NUL bytes."""
+    """The text of UTF-8 bytes, or of UTF-16 bytes with a byte order mark, without NUL bytes."""
     words = content_of(data)
+    utf16 = data[:2] in (b"\xff\xfe", b"\xfe\xff")
     if words != "something else" and data[:1] != b"{":
         raise InputError(f"{path} holds {words}, not {holds}: rename it, or save it as {holds}")
     try:
-        text = data.decode("utf-8-sig")
+        text = data.decode("utf-16" if utf16 else "utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        utf16 = " (it begins like UTF-16)" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+        expected = "UTF-16, with which its first bytes say that it is written" if utf16 else "UTF-8"
         raise InputError(
-            f"{path}, line {line}: byte 0x{data[error.start]:02x} at offset {error.start} is not UTF-8{utf16}: "
+            f"{path}, line {line}: byte 0x{data[error.start]:02x} at offset {error.start} is not {expected}: "
             "save the file as UTF-8"
         ) from None
     nul = text.find("\0")

@@ -1,4 +1,4 @@
-"""Tables from named columns, for csv, jsonl, parquet and hub sets.
+"""Tables from named columns, of files and of hub sets.
 
 Labels are class names or integers. The classes are the sorted distinct values, also of integers: 1..5 and 0..4 both
 give five classes; a column of class names (``label_name``) renames them. Names sort by code point, without blanks
@@ -16,8 +16,12 @@ from typing import Any
 import numpy as np
 
 from fedfm.data.arrow_texts import ArrowTexts
-from fedfm.data.sources import _conversations
+from fedfm.data.pictures import Pictured, arranged
+from fedfm.data.sources import _conversations, _layouts
 from fedfm.data.sources._files import At, column, listing, str_array
+from fedfm.data.sources._other_tasks import WAY, other_task
+from fedfm.data.sources._sheet import Sheet
+from fedfm.data.sources._unread import unread
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Kind, Table
 from fedfm.errors import InputError
@@ -31,44 +35,34 @@ Labels = tuple[np.ndarray | None, tuple[str, ...], tuple[str, ...]]  # (N,) int6
 UNLABELLED: Labels = None, (), ()
 
 
-def to_table(
-    columns: Columns,
-    spec: DataSpec,
-    *,
-    source: str,
-    at: At,
-    task: str | None = None,
-    labelled: bool = True,
-    classes: tuple[str, ...] | None = None,
-) -> Table:
-    """Table of these columns, all of one length N.
+def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = None, labelled: bool = True) -> Table:
+    """Table of a sheet's columns.
 
     Args:
-        columns: name -> N values.
         spec: names of the columns.
         source: name of the file in messages.
-        at: name of a row in messages.
         task: "instruction" reads pairs or conversations, "preference" two answers a row, "language_modelling" each
             text as a passage; else the columns decide.
         labelled: False for rows to predict: label and split are ignored, each row is a test row, and an output may be
             missing (""); of preferences only what was asked is read, as instructions.
-        classes: names of the integers in the label column, if the source has them.
 
     Raises:
-        InputError: a column is missing; a cell is empty or of another type.
+        InputError: a column is missing; a cell is empty or of another type; the rows are of another task.
     """
-    length = len(next(iter(columns.values()), ()))
+    columns, at, length = sheet.columns, sheet.at, len(sheet)
     if length == 0:
         raise InputError(f"{source} has no rows below its column names")
+    spec, guessed = _layouts.named(columns, spec, task)
     kind: Kind
-    used = {spec.split}
-    inputs: Sequence[Any]
-    labels, names, notices = UNLABELLED
+    inputs: Any
+    used, notices = {spec.split}, (*sheet.notices, *guessed)
+    label: Labels = UNLABELLED
     told = _conversations.kind_of(columns, spec, task)
     if told == "preference":
         kind = "preference" if labelled else "instruction"
         if labelled:
-            inputs, notices = _conversations.preferences(columns, spec, source, at)
+            inputs, more = _conversations.preferences(columns, spec, source, at)
+            notices += more
         else:
             inputs = _conversations.prompts(columns, spec, source, at)
         used |= {spec.prompt, spec.chosen, spec.rejected}
@@ -78,35 +72,59 @@ def to_table(
         used |= {spec.messages}
     elif told == "instruction":
         kind = "instruction"
-        instructions = _texts(columns, spec.instruction, "data.instruction", source, at)
-        if labelled:
-            outputs = _texts(columns, spec.output, "data.output", source, at)
-        else:
-            given = columns.get(spec.output, [None] * length)
-            outputs = ["" if v is None else _text(v, spec.output, at, row) for row, v in enumerate(given)]
-        inputs = list(zip(instructions, outputs, strict=True))
-        used |= {spec.instruction, spec.output}
+        _refuse_other(columns, spec, source, spec.instruction)
+        inputs = _conversations.pairs(columns, spec, source, at, answered=labelled)
+        used |= {spec.instruction, spec.input, spec.output}
+    elif (picture := _picture_column(columns, spec)) is not None:
+        kind = "image"
+        if picture != spec.image:
+            notices += (f'pictures are read from column "{picture}", the only one that holds pictures',)
+        inputs, more = arranged(columns[picture], at, source)
+        notices += more
+        used |= {picture}
     else:
         kind = "passages" if task == "language_modelling" else "text"
         if spec.text not in columns and (told := _conversations.kind_of(columns, spec, None)):
             raise InputError(
                 f'{source}: no column "{spec.text}" (data.text); it has {told}s: set model.task = "{told}"'
             )
+        _refuse_other(columns, spec, source, spec.text)
         inputs = _texts(columns, spec.text, "data.text", source, at)
         used |= {spec.text}
-        if kind == "text" and labelled:
-            labels, names, notices = labels_of(columns, spec, source=source, at=at, classes=classes)
-            used |= {spec.label, spec.label_name}
+    if kind in ("text", "image") and labelled:
+        if spec.label not in columns and kind == "image":
+            _refuse_other(columns, spec, source, spec.label)
+        label = labels_of(columns, spec, source=source, at=at, classes=sheet.names.get(spec.label))
+        notices += label[2]
+        used |= {spec.label, spec.label_name}
     return Table(
         kind=kind,
         inputs=inputs,
-        labels=labels,
-        classes=names,
+        labels=label[0],
+        classes=label[1],
         split=split_of(columns, spec, length, at) if labelled else np.full(length, "test"),
         columns=others(columns, used),
         source=source,
-        notices=notices,
+        notices=(*notices, *unread(columns, used, spec, source)),
     )
+
+
+def _refuse_other(columns: Columns, spec: DataSpec, source: str, needed: str) -> None:
+    """Raise an InputError if the needed column is missing, and the others are those of another task."""
+    if needed not in columns and (words := other_task(columns, spec.label)):
+        raise InputError(f'{source}: no column "{needed}"; {words}')
+
+
+def _picture_column(columns: Columns, spec: DataSpec) -> str | None:
+    """The column of pictures: ``data.image``, or the only one, unless there are texts."""
+    found = [name for name, values in columns.items() if isinstance(values, Pictured)]
+    if not found or (spec.text in columns and spec.image not in found):
+        return None
+    if spec.image in found:
+        return spec.image
+    if len(found) > 1:
+        column(dict.fromkeys(found, ()), spec.image, "data.image", "pictures")
+    return found[0]
 
 
 def labels_of(
@@ -187,7 +205,9 @@ def check_split(values: Sequence[str], name: str, at: At) -> None:
 def others(columns: Columns, used: set[str]) -> dict[str, np.ndarray]:
     """The other columns as strings; a missing value is ""."""
     return {
-        name: str_array([_cell(v) for v in values]) for name, values in columns.items() if name and name not in used
+        name: str_array([_cell(v) for v in values])
+        for name, values in columns.items()
+        if name and name not in used and not isinstance(values, Pictured)
     }
 
 
@@ -226,5 +246,6 @@ def _label(value: Any, name: str, at: At, row: int) -> int | str:
         return int(value)  # pandas writes integers as floats where one is missing
     elif value is not None and not (isinstance(value, float) and math.isnan(value)):
         what = f"{type(value).__name__} {value!r:.40}"
-        raise InputError(f'{at(row)}: column "{name}" holds {what}: labels are class names or integers')
+        of = "several labels a row" if isinstance(value, list | dict) else "a quantity, as regression predicts,"
+        raise InputError(f'{at(row)}: column "{name}" holds {what}: labels are class names or integers; of {of} {WAY}')
     raise InputError(f'{at(row)}: column "{name}" is empty: give a label, or remove the row')

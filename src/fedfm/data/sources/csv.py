@@ -1,4 +1,4 @@
-"""CSV files: UTF-8, commas, column names in the first row, quotes as in RFC 4180."""
+"""Tables of text, column names in the first row, quotes as in RFC 4180: CSV with commas, semicolons or tabs; TSV."""
 
 from __future__ import annotations
 
@@ -7,28 +7,54 @@ import io
 import sys
 from pathlib import Path
 
-from fedfm.data.sources._files import At, decode, listing, read_bytes
-from fedfm.data.sources._tabular import to_table
-from fedfm.data.spec import DataSpec
-from fedfm.data.table import Table
+from fedfm.data.sources._files import At, decode, listing
+from fedfm.data.sources._sheet import Sheet
 from fedfm.errors import InputError
 
+_NAMES = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}
+_MARKS = (";", "\t", "|")  # that part fields where no comma does
 
-def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool = True) -> Table:
-    """Table of a CSV file.
+
+def sheet_of(data: bytes, path: Path) -> Sheet:
+    """The sheet of a CSV file. Its fields are parted by commas, or by what parts its column names.
 
     Raises:
-        InputError: not UTF-8, an open quote, rows of unequal length, or as of ``to_table``.
+        InputError: neither UTF-8 nor UTF-16, an open quote, or rows of unequal length.
     """
-    columns, at = columns_of(path)
-    return to_table(columns, spec, source=str(path), at=at, task=task, labelled=labelled)
+    text = decode(data, path, "a CSV file")
+    mark = _mark_of(text.lstrip("\r\n").partition("\n")[0])
+    columns, at = _columns_of(text, path, mark)
+    note = f"{path} is read with {_NAMES[mark]}s between its fields, as in its first row" if mark != "," else ""
+    return Sheet(columns, at, (note,) if note else ())
 
 
-def columns_of(path: Path) -> tuple[dict[str, list[str]], At]:
+def sheet_of_tabs(data: bytes, path: Path) -> Sheet:
+    """The sheet of a TSV file. Quotes are part of the text if the file is not well-formed with quoted fields.
+
+    Raises:
+        InputError: as of :func:`sheet_of`.
+    """
+    text = decode(data, path, "a TSV file")
+    try:
+        return Sheet(*_columns_of(text, path, "\t"))
+    except InputError:
+        if '"' not in text:
+            raise
+        return Sheet(*_columns_of(text, path, "\t", quotes=False), (f'the quotes (") in {path} are read as text',))
+
+
+def _mark_of(head: str) -> str:
+    """What parts the column names: a comma, unless there is none and another mark is there."""
+    bare = "".join(head.split('"')[::2])  # what stands between quotes parts nothing
+    found = [mark for mark in _MARKS if mark in bare]
+    return found[0] if "," not in bare and len(found) == 1 else ","
+
+
+def _columns_of(text: str, path: Path, mark: str, *, quotes: bool = True) -> tuple[dict[str, list[str]], At]:
     """The columns by name, and a function that names a row in messages (the row of names is row 1)."""
-    text = decode(read_bytes(path, "a CSV file"), path, "a CSV file")
     # Python's reader, not a faster one: only it says in which record a quote is open or a field is missing.
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=mark, quoting=quoting)
     rows: list[list[str]] = []
     ends: list[int] = []  # the line on which each record ends: a quoted field may span lines
     limit = csv.field_size_limit(sys.maxsize)  # the default of 128 KiB would refuse long texts
@@ -37,7 +63,6 @@ def columns_of(path: Path) -> tuple[dict[str, list[str]], At]:
             rows.append(row)
             ends.append(reader.line_num)
     except csv.Error as error:
-        _check_commas(path, text.lstrip().partition("\n")[0])
         start = ends[-1] + 1 if ends else 1
         where = _where(path, len(rows) + 1, start)
         if "unexpected end of data" in str(error):
@@ -46,7 +71,7 @@ def columns_of(path: Path) -> tuple[dict[str, list[str]], At]:
                 'close it, and write a quote inside a field as ""'
             ) from None
         raise InputError(
-            f'{where}: {error}: a field with a comma or a quote stands between quotes, a quote inside it as ""'
+            f'{where}: {error}: a field with a {_NAMES[mark]} or a quote stands between quotes, a quote inside it as ""'
         ) from None
     finally:
         csv.field_size_limit(limit)
@@ -58,8 +83,6 @@ def columns_of(path: Path) -> tuple[dict[str, list[str]], At]:
     for name in names:
         if name and names.count(name) > 1:
             raise InputError(f'{path}, row 1: column "{name}" occurs {names.count(name)} times: names must differ')
-    if len(names) == 1:
-        _check_commas(path, names[0])
     if len(rows) == 1:
         raise InputError(f"{path} holds column names ({listing(names)}) and no rows")
     for index, row in enumerate(rows[1:], 2):
@@ -68,20 +91,13 @@ def columns_of(path: Path) -> tuple[dict[str, list[str]], At]:
             what = f"{len(row)} field{'s' if len(row) != 1 else ''}" if row else "an empty line"
             raise InputError(
                 f"{where}: {what} where row 1 names {len(names)} ({listing(names, 6)}): "
-                "quote fields that hold commas, fill or remove the row"
+                f"quote fields that hold {_NAMES[mark]}s, fill or remove the row"
             )
 
     def at(index: int) -> str:
         return _where(path, index + 2, ends[index] + 1)
 
     return {name: list(cells) for name, cells in zip(names, zip(*rows[1:], strict=True), strict=True)}, at
-
-
-def _check_commas(path: Path, head: str) -> None:
-    """Raise an InputError if another mark than commas separates the column names."""
-    for mark, word in ((";", "semicolons"), ("\t", "tabs")):
-        if mark in head and "," not in head:
-            raise InputError(f"{path}, row 1: fields seem to be separated by {word}: save the file with commas")
 
 
 def _where(path: Path, row: int, line: int) -> str:

@@ -6,7 +6,6 @@ rows are the test rows. A split with withheld labels (all -1) is left out.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +14,15 @@ from typing import Any
 import numpy as np
 
 from fedfm.data.arrow_texts import ArrowTexts
-from fedfm.data.sources import images
+from fedfm.data.pictures import Pictured
 from fedfm.data.sources._files import column, existing, listing
-from fedfm.data.sources._tabular import labels_of, others, split_of, to_table
+from fedfm.data.sources._sheet import Sheet
+from fedfm.data.sources._splits import SPLIT_NAMES, with_test
+from fedfm.data.sources._tabular import to_table
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 
-DECODED = 1 << 30  # bytes of pictures of one size that are decoded at once; more stay in the data set's Arrow files
 LISTED = 100_000  # texts from which they stay in the data set's Arrow files
 
 
@@ -40,7 +40,7 @@ def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
     parts = {"train": loaded} if single else dict(loaded)
     if not parts:
         raise InputError(f'data.hub: "{hub}" has no splits')
-    named = {name: images.SPLIT_NAMES.get(name.lower()) for name in parts}
+    named = {name: SPLIT_NAMES.get(name.lower()) for name in parts}
     for name, split in named.items():
         why = "is no train, validation or test split" if split is None else ""
         if not why and _withheld(parts[name], spec.label):
@@ -51,9 +51,9 @@ def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
     kept = {name: split for name, split in named.items() if split is not None}
     if not kept:
         raise InputError(f'data.hub: "{hub}" has the splits {listing(parts)}; a "train" split is expected')
-    if set(kept.values()) == {"train", "val"}:
-        notices.append(f"{hub} has no test split with labels: its validation rows are the test rows")
-        kept = {name: "test" if split == "val" else split for name, split in kept.items()}
+    marks, more = with_test(list(kept.values()), hub)
+    kept = dict(zip(kept, marks, strict=True))
+    notices += more
     features = next(iter(parts.values())).features
     picture = _picture_column(features, spec, notices)
     columns: dict[str, Sequence[Any]] = {}
@@ -88,15 +88,11 @@ def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
     if len(kept) > 1 or (not single and spec.split not in columns):
         columns.pop(spec.split, None)
         columns[spec.split] = official.tolist()
-    if not picture:
-        table = to_table(columns, spec, source=hub, at=at, task=task, classes=names)
-    else:
-        pictures = _pictures(Encoded(encoded, picture), at)
-        labels, classes, more = labels_of(columns, spec, source=hub, at=at, classes=names)
-        further = others(columns, {spec.label, spec.label_name, spec.split})
-        marks = split_of(columns, spec, len(places), at)
-        table = Table("image", pictures, labels, classes, marks, further, hub, more)
-    return replace(table, notices=(*table.notices, *notices))
+    if picture:
+        columns[picture] = Encoded(encoded, picture)
+        spec = replace(spec, image=picture)
+    sheet = Sheet(columns, at, tuple(notices), {} if names is None else {spec.label: names})
+    return to_table(sheet, spec, source=hub, task=task)
 
 
 def _load(hub: str) -> Any:
@@ -153,7 +149,7 @@ def _text_column(parts: Sequence[Any], spec: DataSpec, task: str | None) -> str 
     return spec.text if plain else None
 
 
-class Encoded(Sequence[str | bytes]):
+class Encoded(Sequence[str | bytes], Pictured):
     """The pictures of several data sets, one after the other, as paths or encoded; each is read when it is asked for.
 
     Args:
@@ -175,24 +171,3 @@ class Encoded(Sequence[str | bytes]):
             raise IndexError(i)
         item = self._parts[part][int(i) - (int(self._ends[part - 1]) if part else 0)][self._column]
         return item and (item.get("bytes") or item.get("path"))
-
-
-def _pictures(encoded: Encoded, at: Any) -> Any:
-    """Pictures of one size as uint8 (N, H, W, C) if they are few; others as they are."""
-    from PIL import Image
-
-    sizes, grey = set(), True
-    for row, data in enumerate(encoded):
-        if not data:
-            raise InputError(f"{at(row)}: no picture")
-        why = images.opens(data)
-        if why:
-            raise InputError(f"{at(row)}: {why}")
-        with Image.open(io.BytesIO(data) if isinstance(data, bytes) else data) as picture:
-            sizes.add(picture.size)
-            grey = grey and picture.mode in ("1", "L", "LA")
-    if len(sizes) == 1:
-        width, height = next(iter(sizes))
-        if len(encoded) * width * height * (1 if grey else 3) <= DECODED:
-            return np.stack([images.decode(data, 1 if grey else 3) for data in encoded])
-    return encoded

@@ -1,33 +1,30 @@
 """Image folders, as Hugging Face's ``imagefolder`` has them.
 
 ``train/<class>/*.png`` and ``test/<class>/*.png`` (also ``val``), or ``<class>/*.png`` without splits; optionally
-``metadata.csv`` beside the class folders or above the splits, with ``file_name`` relative to its folder and further
-columns. A label column in it replaces the class folders.
+``metadata.csv``, ``metadata.jsonl`` or ``metadata.parquet`` beside the class folders or above the splits, with
+``file_name`` relative to its folder and further columns. A label column in it replaces the class folders.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from fedfm.data.sources import csv
+from fedfm.data.pictures import Look, look, notices_of
+from fedfm.data.sources import tables
 from fedfm.data.sources._files import column, listing
+from fedfm.data.sources._splits import SPLIT_NAMES
 from fedfm.data.sources._tabular import UNLABELLED, labels_of, others, split_of
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError, close
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-WIDE = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")  # Pillow's modes of 16- and 32-bit grey
-SPLIT_NAMES = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("val", "validation", "valid", "dev"), "val"),
-    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
-}
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
 def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool = True) -> Table:
@@ -54,10 +51,10 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
             if file.parent in homes:
                 raise InputError(
                     f"{file} is in no class folder; expected train/<class>/*.png and test/<class>/*.png, "
-                    f'or a metadata.csv with the columns "file_name" and "{spec.label}"'
+                    f'or a metadata.csv (or .jsonl) with the columns "file_name" and "{spec.label}"'
                 )
         meta[spec.label] = [file.parent.name for file in files]
-    _check(files)
+    looks = _look_at(files)
 
     def at(row: int) -> str:
         return str(files[row])
@@ -65,6 +62,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     labels, classes, notices = labels_of(meta, spec, source=str(path), at=at) if labelled else UNLABELLED
     if labelled and set(parts.values()) == {None}:
         splits = split_of(meta, spec, len(files), at).tolist()
+    notices += notices_of(looks, str(path))
     if strange:
         notices += (f"{len(strange)} files of {path} are no pictures and were left out, e.g. {strange[0]}",)
     return Table(
@@ -79,43 +77,15 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     )
 
 
-def decode(item: str | bytes, channels: int | None = None) -> np.ndarray:
-    """Pixels (H, W, C) uint8 of a path or an encoded picture; C = ``channels``, or 1 for grey pictures and else 3."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture:
-        grey = picture.mode in ("1", "L", "LA") if channels is None else channels == 1
-        pixels = np.asarray(picture.convert("L" if grey else "RGB"))
-    return pixels[..., None] if grey else pixels
-
-
-def opens(item: str | bytes) -> str | None:
-    """None if the picture is intact, else the reason."""
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture:
-            if picture.format == "PNG":
-                picture.verify()  # checks the checksums, which is faster than decoding
-            elif picture.mode not in WIDE:
-                picture.draft("L", (8, 8))  # JPEG: reads the whole file, decodes an eighth
-                picture.load()
-            if picture.mode in WIDE:
-                return f"its pixels are wider than 8 bits ({picture.mode}), of which Pillow would cut all above 255"
-    except Exception as error:  # Pillow's plugins raise many classes of errors
-        text = str(error).strip()
-        return "not a picture that can be read" if "cannot identify" in text else text or repr(error)
-    return None
-
-
-def _check(files: Sequence[Path]) -> None:
+def _look_at(files: Sequence[Path]) -> list[Look]:
+    """Each file, opened once as a check."""
     with ThreadPoolExecutor(4) as pool:  # Pillow decodes outside the interpreter's lock
-        wrong = [(f, why) for f, why in zip(files, pool.map(opens, map(str, files)), strict=True) if why]
+        looks = list(pool.map(look, map(str, files)))
+    wrong = [(file, one.fault) for file, one in zip(files, looks, strict=True) if one.fault]
     if wrong:
         more = f" ({len(wrong) - 1} more files are like it)" if len(wrong) > 1 else ""
-        wide = "8 bits" in wrong[0][1]
-        right = "save it with 8 bits a channel" if wide else "replace the file, or remove it"
-        raise InputError(f"{wrong[0][0]}: {wrong[0][1]}{more}: {right}")
+        raise InputError(f"{wrong[0][0]}: {wrong[0][1]}{more}: replace the file, or remove it")
+    return looks
 
 
 def _visible(folder: Path) -> list[Path]:
@@ -153,28 +123,33 @@ def _pictures(folder: Path, strange: list[str], *, deep: bool) -> list[Path]:
                 )
             elif file.suffix.lower() in SUFFIXES:
                 found.append(file)
-            elif file.name != "metadata.csv":
+            elif file.name not in METADATA:
                 strange.append(str(file))
     return found
 
 
-def _metadata(path: Path, folders: Sequence[Path], files: Sequence[Path]) -> dict[str, list[str]]:
-    """Columns of all metadata.csv in the order of ``files``; an InputError for a file without a row."""
-    rows: dict[Path, dict[str, str]] = {}
+def _metadata(path: Path, folders: Sequence[Path], files: Sequence[Path]) -> dict[str, list[Any]]:
+    """Columns of all metadata in the order of ``files``; an InputError for a file without a row."""
+    rows: dict[Path, dict[str, Any]] = {}
     for home in dict.fromkeys((path, *folders)):
-        table = home / "metadata.csv"
-        if not table.is_file():
+        there = [home / name for name in METADATA if (home / name).is_file()]
+        if not there:
             continue
-        columns, at = csv.columns_of(table)
+        if len(there) > 1:
+            raise InputError(f"{there[0]} stands beside {there[1].name}: one of them describes the pictures")
+        table = there[0]
+        sheet = tables.sheet_of(table)
         known = {file for file in files if home in file.parents}
-        for index, name in enumerate(column(columns, "file_name", "file_name", str(table))):
+        for index, name in enumerate(column(sheet.columns, "file_name", "file_name", str(table))):
+            if not isinstance(name, str):
+                raise InputError(f"{sheet.at(index)}: file_name is {name!r:.40}: the name of a picture is expected")
             file = home / name.strip()
             if file not in known:
                 hint = close(name, [str(f.relative_to(home)) for f in known])
-                raise InputError(f'{at(index)}: there is no picture "{name}" below {home}{hint}')
+                raise InputError(f'{sheet.at(index)}: there is no picture "{name}" below {home}{hint}')
             if file in rows:
-                raise InputError(f'{at(index)}: "{name}" has a row already')
-            rows[file] = {key: cells[index] for key, cells in columns.items() if key != "file_name"}
+                raise InputError(f'{sheet.at(index)}: "{name}" has a row already')
+            rows[file] = {key: cells[index] for key, cells in sheet.columns.items() if key != "file_name"}
         for file in sorted(known - set(rows)):
             raise InputError(f"{file} has no row in {table}: add one, or remove the file")
     keys = dict.fromkeys(key for row in rows.values() for key in row)

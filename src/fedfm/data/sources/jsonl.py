@@ -1,53 +1,49 @@
-"""JSON lines, plain or gzip-compressed: one object on each line."""
+"""JSON lines: one object on each line."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fedfm.data.sources._files import decode, gunzip, read_bytes
-from fedfm.data.sources._tabular import to_table
-from fedfm.data.spec import DataSpec
-from fedfm.data.table import Table
+from fedfm.data.sources._files import decode
+from fedfm.data.sources._sheet import ESCAPED_HALF, Sheet, of_rows, whole
 from fedfm.errors import InputError
 
+_LIKE = 'one object a line, such as {"text": "...", "label": "..."}'
 
-def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool = True) -> Table:
-    """Table of a .jsonl or .jsonl.gz file; a missing key of a row is None.
+
+def sheet_of(data: bytes, path: Path) -> Sheet:
+    """The sheet of JSON lines.
 
     Raises:
-        InputError: not UTF-8, a line that is not a JSON object, or as of ``to_table``.
+        InputError: neither UTF-8 nor UTF-16, or a line that is not a JSON object.
     """
-    data = read_bytes(path, "a JSON lines file")
-    if path.suffix.lower() == ".gz":
-        data = gunzip(data, path)
-        if not data:
-            raise InputError(f"{path} is empty once decompressed: JSON lines are expected")
-    rows: list[dict[str, Any]] = []
-    lines: list[int] = []
     # Not splitlines(): it would also cut at U+2028 and other marks that JSON allows inside strings.
-    for number, line in enumerate(decode(data, path, "JSON lines").split("\n"), 1):
+    return of_lines(decode(data, path, "JSON lines").split("\n"), path)
+
+
+def of_lines(lines: Iterable[str], path: Path) -> Sheet:
+    """The sheet of these lines; blank ones are left out."""
+    rows: list[dict[str, Any]] = []
+    numbers: list[int] = []
+    mended: list[int] = []
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-            raise InputError(
-                f'{path}, line {number}: not JSON ({why}): one object a line, such as {{"text": "...", "label": "..."}}'
-            ) from None
+            raise InputError(f"{path}, line {number}: not JSON ({why}): {_LIKE}") from None
         if not isinstance(row, dict):
-            raise InputError(
-                f"{path}, line {number}: a JSON {type(row).__name__}, not an object: "
-                'one object a line, such as {"text": "...", "label": "..."}'
-            )
+            raise InputError(f"{path}, line {number}: a JSON {type(row).__name__}, not an object: {_LIKE}")
+        if ESCAPED_HALF.search(line) and (fixed := whole(row)) != row:
+            mended.append(len(rows))
+            row = fixed
         rows.append(row)
-        lines.append(number)
-    keys = dict.fromkeys(key for row in rows for key in row)
-    if not keys:
+        numbers.append(number)
+    if not any(rows):
         raise InputError(f"{path} holds {len(rows)} objects without any key")
-    columns = {key: [row.get(key) for row in rows] for key in keys}
-    return to_table(
-        columns, spec, source=str(path), at=lambda i: f"{path}, line {lines[i]}", task=task, labelled=labelled
-    )
+    return of_rows(rows, lambda i: f"{path}, line {numbers[i]}", mended=mended)

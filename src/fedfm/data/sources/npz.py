@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedfm.data.sources._files import content_of, listing, read_bytes, str_array
+from fedfm.data.sources._files import begin, content_of, listing, read_bytes, str_array
 from fedfm.data.sources._tabular import UNLABELLED, Labels, check_split, codes_of
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
@@ -65,7 +65,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
     large = path.is_file() and path.stat().st_size > MAPPED
-    data = _begin(path) if large else read_bytes(path, "an npz file")
+    data = begin(path) if large else read_bytes(path, "an npz file")
     if not data.startswith(b"PK"):
         raise InputError(f"{path} holds {content_of(data)}, not an npz file: write it with numpy.savez")
     try:
@@ -91,15 +91,6 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
         if not isinstance(array, np.ndarray):
             raise InputError(f'{path}: "{name}" is not a NumPy array: is this an npz file? Write it with numpy.savez')
     return arrays
-
-
-def _begin(path: Path) -> bytes:
-    """The first bytes of a file."""
-    try:
-        with path.open("rb") as file:
-            return file.read(16)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _mapped(path: Path, member: zipfile.ZipInfo) -> np.ndarray | None:

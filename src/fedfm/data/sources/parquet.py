@@ -1,26 +1,28 @@
-"""Parquet files."""
+"""Parquet files, also as the Hub of Hugging Face serves them: pictures in the file, and names of classes."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from fedfm.data.sources._files import content_of, read_bytes
-from fedfm.data.sources._tabular import to_table
-from fedfm.data.spec import DataSpec
-from fedfm.data.table import Table
+from fedfm.data.arrow_texts import ArrowPictures
+from fedfm.data.pictures import ListedPictures
+from fedfm.data.sources._files import content_of
+from fedfm.data.sources._sheet import Sheet
 from fedfm.errors import InputError
 
 
-def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool = True) -> Table:
-    """Table of a Parquet file; rows count from 1.
+def sheet_of(data: bytes, path: Path) -> Sheet:
+    """The sheet of a Parquet file; rows count from 1. Pictures stay encoded, in Arrow's memory.
 
     Raises:
-        InputError: not a Parquet file, or as of ``to_table``.
+        InputError: not a Parquet file, or a damaged one.
     """
     import pyarrow
     import pyarrow.parquet
 
-    data = read_bytes(path, "a Parquet file")
     if not data.startswith(b"PAR1"):
         raise InputError(f"{path} holds {content_of(data)}, not a Parquet file: rename it, or save it as Parquet")
     try:
@@ -32,9 +34,43 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         if names.count(name) > 1:
             raise InputError(f'{path}: column "{name}" occurs {names.count(name)} times: names must differ')
     try:
-        columns = {name: table.column(name).to_pylist() for name in names}
+        columns = {name: _values(table.column(name), path) for name in names}
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: a string column holds bytes that are not UTF-8 ({error})") from None
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise InputError(f"{path} is damaged ({str(error).splitlines()[0]}): write it again") from None
-    return to_table(columns, spec, source=str(path), at=lambda i: f"{path}, row {i + 1}", task=task, labelled=labelled)
+    return Sheet(columns, lambda i: f"{path}, row {i + 1}", names=_class_names(table.schema.metadata))
+
+
+def _values(column: Any, path: Path) -> Sequence[Any]:
+    """The values of a column; pictures stay where they are."""
+    import pyarrow
+    import pyarrow.compute
+
+    kind = column.type
+    if pyarrow.types.is_struct(kind) and {kind.field(i).name for i in range(kind.num_fields)} == {"bytes", "path"}:
+        encoded = pyarrow.compute.struct_field(column, "bytes")
+        if encoded.null_count == column.null_count:
+            return ArrowPictures(encoded)
+        items = ((v or {}) for v in column.to_pylist())  # some are paths, relative to the file
+        found = (v.get("bytes") or (str(path.parent / v["path"]) if v.get("path") else None) for v in items)
+        return ListedPictures(found)
+    if pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind):
+        first = next((chunk[0].as_py() for chunk in column.chunks if len(chunk)), None)
+        if first is not None and content_of(first).endswith("picture"):
+            return ArrowPictures(column)
+    plain: list[Any] = column.to_pylist()
+    return plain
+
+
+def _class_names(metadata: Any) -> dict[str, tuple[str, ...]]:
+    """Column -> names of classes, as the library datasets writes them beside the columns."""
+    try:
+        features = json.loads((metadata or {})[b"huggingface"])["info"]["features"]
+        return {
+            column: tuple(map(str, kind["names"]))
+            for column, kind in features.items()
+            if isinstance(kind, dict) and kind.get("_type") == "ClassLabel" and kind.get("names")
+        }
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return {}  # of another program

@@ -1,0 +1,238 @@
+"""The one decoder of pictures: for folders, tables, hub sets and predictions, at a server and at a silo alike.
+
+A picture is turned as its EXIF orientation says. What is transparent is laid over white. Of several pages or frames the
+first is read. Grey of more than 8 bits is scaled, not clipped: by the smallest of 8, 12 and 16 bits that holds all
+values of the picture, so that one picture looks alike wherever it is read.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedfm.errors import InputError
+
+GREY = ("1", "L", "LA", "La")  # Pillow's modes of grey with at most 8 bits
+WIDE = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")  # and of 16- and 32-bit grey
+DECODED = 1 << 30  # bytes of pictures of one size that a table holds decoded; of more it holds the encoded ones
+_TOPS = (255, 4095, 65535)  # largest values of 8, 12 and 16 bits
+_WHITE = 255
+_ORIENTATION = 0x0112  # EXIF tag
+
+
+@dataclass(frozen=True)
+class Look:
+    """What reading one picture tells.
+
+    Attributes:
+        fault: why it cannot be read; None: it can.
+        frames: pages or frames.
+        transparent: whether a pixel is not opaque.
+        top: the value that becomes white, of grey with more than 8 bits; else 0.
+        size: width and height as stored.
+        grey: whether it has no colours.
+    """
+
+    fault: str | None = None
+    frames: int = 1
+    transparent: bool = False
+    top: int = 0
+    size: tuple[int, int] = (0, 0)
+    grey: bool = False
+
+
+def rgb(item: Any) -> Any:
+    """The Pillow picture, of mode RGB, of a path, an encoded picture or uint8 pixels (H, W, C).
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    from PIL import Image
+
+    if isinstance(item, np.ndarray):
+        return Image.fromarray(item[..., 0] if item.shape[-1] == 1 else item).convert("RGB")
+    return _read(item).convert("RGB")
+
+
+def decode(item: str | Path | bytes, channels: int | None = None) -> np.ndarray:
+    """Pixels (H, W, C) uint8 of a path or an encoded picture; C = ``channels``, or 1 for grey pictures and else 3.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    picture = _read(item)
+    grey = picture.mode == "L" if channels is None else channels == 1
+    pixels = np.asarray(picture.convert("L" if grey else "RGB"))
+    return pixels[..., None] if grey else pixels
+
+
+def upright(picture: Any) -> Any:
+    """An opened Pillow picture as it is seen: turned, over white, of mode L if it is grey and else RGB.
+
+    Raises:
+        ValueError: its values have no range that could be scaled, or Pillow cannot convert them.
+    """
+    from PIL import Image
+
+    picture.load()
+    turn = _turn(picture)
+    if picture.mode in WIDE:
+        picture = Image.fromarray(_narrow(picture))
+    grey = picture.mode in GREY
+    if picture.has_transparency_data:
+        seen = _rgba(picture)  # Pillow's other conversions keep the colours that lie under what is transparent
+        if seen.getchannel("A").getextrema()[0] < _WHITE:
+            seen = Image.alpha_composite(Image.new("RGBA", seen.size, (_WHITE,) * 4), seen)
+        picture = seen.convert("RGB")
+    picture = picture.convert("L" if grey else "RGB")
+    return picture if turn is None else picture.transpose(turn)
+
+
+def look(item: str | bytes) -> Look:
+    """Read a picture as far as it takes to know that it is intact, and what its reading leaves out or changes."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture:
+            about = Look(
+                frames=int(getattr(picture, "n_frames", 1)),
+                size=picture.size,
+                grey=picture.mode in GREY or picture.mode in WIDE,
+            )
+            wide = picture.mode in WIDE
+            if wide or picture.has_transparency_data:
+                picture.load()
+                if wide:
+                    return replace(about, top=_top(np.asarray(picture), picture.mode))
+                return replace(about, transparent=_rgba(picture).getchannel("A").getextrema()[0] < _WHITE)
+            if picture.format == "PNG":
+                picture.verify()  # checks the checksums, which is faster than decoding
+            else:
+                picture.draft("L", (8, 8))  # JPEG: reads the whole file, decodes an eighth
+                picture.load()
+                picture.convert("RGB")
+            return about
+    except Exception as error:  # Pillow's plugins raise many classes of errors
+        text = str(error).strip()
+        return Look("not a picture that can be read" if "cannot identify" in text else text or repr(error))
+
+
+def notices_of(looks: Iterable[Look], source: str) -> tuple[str, ...]:
+    """Notices of what reading these pictures leaves out or changes."""
+    count: Counter[str] = Counter()
+    tops: Counter[int] = Counter()
+    total = 0
+    for one in looks:
+        total += 1
+        count["frames"] += one.frames > 1
+        count["transparent"] += one.transparent
+        if one.top:
+            tops[one.top] += 1
+    found = []
+    if n := count["frames"]:
+        found.append(f"{n} of {total} pictures of {source} have several pages or frames: the first is read")
+    if n := count["transparent"]:
+        found.append(f"{n} of {total} pictures of {source} have transparent pixels, which are laid over white")
+    if tops:
+        ranges = " and ".join(f"{n} from 0..{top}" for top, n in sorted(tops.items()))
+        mixed = "; if all have one range, save them with 8 bits" if len(tops) > 1 else ""
+        found.append(
+            f"{tops.total()} of {total} pictures of {source} are grey with more than 8 bits and are scaled to 0..255: "
+            f"{ranges}{mixed}"
+        )
+    return tuple(found)
+
+
+def _read(item: str | Path | bytes) -> Any:
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture:
+            return upright(picture)
+    except (OSError, ValueError, SyntaxError) as error:
+        where = "a picture of the data" if isinstance(item, bytes) else Path(item)
+        raise InputError(f"{where}: not readable as a picture ({error})") from None
+
+
+def _rgba(picture: Any) -> Any:
+    return (picture.convert("LA") if picture.mode == "La" else picture).convert("RGBA")
+
+
+def _turn(picture: Any) -> Any:
+    """How a loaded picture is to be turned; None: it is upright, or its EXIF data are damaged."""
+    from PIL.Image import Transpose
+
+    try:
+        orientation = picture.getexif().get(_ORIENTATION, 1)  # Pillow turns TIFF itself, and takes the tag away
+    except Exception:  # damaged EXIF data raise many classes of errors, and the pixels are as good without
+        return None
+    return {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }.get(orientation)
+
+
+def _narrow(picture: Any) -> np.ndarray:
+    """Grey values (H, W) of more than 8 bits as uint8; a value that is marked as transparent is white."""
+    values = np.asarray(picture)
+    top = _top(values, picture.mode)
+    narrow: np.ndarray = ((values.astype(np.uint32) * 255 + top // 2) // top).astype(np.uint8)
+    clear = picture.info.get("transparency")
+    return np.where(values == clear, np.uint8(_WHITE), narrow) if isinstance(clear, int) else narrow
+
+
+def _top(values: np.ndarray, mode: str) -> int:
+    """The largest value of the smallest of 8, 12 and 16 bits that holds all values."""
+    low, high = values.min(), values.max()
+    if mode == "F" or low < 0 or high > _TOPS[-1]:
+        kind = "floating-point numbers" if mode == "F" else "whole numbers"
+        raise ValueError(
+            f"its grey values are {kind} from {low:g} to {high:g}, and only 0..65535 is a range of its own: apply a "
+            "window, and save it with 8 or 16 bits"
+        )
+    return next(top for top in _TOPS if high <= top)
+
+
+class Pictured:
+    """Marks a sequence of N paths or encoded pictures (bytes)."""
+
+
+class ListedPictures(list[Any], Pictured):
+    """Paths and encoded pictures in a list."""
+
+
+def arranged(items: Any, at: Callable[[int], str], source: str) -> tuple[Any, tuple[str, ...]]:
+    """Pictures as uint8 (N, H, W, C) if they have one size and are few, else as they are; and notices.
+
+    Args:
+        items: N paths or encoded pictures.
+        at: names a row in messages.
+
+    Raises:
+        InputError: a picture is missing or cannot be read.
+    """
+    looks: list[Look] = []
+    for row, item in enumerate(items):
+        one = look(item) if item else Look("no picture")
+        if one.fault:
+            raise InputError(f"{at(row)}: {one.fault}")
+        looks.append(one)
+    notices = notices_of(looks, source)
+    grey = all(one.grey for one in looks)
+    width, height = looks[0].size
+    if len({one.size for one in looks}) > 1 or len(looks) * width * height * (1 if grey else 3) > DECODED:
+        return items, notices
+    pixels = [decode(item, 1 if grey else 3) for item in items]
+    same = all(one.shape == pixels[0].shape for one in pixels)  # some may be turned
+    return np.stack(pixels) if same else items, notices

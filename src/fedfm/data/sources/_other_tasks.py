@@ -1,0 +1,79 @@
+"""Rows of tasks that an experiment file does not have, known by the form of their columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fedfm.data.pictures import Pictured
+from fedfm.data.sources._files import listing
+
+_LOOK = 20  # values of a column that are looked at
+WAY = "fedfm.federate with a Trainer or a module of your own trains them (docs: how-to/hugging-face-script.md)"
+
+Columns = Mapping[str, Sequence[Any]]
+
+
+def other_task(columns: Columns, label: str) -> str | None:
+    """A sentence that names the task of these columns and the way that has it; None: no such task is known.
+
+    Args:
+        label: name of the column of labels.
+    """
+    pictures = [name for name, values in columns.items() if isinstance(values, Pictured)]
+    some = {n: [v for v in values[:_LOOK] if v is not None] for n, values in columns.items() if n not in pictures}
+    some = {name: values for name, values in some.items() if values}
+    names, what = _tagged(some)
+    for form, words in _FORMS if not names else ():
+        if names := tuple(name for name, values in some.items() if all(map(form, values))):
+            what = words
+            break
+    texts = tuple(n for n, values in some.items() if n != label and all(_phrase(v) for v in values))
+    if not names and len(pictures) > 1 and label not in some:
+        names, what = tuple(pictures), "several pictures a row (segmentation, or one picture made of another)"
+    elif not names and label in some and all(isinstance(v, bool) for v in some[label]) and "completion" in some:
+        names, what = ("completion", label), "answers, each of which is good or bad (KTO)"
+    elif not names and label in some and len(texts) == 2:
+        names, what = texts, "two texts a row (pairs of texts; joined in one column they would be one text)"
+    if not names:
+        return None
+    return f"columns {listing(names)} hold {what}, a task that an experiment file does not have; {WAY}"
+
+
+def _tagged(some: Columns) -> tuple[tuple[str, ...], str]:
+    """A column of lists of words and one of as many tags in every row."""
+    for words in some:
+        for tags in some:
+            pairs = list(zip(some[words], some[tags], strict=False))
+            if tags != words and all(_list_of(w, str) and _list_of(t, int, str) and len(w) == len(t) for w, t in pairs):
+                return (words, tags), "a tag for each word (named entities, parts of speech)"
+    return (), ""
+
+
+def _list_of(value: Any, *kinds: type) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, kinds) for v in value)
+
+
+def _phrase(value: Any) -> bool:
+    return isinstance(value, str) and " " in value.strip()
+
+
+def _has(*keys: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and not value.keys().isdisjoint(keys)
+
+
+def _languages(value: Any) -> bool:
+    return isinstance(value, dict) and len(value) > 1 and all(len(k) < 8 and _phrase(v) for k, v in value.items())
+
+
+def _numbers(value: Any) -> bool:
+    return _list_of(value, float) or (_list_of(value, list) and all(_list_of(v, float) for v in value))
+
+
+_FORMS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (_has("answer_start"), "questions whose answers are places in a text (extractive question answering)"),
+    (_has("bbox", "boxes"), "boxes around objects (object detection)"),
+    (_has("sampling_rate"), "sound"),
+    (_languages, "a text in several languages (translation)"),
+    (_numbers, "lists of numbers (series; as feature vectors they go into an npz)"),
+)

@@ -1,0 +1,106 @@
+"""A sheet: the columns of one file, before anything is known of their meaning."""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from fedfm.data.arrow_texts import ArrowPictures
+from fedfm.data.sources._files import At
+from fedfm.errors import InputError
+
+_HALF = re.compile("[\ud800-\udfff]")  # half of a pair of UTF-16
+ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON writes it; of a whole pair, too
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """Columns of N rows.
+
+    Attributes:
+        columns: name -> N values.
+        at: names a row in messages.
+        notices: for the user, on how the file was read.
+        names: column of whole numbers -> the class names that they index, where the file says so.
+    """
+
+    columns: Mapping[str, Sequence[Any]]
+    at: At
+    notices: tuple[str, ...] = ()
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+
+def of_rows(rows: Sequence[Mapping[str, Any]], at: At, *, mended: Sequence[int] = ()) -> Sheet:
+    """The sheet of JSON objects; a missing key of a row is None.
+
+    Args:
+        mended: the rows in which halves of characters were replaced.
+    """
+    keys = dict.fromkeys(key for row in rows for key in row)
+    columns = {key: [row.get(key) for row in rows] for key in keys}
+    more = f" and in {len(mended) - 1} more rows" if len(mended) > 1 else ""
+    note = (
+        f"{at(mended[0])}{more}: half a character (a lone surrogate, which another program has cut) is replaced by "
+        "U+FFFD, the mark of what cannot be read"
+        if mended
+        else ""
+    )
+    return Sheet(columns, at, (note,) if note else ())
+
+
+def whole(value: Any) -> Any:
+    r"""A JSON value with U+FFFD in place of each half of a pair of UTF-16, which no tokenizer reads.
+
+    Example:
+        >>> whole({"text": "a\ud83d b"}) == {"text": "a\ufffd b"}
+        True
+    """
+    if isinstance(value, str):
+        return _HALF.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [whole(v) for v in value]
+    if isinstance(value, dict):
+        return {whole(k): whole(v) for k, v in value.items()}
+    return value
+
+
+def join(sheets: Mapping[str, Sheet]) -> Sheet:
+    """The rows of several files, one after the other.
+
+    Args:
+        sheets: file -> its sheet.
+
+    Raises:
+        InputError: their columns or names of classes differ.
+    """
+    (first, head), *rest = sheets.items()
+    for file, sheet in rest:
+        if missing := [
+            name for name in (*head.columns, *sheet.columns) if (name in head.columns) != (name in sheet.columns)
+        ]:
+            has, lacks = (first, file) if missing[0] in head.columns else (file, first)
+            raise InputError(f'{lacks} has no column "{missing[0]}", which {has} has: files of one set have one form')
+        if dict(sheet.names) != dict(head.names):
+            raise InputError(f"{file} and {first} name their classes differently: files of one set have one form")
+    parts = list(sheets.values())
+    columns: dict[str, Sequence[Any]] = {}
+    for name, values in head.columns.items():
+        others = [part.columns[name] for part in parts[1:]]
+        if isinstance(values, ArrowPictures) and all(isinstance(o, ArrowPictures) for o in others):
+            columns[name] = values.joined([o for o in others if isinstance(o, ArrowPictures)])
+        else:
+            columns[name] = [v for some in (values, *others) for v in some]
+    ends = list(accumulate(map(len, parts)))
+
+    def at(row: int) -> str:
+        part = bisect.bisect_right(ends, row)
+        return parts[part].at(row - (ends[part - 1] if part else 0))
+
+    return Sheet(columns, at, tuple(dict.fromkeys(n for part in parts for n in part.notices)), head.names)

@@ -1,0 +1,17 @@
+"""Names of splits in folders, files and hub sets."""
+
+from __future__ import annotations
+
+SPLIT_NAMES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "validation", "valid", "dev"), "val"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+
+
+def with_test(marks: list[str], source: str) -> tuple[list[str], tuple[str, ...]]:
+    """The splits of rows, and a notice: without test rows the validation rows are the test rows."""
+    if set(marks) != {"train", "val"}:
+        return marks, ()
+    note = f"{source} has no test split with labels: its validation rows are the test rows"
+    return ["test" if mark == "val" else mark for mark in marks], (note,)

@@ -1,0 +1,71 @@
+"""JSON files: a list of objects, an object with one such list, or JSON lines under another name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fedfm.data.sources import jsonl
+from fedfm.data.sources._files import decode
+from fedfm.data.sources._sheet import ESCAPED_HALF, Sheet, of_rows, whole
+from fedfm.errors import InputError, listed
+
+_LIKE = 'a list of objects, such as [{"text": "...", "label": "..."}, ...], is expected'
+
+
+def sheet_of(data: bytes, path: Path) -> Sheet:
+    """The sheet of a JSON file.
+
+    Raises:
+        InputError: it is not JSON, or holds no list of objects.
+    """
+    text = decode(data, path, "a JSON file")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if _begins_with_object(text):
+            return jsonl.of_lines(text.split("\n"), path)
+        where = f"line {error.lineno}, column {error.colno}: " if isinstance(error, json.JSONDecodeError) else ""
+        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise InputError(f"{path}: {where}not JSON ({why})") from None
+    notices: tuple[str, ...] = ()
+    if isinstance(found, dict):
+        key, found = _list_of(found, path)
+        notices = (f'the rows of {path} are the list under "{key}"',)
+    rows = _objects(found, path)
+    mended = []
+    if ESCAPED_HALF.search(text):
+        fixed = [whole(row) for row in rows]
+        mended = [i for i, (a, b) in enumerate(zip(rows, fixed, strict=True)) if a != b]
+        rows = fixed
+    sheet = of_rows(rows, lambda i: f"{path}, object {i + 1}", mended=mended)
+    return Sheet(sheet.columns, sheet.at, (*notices, *sheet.notices))
+
+
+def _begins_with_object(text: str) -> bool:
+    """Whether the first line is an object of its own, as in JSON lines."""
+    try:
+        return isinstance(json.loads(text.lstrip().partition("\n")[0]), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _list_of(found: dict[str, Any], path: Path) -> tuple[str, list[Any]]:
+    """The only list of objects in an object, with its key."""
+    lists = {key: v for key, v in found.items() if isinstance(v, list) and v and isinstance(v[0], dict)}
+    if len(lists) != 1:
+        what = f"several lists ({listed(lists)})" if lists else f"one object, with {listed(list(found)[:8])}"
+        raise InputError(f"{path} holds {what}: {_LIKE}")
+    return next(iter(lists.items()))
+
+
+def _objects(found: Any, path: Path) -> list[dict[str, Any]]:
+    if not isinstance(found, list):
+        raise InputError(f"{path} holds a JSON {type(found).__name__}: {_LIKE}")
+    for i, row in enumerate(found, 1):
+        if not isinstance(row, dict):
+            raise InputError(f"{path}, object {i}: a JSON {type(row).__name__}: {_LIKE}")
+    if not any(found):
+        raise InputError(f"{path} holds {len(found)} objects without any key: {_LIKE}")
+    return found

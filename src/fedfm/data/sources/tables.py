@@ -1,0 +1,132 @@
+"""Files of rows with named columns, by the endings of their names, and folders with a file for each split."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from fedfm.data.sources._files import gunzip, listing, read_bytes
+from fedfm.data.sources._sheet import Sheet, join
+from fedfm.data.sources._splits import SPLIT_NAMES, with_test
+from fedfm.data.sources._tabular import to_table
+from fedfm.data.spec import DataSpec
+from fedfm.data.table import Table
+from fedfm.errors import InputError
+
+# ending -> (module, its function, what is expected)
+_READERS = {
+    ".csv": ("csv", "sheet_of", "a CSV file"),
+    ".tsv": ("csv", "sheet_of_tabs", "a TSV file"),
+    ".jsonl": ("jsonl", "sheet_of", "a JSON lines file"),
+    ".ndjson": ("jsonl", "sheet_of", "a JSON lines file"),
+    ".json": ("json", "sheet_of", "a JSON file"),
+    ".parquet": ("parquet", "sheet_of", "a Parquet file"),
+}
+ENDINGS = (*_READERS, *(f"{ending}.gz" for ending in _READERS if ending != ".parquet"))
+_ASIDE = re.compile(r"metadata\.|dataset_infos?\.|dataset_dict\.|config\.", re.IGNORECASE)  # about rows, not rows
+_WORD = re.compile(r"[a-z]+")
+_SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?=\.)")
+
+
+def sheet_of(path: Path) -> Sheet:
+    """The columns of a file.
+
+    Raises:
+        InputError: the file is empty, damaged, or not what its name says.
+    """
+    name = path.name.lower()
+    packed = name.endswith(".gz")
+    ending = next(e for e in _READERS if name.removesuffix(".gz").endswith(e))
+    module, function, holds = _READERS[ending]
+    data = read_bytes(path, holds)
+    if packed:
+        data = gunzip(data, path)
+        if not data:
+            raise InputError(f"{path} is empty once decompressed: {holds} is expected")
+    reader = getattr(importlib.import_module(f"fedfm.data.sources.{module}"), function)
+    sheet: Sheet = reader(data, path)
+    return sheet
+
+
+def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool = True) -> Table:
+    """Table of a file.
+
+    Raises:
+        InputError: as of :func:`sheet_of` and of ``to_table``.
+    """
+    sheet = sheet_of(path)
+    table = to_table(sheet, spec, source=str(path), task=task, labelled=labelled)
+    shard = _SHARD.search(path.name)
+    if shard is None or int(shard[2]) < 2:
+        return table
+    note = f"{path} is one of {int(shard[2])} parts: a folder with all of them is read as a whole"
+    return replace(table, notices=(note, *table.notices))
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of rows in a folder, or in its folder ``data``, if it has neither pictures nor folders of classes."""
+    for home in (folder, folder / "data"):
+        if not home.is_dir():
+            continue
+        entries = sorted(p for p in home.iterdir() if not p.name.startswith((".", "__")))
+        found = [p for p in entries if p.is_file() and _is_table(p)]
+        inside = [p for p in entries if p.is_dir() and not (found == [] and p.name == "data")]
+        if found and not inside:
+            return found
+        if inside:
+            return []
+    return []
+
+
+def read_folder(folder: Path, files: list[Path], spec: DataSpec, *, task: str | None, labelled: bool) -> Table:
+    """Table of all files of a folder; the names of the files say the split, as in the Hub's ``train-00000-of-00002``.
+
+    Raises:
+        InputError: some files name a split and others do not; their columns differ; as of :func:`read`.
+    """
+    _complete(files)
+    splits = {file: split_in(file.name) for file in files}
+    unknown = [file.name for file, split in splits.items() if split is None]
+    if unknown and len(unknown) < len(files) and labelled:
+        raise InputError(
+            f"{folder}: {listing(unknown, 4)} names no split, and other files there do: expected names with train, "
+            "validation or test"
+        )
+    sheets = {str(file): sheet_of(file) for file in files}
+    sheet = join(sheets)
+    notices = sheet.notices
+    if not unknown and labelled:
+        marks = [str(splits[Path(file)]) for file, one in sheets.items() for _ in range(len(one))]
+        marks, more = with_test(marks, str(folder))
+        notices += more
+        sheet = replace(sheet, columns={**sheet.columns, spec.split: marks})
+    return to_table(replace(sheet, notices=notices), spec, source=str(folder), task=task, labelled=labelled)
+
+
+def split_in(name: str) -> str | None:
+    """The split that a file's name begins or ends with, among its words.
+
+    Example:
+        >>> split_in("cats-validation-00000-of-00001.parquet"), split_in("cats.csv")
+        ('val', None)
+    """
+    found = {SPLIT_NAMES[word] for word in _WORD.findall(name.lower()) if word in SPLIT_NAMES}
+    return found.pop() if len(found) == 1 else None
+
+
+def _is_table(path: Path) -> bool:
+    return path.name.lower().endswith(ENDINGS) and not _ASIDE.match(path.name)
+
+
+def _complete(files: Iterable[Path]) -> None:
+    """Raise an InputError if a part of a numbered set is missing."""
+    sets: dict[tuple[str, int], set[int]] = {}
+    for file in files:
+        if shard := _SHARD.search(file.name):
+            sets.setdefault((_SHARD.sub("", file.name), int(shard[2])), set()).add(int(shard[1]))
+    for (name, count), there in sets.items():
+        if missing := sorted(set(range(count)) - there):
+            raise InputError(f"{name}: part {missing[0]:05d} of {count} is not in the folder: download it, too")
