@@ -74,7 +74,7 @@ def test_rows_to_predict_may_end_with_the_users_turn(tmp_path):
         (None, "holds nothing: messages are expected"),
         ("hello", r"holds text: messages are expected.*jsonl and parquet hold lists"),
         (["hi"], "message 1 of column .messages. is str"),
-        ([{"from": "human", "value": "hi"}], r'message 1.*is dict\s+with "from", "value": messages are expected'),
+        ([{"from": "human", "text": "hi"}], r'message 1.*is dict\s+with "from", "text": messages are expected'),
         ([{"role": "humn", "content": "a"}, *said("a", "b")], r"message 1.*is of role 'humn': expected one of"),
         ([{"role": "assistan", "content": "a"}], r'did you mean "assistant"'),
         ([{"role": "user", "content": ["a"]}], "message 1.*holds list .*text is expected"),

@@ -97,10 +97,7 @@ def _trained_on(table: Table) -> str | None:
     count = int(np.isin(whole[tested], whole[~tested]).sum())
     if not count:
         return None
-    return (
-        f"{count} of {len(test)} test rows are also training rows (their inputs are equal): on them a result says what "
-        "was learned by heart"
-    )
+    return f"{count} of {len(test)} test rows are also training rows: on them a result says what was learned by heart"
 
 
 def _common(keys: np.ndarray, train: np.ndarray, test: np.ndarray) -> np.ndarray:

@@ -84,8 +84,6 @@ _NO_LABEL = ("nan", "none", "null", "na", "n/a", "<na>", "#n/a", "?", "-")  # wh
 
 def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     """Write clients, split, fingerprints and notices into the manifest; refuse to resume on other data."""
-    from fedfm.data.partition import summary
-
     table = population.federated.table
     prints = fingerprints(run, table, population.model.fingerprint)
     before = run.manifest["fingerprints"]
@@ -111,7 +109,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
             "trainable": sum(population.model.layout.sizes.values()),
         },
     }
-    tell(run, summary(population.federated), notices)
+    tell(run, population.summary(), notices)
     fits(run.experiment, population.model)
     # No ledger of operations under [privacy]: it would disclose the exact numbers of rows.
     if run.experiment.privacy is None and (costs := operations(run.experiment.method, population)) is not None:

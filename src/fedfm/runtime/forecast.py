@@ -73,7 +73,7 @@ def forecast(experiment: Experiment, population: Partitioned) -> Forecast:
         asked = float(vars(method).get("fraction", 1.0)) if late is None else min(late.buffer / len(clients), 1.0)
         whole = seconds * share * asked * method.rounds
     return Forecast(
-        {name: (len(part.train), len(part.val), len(part.test)) for name, part in clients.items()},
+        population.counts(),
         counts,
         up,
         down,

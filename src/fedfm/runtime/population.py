@@ -163,10 +163,29 @@ class Partitioned:
         """Whether clients train on blocks of their joined rows (see :func:`fedfm.models.inputs.passages`)."""
         return inputs.packs(self.federated.table.kind, isinstance(self.model, Model) and self.model.is_language_model)
 
+    def counts(self) -> dict[ClientId, tuple[int, int, int]]:
+        """Training, validation and test rows of each client, as it uses them.
+
+        Of running text these are the blocks, which a tokenizer has to count.
+        """
+        held = self.data if self.packed else self.federated.clients.__getitem__
+        return {c: (len(held(c).train), len(held(c).val), len(held(c).test)) for c in self.clients}
+
     def sizes(self) -> dict[ClientId, int]:
-        """Number of rows that each client trains on: of running text the blocks, which a tokenizer has to count."""
-        held = self.federated.clients
-        return {c: len(self.data(c).train) if self.packed else len(held[c].train) for c in self.clients}
+        """Number of rows that each client trains on, as of :meth:`counts`."""
+        return {client: train for client, (train, _, _) in self.counts().items()}
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers of rows, as :func:`fedfm.data.partition.summary` has them, counted as of :meth:`counts`."""
+        from fedfm.data.partition import summary
+
+        found = summary(self.federated)
+        if not self.packed:
+            return found
+        for client, counts in self.counts().items():
+            for part, count in zip(("train", "val", "test"), counts, strict=True):
+                found["clients"][client][part]["rows"] = count
+        return found | {"test": found["test"] | {"rows": len(self.test)}}
 
     def labels(self, index: np.ndarray) -> Tensor:
         """Labels (n,) of rows of the table."""

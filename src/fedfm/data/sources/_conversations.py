@@ -7,12 +7,14 @@ and that answer, so that a pair of instruction and output is the same as a conve
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fedfm.core.rows import Asked, Turn
 from fedfm.data.sources._files import At, column
 from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError, close, listed
+
+if TYPE_CHECKING:
+    from fedfm.core.rows import Asked, Turn  # whose module loads torch
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.data.sources import jsonl
-from fedfm.data.sources._files import decode
+from fedfm.data.sources._files import decode, listing
 from fedfm.data.sources._sheet import ESCAPED_HALF, Sheet, of_rows, whole
-from fedfm.errors import InputError, listed
+from fedfm.errors import InputError
 
 _LIKE = 'a list of objects, such as [{"text": "...", "label": "..."}, ...], is expected'
 
@@ -55,7 +55,7 @@ def _list_of(found: dict[str, Any], path: Path) -> tuple[str, list[Any]]:
     """The only list of objects in an object, with its key."""
     lists = {key: v for key, v in found.items() if isinstance(v, list) and v and isinstance(v[0], dict)}
     if len(lists) != 1:
-        what = f"several lists ({listed(lists)})" if lists else f"one object, with {listed(list(found)[:8])}"
+        what = f"several lists ({listing(lists)})" if lists else f"one object, with {listing(list(found), 8)}"
         raise InputError(f"{path} holds {what}: {_LIKE}")
     return next(iter(lists.items()))
 

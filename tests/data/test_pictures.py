@@ -1,0 +1,187 @@
+"""One decoder: any mode of Pillow, any orientation, alpha, pages and wide greys, against pixels computed by hand."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from fedfm.data.load import load_table, read_inputs
+from fedfm.data.pictures import decode, look, rgb, upright
+from fedfm.data.spec import DataSpec
+from fedfm.models.pictures import pixels
+
+# How an upright picture (H, W, ...) is stored under each EXIF orientation, which says where row 0 and column 0 lie.
+STORED: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+    1: lambda a: a,
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.swapaxes(0, 1),
+    6: lambda a: a.swapaxes(0, 1)[::-1],
+    7: lambda a: a.swapaxes(0, 1)[::-1, ::-1],
+    8: lambda a: a.swapaxes(0, 1)[:, ::-1],
+}
+FORMS = {"CMYK": "TIFF", "I": "TIFF"}  # of modes that PNG does not have
+
+
+def encoded(picture: Image.Image, orientation: int = 1, form: str = "PNG", **options: Any) -> bytes:
+    out = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    picture.save(out, form, exif=exif, **options)
+    return out.getvalue()
+
+
+def over_white(colours: np.ndarray, alpha: np.ndarray) -> np.ndarray:
+    """Porter and Duff's "over" on white, in exact arithmetic."""
+    a = alpha.astype(float)[..., None] / 255
+    return a * colours + (1 - a) * 255
+
+
+def stored(mode: str, shown: np.ndarray, alpha: np.ndarray, palette: np.ndarray) -> tuple[Image.Image, np.ndarray]:
+    """A picture of this mode made of these pixels (H, W, 3) and (H, W), and the colours that one sees in it."""
+    grey = np.ascontiguousarray(shown[..., 0])
+    thrice = np.repeat(grey[..., None], 3, 2)
+    if mode == "1":
+        return Image.fromarray(grey > 127), np.where(thrice > 127, 255, 0)
+    if mode == "L":
+        return Image.fromarray(grey), thrice
+    if mode == "LA":
+        return Image.fromarray(np.stack([grey, alpha], -1), mode), over_white(thrice, alpha)
+    if mode == "P":
+        picture = Image.fromarray(grey)
+        picture.putpalette(palette.tobytes())
+        return picture, palette[grey]
+    if mode == "P, one clear":
+        picture, _ = stored("P", shown, alpha, palette)
+        picture.info["transparency"] = int(grey[0, 0])
+        return picture, over_white(palette[grey], np.where(grey == grey[0, 0], 0, 255))
+    if mode == "RGB":
+        return Image.fromarray(np.ascontiguousarray(shown)), shown
+    if mode == "RGBA":
+        return Image.fromarray(np.dstack([shown, alpha]), mode), over_white(shown, alpha)
+    if mode == "CMYK":
+        inks = np.dstack([255 - shown, np.zeros(shown.shape[:2], np.uint8)])  # no black
+        return Image.fromarray(inks, mode), shown
+    wide = grey.astype({"I;16": np.uint16, "I": np.int32}[mode]) * 16  # 12 bits
+    wide[0, 0] = 4095
+    return Image.fromarray(wide), np.repeat(wide[..., None] / 4095 * 255, 3, 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    mode=st.sampled_from(["1", "L", "LA", "P", "P, one clear", "RGB", "RGBA", "CMYK", "I;16", "I"]),
+    orientation=st.sampled_from(sorted(STORED)),
+    seed=st.integers(0, 2**32 - 1),
+    opaque=st.booleans(),
+)
+def test_every_mode_and_orientation_gives_what_is_seen(mode: str, orientation: int, seed: int, opaque: bool) -> None:
+    rng = np.random.default_rng(seed)
+    raw, palette = rng.integers(0, 256, (5, 7, 3), np.uint8), rng.integers(0, 256, (256, 3), np.uint8)
+    alpha = np.full((5, 7), 255, np.uint8) if opaque else rng.integers(0, 256, (5, 7), np.uint8)
+    picture, want = stored(mode, raw, alpha, palette)
+    data = encoded(picture, orientation, FORMS.get(mode, "PNG"))
+    got = STORED[orientation](np.asarray(rgb(data)).astype(float))  # of the picture that is seen, what was stored
+    assert np.abs(got - want).max() <= 1
+    one = look(data)
+    assert one.fault is None
+    assert one.transparent == (mode == "P, one clear" or (mode in ("LA", "RGBA") and not opaque))
+    assert one.top == (4095 if mode in ("I;16", "I") else 0)
+
+
+@pytest.mark.parametrize("mode", ["YCbCr", "HSV", "PA", "RGBX", "RGBa", "La"])
+def test_modes_that_plugins_give_are_seen_alike(mode: str) -> None:
+    """Smooth colours, since some of these modes have fewer; "a" is colour times alpha."""
+    base = Image.new("RGBA", (4, 3), (200, 100, 50, 255 if mode[-1] != "a" else 128))
+    through = base.convert("LA") if mode == "La" else base if mode == "RGBa" else base.convert("RGB")
+    grey = np.asarray(base.convert("LA"))[..., :1].repeat(3, 2)
+    colours = grey if mode == "La" else np.asarray(base)[..., :3]
+    got = np.asarray(upright(through.convert(mode)).convert("RGB")).astype(float)
+    assert np.abs(got - over_white(colours, np.asarray(base)[..., 3])).max() <= 5
+
+
+def test_orientation_is_of_the_picture_not_of_its_format() -> None:
+    """JPEG and TIFF, which Pillow reads in other ways than PNG, give the same upright pixels."""
+    shown = np.zeros((16, 32, 3), np.uint8)
+    shown[:8, :16] = 255
+    for orientation, turn in STORED.items():
+        for form in ("JPEG", "TIFF", "PNG", "WEBP"):
+            data = encoded(Image.fromarray(np.ascontiguousarray(turn(shown))), orientation, form)
+            assert np.abs(decode(data).astype(int) - shown).max() < 60, (orientation, form)
+
+
+def test_damaged_exif_data_leave_the_picture_as_it_is_stored() -> None:
+    out = io.BytesIO()
+    Image.new("RGB", (4, 3), (9, 8, 7)).save(out, "PNG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
+    assert decode(out.getvalue()).shape == (3, 4, 3)
+
+
+def test_what_reading_changes_or_leaves_out_is_said_once(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+
+    def noise(*shape: int) -> np.ndarray:
+        return rng.integers(0, 256, shape, np.uint8)
+
+    for name in ("ant", "bee"):
+        (tmp_path / name).mkdir()
+        for i in range(3):
+            Image.fromarray(noise(6, 6, 3)).save(tmp_path / name / f"{i}.png")
+    frames = [Image.fromarray(noise(6, 6, 3)) for _ in range(3)]
+    frames[0].save(tmp_path / "ant" / "a.gif", save_all=True, append_images=frames[1:])
+    frames[0].save(tmp_path / "bee" / "a.tif", save_all=True, append_images=frames[1:])
+    Image.fromarray(noise(6, 6, 4), "RGBA").save(tmp_path / "bee" / "b.png")
+    Image.new("RGBA", (6, 6), (1, 2, 3, 255)).save(tmp_path / "bee" / "opaque.png")
+    Image.fromarray(np.array([[0, 4000]], np.uint16)).save(tmp_path / "ant" / "c.png")
+    Image.fromarray(np.array([[0, 40000]], np.uint16)).save(tmp_path / "ant" / "d.tif")
+    table = load_table(DataSpec(path=str(tmp_path)), seed=0)
+    said = "\n".join(table.notices)
+    assert "2 of 12 pictures of" in said.split("several pages")[0]
+    assert "1 of 12 pictures" in said.split("have transparent pixels")[0].splitlines()[-1]
+    assert "scaled to 0..255: 1 from 0..4095 and 1 from 0..65535; if all have one range" in said
+    again = read_inputs(tmp_path, DataSpec(), kind="image")
+    assert [n for n in again.notices if "pictures of" in n] == [n for n in table.notices if "pictures of" in n]
+
+
+def test_all_ways_to_a_picture_give_the_same_pixels(tmp_path: Path) -> None:
+    """A folder, a parquet file, a hub set and a prediction, for a picture that is turned, see-through and small."""
+    from datasets import ClassLabel, Dataset, Features
+    from datasets import Image as Picture
+
+    rng = np.random.default_rng(1)
+    data = [
+        encoded(Image.fromarray(rng.integers(0, 256, (4, 4 + i % 2, 4), np.uint8), "RGBA"), 6 if i % 2 else 1)
+        for i in range(6)
+    ]
+    rows = [{"bytes": d, "path": None} for d in data]
+    features = Features({"image": Picture(), "label": ClassLabel(names=["a", "b"])})
+    hub = Dataset.from_dict({"image": rows, "label": [0, 1] * 3}, features=features)
+    hub.save_to_disk(str(tmp_path / "hub"))
+    hub.to_parquet(str(tmp_path / "rows.parquet"))
+    for i, d in enumerate(data):
+        (tmp_path / "folder" / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "folder" / "ab"[i % 2] / f"{i}.png").write_bytes(d)
+    ways = [DataSpec(path=str(tmp_path / n)) for n in ("folder", "rows.parquet")] + [
+        DataSpec(hub=str(tmp_path / "hub"))
+    ]
+    tables = [load_table(spec, seed=0) for spec in ways]
+    tables += [read_inputs(tmp_path / n, DataSpec(), kind="image") for n in ("folder", "rows.parquet")]
+
+    def seen(table: Any) -> list[bytes]:
+        return sorted(np.asarray(rgb(item)).tobytes() for item in table.inputs)
+
+    assert all(seen(table) == seen(tables[0]) for table in tables)
+    assert all(table.classes == ("a", "b") for table in tables[:3])
+    prepared = [
+        pixels(t.inputs, lambda some: torch.stack([torch.tensor(np.asarray(p.resize((4, 4)))) for p in some]))
+        for t in tables
+    ]
+    assert all(torch.equal(p.flatten(1).sum(1).sort()[0], prepared[0].flatten(1).sum(1).sort()[0]) for p in prepared)
