@@ -299,6 +299,8 @@ def agreed(silo: Silo, table: Table) -> tuple[str, ...]:
 
 def report(path: Path) -> dict[str, Any]:
     """Output of ``fedfm silo check``: name, rows, classes, and what the policy allows."""
+    from fedfm.runtime.description import spellings
+
     silo = load(path)
     admit_methods(silo, path)
     identity = silo_identity.of(silo, create=True)
@@ -324,7 +326,7 @@ def report(path: Path) -> dict[str, Any]:
         "roster": None if identity.roster is None else sorted(identity.roster),
         "takes_part": bool(silo.policy.words),
         "shows_single_replies": "reply" in silo.policy.words,
-        "notices": list(federated.notices),
+        "notices": [*federated.notices, *spellings(federated.table.classes)],
     }
 
 

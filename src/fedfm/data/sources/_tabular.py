@@ -84,7 +84,8 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
         used |= {picture}
     else:
         kind = "passages" if task == "language_modelling" else "text"
-        if spec.text not in columns and (told := _conversations.kind_of(columns, spec, None)):
+        asked, _ = _layouts.named(columns, spec, None)
+        if spec.text not in columns and (told := _conversations.kind_of(columns, asked, None)):
             raise InputError(
                 f'{source}: no column "{spec.text}" (data.text); it has {told}s: set model.task = "{told}"'
             )
@@ -105,7 +106,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
         split=split_of(columns, spec, length, at) if labelled else np.full(length, "test"),
         columns=others(columns, used),
         source=source,
-        notices=(*notices, *unread(columns, used, spec, source)),
+        notices=(*notices, *unread(columns, used | {spec.label, spec.label_name}, spec, source)),
     )
 
 

@@ -95,15 +95,27 @@ def read_folder(folder: Path, files: list[Path], spec: DataSpec, *, task: str | 
             f"{folder}: {listing(unknown, 4)} names no split, and other files there do: expected names with train, "
             "validation or test"
         )
-    sheets = {str(file): sheet_of(file) for file in files}
-    sheet = join(sheets)
-    notices = sheet.notices
+    sheets = {file: sheet_of(file) for file in files}
+    notices: tuple[str, ...] = ()
+    if labelled:
+        for file in [f for f, sheet in sheets.items() if len(sheets) > 1 and _withheld(sheet, spec.label)]:
+            del sheets[file]
+            notices += (f"{file} has no labels (-1) and was left out",)
+    if not sheets:
+        raise InputError(f'{folder}: no file has labels in its column "{spec.label}" (-1 marks withheld ones)')
+    sheet = join({str(file): one for file, one in sheets.items()})
     if not unknown and labelled:
-        marks = [str(splits[Path(file)]) for file, one in sheets.items() for _ in range(len(one))]
+        marks = [str(splits[file]) for file, one in sheets.items() for _ in range(len(one))]
         marks, more = with_test(marks, str(folder))
         notices += more
         sheet = replace(sheet, columns={**sheet.columns, spec.split: marks})
-    return to_table(replace(sheet, notices=notices), spec, source=str(folder), task=task, labelled=labelled)
+    sheet = replace(sheet, notices=(*sheet.notices, *notices))
+    return to_table(sheet, spec, source=str(folder), task=task, labelled=labelled)
+
+
+def _withheld(sheet: Sheet, label: str) -> bool:
+    """Whether all labels are -1, the mark of withheld labels in the Hub's sets."""
+    return len(sheet) > 0 and set(map(str, sheet.columns.get(label, ()))) == {"-1"}
 
 
 def split_in(name: str) -> str | None:
