@@ -79,12 +79,18 @@ def pairs(columns: Columns, spec: DataSpec, source: str, at: At, *, answered: bo
     found: list[tuple[Asked, str]] = []
     for row, (said, more, output) in enumerate(zip(asked, inputs, outputs, strict=True)):
         where = at(row)
+        for name, value in ((spec.instruction, said), (spec.output, output)):
+            if value is not None and not isinstance(value, str | list):
+                raise InputError(
+                    f'{where}: column "{name}" holds {type(value).__name__} {value!r:.40}: text is expected'
+                )
+            if value is None and (answered or name == spec.instruction):
+                raise InputError(f'{where}: column "{name}" is empty: fill it, or remove the row')
         whole = _with_input(_asked(said, spec.instruction, where), more, spec.input, where)
-        if answered or output is not None:
-            answer = output if output == "" and not answered else _answer(output, spec.output, where)
-            found.append(_after(whole, answer, spec.output, where))
+        if answered or isinstance(output, list):
+            found.append(_after(whole, _answer(output, spec.output, where)))
         else:
-            found.append((whole, ""))
+            found.append((whole, output or ""))
     return found
 
 
@@ -99,7 +105,7 @@ def _with_input(asked: Asked, more: Any, name: str, where: str) -> Asked:
     return asked + INPUT + more
 
 
-def _after(asked: Asked, answer: str | tuple[Turn, ...], name: str, where: str) -> tuple[Asked, str]:
+def _after(asked: Asked, answer: str | tuple[Turn, ...]) -> tuple[Asked, str]:
     """A row whose answer may be a message, with others before it."""
     if isinstance(answer, str):
         return asked, answer
@@ -153,7 +159,13 @@ def prompts(columns: Columns, spec: DataSpec, source: str, at: At) -> list[tuple
         return conversations(columns[spec.messages], spec.messages, at, answered=False)
     other = spec.instruction in columns and spec.prompt not in columns
     name, key = (spec.instruction, "data.instruction") if other else (spec.prompt, "data.prompt")
-    return [(_asked(value, name, at(row)), "") for row, value in enumerate(column(columns, name, key, source))]
+    asked = column(columns, name, key, source)
+    inputs = columns.get(spec.input, [None] * len(asked)) if other else [None] * len(asked)
+    pairs = zip(asked, inputs, strict=True)
+    return [
+        (_with_input(_asked(said, name, at(row)), more, spec.input, at(row)), "")
+        for row, (said, more) in enumerate(pairs)
+    ]
 
 
 def _asked(value: Any, name: str, where: str) -> Asked:
