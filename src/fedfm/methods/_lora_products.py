@@ -64,7 +64,7 @@ class ExactLora(Method[S]):
         Raises:
             InputError: one is larger than the model's.
         """
-        lora.need(fed.model)
+        lora.need(fed.model, experts=True)
         most = fed.model.adaptation_spec.rank
         ranks = self.ranks or (most,)
         if max(ranks) > most:

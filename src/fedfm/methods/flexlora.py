@@ -77,17 +77,17 @@ def cut(dW: Mapping[str, Factors], like: Params, alpha: float) -> tuple[dict[str
     Returns:
         (name -> A (r, d_in) or B (d_out, r), the singular values of each module).
     """
-    tensors, sigma = dict[str, Tensor](), []
-    for path, (a, b) in lora.pairs(like).items():
-        r = len(like[a])
+    found, sigma = dict[str, Factors](), []
+    for path, (a, _) in lora.matrices(like).items():
+        r = len(a)
         x, values = low_rank.truncate(dW[path], r)
         u, v = low_rank.padded(x, r)
         if (k := len(x[1])) < r:  # a cohort of small ranks: orthonormal rows in A, or they would never train
-            whole = torch.linalg.qr(torch.cat([x[1].T, like[a].double().T], 1)[:, :r])[0].T  # (min(r, d_in), d_in)
+            whole = torch.linalg.qr(torch.cat([x[1].T, a.double().T], 1)[:, :r])[0].T  # (min(r, d_in), d_in)
             v[k : len(whole)] = whole[k:]
-        tensors[a], tensors[b] = v.to(like[a].dtype), (u * (r / alpha)).to(like[b].dtype)
+        found[path] = v, u * (r / alpha)
         sigma.append(values)
-    return tensors, sigma
+    return lora.assembled(found, like), sigma
 
 
 def lost(sigma: Sequence[Tensor], rank: int) -> float:

@@ -52,14 +52,15 @@ class FLoRA(Merging):
 def fresh(layout: Layout, head: Params, rank: int, seed: int) -> Params:
     """An untrained adapter of this rank: A uniform in +-1/sqrt(d_in), as in PEFT, and B = 0.
 
-    Adapters of smaller rank have the first rows of those of larger rank.
+    Adapters of smaller rank have the first rows of those of larger rank, of every expert too.
     """
     at, found = lora.layout_at(layout, rank), {}
     a = {name for name, _ in lora.pairs(layout.slots).values()}
     for name, dtype, shape in at.entries:
         if name in a:
-            drawn = seeds.generator(seed, name).uniform(-1, 1, shape) / math.sqrt(shape[1])  # (r, d_in)
-            found[name] = torch.from_numpy(drawn).to(dtype)
+            *experts, r, d_in = shape
+            drawn = seeds.generator(seed, name).uniform(-1, 1, (r, *experts, d_in)) / math.sqrt(d_in)
+            found[name] = torch.from_numpy(drawn.swapaxes(0, -2).copy()).to(dtype)
         else:
             found[name] = head[name] if name in head else torch.zeros(shape, dtype=dtype)
     return Params(found)

@@ -18,6 +18,7 @@ from fedfm.models import export_base, quantised
 from fedfm.models.adapters import lora
 from fedfm.models.adapters.adaptation import LORA
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL, MIX, one_adapter, weighed_by
+from fedfm.models.adapters.stacked import from_files, in_files, in_names_of_peft
 from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.dual_encoder import DualModel
 from fedfm.models.model import Model
@@ -51,7 +52,7 @@ def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | 
     other = lora.rank_of(w) != lora.rank_of(model.params())
     if _is_lora(model) and other and (rank := lora.rank_of(w)):
         _save_lora(model, w, rank, folder)
-    elif _is_lora(model) and isinstance(model, DualModel):
+    elif _is_lora(model) and (isinstance(model, DualModel) or in_names_of_peft(_config(model), model.module)):
         with holding(model, w):
             _write_lora(model, _lora_state(model), None, folder)
     elif _is_lora(model):
@@ -104,6 +105,7 @@ def load_adapter(model: Model, folder: Path | str) -> Params:
     short = {name: _peft_name(model, name) if _is_lora(model) else name for name in state}
     if missing := [name for name in state if short[name] not in saved]:
         raise InputError(f"{path}: no tensor {short[missing[0]]!r}, it is of another model")
+    saved |= {short[name]: from_files(saved[short[name]], tensor) for name, tensor in state.items()}
     for name, tensor in state.items():
         if saved[short[name]].shape != tensor.shape:
             raise InputError(
@@ -277,14 +279,22 @@ def _lora_state(model: Model) -> dict[str, Tensor]:
 
 def _write_lora(model: Model, tensors: Mapping[str, Tensor], rank: int | None, folder: Path) -> None:
     """PEFT's two files; of two encoders, those for the model of transformers. ``rank``: None is the model's."""
-    peft: Any = model.module.peft_config
-    config = copy.deepcopy(peft["default"])
+    config = copy.deepcopy(_config(model))
     if isinstance(model, DualModel):
         _name_paths(config, model.module)
+    else:
+        config = in_names_of_peft(config, model.module) or config
     config.r, config.inference_mode = rank or config.r, True
     config.base_model_name_or_path = config.base_model_name_or_path or model.spec.name
     config.save_pretrained(str(folder))
+    tensors = in_files(tensors, model.module)
     _save({_peft_name(model, name): tensor for name, tensor in tensors.items()}, folder / ADAPTER)
+
+
+def _config(model: Model) -> Any:
+    """PEFT's configuration of the model's adapter."""
+    module: Any = model.module
+    return module.peft_config["default"]
 
 
 def _name_paths(config: Any, module: nn.Module) -> None:

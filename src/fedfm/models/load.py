@@ -128,6 +128,7 @@ def load_model(
         module, tools = loaded.module if loaded.placed else loaded.module.to(device), loaded.tools
         return side_adapter.around(module, spec, parts, classes=classes, tools=tools, fingerprint=print_, seed=seed)
     biased = head_bias and adapt.name == "head" and adaptation.give_bias(loaded.module, parts.head)
+    notices = adaptation.notices(loaded.module, adapt, parts, loaded.new)
     module = adaptation.apply(loaded.module, adapt, parts, new=loaded.new, task=task, seed=seed)
     head = adaptation.live_head(module, parts.head) if task in ("classification", "zero_shot") else None
     precision.train_in_single(module)
@@ -156,8 +157,9 @@ def load_model(
         head=head,
     )
     model.new, model.hollow, model.added_bias = tuple(loaded.new), loaded.hollow, biased
+    model.notices = notices
     if spec.compile and not loaded.hollow and (why := compiled.compile_blocks(parts, spec.compile, model.device)):
-        model.notices = (why,)
+        model.notices += (why,)
     return model
 
 

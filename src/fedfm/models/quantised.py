@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from fedfm.errors import InputError
+from fedfm.models.adapters.stacked import wrap
 from fedfm.models.names import DTYPES
-from fedfm.models.quiet import quiet
 from fedfm.models.spec import ModelSpec
 
 BLOCK = 64  # weights of one scale
@@ -200,16 +200,13 @@ def rebuilt(module: Any, dtype: torch.dtype) -> nn.Module:
     if not hasattr(module, "peft_config"):
         make_plain(module, dtype)
         return module  # type: ignore[no-any-return]
-    from peft import get_peft_model
-
     config = copy.copy(module.peft_config["default"])
     floats = ((name, p) for name, p in module.named_parameters() if p.dtype.is_floating_point)
     held = {name: p.detach().to("cpu", copy=True) for name, p in floats}  # copies: the base takes the trained heads
     base = module.unload()
     make_plain(base, dtype)
     config.fan_in_fan_out = any(type(m).__name__ == "Conv1D" for m in base.modules())
-    with quiet():
-        again: nn.Module = get_peft_model(base.cpu(), config)
+    again = wrap(base.cpu(), config)
     with torch.no_grad():
         for name, p in again.named_parameters():
             if name in held:

@@ -18,9 +18,10 @@ from torch import nn
 from fedfm import seeds
 from fedfm.core.fields import check
 from fedfm.errors import InputError
+from fedfm.models.adapters.all_linear import all_linear, is_read_alone, is_refused, left_out
+from fedfm.models.adapters.stacked import stacks, wrap
 from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.families import Parts, default_targets, strides_are_read, unwrapped
-from fedfm.models.quiet import quiet
 from fedfm.models.spec import ALL_LINEAR, LANGUAGE, AdaptationSpec
 
 LORA = ("lora", "ffa_lora")
@@ -85,6 +86,14 @@ def apply(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
     return _lora(module, spec, parts, new=new, task=task, seed=seed)
 
 
+def notices(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: list[str]) -> tuple[str, ...]:
+    """What :func:`apply` will not adapt although the targets ask for it, for the user."""
+    if spec.name not in LORA or spec.targets != (ALL_LINEAR,):
+        return ()
+    line = left_out(module, parts, new)
+    return (line,) if line else ()
+
+
 @contextmanager
 def base_alone(module: nn.Module) -> Iterator[None]:
     """Context manager: a module with LoRA computes as its base does, also where hooks on the adapted layers add other
@@ -132,23 +141,23 @@ def live_head(module: nn.Module, path: str) -> nn.Linear | None:
 
 
 def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[str], task: str, seed: int) -> nn.Module:
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
 
     if spec.name == "ffa_lora" and spec.dora:
         raise InputError("model.adaptation.dora: ffa_lora trains B alone, DoRA a norm beside it; expected lora")
     _refuse_changes_of_the_base(spec)
     if spec.targets == (ALL_LINEAR,):
-        spec = dataclasses.replace(spec, targets=_all_linear(module, parts, new))
+        spec = dataclasses.replace(spec, targets=all_linear(module, parts, new))
     _check_targets(module, spec, parts, new)
     targets = list(spec.targets or default_targets(parts))
+    experts = stacks(module)
     if spec.layers is not None:
         _enough(spec.layers, parts)
         tops = tuple(path for blocks in parts.encoders for path, _ in blocks[-spec.layers :])
         targets = [
             name
-            for name, _ in module.named_modules()
-            if any(name == t or name.endswith(f".{t}") for t in targets)
-            and any(name == top or name.startswith(f"{top}.") for top in tops)
+            for name in (*(name for name, _ in module.named_modules()), *experts)
+            if _named(name, targets) and _within(name, tops)
         ]
         if not targets:
             raise InputError(
@@ -156,15 +165,25 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
                 f"{_deepest(parts)} blocks; drop model.adaptation.layers, or raise it"
             )
     hits = {n: m for n, m in module.named_modules() if _named(n, targets)}
-    _check_excluded(spec, hits)
-    hits = {n: m for n, m in hits.items() if not _named(n, spec.exclude_modules or ())}
-    if idle := [n for n in hits if _is_read_alone(module, n)]:
+    stacked = [n for n in experts if _named(n, targets)]
+    _check_excluded(spec, hits, stacked)
+    excluded = [key for key in spec.exclude_modules or () if any(_named(n, (key,)) for n in hits)]
+    hits = {n: m for n, m in hits.items() if not _named(n, excluded)}
+    stacked = [n for n in stacked if not _in_or_named(n, spec.exclude_modules or ())]
+    if idle := [n for n in hits if is_read_alone(module, n)]:
+        owner = type(module.get_submodule(idle[0].rpartition(".")[0])).__name__
         raise InputError(
-            f"model.adaptation.targets: torch's MultiheadAttention reads the weight of {idle[0]} and does not call it, "
-            "so that LoRA would do nothing there: add it to exclude_modules"
+            f"model.adaptation.targets: {owner} reads the weight of {idle[0]} and does not call it, so that LoRA would "
+            "do nothing there: add it to exclude_modules"
+        )
+    if stacked and (spec.dropout or spec.dora):
+        key = "dora" if spec.dora else "dropout"
+        raise InputError(
+            f"model.adaptation.{key}: PEFT has none for experts such as {stacked[0]}, which are one parameter: drop "
+            f"it, or add {stacked[0].rpartition('.')[2]} to exclude_modules"
         )
     for key in ("rank_pattern", "alpha_pattern"):
-        _check_pattern(key, getattr(spec, key) or {}, hits)
+        _check_pattern(key, getattr(spec, key) or {}, (*hits, *stacked))
     transposed = any(type(m).__name__ == "Conv1D" for m in hits.values())
     config = LoraConfig(
         r=spec.rank,
@@ -172,18 +191,19 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
         lora_dropout=spec.dropout,
         rank_pattern=dict(spec.rank_pattern or {}),
         alpha_pattern=dict(spec.alpha_pattern or {}),
-        exclude_modules=list(spec.exclude_modules) if spec.exclude_modules else None,
+        exclude_modules=excluded or None,
         init_lora_weights=True if spec.init_lora_weights == "default" else "gaussian",
         use_dora=spec.dora,
         use_rslora=spec.rslora,
-        target_modules=targets,
+        target_modules=[t for t in targets if any(_named(n, (t,)) for n in hits)] if stacked else targets,
+        target_parameters=stacked or None,
         modules_to_save=list(new) or None,
         fan_in_fan_out=transposed,
         task_type="CAUSAL_LM" if task in LANGUAGE else None,
     )
-    with quiet(), torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeds.derive(seed, "adaptation"))
-        adapted: nn.Module = get_peft_model(module, config)
+        adapted = wrap(module, config, [n for n in hits if not _within(n, new)])
     if spec.name == "ffa_lora":
         for name, parameter in adapted.named_parameters():
             if ".lora_A." in name:
@@ -191,30 +211,10 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
     return adapted
 
 
-def _all_linear(module: nn.Module, parts: Parts, new: list[str]) -> tuple[str, ...]:
-    """Paths of all linear maps but the head and what is new, which are trained as they are."""
-    own = (*new, *((parts.head,) if parts.head else ()))
-    whole: Any = unwrapped(module)
-    out = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
-    return tuple(
-        name
-        for name, m in module.named_modules()
-        if (isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D")
-        and m is not out
-        and not _is_read_alone(module, name)
-        and not any(name == path or name.startswith(f"{path}.") for path in own)
-    )
-
-
-def _is_read_alone(module: nn.Module, name: str) -> bool:
-    """Whether the module of this path is a map whose weight its owner reads: what wraps it is never called."""
-    return isinstance(module.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention)
-
-
 def _check_targets(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: list[str]) -> None:
     """Refuse targets that PEFT refuses, and those with which the model cannot run."""
-    modules = dict(module.named_modules())
-    made = {n for n in modules if any(n == path or n.startswith(f"{path}.") for path in new)}
+    modules: dict[str, nn.Module | nn.Parameter] = {**dict(module.named_modules()), **stacks(module)}
+    made = {n for n in modules if _within(n, new)}
     fit = {n for n, m in modules.items() if n not in made and _takes_factors(m, spec, parts)}
     has = ", ".join(sorted({n.rpartition(".")[2] for n in fit if n != parts.head}))
     right = f"it has {has}" if has else "use top_layers, head or full"
@@ -226,6 +226,10 @@ def _check_targets(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: l
             raise InputError(f"model.adaptation.targets: no module {target!r} in this model: {right}")
         if made.issuperset(hits):
             raise InputError(f"model.adaptation.targets: {hits[0]} is new here and trained as it is: {right}")
+        if refused := next((n for n in hits if is_refused(module, n)), None):
+            raise InputError(
+                f"model.adaptation.targets: PEFT does not adapt {refused} in a model of this type: {right}"
+            )
         if wrong := next((n for n in hits if n not in fit | made), None):
             kind = type(modules[wrong]).__name__
             raise InputError(
@@ -236,6 +240,16 @@ def _check_targets(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: l
 def _named(name: str, ends: Iterable[str]) -> bool:
     """Whether a module's path is one of these, or ends with one: as PEFT compares lists of names."""
     return any(name == end or name.endswith(f".{end}") for end in ends)
+
+
+def _within(name: str, paths: Iterable[str]) -> bool:
+    """Whether it is one of these paths, or below one."""
+    return any(name == path or name.startswith(f"{path}.") for path in paths)
+
+
+def _in_or_named(path: str, ends: Iterable[str]) -> bool:
+    """Whether the path of a parameter, or of the module that holds it, is one of these or ends with one."""
+    return _named(path, ends) or _named(path.rpartition(".")[0], ends)
 
 
 def _refuse_changes_of_the_base(spec: AdaptationSpec) -> None:
@@ -256,14 +270,15 @@ def _refuse_changes_of_the_base(spec: AdaptationSpec) -> None:
         raise InputError(f'model.adaptation.init_lora_weights = "{start}": {why}; expected "default" or "gaussian"')
 
 
-def _check_excluded(spec: AdaptationSpec, hits: Iterable[str]) -> None:
-    """Refuse exclusions that exclude nothing, and those that exclude all."""
-    names = list(hits)
-    has = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+def _check_excluded(spec: AdaptationSpec, hits: Iterable[str], stacked: Iterable[str]) -> None:
+    """Refuse exclusions that exclude nothing, and those that exclude all. ``stacked``: parameters of experts."""
+    names, parameters = list(hits), list(stacked)
+    has = ", ".join(sorted({name.rpartition(".")[2] for name in (*names, *parameters)}))
     for key in spec.exclude_modules or ():
-        if not any(_named(name, (key,)) for name in names):
+        if not any(_named(name, (key,)) for name in names) and not any(_in_or_named(p, (key,)) for p in parameters):
             raise InputError(f"model.adaptation.exclude_modules: no target's name ends with {key!r}: there is {has}")
-    if all(_named(name, spec.exclude_modules or ()) for name in names):
+    ends = spec.exclude_modules or ()
+    if all(_named(name, ends) for name in names) and all(_in_or_named(p, ends) for p in parameters):
         raise InputError("model.adaptation.exclude_modules: it leaves no module to adapt; drop a name")
 
 
@@ -275,7 +290,9 @@ def _check_pattern(of: str, keys: Iterable[str], adapted: Iterable[str]) -> None
             raise InputError(f"model.adaptation.{of}: no adapted module's name ends with {key!r}: it has {has}")
 
 
-def _takes_factors(module: nn.Module, spec: AdaptationSpec, parts: Parts) -> bool:
+def _takes_factors(module: nn.Module | nn.Parameter, spec: AdaptationSpec, parts: Parts) -> bool:
+    if isinstance(module, nn.Parameter):  # of experts
+        return True
     if isinstance(module, nn.Conv2d):
         return not strides_are_read(parts) and spec.rank % module.groups == 0
     if isinstance(module, nn.Embedding):

@@ -7,7 +7,7 @@ names mean (alpha / r) B A.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from fedfm.errors import InputError
 from fedfm.linalg import low_rank
 from fedfm.linalg.low_rank import Factors
 from fedfm.linalg.params import Layout, Params, layout_of
+from fedfm.models.adapters import stacked
 from fedfm.models.adapters.adaptation import with_defaults
 from fedfm.models.spec import ModelSpec
 
@@ -32,6 +33,8 @@ Weight = float | Callable[[Tensor], Any]  # of an adapter; may depend on a modul
 
 def pairs(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Path of each adapted module -> (name of its A (r, d_in), name of its B (d_out, r)), in the order of the names.
+
+    Those of experts are A (E, r, d_in) and B (d_out, r, E), see :mod:`fedfm.models.adapters.stacked`.
 
     Example:
         >>> pairs(["q.lora_A.default.weight", "q.lora_B.default.weight", "head.weight"])
@@ -55,13 +58,37 @@ def alpha_of(model: Model) -> float:
 
 def rank_of(w: Mapping[str, Tensor]) -> int | None:
     """The rank r of LoRA parameters; None if there are none, or if ranks differ between modules."""
-    ranks = {w[a].shape[0] for a, _ in pairs(w).values()}
+    ranks = {w[b].shape[1] for _, b in pairs(w).values()}
     return ranks.pop() if len(ranks) == 1 else None
 
 
+def matrices(w: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Path -> (A (r, d_in), B (d_out, r)) of each adapted matrix; of experts ``path[e]`` for each of them."""
+    out = dict[str, tuple[Tensor, Tensor]]()
+    for path, (a, b) in pairs(w).items():
+        if _of_experts(w[b].shape):
+            out |= {f"{path}[{e}]": (w[a][e], w[b][..., e]) for e in range(len(w[a]))}
+        else:
+            out[path] = w[a], w[b]
+    return out
+
+
+def assembled(found: Mapping[str, tuple[Tensor, Tensor]], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The factors by name, in the dtypes of ``like``; the inverse of :func:`matrices`, also at another rank."""
+    out = dict[str, Tensor]()
+    for path, (a, b) in pairs(like).items():
+        if _of_experts(like[b].shape):
+            experts = [found[f"{path}[{e}]"] for e in range(len(like[a]))]
+            one, two = torch.stack([x for x, _ in experts]), torch.stack([y for _, y in experts], -1)
+        else:
+            one, two = found[path]
+        out[a], out[b] = one.to(like[a].dtype), two.to(like[b].dtype)
+    return out
+
+
 def factors(w: Mapping[str, Tensor], alpha: float) -> dict[str, Factors]:
-    """Path -> factors of (alpha / r) B A, (d_out, r) and (r, d_in), float64."""
-    return {path: (alpha / len(w[a]) * w[b].double(), w[a].double()) for path, (a, b) in pairs(w).items()}
+    """Path, of experts ``path[e]`` -> factors of (alpha / r) B A, (d_out, r) and (r, d_in), float64."""
+    return {path: (alpha / len(a) * b.double(), a.double()) for path, (a, b) in matrices(w).items()}
 
 
 def merged(w: Mapping[str, Tensor], shift: Mapping[str, Factors], alpha: float) -> Params:
@@ -77,11 +104,8 @@ def merged(w: Mapping[str, Tensor], shift: Mapping[str, Factors], alpha: float) 
         for path in own
     }
     rank = max(len(v) for _, v in found.values())
-    out = dict(w)
-    for path, (a, b) in pairs(w).items():
-        u, v = low_rank.padded(found[path], rank)
-        out[a], out[b] = v.to(w[a].dtype), (rank / alpha * u).to(w[b].dtype)
-    return Params(out)
+    wide = {path: low_rank.padded(x, rank) for path, x in found.items()}
+    return Params(dict(w) | assembled({path: (v, rank / alpha * u) for path, (u, v) in wide.items()}, w))
 
 
 def first(w: Params, rank: int | None) -> Params:
@@ -94,7 +118,7 @@ def first(w: Params, rank: int | None) -> Params:
     if rank == r:
         return w
     for a, b in pairs(w).values():
-        out[a], out[b] = w[a][:rank], w[b][:, :rank] * (rank / r)
+        out[a], out[b] = w[a][..., :rank, :], w[b][:, :rank] * (rank / r)
     return Params(out)
 
 
@@ -109,13 +133,15 @@ def widened(w: Params, like: Layout) -> Params:
 
 def layout_at(layout: Layout, rank: int) -> Layout:
     """Names, dtypes and shapes of the same LoRA with another rank."""
-    a, b = ({pair[i] for pair in pairs(layout.slots).values()} for i in (0, 1))
-    return layout_of(
-        tuple(
-            (n, dtype, (rank, *shape[1:]) if n in a else (shape[0], rank, *shape[2:]) if n in b else shape)
-            for n, dtype, shape in layout.entries
-        )
-    )
+    found = pairs(layout.slots)
+    a, b = ({pair[i] for pair in found.values()} for i in (0, 1))
+    experts = {a for a, b in found.values() if _of_experts(layout.slots[b][3])}
+
+    def at(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        axis = 1 if name in b or name in experts else 0
+        return (*shape[:axis], rank, *shape[axis + 1 :]) if name in a or name in b else shape
+
+    return layout_of(tuple((name, dtype, at(name, shape)) for name, dtype, shape in layout.entries))
 
 
 def filled(w: Params, like: Layout) -> Params:
@@ -161,19 +187,28 @@ def shifted(model: Model, shift: Mapping[str, Factors]) -> Iterator[None]:
     """Context manager: each named module computes with W + U V, in training and in prediction.
 
     U V x is added to the module's output: W does not change, so that tied, half-precision and transposed weights need
-    no special case. Caches of the outputs of frozen layers are not used meanwhile.
+    no special case. Those of experts are added beside the adapter. Caches of the outputs of frozen layers are not used
+    meanwhile.
 
     Args:
-        shift: path -> U (d_out, R), V (R, d_in).
+        shift: path, of experts ``path[e]`` -> U (d_out, R), V (R, d_in).
     """
     if not shift:
         yield
         return
     with ExitStack() as stack:
         stack.enter_context(weights_overridden(model))
-        for path, (u, v) in shift.items():
+        experts = dict[str, list[Factors]]()
+        for key, (u, v) in shift.items():
+            path, of_experts, _ = key.partition("[")
+            if of_experts:
+                experts.setdefault(path, []).append((u, v))
+                continue
             hook = model.module.get_submodule(path).register_forward_hook(LowRankDelta(u, v, model.device))
             stack.callback(hook.remove)
+        for path, found in experts.items():
+            both = torch.stack([u for u, _ in found]), torch.stack([v for _, v in found])
+            stack.enter_context(stacked.shifted(model.module.get_submodule(path), both))
         yield
 
 
@@ -192,8 +227,8 @@ def applied(model: Model, w: Params) -> Iterator[None]:
         yield
 
 
-def need(model: Model) -> None:
-    """Raise an InputError for a model that is not adapted by LoRA on linear maps."""
+def need(model: Model, *, experts: bool = False) -> None:
+    """Raise an InputError for a model that is not adapted by LoRA on linear maps, or with ``experts`` also on these."""
     found = pairs(model.names)
     if getattr(model, "adaptation", None) != "lora" or not found:
         raise InputError('model.adaptation: the method multiplies LoRA\'s factors; expected { name = "lora" }')
@@ -203,9 +238,10 @@ def need(model: Model) -> None:
             "model.adaptation: the method computes with (alpha / r) B A of one rank; drop dora, rslora, rank_pattern "
             "and alpha_pattern"
         )
-    shapes = {name: model.layout.slots[name][3] for pair in found.values() for name in pair}
-    if bad := [name for name, shape in shapes.items() if len(shape) != 2]:
-        raise InputError(f"model.adaptation.targets: {bad[0].partition(_A)[0]} is no linear map; name linear maps only")
+    shapes = {path: model.layout.slots[b][3] for path, (_, b) in found.items()}
+    if bad := [path for path, shape in shapes.items() if len(shape) != 2 and not (experts and _of_experts(shape))]:
+        more = ", not the experts of a mixture, e.g. with exclude_modules" if _of_experts(shapes[bad[0]]) else ""
+        raise InputError(f"model.adaptation.targets: {bad[0]} is no linear map; name linear maps only{more}")
 
 
 class LowRankDelta:
@@ -240,6 +276,11 @@ def weights_overridden(model: Model) -> Iterator[None]:
         yield
     finally:
         model.weights_overridden -= 1
+
+
+def _of_experts(shape: Sequence[int]) -> bool:
+    """Whether a B of this shape is (d_out, r, E) of experts; that of a convolution ends with 1."""
+    return len(shape) == 3 and shape[2] > 1
 
 
 def _grown(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -1,0 +1,122 @@
+"""What ``targets = "all-linear"`` adapts, and what it leaves out and why."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from fedfm.models.adapters.stacked import stacks
+from fedfm.models.families import Parts, unwrapped
+
+_READ = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size)\b)(\s*@)?")
+_CALLED = re.compile(r"\bself\.(\w+)\(")
+_SHARE = 0.01  # of the model's numbers: a parameter that is no linear map and has fewer is not named
+
+
+def all_linear(module: nn.Module, parts: Parts, new: Iterable[str]) -> tuple[str, ...]:
+    """Paths of all linear maps and experts but the head and what is new, which are trained as they are, and but what
+    :func:`left_out` names.
+    """
+    return tuple(path for path, why in _judged(module, parts, new).items() if not why)
+
+
+def left_out(module: nn.Module, parts: Parts, new: Iterable[str]) -> str:
+    """A line that names what "all-linear" leaves out, with its share of the numbers; empty if that is nothing."""
+    total = sum(_size(m) for m in module.modules()) or 1
+    found: dict[str, dict[str, int]] = {}  # why -> last part of the name -> numbers
+    for path, why in _judged(module, parts, new).items():
+        if why:
+            sizes = found.setdefault(why, {})
+            leaf = path.rpartition(".")[2]
+            sizes[leaf] = sizes.get(leaf, 0) + _size(module.get_submodule(path))
+    other = _other_matrices(module, parts)
+    if sum(other.values()) >= _SHARE * total:
+        found["which are no linear maps"] = {n: size for n, size in other.items() if size >= _SHARE * total} or other
+    texts = [
+        " and ".join(f"{leaf} ({100 * size / total:.2g} % of the numbers)" for leaf, size in sorted(sizes.items()))
+        + f", {why}"
+        for why, sizes in found.items()
+    ]
+    return f'model.adaptation.targets: "all-linear" leaves out {"; ".join(texts)}' if texts else ""
+
+
+def is_read_alone(module: nn.Module, name: str) -> bool:
+    """Whether the module of this path is a map whose weight its owner reads: what wraps it is never called."""
+    owner, _, leaf = name.rpartition(".")
+    parent = module.get_submodule(owner)
+    return isinstance(parent, nn.MultiheadAttention) or leaf in _read_by(type(parent))
+
+
+def is_refused(module: nn.Module, name: str) -> bool:
+    """Whether PEFT refuses to adapt a module of this name in this model, as it does where kernels read its weight."""
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraModel
+
+    check = vars(LoraModel).get(_CHECK) or next((vars(c)[_CHECK] for c in LoraModel.__mro__ if _CHECK in vars(c)), None)
+    if check is None:
+        return False
+    try:
+        check(None, LoraConfig(), module, name.rpartition(".")[2])
+    except ValueError:
+        return True
+    return False
+
+
+def _judged(module: nn.Module, parts: Parts, new: Iterable[str]) -> dict[str, str]:
+    """Path of each linear map and of each parameter of experts -> why it is left out, or ""."""
+    own = (*new, *((parts.head,) if parts.head else ()))
+    whole: Any = unwrapped(module)
+    out = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
+    found = dict[str, str]()
+    for name, m in module.named_modules():
+        if not (isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D") or m is out:
+            continue
+        if any(name == path or name.startswith(f"{path}.") for path in own):
+            continue
+        found[name] = ""
+        if is_read_alone(module, name):
+            found[name] = "whose weights the model reads and does not call"
+        elif is_refused(module, name):
+            found[name] = "which PEFT does not adapt in a model of this type"
+    return found | dict.fromkeys(stacks(module), "")
+
+
+def _other_matrices(module: nn.Module, parts: Parts) -> dict[str, int]:
+    """Last part of the name -> numbers, of the blocks' own parameters of two and more axes that are no experts."""
+    experts, sizes = {id(p) for p in stacks(module).values()}, dict[str, int]()
+    for blocks in parts.encoders:
+        for _, block in blocks:
+            for m in block.modules():
+                if type(m).__module__.startswith(("torch.nn.", "transformers.pytorch_utils", "bitsandbytes.")):
+                    continue
+                for name, p in m.named_parameters(recurse=False):
+                    if p.dim() > 1 and id(p) not in experts and "bias" not in name:
+                        sizes[name] = sizes.get(name, 0) + p.numel()
+    return sizes
+
+
+def _size(m: nn.Module) -> int:
+    """Numbers of a module's own parameters; of a quantised map those that its bits stand for."""
+    if isinstance(m, nn.Linear):
+        return m.in_features * m.out_features + (m.out_features if m.bias is not None else 0)
+    return sum(p.numel() for p in m.parameters(recurse=False))
+
+
+@functools.cache
+def _read_by(owner: type[nn.Module]) -> frozenset[str]:
+    """Names of the maps whose weights the class multiplies itself, or reads and never calls."""
+    try:
+        code = inspect.getsource(owner)
+    except (OSError, TypeError):
+        return frozenset()
+    read = {(found[1], bool(found[2])) for found in _READ.finditer(code)}
+    called = {found[1] for found in _CALLED.finditer(code)}
+    return frozenset(name for name, multiplied in read if multiplied or name not in called)
+
+
+_CHECK = "_check_target_module_compatiblity"

@@ -1,0 +1,202 @@
+"""LoRA on the experts of a mixture, whose matrices are one parameter (E, ., .).
+
+PEFT adapts such a parameter with ``target_parameters``: A (E r, d_in) holds an expert's rows together, B (d_out, r E)
+its columns E apart. Here both have an axis for the experts, A (E, r, d_in) and B (d_out, r, E), which PEFT's products
+take too: the shapes tell the rank. Files have PEFT's shapes.
+
+PEFT also takes names of maps that experts had in transformers 4, such as ``gate_proj``, for the experts' parameters of
+today, although dense and shared experts still have maps of these names. Here a name is what it names; in files such a
+map is named by its parameter, which PEFT does not take for another.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedfm.errors import InputError
+from fedfm.linalg.low_rank import Factors
+from fedfm.models.quiet import quiet
+
+
+def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Path -> parameter (E, ., .) that holds a matrix for each of E experts."""
+    return {
+        f"{path}.{name}": p
+        for path, owner in module.named_modules()
+        for name, p in owner.named_parameters(recurse=False)
+        if _is_stack(owner, p)
+    }
+
+
+def wrap(module: nn.Module, config: Any, maps: Collection[str] | None = None) -> nn.Module:
+    """PEFT's wrapper of the module, which adapts what the configuration names.
+
+    Args:
+        maps: paths of the modules that are meant; None: not compared.
+
+    Raises:
+        InputError: PEFT adapts something else.
+    """
+    from peft import get_peft_model
+    from peft.tuners.lora import LoraLayer
+
+    wanted = {*(config.target_parameters or ()), *(maps or ())}
+    with quiet(), _names_as_given():
+        adapted: nn.Module = get_peft_model(module, config)
+    layers = _layers(adapted)
+    found = {_parameter(name, layer) for name, layer in layers.items()}
+    if maps is not None:
+        found |= {_path(name) for name, m in adapted.named_modules() if isinstance(m, LoraLayer) and name not in layers}
+    if maps is not None and (other := found ^ wanted):
+        raise InputError(
+            f"model.adaptation.targets: this release of PEFT does not adapt {min(other)} as it is named: add it to "
+            "exclude_modules"
+        )
+    for layer in layers.values():
+        a, b = layer.lora_A["default"], layer.lora_B["default"]
+        for linear, shape in (
+            (a, (layer.num_experts, -1, a.in_features)),
+            (b, (b.out_features, -1, layer.num_experts)),
+        ):
+            grown = linear.weight.detach().view(shape)
+            linear.weight = nn.Parameter(grown, requires_grad=linear.weight.requires_grad)
+    return adapted
+
+
+def in_files(tensors: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
+    """The tensors with the factors of experts in PEFT's shapes; :func:`from_files` is the inverse."""
+    layers = _layers(module)
+    a, b = ({f"{path}.lora_{part}.default.weight" for path in layers} for part in "AB")
+    return {name: t.flatten(0, 1) if name in a else t.flatten(1, 2) if name in b else t for name, t in tensors.items()}
+
+
+def from_files(tensor: Tensor, like: Tensor) -> Tensor:
+    """A factor in the shape that it has here, if it has as many numbers."""
+    return (
+        tensor.view(like.shape) if tensor.dim() == 2 and like.dim() == 3 and tensor.numel() == like.numel() else tensor
+    )
+
+
+def in_names_of_peft(config: Any, module: Any) -> Any | None:
+    """The configuration with which plain PEFT adapts the same: each map by its path, experts by their parameters; None
+    if the one that it has does.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    found = {_path(name): m for name, m in module.named_modules() if isinstance(m, LoraLayer)}
+    layers = _layers(module)
+    taken = _taken_for_experts(config, module.get_base_model(), {path.rpartition(".")[2] for path in found})
+    maps = {_path(name): m for name, m in module.named_modules() if isinstance(m, LoraLayer) and name not in layers}
+    parameters = {_parameter(name, layer): layer for name, layer in layers.items()}
+    parameters |= {f"{path}.weight": m for path, m in maps.items() if path.rpartition(".")[2] in taken}
+    if not parameters:
+        return None
+    out = copy.deepcopy(config)
+    out.target_modules = sorted(path for path in maps if path.rpartition(".")[2] not in taken)
+    out.target_parameters, out.exclude_modules, out.lora_dropout = sorted(parameters), None, 0.0
+    by_path = parameters | {path: maps[path] for path in out.target_modules}
+    ranks = {path: m.r["default"] for path, m in by_path.items()}
+    alphas = {path: m.lora_alpha["default"] for path, m in by_path.items()}
+    out.rank_pattern = {path: r for path, r in ranks.items() if r != config.r}
+    out.alpha_pattern = {path: alpha for path, alpha in alphas.items() if alpha != config.lora_alpha}
+    return out
+
+
+@contextmanager
+def shifted(layer: Any, shift: Factors) -> Iterator[None]:
+    """Context manager: PEFT's layer of experts computes with W_e + U_e V_e beside its adapter.
+
+    Args:
+        shift: U (E, d_out, R), V (E, R, d_in).
+    """
+    own = layer.get_delta_factors
+
+    def with_shift(adapter: str) -> tuple[Tensor, Tensor, float]:
+        left, right, scale = own(adapter)
+        u, v = (t.to(left.device, left.dtype) for t in (shift[0] / scale, shift[1]))
+        if left.shape[1] != u.shape[1] or right.shape[2] != v.shape[2]:  # weights stored as (E, d_in, d_out)
+            u, v = v.transpose(1, 2), u.transpose(1, 2)
+        return torch.cat([left, u], 2), torch.cat([right, v], 1), scale
+
+    vars(layer)["get_delta_factors"] = with_shift
+    try:
+        yield
+    finally:
+        del vars(layer)["get_delta_factors"]
+
+
+def _is_stack(owner: nn.Module, p: nn.Parameter) -> bool:
+    """Whether the first axis counts experts: the owner knows their number, or is called so."""
+    if p.dim() != 3 or len(p) == 1 or not p.is_floating_point():
+        return False
+    counts = {value for name, value in vars(owner).items() if "expert" in name and type(value) is int}
+    return len(p) in counts or "expert" in type(owner).__name__.lower()
+
+
+def _layers(module: nn.Module) -> dict[str, Any]:
+    """Name -> PEFT's layer around experts, one for each of their parameters."""
+    from peft.tuners import lora
+
+    wrapper = vars(lora.layer).get("ParamWrapper", ())
+    return {name: m for name, m in module.named_modules() if isinstance(m, wrapper)}
+
+
+def _path(name: str) -> str:
+    """A module's path without PEFT's wrappers."""
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")
+
+
+def _parameter(name: str, layer: Any) -> str:
+    return f"{_path(name)}.{layer.parameter_name}"
+
+
+def _taken_for_experts(config: Any, base: nn.Module, leaves: set[str]) -> set[str]:
+    """Those last parts of modules' names that PEFT takes for parameters of experts, or refuses."""
+    conversion = _conversion()
+    convert = None if conversion is None else vars(conversion).get(_CONVERT)
+    if convert is None:
+        return set()
+    out = set[str]()
+    for leaf in leaves:
+        tried = copy.copy(config)
+        tried.target_modules, tried.target_parameters, tried.rank_pattern, tried.alpha_pattern = {leaf}, None, {}, {}
+        try:
+            convert(tried, model=base, conversions=None)
+        except ValueError:
+            out.add(leaf)
+        else:
+            out |= {leaf} - set(tried.target_modules)
+    return out
+
+
+@contextmanager
+def _names_as_given() -> Iterator[None]:
+    """Context manager: PEFT does not translate names of transformers 4."""
+    conversion = _conversion()
+    if conversion is None or _CONVERT not in vars(conversion):
+        yield
+        return
+    own = vars(conversion)[_CONVERT]
+    vars(conversion)[_CONVERT] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        vars(conversion)[_CONVERT] = own
+
+
+def _conversion() -> Any:
+    """PEFT's module that translates names; None in releases without."""
+    try:
+        from peft.utils import transformers_weight_conversion
+    except ImportError:
+        return None
+    return transformers_weight_conversion
+
+
+_CONVERT = "convert_peft_config_for_transformers"
