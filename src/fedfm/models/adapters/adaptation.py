@@ -18,7 +18,7 @@ from torch import nn
 from fedfm import seeds
 from fedfm.core.fields import check
 from fedfm.errors import InputError
-from fedfm.models.adapters.all_linear import all_linear, is_read_alone, is_refused, left_out
+from fedfm.models.adapters.all_linear import all_linear, is_read_alone, is_refused, left_out, returns_several
 from fedfm.models.adapters.stacked import stacks, wrap
 from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.families import Parts, default_targets, strides_are_read, unwrapped
@@ -298,7 +298,7 @@ def _takes_factors(module: nn.Module | nn.Parameter, spec: AdaptationSpec, parts
     if isinstance(module, nn.Embedding):
         return spec.name == "lora"  # ffa_lora would freeze the factor that PEFT starts at zero, and train nothing
     kinds = (nn.Linear, nn.Conv1d, nn.Conv3d, nn.MultiheadAttention)
-    return isinstance(module, kinds) or type(module).__name__ == "Conv1D"
+    return (isinstance(module, kinds) and not returns_several(module)) or type(module).__name__ == "Conv1D"
 
 
 def _enough(count: int, parts: Parts) -> None:

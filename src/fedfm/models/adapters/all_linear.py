@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import re
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,7 +38,7 @@ def left_out(module: nn.Module, parts: Parts, new: Iterable[str]) -> str:
             sizes[leaf] = sizes.get(leaf, 0) + _size(module.get_submodule(path))
     other = _other_matrices(module, parts)
     if sum(other.values()) >= _SHARE * total:
-        found["which are no linear maps"] = {n: size for n, size in other.items() if size >= _SHARE * total} or other
+        found["no linear maps"] = {n: size for n, size in other.items() if size >= _SHARE * total} or other
     texts = [
         " and ".join(f"{leaf} ({100 * size / total:.2g} % of the numbers)" for leaf, size in sorted(sizes.items()))
         + f", {why}"
@@ -50,6 +52,11 @@ def is_read_alone(module: nn.Module, name: str) -> bool:
     owner, _, leaf = name.rpartition(".")
     parent = module.get_submodule(owner)
     return isinstance(parent, nn.MultiheadAttention) or leaf in _read_by(type(parent))
+
+
+def returns_several(m: nn.Module) -> bool:
+    """Whether the class of a map returns more than one output, as some routers do, to which nothing can be added."""
+    return isinstance(m, nn.Linear) and _returns_tuple(type(m))
 
 
 def is_refused(module: nn.Module, name: str) -> bool:
@@ -81,6 +88,8 @@ def _judged(module: nn.Module, parts: Parts, new: Iterable[str]) -> dict[str, st
         found[name] = ""
         if is_read_alone(module, name):
             found[name] = "whose weights the model reads and does not call"
+        elif returns_several(m):
+            found[name] = "which give more than a product"
         elif is_refused(module, name):
             found[name] = "which PEFT does not adapt in a model of this type"
     return found | dict.fromkeys(stacks(module), "")
@@ -117,6 +126,17 @@ def _read_by(owner: type[nn.Module]) -> frozenset[str]:
     read = {(found[1], bool(found[2])) for found in _READ.finditer(code)}
     called = {found[1] for found in _CALLED.finditer(code)}
     return frozenset(name for name, multiplied in read if multiplied or name not in called)
+
+
+@functools.cache
+def _returns_tuple(owner: type[nn.Module]) -> bool:
+    if owner.forward is nn.Linear.forward:
+        return False
+    try:
+        code = ast.parse(textwrap.dedent(inspect.getsource(owner.forward)))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    return any(isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple) for node in ast.walk(code))
 
 
 _CHECK = "_check_target_module_compatiblity"

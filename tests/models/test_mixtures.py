@@ -1,0 +1,239 @@
+"""Mixtures of experts and state-space models: what all-linear adapts, the products by expert, files that PEFT loads."""
+
+import copy
+import re
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+import transformers
+from peft import PeftModel
+from tiny_models import prose
+
+from fedfm.errors import InputError
+from fedfm.linalg.params import Params
+from fedfm.methods import fedex_lora, flexlora
+from fedfm.methods._lora_products import Term, added, as_factors, averaged, delta_w
+from fedfm.methods.flora import fresh
+from fedfm.models.adapters import lora
+from fedfm.models.export import export, load_adapter, save_adapter
+from fedfm.models.load import load_model
+from fedfm.models.quiet import quiet
+from fedfm.models.spec import AdaptationSpec, ModelSpec
+
+_SIZES = {
+    **{"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 4},
+}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_GROUPS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 24}
+_SHARED = {"n_shared_experts": 1, "first_k_dense_replace": 1}
+_FEW = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_STATE = {"mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False}
+FAMILIES = {
+    "Mixtral": _FEW,
+    "DeepseekV3": {"num_key_value_heads": 4, **_LATENT, **_GROUPS, **_SHARED},
+    "Glm4Moe": {**_GROUPS, **_SHARED, "n_group": 1, "head_dim": 8},
+    "GptOss": {**_FEW, "head_dim": 8},  # keeps its matrices transposed
+    "JetMoe": {**_FEW, "kv_channels": 8},
+    "Phimoe": _FEW,  # its router returns two tensors
+    "Jamba": {**_STATE, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+    "Mamba": {"state_size": 4, "time_step_rank": 4},
+}
+MIXTURES = tuple(name for name in FAMILIES if name != "Mamba")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = {}
+
+    def get(family):
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            sizes = {} if family == "Mamba" else _SIZES
+            config = getattr(transformers, f"{family}Config")(
+                **{"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2} | sizes | FAMILIES[family]
+            )
+            with quiet(), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(3)
+                module = transformers.AutoModelForCausalLM.from_config(config)
+                for p in module.parameters():
+                    if p.dim() > 1:
+                        p.data.normal_(std=0.2)
+                module.save_pretrained(made[family])
+            tiny_models.save_tokenizer(made[family], "llama")
+        return made[family]
+
+    return get
+
+
+def load(path, targets=("all-linear",), **adaptation):
+    spec = AdaptationSpec("lora", rank=2, targets=targets, **adaptation)
+    return load_model(ModelSpec(str(path), max_length=16, adaptation=spec), classes=(), kind="passages")
+
+
+def drawn(model, seed=0, rank=2):
+    """Factors of which none is zero."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = lora.layout_at(model.layout, rank).slots
+    return Params({n: 0.3 * torch.randn(slot[3], generator=g) for n, slot in shapes.items()})
+
+
+def outputs(module):
+    x = torch.arange(4, 16)[None].repeat(2, 1)
+    with torch.no_grad():
+        return module.eval()(input_ids=x, attention_mask=torch.ones_like(x)).logits
+
+
+def plain(path):
+    with quiet():
+        return transformers.AutoModelForCausalLM.from_pretrained(path)
+
+
+def dense(module):
+    """Path of each adapted parameter of a merged model -> its numbers."""
+    return {n: p.detach().double().numpy() for n, p in module.named_parameters()}
+
+
+def change(model, w):
+    """Path of each parameter -> what an adapter adds to it, as PEFT itself merges it."""
+    before = dense(plain(model.spec.name))
+    model.load(w)
+    with quiet():
+        after = dense(copy.deepcopy(model.module).merge_and_unload())
+    return {name: after[name] - before[name] for name in before}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_linear_adapts_each_matrix_or_names_it(folder, family):
+    model = load(folder(family))
+    added = {name for name, delta in change(model, drawn(model)).items() if np.abs(delta).max() > 1e-4}
+    names = {n for n, p in plain(folder(family)).named_parameters() if p.dim() in (2, 3) and "bias" not in n}
+    aside = re.compile(r"embed|lm_head|conv1d|A_log|\.gate\.weight|router\.weight")
+    left = {n for n in names - added if not aside.search(n)}
+    text = " ".join(model.notices)
+    assert all(re.search(rf"\b{n.removesuffix('.weight').rpartition('.')[2]} \(", text) for n in left), left
+    assert "experts" not in text
+    assert bool(text) == (family in ("Jamba", "Mamba", "Phimoe"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_adapted_tensor_has_a_gradient(folder, family):
+    model = load(folder(family))
+    model.load(drawn(model))
+    rows = model.prepare(prose(), range(4))
+    batch = rows.batch(range(len(rows)))
+    model.loss(batch).backward()
+    assert not [name for name, p in model.live().items() if p.grad is None or not p.grad.any()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_peft_and_transformers_load_what_is_exported(folder, tmp_path, family):
+    model = load(folder(family))
+    w = drawn(model)
+    model.load(w)
+    expected = outputs(model.module)
+    export(model, w, "peft", tmp_path / "peft")
+    export(model, w, "hf", tmp_path / "hf")
+    assert load_adapter(model, tmp_path / "peft").sha256() == w.sha256()
+    with quiet():
+        again = PeftModel.from_pretrained(plain(folder(family)), tmp_path / "peft")
+    assert (outputs(plain(folder(family))) - expected).abs().max() > 0.1
+    torch.testing.assert_close(outputs(again), expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(outputs(plain(tmp_path / "hf")), expected, atol=5e-5, rtol=1e-4)
+
+
+def test_a_name_is_what_it_names(folder, tmp_path):
+    """PEFT takes gate_proj for a part of the experts' gate_up_proj, and refuses it without up_proj."""
+    model = load(folder("DeepseekV3"), ("gate_proj",))
+    w = drawn(model)
+    found = {name for name, delta in change(model, w).items() if np.abs(delta).max() > 1e-4}
+    assert found == {n for n, _ in plain(folder("DeepseekV3")).named_parameters() if n.endswith("gate_proj.weight")}
+    expected = outputs(model.module)
+    export(model, w, "peft", tmp_path)
+    with quiet():
+        again = PeftModel.from_pretrained(plain(folder("DeepseekV3")), tmp_path)
+    torch.testing.assert_close(outputs(again), expected, atol=2e-5, rtol=1e-4)
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def weighted(model, terms):
+    """sum_k p_k Delta W_k, each as PEFT merges it."""
+    changes = [(term.p, change(model, term.w)) for term in terms]
+    return {name: sum(p * delta[name] for p, delta in changes) for name in changes[0][1]}
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss", "DeepseekV3"])
+def test_the_products_of_experts_are_added_exactly(folder, tmp_path, family):
+    model = load(folder(family))
+    found = [Term(p, drawn(model, seed)) for seed, p in enumerate((0.2, 0.5, 0.3))]
+    alpha = lora.alpha_of(model)
+    exact = weighted(model, found)
+    stack = added(Params({}), delta_w(found, alpha))
+    mean = Params(averaged(found, list(model.names)))
+    rest = added(Params({}), fedex_lora.residual(found, mean, alpha))
+    for w, shift in ((fresh(model.layout, Params({}), 2, 7), stack), (mean, rest)):
+        one = lora.merged(w, as_factors(shift), alpha)
+        save_adapter(model, one, tmp_path / str(len(shift)))
+        with quiet():
+            whole = PeftModel.from_pretrained(plain(folder(family)), tmp_path / str(len(shift)))
+            base, after = (dense(m) for m in (plain(folder(family)), whole.merge_and_unload()))
+        for name, delta in exact.items():
+            np.testing.assert_allclose(after[name] - base[name], delta, atol=2e-5)
+        model.load(w)
+        with lora.shifted(model, as_factors(shift)):
+            torch.testing.assert_close(outputs(model.module), outputs(whole), atol=1e-4, rtol=1e-3)
+
+
+def test_the_cut_of_experts_is_the_best_of_its_rank(folder):
+    model = load(folder("Mixtral"))
+    found = [Term(0.5, drawn(model, seed)) for seed in (1, 2)]
+    exact = weighted(model, found)
+    tensors, _ = flexlora.cut(delta_w(found, lora.alpha_of(model)), model.params(), lora.alpha_of(model))
+    got = change(model, model.params().replace(tensors))
+    for name in (n for n in exact if "experts" in n):
+        u, s, v = np.linalg.svd(exact[name])
+        np.testing.assert_allclose(got[name], (u[..., :2] * s[:, None, :2]) @ v[:, :2], atol=1e-5)
+
+
+def test_ranks_of_experts_are_cut_and_grown_by_expert(folder):
+    model = load(folder("GptOss"))
+    wide = lora.widened(drawn(model, rank=1), model.layout)
+    assert lora.rank_of(wide) == 2
+    narrow = lora.first(wide, 1)
+    assert narrow.layout == lora.layout_at(model.layout, 1)
+    np.testing.assert_equal(lora.filled(narrow, model.layout).layout.slots, model.layout.slots)
+    before, after = (lora.factors(w, 4.0) for w in (narrow, wide))
+    for path, (u, v) in before.items():
+        torch.testing.assert_close(u @ v, after[path][0] @ after[path][1])
+    small, large = (fresh(lora.layout_at(model.layout, r), Params({}), r, 3) for r in (1, 2))
+    for a, _ in lora.pairs(small).values():
+        assert torch.equal(small[a], large[a][..., :1, :])
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "words"),
+    [
+        ("Mixtral", {"dropout": 0.1}, "dropout: PEFT has none for experts"),
+        ("Mixtral", {"dora": True}, "dora: PEFT has none for experts"),
+        ("Mamba", {"targets": ("out_proj",)}, "PEFT does not adapt backbone.layers.0.mixer.out_proj"),
+        ("Mamba", {"targets": ("dt_proj",)}, "MambaMixer reads the weight of backbone.layers.0.mixer.dt_proj"),
+        ("Phimoe", {"targets": ("router",)}, "is of type PhimoeTopKRouter"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused(folder, family, keys, words):
+    with pytest.raises(InputError, match=words):
+        load(folder(family), **keys)
+
+
+def test_experts_are_left_out_by_their_own_name_or_the_modules(folder):
+    for name in ("experts", "gate_up_proj"):
+        model = load(folder("Mixtral"), exclude_modules=(name,))
+        kept = {path for path in lora.matrices(model.params()) if "experts" in path}
+        assert bool(kept) == (name == "gate_up_proj")
