@@ -2,6 +2,7 @@
 
 import copy
 import re
+import weakref
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ from fedfm.linalg.params import Params
 from fedfm.methods import fedex_lora, flexlora
 from fedfm.methods._lora_products import Term, added, as_factors, averaged, delta_w
 from fedfm.methods.flora import fresh
+from fedfm.models import quantised
 from fedfm.models.adapters import lora
 from fedfm.models.export import export, load_adapter, save_adapter
 from fedfm.models.load import load_model
+from fedfm.models.quantised_experts import Bits, _Again
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
@@ -68,9 +71,9 @@ def folder(tmp_path_factory):
     return get
 
 
-def load(path, targets=("all-linear",), **adaptation):
+def load(path, targets=("all-linear",), model=None, **adaptation):
     spec = AdaptationSpec("lora", rank=2, targets=targets, **adaptation)
-    return load_model(ModelSpec(str(path), max_length=16, adaptation=spec), classes=(), kind="passages")
+    return load_model(ModelSpec(str(path), max_length=16, adaptation=spec, **model or {}), classes=(), kind="passages")
 
 
 def drawn(model, seed=0, rank=2):
@@ -237,3 +240,107 @@ def test_experts_are_left_out_by_their_own_name_or_the_modules(folder):
         model = load(folder("Mixtral"), exclude_modules=(name,))
         kept = {path for path in lora.matrices(model.params()) if "experts" in path}
         assert bool(kept) == (name == "gate_up_proj")
+
+
+# --- in 4 bits --------------------------------------------------------------------------------------------------------
+
+bitsandbytes = pytest.mark.skipif(
+    not transformers.utils.is_bitsandbytes_available(), reason="bitsandbytes is not installed: the extra [quantized]"
+)
+NF4 = {"quantization": "nf4"}
+BITS = ("Mixtral", "GptOss", "JetMoe")
+
+
+def loss_of(model):
+    rows = model.prepare(prose(), range(4))
+    return model.loss(rows.batch(range(len(rows))))
+
+
+def as_bits(plain_model, path):
+    """Give an unquantised model the numbers of the quantised one."""
+    twin = load(path, model=NF4)
+    quantised.make_plain(twin.module, torch.float32)
+    with torch.no_grad():
+        for name, p in twin.module.named_parameters():
+            plain_model.module.get_parameter(name).copy_(p)
+
+
+@bitsandbytes
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", BITS)
+def test_experts_in_bits_compute_and_learn_like_their_numbers(folder, family, checkpointing):
+    keys = NF4 | {"gradient_checkpointing": checkpointing}
+    model, twin = load(folder(family), model=keys), load(folder(family))
+    assert model.names == twin.names
+    assert model.fingerprint == twin.fingerprint
+    numbers = sum(p.numel() for n, p in twin.module.named_parameters() if p.dim() == 3 and "lora" not in n)
+    assert sum(m.packed.numel() for m in model.module.modules() if isinstance(m, Bits)) == numbers / 2
+    assert not [n for n, p in model.module.named_parameters() if p.dim() == 3 and "lora" not in n]
+    exact = {n: p.detach().clone() for n, p in twin.module.named_parameters()}
+    as_bits(twin, folder(family))
+    experts = [n for n in exact if exact[n].dim() == 3 and "lora" not in n]
+    apart = [(twin.module.get_parameter(n) - exact[n]).abs().max() / exact[n].abs().max() for n in experts]
+    assert 0.01 < min(apart) and max(apart) < 0.2
+    w = drawn(model)
+    for m in (model, twin):
+        m.load(w)
+        m.train_mode()
+    one, two = loss_of(model), loss_of(twin)
+    torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
+    one.backward()
+    two.backward()
+    for name, p in twin.live().items():
+        torch.testing.assert_close(model.live()[name].grad, p.grad, atol=1e-5, rtol=1e-4)
+
+
+@bitsandbytes
+def test_between_forward_and_backward_memory_holds_the_bits_alone(folder, monkeypatch):
+    made = []
+
+    def numbers(self, whole=_Again.numbers):
+        out = whole(self)
+        made.append(weakref.ref(out))
+        return out
+
+    monkeypatch.setattr(_Again, "numbers", numbers)
+    model = load(folder("Mixtral"), model=NF4)
+    loss = loss_of(model)
+    assert len(made) == 4
+    assert not [ref for ref in made if ref() is not None]
+    loss.backward()
+    assert len(made) == 8  # once more for the gradients
+    assert len([ref for ref in made if ref() is not None]) <= 1
+
+
+@bitsandbytes
+@pytest.mark.parametrize("family", ["Mixtral", "DeepseekV3"])
+def test_a_quantised_run_exports_what_it_judged(folder, tmp_path, family):
+    model = load(folder(family), model=NF4)
+    w = drawn(model)
+    model.load(w)
+    expected = outputs(model.module)
+    export(model, w, "hf", tmp_path / "hf")
+    torch.testing.assert_close(outputs(plain(tmp_path / "hf")), expected, atol=1e-4, rtol=1e-3)
+    save_adapter(model, w, tmp_path / "peft")
+    unquantised = load(folder(family))
+    unquantised.load(w)
+    with quiet():
+        again = PeftModel.from_pretrained(plain(folder(family)), tmp_path / "peft")
+    torch.testing.assert_close(outputs(again), outputs(unquantised.module), atol=2e-5, rtol=1e-4)
+
+
+@bitsandbytes
+def test_a_shift_acts_on_experts_in_bits(folder):
+    model, twin = load(folder("Mixtral"), model=NF4), load(folder("Mixtral"))
+    as_bits(twin, folder("Mixtral"))
+    shift = lora.factors(drawn(model, 5), 4.0)
+    for m in (model, twin):
+        m.load(drawn(m))
+    with lora.shifted(model, shift), lora.shifted(twin, shift):
+        torch.testing.assert_close(outputs(model.module), outputs(twin.module), atol=1e-4, rtol=1e-3)
+
+
+@bitsandbytes
+def test_what_keeps_floating_point_is_said(folder):
+    (line,) = load(folder("Mixtral"), model={"quantization": "int8"}).notices
+    assert re.search(r"gate_up_proj, down_proj, .* keep floating point: \d\d % of the numbers, 0.\d of 0.\d MiB", line)

@@ -19,7 +19,18 @@ from torch import Tensor, nn
 from fedfm import seeds
 from fedfm.errors import InputError
 from fedfm.linalg.params import to_bytes
-from fedfm.models import checkpointing, compiled, devices, families, hub, inputs, precision, side_adapter
+from fedfm.models import (
+    checkpointing,
+    compiled,
+    devices,
+    families,
+    hub,
+    inputs,
+    precision,
+    quantised,
+    quantised_experts,
+    side_adapter,
+)
 from fedfm.models.adapters import adaptation
 from fedfm.models.architectures import resnet
 from fedfm.models.architectures.dual_encoder import DualEncoder
@@ -110,6 +121,7 @@ def load_model(
     if spec.compile:
         compiled.check(spec, parts)
     _draw_head(loaded.module, loaded.new, seed)
+    bits = loaded.stored is not None and not loaded.hollow
     weights = loaded.module.state_dict() if loaded.stored is None else loaded.stored
     print_ = fingerprint(weights, loaded.config, loaded.new)
     if spec.fingerprint is not None and print_ != spec.fingerprint:
@@ -130,6 +142,10 @@ def load_model(
     biased = head_bias and adapt.name == "head" and adaptation.give_bias(loaded.module, parts.head)
     notices = adaptation.notices(loaded.module, adapt, parts, loaded.new)
     module = adaptation.apply(loaded.module, adapt, parts, new=loaded.new, task=task, seed=seed)
+    if bits and spec.quantization == "nf4":
+        quantised_experts.pack(module)  # below the adapters, whose order PEFT takes from the parameters
+    if bits and (line := quantised.in_floats(module, parts.head)):
+        notices += (line,)
     head = adaptation.live_head(module, parts.head) if task in ("classification", "zero_shot") else None
     precision.train_in_single(module)
     kind_of: type[Model] = PreferenceModel if task == "preference" else Model

@@ -5,6 +5,8 @@ QLoRA: Efficient Finetuning of Quantized LLMs. Dettmers, Pagnoni, Holtzman, Zett
 LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale. Dettmers et al. NeurIPS 2022. arXiv:2208.07339:
 ``int8``, a scale for each output; columns of outliers multiply in float16.
 
+Experts of a mixture, which are no maps but parameters, are quantised to nf4 (:mod:`.quantised_experts`), not to int8.
+
 What is trained is float32, beside or below these maps. Heads, embeddings, norms and modules that are new for the task
 keep ``model.dtype``, in which the maps multiply too. PEFT's ``prepare_model_for_kbit_training`` would make all of these
 float32, which for embeddings and a head of 128,000 tokens takes as much memory again as the maps in 4 bits.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from fedfm.errors import InputError
+from fedfm.models import quantised_experts
 from fedfm.models.adapters.stacked import wrap
+from fedfm.models.families import unwrapped
 from fedfm.models.names import DTYPES
 from fedfm.models.spec import ModelSpec
 
@@ -139,10 +144,39 @@ def maps(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """nf4 or int8 if the module holds quantised maps (fp4 counts as nf4); None if not."""
+    """nf4 or int8 if the module holds quantised maps or experts (fp4 counts as nf4); None if not."""
     for _, linear in maps(module):
         return str(KINDS[type(linear).__name__])
-    return None
+    return "nf4" if any(isinstance(m, quantised_experts.OnBits) for m in module.modules()) else None
+
+
+def in_floats(module: nn.Module, head: str) -> str:
+    """A line that names the matrices which are not quantised, beside embeddings and the head; empty if they have less
+    than a hundredth of the numbers.
+    """
+    sizes, bytes_, whole = dict[str, int](), 0, unwrapped(module)
+    out = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
+    packed = sum(m.in_features * m.out_features for _, m in maps(module))
+    packed += sum(math.prod(m.size) for m in module.modules() if isinstance(m, quantised_experts.Bits))
+    plain = [m for m in module.modules() if not type(m).__module__.startswith("bitsandbytes.")]
+    total = packed + sum(p.numel() for m in plain for p in m.parameters(recurse=False) if not p.requires_grad)
+    for path, m in module.named_modules():
+        if m not in plain or isinstance(m, nn.Embedding) or m is out or (head and f".{head}." in f".{path}."):
+            continue
+        for name, p in m.named_parameters(recurse=False):
+            if p.dim() > 1 and not p.requires_grad:
+                leaf = path.replace(".base_layer", "").rpartition(".")[2] if name == "weight" else name
+                sizes[leaf] = sizes.get(leaf, 0) + p.numel()
+                bytes_ += p.numel() * p.element_size()
+    if sum(sizes.values()) < total / 100:
+        return ""
+    first = sorted(sizes, key=lambda leaf: -sizes[leaf])[:4]
+    more = ", ..." if len(sizes) > len(first) else ""
+    share = 100 * sum(sizes.values()) / total
+    return (
+        f"model.quantization: {', '.join(first)}{more} keep floating point: {share:.0f} % of the numbers, "
+        f"{bytes_ / 2**20:,.1f} of {nbytes(module) / 2**20:,.1f} MiB"
+    )
 
 
 def weight_of(linear: Any) -> Tensor:
@@ -176,6 +210,7 @@ def make_plain(module: nn.Module, dtype: torch.dtype) -> None:
     """Replace every quantised map by one with the weights that its bits stand for, in this dtype, on the CPU."""
     from transformers.pytorch_utils import Conv1D
 
+    quantised_experts.unpack(module, dtype)
     for path, linear in list(maps(module)):
         n, m = linear.out_features, linear.in_features
         transposed = getattr(linear, "source_cls", nn.Linear) is Conv1D  # GPT-2's, which hold (m, n)
