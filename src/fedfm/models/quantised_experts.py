@@ -7,6 +7,7 @@ each forward pass and for its gradients: between the two, memory holds the bits 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -18,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fedfm.models.adapters.stacked import stacks
 
 Added = tuple[Tensor, Tensor, float]  # left (E, ., r), right (E, r, .), scale: what LoRA adds to a parameter
+BLOCK = 64  # numbers of one scale
 _BITS = "bits"  # name of the submodule, which a module of experts has not yet
 
 
@@ -28,8 +30,9 @@ class Bits(nn.Module):
         from bitsandbytes import functional
 
         super().__init__()
-        packed, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
         self.size, self.dtype = tuple(weight.shape), weight.dtype
+        rows = weight.reshape(-1, BLOCK)  # on a CPU bitsandbytes (0.50) takes wrong scales where a row ends in a block
+        packed, state = functional.quantize_4bit(rows, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
         self.blocks = state.blocksize, state.state2.blocksize
         tensors = (packed, state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
         for name, tensor in zip(("packed", "scales", "code", "offset", "scales_2", "code_2"), tensors, strict=True):
@@ -42,7 +45,7 @@ class Bits(nn.Module):
         second = functional.QuantState(self.scales_2, blocksize=self.blocks[1], code=self.code_2, dtype=torch.float32)
         state = functional.QuantState(
             self.scales,
-            shape=torch.Size(self.size),
+            shape=torch.Size((math.prod(self.size) // BLOCK, BLOCK)),
             code=self.code,
             blocksize=self.blocks[0],
             quant_type="nf4",
@@ -50,7 +53,8 @@ class Bits(nn.Module):
             offset=self.offset,
             state2=second,
         )
-        return functional.dequantize_4bit(self.packed, state)  # type: ignore[no-any-return]
+        rows: Tensor = functional.dequantize_4bit(self.packed, state)
+        return rows.view(self.size)
 
 
 class OnBits(nn.Module):
@@ -120,10 +124,10 @@ def _unfold(kept: Any) -> Tensor:
 
 
 def pack(module: nn.Module) -> None:
-    """Replace the parameters of all experts by bits, also below PEFT's adapters."""
-    found = {p: name.rpartition(".")[2] for name, p in stacks(module).items()}
+    """Replace the parameters of all experts by bits, also below PEFT's adapters, where they fill whole blocks."""
+    found = {id(p) for p in stacks(module).values() if p.numel() % BLOCK == 0}
     for owner in list(module.modules()):
-        own = {name: p for name, p in owner.named_parameters(recurse=False) if p in found}
+        own = {name: p for name, p in owner.named_parameters(recurse=False) if id(p) in found}
         if not own:
             continue
         for name in own:
