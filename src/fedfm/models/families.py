@@ -1,6 +1,6 @@
 """The parts of a model: embedding, blocks (of one encoder or of two), final norm, pooler, head.
 
-A table by ``config.model_type`` lists the tested families; the parts of other models are guessed from their modules.
+A table by ``config.model_type`` lists the tested families; the parts of other models are read from their modules.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from fedfm.errors import InputError
+from fedfm.models.stages import find_blocks, unread_by_text
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,15 @@ class Parts:
 
     Attributes:
         embedding: module, or None if it was not found.
-        blocks: (path, module) in order; empty if none was found.
+        blocks: (path, module) in order of execution, through all stages, the encoder's before the decoder's; empty if
+            none was found.
         norm: final norm, or None.
         pooler: or None.
         head: path of the last linear layer; "" if the model has none.
         text_blocks: of a text encoder; the other parts are then those of the picture encoder.
+        unread: paths that the rows do not pass, such as the vision tower of a model that reads texts: nothing there
+            is trained.
+        whole: the model, whose parts LoRA adapts where no blocks were found.
     """
 
     embedding: nn.Module | None
@@ -94,11 +99,23 @@ class Parts:
     pooler: nn.Module | None
     head: str
     text_blocks: tuple[tuple[str, nn.Module], ...] = ()
+    unread: tuple[str, ...] = ()
+    whole: nn.Module | None = None
+
+    def reads(self, path: str) -> bool:
+        """Whether the rows pass the module of this path."""
+        return not any(f"{path}.".startswith(f"{other}.") for other in self.unread)
 
     @property
     def encoders(self) -> tuple[tuple[tuple[str, nn.Module], ...], ...]:
         """(path, module) of the blocks of each encoder; pictures before texts."""
         return (self.blocks, self.text_blocks) if self.text_blocks else (self.blocks,)
+
+    @property
+    def adaptable(self) -> tuple[tuple[str, nn.Module], ...]:
+        """(path, module) in which LoRA's default targets are looked for."""
+        blocks = tuple(place for encoder in self.encoders for place in encoder)
+        return blocks if blocks or self.whole is None else (("", self.whole),)
 
 
 def find(module: nn.Module, model_type: str) -> Parts:
@@ -137,7 +154,8 @@ def unwrapped(module: Any) -> Any:
 
 def default_targets(parts: Parts) -> tuple[str, ...]:
     """The default targets of LoRA: the query and value projections (all of a fused one), in a convolutional network
-    the convolutions without groups, in two encoders the paths of both maps of each MLP; () if there are none.
+    the convolutions without groups and the linear maps, which are convolutions of one pixel, in two encoders the paths
+    of both maps of each MLP; () if there are none.
     """
     if parts.text_blocks:
         blocks = [(path, dict(block.named_modules())) for encoder in parts.encoders for path, block in encoder]
@@ -146,8 +164,7 @@ def default_targets(parts: Parts) -> tuple[str, ...]:
         )
     leaves = {
         name.rpartition(".")[2]
-        for blocks in parts.encoders
-        for _, block in blocks
+        for _, block in parts.adaptable
         for name, m in block.named_modules()
         if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
     }
@@ -156,11 +173,17 @@ def default_targets(parts: Parts) -> tuple[str, ...]:
             return names
     if strides_are_read(parts):
         return ()
-    return tuple(
-        f"{path}.{name}" if name else path
-        for path, block in parts.blocks
+    inside = [
+        (".".join(step for step in (path, name) if step), m)
+        for path, block in parts.adaptable
         for name, m in block.named_modules()
-        if isinstance(m, nn.Conv2d) and m.groups == 1
+    ]
+    if not any(isinstance(m, nn.Conv2d) for _, m in inside):
+        return ()
+    return tuple(
+        p
+        for p, m in inside
+        if p != parts.head and (isinstance(m, nn.Linear) or (isinstance(m, nn.Conv2d) and m.groups == 1))
     )
 
 
@@ -204,12 +227,7 @@ def _resolve(module: nn.Module, prefix: str, path: str) -> str:
 
 
 def _guess(module: nn.Module) -> Parts:
-    """The blocks are the longest ModuleList of one class; the head is the last linear layer."""
-    best: tuple[tuple[str, nn.Module], ...] = ()
-    head = ""
-    for path, m in module.named_modules():
-        if isinstance(m, nn.Linear):
-            head = path
-        if isinstance(m, nn.ModuleList) and len(m) > len(best) and len({type(c) for c in m}) == 1:
-            best = tuple((f"{path}.{i}", c) for i, c in enumerate(m))
-    return Parts(None, best, None, None, head)
+    """The blocks as :mod:`fedfm.models.stages` finds them; the head is the last linear layer."""
+    unread = unread_by_text(module)
+    head = next((path for path, m in reversed(list(module.named_modules())) if isinstance(m, nn.Linear)), "")
+    return Parts(None, find_blocks(module, unread), None, None, head, unread=unread, whole=module)

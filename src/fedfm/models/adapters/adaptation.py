@@ -58,6 +58,8 @@ def apply(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
         )
     module.requires_grad_(spec.name == "full")
     if spec.name == "full":
+        for path in parts.unread:
+            module.get_submodule(path).requires_grad_(False)
         return module
     if spec.name == "head":
         if not parts.head or task in LANGUAGE:
@@ -166,6 +168,14 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
             )
     hits = {n: m for n, m in module.named_modules() if _named(n, targets)}
     stacked = [n for n in experts if _named(n, targets)]
+    if unread := [n for n in (*hits, *stacked) if not parts.reads(n)]:
+        hits = {n: m for n, m in hits.items() if parts.reads(n)}
+        stacked = [n for n in stacked if parts.reads(n)]
+        targets = [*hits, *stacked]
+        if not targets:
+            raise InputError(
+                f"model.adaptation.targets: the rows do not pass {unread[0]}, so that nothing would be learned there"
+            )
     _check_excluded(spec, hits, stacked)
     excluded = [key for key in spec.exclude_modules or () if any(_named(n, (key,)) for n in hits)]
     hits = {n: m for n, m in hits.items() if not _named(n, excluded)}
@@ -302,6 +312,8 @@ def _takes_factors(module: nn.Module | nn.Parameter, spec: AdaptationSpec, parts
 
 
 def _enough(count: int, parts: Parts) -> None:
+    if not any(parts.encoders):
+        raise InputError("model.adaptation.layers: no blocks are known of this architecture; use lora, head or full")
     if count > _deepest(parts):
         raise InputError(f"model.adaptation.layers: {count}, but the model has {_deepest(parts)} blocks")
 

@@ -75,7 +75,7 @@ def is_refused(module: nn.Module, name: str) -> bool:
 
 
 def _judged(module: nn.Module, parts: Parts, new: Iterable[str]) -> dict[str, str]:
-    """Path of each linear map and of each parameter of experts -> why it is left out, or ""."""
+    """Path of each linear map and of each parameter of experts that the rows pass -> why it is left out, or ""."""
     own = (*new, *((parts.head,) if parts.head else ()))
     whole: Any = unwrapped(module)
     out = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
@@ -83,7 +83,7 @@ def _judged(module: nn.Module, parts: Parts, new: Iterable[str]) -> dict[str, st
     for name, m in module.named_modules():
         if not (isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D") or m is out:
             continue
-        if any(name == path or name.startswith(f"{path}.") for path in own):
+        if not parts.reads(name) or any(name == path or name.startswith(f"{path}.") for path in own):
             continue
         found[name] = ""
         if is_read_alone(module, name):
@@ -92,7 +92,7 @@ def _judged(module: nn.Module, parts: Parts, new: Iterable[str]) -> dict[str, st
             found[name] = "which give more than a product"
         elif is_refused(module, name):
             found[name] = "which PEFT does not adapt in a model of this type"
-    return found | dict.fromkeys(stacks(module), "")
+    return found | {name: "" for name in stacks(module) if parts.reads(name)}
 
 
 def _other_matrices(module: nn.Module, parts: Parts) -> dict[str, int]:

@@ -1,0 +1,93 @@
+"""The blocks of a model, in order of execution, and the parts that its rows do not pass: read from its modules.
+
+Blocks are entries of lists of modules: layers of a transformer, of a stage, or of an encoder and then of a decoder. An
+entry counts as a block if it normalises, which experts of a layer do not, and has weight matrices. A stage is replaced
+by the blocks in it. :mod:`fedfm.models.first_batch` looks whether they run in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+Place = tuple[str, nn.Module]  # a path from the model's root, and its module
+_STAGE = 0.5  # share of a stage's numbers that is in its blocks; below it the stage is one block
+
+
+def find_blocks(module: nn.Module, leave_out: Collection[str] = ()) -> tuple[Place, ...]:
+    """(path, module) of the blocks in order; empty if none were found.
+
+    Args:
+        leave_out: paths that the rows do not pass, such as the vision tower of a model that reads texts.
+    """
+    for matrices in (2, 1):  # one is the convolution of an embedding, or a block of the plainest networks
+        if found := tuple(_within(module, "", frozenset(leave_out), matrices, inside=False)):
+            return found
+    return ()
+
+
+def unread_by_text(module: Any) -> tuple[str, ...]:
+    """Paths of the parts of a transformers model that no text passes: towers for pictures or sound, and what else
+    stands beside the language part of a model of several kinds of rows. They do not nest.
+    """
+    if getattr(module, "main_input_name", None) != "input_ids":
+        return ()
+    towers = [name for name, m in module.named_modules() if getattr(m, "main_input_name", "input_ids") != "input_ids"]
+    found = [*towers, *_beside_language(module)]
+    return tuple(name for name in dict.fromkeys(found) if not any(name.startswith(f"{other}.") for other in found))
+
+
+def _beside_language(module: Any) -> Iterator[str]:
+    """Paths beside the decoder, but those directly below the root, which are heads."""
+    if getattr(module.config, "text_config", None) is None:
+        return
+    decoder = module.get_decoder()
+    path = next((name for name, m in module.named_modules() if m is decoder), "")
+    steps = path.split(".")
+    for above in (".".join(steps[:i]) for i in range(1, len(steps))):
+        for name, child in module.get_submodule(above).named_children():
+            if not f"{path}.".startswith(f"{above}.{name}.") and _numbers([child]):
+                yield f"{above}.{name}"
+
+
+def _within(module: nn.Module, path: str, leave_out: frozenset[str], matrices: int, *, inside: bool) -> Iterator[Place]:
+    """The blocks below a module; ``inside`` an entry of a list, only lists of one class are looked at."""
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        entries = [(f"{path}.{name}", m) for name, m in module.named_children() if _numbers([m])]
+        if _are_blocks([m for _, m in entries], matrices, alike=inside):
+            stages = _differ(m for _, m in entries)
+            for at, entry in entries:
+                blocks = tuple(_within(entry, at, leave_out, matrices, inside=True)) if stages else ()
+                if isinstance(entry, nn.ModuleList) or _numbers(m for _, m in blocks) >= _STAGE * _numbers([entry]):
+                    yield from blocks
+                elif _is_block(entry, matrices):
+                    yield at, entry
+            return
+    for name, child in module.named_children():
+        at = f"{path}.{name}" if path else name
+        if at not in leave_out:
+            yield from _within(child, at, leave_out, matrices, inside=inside)
+
+
+def _are_blocks(entries: list[nn.Module], matrices: int, *, alike: bool) -> bool:
+    if not entries or (alike and len({type(m) for m in entries}) > 1):  # the parts of one block differ
+        return False
+    return 2 * sum(_is_block(m, matrices) for m in entries) >= len(entries)
+
+
+def _is_block(module: nn.Module, matrices: int) -> bool:
+    normalises = any("norm" in type(m).__name__.lower() for m in module.modules())
+    weights = [name for name, p in module.named_parameters() if name.endswith("weight") and p.dim() > 1]
+    return normalises and len(weights) >= matrices
+
+
+def _differ(entries: Iterable[nn.Module]) -> bool:
+    """Whether a list may be one of stages: their widths or depths differ, which those of layers do not."""
+    shapes = [[(name, p.shape) for name, p in m.named_parameters()] for m in entries]
+    return len(shapes) == 1 or any(s != shapes[0] for s in shapes)
+
+
+def _numbers(modules: Iterable[nn.Module]) -> int:
+    return sum(p.numel() for m in modules for p in m.parameters())
