@@ -20,7 +20,9 @@ from fedfm.models.adapters.adaptation import LORA
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL, MIX, one_adapter, weighed_by
 from fedfm.models.adapters.stacked import from_files, in_files, in_names_of_peft
 from fedfm.models.architectures.dual_encoder import DualEncoder
+from fedfm.models.architectures.pooled_encoder import PooledEncoder
 from fedfm.models.dual_encoder import DualModel
+from fedfm.models.families import unwrapped
 from fedfm.models.model import Model
 from fedfm.models.names import DTYPES
 from fedfm.models.quiet import quiet
@@ -28,6 +30,7 @@ from fedfm.models.side_adapter import SideModel
 
 Target = Literal["peft", "hf", "torch"]
 ADAPTER, WEIGHTS, ABOUT = "adapter_model.safetensors", "model.safetensors", "fedfm.json"
+_NO_CLASS = "an encoder of pictures with a linear head on what it pools is no class of transformers"
 WEIGHING = {MIX: "mix.safetensors", GATE: "gate.safetensors"}  # of two adapters in one folder
 
 
@@ -147,6 +150,8 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
             raise InputError(
                 "--to peft: the adapter is for the run's own random weights, which no file holds: use hf or torch"
             )
+        if isinstance(unwrapped(model.module), PooledEncoder):
+            raise InputError(f"--to peft: {_NO_CLASS}, onto which an adapter could be put: use torch")
         save_adapter(model, w, out)
         if not isinstance(model, DualModel) and weighed_by(w) is None:
             export_base.complete(model, Path(out))
@@ -158,6 +163,8 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
             if model.task == "zero_shot":
                 other = "peft, whose adapter goes onto the CLIPModel, or torch" if _is_lora(model) else "torch"
                 raise InputError(f"--to hf: a zero-shot classifier is no class of transformers: use {other}")
+            if isinstance(unwrapped(model.module), PooledEncoder):
+                raise InputError(f"--to hf: {_NO_CLASS}: use torch")
             raise InputError(f"--to hf: {model.spec.name!r} is no transformers model: use torch")
         if head_takes is not None:  # the folder would load, and predict something else
             raise InputError(
@@ -348,6 +355,8 @@ def _about(model: Model, folder: Path, head_takes: str | None = None) -> None:
         "names": list(model.names),
         **({} if model.tools.tokenizer is None else {"max_length": model.tools.max_length}),
     }
+    if isinstance(module := unwrapped(model.module), PooledEncoder):
+        about["head_reads"] = module.pooling
     if head_takes is not None:
         about["head_takes"] = head_takes
     (folder / ABOUT).write_text(to_json(about, indent=2) + "\n", encoding="utf-8")

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from fedfm.core.fields import check
 from fedfm.errors import InputError, close
-from fedfm.models import devices, families, fhe_friendly, inputs, quantised, templates, weights
+from fedfm.models import devices, encoder_decoder, families, fhe_friendly, inputs, quantised, templates, weights
+from fedfm.models.architectures import pooled_encoder
 from fedfm.models.architectures.clip_zero_shot import ZeroShotClassifier
 from fedfm.models.architectures.dual_encoder import MODEL_TYPES, DualEncoder, tokenised
+from fedfm.models.architectures.pooled_encoder import PooledEncoder
 from fedfm.models.names import DTYPES, locate
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
@@ -75,6 +77,9 @@ def pretrained(
         if config.model_type in _TWO_HEADS:
             config.architectures = []  # transformers then takes its first class, which has one head
         _check_kind(config, spec.name, kind, task)
+        encoder_decoder.prepare(config, path, spec.name, task)
+        if kind == "image" and pooled_encoder.is_encoder(config):
+            return _of_encoder(path, spec, config, classes, seed)
         auto = "CausalLM"
         if task == "classification":
             auto = "ImageClassification" if kind == "image" else "SequenceClassification"
@@ -91,6 +96,31 @@ def pretrained(
     new = weights.new_modules(module, config.model_type, missing) if task == "classification" else []
     placed = stored is not None or bool(devices.placement(spec.device))
     return Loaded(module, config.model_type, about, new, tools, frozenset(missing), stored, placed, shape is not None)
+
+
+def _of_encoder(path: Path | str, spec: ModelSpec, config: Any, classes: tuple[str, ...], seed: int) -> Loaded:
+    """A classifier of an encoder for which transformers has none: with a new linear head on what it pools."""
+    import transformers
+    from PIL import Image
+
+    if quantised.asked(spec, config):
+        raise InputError(
+            f"model.quantization: transformers has no classifier of type {config.model_type!r}, and encoders of "
+            "pictures are read whole; drop it"
+        )
+    about = config.to_diff_dict()
+    pooled_encoder.sees_all(config)
+    processor = _image_processor(path, config)
+    image = inputs.processor_call(processor)
+    with torch.device("meta"):
+        skeleton = transformers.AutoModel.from_config(config)
+    blank = Image.new("RGB", (8, 8))
+    pooling, width = pooled_encoder.pooling_of(skeleton, image([blank, blank]), spec.name)
+    encoder, missing = weights.load(transformers.AutoModel, path, spec, config, seed, DTYPES[spec.dtype])
+    if missing:
+        raise InputError(f"model.name: the weights of {spec.name!r} lack {min(missing)}")
+    module = PooledEncoder(encoder, pooling, width, len(classes))
+    return Loaded(module, config.model_type, about, ["classifier"], Tools(image=image, processor=processor))
 
 
 def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed: int) -> Loaded:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from fedfm.models import (
 from fedfm.models.adapters import adaptation
 from fedfm.models.architectures import resnet
 from fedfm.models.architectures.dual_encoder import DualEncoder
+from fedfm.models.architectures.pooled_encoder import PooledEncoder
 from fedfm.models.dual_encoder import DualModel
 from fedfm.models.hub import Loaded
 from fedfm.models.model import Model
@@ -173,10 +174,21 @@ def load_model(
         head=head,
     )
     model.new, model.hollow, model.added_bias = tuple(loaded.new), loaded.hollow, biased
-    model.notices = notices
+    model.notices = (*_notices(loaded, parts), *notices)
     if spec.compile and not loaded.hollow and (why := compiled.compile_blocks(parts, spec.compile, model.device)):
         model.notices += (why,)
     return model
+
+
+def _notices(loaded: Loaded, parts: families.Parts) -> Iterator[str]:
+    """What of a loaded model is not as its name alone would say."""
+    if isinstance(loaded.module, PooledEncoder):
+        yield (
+            f"transformers has no classifier of type {loaded.model_type!r}: a new linear head reads the encoder's "
+            f"{loaded.module.pooling}"
+        )
+    if parts.unread:
+        yield f"no text passes {' and '.join(parts.unread)}: nothing is adapted or trained there"
 
 
 def fingerprint(state: Mapping[str, Tensor], config: Mapping[str, Any], new: Iterable[str] = ()) -> str:

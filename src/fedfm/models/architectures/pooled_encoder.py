@@ -1,0 +1,116 @@
+"""A classifier of pictures from an encoder for which transformers has no classification class, such as DINOv3 or MAE.
+
+A new linear head reads one vector a picture: the encoder's own ``pooler_output``; without one its class token; without
+one the mean over its positions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedfm.errors import InputError, first_line
+
+POOLER, CLASS_TOKEN, MEAN = "pooler_output", "class token", "mean over positions"
+
+
+class PooledEncoder(nn.Module):
+    """An encoder of transformers and a linear head.
+
+    Attributes:
+        config: the encoder's.
+        pooling: what the head reads of the encoder's output.
+    """
+
+    base_model_prefix = "encoder"
+
+    def __init__(self, encoder: Any, pooling: str, width: int, classes: int) -> None:
+        super().__init__()
+        self.config, self.pooling = encoder.config, pooling
+        self.encoder = encoder
+        self.classifier = nn.Linear(width, classes, dtype=encoder.dtype)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Pictures (b, 3, H, W) -> logits (b, C)."""
+        pooled = _pooled(_output(self.encoder, pixel_values), self.pooling)
+        return self.classifier(pooled)  # type: ignore[no-any-return]
+
+
+def is_encoder(config: Any) -> bool:
+    """Whether transformers has an encoder of pictures alone for this configuration, and no classifier."""
+    import transformers
+
+    if type(config) in transformers.AutoModelForImageClassification._model_mapping:
+        return False
+    found = transformers.AutoModel._model_mapping.get(type(config), None)
+    return getattr(found, "main_input_name", "") == "pixel_values" and "input_ids" not in _arguments(found)
+
+
+def sees_all(config: Any) -> None:
+    """Switch off in the configuration that the encoder masks a part of each picture at random."""
+    if hasattr(config, "mask_ratio"):
+        config.mask_ratio = 0.0
+
+
+def pooling_of(skeleton: Any, pixels: Tensor, name: str) -> tuple[str, int]:
+    """(what a head can read, its width d) of an encoder.
+
+    Args:
+        skeleton: the encoder, on any device: also on ``meta``, where it computes shapes alone.
+        pixels: two prepared pictures (2, 3, H, W).
+        name: for messages.
+
+    Raises:
+        InputError: it gives no vector for each picture.
+    """
+    parameter = next(skeleton.parameters())
+    try:
+        with torch.no_grad():
+            output = _output(skeleton.eval(), pixels.to(parameter.device, parameter.dtype))
+    except Exception as error:  # any encoder of transformers, with a processor that may be of another
+        raise InputError(f"model.name: {name!r} cannot read prepared pictures: {first_line(error)}") from None
+    pooled, states = getattr(output, "pooler_output", None), getattr(output, "last_hidden_state", None)
+    if isinstance(pooled, Tensor) and pooled.dim() == 2 and len(pooled) == len(pixels):
+        return POOLER, pooled.shape[1]
+    if isinstance(states, Tensor) and len(states) == len(pixels):
+        if states.dim() == 4:
+            return MEAN, states.shape[1]
+        if states.dim() == 3:
+            return (CLASS_TOKEN if _has_class_token(skeleton) else MEAN), states.shape[2]
+    raise InputError(
+        f"model.name: {name!r} is of type {skeleton.config.model_type!r}, which gives no vector for each picture: "
+        "expected a classifier or an encoder of pictures, such as a ViT, a DINOv2 or a ResNet"
+    )
+
+
+def _output(encoder: Any, pixel_values: Tensor) -> Any:
+    more = {}
+    if "noise" in _arguments(type(encoder)):  # it sorts the patches: in their own order, not in a random one
+        side = encoder.config.patch_size
+        count = (pixel_values.shape[2] // side) * (pixel_values.shape[3] // side)
+        more["noise"] = torch.arange(count, device=pixel_values.device, dtype=torch.float32).expand(
+            len(pixel_values), count
+        )
+    return encoder(pixel_values=pixel_values, **more)
+
+
+def _pooled(output: Any, pooling: str) -> Tensor:
+    if pooling == POOLER:
+        return output.pooler_output  # type: ignore[no-any-return]
+    states: Tensor = output.last_hidden_state
+    if pooling == CLASS_TOKEN:
+        return states[:, 0]
+    return states.mean((2, 3)) if states.dim() == 4 else states.mean(1)
+
+
+def _has_class_token(encoder: nn.Module) -> bool:
+    """Whether the embeddings put a token of their own before the patches."""
+    names = {name.rpartition(".")[2] for name, _ in encoder.named_parameters() if "embedding" in name}
+    return bool(names & {"cls_token", "class_embedding"})
+
+
+def _arguments(encoder: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(encoder.forward).parameters)

@@ -1,0 +1,38 @@
+"""What a model of an encoder and a decoder can be used for: it classifies texts; it is no causal language model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fedfm.errors import InputError
+from fedfm.models.spec import LANGUAGE
+
+_START = "decoder_start_token_id"
+
+
+def prepare(config: Any, path: Path | str, name: str, task: str) -> None:
+    """Give the configuration of an encoder-decoder the token with which its decoder starts; others stay unchanged.
+
+    Raises:
+        InputError: it does not fit the task, or no file names the token.
+    """
+    if not getattr(config, "is_encoder_decoder", False):
+        return
+    what = f"model.name: {name!r} is of type {config.model_type!r}, an encoder-decoder"
+    if task in LANGUAGE:
+        raise InputError(
+            f'{what}, whose decoder reads what its encoder makes of a text: model.task = "{task}" needs a causal '
+            "model, such as a llama or a gpt2"
+        )
+    if getattr(config, _START, None) is not None:
+        return
+    file = Path(path) / "generation_config.json"
+    start = json.loads(file.read_text(encoding="utf-8")).get(_START) if file.is_file() else None
+    if not isinstance(start, int):
+        raise InputError(
+            f"{what}, and its config.json does not say with which token the decoder starts: put {_START} there, "
+            "as its makers do (of a T5 the id of the padding token)"
+        )
+    config.decoder_start_token_id = start
