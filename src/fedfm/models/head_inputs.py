@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedfm.core.rows import Batch, Rows
+from fedfm.models import pooling
 from fedfm.models.row_batches import LARGE, by_length, fixed_batches
 
 if TYPE_CHECKING:
@@ -15,7 +16,11 @@ if TYPE_CHECKING:
 
 
 def head_inputs(model: Model, head: nn.Linear, rows: Rows) -> Tensor:
-    """The inputs of this layer (n, d), on the CPU."""
+    """The inputs of this layer (n, d), on the CPU.
+
+    Raises:
+        InputError: the head of a classifier does not give its logits from one vector a row.
+    """
     rows, back = by_length(rows)
     large = sum(p.numel() for p in model.module.parameters()) >= LARGE
     caught: list[Tensor] = []
@@ -24,8 +29,11 @@ def head_inputs(model: Model, head: nn.Linear, rows: Rows) -> Tensor:
         done = []
         with model.evaluating():
             for batch, n in fixed_batches(rows, large=large):
-                model._outputs(batch)
-                done.append(_pooled(model, caught.pop(), batch)[:n].float().cpu())
+                logits = model._outputs(batch)
+                pooled = _pooled(model, head, caught.pop(), batch, rows)
+                if head is model.head and not done:
+                    pooling.check_agrees(model, head, pooled, logits)
+                done.append(pooled[:n].float().cpu())
     finally:
         hook.remove()
     return torch.cat(done)[back] if done else torch.zeros(0, head.in_features)
@@ -38,12 +46,12 @@ def prompts(rows: Rows) -> Rows:
     return Rows(tokens=rows.tokens.cut(rows.tensors["answer_start"].numpy()), pad=rows.pad)
 
 
-def _pooled(model: Model, x: Tensor, batch: Batch) -> Tensor:
-    """(b, T, d) -> (b, d) at the last real token, if the head is applied to every token."""
+def _pooled(model: Model, head: nn.Linear, x: Tensor, batch: Batch, rows: Rows) -> Tensor:
+    """(b, T, d) -> (b, d), if the head reads every token: as the classifier pools, of a language model the last."""
     if x.dim() != 3:
         return x
-    last = torch.full((len(x),), x.shape[1] - 1, device=x.device)
-    if "input_ids" in batch and model.tools.tokenizer is not None:
-        real = batch["input_ids"].to(x.device) != model.tools.tokenizer.pad_token_id
-        last = (torch.arange(x.shape[1], device=x.device) * real).argmax(-1)
-    return x[torch.arange(len(x), device=x.device), last]
+    if head is not model.head:
+        return pooling.last(x, batch, pooling.padding(model))
+    if model.pool is None:
+        model.pool = pooling.way_of(model, head, rows)
+    return model.pool(x, batch, pooling.padding(model))

@@ -33,6 +33,7 @@ from fedfm.models.tools import Tools
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
+    from fedfm.models.pooling import Pool
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 PREDICTORS: list[Callable[[Any, Rows], Tensor | None]] = []  # faster logits; training.packed adds its own
@@ -70,6 +71,7 @@ class Model:
     added_bias: bool = False
     undecayed: frozenset[str] = frozenset()
     weigh: Callable[[Sequence[Batch]], Iterable[tuple[Batch, float]]] | None = None
+    pool: Pool | None = None  # how a classifier pools what its head reads of each token, once it was looked at
     weights_overridden: int = 0  # above 0: its modules do not compute what its weights define
     share: Tensor | None = None  # (b,) of the current batch: the weight of the model's own adapter of a pair
     new: tuple[str, ...] = ()  # paths of modules that were created for the task, before its adaptation

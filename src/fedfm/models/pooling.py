@@ -1,0 +1,120 @@
+"""How a classifier makes one vector a row out of the states of its tokens: found by comparing it with its own logits.
+
+Classes of transformers that apply the head to each token pool afterwards, each in its own way: the last token, the one
+behind it, the mean of all. The right way is the one after which the head gives the model's own logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedfm.core.rows import Batch, Rows
+from fedfm.errors import InputError
+from fedfm.models.probe_rows import probe_rows
+
+if TYPE_CHECKING:
+    from fedfm.models.model import Model
+
+Pool = Callable[[Tensor, Batch, int | None], Tensor]  # states (b, T, d), their batch, the padding token -> (b, d)
+_CLOSE = 1e-3  # of the largest logit, in float32
+_ROUGHLY = 0.05  # in 16 bits
+
+
+def last(x: Tensor, batch: Batch, pad: int | None) -> Tensor:
+    """At the last token that is no padding; of rows that are no tokens at the last place."""
+    return _at(x, _last_index(x, batch, pad))
+
+
+def _behind_last(x: Tensor, batch: Batch, pad: int | None) -> Tensor:
+    """At the place behind it, as where a decoder reads its text shifted by one."""
+    return _at(x, (_last_index(x, batch, pad) + 1).clamp(max=x.shape[1] - 1))
+
+
+def _mean(x: Tensor, batch: Batch, pad: int | None) -> Tensor:
+    """Over the tokens that attention reads."""
+    if "attention_mask" not in batch:
+        return x.mean(1)
+    weight = batch["attention_mask"].to(x).unsqueeze(-1)  # (b, T, 1)
+    return (x * weight).sum(1) / weight.sum(1)
+
+
+WAYS: tuple[Pool, ...] = (last, _behind_last, _mean, lambda x, _, __: x[:, 0], lambda x, _, __: x.mean(1))
+
+
+def _at(x: Tensor, index: Tensor) -> Tensor:
+    return x[torch.arange(len(x), device=x.device), index]
+
+
+def _last_index(x: Tensor, batch: Batch, pad: int | None) -> Tensor:
+    if "input_ids" not in batch or pad is None:
+        return torch.full((len(x),), x.shape[1] - 1, device=x.device)
+    real = batch["input_ids"].to(x.device) != pad
+    return (torch.arange(x.shape[1], device=x.device) * real).argmax(-1)
+
+
+def way_of(model: Model, head: nn.Linear, rows: Rows) -> Pool:
+    """How this model pools the states (b, T, d) that its head reads.
+
+    Rows of tokens are made up, so that all parties find the same; the head's numbers do not count.
+
+    Raises:
+        InputError: in no way that is known.
+    """
+    batch = probe_rows(model, rows).padded().batch(range(2))
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(head.out_features, head.in_features, generator=generator).to(model.device)
+    caught: list[Tensor] = []
+
+    def give(_: nn.Module, args: tuple[Tensor, ...], __: Tensor) -> Tensor:
+        caught.append(args[0])
+        return F.linear(args[0].float(), probe)
+
+    hook = head.register_forward_hook(give)
+    try:
+        with model.evaluating():
+            logits = model._outputs(batch)
+    finally:
+        hook.remove()
+    states = caught.pop()
+    for way in WAYS:
+        if _agree(model, F.linear(way(states, batch, padding(model)).float(), probe), logits):
+            return way
+    raise _no_features(model)
+
+
+def padding(model: Model) -> int | None:
+    """The padding token of the model's rows; None for rows that are no tokens."""
+    tokenizer = model.tools.tokenizer
+    return None if tokenizer is None else tokenizer.pad_token_id
+
+
+def check_agrees(model: Model, head: nn.Linear, pooled: Tensor, logits: Tensor) -> None:
+    """Raise an InputError if the head of pooled states (b, d) does not give the model's logits (b, C)."""
+    with torch.no_grad():
+        ours = head(pooled.to(head.weight.dtype))
+    if not _agree(model, ours, logits):
+        raise _no_features(model)
+
+
+def _agree(model: Model, ours: Tensor, theirs: Tensor) -> bool:
+    """Whether two tensors of logits are equal within rounding; what is no number in both is equal."""
+    if ours.shape != theirs.shape:
+        return False
+    ours, theirs = ours.float(), theirs.float()
+    finite = theirs[theirs.isfinite()]
+    size = finite.abs().max().item() if len(finite) else 0.0
+    close = _CLOSE if model.spec.dtype == "float32" else _ROUGHLY
+    return torch.allclose(ours, theirs, rtol=0, atol=close * size, equal_nan=True)
+
+
+def _no_features(model: Model) -> InputError:
+    return InputError(
+        f"model.name: the logits of {model.spec.name!r} are no linear map of one vector a row, so that it has no "
+        "features before a head: expected another model, or a method and an adaptation that train through the whole "
+        "model, such as fedavg with lora"
+    )

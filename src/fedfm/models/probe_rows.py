@@ -1,0 +1,42 @@
+"""Two rows that are made up for one look at a model: the same at every party, whatever its rows are."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from fedfm.core.rows import Rows, Tokens
+from fedfm.models import inputs
+from fedfm.models.families import unwrapped
+
+if TYPE_CHECKING:
+    from fedfm.models.model import Model
+
+_WORDS = (3, 7)  # of each of the two texts
+
+
+def probe_rows(model: Model, rows: Rows) -> Rows:
+    """Two texts of other lengths with other tokens, framed as the tokenizer frames texts; other rows: the first two."""
+    if model.tools.tokenizer is None or rows.tokens is None:
+        return rows.take([0, len(rows) - 1])
+    return made_texts(model)
+
+
+def made_texts(model: Model) -> Rows:
+    """Two texts of other lengths with other tokens, for a model with a tokenizer."""
+    tokenizer = model.tools.tokenizer
+    special = {i for i in tokenizer.all_special_ids if i != tokenizer.unk_token_id}
+    words = itertools.cycle([i for i in range(_vocabulary(model)) if i not in special])
+    found = []
+    for n in _WORDS:
+        (framed,) = inputs.texts([" ".join(["a"] * n)], tokenizer, model.tools.max_length)
+        found.append([int(i) if i in special else next(words) for i in framed])
+    return Rows(tokens=Tokens.of(found), pad=tokenizer.pad_token_id or 0)
+
+
+def _vocabulary(model: Model) -> int:
+    """Tokens that both the tokenizer and the model know."""
+    config: Any = getattr(unwrapped(model.module), "config", None)
+    known = getattr(config.get_text_config(), "vocab_size", None) if hasattr(config, "get_text_config") else None
+    count = len(model.tools.tokenizer)
+    return min(count, known) if isinstance(known, int) else count
