@@ -45,7 +45,16 @@ def check(args: Any) -> int:
             locate(experiment.model.name)
         if isinstance(experiment.method, Founded):
             experiment.method.check_foundation()
-        from fedfm.runtime.description import fits, of_arrival, of_delta, of_method, of_model, of_privacy, of_rows
+        from fedfm.runtime.description import (
+            fits,
+            of_arrival,
+            of_delta,
+            of_first_batch,
+            of_method,
+            of_model,
+            of_privacy,
+            of_rows,
+        )
         from fedfm.runtime.forecast import forecast
         from fedfm.runtime.population import populate
         from fedfm.runtime.result import spending
@@ -65,6 +74,7 @@ def check(args: Any) -> int:
             *of_method(experiment.method, {} if expected is None else expected.by_class),
             *of_arrival(experiment, len(population.clients)),
             *of_model(experiment.run, population.model),
+            *of_first_batch(population),
             *of_delta(experiment, population),
             *of_privacy(experiment, spending(experiment, sizes), len(population.clients)),
             *unscored(experiment, len(population.federated.test)),

@@ -30,6 +30,10 @@ def last(x: Tensor, batch: Batch, pad: int | None) -> Tensor:
     return _at(x, _last_index(x, batch, pad))
 
 
+def _whole(x: Tensor, _: Batch, __: int | None) -> Tensor:
+    return x
+
+
 def _behind_last(x: Tensor, batch: Batch, pad: int | None) -> Tensor:
     """At the place behind it, as where a decoder reads its text shifted by one."""
     return _at(x, (_last_index(x, batch, pad) + 1).clamp(max=x.shape[1] - 1))
@@ -58,7 +62,7 @@ def _last_index(x: Tensor, batch: Batch, pad: int | None) -> Tensor:
 
 
 def way_of(model: Model, head: nn.Linear, rows: Rows) -> Pool:
-    """How this model pools the states (b, T, d) that its head reads.
+    """How this model pools the states (b, T, d) that its head reads; states (b, d) are taken as they are.
 
     Rows of tokens are made up, so that all parties find the same; the head's numbers do not count.
 
@@ -81,7 +85,7 @@ def way_of(model: Model, head: nn.Linear, rows: Rows) -> Pool:
     finally:
         hook.remove()
     states = caught.pop()
-    for way in WAYS:
+    for way in WAYS if states.dim() == 3 else (_whole,):
         if _agree(model, F.linear(way(states, batch, padding(model)).float(), probe), logits):
             return way
     raise _no_features(model)

@@ -1,0 +1,155 @@
+"""One look at a model with two rows before the first round: whether it computes what its description says.
+
+Its head gives its logits from one vector a row, where the head is trained alone. Its blocks run in their order. Every
+trained tensor gets a gradient. The look changes nothing: no statistics, no generators, no gradients.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from fedfm.core.rows import Rows
+from fedfm.errors import FedfmError, InputError, first_line
+from fedfm.models import pooling
+from fedfm.models.families import unwrapped
+from fedfm.models.model import Model
+
+ROWS = 8  # to choose the two shortest of
+_NAMED = 2  # tensors that a notice names
+
+
+def look(model: Model, rows: Rows) -> list[str]:
+    """Notices about the model: which trained tensors no gradient reaches.
+
+    Args:
+        rows: a few training rows, from :meth:`Model.prepare`; of them the two shortest are read.
+
+    Raises:
+        InputError: the model cannot compute these rows, has no features before its head where they are needed, or
+            trains its last blocks, and they are not the last that run.
+    """
+    if model.hollow or not len(rows) or "features" in rows.tensors:
+        return []
+    rows = _shortest(rows)
+    with _library_errors(model), torch.random.fork_rng(devices=_cuda(model)):
+        if model.adaptation == "head":
+            if model.head is not None:
+                pooling.way_of(model, model.head, rows)
+            return []
+        live = model.live()
+        with _calls(model) as called, _at_rest(model), torch.enable_grad():
+            loss = model.loss(model.encode(rows).batch(range(len(rows))))
+            found = torch.autograd.grad(loss, list(live.values()), allow_unused=True)
+    reached = {name for name, gradient in zip(live, found, strict=True) if gradient is not None}
+    idle = _idle(model, list(live), reached)
+    _check_order(model, called, idle)
+    if not idle:
+        return []
+    more = f" and {len(idle) - _NAMED} more" if len(idle) > _NAMED else ""
+    return [
+        f"{len(idle)} of {len(live)} trained tensors get no gradient, and stay as they are: "
+        f"{', '.join(idle[:_NAMED])}{more}"
+    ]
+
+
+def _shortest(rows: Rows) -> Rows:
+    """Two rows, or the only one."""
+    lengths = [0] * len(rows) if rows.tokens is None else rows.tokens.length.tolist()
+    return rows.take(sorted(range(len(rows)), key=lengths.__getitem__)[:2])
+
+
+def _cuda(model: Model) -> list[torch.device]:
+    return [model.device] if model.device.type == "cuda" else []
+
+
+@contextmanager
+def _at_rest(model: Model) -> Iterator[None]:
+    """Context manager: evaluation mode, in which nothing is drawn and no statistics are kept; restores the mode."""
+    modes = [(m, m.training) for m in model.module.modules()]
+    model.module.eval()
+    try:
+        yield
+    finally:
+        for m, mode in modes:
+            m.training = mode
+
+
+@contextmanager
+def _calls(model: Model) -> Iterator[list[str]]:
+    """Context manager: paths of the blocks in the order of their calls."""
+    called = list[str]()
+    hooks = [
+        block.register_forward_pre_hook(lambda _, __, path=path: called.append(path))
+        for blocks in model.parts.encoders
+        for path, block in blocks
+    ]
+    try:
+        yield called
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _library_errors(model: Model) -> Iterator[None]:
+    """Context manager: what a library raises about this model and these rows becomes an InputError."""
+    try:
+        yield
+    except FedfmError:
+        raise
+    except Exception as error:  # any model of transformers, with any tokenizer or processor
+        raise InputError(
+            f"model.name: {model.spec.name!r} cannot compute a batch of these rows: {first_line(error)}{_hint(model)}"
+        ) from error
+
+
+def _hint(model: Model) -> str:
+    config = getattr(unwrapped(model.module), "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return " (an encoder-decoder classifies by its end token, which its tokenizer must write once behind each text)"
+    return ""
+
+
+def _idle(model: Model, names: Sequence[str], reached: set[str]) -> list[str]:
+    """Tensors that no gradient reaches, but those of parts of which each batch uses some, such as experts."""
+    blocks = [path for blocks in model.parts.encoders for path, _ in blocks]
+
+    def place(name: str) -> tuple[str, str]:
+        block = next((path for path in blocks if f".{path}." in f".{name}"), "")
+        return block, re.sub(r"\.\d+\.", ".#.", name.partition(block)[2] if block else name)
+
+    used = {place(name) for name in reached}
+    return [name for name in names if name not in reached and place(name) not in used]
+
+
+def _check_order(model: Model, called: Sequence[str], idle: Sequence[str]) -> None:
+    """Refuse to train the last blocks where others run after them, or where the loss does not depend on one."""
+    adapt = model.adaptation_spec
+    if adapt.name != "top_layers" and adapt.layers is None:
+        return
+    count = adapt.layers or 1
+    for blocks in model.parts.encoders:
+        paths = [path for path, _ in blocks]
+        order = [path for path in dict.fromkeys(called) if path in paths]
+        dead = next((p for p in paths[-count:] if _holds(model.module, p) and not _moves(model, p, idle)), "")
+        if dead:
+            raise InputError(f"model.adaptation.layers: no gradient reaches block {dead}: use lora, head or full")
+        if order != [path for path in paths if path in order]:
+            raise InputError(
+                f"model.adaptation.layers: the blocks of {model.spec.name!r} run in another order than they stand "
+                "in the model, so that the last ones are unknown: use lora, head or full"
+            )
+
+
+def _holds(module: nn.Module, path: str) -> bool:
+    return any(f".{path}." in f".{name}" and p.requires_grad for name, p in module.named_parameters())
+
+
+def _moves(model: Model, path: str, idle: Sequence[str]) -> bool:
+    """Whether a gradient reaches a tensor of this block."""
+    return any(f".{path}." in f".{name}" and name not in idle for name in model.live())
