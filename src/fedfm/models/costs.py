@@ -108,16 +108,24 @@ class _Counter(TorchFunctionMode):
 def _macs(name: str, args: Any, kwargs: Any, out: Any) -> int:
     """MACs of one call: entries of the result times products in each."""
     if name == "scaled_dot_product_attention":
-        q, k, v = (args[i] if len(args) > i else kwargs[key] for i, key in enumerate(("query", "key", "value")))
+        q, k, v = (_given(args, kwargs, at, word) for at, word in enumerate(("query", "key", "value")))
         return int(q.numel() * k.shape[-2] + q.numel() // q.shape[-1] * k.shape[-2] * v.shape[-1])
     if name in ("linear", "conv1d", "conv2d", "conv3d"):
-        weight = args[1] if len(args) > 1 else kwargs["weight"]
-        return int(out.numel() * weight[0].numel())
-    if name in ("matmul", "__matmul__", "mm", "bmm"):
-        return int(out.numel() * args[0].shape[-1])
-    if name in ("addmm", "baddbmm"):
-        return int(out.numel() * args[1].shape[-1])
+        return int(out.numel() * _given(args, kwargs, 1, "weight")[0].numel())
+    if name in _FIRST:
+        return int(out.numel() * _given(args, kwargs, 0, "self", "input", "mat1").shape[-1])
+    if name in _SECOND:  # the method's own tensor, its bias, is the first argument
+        return int(out.numel() * _given(args, kwargs, 1, "mat1", "batch1").shape[-1])
     return 0
+
+
+_FIRST = ("matmul", "__matmul__", "mm", "bmm")  # products by what is summed over in their first factor
+_SECOND = ("addmm", "baddbmm")  # that have the sum's other term before it
+
+
+def _given(args: Sequence[Any], kwargs: Any, at: int, *words: str) -> Any:
+    """An argument by its place, or by one of its names."""
+    return args[at] if len(args) > at else next(kwargs[word] for word in words if word in kwargs)
 
 
 @dataclass(frozen=True)

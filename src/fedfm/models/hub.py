@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedfm.core.fields import check
 from fedfm.errors import InputError, close
-from fedfm.models import devices, encoder_decoder, families, fhe_friendly, inputs, quantised, templates, weights
+from fedfm.models import devices, encoder_decoder, families, fhe_friendly, inputs, lengths, quantised, templates, weights
 from fedfm.models.architectures import pooled_encoder
 from fedfm.models.architectures.clip_zero_shot import ZeroShotClassifier
 from fedfm.models.architectures.dual_encoder import MODEL_TYPES, DualEncoder, tokenised
@@ -93,6 +93,8 @@ def pretrained(
         module, missing, stored = shape or weights.module_of(auto_class, path, spec, config, seed, task)
     if fhe_friendly.is_twin(module):
         fhe_friendly.install(module, module.config)
+    if tools.tokenizer is not None:
+        tools = lengths.fitted(tools, spec, module, config)
     new = weights.new_modules(module, config.model_type, missing) if task == "classification" else []
     placed = stored is not None or bool(devices.placement(spec.device))
     return Loaded(module, config.model_type, about, new, tools, frozenset(missing), stored, placed, shape is not None)
@@ -148,6 +150,7 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
         clip, missing = weights.load(transformers.AutoModel, path, spec, config, seed, DTYPES[spec.dtype])
         if missing:
             raise InputError(f"model.name: the weights of {spec.name!r} lack {min(missing)}, which zero_shot needs")
+        tools = lengths.fitted(tools, spec, clip, config.text_config)
         siglip = config.model_type == "siglip"
         prompts = tokenised(
             tools.tokenizer,
@@ -293,22 +296,13 @@ def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
         ) from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    # RoBERTa's positions start after the padding index.
-    offset = (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
-    length = min(spec.max_length, positions - offset) if positions else spec.max_length
-    if positions and spec.answer_tokens is not None and spec.answer_tokens >= positions:
-        raise InputError(
-            f"model.answer_tokens = {spec.answer_tokens}: {spec.name!r} has {positions} positions for a prompt and its "
-            f"answer; expected at most {positions - 1}"
-        )
     template = None
     if kind in ("instruction", "preference"):
         with quiet():
             template = templates.text_of(spec.template, tokenizer)
             if template is not None:
                 tokenizer.chat_template = templates.as_chat_template(template, tokenizer)
-    return Tools(tokenizer=tokenizer, max_length=length, positions=positions, template=template)
+    return Tools(tokenizer=tokenizer, max_length=spec.max_length, template=template)  # see lengths.fitted
 
 
 def _image_processor(path: Path | str, config: Any) -> Any:

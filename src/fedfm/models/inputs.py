@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,6 +54,7 @@ def prepare(
     language_model: bool = False,
     most: float | None = math.inf,
     loaders: int = 0,
+    check: Callable[[Tokens, str, np.ndarray | None], None] = lambda tokens, where, rows: None,
 ) -> Rows:
     """Rows ``index`` of ``table`` as a model takes them.
 
@@ -62,6 +63,7 @@ def prepare(
     Args:
         most: bytes of prepared pictures that may stay in memory, more are deferred; None: see :mod:`.pictures`.
         loaders: processes that compute deferred pictures ahead.
+        check: refuses tokens (of the rows with these numbers) that the model does not know.
 
     Raises:
         InputError: the model does not take this kind of data, or a label is none of ``classes``.
@@ -81,15 +83,23 @@ def prepare(
     if tokenizer is None:
         raise InputError(f"{_source(table)} holds {table.kind}, which model.name does not take")
     pad = int(tokenizer.pad_token_id or 0)
+    where: dict[str, Tensor] = {}
     if packs(table.kind, language_model):
-        return Rows(tokens=passages(list(part.inputs), tokenizer, max_length), pad=pad)
+        tokens = passages(list(part.inputs), tokenizer, max_length)
+        check(tokens, _source(table), None)  # a block is no row
+        return Rows(tokens=tokens, pad=pad)
     if table.kind == "instruction":
         tokens, where = instructions(part.inputs, tokenizer, max_length, template)
+    elif table.kind == "preference":
+        tokens, where = preferences(part.inputs, tokenizer, max_length, template)
+    else:
+        tokens = texts(part.inputs, tokenizer, max_length)
+    check(tokens, _source(table), index)
+    if table.kind == "instruction":
         return Rows(where, tokens=tokens, pad=pad, pairs=tuple(part.inputs))
     if table.kind == "preference":
-        tokens, where = preferences(part.inputs, tokenizer, max_length, template)
         return Rows(where, tokens=tokens, pad=pad)
-    return Rows(tokens=texts(part.inputs, tokenizer, max_length), labels=labels_of(part, classes), pad=pad)
+    return Rows(tokens=tokens, labels=labels_of(part, classes), pad=pad)
 
 
 def _source(table: Table) -> str:

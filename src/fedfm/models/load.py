@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from fedfm.models import (
     families,
     hub,
     inputs,
+    lengths,
     precision,
     quantised,
     quantised_experts,
@@ -36,6 +37,7 @@ from fedfm.models.architectures import resnet
 from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.architectures.pooled_encoder import PooledEncoder
 from fedfm.models.dual_encoder import DualModel
+from fedfm.models.finite import Finite
 from fedfm.models.hub import Loaded
 from fedfm.models.model import Model
 from fedfm.models.names import DTYPES, locate
@@ -124,7 +126,8 @@ def load_model(
     _draw_head(loaded.module, loaded.new, seed)
     bits = loaded.stored is not None and not loaded.hollow
     weights = loaded.module.state_dict() if loaded.stored is None else loaded.stored
-    print_ = fingerprint(weights, loaded.config, loaded.new)
+    look = Finite(spec.name, {name for name, _ in loaded.module.named_parameters()})
+    print_ = fingerprint(weights, loaded.config, loaded.new, look)
     if spec.fingerprint is not None and print_ != spec.fingerprint:
         raise InputError(
             f"model.fingerprint: {spec.name} here is {print_}, and the experiment needs {spec.fingerprint}: use the "
@@ -139,7 +142,9 @@ def load_model(
                 f'model.adaptation.name = "side_adapter": it has a classification head, task {task!r} none'
             )
         module, tools = loaded.module if loaded.placed else loaded.module.to(device), loaded.tools
-        return side_adapter.around(module, spec, parts, classes=classes, tools=tools, fingerprint=print_, seed=seed)
+        beside = side_adapter.around(module, spec, parts, classes=classes, tools=tools, fingerprint=print_, seed=seed)
+        beside.notices = lengths.notice(spec, tools)
+        return beside
     biased = head_bias and adapt.name == "head" and adaptation.give_bias(loaded.module, parts.head)
     notices = adaptation.notices(loaded.module, adapt, parts, loaded.new)
     module = adaptation.apply(loaded.module, adapt, parts, new=loaded.new, task=task, seed=seed)
@@ -174,7 +179,7 @@ def load_model(
         head=head,
     )
     model.new, model.hollow, model.added_bias = tuple(loaded.new), loaded.hollow, biased
-    model.notices = (*_notices(loaded, parts), *notices)
+    model.notices = (*_notices(loaded, parts), *notices, *lengths.notice(spec, loaded.tools))
     if spec.compile and not loaded.hollow and (why := compiled.compile_blocks(parts, spec.compile, model.device)):
         model.notices += (why,)
     return model
@@ -191,13 +196,23 @@ def _notices(loaded: Loaded, parts: families.Parts) -> Iterator[str]:
         yield f"no text passes {' and '.join(parts.unread)}: nothing is adapted or trained there"
 
 
-def fingerprint(state: Mapping[str, Tensor], config: Mapping[str, Any], new: Iterable[str] = ()) -> str:
-    """sha256 of the configuration and of the weights, in order of names, without the new modules."""
+def fingerprint(
+    state: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    new: Iterable[str] = (),
+    look: Callable[[str, Tensor], None] = lambda name, tensor: None,
+) -> str:
+    """sha256 of the configuration and of the weights, in order of names, without the new modules.
+
+    Args:
+        look: sees each of these weights, which are read once.
+    """
     digest = hashlib.sha256(json.dumps(_stable(config), sort_keys=True, default=str).encode())
     for name in sorted(state):
         if any(name == n or name.startswith(f"{n}.") for n in new):
             continue
         tensor = state[name].detach().cpu().contiguous()
+        look(name, tensor)
         digest.update(f"{name}\x1f{tensor.dtype}\x1f{tuple(tensor.shape)}".encode())
         digest.update(to_bytes(tensor))
     return digest.hexdigest()

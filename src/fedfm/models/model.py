@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from fedfm.core.rows import Batch, Rows
 from fedfm.errors import RunError
 from fedfm.linalg import pages
 from fedfm.linalg.params import Layout, Params, layout_of
-from fedfm.models import checkpointing, inputs, metrics
+from fedfm.models import checkpointing, inputs, lengths, metrics
 from fedfm.models.adapters.adaptation import live_head
 from fedfm.models.block_outputs import blocks
 from fedfm.models.families import Parts, unwrapped
@@ -175,6 +176,7 @@ class Model:
             language_model=self.task == "language_modelling",
             most=most,
             loaders=self.loaders,
+            check=partial(lengths.check, self.tools),
         )
 
     def encode(self, rows: Rows) -> Rows:

@@ -17,7 +17,8 @@ class Tools:
         processor: the transformers image processor of ``image``, which an export saves, or None.
         tokenizer: or None.
         max_length: tokens.
-        positions: most positions of the model, or None without a limit.
+        positions: most tokens that the model has positions for, or None without a limit.
+        vocabulary: rows of the model's embedding of tokens, or None if it has no such table.
         template: how instructions are written, a text with {instruction}; None: by the tokenizer's chat template.
     """
 
@@ -26,4 +27,5 @@ class Tools:
     tokenizer: Any = None
     max_length: int = 128
     positions: int | None = None
+    vocabulary: int | None = None
     template: str | None = None

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedfm import seeds
 from fedfm.core.client import Client
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.training import augmentation
-from fedfm.training.optimisers import Local
+from fedfm.training.optimisers import Local, batches
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,13 @@ class Job:
 
     def orders(self) -> Iterator[np.ndarray]:
         """Row indexes of each mini-batch."""
-        return mini_batches(len(self.client.data.train), self.local.batch_size, self.local.epochs, self.client.seed)
+        n, joins = len(self.client.data.train), joins_last(self.client.model)
+        return mini_batches(n, self.local.batch_size, self.local.epochs, self.client.seed, joins)
 
     def rates(self) -> Iterator[float]:
         """Eta of every step of this round."""
         begin, end = self.client.span
-        steps = max(self.local.steps(len(self.client.data.train)), 1)
+        steps = max(self.local.steps(len(self.client.data.train), joins_last(self.client.model)), 1)
         total = round(steps / (end - begin)) if end > begin else steps  # a late client trains after the last round
         edges = [begin + (end - begin) * step / steps for step in range(steps + 1)]
         return (self.local.rate(a, b, total) for a, b in pairwise(edges))
@@ -57,8 +60,18 @@ def permutations(n: int, epochs: int, seed: int) -> Iterator[np.ndarray]:
     return (rng.permutation(n) for _ in range(epochs))
 
 
-def mini_batches(n: int, batch_size: int, epochs: int, seed: int) -> Iterator[np.ndarray]:
-    """Row indexes of each mini-batch; every epoch has its own order."""
+def mini_batches(n: int, batch_size: int, epochs: int, seed: int, joins: bool = False) -> Iterator[np.ndarray]:
+    """Row indexes of each mini-batch; every epoch has its own order.
+
+    Args:
+        joins: a last batch of one row joins the batch before it.
+    """
+    count = batches(n, batch_size, joins)
     for order in permutations(n, epochs, seed):
-        for start in range(0, n, batch_size):
-            yield order[start : start + batch_size]
+        for k in range(count):
+            yield order[k * batch_size : (k + 1) * batch_size if k + 1 < count else n]
+
+
+def joins_last(model: Any) -> bool:
+    """Whether a last batch of one row joins the batch before it: batch norm has no variance of one value."""
+    return any(isinstance(m, _BatchNorm) for m in getattr(model, "train_too", ()))

@@ -166,9 +166,23 @@ class Local:
         """Raise a ClientFault, with the first tensor that differs, if w is not a client's own model of this kind."""
         match(w, model.layout, "model")
 
-    def steps(self, n: int) -> int:
-        """Number of optimiser steps over n rows."""
-        return self.epochs * -(-n // self.batch_size)
+    def steps(self, n: int, joins: bool = False) -> int:
+        """Number of optimiser steps over n rows; ``joins`` as of :func:`batches`."""
+        return self.epochs * batches(n, self.batch_size, joins)
+
+
+def batches(n: int, size: int, joins: bool = False) -> int:
+    """Number of mini-batches of n rows.
+
+    Args:
+        joins: a last batch of one row joins the batch before it (see :func:`fedfm.training.job.joins_last`).
+
+    Example:
+        >>> batches(65, 32), batches(65, 32, joins=True), batches(1, 32, joins=True)
+        (3, 2, 1)
+    """
+    count = -(-n // size)
+    return count - 1 if joins and count > 1 and size > 1 and n % size == 1 else count
 
 
 @runtime_checkable

@@ -1,0 +1,59 @@
+"""Weights that are no numbers, told with their tensor and file: later they would look like training that diverged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedfm.errors import InputError
+from fedfm.models.names import locate
+
+_INDEX = "model.safetensors.index.json"
+
+
+class Finite:
+    """Refuses a weight with NaN or infinity.
+
+    Args:
+        name: of the model.
+        weights: names of its parameters; a buffer, e.g. a mask, may hold infinity.
+    """
+
+    def __init__(self, name: str, weights: Collection[str]) -> None:
+        self._name, self._weights = name, weights
+
+    def __call__(self, name: str, tensor: Tensor) -> None:
+        """Check one tensor.
+
+        Raises:
+            InputError: with its name, the first place and its file.
+        """
+        if name not in self._weights or not tensor.is_floating_point() or tensor.element_size() < 2:
+            return
+        if bool(torch.isfinite(tensor.sum(dtype=torch.float64))) or bool(torch.isfinite(tensor).all()):
+            return
+        place = torch.nonzero(~torch.isfinite(tensor))
+        first = tuple(place[0].tolist())
+        where = f"{name}{list(first)}" if first else name
+        raise InputError(
+            f"model.name: {_file(self._name, name)}: {where} is {float(tensor[first])}"
+            f"{f', and {len(place) - 1:,} more of its numbers are not finite' if len(place) > 1 else ''}: the weights "
+            "are damaged; take a sound copy"
+        )
+
+
+def _file(name: str, tensor: str) -> str:
+    """The file of a model's tensor as far as its folder tells it, else the model."""
+    place = locate(name)
+    if not isinstance(place, Path) or place.is_file():
+        return str(place)
+    try:
+        shards = json.loads((place / _INDEX).read_text())["weight_map"]
+    except (OSError, ValueError, KeyError):
+        single = place / "model.safetensors"
+        return str(single if single.is_file() else place)
+    return str(place / shards.get(tensor, _INDEX))
