@@ -45,6 +45,7 @@ def check(args: Any) -> int:
             locate(experiment.model.name)
         if isinstance(experiment.method, Founded):
             experiment.method.check_foundation()
+        from fedfm.runtime import beforehand
         from fedfm.runtime.description import (
             fits,
             of_arrival,
@@ -63,6 +64,7 @@ def check(args: Any) -> int:
         if population.clients:
             enough(experiment, population.clients)
         fits(experiment, population.model)
+        beforehand.check(experiment.method, population)
         sizes = list(population.sizes().values()) if population.clients else None  # the silos have the rows
         classes = list(population.federated.table.classes)
         trainable = sum(population.model.layout.sizes.values())

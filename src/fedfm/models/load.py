@@ -7,16 +7,18 @@ a CIFAR ResNet, a Hugging Face hub id. Weights are read from safetensors only; c
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor, nn
 
 from fedfm import seeds
+from fedfm.core.libraries import refuse
 from fedfm.errors import InputError
 from fedfm.linalg.params import to_bytes
 from fedfm.models import (
@@ -45,6 +47,8 @@ from fedfm.models.preference import PreferenceModel
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.models.tools import Tools
 
+P = ParamSpec("P")
+
 _FITS = {
     "classification": ("image", "text", "features"),
     "zero_shot": ("image",),
@@ -70,6 +74,18 @@ class LinearSoftmax(nn.Module):
         return self.head(features)  # type: ignore[no-any-return]
 
 
+def _naming_the_model(load: Callable[Concatenate[ModelSpec, P], Model]) -> Callable[Concatenate[ModelSpec, P], Model]:
+    """A library's error in loading a model as a refusal of its name."""
+
+    @functools.wraps(load)
+    def loaded(spec: ModelSpec, *args: P.args, **settings: P.kwargs) -> Model:
+        with refuse(f"model.name: {spec.name!r} cannot be made the model of this task"):
+            return load(spec, *args, **settings)
+
+    return loaded
+
+
+@_naming_the_model
 def load_model(
     spec: ModelSpec,
     *,

@@ -20,6 +20,7 @@ from fedfm.models.model import Model
 from fedfm.models.preference import PreferenceModel
 from fedfm.privacy import plausibility
 from fedfm.privacy.accountant import Accountant
+from fedfm.runtime import beforehand
 from fedfm.runtime.disclosure import fingerprints, tell
 from fedfm.runtime.population import REST, Partitioned, feature_dim, operations
 from fedfm.runtime.who_scores import unscored
@@ -92,6 +93,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     for name, value in prints.items():
         if name in before and before[name] != value:
             raise InputError(f"the {name} changed since this run began: a resumed run needs what it started with")
+    beforehand.check(run.experiment.method, population)
     notices = [*of_rows(run.experiment.method, population), *of_model(run.experiment.run, population.model)]
     notices += [*of_first_batch(population), *_elsewhere(run, population.model), *of_delta(run.experiment, population)]
     told = [*of_method(run.experiment.method), *of_arrival(run.experiment, len(population.clients))]
@@ -165,7 +167,13 @@ def of_arrival(experiment: Experiment, clients: int) -> list[str]:
 def of_rows(method: Method[Any], population: Partitioned) -> list[str]:
     """Notices about the rows: what is left out, and what was probably not meant so."""
     found = [*population.federated.notices, *_no_task(population), *spellings(population.federated.table.classes)]
-    return [*found, *_untrained(population), *_unjudged(method, population), *cut_notices(population)]
+    return [
+        *found,
+        *_untrained(population),
+        *_unjudged(method, population),
+        *cut_notices(population),
+        *beforehand.notices(population),
+    ]
 
 
 def cut_notices(population: Partitioned) -> list[str]:

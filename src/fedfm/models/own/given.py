@@ -21,6 +21,7 @@ from fedfm.linalg.params import to_bytes
 from fedfm.models.ends import known, seen
 from fedfm.models.memory import in_halves, warned
 from fedfm.models.metrics import nothing, scores
+from fedfm.models.own.module_checks import check_module
 from fedfm.models.own.trainer import ITEMS, TrainersModule, is_trainer
 from fedfm.models.wrap import WrappedModel, wrap
 
@@ -196,6 +197,7 @@ class Given:
     def model(self, classes: Sequence[str] = ()) -> WrappedModel:
         """The module as a model that has seen no rows."""
         module = self.module
+        check_module(module)
         live = [p for p in module.parameters() if p.requires_grad]
         if not live:
             raise InputError("model: no parameter requires a gradient: there is nothing to train")

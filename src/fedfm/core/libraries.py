@@ -1,0 +1,51 @@
+"""Errors that a library raises on account of a user's model, rows or settings, as one line of ours.
+
+An error that is raised in our own code is a defect of ours, and passes as it is: with its traceback. Which of the two
+it is, the place where it was raised tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from fedfm.errors import FedfmError, InputError, first_line
+
+_OURS = Path(__file__).resolve().parents[1]
+
+
+@contextlib.contextmanager
+def refuse(where: str) -> Iterator[None]:
+    """Context manager: an error of a library becomes an InputError that begins with ``where``.
+
+    Errors of the system, of memory and of missing packages are no matter of the input, and pass.
+
+    Raises:
+        InputError: with the first line of the library's own text; the error is its cause.
+    """
+    try:
+        yield
+    except (FedfmError, OSError, MemoryError, ImportError):
+        raise
+    except Exception as error:
+        if is_ours(error) or _is_of_memory(error):
+            raise
+        raise InputError(f"{where}: {told(error)}") from error
+
+
+def told(error: BaseException, most: int = 300) -> str:
+    """Kind and first line of an error."""
+    text = first_line(error, most)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether it was raised by a line of fedfm, not by what such a line calls."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(_OURS)
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    return type(error).__name__ in ("OutOfMemoryError", "AcceleratorError")

@@ -1,0 +1,188 @@
+"""What rows, model and libraries tell before the first round, so that it costs no client its part in the run.
+
+Each picture is opened, the widths of feature vectors are looked at, tokens are compared with the embedding, and the
+model computes the loss of a few rows. What is wrong is refused with its place; what may be wrong is a notice.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedfm.core.federation import MAX_NORM
+from fedfm.core.libraries import refuse, told
+from fedfm.core.method import Method
+from fedfm.data.table import Table
+from fedfm.errors import InputError
+from fedfm.models import lengths
+from fedfm.models.model import Model
+from fedfm.runtime.population import Partitioned
+from fedfm.training import TrainsLocally
+from fedfm.training.job import joins_last
+
+_FEW = 2  # rows whose loss is computed
+_NAMED = 3  # pictures in a message
+_WIDE = 1e4  # a column of feature vectors this many times as wide as the median one, and at least so wide, is told
+
+
+def check(method: Method[Any], population: Partitioned) -> None:
+    """Refuse what would fail in a client.
+
+    Raises:
+        InputError: with the file, the row, the client or the key.
+    """
+    table, model = population.federated.table, population.model
+    rows = _rows(population)
+    if table.kind == "image" and not isinstance(table.inputs, np.ndarray):
+        _check_pictures(table, rows)
+    if table.kind == "features" and len(rows):
+        _check_columns(table)
+    if not isinstance(model, Model) or not population.clients:
+        return
+    if lengths.exceeds(model.tools):
+        model.prepare(table, rows)
+    if population.client_model is None or model.hollow:
+        return
+    if table.kind != "own":  # federate tries the user's module itself
+        _try(method, population)
+    if isinstance(method, TrainsLocally) and joins_last(model):
+        _try_single(method, population)
+
+
+def notices(population: Partitioned) -> list[str]:
+    """Lines about feature vectors of which one column is much wider than the others."""
+    table = population.federated.table
+    if table.kind != "features" or not len(table.inputs):
+        return []
+    widths = _widths(table)
+    usual = max(float(np.median(widths)), 1.0)
+    wide = np.flatnonzero(widths > _WIDE * usual)
+    if not len(wide):
+        return []
+    more = f", and {len(wide) - 1} more columns as wide" if len(wide) > 1 else ""
+    return [
+        f"{table.source}: column x[:, {wide[0]}] has numbers up to {widths[wide[0]]:.3g}, the usual column up to "
+        f"{usual:.3g}{more}: it alone decides the steps of training; give it in other units, or set data.scale"
+    ]
+
+
+def _rows(population: Partitioned) -> np.ndarray:
+    """All rows that a client or the server reads, each once."""
+    parts = [population.federated.test]
+    for of in population.federated.clients.values():
+        parts += [of.train, of.val, of.test]
+    return np.unique(np.concatenate(parts).astype(np.int64))
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _check_pictures(table: Table, rows: np.ndarray) -> None:
+    """Open every picture: a file that ends too early is found by decoding it, for a JPEG in an eighth of its size."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        faults = pool.map(_fault_of_picture, (table.inputs[i] for i in rows.tolist()))
+        found = [(row, fault) for row, fault in zip(rows.tolist(), faults, strict=True) if fault]
+    if not found:
+        return
+    places = [_place(table, row) for row, _ in found[:_NAMED]]
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    raise InputError(f"{', '.join(places)}{more}: {found[0][1]}: replace or remove what cannot be read")
+
+
+def _place(table: Table, row: int) -> str:
+    picture = table.inputs[row]
+    return f"{table.source}, row {row + 1}" if isinstance(picture, bytes) else str(Path(picture))
+
+
+def _fault_of_picture(picture: str | Path | bytes) -> str:
+    """Why it cannot be read; "" if it can."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(picture) if isinstance(picture, bytes) else picture) as opened:
+            opened.draft("RGB", (opened.width // 8, opened.height // 8))
+            opened.load()
+    except Image.UnidentifiedImageError:
+        return "not a picture that can be read"
+    except Exception as error:  # decoders of damaged files raise anything
+        return told(error)
+    return ""
+
+
+def _check_columns(table: Table) -> None:
+    widths = _widths(table)
+    j = int(widths.argmax())
+    if widths[j] > MAX_NORM:
+        raise InputError(
+            f"{table.source}: column x[:, {j}] has numbers up to {widths[j]:.3g}, beyond what training in single "
+            f"precision takes ({MAX_NORM:g}): give it in other units, leave it out, or set data.scale"
+        )
+
+
+def _widths(table: Table) -> np.ndarray:
+    """The largest absolute number of each column (d,)."""
+    x: np.ndarray = table.inputs
+    return np.maximum(x.max(0), -x.min(0)).astype(np.float64)
+
+
+# --- the model on rows ------------------------------------------------------------------------------------------------
+
+
+def _try(method: Method[Any], population: Partitioned) -> None:
+    """The model computes what it sends or trains on, of the first client's first rows."""
+    model, table = population.model, population.federated.table
+    clients = (population.federated.clients[name] for name in population.clients)
+    first = next((of.train[:_FEW] for of in clients if len(of.train)), None)
+    if first is None:
+        return
+    with refuse(f"model.name: {model.spec.name!r} cannot compute the rows of {table.source}"):
+        rows = model.prepare(table, first)
+        if not len(rows):
+            return
+        rows = (population.encode or model.encode)(rows)
+        if isinstance(method, TrainsLocally):
+            with model.evaluating(), torch.random.fork_rng(devices=[]):
+                model.loss(rows.batch(range(min(_FEW, len(rows)))))
+
+
+def _try_single(method: TrainsLocally, population: Partitioned) -> None:
+    """Train on one row where a client has no more, or takes no more: batch norm may have no variance of it."""
+    model, size = population.model, method.local.batch_size
+    clients = population.federated.clients
+    alone = [
+        name for name in population.clients if len(clients[name].train) == 1 or (size == 1 and clients[name].train.size)
+    ]
+    if not alone:
+        return
+    batch = model.prepare(population.federated.table, clients[alone[0]].train[:1]).batch([0])
+    kept = [(t, t.clone()) for t in _statistics(model)]
+    model.train_mode()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model.loss(batch)
+    except ValueError as error:
+        more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
+        what = "method.local.batch_size = 1" if size == 1 else f"{alone[0]}{more} has one training row"
+        raise InputError(
+            f"{what}, and the model's batch norm takes its statistics from the rows of a batch ({told(error)}): "
+            + ("take 2 at least" if size == 1 else "give it more rows, or leave it out")
+        ) from error
+    finally:
+        model.eval_mode()
+        with torch.no_grad():
+            for tensor, value in kept:
+                tensor.copy_(value)
+
+
+def _statistics(model: Model) -> Iterator[torch.Tensor]:
+    """The buffers of batch norm, which a pass in training mode changes."""
+    norms: Sequence[Any] = [m for m in model.train_too if isinstance(m, _BatchNorm)]
+    return (buffer for norm in norms for buffer in norm.buffers())
