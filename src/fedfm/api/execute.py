@@ -13,7 +13,7 @@ from typing import Any
 
 from fedfm.config.experiment import Experiment
 from fedfm.config.own_code import filled
-from fedfm.core import storage
+from fedfm.core import libraries, storage
 from fedfm.data.spec import IN_MEMORY
 from fedfm.engines.start import start
 from fedfm.errors import FedfmError, InputError, RunError
@@ -143,6 +143,10 @@ def drive(
         if (place := storage.place_of(error, (run.path, *row_cache.places()))) is None:
             raise
         raise storage.not_written(place, error) from error
+    except Exception as error:
+        if not libraries.is_library(error):  # a defect, or the user's own code: it is shown as it is
+            raise
+        raise RunError(f"a library failed: {libraries.told(error)}") from error
     finally:
         progress.finished()
     from fedfm.reports import dossier

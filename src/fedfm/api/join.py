@@ -14,6 +14,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.capabilities import Joining
 from fedfm.core.fields import check
+from fedfm.core.libraries import refuse
 from fedfm.core.messages import Request
 from fedfm.core.method import Method
 from fedfm.errors import InputError
@@ -33,6 +34,7 @@ from fedfm.training import TrainsLocally, any_rank
 NAME = "newcomer"
 
 
+@refuse("the newcomer cannot join with this model and these rows")
 def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[str, Any]:
     """Train a newcomer's model and store it in the run, under the newcomer's name.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedfm.api import own_runs
 from fedfm.core import storage
+from fedfm.core.libraries import refuse
 from fedfm.core.locks import alone_in
 from fedfm.core.text import to_json
 from fedfm.errors import InputError, RunError
@@ -108,6 +109,7 @@ def _another(run: Run, client: str | None) -> bool:
     return True
 
 
+@refuse("the run's model cannot predict these rows")
 def predict(
     path: str | Path,
     file: Any,
@@ -281,6 +283,7 @@ def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+@refuse("the run's model cannot be exported")
 def export(
     path: str | Path,
     to: Target,

@@ -29,10 +29,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        if (text := _about_a_file(error, args)) is None:
-            raise  # a defect here, or the network
-        tell(f"fedfm: {text}", sys.stderr)
+        tell(f"fedfm: {_about_a_file(error, args) or _unforeseen(error)}", sys.stderr)
         return 1
+
+
+def _unforeseen(error: Exception) -> str:
+    """A defect of fedfm, or what nobody has thought of in a library, as one line."""
+    from fedfm.core import libraries
+
+    try:
+        place = f"the traceback is in {libraries.kept(error)}"
+    except OSError as failure:
+        place = f"the traceback could not be written: {failure.strerror}"
+    whose = "an error of a library" if libraries.is_library(error) else "a defect of fedfm, please report it"
+    return f"{libraries.told(error)} ({whose}; {place})"
 
 
 def _about_a_file(error: Exception, args: argparse.Namespace) -> str | None:

@@ -7,6 +7,8 @@ it is, the place where it was raised tells.
 from __future__ import annotations
 
 import contextlib
+import sysconfig
+import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +47,23 @@ def is_ours(error: BaseException) -> bool:
     """Whether it was raised by a line of fedfm, not by what such a line calls."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(_OURS)
+
+
+def is_library(error: BaseException) -> bool:
+    """Whether it was raised by a line of an installed package or of Python's own library."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or is_ours(error):
+        return False
+    place = Path(frames[-1].filename)
+    return any(place.is_relative_to(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib"))
+
+
+def kept(error: BaseException) -> Path:
+    """A new file, for its owner alone, with the traceback."""
+    handle, name = tempfile.mkstemp(prefix="fedfm-", suffix=".traceback.txt")
+    with open(handle, "w", encoding="utf-8", errors="replace") as file:
+        file.write("".join(traceback.format_exception(error)))
+    return Path(name)
 
 
 def _is_of_memory(error: BaseException) -> bool:

@@ -40,7 +40,7 @@ class Finite:
         first = tuple(place[0].tolist())
         where = f"{name}{list(first)}" if first else name
         raise InputError(
-            f"model.name: {_file(self._name, name)}: {where} is {float(tensor[first])}"
+            f"{_file(self._name, name)}: {where} is {float(tensor[first])}"
             f"{f', and {len(place) - 1:,} more of its numbers are not finite' if len(place) > 1 else ''}: the weights "
             "are damaged; take a sound copy"
         )

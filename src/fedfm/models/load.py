@@ -320,7 +320,11 @@ def as_saved(name: str, like: Any) -> tuple[nn.Module, str, set[str]]:
         families.check_alike(name, "cifar_resnet", families.type_of(like))
         loaded = _resnet(path, ModelSpec(name), None, "image", seed=0)
         return loaded.module, loaded.model_type, set()
-    return hub.as_saved(path, name, like)
+    module, model_type, drawn = hub.as_saved(path, name, like)
+    look = Finite(name, {key for key, _ in module.named_parameters()})
+    for key, parameter in module.named_parameters():
+        look(key, parameter.detach())
+    return module, model_type, drawn
 
 
 def _draw_head(module: nn.Module, new: list[str], seed: int) -> None:

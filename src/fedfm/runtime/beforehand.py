@@ -1,16 +1,13 @@
 """What rows, model and libraries tell before the first round, so that it costs no client its part in the run.
 
-Each picture is opened, the widths of feature vectors are looked at, tokens are compared with the embedding, and the
-model computes the loss of a few rows. What is wrong is refused with its place; what may be wrong is a notice.
+The widths of feature vectors are looked at, tokens are compared with the embedding, and the model computes the loss of
+a few rows (that pictures and cells can be read, reading has told already). What is wrong is refused with its place;
+what may be wrong is a notice.
 """
 
 from __future__ import annotations
 
-import io
-import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +26,6 @@ from fedfm.training import TrainsLocally
 from fedfm.training.job import joins_last
 
 _FEW = 2  # rows whose loss is computed
-_NAMED = 3  # pictures in a message
 _WIDE = 1e4  # a column of feature vectors this many times as wide as the median one, and at least so wide, is told
 
 
@@ -41,8 +37,6 @@ def check(method: Method[Any], population: Partitioned) -> None:
     """
     table, model = population.federated.table, population.model
     rows = _rows(population)
-    if table.kind == "image" and not isinstance(table.inputs, np.ndarray):
-        _check_pictures(table, rows)
     if table.kind == "features" and len(rows):
         _check_columns(table)
     if not isinstance(model, Model) or not population.clients:
@@ -83,38 +77,6 @@ def _rows(population: Partitioned) -> np.ndarray:
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
-
-
-def _check_pictures(table: Table, rows: np.ndarray) -> None:
-    """Open every picture: a file that ends too early is found by decoding it, for a JPEG in an eighth of its size."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        faults = pool.map(_fault_of_picture, (table.inputs[i] for i in rows.tolist()))
-        found = [(row, fault) for row, fault in zip(rows.tolist(), faults, strict=True) if fault]
-    if not found:
-        return
-    places = [_place(table, row) for row, _ in found[:_NAMED]]
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    raise InputError(f"{', '.join(places)}{more}: {found[0][1]}: replace or remove what cannot be read")
-
-
-def _place(table: Table, row: int) -> str:
-    picture = table.inputs[row]
-    return f"{table.source}, row {row + 1}" if isinstance(picture, bytes) else str(Path(picture))
-
-
-def _fault_of_picture(picture: str | Path | bytes) -> str:
-    """Why it cannot be read; "" if it can."""
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(picture) if isinstance(picture, bytes) else picture) as opened:
-            opened.draft("RGB", (opened.width // 8, opened.height // 8))
-            opened.load()
-    except Image.UnidentifiedImageError:
-        return "not a picture that can be read"
-    except Exception as error:  # decoders of damaged files raise anything
-        return told(error)
-    return ""
 
 
 def _check_columns(table: Table) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from fedfm import seeds
 from fedfm.core import storage
+from fedfm.core.libraries import refuse
 from fedfm.core.rows import Rows
 from fedfm.data.load import load_table
 from fedfm.data.table import Table, fingerprint
@@ -45,6 +46,7 @@ _TAMED, _START, _WRITTEN = "tamed.safetensors", "start", "written"  # in the che
 _OURS = (ABOUT, "checkpoint", "export")
 
 
+@refuse("model.name: a library fails on this model and these rows")
 def distil(
     what: str | Path | Mapping[str, Any] | Distillation, out: str | Path, *, watcher: EpochProgress | None = None
 ) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from fedfm.attacks.attack import halves_of
 from fedfm.config.experiment import Experiment
 from fedfm.core.capabilities import Costing
 from fedfm.core.client import Client, ClientId, Update
+from fedfm.core.libraries import refuse
 from fedfm.core.wire import codec
 from fedfm.linalg.params import Params
 from fedfm.linalg.quantised import EXACT
@@ -113,7 +114,8 @@ def _client_seconds(experiment: Experiment, population: Partitioned) -> float | 
         return None
     size = min(method.local.batch_size, len(data.train))
     passes = (method.passes if isinstance(method, Costing) else method.local.passes) / max(method.local.epochs, 1)
-    each = step_seconds(model, data.train, size)
+    with refuse(f"model.name: {model.spec.name!r} cannot be trained on these rows"):
+        each = step_seconds(model, data.train, size)
     if each is not None and each < 5:  # the first one loads what it needs
         each = step_seconds(model, data.train, size)
     if each is None:

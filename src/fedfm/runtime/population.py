@@ -19,6 +19,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.capabilities import Costing, Modelled, Needs, ParametersAlone, ServerFoundation, Viewing
 from fedfm.core.client import POOLED, ClientData, ClientId
+from fedfm.core.libraries import refuse
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.core.text import complain
@@ -225,8 +226,9 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
 
         return own_population.of_experiment(experiment)
     seed = experiment.run.seed
-    table = load_table(experiment.data, seed=seed, task=experiment.model.task)
-    federated = deal(table, experiment.data, seed=seed)
+    with refuse("data: a library cannot read these rows"):
+        table = load_table(experiment.data, seed=seed, task=experiment.model.task)
+        federated = deal(table, experiment.data, seed=seed)
     if experiment.model.name == WITHHELD:  # at a site: only the server has the model
         return Partitioned(federated, None)
     idle = server and not len(federated.test) and handles_parameters(experiment)

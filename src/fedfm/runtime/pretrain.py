@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm import seeds
+from fedfm.core.libraries import refuse
 from fedfm.core.rows import Rows
 from fedfm.data.load import load_table
 from fedfm.data.table import Table, contents, fingerprint
@@ -37,6 +38,7 @@ ABOUT = "pretrain.json"
 _OURS = (ABOUT, "checkpoint", "start", "export")
 
 
+@refuse("model.name: a library fails on this model and these rows")
 def pretrain(
     what: str | Path | Mapping[str, Any] | Pretraining, out: str | Path, *, watcher: EpochProgress | None = None
 ) -> dict[str, Any]:

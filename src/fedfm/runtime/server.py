@@ -144,10 +144,14 @@ class Server:
     def _commit(self, t: int, state: Any) -> Any:
         """Complete round t; returns the state for the next round. A large state is mapped from the checkpoint."""
         if (where := nonfinite(state, "state")) is not None:
-            last = f"round {t - 1} stands as it was committed" if t else "nothing is committed"
+            if not t:
+                raise RunError(
+                    f"the server's {where} has NaN or infinity before any training: the weights of model.name, or of "
+                    "what the method names besides, hold it; take a sound copy"
+                )
             raise RunError(
-                f"round {t}: the server's {where} has NaN or infinity; {last}. Training diverged: run it again with a "
-                "smaller learning rate"
+                f"round {t}: the server's {where} has NaN or infinity; round {t - 1} stands as it was committed. "
+                "Training diverged: run it again with a smaller learning rate"
             )
         self.fed.commit()
         if t and isinstance(self.method, Charting):

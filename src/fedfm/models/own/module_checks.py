@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -9,7 +10,7 @@ from fedfm.errors import InputError
 
 
 def check_module(module: nn.Module) -> None:
-    """Refuse parameters without a shape or of complex numbers.
+    """Refuse parameters without a shape, of complex numbers, or with NaN or infinity.
 
     Raises:
         InputError: with the first of them.
@@ -26,3 +27,5 @@ def check_module(module: nn.Module) -> None:
                 f"model: {name} is {str(parameter.dtype).removeprefix('torch.')}, and updates are sums of real "
                 "numbers: train its real and imaginary parts as two tensors, see torch.view_as_real"
             )
+        if parameter.is_floating_point() and parameter.element_size() > 1 and not bool(torch.isfinite(parameter).all()):
+            raise InputError(f"model: {name} has NaN or infinity before any training: load sound weights")
