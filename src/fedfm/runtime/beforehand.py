@@ -17,6 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedfm.core.federation import MAX_NORM
 from fedfm.core.libraries import refuse, told
 from fedfm.core.method import Method
+from fedfm.core.rows import Rows
+from fedfm.core.tokens import Tokens
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.models import lengths
@@ -109,10 +111,31 @@ def _try(method: Method[Any], population: Partitioned) -> None:
         rows = model.prepare(table, first)
         if not len(rows):
             return
-        rows = (population.encode or model.encode)(rows)
+        ready = (population.encode or model.encode)(rows)
         if isinstance(method, TrainsLocally):
             with model.evaluating(), torch.random.fork_rng(devices=[]):
-                model.loss(rows.batch(range(min(_FEW, len(rows)))))
+                model.loss(ready.batch(range(min(_FEW, len(ready)))))
+    if type(model) is Model and rows.tokens is not None and model.tools.positions is None:
+        _try_long(model, table, _rows(population), rows.tokens[0].tolist())
+
+
+def _try_long(model: Model, table: Table, rows: np.ndarray, ids: list[int]) -> None:
+    """The model computes a row as long as the longest, where it names no limit."""
+    most = model.tools.max_length
+    if table.kind == "text" and model.task == "classification":  # a token takes a byte at least
+        most = min(most, max(len(table.inputs[i].encode("utf-8", "replace")) for i in rows) + _FEW)
+
+    def compute(length: int) -> None:
+        long = [*ids[:-1], *ids[-2:-1] * max(length - len(ids), 0), *ids[-1:]][:length]
+        with model.evaluating(), torch.random.fork_rng(devices=[]):
+            model.logits(Rows(tokens=Tokens.of([long])).batch([0]))
+
+    try:
+        compute(most)
+    except (RuntimeError, IndexError, ValueError):
+        longest = model.prepare(table, rows).longest
+        with refuse(f"model.max_length = {model.tools.max_length}: {model.spec.name!r} computes no {longest} tokens"):
+            compute(longest)
 
 
 def _try_single(method: TrainsLocally, population: Partitioned) -> None:
