@@ -15,6 +15,7 @@ from pathlib import Path
 
 from fedfm.errors import FedfmError, InputError, first_line
 
+_PACKAGES = {"site-packages", "dist-packages"}
 _OURS = Path(__file__).resolve().parents[1]
 
 
@@ -55,7 +56,7 @@ def is_library(error: BaseException) -> bool:
     if not frames or is_ours(error):
         return False
     place = Path(frames[-1].filename)
-    return any(place.is_relative_to(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib"))
+    return bool(_PACKAGES & {*place.parts}) or place.is_relative_to(sysconfig.get_path("stdlib"))
 
 
 def kept(error: BaseException) -> Path:
