@@ -1,9 +1,12 @@
 """Multiply-accumulates against sums written out by hand, and against torch's own counter where it counts."""
 
 import pytest
+import torch
 from tiny_models import images, load, prose, vectors
 
+from fedfm.core.rows import Rows
 from fedfm.models.costs import Costs, Macs, per_sample, rounds_to
+from fedfm.models.wrap import wrap
 
 
 def one(model, table, n=1):
@@ -71,3 +74,23 @@ def test_counting_leaves_the_model_as_it_was(adaptation):
     one(model, table)
     assert model.params().sha256() == before
     assert not model.module.training
+
+
+@pytest.mark.parametrize("shapes", [("baddbmm", (2, 3, 5), (2, 3, 4), (2, 4, 5)), ("addmm", (3, 5), (3, 4), (4, 5))])
+def test_a_product_counts_alike_however_its_factors_are_given(shapes):
+    """BLOOM gives them by name."""
+    name, *sizes = shapes
+    bias, a, b = (torch.ones(size) for size in sizes)
+    words = ("batch1", "batch2") if name == "baddbmm" else ("mat1", "mat2")
+
+    class Net(torch.nn.Module):
+        def __init__(self, named):
+            super().__init__()
+            self.w, self.named = torch.nn.Parameter(torch.zeros(1)), named
+
+        def forward(self, features):
+            call = getattr(bias, name)
+            return call(**dict(zip(words, (a, b), strict=True))) if self.named else call(a, b)
+
+    found = [per_sample(wrap(Net(named), lambda m, b: None), Rows({"features": torch.zeros(1, 1)})) for named in (1, 0)]
+    assert found == [Macs(a.numel() * b.shape[-1], 0)] * 2

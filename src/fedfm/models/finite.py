@@ -56,4 +56,5 @@ def _file(name: str, tensor: str) -> str:
     except (OSError, ValueError, KeyError):
         single = place / "model.safetensors"
         return str(single if single.is_file() else place)
-    return str(place / shards.get(tensor, _INDEX))
+    found = (file for name, file in shards.items() if f".{tensor}".endswith(f".{name}"))  # saved without its head
+    return str(place / next(found, _INDEX))

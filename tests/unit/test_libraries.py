@@ -1,0 +1,41 @@
+"""Whose error it is: a library's becomes a line about the input, a defect of ours stays one."""
+
+import pytest
+import torch
+
+from fedfm.cli import main
+from fedfm.core import libraries
+from fedfm.errors import InputError
+from fedfm.linalg.params import Params
+
+
+class TestRefusing:
+    def test_a_librarys_error_becomes_a_line_about_the_input(self):
+        with pytest.raises(InputError, match=r"^data: rows: RuntimeError: ") as found, libraries.refuse("data: rows"):
+            torch.nn.functional.conv2d(torch.zeros(1, 1, 2, 2), torch.zeros(1, 2, 3, 3))
+        assert isinstance(found.value.__cause__, RuntimeError)
+
+    def test_a_defect_of_ours_passes(self):
+        with pytest.raises(KeyError), libraries.refuse("data"):
+            Params({"a": torch.zeros(2)})["b"]
+
+    @pytest.mark.parametrize("error", [MemoryError(), FileNotFoundError("x"), torch.OutOfMemoryError("full")])
+    def test_what_is_no_matter_of_the_input_passes(self, error):
+        with pytest.raises(type(error)), libraries.refuse("data"):
+            raise error
+
+
+def test_a_defect_is_one_line_that_says_where_the_traceback_is(tmp_path, monkeypatch, capsys):
+    def broken(args):
+        raise ZeroDivisionError("by nothing")
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("fedfm.cli.commands.listing", broken)
+    assert main(["list", "methods"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    (file,) = tmp_path.iterdir()
+    assert line.startswith("fedfm: ZeroDivisionError: by nothing (")
+    assert str(file) in line
+    assert "in broken" in file.read_text()
+    assert file.stat().st_mode & 0o077 == 0
