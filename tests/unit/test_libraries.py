@@ -15,11 +15,18 @@ class TestRefusing:
             torch.nn.functional.conv2d(torch.zeros(1, 1, 2, 2), torch.zeros(1, 2, 3, 3))
         assert isinstance(found.value.__cause__, RuntimeError)
 
+    @pytest.mark.parametrize("error", [OSError("no tokenizer there"), ImportError("no package of that name")])
+    def test_what_libraries_say_of_their_own_files_and_packages_becomes_one_too(self, error):
+        with pytest.raises(InputError, match=str(error)), libraries.refuse("model.name"):
+            raise error
+
     def test_a_defect_of_ours_passes(self):
         with pytest.raises(KeyError), libraries.refuse("data"):
             Params({"a": torch.zeros(2)})["b"]
 
-    @pytest.mark.parametrize("error", [MemoryError(), FileNotFoundError("x"), torch.OutOfMemoryError("full")])
+    @pytest.mark.parametrize(
+        "error", [MemoryError(), FileNotFoundError(2, "no such file", "x"), torch.OutOfMemoryError("full")]
+    )
     def test_what_is_no_matter_of_the_input_passes(self, error):
         with pytest.raises(type(error)), libraries.refuse("data"):
             raise error

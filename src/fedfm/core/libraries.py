@@ -23,17 +23,18 @@ _OURS = Path(__file__).resolve().parents[1]
 def refuse(where: str) -> Iterator[None]:
     """Context manager: an error of a library becomes an InputError that begins with ``where``.
 
-    Errors of the system, of memory and of missing packages are no matter of the input, and pass.
+    Errors of the system and of memory are no matter of the input, and pass.
 
     Raises:
         InputError: with the first line of the library's own text; the error is its cause.
     """
     try:
         yield
-    except (FedfmError, OSError, MemoryError, ImportError):
+    except (FedfmError, MemoryError):
         raise
     except Exception as error:
-        if is_ours(error) or _is_of_memory(error):
+        of_system = isinstance(error, OSError) and error.errno is not None  # libraries raise it for their own, too
+        if of_system or is_ours(error) or _is_of_memory(error):
             raise
         raise InputError(f"{where}: {told(error)}") from error
 
