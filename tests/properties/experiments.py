@@ -224,8 +224,8 @@ def main() -> None:
                 frame = traceback.extract_tb(error.__traceback__)[-1]
                 if (kind := f"{frame.filename}:{frame.lineno} {str(error)[:80]}") not in known:
                     known.add(kind)
-                    said = f"{seed} {type(error).__name__}: {str(error)[:300]} ({kind}) {json.dumps(drawn_now.get('last'))}"
-                    sys.stdout.write(f"{said}\n")
+                    text, tables = f"{type(error).__name__}: {str(error)[:300]}", json.dumps(drawn_now.get("last"))
+                    sys.stdout.write(f"{seed} {text} ({kind}) {tables}\n")
                     sys.stdout.flush()
     sys.stdout.write(f"{dict(found)}\n")
 

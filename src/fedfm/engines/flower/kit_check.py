@@ -11,7 +11,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.engines.flower import authority, kits, server_seen
 from fedfm.engines.flower.kits import Kit
 from fedfm.errors import InputError, first_line
-from fedfm.runtime import silo_file, silo_identity, silo_terms
+from fedfm.runtime import beforehand, silo_file, silo_identity, silo_terms
 
 _SOON = 30  # days before its end at which a certificate is told of
 OK, DIFFERS, NOTE = "ok", "differs", "note"
@@ -204,7 +204,9 @@ def _model(silo: silo_file.Silo, needed: Experiment) -> str:
     spec = silo_file.listed_model(silo, needed.model)
     federated = silo_file.deal(silo, needed.data, seed=needed.run.seed, task=needed.model.task)
     mine = silo_file.agreed(silo, federated.table)
-    found = silo_file.populate(silo, needed, mine).model
+    population = silo_file.populate(silo, needed, mine)
+    found = population.model
+    beforehand.check(needed.method, population)
     if found is None:
         return "the clients of this method have none"
     pinned = needed.model.fingerprint

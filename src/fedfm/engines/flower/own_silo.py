@@ -17,7 +17,7 @@ from fedfm.engines.flower import client_stub
 from fedfm.engines.flower.silo_log import SiloLog
 from fedfm.errors import E_REFUSED, OF_NO_ROW, ClientFault, InputError, first_line
 from fedfm.privacy.policy import EXPOSES, HELLO
-from fedfm.runtime import silo_file, silo_identity, silo_terms
+from fedfm.runtime import beforehand, silo_file, silo_identity, silo_terms
 from fedfm.runtime.description import cut_notices
 from fedfm.runtime.late_scores import PARTS
 from fedfm.runtime.population import Partitioned
@@ -123,7 +123,9 @@ class Own:
         found = silo_file.populate(self._silo, experiment, classes)
         self._rows = sum(len(rows.train) for rows in found.federated.clients.values())
         silo_terms.check(self._silo, experiment, self._rows)
-        for notice in cut_notices(found):
+        beforehand.check(experiment.method, found)
+        said = () if found.model is None else found.model.notices
+        for notice in (*cut_notices(found), *beforehand.notices(found), *said):
             self.log.note(f"run {self._folder.parent.name}: {notice}")
         return found
 
