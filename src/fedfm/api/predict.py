@@ -173,7 +173,7 @@ def _predicted(path: str | Path, file: Any, client: str | None, last: bool, give
         result = {"run": str(path)} | by_task(run.experiment.method, model, w, table)
     if _ID in table.columns:
         result["ids"] = table.columns[_ID].tolist()
-    result["warnings"] = [*table.notices, *_certain(result["probabilities"])]
+    result["warnings"] = [*model.notices, *table.notices, *_certain(result["probabilities"])]
     folder = Path(file).expanduser()
     if folder.is_dir() and isinstance(table.inputs[0], str):  # a folder of tables holds none
         result["files"] = [os.path.relpath(picture, folder) for picture in table.inputs]

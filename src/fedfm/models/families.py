@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from fedfm.errors import InputError
+from fedfm.models.heads import head_of
 from fedfm.models.stages import find_blocks, unread_by_text
 
 
@@ -227,7 +228,12 @@ def _resolve(module: nn.Module, prefix: str, path: str) -> str:
 
 
 def _guess(module: nn.Module) -> Parts:
-    """The blocks as :mod:`fedfm.models.stages` finds them; the head is the last linear layer."""
+    """The blocks as :mod:`fedfm.models.stages` finds them; the head is what transformers says, else the last linear
+    layer.
+    """
     unread = unread_by_text(module)
-    head = next((path for path, m in reversed(list(module.named_modules())) if isinstance(m, nn.Linear)), "")
+    if hasattr(module, "get_output_embeddings"):
+        head = head_of(module)
+    else:
+        head = next((path for path, m in reversed(list(module.named_modules())) if isinstance(m, nn.Linear)), "")
     return Parts(None, find_blocks(module, unread), None, None, head, unread=unread, whole=module)

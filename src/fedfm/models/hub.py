@@ -13,7 +13,17 @@ from torch import Tensor, nn
 
 from fedfm.core.fields import check
 from fedfm.errors import InputError, close
-from fedfm.models import devices, encoder_decoder, families, fhe_friendly, inputs, lengths, quantised, templates, weights
+from fedfm.models import (
+    devices,
+    encoder_decoder,
+    families,
+    fhe_friendly,
+    inputs,
+    lengths,
+    quantised,
+    templates,
+    weights,
+)
 from fedfm.models.architectures import pooled_encoder
 from fedfm.models.architectures.clip_zero_shot import ZeroShotClassifier
 from fedfm.models.architectures.dual_encoder import MODEL_TYPES, DualEncoder, tokenised
@@ -39,10 +49,11 @@ class Loaded:
             another version changes nothing.
         new: paths of the modules that were created for this task.
         tools: preprocessing of its rows.
-        missing: names of the weights that the checkpoint lacks, or has in another shape.
+        missing: names of the weights that the checkpoint lacks, or has in another shape, since they are new here.
         stored: the weights as the checkpoint has them, where the module has others: a quantised base; else None.
         placed: whether the module is on its devices already.
         hollow: whether its weights are zeros that take no memory.
+        notices: what was guessed.
     """
 
     module: nn.Module
@@ -54,6 +65,7 @@ class Loaded:
     stored: Mapping[str, Tensor] | None = None
     placed: bool = False
     hollow: bool = False
+    notices: tuple[str, ...] = ()
 
 
 def pretrained(
@@ -90,14 +102,26 @@ def pretrained(
         auto_class = getattr(transformers, f"AutoModelFor{auto}")
         about = config.to_diff_dict()
         shape = weights.hollow(auto_class, path, spec, config, task) if hollow else None
-        module, missing, stored = shape or weights.module_of(auto_class, path, spec, config, seed, task)
+        read, stored = shape or weights.module_of(auto_class, path, spec, config, seed, task)
+    module = read.module
     if fhe_friendly.is_twin(module):
         fhe_friendly.install(module, module.config)
     if tools.tokenizer is not None:
         tools = lengths.fitted(tools, spec, module, config)
-    new = weights.new_modules(module, config.model_type, missing) if task == "classification" else []
+    new = weights.new_modules(module, config.model_type, read.new) if task == "classification" else []
     placed = stored is not None or bool(devices.placement(spec.device))
-    return Loaded(module, config.model_type, about, new, tools, frozenset(missing), stored, placed, shape is not None)
+    return Loaded(
+        module,
+        config.model_type,
+        about,
+        new,
+        tools,
+        frozenset(read.new),
+        stored,
+        placed,
+        hollow=shape is not None,
+        notices=tuple(read.notices),
+    )
 
 
 def _of_encoder(path: Path | str, spec: ModelSpec, config: Any, classes: tuple[str, ...], seed: int) -> Loaded:
@@ -112,17 +136,15 @@ def _of_encoder(path: Path | str, spec: ModelSpec, config: Any, classes: tuple[s
         )
     about = config.to_diff_dict()
     pooled_encoder.sees_all(config)
-    processor = _image_processor(path, config)
+    processor, guess = _image_processor(path, spec, config)
     image = inputs.processor_call(processor)
     with torch.device("meta"):
         skeleton = transformers.AutoModel.from_config(config)
     blank = Image.new("RGB", (8, 8))
     pooling, width = pooled_encoder.pooling_of(skeleton, image([blank, blank]), spec.name)
-    encoder, missing = weights.load(transformers.AutoModel, path, spec, config, seed, DTYPES[spec.dtype])
-    if missing:
-        raise InputError(f"model.name: the weights of {spec.name!r} lack {min(missing)}")
-    module = PooledEncoder(encoder, pooling, width, len(classes))
-    return Loaded(module, config.model_type, about, ["classifier"], Tools(image=image, processor=processor))
+    read = weights.load(transformers.AutoModel, path, spec, config, seed, DTYPES[spec.dtype], head=False)
+    module, tools = PooledEncoder(read.module, pooling, width, len(classes)), Tools(image, processor, notices=guess)
+    return Loaded(module, config.model_type, about, ["classifier"], tools, notices=tuple(read.notices))
 
 
 def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed: int) -> Loaded:
@@ -147,10 +169,8 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
                 'model.task = "classification"'
             )
         tools = _tools(path, spec, config.text_config, "text")
-        clip, missing = weights.load(transformers.AutoModel, path, spec, config, seed, DTYPES[spec.dtype])
-        if missing:
-            raise InputError(f"model.name: the weights of {spec.name!r} lack {min(missing)}, which zero_shot needs")
-        tools = lengths.fitted(tools, spec, clip, config.text_config)
+        read = weights.load(transformers.AutoModel, path, spec, config, seed, DTYPES[spec.dtype], head=False)
+        tools = lengths.fitted(tools, spec, read.module, config.text_config)
         siglip = config.model_type == "siglip"
         prompts = tokenised(
             tools.tokenizer,
@@ -160,14 +180,14 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
             whole=siglip,  # SigLIP was trained so, and reads the last place
             context=adapt.tokens if adapt.name == "prompt" else 0,
         )
-        dual = DualEncoder(clip, prompts)
-        processor = _image_processor(path, config)
+        dual = DualEncoder(read.module, prompts)
+        processor, guess = _image_processor(path, spec, config)
     if not families.find(dual, config.model_type).text_blocks:
         raise InputError(
             f"model.name: no layers are known of the text encoder of {spec.name!r}, of type "
             f"{config.text_config.model_type!r}; expected a BERT or RoBERTa"
         )
-    tools = dataclasses.replace(tools, image=inputs.processor_call(processor), processor=processor)
+    tools = dataclasses.replace(tools, image=inputs.processor_call(processor), processor=processor, notices=guess)
     about, new = config.to_diff_dict() | {"classes": list(classes)}, ["context"] if prompts.context else []
     if adapt.name == "head":
         with torch.no_grad():
@@ -238,10 +258,10 @@ def as_saved(path: Path | str, name: str, like: Any) -> tuple[nn.Module, str, se
         if quantised.of_folder(config) is not None:
             raise InputError(f"{name}: its weights are quantised, and are compared with a model's; name the originals")
         families.check_alike(name, config.model_type, families.type_of(like))
-        module, drawn = weights.load(_class_for(like, config), path, spec, config, 0, torch.float32)
-    if fhe_friendly.is_twin(module):
-        fhe_friendly.install(module, module.config)
-    return module, str(config.model_type), drawn
+        read = weights.load(_class_for(like, config), path, spec, config, 0, torch.float32, head=True)
+    if fhe_friendly.is_twin(read.module):
+        fhe_friendly.install(read.module, read.module.config)
+    return read.module, str(config.model_type), read.new
 
 
 def _class_for(like: Any, config: Any) -> Any:
@@ -281,8 +301,8 @@ def _check_kind(config: Any, name: str, kind: str, task: str) -> None:
 
 def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
     if kind == "image":
-        processor = _image_processor(path, config)
-        return Tools(image=inputs.processor_call(processor), processor=processor)
+        processor, guess = _image_processor(path, spec, config)
+        return Tools(image=inputs.processor_call(processor), processor=processor, notices=guess)
     from transformers import AutoTokenizer
 
     # From the configuration alone transformers would create a tokenizer without words.
@@ -305,16 +325,44 @@ def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
     return Tools(tokenizer=tokenizer, max_length=spec.max_length, template=template)  # see lengths.fitted
 
 
-def _image_processor(path: Path | str, config: Any) -> Any:
-    """The model's own processor, on Pillow: the same pixels whether or not torchvision is installed."""
+def _image_processor(path: Path | str, spec: ModelSpec, config: Any) -> tuple[Any, tuple[str, ...]]:
+    """The model's own processor, on Pillow: the same pixels whether or not torchvision is installed; and a notice if
+    it is guessed for weights that were trained with one.
+
+    Raises:
+        InputError: its file cannot be read.
+    """
     from transformers import AutoImageProcessor
+    from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+    why = f"{spec.name} has no preprocessor_config.json"
     try:
-        return AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError):
-        from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
-
+        return AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=False), ()
+    except ImportError as error:
+        why = f"{spec.name} names a processor that does not run here ({weights.first_of(error)})"
+        processor = ViTImageProcessorPil.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        if _has_file(path, "preprocessor_config.json") or _has_file(path, "processor_config.json"):
+            raise InputError(
+                f"model.name: the image processor of {spec.name!r} cannot be read: {weights.first_of(error)}"
+            ) from None
         vision = getattr(config, "vision_config", config)
         size = getattr(vision, "image_size", 224) or 224
         side = {"height": size, "width": size} if isinstance(size, int) else {"height": size[0], "width": size[1]}
-        return ViTImageProcessorPil(size=side)
+        processor = ViTImageProcessorPil(size=side)
+    if spec.weights == "random":
+        return processor, ()
+    shape = " x ".join(str(n) for n in dict(processor.size).values() if n)
+    return processor, (
+        f"model.name: {why}: pictures are resized to {shape} and normalised with mean {list(processor.image_mean)} and "
+        f"standard deviation {list(processor.image_std)}, which may be others than the model was trained with",
+    )
+
+
+def _has_file(path: Path | str, name: str) -> bool:
+    from transformers.utils import cached_file
+
+    try:
+        return cached_file(str(path), name, _raise_exceptions_for_missing_entries=False) is not None
+    except OSError:  # a hub that does not answer
+        return False

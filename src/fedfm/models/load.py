@@ -159,7 +159,7 @@ def load_model(
             )
         module, tools = loaded.module if loaded.placed else loaded.module.to(device), loaded.tools
         beside = side_adapter.around(module, spec, parts, classes=classes, tools=tools, fingerprint=print_, seed=seed)
-        beside.notices = lengths.notice(spec, tools)
+        beside.notices = tuple(_notices(loaded, parts, spec))
         return beside
     biased = head_bias and adapt.name == "head" and adaptation.give_bias(loaded.module, parts.head)
     notices = adaptation.notices(loaded.module, adapt, parts, loaded.new)
@@ -195,14 +195,15 @@ def load_model(
         head=head,
     )
     model.new, model.hollow, model.added_bias = tuple(loaded.new), loaded.hollow, biased
-    model.notices = (*_notices(loaded, parts), *notices, *lengths.notice(spec, loaded.tools))
+    model.notices = (*_notices(loaded, parts, spec), *notices)
     if spec.compile and not loaded.hollow and (why := compiled.compile_blocks(parts, spec.compile, model.device)):
         model.notices += (why,)
     return model
 
 
-def _notices(loaded: Loaded, parts: families.Parts) -> Iterator[str]:
+def _notices(loaded: Loaded, parts: families.Parts, spec: ModelSpec) -> Iterator[str]:
     """What of a loaded model is not as its name alone would say."""
+    yield from (*loaded.notices, *loaded.tools.notices, *lengths.notice(spec, loaded.tools))
     if isinstance(loaded.module, PooledEncoder):
         yield (
             f"transformers has no classifier of type {loaded.model_type!r}: a new linear head reads the encoder's "

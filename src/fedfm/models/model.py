@@ -58,7 +58,7 @@ class Model:
         train_too: modules in training mode during training; the others stay in evaluation mode.
         kernels: how cohorts train: ``exact``, ``fast`` or ``fast_bf16`` (see ``fedfm.training.packed``).
         loaders: processes that prepare pictures ahead of a batch, where they are not prepared at once.
-        notices: what of its table does nothing on this machine.
+        notices: what was guessed about its files, and what of its table does nothing on this machine.
         hollow: its frozen weights were not loaded, so that it computes no outputs.
         added_bias: its head has a bias that the architecture has no place for.
         undecayed: trained tensors without weight decay.

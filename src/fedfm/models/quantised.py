@@ -324,6 +324,11 @@ class Unquantised(Mapping[str, Tensor]):
         """Names of which there is no tensor of this shape."""
         return set(self._state) - set(self._names)
 
+    @property
+    def left(self) -> set[str]:
+        """Names of the checkpoint's tensors that have no place in the module."""
+        return set(self._checkpoint) - set(self._names.values())
+
     def __getitem__(self, name: str) -> Tensor:
         return self._checkpoint[self._names[name]].to(self._state[name].dtype)
 

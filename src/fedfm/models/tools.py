@@ -20,6 +20,7 @@ class Tools:
         positions: most tokens that the model has positions for, or None without a limit.
         vocabulary: rows of the model's embedding of tokens, or None if it has no such table.
         template: how instructions are written, a text with {instruction}; None: by the tokenizer's chat template.
+        notices: which of these are guessed.
     """
 
     image: Preprocess | None = None
@@ -29,3 +30,4 @@ class Tools:
     positions: int | None = None
     vocabulary: int | None = None
     template: str | None = None
+    notices: tuple[str, ...] = ()

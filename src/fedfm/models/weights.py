@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,29 @@ from torch import Tensor, nn
 from fedfm import seeds
 from fedfm.errors import InputError
 from fedfm.models import devices, families, quantised
+from fedfm.models.checkpoint import Difference
 from fedfm.models.names import BUILT_IN, DTYPES
 from fedfm.models.spec import ModelSpec
 
 
+@dataclass
+class Read:
+    """A module with the weights of a checkpoint.
+
+    Attributes:
+        module: as transformers loads it.
+        new: names of the tensors that were drawn, since they are new for the task.
+        notices: what was guessed.
+    """
+
+    module: nn.Module
+    new: set[str] = field(default_factory=set)
+    notices: list[str] = field(default_factory=list)
+
+
 def hollow(
     auto: Any, path: Path | str, spec: ModelSpec, config: Any, task: str
-) -> tuple[nn.Module, set[str], Mapping[str, Tensor]] | None:
+) -> tuple[Read, Mapping[str, Tensor]] | None:
     """As :func:`module_of`, with one zero in place of all numbers of each weight; None if the files have other names
     than the module, so that only a whole load tells what is missing.
     """
@@ -35,24 +52,28 @@ def hollow(
     weights = quantised.Unquantised(module, checkpoint, alike=stored is None)
     if not quantised.readable(weights, module, families.find(module, config.model_type).head, DTYPES[spec.dtype]):
         return None
-    new = new_modules(module, config.model_type, weights.missing) if task == "classification" else []
+    found = Difference(module, path, weights.missing, weights.left if stored is None else set(), {})
+    if found.surplus():
+        return None
+    names, notices = found.accepted(head=task == "classification")
+    new = new_modules(module, config.model_type, names) if task == "classification" else []
     quantised.empty(module, new)
-    return module, weights.missing, weights if stored is None else checkpoint
+    return Read(module, names, notices), weights if stored is None else checkpoint
 
 
 def module_of(
     auto: Any, path: Path | str, spec: ModelSpec, config: Any, seed: int, task: str
-) -> tuple[nn.Module, set[str], Mapping[str, Tensor] | None]:
-    """The module, the names of the weights that the checkpoint lacks, and the checkpoint's weights if it is quantised.
+) -> tuple[Read, Mapping[str, Tensor] | None]:
+    """The module, and the checkpoint's weights if it is quantised.
 
     The fingerprint needs the weights as they were, which a large model has no room for beside the quantised ones: they
     are read from the files one by one where the files have the module's names, as those of most language models do.
     """
     dtype = DTYPES[spec.dtype]
     where = devices.placement(spec.device)
-    word = quantised.asked(spec, config)
+    word, head = quantised.asked(spec, config), task == "classification"
     if word is None:
-        return (*load(auto, path, spec, config, seed, dtype, **where), None)
+        return load(auto, path, spec, config, seed, dtype, head=head, **where), None
     stored = quantised.of_folder(config)
     plain = copy.deepcopy(config)
     if stored is not None:
@@ -63,11 +84,11 @@ def module_of(
     lazily = quantised.Unquantised(skeleton, checkpoint, alike=stored is None)
     weights: Mapping[str, Tensor] = checkpoint if stored is not None else lazily
     missing = lazily.missing
-    head = families.find(skeleton, config.model_type).head
-    if stored is None and not quantised.readable(lazily, skeleton, head, dtype):
-        whole, missing = load(auto, path, spec, config, seed, dtype)
-        weights = whole.state_dict()
-    new = new_modules(skeleton, config.model_type, missing) if task == "classification" else []
+    last = families.find(skeleton, config.model_type).head
+    if stored is None and not quantised.readable(lazily, skeleton, last, dtype):
+        whole = load(auto, path, spec, config, seed, dtype, head=head)
+        weights, missing = whole.module.state_dict(), whole.new
+    new = new_modules(skeleton, config.model_type, missing) if head else []
     out = skeleton.get_output_embeddings()
     keep = [*new, *(name for name, m in skeleton.named_modules() if m is out and out is not None)]
     keep += quantised.odd_maps(skeleton, spec) if stored is None else []  # a folder's bits are as they are
@@ -79,18 +100,30 @@ def module_of(
         where = where | {"quantization_config": bits}
     if "device_map" not in where:
         where = where | {"device_map": {"": devices.pick(spec.device)}}
-    module, missing = load(auto, path, spec, with_bits, seed, dtype, **where)
-    quantised.keep_format(module)
-    return module, missing, weights
+    read = load(auto, path, spec, with_bits, seed, dtype, head=head, **where)
+    quantised.keep_format(read.module)
+    return read, weights
 
 
 def load(
-    auto: Any, path: Path | str, spec: ModelSpec, config: Any, seed: int, dtype: torch.dtype, **where: Any
-) -> tuple[nn.Module, set[str]]:
-    """The module, and the names of the weights that the checkpoint lacks.
+    auto: Any,
+    path: Path | str,
+    spec: ModelSpec,
+    config: Any,
+    seed: int,
+    dtype: torch.dtype,
+    *,
+    head: bool,
+    **where: Any,
+) -> Read:
+    """The module with the checkpoint's weights, or with those of ``model.weights = "random"``.
 
     Args:
+        head: whether the checkpoint may lack the head of the task.
         where: ``device_map`` and ``quantization_config`` of transformers' ``from_pretrained``; none: on the CPU.
+
+    Raises:
+        InputError: it cannot be read, or has not what the module has.
     """
     if spec.weights == "random":
         with torch.random.fork_rng(devices=[]):
@@ -103,7 +136,7 @@ def load(
                 if isinstance(error, ValueError):
                     raise refusal(path, spec.name, error) from None
                 raise
-        return module, set()
+        return Read(module)
     from safetensors import SafetensorError
 
     if isinstance(path, Path) and not any(path.glob("*.safetensors")):
@@ -134,13 +167,15 @@ def load(
         raise InputError(f"model.attention: {first_of(error)}") from None
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise refusal(path, spec.name, error) from None
-    mismatched = {entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]}
-    return module, set(info["missing_keys"]) | mismatched
+    return Read(module, *Difference.reported(module, path, info).accepted(head=head))
 
 
 def new_modules(module: nn.Module, model_type: str, missing: set[str]) -> list[str]:
     """Paths of the modules that were created for this task: the whole head, and modules that the checkpoint lacks.
     They do not nest.
+
+    Raises:
+        InputError: there is no head, or it lies inside the pretrained model.
     """
     head = families.find(module, model_type).head
     if not head:

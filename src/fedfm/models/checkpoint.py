@@ -1,0 +1,236 @@
+"""Compares a checkpoint with the module that it was loaded into: what it lacks, leaves over, or has in another shape.
+
+transformers draws at random what a file lacks, and drops what it has too much. Here that is an error, but for what is
+new by rule: the head of the task, and modules that the class which wrote the file does not have.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedfm.errors import InputError
+from fedfm.models.heads import bases, head_of, output_maps, within
+
+_FIRST = 3  # names in a message
+_TRIED = 20  # missing names that are looked for under another prefix
+
+
+@dataclass
+class Difference:
+    """What transformers reports of a load.
+
+    Attributes:
+        module: that was loaded.
+        path: of the checkpoint, a folder or hub id.
+        missing: names of the tensors that the checkpoint lacks.
+        left: names of its tensors for which the module has no place.
+        shapes: shapes in the checkpoint and in the module, by name, where they differ.
+    """
+
+    module: Any
+    path: Path | str
+    missing: set[str]
+    left: set[str]
+    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+    @classmethod
+    def reported(cls, module: Any, path: Path | str, info: Mapping[str, Any]) -> Difference:
+        """From the loading info of ``from_pretrained``."""
+        shapes = {name: (tuple(theirs), tuple(ours)) for name, theirs, ours in info["mismatched_keys"]}
+        missing = set(info["missing_keys"]) - shapes.keys()
+        return cls(module, path, {n for n in missing if _is_weight(module, n)}, set(info["unexpected_keys"]), shapes)
+
+    def accepted(self, *, head: bool) -> tuple[set[str], list[str]]:
+        """Names of the tensors that are new for the task, and notices about what is guessed.
+
+        Args:
+            head: whether the task may bring a head of its own.
+
+        Raises:
+            InputError: other tensors are missing, left over or misshapen.
+        """
+        free = self._head if head else set()
+        odd = {n: s for n, s in self.shapes.items() if not any(within(n, f) for f in free)}
+        lacking = {n for n in self.missing if not any(within(n, f) for f in free)}
+        new = {n for unit in self._units(lacking) if head and self._optional(unit) for n in lacking if within(n, unit)}
+        faults = [*self._lacks(sorted(lacking - new)), *_misshapen(odd), *_surplus(self.surplus())]
+        if faults:
+            raise InputError(f"model.name: {self.path} {'; it '.join(faults)}")
+        return (self.missing | self.shapes.keys()), [*self._new_parts(new), *self._guessed_heads()]
+
+    def surplus(self) -> list[str]:
+        """Names that are left over of a part which the module has."""
+        return sorted(n for n in self.left if self._is_inside(n) and not self._saved_has(n))
+
+    @cached_property
+    def _bases(self) -> tuple[str, ...]:
+        return bases(self.module)
+
+    @cached_property
+    def _head(self) -> set[str]:
+        """The modules that a task brings: those of the last map, and of output maps that the file does not fit."""
+        odd = self.missing | self.shapes.keys()
+        if self.module.get_output_embeddings() is not None:
+            return set()
+        others = output_maps(self.module) if self._bases != ("",) else []
+        maps = {head_of(self.module), *(path for path in others if f"{path}.weight" in odd)} - {""}
+        return {path.partition(".")[0] for path in maps}
+
+    @cached_property
+    def _saved_names(self) -> frozenset[str] | None:
+        """Names of the tensors of the class that wrote the checkpoint; None if it is not known."""
+        import transformers
+
+        names = self._saved_class
+        kind = getattr(transformers, names, None) if names else None
+        if kind is None or not hasattr(kind, "base_model_prefix"):
+            return None
+        if kind is type(self.module):
+            return frozenset(self.module.state_dict())
+        config = transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+        try:
+            with torch.device("meta"):
+                return frozenset(kind(config).state_dict())
+        except (TypeError, ValueError, AttributeError, ImportError):  # a class for another configuration
+            return None
+
+    @cached_property
+    def _saved_class(self) -> str:
+        """Name of the class that wrote the checkpoint, by its configuration; "" if that does not say."""
+        from transformers import AutoConfig
+
+        found = AutoConfig.from_pretrained(self.path, trust_remote_code=False).architectures
+        return str(found[0]) if found else ""
+
+    def _saved_has(self, name: str) -> bool:
+        """Whether the class that wrote the checkpoint has this tensor, with or without the name of a base before it."""
+        names = self._saved_names
+        return names is not None and any(local in names for local in self._aliases(name))
+
+    def _aliases(self, name: str) -> set[str]:
+        """The names that a tensor may have in files of its base and of models around it."""
+        prefixes = {*self._bases, self.module.base_model_prefix} - {""}
+        return {name, *(name.removeprefix(f"{p}.") for p in prefixes), *(f"{p}.{name}" for p in prefixes)}
+
+    def _units(self, names: Iterable[str]) -> set[str]:
+        """The parts in which these tensors lie: children of a base, or of the module around it."""
+        found = set[str]()
+        for name in names:
+            base = next((b for b in self._bases if b and within(name, b)), "")
+            depth = 2 if base else 1
+            parts = name.split(".")
+            if len(parts) > depth:
+                found.add(".".join(parts[:depth]))
+        return found
+
+    def _optional(self, unit: str) -> bool:
+        """Whether a part that the checkpoint lacks may be new: it lacks all of it, and the class that wrote it has no
+        such part, or builds its base without it.
+        """
+        own = {n for n in self.module.state_dict() if within(n, unit) and _is_weight(self.module, n)}
+        if self._bases == ("",) or not own <= self.missing:
+            return False
+        if self._saved_names is not None and not any(self._saved_has(n) for n in own):
+            return True
+        base = next((b for b in self._bases if within(unit, b)), None)
+        if base is None:
+            return self._saved_names is None
+        return all(n.removeprefix(f"{base}.") not in _without_pooler(self.module.get_submodule(base)) for n in own)
+
+    def _is_inside(self, name: str) -> bool:
+        """Whether a tensor that is left over would lie in a base: in a part that the base has."""
+        for base in self._bases:
+            part = self.module.get_submodule(base)
+            prefixes = [p for p in {base, self.module.base_model_prefix} if p and name.startswith(f"{p}.")]
+            local = name.removeprefix(f"{prefixes[0]}.") if prefixes else name
+            first = local.partition(".")[0]
+            children = {child for child, _ in part.named_children()} | {p for p, _ in part.named_parameters("", False)}
+            outside = {child for child, _ in self.module.named_children()} if base else self._head
+            if first in children and (prefixes or first not in outside):
+                return True
+        return False
+
+    def _lacks(self, names: list[str]) -> list[str]:
+        if not names:
+            return []
+        total = len(self.module.state_dict())
+        text = f"lacks {len(names)} of the {total} tensors of a {type(self.module).__name__}: {_some(names)}"
+        if prefix := self._prefix(names):
+            text += f". Its names begin with {prefix!r} in front of the model's: save the module inside that wrapper"
+        return [text]
+
+    def _prefix(self, names: list[str]) -> str:
+        """The prefix of the checkpoint under which most of the missing names are found; "" if there is none."""
+        tried = names[:_TRIED]
+        found = Counter(
+            other.removesuffix(local)
+            for name in tried
+            for local in self._aliases(name)
+            for other in self.left
+            if other.endswith(f".{local}")
+        )
+        prefix, count = min(found.items(), key=lambda entry: (-entry[1], len(entry[0])), default=("", 0))
+        return prefix if 2 * count >= len(tried) else ""
+
+    def _new_parts(self, new: set[str]) -> list[str]:
+        if not new:
+            return []
+        parts = sorted({name.rpartition(".")[0] for name in new})
+        return [f"model.name: {self.path} has no {_some(parts)}, which is new here and starts at random numbers"]
+
+    def _guessed_heads(self) -> list[str]:
+        """A notice of what is left out of a file that names no other class than the module's."""
+        left = sorted(self.left)
+        if not left or self._saved_class not in ("", type(self.module).__name__):
+            return []
+        return [
+            f"model.name: {self.path} has {len(left)} tensors for which a {type(self.module).__name__} has no place: "
+            f"{_some(left)}; they are taken for the head of another task and left out"
+        ]
+
+
+def _is_weight(module: nn.Module, name: str) -> bool:
+    """Whether a tensor was learned: it is no counter and no table of positions."""
+    try:
+        tensor: Tensor = module.get_buffer(name)
+    except AttributeError:
+        return True
+    return tensor.is_floating_point()
+
+
+def _without_pooler(base: Any) -> frozenset[str]:
+    """Names of the tensors of a base that is built without its pooler; all of its names where it cannot be."""
+    if "add_pooling_layer" not in inspect.signature(type(base).__init__).parameters:
+        return frozenset(base.state_dict())
+    with torch.device("meta"):
+        return frozenset(type(base)(base.config, add_pooling_layer=False).state_dict())
+
+
+def _misshapen(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> list[str]:
+    if not shapes:
+        return []
+    name = min(shapes)
+    theirs, ours = shapes[name]
+    return [
+        f"has {len(shapes)} tensors of another shape than its configuration says: {_some(sorted(shapes))}; {name} is "
+        f"{theirs}, expected {ours}"
+    ]
+
+
+def _surplus(names: list[str]) -> list[str]:
+    if not names:
+        return []
+    return [f"has {len(names)} tensors for which a model of its configuration has no place: {_some(names)}"]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_FIRST]) + (", ..." if len(names) > _FIRST else "")
