@@ -185,7 +185,7 @@ class Difference:
         if not new:
             return []
         parts = sorted({name.rpartition(".")[0] for name in new})
-        return [f"model.name: {self.path} has no {_some(parts)}, which is new here and starts at random numbers"]
+        return [f"model.name: {self.path} has no {_some(parts)}, which is new here and untrained"]
 
     def _guessed_heads(self) -> list[str]:
         """A notice of what is left out of a file that names no other class than the module's."""
@@ -193,8 +193,8 @@ class Difference:
         if not left or self._saved_class not in ("", type(self.module).__name__):
             return []
         return [
-            f"model.name: {self.path} has {len(left)} tensors for which a {type(self.module).__name__} has no place: "
-            f"{_some(left)}; they are taken for the head of another task and left out"
+            f"model.name: {self.path} has {_tensors(len(left))} for which a {type(self.module).__name__} has no place: "
+            f"{_some(left)}; taken for the head of another task and left out"
         ]
 
 
@@ -221,7 +221,7 @@ def _misshapen(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) ->
     name = min(shapes)
     theirs, ours = shapes[name]
     return [
-        f"has {len(shapes)} tensors of another shape than its configuration says: {_some(sorted(shapes))}; {name} is "
+        f"has {_tensors(len(shapes))} of another shape than its configuration says: {_some(sorted(shapes))}; {name} is "
         f"{theirs}, expected {ours}"
     ]
 
@@ -229,8 +229,14 @@ def _misshapen(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) ->
 def _surplus(names: list[str]) -> list[str]:
     if not names:
         return []
-    return [f"has {len(names)} tensors for which a model of its configuration has no place: {_some(names)}"]
+    return [f"has {_tensors(len(names))} for which a model of its configuration has no place: {_some(names)}"]
+
+
+def _tensors(count: int) -> str:
+    return "a tensor" if count == 1 else f"{count} tensors"
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:_FIRST]) + (", ..." if len(names) > _FIRST else "")
+    """The first of these names, and the number of the others."""
+    others = len(names) - _FIRST
+    return ", ".join(names[:_FIRST]) + (f" and {others} more" if others > 0 else "")

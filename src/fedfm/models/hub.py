@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -339,12 +340,14 @@ def _image_processor(path: Path | str, spec: ModelSpec, config: Any) -> tuple[An
     try:
         return AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=False), ()
     except ImportError as error:
-        why = f"{spec.name} names a processor that does not run here ({weights.first_of(error)})"
+        reason = weights.first_of(error).partition(". ")[0]
+        why = f"the image processor of {spec.name} does not run here ({reason})"
         processor = ViTImageProcessorPil.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         if _has_file(path, "preprocessor_config.json") or _has_file(path, "processor_config.json"):
             raise InputError(
-                f"model.name: the image processor of {spec.name!r} cannot be read: {weights.first_of(error)}"
+                f"model.name: the image processor of {spec.name!r} cannot be read: "
+                f"{textwrap.shorten(weights.first_of(error), 200, placeholder=' ...')}"
             ) from None
         vision = getattr(config, "vision_config", config)
         size = getattr(vision, "image_size", 224) or 224

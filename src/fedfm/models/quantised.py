@@ -261,7 +261,7 @@ class StoredWeights(Mapping[str, Tensor]):
 
     @cached_property
     def _files(self) -> dict[str, str]:
-        """File of each tensor."""
+        """File of each tensor, by the files themselves: an index may name others."""
         from safetensors import safe_open
         from transformers.utils import cached_file
 
@@ -269,14 +269,18 @@ class StoredWeights(Mapping[str, Tensor]):
             found = cached_file(str(self._path), name, _raise_exceptions_for_missing_entries=False)
             return None if found is None else str(found)
 
+        files = ["model.safetensors"]
         if index := find("model.safetensors.index.json"):
-            names = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-            return {tensor: str(find(file)) for tensor, file in names.items()}
-        whole = find("model.safetensors")
-        if whole is None:
-            return {}
-        with safe_open(whole, "pt") as file:
-            return dict.fromkeys(file.keys(), whole)
+            files = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
+        names: dict[str, str] = {}
+        for name in files:
+            if (path := find(name)) is None:
+                if index:
+                    raise FileNotFoundError(f"no file {name}, which its index names")
+                continue
+            with safe_open(path, "pt") as file:
+                names |= dict.fromkeys(file.keys(), path)
+        return names
 
     def __getitem__(self, name: str) -> Tensor:
         from safetensors import safe_open

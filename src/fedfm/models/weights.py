@@ -48,7 +48,7 @@ def hollow(
         del plain.quantization_config
     with init_empty_weights(include_buffers=False):
         module = auto.from_config(plain, dtype=DTYPES[spec.dtype])
-    checkpoint = quantised.StoredWeights(path)
+    checkpoint = _stored(path, spec.name)
     weights = quantised.Unquantised(module, checkpoint, alike=stored is None)
     if not quantised.readable(weights, module, families.find(module, config.model_type).head, DTYPES[spec.dtype]):
         return None
@@ -80,7 +80,7 @@ def module_of(
         del plain.quantization_config
     with torch.device("meta"):
         skeleton = auto.from_config(plain, dtype=dtype)
-    checkpoint = quantised.StoredWeights(path)
+    checkpoint = _stored(path, spec.name)
     lazily = quantised.Unquantised(skeleton, checkpoint, alike=stored is None)
     weights: Mapping[str, Tensor] = checkpoint if stored is not None else lazily
     missing = lazily.missing
@@ -103,6 +103,22 @@ def module_of(
     read = load(auto, path, spec, with_bits, seed, dtype, head=head, **where)
     quantised.keep_format(read.module)
     return read, weights
+
+
+def _stored(path: Path | str, name: str) -> quantised.StoredWeights:
+    """The checkpoint's tensors by name.
+
+    Raises:
+        InputError: a file of it cannot be read.
+    """
+    from safetensors import SafetensorError
+
+    found = quantised.StoredWeights(path)
+    try:
+        len(found)  # reads the names
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise refusal(path, name, error) from None
+    return found
 
 
 def load(
@@ -166,6 +182,11 @@ def load(
     except ImportError as error:
         raise InputError(f"model.attention: {first_of(error)}") from None
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if "conversion of the weights" in str(error):  # transformers names them in a report of many lines only
+            raise InputError(
+                f"model.name: {path} lacks tensors that others of it go with, such as the scales of quantised weights "
+                "or one of several experts"
+            ) from None
         raise refusal(path, spec.name, error) from None
     return Read(module, *Difference.reported(module, path, info).accepted(head=head))
 

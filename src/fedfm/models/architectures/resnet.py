@@ -75,7 +75,8 @@ def build(state: Mapping[str, Tensor], num_labels: int, *, pretrained: bool = Tr
     """The network of a checkpoint, with a new ``linear`` for ``num_labels`` classes.
 
     Raises:
-        KeyError: the checkpoint has other keys.
+        KeyError: the checkpoint has other keys, too few or too many.
+        RuntimeError: a tensor has another shape.
     """
     stages = [{int(m[1]) for k in state if (m := re.match(rf"layer{s}\.(\d+)\.", k))} for s in (1, 2, 3)]
     if not stages[0] or any(s != stages[0] for s in stages):
@@ -87,6 +88,8 @@ def build(state: Mapping[str, Tensor], num_labels: int, *, pretrained: bool = Tr
         body = {k: v.float() for k, v in state.items() if not k.startswith("linear.")}
         wanted = {k for k in own if not k.startswith("linear.") and not k.endswith("num_batches_tracked")}
         if missing := sorted(wanted - body.keys()):
-            raise KeyError(f"missing: {missing[:3]}")
-        net.load_state_dict({k: v for k, v in body.items() if k in own}, strict=False)
+            raise KeyError(f"it lacks {len(missing)} tensors, such as {', '.join(missing[:3])}")
+        if left := sorted(body.keys() - own.keys()):
+            raise KeyError(f"it has {len(left)} tensors without a place in one, such as {', '.join(left[:3])}")
+        net.load_state_dict(body, strict=False)
     return net
