@@ -218,12 +218,8 @@ def _without_pooler(base: Any) -> frozenset[str]:
 def _misshapen(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> list[str]:
     if not shapes:
         return []
-    name = min(shapes)
-    theirs, ours = shapes[name]
-    return [
-        f"has {_tensors(len(shapes))} of another shape than its configuration says: {_some(sorted(shapes))}; {name} is "
-        f"{theirs}, expected {ours}"
-    ]
+    named = [f"{name} is {theirs}, expected {ours}" for name, (theirs, ours) in sorted(shapes.items())]
+    return [f"has {_tensors(len(shapes))} of another shape than its configuration says: {_some(named)}"]
 
 
 def _surplus(names: list[str]) -> list[str]:

@@ -298,7 +298,7 @@ def _resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...] | None, kind: 
         if classes is None:
             net.load_state_dict(state, strict=False)
     except (KeyError, RuntimeError, SafetensorError, OSError) as error:
-        text = error.args[0] if error.args else error
+        text = " ".join(str(error.args[0] if error.args else error).split())
         raise InputError(f"model.name: {path} is not a CIFAR ResNet: {text}") from None
     net = net.to(DTYPES[spec.dtype])
     config = {"model_type": "cifar_resnet", "blocks": net.config.blocks}

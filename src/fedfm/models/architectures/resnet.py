@@ -80,7 +80,11 @@ def build(state: Mapping[str, Tensor], num_labels: int, *, pretrained: bool = Tr
     """
     stages = [{int(m[1]) for k in state if (m := re.match(rf"layer{s}\.(\d+)\.", k))} for s in (1, 2, 3)]
     if not stages[0] or any(s != stages[0] for s in stages):
-        raise KeyError("expected keys conv1, bn1, layer{1,2,3}.i.{conv,bn}{1,2}, linear with as many i in every layer")
+        first = {k.partition(".")[0] for k in state}
+        wrapped = f"; all its keys begin with {min(first)!r}: save the module inside" if len(first) == 1 else ""
+        raise KeyError(
+            f"expected keys conv1, bn1, layer{{1,2,3}}.i.{{conv,bn}}{{1,2}}, linear with as many i in every layer{wrapped}"
+        )
     with torch.device("cpu"):
         net = CifarResNet(ResNetConfig(len(stages[0]), num_labels))
     if pretrained:
@@ -88,8 +92,8 @@ def build(state: Mapping[str, Tensor], num_labels: int, *, pretrained: bool = Tr
         body = {k: v.float() for k, v in state.items() if not k.startswith("linear.")}
         wanted = {k for k in own if not k.startswith("linear.") and not k.endswith("num_batches_tracked")}
         if missing := sorted(wanted - body.keys()):
-            raise KeyError(f"it lacks {len(missing)} tensors, such as {', '.join(missing[:3])}")
+            raise KeyError(f"it lacks tensors ({len(missing)}), such as {', '.join(missing[:3])}")
         if left := sorted(body.keys() - own.keys()):
-            raise KeyError(f"it has {len(left)} tensors without a place in one, such as {', '.join(left[:3])}")
+            raise KeyError(f"it has tensors without a place in one ({len(left)}), such as {', '.join(left[:3])}")
         net.load_state_dict(body, strict=False)
     return net
