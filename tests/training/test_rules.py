@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedfm.training import SGD, Adam, AdamW
+from fedfm.training import update_rules
 from fedfm.training.update_rules import Rule
 
 
@@ -48,20 +49,23 @@ def test_a_rule_is_the_optimiser_of_that_name(local, steps, n, seed):
 RULES = [SGD(), SGD(momentum=0.9, weight_decay=0.1), Adam(weight_decay=0.1), AdamW()]
 
 
+@pytest.mark.parametrize("piece", [1 << 20, 64], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("decayed", [None, (torch.arange(50) % 3 > 0).float()], ids=["all", "some"])
 @pytest.mark.parametrize("local", RULES, ids=repr)
-def test_a_cohort_is_its_clients_side_by_side(local):
+def test_a_cohort_is_its_clients_side_by_side(local, decayed, piece, monkeypatch):
     """(K, P) gives each row the bits that it gets alone, also when later rows have stopped."""
+    monkeypatch.setattr(update_rules, "PIECE", piece)
     torch.manual_seed(0)
     start, gradients = torch.randn(3, 50), torch.randn(4, 3, 50)
     active = [3, 3, 2, 1]
     p = start.clone()
-    rule = Rule(local, p)
+    rule = Rule(local, p, decayed)
     for t, count in enumerate(active):
         rule.narrow(count)
         rule.step(p[:count], gradients[t, :count].clone())
     for k in range(3):
         alone = start[k].clone()
-        rule = Rule(local, alone)
+        rule = Rule(local, alone, decayed)
         for t, count in enumerate(active):
             if k < count:
                 rule.step(alone, gradients[t, k].clone())

@@ -22,6 +22,7 @@ from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
+from fedfm.models.decay import spared
 from fedfm.models.dual_encoder import expert_features, expert_texts, need
 from fedfm.models.model import Model
 from fedfm.training import AdamW, Local
@@ -36,7 +37,7 @@ class FedCLIP(FedAvg):
 
     needs: ClassVar[Needs] = Needs(adaptations=("lora",), task="zero_shot")  # as it is drawn it adds nothing
 
-    local: Local = setting(AdamW(learning_rate=2e-4, weight_decay=0.05), "client optimiser: E, B, eta")
+    local: Local = setting(AdamW(learning_rate=2e-4, weight_decay=0.05, decay_of="all"), "client optimiser: E, B, eta")
 
     def init(self, fed: Federation) -> Params:
         with torch.random.fork_rng(devices=[]):
@@ -56,7 +57,8 @@ class FedCLIP(FedAvg):
         adapter = Attention(V.shape[1])
         adapter.load_state_dict(w)
         flat = Flat(dict(adapter.named_parameters()))
-        rule, total, seen = Rule(self.local, flat.p), 0.0, 0
+        rule = Rule(self.local, flat.p, flat.decayed(self.local.spare(spared(adapter))))
+        total, seen = 0.0, 0
         job = Job(client, w, self.local)
         for index, rule.eta in zip(job.orders(), job.rates(), strict=True):
             logits = model.dual.scale.cpu() * adapter(V[index]) @ T.T

@@ -20,6 +20,7 @@ from fedfm.linalg.params import Layout, Params, layout_of
 from fedfm.models import checkpointing, inputs, lengths, metrics
 from fedfm.models.adapters.adaptation import live_head
 from fedfm.models.block_outputs import blocks
+from fedfm.models.decay import spared
 from fedfm.models.families import Parts, unwrapped
 from fedfm.models.head_inputs import head_inputs, prompts
 from fedfm.models.inputs import IGNORE, LOCAL_SHARE
@@ -61,7 +62,7 @@ class Model:
         notices: what was guessed about its files, and what of its table does nothing on this machine.
         hollow: its frozen weights were not loaded, so that it computes no outputs.
         added_bias: its head has a bias that the architecture has no place for.
-        undecayed: trained tensors without weight decay.
+        undecayed: names of tensors without weight decay, see :mod:`fedfm.models.decay`.
         weigh: a batch's parts -> (part, factor of its loss); None: by the targets that they count.
     """
 
@@ -70,7 +71,6 @@ class Model:
     notices: tuple[str, ...] = ()
     hollow: bool = False
     added_bias: bool = False
-    undecayed: frozenset[str] = frozenset()
     weigh: Callable[[Sequence[Batch]], Iterable[tuple[Batch, float]]] | None = None
     pool: Pool | None = None  # how a classifier pools what its head reads of each token, once it was looked at
     weights_overridden: int = 0  # above 0: its modules do not compute what its weights define
@@ -106,6 +106,7 @@ class Model:
             or isinstance(m, Replaced)
             or (self.adaptation == "full" and isinstance(m, BATCH_NORMS))
         ]
+        self.undecayed = spared(module) & set(self.names)
         self.eval_mode()
 
     @property

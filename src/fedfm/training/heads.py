@@ -17,7 +17,7 @@ rows of X W_0^T and of the Gram matrix X X^T, which are computed once. A step co
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from fedfm.linalg.params import Layout, Params
 from fedfm.models.model import Model
 from fedfm.training.job import Job
 from fedfm.training.optimisers import SGD
-from fedfm.training.update_rules import Rule
+from fedfm.training.update_rules import Rule, decayed
 
 _FIXED = 1 << 20  # multiply-adds that take as long as the calls around the products
 
@@ -73,11 +73,17 @@ def _train(job: Job) -> Params:
         job.client.metrics["loss"] = 0.0
         return job.w
     if isinstance(job.local, SGD) and not job.local.momentum and not job.mu and job.correction is None:
-        trained, loss = _plain(job, x, y, names, pays_in_span(job.local, n, classes, width))
+        in_span = not _spared(job) and pays_in_span(job.local, n, classes, width)  # there the bias is one more weight
+        trained, loss = _plain(job, x, y, names, in_span)
     else:
         trained, loss = _by_rule(job, x, y, names)
     job.client.metrics["loss"] = loss
     return trained
+
+
+def _spared(job: Job) -> Collection[str]:
+    """The bias, if weight decay leaves it alone."""
+    return job.local.spare(getattr(job.client.model, "undecayed", ()))
 
 
 def _pieces(flat: Tensor, layout: Layout, names: Sequence[str]) -> list[np.ndarray]:
@@ -94,13 +100,15 @@ def _plain(job: Job, x: np.ndarray, y: np.ndarray, names: Sequence[str], in_span
     trained = torch.empty_like(start)
     at_w, (_, at_b, end, _) = layout.slots[names[0]][1], layout.slots[names[1]]
     of = min(local.batch_size, len(y)), x.shape[1], end - at_b
+    eta, decays = local.learning_rate, [local.weight_decay]
     if in_span:
         descend, scratch = softmax_sgd.descend_in_span, softmax_sgd.scratch_in_span(*of, len(y))
     else:
         descend, scratch = softmax_sgd.descend, softmax_sgd.scratch(*of)
-    orders, eta, decay = job.epochs(), local.learning_rate, local.weight_decay
+        decays.append(0.0 if _spared(job) else local.weight_decay)
+    orders = job.epochs()
     flats = start.numpy(), trained.numpy()
-    loss = descend(x, y, orders, local.batch_size, *flats, at_w, at_b, end - at_b, eta, decay, *scratch)
+    loss = descend(x, y, orders, local.batch_size, *flats, at_w, at_b, end - at_b, eta, *decays, *scratch)
     return Params.from_flat(layout, {torch.float32: trained}), loss
 
 
@@ -111,7 +119,8 @@ def _by_rule(job: Job, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -> tu
     local, layout, start = job.local, job.w.layout, job.w.flats[torch.float32]
     flat, gradient = start.clone(), torch.empty_like(start)
     correction = None if job.correction is None else torch.cat([job.correction[name].reshape(-1) for name in job.w])
-    w, g, rule = _pieces(flat, layout, names), _pieces(gradient, layout, names), Rule(local, flat)
+    w, g = _pieces(flat, layout, names), _pieces(gradient, layout, names)
+    rule = Rule(local, flat, decayed(layout, _spared(job)))
     scratch = softmax_sgd.scratch(min(local.batch_size, len(y)), x.shape[1], len(w[1]))
     more, losses = [np.empty_like(r) for r in scratch[:2]], []
     for batch in job.orders():

@@ -147,7 +147,7 @@ def _train(job: Job) -> Params:
         buffers.give_back()
     model.load(job.w)
     flat = flat_of(model)
-    rule = Rule(job.local, flat.p, flat.decayed(getattr(model, "undecayed", ())))
+    rule = Rule(job.local, flat.p, flat.decayed(job.local.spare(getattr(model, "undecayed", ()))))
     start = flat.p.clone() if job.mu else None
     correction = flat.flat(job.correction) if job.correction is not None else None
     live = model.live()

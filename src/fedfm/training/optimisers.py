@@ -7,7 +7,7 @@ how it is computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -26,6 +26,7 @@ from fedfm.models.model import Model
 
 SCHEDULES = ("constant", "linear", "cosine", "steps")
 DROPS = (0.5, 0.8)  # schedule "steps": parts of the run after which eta is a tenth of what it was
+DECAYS = ("weights", "all")  # what weight decay shrinks
 ABSENT = {"keep": None, "zero": 0.0, "exclude": -math.inf}  # replaces the logit of an absent class
 
 
@@ -39,6 +40,12 @@ class Local:
     epochs: int = setting(1, "E, passes over the client's rows a round", ge=1)
     batch_size: int = setting(32, "B", ge=1)
     weight_decay: float = setting(0.0, "L2 (sgd, adam) or decoupled (adamw)", ge=0, finite=True)
+    decay_of: str = setting(
+        "weights",
+        "what weight_decay shrinks: weights, as transformers' Trainer does, which spares biases and norms; or all, as "
+        "torch.optim does",
+        choices=DECAYS,
+    )
     absent: str = setting(
         "keep",
         "logits of classes without training rows at the client: keep, zero (set to 0 in the local loss, "
@@ -138,6 +145,10 @@ class Local:
             factor = (self.max_grad_norm / whole.norm()).clamp(max=1)
             for part in parts:
                 part.mul_(factor)
+
+    def spare(self, names: Collection[str]) -> Collection[str]:
+        """Of biases and norms, those that :attr:`weight_decay` leaves alone: all or none."""
+        return names if self.weight_decay and self.decay_of != "all" else ()
 
     @property
     def plain(self) -> Local:

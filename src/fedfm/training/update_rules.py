@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
 
+from fedfm.linalg.params import Layout
 from fedfm.training.optimisers import SGD, AdamW, Adaptive, Local
 
 PIECE = 1 << 20  # entries of one step of Adam, whose roots take memory of their own; whole vectors of the processor
+
+
+def decayed(layout: Layout, spared: Collection[str]) -> Tensor | None:
+    """Where weight decay acts on the float32 vector (P,) of a layout, 1 or 0; None: everywhere."""
+    if not spared:
+        return None
+    mask = torch.ones(layout.sizes[torch.float32])
+    for name in spared:
+        mask[slice(*layout.slots[name][1:3])] = 0
+    return mask
 
 
 class Rule:
@@ -43,9 +54,12 @@ class Rule:
             return
         assert self.m is not None
         assert self.v is not None
-        flats = [None if x is None else x.view(-1) for x in (p, g, self.m, self.v, self.decay)]
-        for at in range(0, p.numel(), PIECE):
-            self._step(*(None if x is None else x[at : at + PIECE] for x in flats))  # type: ignore[arg-type]
+        rows = p.dim() == 2 and self.decay is not None  # each client of a cohort has the same places without decay
+        for row in range(len(p)) if rows else [...]:
+            flats = [None if x is None else x[row].view(-1) for x in (p, g, self.m, self.v)]
+            flats.append(self.decay)
+            for at in range(0, len(flats[0]), PIECE):  # type: ignore[arg-type]
+                self._step(*(None if x is None else x[at : at + PIECE] for x in flats))  # type: ignore[arg-type]
 
     def step_by(self, p: Tensor, gradients: Iterable[tuple[slice, Tensor]]) -> None:
         """One step on a vector (P,) by (place, gradient there) of :data:`PIECE` entries each, but the last."""

@@ -132,9 +132,9 @@ def _scale(v: Any, keep: Any) -> None:
 @_part
 def _step(
     x: Any, y: Any, rows: Any, wt: Any, bt: Any, to_w: Any, to_b: Any, near: Any, z: Any, classes: int, scale: Any,
-    keep: Any,
+    keep: Any, keep_b: Any,
 ) -> Any:  # fmt: skip
-    """Multiply ``to_w`` and ``to_b`` by ``keep`` and add scale times the gradient of a batch's summed cross-entropy at
+    """Multiply ``to_w`` by ``keep`` and ``to_b`` by ``keep_b``, and add scale times the gradient of a batch's summed cross-entropy at
     ``wt`` and ``bt``; return that sum.
     """
     d, m, width = x.shape[1], len(rows), len(bt)
@@ -147,7 +147,7 @@ def _step(
     product(z, 0, width, width, True, near, 0, d, 1, m, wt, 0, width, d)
     loss = _errors(z, rows, y, classes, width, scale)
     _scale(to_w[: d * width], keep)
-    _scale(to_b, keep)
+    _scale(to_b, keep_b)
     product(to_w, 0, width, width, True, near, 0, 1, d, d, z, 0, width, m)
     _add_rows(z, m, to_b)
     return loss
@@ -158,10 +158,10 @@ _ROOM = ", ".join([_F] * 4)
 _HEAD = f"{_F}, {_F}, i8, i8, i8"
 
 
-@partial(compiled, maths=EXACT, signature=f"f8({_DATA}, i8[:,::1], i8, {_HEAD}, f8, f8, {_ROOM})")
+@partial(compiled, maths=EXACT, signature=f"f8({_DATA}, i8[:,::1], i8, {_HEAD}, f8, f8, f8, {_ROOM})")
 def descend(
     x: Any, y: Any, orders: Any, size: int, start: Any, trained: Any, at_w: int, at_b: int, classes: int,
-    eta: float, decay: float, wt: Any, bt: Any, near: Any, z: Any,
+    eta: float, decay: float, decay_b: float, wt: Any, bt: Any, near: Any, z: Any,
 ) -> float:  # fmt: skip
     """Plain SGD on the weights; returns the mean over the steps of the batch's mean cross-entropy.
 
@@ -172,17 +172,19 @@ def descend(
         start: the first head in one vector: weight (C d) from ``at_w`` on, bias (C,) from ``at_b`` on.
         trained: receives the trained head.
         classes: C.
-        eta, decay: a step is -eta (gradient + decay (w, b)).
+        eta, decay, decay_b: a step is -eta (gradient + (decay w, decay_b b)).
         wt, bt, near, z: :func:`scratch` of min(size, m) rows.
     """
     d, m, loss, steps = x.shape[1], orders.shape[1], 0.0, 0
-    keep = F(1 - eta * decay)
+    keep, keep_b = F(1 - eta * decay), F(1 - eta * decay_b)
     w, b = slice(at_w, at_w + classes * d), slice(at_b, at_b + classes)
     _from_weights(start[w], start[b], wt, bt)
     for epoch in range(orders.shape[0]):
         for at in range(0, m, size):
             rows = orders[epoch, at : min(at + size, m)]
-            loss += _step(x, y, rows, wt, bt, wt, bt, near, z, classes, F(-eta) / F(len(rows)), keep) / len(rows)
+            loss += _step(x, y, rows, wt, bt, wt, bt, near, z, classes, F(-eta) / F(len(rows)), keep, keep_b) / len(
+                rows
+            )
             steps += 1
     _to_weights(wt, bt, trained[w], trained[b])
     return float(loss / steps)
@@ -200,7 +202,7 @@ def gradient(
     _from_weights(w, b, wt, bt)
     gt[:] = F(0)
     gb[:] = F(0)
-    loss = _step(x, y, rows, wt, bt, gt, gb, near, z, len(b), F(1) / F(len(rows)), F(1))
+    loss = _step(x, y, rows, wt, bt, gt, gb, near, z, len(b), F(1) / F(len(rows)), F(1), F(1))
     _to_weights(gt, gb, g_w, g_b)
     return float(loss / len(rows))
 
@@ -217,7 +219,8 @@ def descend_in_span(
     """The same in the span of the rows, see :mod:`fedfm.training.heads`.
 
     Args:
-        x, y, orders, size, start, trained, at_w, at_b, classes, eta, decay: as of :func:`descend`, orders (E, n).
+        x, y, orders, size, start, trained, at_w, at_b, classes, eta: as of :func:`descend`, orders (E, n).
+        decay: a step is -eta (gradient + decay (w, b)).
         wt, bt, near, z, and the following: :func:`scratch_in_span`.
         xs, xt: the rows (n d') and their transpose (d' n'), zeros behind the d features. They are in the order of the
             first epoch, so that in it rows with coefficients come before rows without.

@@ -36,6 +36,7 @@ from fedfm.methods.fedms.mixture import TRUNK, Experts, differing, mixed
 from fedfm.methods.fedms.paper import SETTINGS
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
 from fedfm.models.backbone import backbone
+from fedfm.models.decay import spared
 from fedfm.models.dual_encoder import DualModel, active_layers, image_trunk, need
 from fedfm.models.layers import layers
 from fedfm.models.model import Model
@@ -127,7 +128,7 @@ class FedMS(Method[MSState]):
         "stage two: separate, the gate by the mixture's loss, the expert by its own; or joint, both by the mixture's",
         choices=("separate", "joint"),
     )
-    local: Local = setting(AdamW(learning_rate=2e-4, weight_decay=0.05), "client optimiser: E, B, eta")
+    local: Local = setting(AdamW(learning_rate=2e-4, weight_decay=0.05, decay_of="all"), "client optimiser: E, B, eta")
 
     @property
     def rounds(self) -> int:  # type: ignore[override]
@@ -231,7 +232,9 @@ class FedMS(Method[MSState]):
             Flat({n: p for n, p in model.live().items() if owners[n] in active}),
             Flat({n: p for n, p in gate.named_parameters() if self.gate != "last" or n.startswith(LAST)} | trunk),
         ]
-        rules, job = [Rule(self.local, flat.p) for flat in flats], Job(client, W_i, self.local)
+        spare = self.local.spare(model.undecayed | spared(gate))
+        rules = [Rule(self.local, flat.p, flat.decayed(spare)) for flat in flats]
+        job = Job(client, W_i, self.local)
         total, expert, shares, backward, seen = 0.0, 0.0, 0.0, 0.0, 0
         model.train_mode()
         gate.mode(rows=len(rows), last=self.gate == "last")

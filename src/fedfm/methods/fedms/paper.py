@@ -12,6 +12,7 @@ SETTINGS = {
     "method.local.name": Paper("adam", "Adam divides a weight decay in the gradient by the gradient's own size"),
     "method.local.learning_rate": Paper(2e-4),
     "method.local.weight_decay": Paper(0.05),
+    "method.local.decay_of": Paper("all"),
     "method.local.batch_size": Paper(512, "a client of a few hundred rows would take one step an epoch"),
     "method.local.betas": Paper((0.9, 0.98), "those of torch, as for every method"),
     "method.local.epsilon": Paper(1e-6, "that of torch, as for every method"),

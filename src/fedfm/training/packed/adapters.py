@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,6 +42,15 @@ class FlatLayout:
         """Views of ``vector`` (P,) by name, in this layout's shapes; of several vectors (b, P) with b in front."""
         front = vector.shape[:-1]
         return {n: vector[..., start:stop].view(*front, *shape) for n, (start, stop, shape) in self.slots.items()}
+
+    def decayed(self, spared: Collection[str]) -> Tensor | None:
+        """Where weight decay acts (P,), 1 or 0; None: everywhere."""
+        if not spared:
+            return None
+        mask = torch.ones(self.size)
+        for name in spared:
+            mask[slice(*self.slots[name][:2])] = 0
+        return mask
 
     def tensor(self, name: str, views: dict[str, Tensor]) -> Tensor:
         """The view with this name in the model's shape."""
