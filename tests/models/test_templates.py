@@ -7,6 +7,7 @@ from tiny_models import load, sentences
 
 from fedfm.data.table import Table
 from fedfm.errors import InputError
+from fedfm.models.chat_form import with_settings
 from fedfm.models.export import export
 from fedfm.models.inputs import IGNORE, next_tokens
 from fedfm.models.templates import written
@@ -69,7 +70,7 @@ def test_without_a_chat_template_a_line_is_the_question(folder):
 
 
 def test_an_own_text_and_a_name(folder):
-    own = load(folder("llama"), table(), "lora", template="fox {instruction} dog")
+    own = load(folder("llama"), table(), "lora", template="fox {instruction} dog ")
     assert parts(own)[1] == ("<s> fox a lazy dog dog", "birds sing [SEP]")
     alpaca = load(folder("llama"), table(), "lora", template="alpaca")
     assert "### Instruction:\n{instruction}\n\n### Response:\n" in alpaca.tools.template
@@ -193,17 +194,12 @@ def test_an_export_writes_conversations_as_they_were_trained(folder, tmp_path, t
     assert asked == rows.tokens[0][: int(rows.tensors["answer_start"])].tolist()
 
 
-def test_a_template_that_changes_earlier_answers_is_refused_unless_it_marks_them(folder, tmp_path):
+def test_earlier_answers_are_trained_in_the_form_of_the_last(folder, tmp_path):
     last = "{% if loop.last and m['role'] == 'assistant' %}lazy {% endif %}{{ m['content'] }} {{ eos_token }}"
     plain = CHAT.replace("{{ m['content'] }} {{ eos_token }}", last) + ASSISTANT
     table = talks((TALK, "birds sing"))
     model = load(with_chat(folder, tmp_path, plain), table, "lora", max_length=60)
-    with pytest.raises(
-        InputError,
-        match=r"writes an answer otherwise once more is said.*'lazy jumps over \[SEP\].*' becomes 'jumps over.*"
-        r"conversation of system, user, assistant.*generation",
-    ):
-        model.prepare(table, [0])
+    assert counted(model, model.prepare(table, [0])) == ["lazy jumps over [SEP] lazy birds sing [SEP]"]
     model.tools.tokenizer.chat_template = MARKED.replace("{{ m['content'] }} {{ eos_token }}", last)
     assert counted(model, model.prepare(table, [0])) == ["jumps over [SEP] lazy birds sing [SEP]"]
 
@@ -228,9 +224,9 @@ def test_a_tokenizer_without_offsets_counts_the_same_letters():
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     row = written((("user", "a b"), ("assistant", "cd"), ("user", "e")), "fg", None, tokenizer)
-    assert tokenizer.decode(row.ids) == "<user>a b|<assistant>cd|<user>e|<assistant>fg|"
-    assert tokenizer.decode([i for i, counts in zip(row.ids, row.counts, strict=True) if counts]) == "cd|fg|"
-    assert tokenizer.decode(row.ids[row.start :]) == "fg|"
+    assert tokenizer.decode(row.ids) == "<user>a b|<assistant>cd|<user>e|<assistant>fg|</s>"
+    assert tokenizer.decode([i for i, counts in zip(row.ids, row.counts, strict=True) if counts]) == "cd|fg|</s>"
+    assert tokenizer.decode(row.ids[row.start :]) == "fg|</s>"
 
 
 def test_a_letter_that_joins_question_and_answer_counts():
@@ -260,3 +256,75 @@ def test_a_row_is_the_same_on_every_day(folder, tmp_path, template):
     row = written(TALK, "birds sing", None, tokenizer)
     assert tokenizer.decode(row.ids).replace(" ", "").startswith("202426Jul<s>")
     assert tokenizer.decode([i for i, c in zip(row.ids, row.counts, strict=True) if c][-3:]) == "birds sing [SEP]"
+
+
+def test_a_template_whose_rest_depends_on_an_answer_is_refused(folder, tmp_path):
+    echo = "{% if messages | length > 4 and loop.last %}{{ messages[2]['content'] }} {% endif %}"
+    echo += "{% if loop.last and m['role'] == 'assistant' %}lazy {% endif %}"
+    table = talks((TALK, "birds sing"))
+    path = with_chat(folder, tmp_path, CHAT.replace("{{ m['content']", echo + "{{ m['content']") + ASSISTANT)
+    with pytest.raises(InputError, match=r"writes the rest otherwise after another answer.*generation"):
+        load(path, table, "lora", max_length=60).prepare(table, [0])
+
+
+def test_variables_of_the_template_hold_in_training_in_answers_and_in_an_export(folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    template = CHAT + "{% if add_generation_prompt %}assistant : {% if quick %}{{ quick }} {% endif %}{% endif %}"
+    template = template.replace(
+        "{{ m['content'] }}", "{% if quick and m['role'] == 'assistant' %}{{ quick }} {% endif %}{{ m['content'] }}"
+    )
+    path = with_chat(folder, tmp_path, template)
+    model = load(path, table(), "lora", chat_template_kwargs={"quick": "lazy dog"})
+    assert parts(model)[0] == ("<s> [UNK] [UNK] the quick brown fox [SEP] [UNK] [UNK] lazy dog", "jumps over [SEP]")
+    export(model, model.params(), "hf", tmp_path / "out")
+    tokenizer, said = AutoTokenizer.from_pretrained(tmp_path / "out"), [{"role": "user", "content": PAIRS[0][0]}]
+    asked = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert asked == model.prepare(table(), [0]).tokens[0][: len(asked)].tolist()
+    given = AutoTokenizer.from_pretrained(path).apply_chat_template(
+        said, add_generation_prompt=True, return_dict=True, quick="lazy dog"
+    )["input_ids"]
+    assert asked == given
+    with pytest.raises(InputError, match=r"chat_template_kwargs\.messages: expected the name of a variable"):
+        load(path, table(), "lora", chat_template_kwargs={"messages": 1})
+    with pytest.raises(InputError, match="chat_template_kwargs: the template is a text"):
+        load(path, table(), "lora", template="plain", chat_template_kwargs={"quick": True})
+
+
+@pytest.mark.parametrize(
+    "value", [True, None, 3, 0.5, "a\"b'\\n{{ x }} \u00e9\U0001f600", ["a", {"b": False}]], ids=repr
+)
+def test_a_variable_has_the_value_that_was_given(value):
+    from jinja2 import Environment
+
+    made = Environment(autoescape=False).from_string(with_settings("{{ f(x) }}", {"x": value}))
+    found = []
+    made.render(f=found.append)
+    assert found == [value]
+
+
+def test_a_prefix_of_space_is_written_once():
+    """Question and answer are one text to tokenizers that set a space before every text, as Llama 2's does."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE({c: i for i, c in enumerate("\u2581abq\n")}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(prepend_scheme="always"), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", bos_token="<s>")
+    row = written("q", "ab", "{instruction}\n", tokenizer)
+    assert row.ids == [*tokenizer("q\nab")["input_ids"], tokenizer.eos_token_id]
+    assert tokenizer.convert_ids_to_tokens([i for i, c in zip(row.ids, row.counts, strict=True) if c]) == [
+        "a",
+        "b",
+        "</s>",
+    ]
+
+
+def test_an_end_that_the_tokenizer_sets_behind_every_text_stands_once():
+    from transformers import ByT5Tokenizer
+
+    tokenizer = ByT5Tokenizer()
+    assert tokenizer("q")["input_ids"][-1] == tokenizer.eos_token_id
+    row = written("q", "ab", "{instruction}: ", tokenizer)
+    assert tokenizer.decode(row.ids) == "q: ab</s>"
+    assert tokenizer.decode(row.ids[row.start :]) == "ab</s>"

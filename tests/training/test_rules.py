@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedfm.training import SGD, Adam, AdamW
-from fedfm.training import update_rules
+from fedfm.training import SGD, Adam, AdamW, update_rules
 from fedfm.training.update_rules import Rule
 
 

@@ -317,13 +317,14 @@ def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
         ) from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    template = None
+    template, notices = None, ()
     if kind in ("instruction", "preference"):
         with quiet():
             template = templates.text_of(spec.template, tokenizer)
-            if template is not None:
-                tokenizer.chat_template = templates.as_chat_template(template, tokenizer)
-    return Tools(tokenizer=tokenizer, max_length=spec.max_length, template=template)  # see lengths.fitted
+            if template is not None and spec.chat_template_kwargs:
+                raise InputError("model.chat_template_kwargs: the template is a text without variables; drop one")
+            notices = templates.fit(tokenizer, template, spec.chat_template_kwargs or {})
+    return Tools(tokenizer=tokenizer, max_length=spec.max_length, template=template, notices=notices)  # lengths.fitted
 
 
 def _image_processor(path: Path | str, spec: ModelSpec, config: Any) -> tuple[Any, tuple[str, ...]]:

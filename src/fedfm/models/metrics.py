@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedfm.core.rows import Rows
-from fedfm.models import truncation
+from fedfm.models import templates, truncation
 from fedfm.models.inputs import IGNORE, LOCAL_SHARE, prompts
 from fedfm.models.memory import TOKENS, in_halves, warned
 from fedfm.models.next_token import rows_at_once, scored
@@ -182,7 +182,7 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[Answer]:
     order = sorted(range(len(asked)), key=lambda i: len(asked[i]))
     out = [Answer((), "", False)] * len(asked)
     generate: Any = getattr(model.module, "generate")  # noqa: B009  (a method that only causal models have)
-    ends = _ends(model)
+    ends, tokenizer, template = _ends(model), model.tools.tokenizer, model.tools.template
 
     def answer(some: list[int], size: int) -> None:
         if len(some) > size:
@@ -206,7 +206,7 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[Answer]:
         )
         for i, ids in zip(some, said[:, longest:].tolist(), strict=True):
             tokens = _until(ids, ends)
-            text = model.tools.tokenizer.decode(tokens, skip_special_tokens=True)
+            text = templates.answer_of(tokenizer.decode(tokens, skip_special_tokens=True), template, tokenizer)
             out[i] = Answer(tuple(tokens), text, cut=ends.isdisjoint(tokens))
 
     with torch.no_grad(), model.evaluating(), rounded(model.spec.dtype, model.device):

@@ -121,6 +121,11 @@ class ModelSpec:
         "instruction, preference: plain, alpaca, chat (the tokenizer's own), or a text with {instruction} before the "
         "answer [chat, without a chat template plain]",
     )
+    chat_template_kwargs: dict[str, Any] | None = setting(
+        None,
+        "instruction, preference: variables of the tokenizer's chat template, e.g. { enable_thinking = false }; "
+        "training, predictions and exports have them",
+    )
     loss: str = setting(
         "cross_entropy",
         "zero_shot: cross_entropy over the class names, or contrastive: CLIP's symmetric loss of a batch",

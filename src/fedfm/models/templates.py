@@ -4,22 +4,33 @@ A template is a text with ``{instruction}``, after which the answer follows, or 
 text is also written as a chat template, which writes conversations, and which an export carries: whoever loads it asks
 in the form that was trained.
 
-Of a conversation the loss counts what the assistant says. A chat template may mark that itself (``{% generation %}``);
-else it is what each answer adds to the text before it.
+Prompt and answer are tokenised as one text. Of a conversation the loss counts what the assistant says, with the token
+that ends it. A chat template may mark that itself (``{% generation %}``); else it is what each answer adds to the text
+before it, in the form that it has as the last one (see :mod:`fedfm.models.chat_form`).
 """
 
 from __future__ import annotations
 
-import datetime
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from fedfm.core.rows import Asked, Turn
-from fedfm.errors import InputError, close, first_line
+from fedfm.errors import InputError, close
+from fedfm.models.chat_form import (
+    ASSISTANT,
+    Form,
+    applied,
+    form_of,
+    named,
+    render,
+    replace_content,
+    special_ids,
+    unbegun,
+    with_settings,
+)
 
 TEXTS = {
     "plain": "{instruction}\n",
@@ -29,11 +40,8 @@ TEXTS = {
     ),
 }
 CHAT = "chat"
-ASSISTANT = "assistant"
 _PLACE = "{instruction}"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds them
-_NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-_DAY = datetime.date(2024, 7, 26)  # what templates take for today, as Llama 3's does by itself
 _SHOWN = 40  # characters of a text in a message
 _RIGHT = 'set model.template = "alpaca" or a text with {instruction}, or mark answers with {% generation %}'
 
@@ -97,6 +105,31 @@ def as_chat_template(text: str, tokenizer: Any) -> str:
     return first + turns + "{% endif %}{% endfor %}"
 
 
+def fit(tokenizer: Any, text: str | None, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Give the tokenizer the chat template of this run, which exports carry; return what is to be said of it.
+
+    Args:
+        text: as of :func:`text_of`.
+        settings: variables of the tokenizer's own chat template.
+
+    Raises:
+        InputError: a variable or its value is wrong, or the template writes nothing of what is said.
+    """
+    if text is not None:
+        tokenizer.chat_template = as_chat_template(text, tokenizer)
+        return ()
+    if settings:
+        tokenizer.chat_template = with_settings(tokenizer.get_chat_template(), settings)
+    template, begun = unbegun(tokenizer)
+    if not begun:
+        return ()
+    tokenizer.chat_template = template
+    return (
+        f"model.template: the chat template's prompt ends with {begun!r}, which its written answers lack: the model is "
+        "trained and asked without it, and an export carries the template so",
+    )
+
+
 def asked(said: Asked, text: str | None, tokenizer: Any) -> list[int]:
     """Tokens of the prompt, after which the answer begins.
 
@@ -104,8 +137,17 @@ def asked(said: Asked, text: str | None, tokenizer: Any) -> list[int]:
         InputError: the chat template refuses the conversation.
     """
     if isinstance(said, str) and text is not None:
-        return list(tokenizer(text.replace(_PLACE, said))["input_ids"])
-    return _tokens(_render(_turns(said), tokenizer, add_generation_prompt=True), tokenizer)
+        return _open(list(tokenizer(text.replace(_PLACE, said))["input_ids"]), tokenizer)
+    return _tokens(render(_turns(said), tokenizer, add_generation_prompt=True), tokenizer)
+
+
+def answer_of(generated: str, text: str | None, tokenizer: Any) -> str:
+    """A generated answer without what the template writes before every answer, such as an empty thought."""
+    if text is not None or not (lead := form_of(tokenizer).lead):
+        return generated
+    shown = tokenizer.decode(_tokens(lead, tokenizer), skip_special_tokens=True).strip()
+    bare = generated.lstrip()
+    return bare[len(shown) :].lstrip() if shown and bare.startswith(shown) else generated
 
 
 def written(said: Asked, output: str, text: str | None, tokenizer: Any) -> Written:
@@ -118,25 +160,18 @@ def written(said: Asked, output: str, text: str | None, tokenizer: Any) -> Writt
         prompt = asked(said, text, tokenizer)
         return Written(prompt, [False] * len(prompt), len(prompt))
     if isinstance(said, str) and text is not None:
-        prompt = asked(said, text, tokenizer)
-        eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        answer = [*tokenizer(output, add_special_tokens=False)["input_ids"], *eos]
-        return Written(prompt + answer, [False] * len(prompt) + [True] * len(answer), len(prompt))
-    turns = (*_turns(said), (ASSISTANT, output))
-    if _MARKS.search(_of(tokenizer)):
-        ids, counts = _marked(turns, tokenizer)
+        prompt_text = text.replace(_PLACE, said)
+        ids, counts = _within(prompt_text + output, [(len(prompt_text), None)], tokenizer, special=True)
+        if tokenizer.eos_token_id is not None:
+            ids, counts = [*ids, tokenizer.eos_token_id], [*counts, True]
     else:
-        ids, counts = _by_prefixes(turns, tokenizer)
+        turns = (*_turns(said), (ASSISTANT, output))
+        ids, counts = (_marked if _MARKS.search(tokenizer.get_chat_template()) else _by_prefixes)(turns, tokenizer)
     last = max((i for i, counted in enumerate(counts) if counted), default=None)
     if last is None:
-        raise InputError(f"model.template: the chat template leaves no token to the assistant in {_named(turns)}")
+        raise InputError(f"model.template: the chat template leaves no token to the assistant in {named(_turns(said))}")
     start = next((i + 1 for i in range(last, -1, -1) if not counts[i]), 0)
     return Written(ids, counts, start)
-
-
-def _of(tokenizer: Any) -> str:
-    """The chat template, with one day for today: a row is the same on every day, hence the bits of a run."""
-    return _NOW.sub(lambda found: json.dumps(_DAY.strftime(found[2])), tokenizer.get_chat_template())
 
 
 def _turns(said: Asked) -> tuple[Turn, ...]:
@@ -144,65 +179,116 @@ def _turns(said: Asked) -> tuple[Turn, ...]:
 
 
 def _marked(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Tokens, and those that the template marks as generated."""
-    found = _applied(turns, tokenizer, return_dict=True, return_assistant_tokens_mask=True)
-    return list(found["input_ids"]), [bool(x) for x in found["assistant_masks"]]
+    """Tokens, and those that the template marks as generated, with the token that ends each answer."""
+    form = form_of(tokenizer)
+    found = applied(turns, tokenizer, form.parts, return_dict=True, return_assistant_tokens_mask=True)
+    ids, counts = list(found["input_ids"]), [bool(x) for x in found["assistant_masks"]]
+    if not any(counts):
+        return ids, counts
+    special, ended = special_ids(tokenizer), False
+    for i, token in enumerate(ids):
+        if not counts[i] and i and counts[i - 1] and not ended:
+            counts[i] = token in special  # the mark stops before the end
+        ended = counts[i] and (ended or token in special)
+    end = _tokens(form.end, tokenizer) if form.end else []
+    return ids + end, counts + [True] * len(end)
 
 
 def _by_prefixes(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Tokens, and those that the answers add: the text up to an answer, less the text that asks for it."""
-    whole, spans = _render(turns, tokenizer), []
+    whole, form = render(turns, tokenizer), form_of(tokenizer)
+    pieces: list[tuple[str, bool]] = []  # of the text, and whether it counts
+    at = 0  # where in ``whole`` the pieces end
     for i, (role, _) in enumerate(turns):
-        if role == ASSISTANT:
-            before = _render(turns[:i], tokenizer, add_generation_prompt=True)
-            upto = _render(turns[: i + 1], tokenizer) if i + 1 < len(turns) else whole
-            _check_prefix(before, upto, "a question otherwise once it is answered", turns)
-            _check_prefix(upto, whole, "an answer otherwise once more is said", turns)
-            spans.append((len(before), len(upto)))
-    return _within(whole, spans, tokenizer)
+        if role != ASSISTANT:
+            continue
+        before = render(turns[:i], tokenizer, add_generation_prompt=True)
+        if i + 1 == len(turns):
+            _check_prefix(before, whole, turns)
+            pieces += [(whole[at : len(before)], False), (whole[len(before) :] + form.end, True)]
+            break
+        upto = render(turns[: i + 1], tokenizer)
+        _check_prefix(before, upto, turns)
+        if whole.startswith(upto):
+            stop = len(upto)
+            stop += len(form.end) if form.end and whole.startswith(form.end, stop) else 0
+            pieces += [(whole[at : len(before)], False), (whole[len(before) : stop], True)]
+        else:
+            stop = _after(turns, i, whole, form, tokenizer)
+            here = before.removesuffix(form.begun)
+            _check_prefix(here, whole, turns)
+            answer = upto[len(before) :].removesuffix(form.tail) + form.inner
+            pieces += [(whole[at : len(here)] + before[len(here) :], False), (answer, True)]
+        at = stop
+    spans, size = [], 0
+    for text, counts in pieces:
+        spans += [(size, size + len(text))] if counts else []
+        size += len(text)
+    return _within("".join(text for text, _ in pieces), spans, tokenizer)
 
 
-def _within(text: str, spans: Sequence[tuple[int, int]], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Tokens of a text, and those with a character in one of the spans [start, end)."""
+def _after(turns: Sequence[Turn], i: int, whole: str, form: Form, tokenizer: Any) -> int:
+    """Where what follows answer ``i`` and its end begins in a text that has the answer in another form.
+
+    Raises:
+        InputError: the rest of the text depends on the answer.
+    """
+    rest = replace_content(turns, i, tokenizer)
+    if not whole.endswith(rest) or not rest.startswith(form.inner):
+        raise InputError(
+            f"model.template: this chat template writes the rest otherwise after another answer, so that no tokens are "
+            f"the answer's, in {named(turns)}; {_RIGHT}"
+        )
+    return len(whole) - len(rest) + len(form.inner)
+
+
+def _within(
+    text: str, spans: Sequence[tuple[int, int | None]], tokenizer: Any, *, special: bool = False
+) -> tuple[list[int], list[bool]]:
+    """Tokens of a text, and those with a character in one of the spans [start, end); None: to the end.
+
+    Args:
+        special: with the tokens that the tokenizer sets before every text.
+    """
+    ends = [(start, len(text) if end is None else end) for start, end in spans]
+    options = {} if special else {"add_special_tokens": False}
     if not getattr(tokenizer, "is_fast", False):  # it does not tell where its tokens stand
-        edges = [0, *(place for span in spans for place in span), len(text)]
-        pieces = [_tokens(text[a:b], tokenizer) if b > a else [] for a, b in pairwise(edges)]
-        counts = [i % 2 == 1 for i, piece in enumerate(pieces) for _ in piece]
-        return [token for piece in pieces for token in piece], counts
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    counts = [any(a < end and b > start for start, end in spans) for a, b in found["offset_mapping"]]
-    return list(found["input_ids"]), counts
+        ids = list(tokenizer(text, **options)["input_ids"])
+        edges = [
+            (_shared(ids, text[:a], tokenizer, options), _shared(ids, text[:b], tokenizer, options)) for a, b in ends
+        ]
+        counts = [any(a <= i < b for a, b in edges) for i in range(len(ids))]
+    else:
+        found = tokenizer(text, return_offsets_mapping=True, **options)
+        ids = list(found["input_ids"])
+        counts = [any(a < end and b > start for start, end in ends) for a, b in found["offset_mapping"]]
+    kept = len(_open(ids, tokenizer)) if special else len(ids)
+    return ids[:kept], counts[:kept]
+
+
+def _shared(ids: list[int], beginning: str, tokenizer: Any, options: dict[str, bool]) -> int:
+    """How many tokens of a text are those of its beginning."""
+    part = list(tokenizer(beginning, **options)["input_ids"]) if beginning else []
+    return next((i for i, (a, b) in enumerate(zip(ids, part, strict=False)) if a != b), min(len(ids), len(part)))
+
+
+def _open(ids: list[int], tokenizer: Any) -> list[int]:
+    """Tokens of a text without those that the tokenizer sets behind every text: more is to follow."""
+    empty = tokenizer("")["input_ids"]
+    behind = len(empty) - (1 if empty and empty[0] == tokenizer.bos_token_id else 0)
+    return ids[: len(ids) - behind] if behind and ids[-behind:] == empty[-behind:] else ids
 
 
 def _tokens(text: str, tokenizer: Any) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _render(turns: Sequence[Turn], tokenizer: Any, **options: Any) -> str:
-    return str(_applied(turns, tokenizer, tokenize=False, **options))
-
-
-def _applied(turns: Sequence[Turn], tokenizer: Any, **options: Any) -> Any:
-    from jinja2.exceptions import TemplateError
-
-    messages = [{"role": role, "content": text} for role, text in turns]
-    try:
-        return tokenizer.apply_chat_template(messages, chat_template=_of(tokenizer), **options)
-    except (TemplateError, TypeError) as error:  # TypeError: it expects another content
-        raise InputError(f"model.template: the chat template refuses {_named(turns)}: {first_line(error)}") from None
-
-
-def _check_prefix(part: str, whole: str, how: str, turns: Sequence[Turn]) -> None:
+def _check_prefix(part: str, whole: str, turns: Sequence[Turn]) -> None:
     """Raise an InputError if the whole does not begin with the part; it quotes where they part."""
     if whole.startswith(part):
         return
     at = next((i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole)))
     raise InputError(
-        f"model.template: this chat template writes {how}, so that no tokens are the answer's: "
-        f"{part[at : at + _SHOWN]!r} becomes {whole[at : at + _SHOWN]!r} in {_named(turns)}; {_RIGHT}"
+        "model.template: this chat template writes a question otherwise once it is answered, so that no tokens are the "
+        f"answer's: {part[at : at + _SHOWN]!r} becomes {whole[at : at + _SHOWN]!r} in {named(turns)}; {_RIGHT}"
     )
-
-
-def _named(turns: Sequence[Turn]) -> str:
-    """A conversation in words, by its roles and its first message."""
-    return f"a conversation of {', '.join(role for role, _ in turns[:6])} that begins with {turns[0][1][:_SHOWN]!r}"

@@ -20,7 +20,7 @@ class Tools:
         positions: most tokens that the model has positions for, or None without a limit.
         vocabulary: rows of the model's embedding of tokens, or None if it has no such table.
         template: how instructions are written, a text with {instruction}; None: by the tokenizer's chat template.
-        notices: which of these are guessed.
+        notices: which of these are guessed, and what of a template is written otherwise than it says.
     """
 
     image: Preprocess | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fedfm.models.chat_form import special_ids
 from fedfm.models.templates import Written, written
 
 _END = 4  # most tokens of an answer's end: the token that ends it, and, say, a line break
@@ -56,7 +57,7 @@ def _kept_of_answer(answer: list[int], room: int, tokenizer: Any) -> list[int]:
 
 def _end(answer: list[int], tokenizer: Any) -> int:
     """Index of the special token that ends an answer; its length without one."""
-    n, special = len(answer), set(tokenizer.all_special_ids)
+    n, special = len(answer), special_ids(tokenizer)
     return next((i for i in range(n - 1, max(n - 1 - _END, -1), -1) if answer[i] in special), n)
 
 

@@ -134,8 +134,8 @@ def _step(
     x: Any, y: Any, rows: Any, wt: Any, bt: Any, to_w: Any, to_b: Any, near: Any, z: Any, classes: int, scale: Any,
     keep: Any, keep_b: Any,
 ) -> Any:  # fmt: skip
-    """Multiply ``to_w`` by ``keep`` and ``to_b`` by ``keep_b``, and add scale times the gradient of a batch's summed cross-entropy at
-    ``wt`` and ``bt``; return that sum.
+    """Multiply ``to_w`` by ``keep`` and ``to_b`` by ``keep_b``, and add scale times the gradient of a batch's summed
+    cross-entropy at ``wt`` and ``bt``; return that sum.
     """
     d, m, width = x.shape[1], len(rows), len(bt)
     for i in range(m):

@@ -1,0 +1,234 @@
+"""What a chat template writes around an answer, read off conversations of words that stand nowhere else.
+
+Templates differ in more than their words. Some take the text of a message as a list of parts. Some write no end of an
+answer, which the next turn then ends. Some write an answer otherwise once more is said: without its thoughts, or
+without the token that ends all of a conversation. Some begin a thought in the prompt, which a written answer lacks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from fedfm.core.rows import Turn
+from fedfm.errors import InputError, first_line
+
+ASSISTANT = "assistant"
+_NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_DAY = datetime.date(2024, 7, 26)  # what templates take for today, as Llama 3's does by itself
+_SHOWN = 40  # characters of a text in a message
+_ASK, _SAY, _MORE, _LAST = "Qzxkaone", "Azxkatwo", "Qzxkathree", "Azxkafour"
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize")
+
+
+@dataclass(frozen=True)
+class Form:
+    """What stands around the text of an answer.
+
+    Attributes:
+        parts: whether the content of a message is a list of parts.
+        lead: between the prompt and the last answer.
+        tail: after the last answer, to the end of the conversation.
+        end: what has to follow the tail so that a token ends the answer; empty if the tail has one.
+        inner: what ends an answer after which more is said.
+        begun: what the prompt of an earlier answer ends with, and the conversation has not.
+    """
+
+    parts: bool = False
+    lead: str = ""
+    tail: str = ""
+    end: str = ""
+    inner: str = ""
+    begun: str = ""
+
+
+_forms: WeakKeyDictionary[Any, tuple[str, Form]] = WeakKeyDictionary()
+
+
+def form_of(tokenizer: Any) -> Form:
+    """The form of the tokenizer's chat template.
+
+    Raises:
+        InputError: it writes nothing of what is said.
+    """
+    template = text_of(tokenizer)
+    known = _forms.get(tokenizer)
+    if known is None or known[0] != template:
+        known = _forms[tokenizer] = (template, _read(tokenizer))
+    return known[1]
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """The special tokens of a tokenizer, also those that have no name such as ``eos_token``."""
+    more = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    return {*tokenizer.all_special_ids, *(i for i, token in more if token.special)}
+
+
+def render(turns: Sequence[Turn], tokenizer: Any, **options: Any) -> str:
+    """The conversation as the template writes it.
+
+    Raises:
+        InputError: the template refuses it.
+    """
+    return str(applied(turns, tokenizer, form_of(tokenizer).parts, tokenize=False, **options))
+
+
+def applied(turns: Sequence[Turn], tokenizer: Any, parts: bool, **options: Any) -> Any:
+    """What ``apply_chat_template`` gives.
+
+    Raises:
+        InputError: the template refuses the conversation.
+    """
+    from jinja2.exceptions import TemplateError
+
+    messages = [{"role": r, "content": [{"type": "text", "text": text}] if parts else text} for r, text in turns]
+    try:
+        return tokenizer.apply_chat_template(messages, chat_template=text_of(tokenizer), **options)
+    except (TemplateError, TypeError) as error:  # TypeError: it expects another content
+        raise InputError(f"model.template: the chat template refuses {named(turns)}: {first_line(error)}") from None
+
+
+def named(turns: Sequence[Turn]) -> str:
+    """A conversation in words, by its roles and its first message."""
+    return f"a conversation of {', '.join(role for role, _ in turns[:6])} that begins with {turns[0][1][:_SHOWN]!r}"
+
+
+def text_of(tokenizer: Any) -> str:
+    """The chat template, with one day for today: a row is the same on every day, hence the bits of a run."""
+    return _NOW.sub(lambda found: json.dumps(_DAY.strftime(found[2])), tokenizer.get_chat_template())
+
+
+def replace_content(turns: Sequence[Turn], i: int, tokenizer: Any) -> str:
+    """What the template writes after the text of turn ``i``, in the whole conversation; a unique word stands for it.
+
+    Raises:
+        InputError: the template does not write that turn.
+    """
+    text = render([*turns[:i], (turns[i][0], _SAY), *turns[i + 1 :]], tokenizer)
+    _, found, after = text.partition(_SAY)
+    if not found:
+        raise InputError(f"model.template: the chat template leaves out an answer of {named(turns)}")
+    return after
+
+
+def with_settings(template: str, settings: Mapping[str, Any]) -> str:
+    """The template with variables of its own set, as ``apply_chat_template(**settings)`` would set them.
+
+    They stand in the template itself, so that training, predictions and an export have the same.
+
+    Raises:
+        InputError: a variable that the conversation sets, or a value that has no form in a template.
+
+    Example:
+        >>> with_settings("{{ x }}", {"x": True})
+        '{% set x = true %}{{ x }}'
+    """
+    for name in settings:
+        if not name.isidentifier() or name in _GIVEN:
+            raise InputError(f"model.chat_template_kwargs.{name}: expected the name of a variable of the chat template")
+    return "".join(f"{{% set {name} = {_literal(value)} %}}" for name, value in settings.items()) + template
+
+
+def unbegun(tokenizer: Any) -> tuple[str, str]:
+    """(the chat template without what its prompt begins and its written answers lack, that text).
+
+    Such a prompt begins a thought, ``<think>``, and a written answer has none. Rows of questions and answers have no
+    thoughts, so that the answer begins where the template writes it, in training and whenever the model is asked.
+    """
+    template, turns = tokenizer.get_chat_template(), [("user", _ASK), (ASSISTANT, _SAY)]
+    try:
+        parts = form_of(tokenizer).parts
+        prompt = str(applied(turns[:1], tokenizer, parts, tokenize=False, add_generation_prompt=True))
+        whole = str(applied(turns, tokenizer, parts, tokenize=False))
+    except InputError:  # the rows say which conversation it refuses
+        return template, ""
+    begun = prompt[_common(prompt, whole) :]
+    if not begun or _ASK not in prompt.removesuffix(begun):
+        return template, ""
+    inside = template.removesuffix("\n")  # Jinja drops it
+    last = f"written[:-{len(begun)}] if add_generation_prompt and written.endswith({_literal(begun)}) else written"
+    return f"{{% set written %}}{inside}{{% endset %}}{{{{ {last} }}}}", begun
+
+
+def _literal(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(str(k))}: {_literal(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    if isinstance(value, str | bool | int | float):
+        return json.dumps(value, ensure_ascii=False)
+    raise InputError(f"model.chat_template_kwargs: {value!r}: expected text, numbers, true or false, lists or tables")
+
+
+def _read(tokenizer: Any) -> Form:
+    turns = [("user", _ASK), (ASSISTANT, _SAY), ("user", _MORE), (ASSISTANT, _LAST)]
+
+    def text(count: int, parts: bool, **options: Any) -> str:
+        try:
+            return str(applied(turns[:count], tokenizer, parts, tokenize=False, **options))
+        except InputError:
+            return ""
+
+    fits = [parts for parts in (False, True) if _writes(text(2, parts))]
+    if not fits:
+        if text(2, False) or text(2, True):
+            raise InputError("model.template: the chat template writes nothing of what is said; set another one")
+        return Form()  # it refuses a conversation of a question and an answer; rows tell what it takes
+    parts = fits[0]
+    whole, prompt = text(2, parts), text(1, parts, add_generation_prompt=True)
+    before, _, tail = whole.partition(_SAY)
+    lead = before[len(prompt) :] if before.startswith(prompt) else ""
+    more, longer = text(3, parts), text(4, parts)
+    after = more.partition(_SAY)[2].partition(_MORE)[0] if _MORE in more else ""
+    split = _Splitter(tokenizer)
+    ends = any(piece in split.names for piece in split(tail))
+    next_end = _first_end(after.removeprefix(tail), split, tokenizer) if after.startswith(tail) else ""
+    end = "" if ends else next_end or (tokenizer.eos_token or "")
+    shared = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(split(tail), split(after), strict=False))]
+    inner = "".join(shared)
+    if not any(piece in split.names for piece in shared):
+        inner = _first_end(after, split, tokenizer) or inner
+    return Form(parts, lead, tail, end, inner, prompt[_common(prompt, longer) :] if longer else "")
+
+
+def _writes(text: str) -> bool:
+    """Whether question and answer stand in the text, and not as a list in the words of Python or JSON."""
+    return _ASK in text and _SAY in text and not re.search(r"""["']type["']: ["']text["']""", text)
+
+
+class _Splitter:
+    """Cuts texts at their special tokens, which stay as pieces."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.names = {name for name in tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer))) if name}
+        choices = "|".join(re.escape(name) for name in sorted(self.names, key=len, reverse=True))
+        self._pattern = re.compile(f"({choices})") if choices else None
+
+    def __call__(self, text: str) -> list[str]:
+        pieces = [text] if self._pattern is None else self._pattern.split(text)
+        return [piece for piece in pieces if piece]
+
+
+def _first_end(text: str, split: _Splitter, tokenizer: Any) -> str:
+    """The text up to its first special token, if nothing but space stands before it; not where a text begins anew."""
+    at = ""
+    for piece in split(text):
+        at += piece
+        if piece in split.names:
+            return "" if piece == tokenizer.bos_token != tokenizer.eos_token else at
+        if piece.strip():
+            return ""
+    return ""
+
+
+def _common(a: str, b: str) -> int:
+    """Length of the common beginning."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
