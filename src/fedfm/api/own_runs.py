@@ -17,6 +17,7 @@ from fedfm.errors import InputError
 from fedfm.models import export
 from fedfm.models.own import language
 from fedfm.models.own.brought import Brought, brought, call
+from fedfm.models.own.outputs import Outputs
 from fedfm.models.quiet import quiet
 from fedfm.runtime.own_population import brought_by
 
@@ -83,24 +84,43 @@ def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool =
         rows = call(admit_function(name, "rows"), name, run.experiment.run.seed)
     brings, model, _ = load(run, given, client, last=last)
     rows = checked(rows, "rows")
-    found: list[torch.Tensor] = []
+    given, found = brings.given, list[Outputs]()
+    classes, lists = list(model.classes), list[dict[str, Any]]()
     with model.evaluating():
-        first = brings.given.predicted([rows[0]]) if len(rows) else None
-        if first is not None and language.gives_tokens(model.module, brings.given.batch([rows[0]]), first):
-            return language.told(brings.given, [rows[i] for i in range(len(rows))])
-        for start in range(0, len(rows), BATCH):
-            part = [rows[i] for i in range(start, min(start + BATCH, len(rows)))]
-            found.append(brings.given.predicted(part).float().cpu())
-    outputs = torch.cat(found)
-    classes = list(model.classes)
-    if not classes or outputs.dim() != 2 or outputs.shape[1] != len(classes):
-        return {"predictions": [], "probabilities": [], "outputs": outputs.flatten(1).tolist()}
-    shares = outputs.softmax(1)
+        first = given.predicted([rows[0]]) if len(rows) else None
+        logits = None if first is None else first.logits
+        if logits is not None and language.gives_tokens(model.module, given.batch([rows[0]]), logits):
+            return language.told(given, [rows[i] for i in range(len(rows))])
+        several = first is not None and first.count != 1  # such as the two answers of a row of preferences
+        size = 1 if several else BATCH
+        for start in range(0, len(rows), size):
+            part = [rows[i] for i in range(start, min(start + size, len(rows)))]
+            found.append(given.predicted(part))
+            lists += [found[-1].together()] if several else found[-1].rows(given.batch(part).get("attention_mask"))
+    alone = [of.logits for of in found]
+    if not classes or several or any(x is None or x.dim() != 2 or x.shape[1] != len(classes) for x in alone):
+        return _arrays(lists, found)
+    shares = torch.cat([x.float().cpu() for x in alone if x is not None]).softmax(1)
     return {
         "classes": classes,
         "predictions": [classes[i] for i in shares.argmax(1).tolist()],
         "probabilities": np.round(shares.double().numpy(), 6).tolist(),
     }
+
+
+def _arrays(lists: list[dict[str, Any]], found: list[Outputs]) -> dict[str, Any]:
+    """Outputs of rows that are no classes: a list of numbers of the only array, else a dict of all by name."""
+    names = [] if not found else list(found[0].arrays)
+    result: dict[str, Any] = {"predictions": [], "probabilities": []}
+    if len(names) <= 1:
+        return result | {"outputs": [_flat(row[name]) for row in lists for name in names]}
+    left_out = found[0].left_out
+    why = [f"not written, since they have no entry for each row: {', '.join(left_out)}"] if left_out else []
+    return result | {"outputs": lists, "warnings": why}
+
+
+def _flat(value: Any) -> list[float]:
+    return [x for part in value for x in _flat(part)] if isinstance(value, list) else [value]
 
 
 def write(run: Run, to: str, out: Path, given: Any, client: str | None, *, last: bool = False) -> Path:

@@ -141,7 +141,9 @@ def predict(
         - an own module that is a language model: ``losses`` and ``perplexities`` of the rows by the run's own loss,
           with their mean ``loss`` and its ``perplexity``, and ``answers`` where rows mark a prompt and the module can
           write, else ``warnings`` says why not;
-        - another own module that is no classifier: ``outputs``, a list for each row.
+        - another own module that is no classifier: ``outputs``, a list for each row, or where the module gives
+          several, such as the scores of an answer's start and end, a dict of them by name; places of padding are left
+          out, and so are outputs without an entry for each row, which ``warnings`` names.
 
     Raises:
         InputError: the run is not finished, or the rows are of another kind than the model's.
@@ -273,7 +275,8 @@ def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         cut, rows = set(result["cut"]), enumerate(zip(names, result["answers"], strict=False))
         return [{"row": i, **name, "answer": answer, "cut": i in cut} for i, (name, answer) in rows]
     if "outputs" in result:
-        return [{"row": i, **{str(k): x for k, x in enumerate(row)}} for i, row in enumerate(result["outputs"])]
+        rows = (row if isinstance(row, Mapping) else enumerate(row) for row in result["outputs"])
+        return [{"row": i, **{str(k): x for k, x in dict(row).items()}} for i, row in enumerate(rows)]
     if not result["predictions"]:
         return [{key: result[key] for key in ("loss", "perplexity")}]
     files = [{"file": name} for name in result["files"]] if "files" in result else repeat({})

@@ -71,11 +71,17 @@ def read_once(rows: DatasetRows) -> tuple[np.ndarray | None, int | None]:
     with torch.random.fork_rng(devices=[]):
         for batch in rows.batches(_READ):
             y = batch.get("labels")
-            if y is None or y.dim() != 1 or y.is_floating_point() or y.dtype == torch.bool or int(y.min()) < 0:
+            if (
+                not isinstance(y, Tensor)
+                or y.dim() != 1
+                or y.is_floating_point()
+                or y.dtype == torch.bool
+                or int(y.min()) < 0
+            ):
                 found = None
-            if found is not None and y is not None:
+            if found is not None and isinstance(y, Tensor):
                 found.append(y.cpu().numpy().astype(np.int64))
-            floats = [x for x in batch.values() if x.is_floating_point()]
+            floats = [x for x in batch.values() if isinstance(x, Tensor) and x.is_floating_point()]
             if first is None:
                 # The sum of a tensor with a NaN is NaN, and fast; infinities of both signs give one too.
                 n = min(_READ, len(rows) - at)

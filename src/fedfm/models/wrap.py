@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedfm.core.rows import Batch, Rows
 from fedfm.models import load
+from fedfm.models.batches import moved, rows_of
 from fedfm.models.ends import Ends
 from fedfm.models.families import Parts
 from fedfm.models.model import Model
@@ -57,11 +58,14 @@ class WrappedModel(Model):
         tensors = {("vectors" if name == "features" else name): x for name, x in rows.tensors.items()}
         return super().features(dataclasses.replace(rows, tensors=tensors))
 
+    def counted(self, batch: Batch) -> int:
+        return rows_of(batch)
+
     def _outputs(self, batch: Batch) -> Tensor:
         return self.logits({("features" if name == "vectors" else name): x for name, x in batch.items()})
 
     def _moved(self, batch: Batch) -> Batch:
-        return {name: x.to(self.device) for name, x in batch.items()}
+        return {name: moved(x, self.device) for name, x in batch.items()}
 
 
 def wrap(

@@ -18,10 +18,12 @@ from fedfm.data.table import Table
 from fedfm.data.user_datasets import DatasetRows, Joined, checked, column, read_once
 from fedfm.errors import InputError, first_line
 from fedfm.linalg.params import to_bytes
+from fedfm.models.batches import moved, tensors
 from fedfm.models.ends import known, seen
 from fedfm.models.memory import in_halves, warned
 from fedfm.models.metrics import nothing, scores
 from fedfm.models.own.module_checks import check_module
+from fedfm.models.own.outputs import Outputs, of_module
 from fedfm.models.own.trainer import ITEMS, TrainersModule, is_trainer
 from fedfm.models.wrap import WrappedModel, wrap
 
@@ -60,18 +62,20 @@ class Given:
         self.end: Callable[[], None] = lambda: None  # undoes what :meth:`wrapped` switched on in the module
         self._key = labels
         self._collate = collate or torch.utils.data.default_collate
+        self._own_batches = collate is not None or self.trainer is not None  # they may hold lists and dicts
         self._columns: frozenset[str] | None = None
         self._listed = False  # batches are tuples
         self._labelled = False  # every row has one class label
         self._sets: list[tuple[str, str, Any]] = []  # (split, client or "", data set)
         self._nan: int | None = None  # first row with a NaN
+        self._wished: str | None = None  # as the key of the target, by a Trainer
         self._alias = ""  # the key of the target, if it is not "labels"
         self.notices: tuple[str, ...] = ()
         self.of_trainer: TrainersModule | None = None
         if self.trainer is not None:
             self.of_trainer = TrainersModule(self.trainer)
             self._collate, self._columns = self.trainer.data_collator, self.of_trainer.columns
-            self._key = self._key or self.of_trainer.label
+            self._wished = self.of_trainer.label  # evaluation uses it, where rows have it
 
     def data_and_optimiser(
         self, clients: Any, train: Any, test: Any, local: Mapping[str, Any] | None
@@ -104,7 +108,8 @@ class Given:
             batch = (batch,)
         if isinstance(batch, Mapping):
             named = dict(batch)
-            key = self._key or next((k for k in ("labels", "label") if k in named), None)
+            wished = self._wished if self._wished in named else None
+            key = self._key or wished or next((k for k in ("labels", "label") if k in named), None)
             if self._key is not None and self._key not in named:
                 if not target:
                     return named
@@ -119,12 +124,20 @@ class Given:
         else:
             raise InputError(f"a batch is a {type(batch).__name__}: expected tensors, a tuple or a dict of them")
         for key, value in named.items():
-            if not isinstance(value, Tensor):
+            if not (isinstance(value, Tensor) or self._carries(value)):
                 raise InputError(
                     f'"{key}" of a batch is a {type(value).__name__}: expected a tensor; tokenise or drop it, '
                     "or give collate=..."
                 )
         return named
+
+    def _carries(self, value: Any) -> bool:
+        """Whether a batch may hold this value that is no tensor: what the user's own function puts around tensors, and
+        a Trainer's flags and names.
+        """
+        if isinstance(value, list | tuple | Mapping):
+            return self._own_batches and next(tensors(value), None) is not None
+        return self.trainer is not None and isinstance(value, bool | int | float | str | None)
 
     def table(self, clients: Mapping[str, Any] | None, train: Any, test: Any, by: str | None) -> tuple[Table, Places]:
         """All rows, and the indexes of each client's; with the column ``by`` that the partition needs."""
@@ -226,20 +239,20 @@ class Given:
     def batch(self, rows: list[Any]) -> Batch:
         """Rows whose target may be absent, on the module's device."""
         device = next(self.module.parameters()).device
-        return {k: x.to(device) for k, x in self.collated(rows, target=False).items()}
+        return {k: moved(x, device) for k, x in self.collated(rows, target=False).items()}
 
-    def predicted(self, rows: list[Any]) -> Tensor:
-        """The module's outputs (b, ...) for rows whose target is not used, and may be absent.
+    def predicted(self, rows: list[Any]) -> Outputs:
+        """The module's outputs for rows whose target is not used, and may be absent.
 
         Raises:
-            InputError: the module fails on them, or gives no tensor.
+            InputError: the module fails on them, or gives nothing for each row.
         """
         batch = self.batch(rows)
         try:
             if self._objective is not None:
                 if self._logits is None:
                     raise InputError("the run was trained by an objective: give logits=(module, batch) -> outputs, too")
-                return self._logits(self.module, self.native(batch))
+                return of_module(self._logits(self.module, self.native(batch)), batch)
             inputs = {k: x for k, x in batch.items() if k not in ("labels", self._alias)}
             if self.of_trainer is not None:
                 found = self.of_trainer.outputs(self.module, inputs)
@@ -249,10 +262,7 @@ class Given:
             raise InputError(
                 f"the module fails on these rows: {type(error).__name__}: {first_line(error, 300)}"
             ) from error
-        output = found["logits"] if isinstance(found, Mapping) and "logits" in found else found
-        if not isinstance(output, Tensor):
-            raise InputError(f"the module gives a {type(output).__name__}: expected a tensor, or an output with logits")
-        return output
+        return of_module(found, batch)
 
     def wrapped(self, table: Table, classes: Sequence[str]) -> WrappedModel:
         """The module as a model, after a trial on the first rows."""
@@ -345,7 +355,7 @@ class Given:
 
 def _batch(model: WrappedModel, rows: Rows, index: range) -> Batch:
     """The rows as a batch on the model's device."""
-    return {k: x.to(model.device) for k, x in rows.batch(index).items()}
+    return {k: moved(x, model.device) for k, x in rows.batch(index).items()}
 
 
 def _names(module: nn.Module, count: int) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ def _exponential(loss: float | None) -> float | None:
 def _prompt(batch: Batch) -> Tensor | None:
     """The tokens (p,) of the row before those that are to be predicted; None if the row marks no prompt."""
     ids, labels, mask = (batch.get(name) for name in ("input_ids", "labels", "attention_mask"))
-    if ids is None or ids.dim() != 2:
+    if ids is None or ids.dim() != 2 or len(ids) != 1:  # a row of preferences is two texts
         return None
     real = torch.ones_like(ids[0], dtype=torch.bool) if mask is None or mask.dim() != 2 else mask[0].bool()
     if labels is None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from fedfm.core.rows import Batch
 from fedfm.errors import InputError
+from fedfm.models.own.wrapped_step import contexts_of
 
 ITEMS = "(items)"  # of a batch: how many targets the whole accumulated batch has, as Trainers pass it to the loss
 _OPTIMISERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
@@ -24,7 +25,9 @@ _OWN_LOOP = (
     *("get_train_dataloader", "_get_train_sampler"),
 )
 _OWN_VIEW = ("evaluate", "evaluation_loop", "prediction_step", "get_eval_dataloader", "log")
-_KNOWN = ("transformers.", "trl.trainer.sft_trainer")  # modules whose overridden methods are accounted for here
+_KNOWN = ("transformers.",)  # modules whose overridden methods are accounted for here
+_SENTENCES = "sentence_transformers."  # whose trainers choose batches and parameters; see _refuse_other_batches
+_STEP = "training_step"
 _QUIET = ("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
 
 
@@ -43,12 +46,13 @@ class TrainersModule:
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.args, self.module = trainer, trainer.args, trainer.model
         _refuse(trainer)
+        self._contexts = contexts_of(trainer, _STEP)  # a Trainer's own step within them
 
     @property
     def columns(self) -> frozenset[str] | None:
         """The columns that the collator gets; None: all."""
-        if not self.args.remove_unused_columns:
-            return None
+        if not self.args.remove_unused_columns or _overrides(self.trainer, "get_train_dataloader"):
+            return None  # transformers' own loader drops them
         self.trainer._set_signature_columns_if_needed()  # SFTTrainer has others than the module's arguments
         return frozenset(self.trainer._signature_columns)
 
@@ -120,8 +124,27 @@ class TrainersModule:
     @property
     def undecayed(self) -> frozenset[str]:
         """Trained parameters without weight decay, e.g. biases and norms."""
+        self._check_parameters()
         decayed = set(self.trainer.get_decay_parameter_names(self.module))
         return frozenset(n for n, p in self.module.named_parameters() if p.requires_grad and n not in decayed)
+
+    def _check_parameters(self) -> None:
+        """Refuse a Trainer that trains other parameters than its module's, or some at a rate of their own.
+
+        Raises:
+            InputError: it does.
+        """
+        if not _overrides(self.trainer, "get_optimizer_cls_and_kwargs"):
+            return
+        groups = self.trainer.get_optimizer_cls_and_kwargs(self.args, self.module)[1].get("optimizer_dict", [])
+        trained = {id(p) for group in groups for p in group["params"]}
+        if trained != {id(p) for p in self.module.parameters() if p.requires_grad}:
+            raise InputError(
+                "Trainer: its optimiser has other parameters than the module's, as a loss with weights of its own has; "
+                "only the module travels: put them into the module, or take another loss"
+            )
+        if any(group.get("lr", self.args.learning_rate) != self.args.learning_rate for group in groups):
+            raise InputError("Trainer: some parameters have a learning rate of their own; clients have one rate")
 
     def weigh(self, parts: Sequence[Batch], native: Callable[[Batch], Any]) -> Iterator[tuple[Batch, float]]:
         """The parts of one accumulated batch, and the factors of their losses, as in ``Trainer.training_step``."""
@@ -140,7 +163,9 @@ class TrainersModule:
         told: dict[str, Any] = {"return_outputs": True} if outputs else {}
         if module.training or items is not None:
             told |= {"num_items_in_batch": items}
-        with _bf16(module) if self.args.bf16 else _as_it_is(), self.trainer.compute_loss_context_manager():
+        step = self._contexts() if module.training and self._contexts is not None else _as_it_is()
+        precision = _bf16(module) if self.args.bf16 else _as_it_is()
+        with step, precision, self.trainer.compute_loss_context_manager():
             return self.trainer.compute_loss(module, inputs, **told)
 
     def outputs(self, module: nn.Module, inputs: Mapping[str, Any]) -> Any:
@@ -210,12 +235,37 @@ def _refuse(trainer: Any) -> None:
             "Trainer: it brings an optimiser or a schedule as an object, and every client starts its own from "
             "arguments; give args.optim and args.lr_scheduler_type"
         )
+    _refuse_other_batches(trainer)
     for name in _OWN_LOOP:
-        if where := _overrides(trainer, name):
+        where = _overrides(trainer, name)
+        if name == _STEP and contexts_of(trainer, name) is not None:
+            continue
+        if where and not (name in _OF_SENTENCES and _defined_in(trainer, name).startswith(_SENTENCES)):
             raise InputError(
                 f"Trainer: {where} overrides {name}, which belongs to the Trainer's own loop and is never "
                 "called here; override compute_loss, or pass the module with an objective"
             )
+
+
+_OF_SENTENCES = ("get_train_dataloader", "get_optimizer_cls_and_kwargs")
+
+
+def _refuse_other_batches(trainer: Any) -> None:
+    """Refuse a Trainer of sentence-transformers whose batches are not rows in a new random order."""
+    if not _defined_in(trainer, "get_train_dataloader").startswith(_SENTENCES):
+        return
+    if _text(trainer.args.batch_sampler) != "batch_sampler":
+        raise InputError(
+            "Trainer: args.batch_sampler chooses rows by what they hold, and clients deal theirs in a random order; "
+            'expected "batch_sampler", the default'
+        )
+    if isinstance(trainer.train_dataset, Mapping):
+        raise InputError("Trainer: several train datasets; a client has one: give one of them, or clients=...")
+
+
+def _defined_in(trainer: Any, name: str) -> str:
+    """The module of the class that defines the method."""
+    return next((c.__module__ for c in type(trainer).__mro__ if name in vars(c)), "")
 
 
 def _overrides(trainer: Any, name: str) -> str:

@@ -1,0 +1,34 @@
+"""Batches of users' own modules: tensors by name, and what their collate functions put beside or around tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """The value with all its tensors on the device, as transformers' Trainer moves a batch."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: moved(x, device) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [moved(x, device) for x in value]
+    return value
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value, depth first."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for x in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors(x)
+
+
+def rows_of(batch: Mapping[str, Any]) -> int:
+    """How many rows a batch has: the length of its first tensor or list."""
+    return next((len(x) for x in batch.values() if (isinstance(x, Tensor) and x.dim()) or isinstance(x, list)), 0)

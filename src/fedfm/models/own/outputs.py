@@ -1,0 +1,83 @@
+"""What a module's output holds of each row: named arrays, or the logits alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fedfm.errors import InputError, listed
+from fedfm.models.batches import rows_of
+
+_INSIDE = ("loss", "hidden_state", "hidden_states", "attentions", "past_key_values")  # of the model, not its answer
+_HOW = "give the module with an objective and logits=(module, batch) -> outputs"
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The outputs of one batch.
+
+    Attributes:
+        arrays: name -> (b, ...); "logits" alone of a classifier and of a module that gives one tensor.
+        left_out: names of outputs that have no entry for each row.
+    """
+
+    arrays: dict[str, Tensor]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def logits(self) -> Tensor | None:
+        """The only array; None of several."""
+        return next(iter(self.arrays.values())) if len(self.arrays) == 1 else None
+
+    @property
+    def count(self) -> int:
+        """b, the number of entries."""
+        return len(next(iter(self.arrays.values())))
+
+    def together(self) -> dict[str, Any]:
+        """The arrays as lists, of one row with several entries."""
+        return {name: array.float().cpu().tolist() for name, array in self.arrays.items()}
+
+    def rows(self, mask: Tensor | None) -> list[dict[str, Any]]:
+        """The arrays of each row as lists; without the places of padding, where an array has a place a token.
+
+        Args:
+            mask: (b, L) 1 at tokens, 0 at padding.
+        """
+        found: list[dict[str, Any]] = [{} for _ in range(self.count)]
+        for name, array in self.arrays.items():
+            by_token = mask is not None and array.dim() > 1 and array.shape[:2] == mask.shape
+            for i, row in enumerate(array.float().cpu()):
+                kept = row[mask[i].cpu().bool()] if by_token and mask is not None else row
+                found[i][name] = kept.tolist()
+        return found
+
+
+def of_module(found: Any, batch: Mapping[str, Any]) -> Outputs:
+    """The outputs in what a module gives for a batch.
+
+    Raises:
+        InputError: it has nothing for each row.
+    """
+    if isinstance(found, Tensor):
+        return Outputs({"logits": found})
+    if not isinstance(found, Mapping):
+        raise InputError(f"the module gives a {type(found).__name__}: expected a tensor or named outputs; {_HOW}")
+    count, arrays, left_out = rows_of(batch), {}, []
+    for name, value in found.items():
+        if str(name).endswith(_INSIDE) or value is None:
+            continue
+        if isinstance(value, Tensor) and value.dim() and len(value) == count:
+            arrays[str(name)] = value
+        else:
+            left_out.append(str(name))
+    logits = arrays.get("logits")
+    if logits is not None and logits.dim() == 2:  # a classifier's
+        return Outputs({"logits": logits})
+    if not arrays:
+        what = listed(left_out) if left_out else "nothing"
+        raise InputError(f"the module gives {what} without an entry for each row; {_HOW}")
+    return Outputs(arrays, tuple(left_out))
