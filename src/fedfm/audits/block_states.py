@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedfm import seeds
 from fedfm.core.client import ClientId
+from fedfm.data.scikit_files import scikit_file
 from fedfm.data.table import Table
 from fedfm.errors import RunError
 from fedfm.models.fhe_friendly import block_states, folded
@@ -69,9 +70,9 @@ def of_client(population: Partitioned, client: ClientId, part: str, seed: int) -
 
 def of_photographs(population: Partitioned, seed: int, count: int = OTHERS) -> States:
     """Squares cut from two photographs, of a flower and of a temple, that come with scikit-learn: no client's rows."""
-    from sklearn.datasets import load_sample_images
-
-    rng, pictures = seeds.generator(seed, "audit", "photographs"), load_sample_images().images
+    rng = seeds.generator(seed, "audit", "photographs")
+    files = [scikit_file(f"datasets/images/{name}.jpg") for name in ("china", "flower")]
+    pictures = [np.asarray(Image.open(file)) for file in files]
     cut = []
     for _ in range(count):
         whole = pictures[rng.integers(len(pictures))]

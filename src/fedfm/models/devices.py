@@ -76,7 +76,8 @@ def restored() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
+        if torch.are_deterministic_algorithms_enabled() != before[0]:  # the call imports torch's compiler
+            torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
 
 

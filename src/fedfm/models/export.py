@@ -18,6 +18,7 @@ from fedfm.models import export_base, quantised
 from fedfm.models.adapters import lora
 from fedfm.models.adapters.adaptation import LORA
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL, MIX, one_adapter, weighed_by
+from fedfm.models.adapters.peft_alone import peft_alone
 from fedfm.models.adapters.stacked import from_files, in_files, in_names_of_peft
 from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.architectures.pooled_encoder import PooledEncoder
@@ -59,7 +60,7 @@ def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | 
         with holding(model, w):
             _write_lora(model, _lora_state(model), None, folder)
     elif _is_lora(model):
-        with holding(model, w), quiet():
+        with holding(model, w), quiet(), peft_alone():
             # Without this PEFT would ask the hub whether the base model's vocabulary has changed.
             model.module.save_pretrained(str(folder), save_embedding_layers=False)  # type: ignore[operator]
         (folder / "README.md").unlink(missing_ok=True)  # an empty model card
@@ -193,7 +194,7 @@ def merged(model: Model, w: Params) -> Any:
         module: Any = copy.deepcopy(model.module)
     module = quantised.rebuilt(module, DTYPES[model.spec.dtype]) if quantised.kind_of(module) else module.cpu()
     if _is_lora(model):
-        with quiet():
+        with quiet(), peft_alone():
             _untie(module)
             module = module.merge_and_unload()
     module._forward_pre_hooks.clear()

@@ -7,7 +7,6 @@ little, so that a state after the block is like its own state before it.
 from __future__ import annotations
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from fedfm.audits.inference.rates import Array
 
@@ -30,6 +29,8 @@ def aligned(before: Array, after: Array) -> Array:
         >>> aligned(x, (x + 0.1)[order]).tolist() == np.argsort(order).tolist()
         True
     """
+    from scipy.optimize import linear_sum_assignment
+
     if before.shape != after.shape or len(before) < 2:
         raise ValueError(f"states of shapes {before.shape} and {after.shape}: expected two of one shape, n >= 2")
     a, b = (_directions(x) for x in (before, after))

@@ -19,6 +19,7 @@ from fedfm import seeds
 from fedfm.core.fields import check
 from fedfm.errors import InputError
 from fedfm.models.adapters.all_linear import all_linear, is_read_alone, is_refused, left_out, returns_several
+from fedfm.models.adapters.peft_alone import peft_alone
 from fedfm.models.adapters.stacked import stacks, wrap
 from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.families import Parts, default_targets, strides_are_read, unwrapped
@@ -143,7 +144,8 @@ def live_head(module: nn.Module, path: str) -> nn.Linear | None:
 
 
 def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[str], task: str, seed: int) -> nn.Module:
-    from peft import LoraConfig
+    with peft_alone():
+        from peft import LoraConfig
 
     if spec.name == "ffa_lora" and spec.dora:
         raise InputError("model.adaptation.dora: ffa_lora trains B alone, DoRA a norm beside it; expected lora")
@@ -211,7 +213,7 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
         fan_in_fan_out=transposed,
         task_type="CAUSAL_LM" if task in LANGUAGE else None,
     )
-    with torch.random.fork_rng(devices=[]):
+    with peft_alone(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeds.derive(seed, "adaptation"))
         adapted = wrap(module, config, [n for n in hits if not _within(n, new)])
     if spec.name == "ffa_lora":

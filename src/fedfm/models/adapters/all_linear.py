@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from fedfm.models.adapters.peft_alone import peft_alone
 from fedfm.models.adapters.stacked import stacks
 from fedfm.models.families import Parts, unwrapped
 
@@ -61,8 +62,9 @@ def returns_several(m: nn.Module) -> bool:
 
 def is_refused(module: nn.Module, name: str) -> bool:
     """Whether PEFT refuses to adapt a module of this name in this model, as it does where kernels read its weight."""
-    from peft import LoraConfig
-    from peft.tuners.lora import LoraModel
+    with peft_alone():
+        from peft import LoraConfig
+        from peft.tuners.lora import LoraModel
 
     check = vars(LoraModel).get(_CHECK) or next((vars(c)[_CHECK] for c in LoraModel.__mro__ if _CHECK in vars(c)), None)
     if check is None:
