@@ -1,56 +1,76 @@
-"""What lets PEFT and transformers load an exported adapter of a classifier by its folder alone.
+"""What an exported adapter needs beside it: its base, which loads under the new classes, wherever the folder lies.
 
 An adapter's file names its base, and a base's own ``config.json`` says nothing of new classes. So the folder gets the
 configuration with the names of the classes, and a folder ``base/`` of that configuration and the base's weights, as
-hard links.
+hard links. A head of another size is left out of these: the adapter brings the new one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fedfm.core.text import to_json
 from fedfm.models import quantised
+from fedfm.models.architectures.dual_encoder import DualEncoder
+from fedfm.models.families import unwrapped
 from fedfm.models.model import Model
 from fedfm.models.names import locate
 from fedfm.models.quiet import quiet
 
-BASE, CONFIG = "base", "adapter_config.json"
+BASE, CONFIG, BITS = "base", "adapter_config.json", "quantization.json"
+_BESIDE = ("generation_config.json",)
+_INDEX = "model.safetensors.index.json"
 
 
 def complete(model: Model, folder: Path) -> bool:
-    """Write ``config.json`` and ``base/`` beside the adapter of a classifier of transformers.
+    """Write ``config.json`` and ``base/`` beside the adapter of a model of transformers.
+
+    Where ``model.quantization`` rounds the weights of whole files, ``base/quantization.json`` says how.
 
     Returns:
-        Whether ``base/`` is there: it needs weights in files, which are not quantised.
+        Whether ``base/`` is there: it needs weights in files.
     """
-    module: Any = model.module
-    config: Any = getattr(module, "config", None)
-    if model.task != "classification" or not hasattr(config, "save_pretrained"):
+    whole: Any = unwrapped(model.module)
+    module = whole.clip if isinstance(whole, DualEncoder) else whole
+    if not hasattr(getattr(module, "config", None), "save_pretrained"):
         return False
+    config, bits = _plain(module.config, rounded=model.spec.quantization is not None)
     with quiet():
         config.save_pretrained(folder)
-    files = None if quantised.kind_of(module) else _weights(model.spec.name)
+    files = _weights(model.spec.name)
     about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    if model.tools.tokenizer is not None:
+    if model.task == "classification" and model.tools.tokenizer is not None:
         about["task_type"] = "SEQ_CLS"  # else PEFT would look for a class by its name
     if files:
         (folder / BASE).mkdir()
         with quiet():
             config.save_pretrained(folder / BASE)
-        for file in files:
-            _link(file, folder / BASE / file.name)
+        if bits is not None:
+            (folder / BASE / BITS).write_text(to_json(bits, indent=2) + "\n", encoding="utf-8")
+        _link_all(files, folder / BASE, _shapes_of_new(model, module))
         about["base_model_name_or_path"] = str((folder / BASE).resolve())
     (folder / CONFIG).write_text(to_json(about, indent=2) + "\n", encoding="utf-8")
     return bool(files)
 
 
+def _plain(config: Any, *, rounded: bool) -> tuple[Any, dict[str, Any] | None]:
+    """The configuration of the weights in the files, and how they are rounded as they are loaded, if they are so."""
+    found = quantised.of_folder(config) if rounded else None
+    if found is None:
+        return config, None
+    config = copy.deepcopy(config)
+    del config.quantization_config
+    return config, {k: v for k, v in found.items() if not k.startswith("_") and k != "quant_method"}
+
+
 def _weights(name: str) -> list[Path]:
-    """The files of weights of a model's name; none if it has no folder."""
+    """The files of weights of a model's name, and what goes with them; none if it has no folder."""
     place = locate(name)
     if isinstance(place, str):
         from transformers.utils import cached_file
@@ -61,7 +81,44 @@ def _weights(name: str) -> list[Path]:
         if found is None:
             return []
         place = Path(found).parent
-    return sorted(place.glob("model*.safetensors*")) if place.is_dir() else []
+    files = sorted(place.glob("model*.safetensors*")) if place.is_dir() else []
+    return [*files, *(place / name for name in _BESIDE if (place / name).is_file())] if files else []
+
+
+def _shapes_of_new(model: Model, module: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of the modules that are new for the task, by name."""
+    found: dict[str, tuple[int, ...]] = {}
+    for path in model.new:
+        part: Any = module.get_submodule(path)
+        part = part.modules_to_save["default"] if hasattr(part, "modules_to_save") else part
+        found |= {f"{path}.{name}": tuple(tensor.shape) for name, tensor in part.state_dict().items()}
+    return found
+
+
+def _link_all(files: list[Path], folder: Path, new: Mapping[str, tuple[int, ...]]) -> None:
+    """Put all files there, as links where they hold no new module's tensor in another shape."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    dropped: set[str] = set()
+    for file in files:
+        other: set[str] = set()
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as stored:
+                names = list(stored.keys())
+                other = {n for n in names if n in new and tuple(stored.get_slice(n).get_shape()) != new[n]}
+                if other:
+                    kept = {n: stored.get_tensor(n) for n in names if n not in other}
+                    save_file(kept, folder / file.name, stored.metadata() or {"format": "pt"})
+        if not other:
+            _link(file, folder / file.name)
+        dropped |= other
+    index = folder / _INDEX
+    if dropped and index.exists():
+        table = json.loads(index.read_text(encoding="utf-8"))
+        table["weight_map"] = {n: f for n, f in table["weight_map"].items() if n not in dropped}
+        index.unlink()  # a link: its text is the base's
+        index.write_text(to_json(table, indent=2) + "\n", encoding="utf-8")
 
 
 def _link(source: Path, target: Path) -> None:
