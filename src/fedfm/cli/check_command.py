@@ -50,7 +50,6 @@ def check(args: Any) -> int:
             fits,
             of_arrival,
             of_delta,
-            of_first_batch,
             of_method,
             of_model,
             of_privacy,
@@ -64,7 +63,7 @@ def check(args: Any) -> int:
         if population.clients:
             enough(experiment, population.clients)
         fits(experiment, population.model)
-        beforehand.check(experiment.method, population)
+        looked = beforehand.check(experiment.method, population)
         sizes = list(population.sizes().values()) if population.clients else None  # the silos have the rows
         classes = list(population.federated.table.classes)
         trainable = sum(population.model.layout.sizes.values())
@@ -76,7 +75,7 @@ def check(args: Any) -> int:
             *of_method(experiment.method, {} if expected is None else expected.by_class),
             *of_arrival(experiment, len(population.clients)),
             *of_model(experiment.run, population.model),
-            *of_first_batch(population),
+            *looked,
             *of_delta(experiment, population),
             *of_privacy(experiment, spending(experiment, sizes), len(population.clients)),
             *unscored(experiment, len(population.federated.test)),

@@ -14,12 +14,10 @@ import torch
 from torch import nn
 
 from fedfm.core.rows import Rows
-from fedfm.errors import FedfmError, InputError, first_line
+from fedfm.errors import InputError
 from fedfm.models import pooling
-from fedfm.models.families import unwrapped
 from fedfm.models.model import Model
 
-ROWS = 8  # to choose the two shortest of
 _NAMED = 2  # tensors that a notice names
 
 
@@ -30,13 +28,13 @@ def look(model: Model, rows: Rows) -> list[str]:
         rows: a few training rows, from :meth:`Model.prepare`; of them the two shortest are read.
 
     Raises:
-        InputError: the model cannot compute these rows, has no features before its head where they are needed, or
+        InputError: the model has no features before its head where they are needed, or
             trains its last blocks, and they are not the last that run.
     """
     if model.hollow or not len(rows) or "features" in rows.tensors:
         return []
     rows = _shortest(rows)
-    with _library_errors(model), torch.random.fork_rng(devices=_cuda(model)):
+    with torch.random.fork_rng(devices=_cuda(model)):
         if model.adaptation == "head":
             if model.head is not None:
                 pooling.way_of(model, model.head, rows)
@@ -93,26 +91,6 @@ def _calls(model: Model) -> Iterator[list[str]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@contextmanager
-def _library_errors(model: Model) -> Iterator[None]:
-    """Context manager: what a library raises about this model and these rows becomes an InputError."""
-    try:
-        yield
-    except FedfmError:
-        raise
-    except Exception as error:  # any model of transformers, with any tokenizer or processor
-        raise InputError(
-            f"model.name: {model.spec.name!r} cannot compute a batch of these rows: {first_line(error)}{_hint(model)}"
-        ) from error
-
-
-def _hint(model: Model) -> str:
-    config = getattr(unwrapped(model.module), "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        return " (an encoder-decoder classifies by its end token, which its tokenizer must write once behind each text)"
-    return ""
 
 
 def _idle(model: Model, names: Sequence[str], reached: set[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """What rows, model and libraries tell before the first round, so that it costs no client its part in the run.
 
-The widths of feature vectors are looked at, tokens are compared with the embedding, and the model computes the loss of
-a few rows (that pictures and cells can be read, reading has told already). What is wrong is refused with its place;
+The widths of feature vectors are looked at, tokens are compared with the embedding, and the model computes a few rows
+(that pictures and cells can be read, reading has told already). What is wrong is refused with its place;
 what may be wrong is a notice.
 """
 
@@ -22,17 +22,24 @@ from fedfm.core.tokens import Tokens
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.models import lengths
+from fedfm.models.dual_encoder import DualModel
+from fedfm.models.families import unwrapped
+from fedfm.models.first_batch import look
 from fedfm.models.model import Model
+from fedfm.models.preference import PreferenceModel
 from fedfm.runtime.population import Partitioned
 from fedfm.training import TrainsLocally
 from fedfm.training.job import joins_last
 
-_FEW = 2  # rows whose loss is computed
+_FEW = 8  # rows to choose the two shortest of, whose loss is computed
+_PAIR = 2
+_FRAME = 2  # tokens before and behind a text
+_LOOKED_AT = (Model, PreferenceModel, DualModel)
 _WIDE = 1e4  # a column of feature vectors this many times as wide as the median one, and at least so wide, is told
 
 
-def check(method: Method[Any], population: Partitioned) -> None:
-    """Refuse what would fail in a client.
+def check(method: Method[Any], population: Partitioned) -> list[str]:
+    """Refuse what would fail in a client; returns notices about the model.
 
     Raises:
         InputError: with the file, the row, the client or the key.
@@ -42,15 +49,15 @@ def check(method: Method[Any], population: Partitioned) -> None:
     if table.kind == "features" and len(rows):
         _check_columns(table)
     if not isinstance(model, Model) or not population.clients:
-        return
+        return []
     if lengths.exceeds(model.tools):
         model.prepare(table, rows)
     if population.client_model is None or model.hollow:
-        return
-    if table.kind != "own":  # federate tries the user's module itself
-        _try(method, population)
+        return []
+    found = _try(method, population) if table.kind != "own" else []  # federate tries the user's module itself
     if isinstance(method, TrainsLocally) and joins_last(model):
         _try_single(method, population)
+    return found
 
 
 def notices(population: Partitioned) -> list[str]:
@@ -100,30 +107,41 @@ def _widths(table: Table) -> np.ndarray:
 # --- the model on rows ------------------------------------------------------------------------------------------------
 
 
-def _try(method: Method[Any], population: Partitioned) -> None:
-    """The model computes what it sends or trains on, of the first client's first rows."""
+def _try(method: Method[Any], population: Partitioned) -> list[str]:
+    """The model computes what it sends or trains on, of the first client's first rows; notices of :func:`look`."""
     model, table = population.model, population.federated.table
     clients = (population.federated.clients[name] for name in population.clients)
     first = next((of.train[:_FEW] for of in clients if len(of.train)), None)
     if first is None:
-        return
-    with refuse(f"model.name: {model.spec.name!r} cannot compute the rows of {table.source}"):
+        return []
+    found: list[str] = []
+    with refuse(f"model.name: {model.spec.name!r} cannot compute the rows of {table.source}{_hint(model)}"):
         rows = model.prepare(table, first)
         if not len(rows):
-            return
+            return []
+        if type(model) in _LOOKED_AT:
+            found = look(model, rows)
         ready = (population.encode or model.encode)(rows)
-        if isinstance(method, TrainsLocally):
+        if type(model) not in _LOOKED_AT and isinstance(method, TrainsLocally):
             with model.evaluating(), torch.random.fork_rng(devices=[]):
-                model.loss(ready.batch(range(min(_FEW, len(ready)))))
+                model.loss(ready.batch(range(min(_PAIR, len(ready)))))
     if type(model) is Model and rows.tokens is not None and model.tools.positions is None:
         _try_long(model, table, _rows(population), rows.tokens[0].tolist())
+    return found
+
+
+def _hint(model: Model) -> str:
+    config = getattr(unwrapped(model.module), "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return " (an encoder-decoder classifies by its end token, which its tokenizer must write once behind each text)"
+    return ""
 
 
 def _try_long(model: Model, table: Table, rows: np.ndarray, ids: list[int]) -> None:
     """The model computes a row as long as the longest, where it names no limit."""
     most = model.tools.max_length
     if table.kind == "text" and model.task == "classification":  # a token takes a byte at least
-        most = min(most, max(len(table.inputs[i].encode("utf-8", "replace")) for i in rows) + _FEW)
+        most = min(most, max(len(table.inputs[i].encode("utf-8", "replace")) for i in rows) + _FRAME)
 
     def compute(length: int) -> None:
         long = [*ids[:-1], *ids[-2:-1] * max(length - len(ids), 0), *ids[-1:]][:length]

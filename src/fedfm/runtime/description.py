@@ -13,11 +13,9 @@ from fedfm.core.capabilities import Forewarning, Viewing, WaryOfLate
 from fedfm.core.client import ClientId
 from fedfm.core.method import Method
 from fedfm.errors import InputError
-from fedfm.models import devices, first_batch, inputs
+from fedfm.models import devices, inputs
 from fedfm.models.adapters import lora
-from fedfm.models.dual_encoder import DualModel
 from fedfm.models.model import Model
-from fedfm.models.preference import PreferenceModel
 from fedfm.privacy import plausibility
 from fedfm.privacy.accountant import Accountant
 from fedfm.runtime import beforehand
@@ -93,9 +91,9 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     for name, value in prints.items():
         if name in before and before[name] != value:
             raise InputError(f"the {name} changed since this run began: a resumed run needs what it started with")
-    beforehand.check(run.experiment.method, population)
-    notices = [*of_rows(run.experiment.method, population), *of_model(run.experiment.run, population.model)]
-    notices += [*of_first_batch(population), *_elsewhere(run, population.model), *of_delta(run.experiment, population)]
+    notices = beforehand.check(run.experiment.method, population)
+    notices += [*of_rows(run.experiment.method, population), *of_model(run.experiment.run, population.model)]
+    notices += [*_elsewhere(run, population.model), *of_delta(run.experiment, population)]
     told = [*of_method(run.experiment.method), *of_arrival(run.experiment, len(population.clients))]
     told += unscored(run.experiment, len(population.federated.test))
     for notice in (*notices, *told, *_on_disk(population)):
@@ -269,20 +267,6 @@ def _unjudged(method: Method[Any], population: Partitioned) -> list[str]:
 def of_model(spec: RunSpec, model: Model) -> list[str]:
     """Notices about the model: settings that do nothing for it, or ask for more than it can learn."""
     return [*_idle(spec, model), *_too_wide(model)]
-
-
-def of_first_batch(population: Partitioned) -> list[str]:
-    """Notices of a look at the model with two training rows, where they and the model are here.
-
-    Raises:
-        InputError: the model cannot compute them, or not in the way in which it is adapted.
-    """
-    model, table = population.model, population.federated.table
-    if type(model) not in (Model, PreferenceModel, DualModel) or population.client_model is None:
-        return []
-    clients = (population.federated.clients[c].train for c in population.clients)
-    first = next((train[: first_batch.ROWS] for train in clients if len(train)), None)
-    return [] if first is None else first_batch.look(model, model.prepare(table, first))
 
 
 def _idle(spec: RunSpec, model: Model) -> list[str]:

@@ -123,9 +123,9 @@ class Own:
         found = silo_file.populate(self._silo, experiment, classes)
         self._rows = sum(len(rows.train) for rows in found.federated.clients.values())
         silo_terms.check(self._silo, experiment, self._rows)
-        beforehand.check(experiment.method, found)
+        looked = beforehand.check(experiment.method, found)
         said = () if found.model is None else found.model.notices
-        for notice in (*cut_notices(found), *beforehand.notices(found), *said):
+        for notice in (*cut_notices(found), *beforehand.notices(found), *looked, *said):
             self.log.note(f"run {self._folder.parent.name}: {notice}")
         return found
 
