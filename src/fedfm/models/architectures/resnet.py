@@ -83,8 +83,7 @@ def build(state: Mapping[str, Tensor], num_labels: int, *, pretrained: bool = Tr
         first = {k.partition(".")[0] for k in state}
         wrapped = f"; all its keys begin with {min(first)!r}: save the module inside" if len(first) == 1 else ""
         raise KeyError(
-            f"expected keys conv1, bn1, layer{{1,2,3}}.i.{{conv,bn}}{{1,2}}, linear with as many i in every layer"
-            f"{wrapped}"
+            "expected keys conv1, bn1, layer{1,2,3}.i.{conv,bn}{1,2}, linear with as many i in every layer" + wrapped
         )
     with torch.device("cpu"):
         net = CifarResNet(ResNetConfig(len(stages[0]), num_labels))
