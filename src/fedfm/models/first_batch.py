@@ -22,7 +22,7 @@ _NAMED = 2  # tensors that a notice names
 
 
 def look(model: Model, rows: Rows) -> list[str]:
-    """Notices about the model: which trained tensors no gradient reaches.
+    """Notices about the model: which trained tensors no gradient reaches; that rows of a batch change each other.
 
     Args:
         rows: a few training rows, from :meth:`Model.prepare`; of them the two shortest are read.
@@ -37,21 +37,23 @@ def look(model: Model, rows: Rows) -> list[str]:
     with torch.random.fork_rng(devices=_cuda(model)):
         if model.adaptation == "head":
             if model.head is not None:
-                pooling.way_of(model, model.head, rows)
+                model.pool = pooling.way_of(model, model.head, rows)
             return []
         live = model.live()
         with _calls(model) as called, _at_rest(model), torch.enable_grad():
             loss = model.loss(model.encode(rows).batch(range(len(rows))))
             found = torch.autograd.grad(loss, list(live.values()), allow_unused=True)
+        notices = pooling.of_padding(model)
     reached = {name for name, gradient in zip(live, found, strict=True) if gradient is not None}
     idle = _idle(model, list(live), reached)
     _check_order(model, called, idle)
     if not idle:
-        return []
+        return notices
     more = f" and {len(idle) - _NAMED} more" if len(idle) > _NAMED else ""
     return [
+        *notices,
         f"{len(idle)} of {len(live)} trained tensors get no gradient, and stay as they are: "
-        f"{', '.join(idle[:_NAMED])}{more}"
+        f"{', '.join(idle[:_NAMED])}{more}",
     ]
 
 

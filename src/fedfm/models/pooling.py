@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedfm.core.rows import Batch, Rows
 from fedfm.errors import InputError
-from fedfm.models.probe_rows import probe_rows
+from fedfm.models.probe_rows import made_texts, probe_rows
 
 if TYPE_CHECKING:
     from fedfm.models.model import Model
@@ -67,9 +67,10 @@ def way_of(model: Model, head: nn.Linear, rows: Rows) -> Pool:
     Rows of tokens are made up, so that all parties find the same; the head's numbers do not count.
 
     Raises:
-        InputError: in no way that is known.
+        InputError: in no way that is known, or what it gives for a text depends on the texts beside it.
     """
-    batch = probe_rows(model, rows).padded().batch(range(2))
+    made = probe_rows(model, rows)
+    batch = made.padded().batch(range(2))
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(head.out_features, head.in_features, generator=generator).to(model.device)
     caught: list[Tensor] = []
@@ -82,13 +83,35 @@ def way_of(model: Model, head: nn.Linear, rows: Rows) -> Pool:
     try:
         with model.evaluating():
             logits = model._outputs(batch)
+            alone = model._outputs(made.take([0]).padded().batch([0]))
     finally:
         hook.remove()
-    states = caught.pop()
+    if not _agree(model, alone, logits[:1]):
+        raise InputError(
+            f"model.name: {_of_padding(model)}, so that a text has no features of its own: expected another model, or "
+            "a method and an adaptation that train through the whole model, such as fedavg with lora"
+        )
+    states = caught[0]
     for way in WAYS if states.dim() == 3 else (_whole,):
         if _agree(model, F.linear(way(states, batch, padding(model)).float(), probe), logits):
             return way
     raise _no_features(model)
+
+
+def of_padding(model: Model) -> list[str]:
+    """A notice if the logits of a classifier of texts depend on the texts beside it."""
+    if model.tools.tokenizer is None or model.task != "classification":
+        return []
+    made = made_texts(model)
+    with model.evaluating():
+        both, alone = (model._outputs(made.take(i).padded().batch(range(len(i)))) for i in ([0, 1], [0]))
+    if _agree(model, alone, both[:1]):
+        return []
+    return [f"{_of_padding(model)}: predictions differ with the texts of a batch, also those of an export"]
+
+
+def _of_padding(model: Model) -> str:
+    return f"the logits of {model.spec.name!r} for a text depend on the padding behind it"
 
 
 def padding(model: Model) -> int | None:

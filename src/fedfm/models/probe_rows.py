@@ -30,7 +30,7 @@ def made_texts(model: Model) -> Rows:
     found = []
     for n in _WORDS:
         (framed,) = inputs.texts([" ".join(["a"] * n)], tokenizer, model.tools.max_length)
-        found.append([int(i) if i in special else next(words) for i in framed])
+        found.append([i if i in special else next(words) for i in map(int, framed)])
     return Rows(tokens=Tokens.of(found), pad=tokenizer.pad_token_id or 0)
 
 
