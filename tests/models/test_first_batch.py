@@ -1,0 +1,98 @@
+"""The look at a model before its first round."""
+
+import dataclasses
+
+import pytest
+import torch
+from test_stages import DECODER, built
+from tiny_models import images, load, save_tokenizer, sentences, table_for
+
+from fedfm.errors import InputError
+from fedfm.models import first_batch
+from fedfm.models.quiet import quiet
+from fedfm.models.spec import AdaptationSpec
+
+
+def saved(folder, name, keys):
+    with quiet():
+        built(name, "AutoModelForCausalLM", keys).save_pretrained(folder)
+        save_tokenizer(folder, "llama")
+    return folder
+
+
+@pytest.mark.parametrize("adaptation", ["head", "lora", "top_layers"])
+@pytest.mark.parametrize("family", ["vit", "bert", "gpt2", "swin", "resnet"])
+def test_nothing_is_said_of_models_that_train_as_described(folder, family, adaptation):
+    table = table_for(family)
+    model = load(folder(family), table, adaptation)
+    assert first_batch.look(model, model.prepare(table, range(5))) == []
+
+
+def test_tensors_without_a_gradient_are_named(folder):
+    table = images()
+    model = load(folder("dinov2"), table, "full")
+    (said,) = first_batch.look(model, model.prepare(table, range(3)))
+    assert said.startswith(f"1 of {len(model.live())} trained tensors")
+    assert "dinov2.embeddings.mask_token" in said
+
+
+def test_adapters_of_a_map_whose_weight_its_owner_reads_are_named(tmp_path):
+    keys = {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_dt_rank": 4}
+    saved(tmp_path, "Jamba", {**DECODER, **keys, "num_experts": 2, "num_experts_per_tok": 1})
+    table = sentences()
+    model = load(tmp_path, table, AdaptationSpec("lora", rank=2, targets=("dt_proj", "q_proj")))
+    (said,) = first_batch.look(model, model.prepare(table, range(3)))
+    assert said.startswith("2 of ")
+    assert "dt_proj.lora_A" in said
+    assert "q_proj" not in said
+
+
+def test_experts_that_two_rows_do_not_choose_are_not_named():
+    names = [f"layers.{b}.experts.{e}.up.weight" for b in (0, 1) for e in range(4)]
+    blocks = tuple((f"layers.{b}", torch.nn.Identity()) for b in (0, 1))
+
+    class Described:
+        parts = dataclasses.make_dataclass("Parts", ["encoders"])((blocks,))
+
+    assert first_batch._idle(Described, names, {names[1], names[6]}) == []
+    assert first_batch._idle(Described, names, {names[1]}) == names[4:]
+
+
+def test_last_blocks_that_are_not_the_last_to_run_are_refused(folder):
+    table = images()
+    model = load(folder("swin"), table, "top_layers")
+    model.parts = dataclasses.replace(model.parts, blocks=model.parts.blocks[::-1])
+    with pytest.raises(InputError, match="another order"):
+        first_batch.look(model, model.prepare(table, range(3)))
+
+
+def test_a_last_block_beside_the_path_of_the_loss_is_refused(folder):
+    table = images()
+    model = load(folder("vit"), table, "top_layers")
+    last = model.parts.blocks[-1][1]
+    last.forward = lambda x, *_, **__: x
+    with pytest.raises(InputError, match=r"no gradient reaches block vit\.layers\.2"):
+        first_batch.look(model, model.prepare(table, range(3)))
+
+
+def test_what_a_library_raises_names_the_model(folder):
+    table = images()
+    model = load(folder("vit"), table, "lora")
+    rows = model.prepare(table, range(3))
+    rows.tensors["pixel_values"] = rows.tensors["pixel_values"][..., :-3]
+    with pytest.raises(InputError, match=r"model\.name: .* cannot compute a batch"):
+        first_batch.look(model, rows)
+
+
+def test_a_look_changes_nothing(folder):
+    table = images()
+    model = load(folder("resnet"), table, "full")
+    model.train_mode()
+    before, state = model.module.state_dict(), torch.get_rng_state()
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    modes = [m.training for m in model.module.modules()]
+    first_batch.look(model, model.prepare(table, range(5)))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.module.state_dict().items())
+    assert all(p.grad is None for p in model.module.parameters())
+    assert [m.training for m in model.module.modules()] == modes
