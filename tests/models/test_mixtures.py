@@ -17,7 +17,7 @@ from fedfm.linalg.params import Params
 from fedfm.methods import fedex_lora, flexlora
 from fedfm.methods._lora_products import Term, added, as_factors, averaged, delta_w
 from fedfm.methods.flora import fresh
-from fedfm.models import quantised
+from fedfm.models import costs, quantised
 from fedfm.models.adapters import lora
 from fedfm.models.export import export, load_adapter, save_adapter
 from fedfm.models.load import load_model
@@ -240,6 +240,16 @@ def test_experts_are_left_out_by_their_own_name_or_the_modules(folder):
         model = load(folder("Mixtral"), exclude_modules=(name,))
         kept = {path for path in lora.matrices(model.params()) if "experts" in path}
         assert bool(kept) == (name == "gate_up_proj")
+
+
+def test_the_products_of_the_chosen_experts_count(folder):
+    """Four attention maps, attention, the router, two experts of three maps for each token, and the head."""
+    model = load(folder("Mixtral"), ("q_proj",))
+    rows = model.prepare(prose(), range(4))
+    rows = rows.take([int(rows.tokens.length.argmax())])
+    tokens, d, inner = int(rows.tokens.length[0]), 32, 48
+    block = tokens * (2 * d * d + 2 * d * d // 2 + 4 * d + 2 * 3 * d * inner + 2 * (d + d)) + 2 * tokens * tokens * d
+    assert costs.per_sample(model, rows).training == 2 * block + tokens * d * 40
 
 
 # --- in 4 bits --------------------------------------------------------------------------------------------------------

@@ -119,7 +119,8 @@ def _macs(name: str, args: Any, kwargs: Any, out: Any) -> int:
     return 0
 
 
-_FIRST = ("matmul", "__matmul__", "mm", "bmm")  # products by what is summed over in their first factor
+_GROUPED = ("grouped_mm", "_grouped_mm")  # of the chosen experts
+_FIRST = ("matmul", "__matmul__", "mm", "bmm", *_GROUPED)  # products by what is summed over in their first factor
 _SECOND = ("addmm", "baddbmm")  # that have the sum's other term before it
 
 
