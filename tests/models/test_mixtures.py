@@ -147,12 +147,14 @@ def test_plain_peft_and_transformers_load_what_is_exported(folder, tmp_path, fam
     torch.testing.assert_close(outputs(plain(tmp_path / "hf")), expected, atol=5e-5, rtol=1e-4)
 
 
-def test_a_name_is_what_it_names(folder, tmp_path):
+@pytest.mark.parametrize("name", ["gate_proj", "down_proj", "gate_up_proj"])
+def test_a_name_is_what_it_names(folder, tmp_path, name):
     """PEFT takes gate_proj for a part of the experts' gate_up_proj, and refuses it without up_proj."""
-    model = load(folder("DeepseekV3"), ("gate_proj",))
+    model = load(folder("DeepseekV3"), (name,))
     w = drawn(model)
-    found = {name for name, delta in change(model, w).items() if np.abs(delta).max() > 1e-4}
-    assert found == {n for n, _ in plain(folder("DeepseekV3")).named_parameters() if n.endswith("gate_proj.weight")}
+    found = {n for n, delta in change(model, w).items() if np.abs(delta).max() > 1e-4}
+    names = [n for n, _ in plain(folder("DeepseekV3")).named_parameters()]
+    assert found == {n for n in names if n.removesuffix(".weight").endswith(f".{name}")}
     expected = outputs(model.module)
     export(model, w, "peft", tmp_path)
     with quiet():

@@ -33,8 +33,8 @@ class AdaptationSpec:
     dropout: float = setting(0.0, "lora: on the adapter's input; the model's own dropout is off", ge=0, lt=1)
     targets: tuple[str, ...] | None = setting(
         None,
-        'lora: module names, or "all-linear": all linear maps of the blocks [queries and values; both maps of every '
-        "MLP for task zero_shot]",
+        'lora: names of modules and of parameters of experts, or "all-linear": all linear maps of the blocks, and '
+        "experts [queries and values; both maps of every MLP for task zero_shot]",
         metadata={"alone": ALL_LINEAR},
     )
     dora: bool = setting(False, "lora: also learn the norm of each output's weights (DoRA, arXiv 2402.09353)")
@@ -148,7 +148,8 @@ class ModelSpec:
     )
     quantization: str | None = setting(
         None,
-        "frozen linear maps in 4 bits (nf4) or 8 (int8), by bitsandbytes, extra [quantized]; they multiply in dtype",
+        "frozen linear maps in 4 bits (nf4, experts too) or 8 (int8), by bitsandbytes, extra [quantized]; they "
+        "multiply in dtype",
         choices=QUANTIZATIONS,
     )
     gradient_checkpointing: bool = setting(

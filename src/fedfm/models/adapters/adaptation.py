@@ -18,7 +18,7 @@ from torch import nn
 from fedfm import seeds
 from fedfm.core.fields import check
 from fedfm.errors import InputError
-from fedfm.models.adapters.all_linear import all_linear, is_read_alone, is_refused, left_out, returns_several
+from fedfm.models.adapters.all_linear import all_linear, is_read_alone, left_out, refused_by_peft, returns_several
 from fedfm.models.adapters.peft_alone import peft_alone
 from fedfm.models.adapters.stacked import stacks, wrap
 from fedfm.models.architectures.dual_encoder import DualEncoder
@@ -232,16 +232,15 @@ def _check_targets(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: l
     right = f"it has {has}" if has else "use top_layers, head or full"
     if not spec.targets and not default_targets(parts):
         raise InputError(f"model.adaptation.targets: lora finds no query and value projections in this model: {right}")
+    refused = refused_by_peft(module, modules)
     for target in spec.targets or ():
         hits = [n for n in modules if target and (n == target or n.endswith(f".{target}"))]
         if not hits:
             raise InputError(f"model.adaptation.targets: no module {target!r} in this model: {right}")
         if made.issuperset(hits):
             raise InputError(f"model.adaptation.targets: {hits[0]} is new here and trained as it is: {right}")
-        if refused := next((n for n in hits if is_refused(module, n)), None):
-            raise InputError(
-                f"model.adaptation.targets: PEFT does not adapt {refused} in a model of this type: {right}"
-            )
+        if no := next((n for n in hits if n.rpartition(".")[2] in refused), None):
+            raise InputError(f"model.adaptation.targets: PEFT does not adapt {no} in a model of this type: {right}")
         if wrong := next((n for n in hits if n not in fit | made), None):
             kind = type(modules[wrong]).__name__
             raise InputError(

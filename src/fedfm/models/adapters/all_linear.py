@@ -60,20 +60,20 @@ def returns_several(m: nn.Module) -> bool:
     return isinstance(m, nn.Linear) and _returns_tuple(type(m))
 
 
-def is_refused(module: nn.Module, name: str) -> bool:
-    """Whether PEFT refuses to adapt a module of this name in this model, as it does where kernels read its weight."""
+def refused_by_peft(module: nn.Module, names: Iterable[str]) -> set[str]:
+    """The last parts of these paths that PEFT refuses to adapt in this model, as it does where kernels read weights."""
     with peft_alone():
         from peft import LoraConfig
         from peft.tuners.lora import LoraModel
 
-    check = vars(LoraModel).get(_CHECK) or next((vars(c)[_CHECK] for c in LoraModel.__mro__ if _CHECK in vars(c)), None)
-    if check is None:
-        return False
-    try:
-        check(None, LoraConfig(), module, name.rpartition(".")[2])
-    except ValueError:
-        return True
-    return False
+    check = next((vars(c)[_CHECK] for c in LoraModel.__mro__ if _CHECK in vars(c)), None)
+    out, config = set[str](), LoraConfig()
+    for leaf in {name.rpartition(".")[2] for name in names} if check is not None else ():
+        try:
+            check(None, config, module, leaf)
+        except ValueError:
+            out.add(leaf)
+    return out
 
 
 def _judged(module: nn.Module, parts: Parts, new: Iterable[str]) -> dict[str, str]:
@@ -82,6 +82,7 @@ def _judged(module: nn.Module, parts: Parts, new: Iterable[str]) -> dict[str, st
     whole: Any = unwrapped(module)
     out = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
     found = dict[str, str]()
+    refused = refused_by_peft(module, (name for name, _ in module.named_modules()))
     for name, m in module.named_modules():
         if not (isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D") or m is out:
             continue
@@ -92,7 +93,7 @@ def _judged(module: nn.Module, parts: Parts, new: Iterable[str]) -> dict[str, st
             found[name] = "whose weights the model reads and does not call"
         elif returns_several(m):
             found[name] = "which give more than a product"
-        elif is_refused(module, name):
+        elif name.rpartition(".")[2] in refused:
             found[name] = "which PEFT does not adapt in a model of this type"
     return found | {name: "" for name in stacks(module) if parts.reads(name)}
 

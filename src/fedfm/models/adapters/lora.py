@@ -241,7 +241,8 @@ def need(model: Model, *, experts: bool = False) -> None:
     shapes = {path: model.layout.slots[b][3] for path, (_, b) in found.items()}
     if bad := [path for path, shape in shapes.items() if len(shape) != 2 and not (experts and _of_experts(shape))]:
         more = ", not the experts of a mixture, e.g. with exclude_modules" if _of_experts(shapes[bad[0]]) else ""
-        raise InputError(f"model.adaptation.targets: {bad[0]} is no linear map; name linear maps only{more}")
+        path = stacked.path_of(bad[0])
+        raise InputError(f"model.adaptation.targets: {path} is no linear map; name linear maps only{more}")
 
 
 class LowRankDelta:

@@ -44,28 +44,34 @@ def wrap(module: nn.Module, config: Any, maps: Collection[str] | None = None) ->
         InputError: PEFT adapts something else.
     """
     from peft import get_peft_model
-    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora import LoraLayer, layer
 
+    wrapper = vars(layer).get("ParamWrapper")
+    if config.target_parameters and (wrapper is None or "get_delta_factors" not in vars(wrapper)):
+        raise InputError(
+            f"model.adaptation.targets: {config.target_parameters[0]} holds experts, which fedfm adapts by a newer "
+            "release of PEFT: update peft, or add it to exclude_modules"
+        )
     wanted = {*(config.target_parameters or ()), *(maps or ())}
     with quiet(), _names_as_given():
         adapted: nn.Module = get_peft_model(module, config)
     layers = _layers(adapted)
-    found = {_parameter(name, layer) for name, layer in layers.items()}
+    found = {_parameter(name, experts) for name, experts in layers.items()}
     if maps is not None:
-        found |= {_path(name) for name, m in adapted.named_modules() if isinstance(m, LoraLayer) and name not in layers}
+        found |= {
+            path_of(name) for name, m in adapted.named_modules() if isinstance(m, LoraLayer) and name not in layers
+        }
     if maps is not None and (other := found ^ wanted):
         raise InputError(
             f"model.adaptation.targets: this release of PEFT does not adapt {min(other)} as it is named: add it to "
             "exclude_modules"
         )
-    for layer in layers.values():
-        a, b = layer.lora_A["default"], layer.lora_B["default"]
-        for linear, shape in (
-            (a, (layer.num_experts, -1, a.in_features)),
-            (b, (b.out_features, -1, layer.num_experts)),
-        ):
-            grown = linear.weight.detach().view(shape)
-            linear.weight = nn.Parameter(grown, requires_grad=linear.weight.requires_grad)
+    for experts in layers.values():
+        a, b = experts.lora_A["default"], experts.lora_B["default"]
+        shapes = (experts.num_experts, -1, a.in_features), (b.out_features, -1, experts.num_experts)
+        for linear, shape in zip((a, b), shapes, strict=True):
+            by_expert = linear.weight.detach().view(shape)
+            linear.weight = nn.Parameter(by_expert, requires_grad=linear.weight.requires_grad)
     return adapted
 
 
@@ -89,10 +95,10 @@ def in_names_of_peft(config: Any, module: Any) -> Any | None:
     """
     from peft.tuners.lora import LoraLayer
 
-    found = {_path(name): m for name, m in module.named_modules() if isinstance(m, LoraLayer)}
+    found = {path_of(name): m for name, m in module.named_modules() if isinstance(m, LoraLayer)}
     layers = _layers(module)
     taken = _taken_for_experts(config, module.get_base_model(), {path.rpartition(".")[2] for path in found})
-    maps = {_path(name): m for name, m in module.named_modules() if isinstance(m, LoraLayer) and name not in layers}
+    maps = {path_of(name): m for name, m in module.named_modules() if isinstance(m, LoraLayer) and name not in layers}
     parameters = {_parameter(name, layer): layer for name, layer in layers.items()}
     parameters |= {f"{path}.weight": m for path, m in maps.items() if path.rpartition(".")[2] in taken}
     if not parameters:
@@ -141,19 +147,19 @@ def _is_stack(owner: nn.Module, p: nn.Parameter) -> bool:
 
 def _layers(module: nn.Module) -> dict[str, Any]:
     """Name -> PEFT's layer around experts, one for each of their parameters."""
-    from peft.tuners import lora
+    from peft.tuners.lora import layer
 
-    wrapper = vars(lora.layer).get("ParamWrapper", ())
+    wrapper = vars(layer).get("ParamWrapper", ())
     return {name: m for name, m in module.named_modules() if isinstance(m, wrapper)}
 
 
-def _path(name: str) -> str:
+def path_of(name: str) -> str:
     """A module's path without PEFT's wrappers."""
     return name.removeprefix("base_model.model.").replace(".base_layer", "")
 
 
 def _parameter(name: str, layer: Any) -> str:
-    return f"{_path(name)}.{layer.parameter_name}"
+    return f"{path_of(name)}.{layer.parameter_name}"
 
 
 def _taken_for_experts(config: Any, base: nn.Module, leaves: set[str]) -> set[str]:
