@@ -66,7 +66,8 @@ def test_a_row_of_all_positions_computes_and_a_longer_one_does_not(name, tmp_pat
 
 
 def test_a_length_within_the_positions_is_not_told(tmp_path):
-    assert load(family("MPNet", tmp_path), max_length=38).notices == ()
+    folder = family("MPNet", tmp_path)
+    assert load(folder, max_length=38).notices == load(folder, max_length=ModelSpec("m").max_length).notices == ()
 
 
 def test_an_answer_needs_a_prompt(tmp_path):

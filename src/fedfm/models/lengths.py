@@ -54,8 +54,9 @@ _RESIZE = (
 
 
 def notice(spec: ModelSpec, tools: Tools) -> tuple[str, ...]:
-    """A line if ``model.max_length`` is more than the model has positions for."""
-    if tools.tokenizer is None or not tools.positions or spec.max_length <= tools.positions:
+    """A line if a ``model.max_length`` that was asked for is more than the model has positions for."""
+    asked = spec.max_length != type(spec).max_length  # the default is for all models, such as CLIP of 77 positions
+    if tools.tokenizer is None or not tools.positions or spec.max_length <= tools.positions or not asked:
         return ()
     return (
         f"model.max_length = {spec.max_length}: {spec.name} has positions for {tools.positions} tokens, so longer rows "
