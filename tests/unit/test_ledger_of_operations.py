@@ -120,32 +120,33 @@ def test_blocks_of_running_text_are_samples(tmp_path):
     assert found["samples"] == pytest.approx(0.4 * 41 * 200 / 32, rel=0.25)  # bytes of half the training text
 
 
-def test_running_text_is_counted_alike_by_check_run_and_ledger(tmp_path):
-    """Blocks are what clients sample: pieces of the file, of which there are fewer or more, give another epsilon."""
+def test_running_text_is_counted_alike_by_check_and_run(tmp_path):
+    """Blocks are what clients sample: pieces of the file, by which DP-SGD was accounted, give another epsilon."""
     from fedfm.config.experiment import Experiment
     from fedfm.runtime.disclosure import rows_of
-    from fedfm.runtime.forecast import forecast
     from fedfm.runtime.population import populate
-    from fedfm.runtime.result import spending
 
     text = tmp_path / "play.txt"
-    text.write_text("to be or not to be, that is the question\n" * 400)
+    text.write_text("to be or not to be, that is the question\n" * 200)
     tables = experiment(
         tmp_path,
-        data={"path": str(text), "partition": {"name": "iid", "clients": 2}, "val_fraction": 0.2},
+        data={"path": str(text), "partition": {"name": "iid", "clients": 2}, "val_fraction": 0.3},
         model={"name": "nano-gpt2", "weights": "random", "max_length": 32, "adaptation": {"name": "lora", "rank": 1}},
-        method={"rounds": 1, "fraction": 1.0, "local": {"learning_rate": 0.1, "batch_size": 4}},
-        privacy={"mechanism": "dp_sgd", "unit": "record", "clip_norm": 1.0, "delta": 1e-6, "noise_multiplier": 1.0},
+        method={"rounds": 0, "fraction": 1.0},
     )
     execute.run(tables, tmp_path / "run")
     run, population = execute.load_run(tmp_path / "run"), populate(Experiment.from_dict(tables))
-    blocks = [len(population.data(c).train) for c in population.clients]
+    data = {client: population.data(client) for client in population.clients}
+    blocks = {client: (len(d.train), len(d.val), len(d.test)) for client, d in data.items()}
     pieces = [len(rows.train) for rows in population.federated.clients.values()]
-    assert all(b > 10 * p for b, p in zip(blocks, pieces, strict=True))
-    assert rows_of(run) == blocks
-    assert [train for train, _, _ in forecast(run.experiment, population).rows.values()] == blocks
-    epsilon = spending(run.experiment, blocks).epsilon
-    assert run.manifest["ledger"]["epsilon"] == epsilon < spending(run.experiment, pieces).epsilon
+    assert all(train > 10 * p for (train, _, _), p in zip(blocks.values(), pieces, strict=True))
+    assert population.counts() == blocks  # what check says
+    assert rows_of(run) == list(population.sizes().values()) == [train for train, _, _ in blocks.values()]
+    split = run.manifest["split"]
+    assert split["test"]["rows"] == len(population.test)
+    assert [tuple(c[part]["rows"] for part in ("train", "val", "test")) for c in split["clients"].values()] == [
+        *blocks.values()
+    ]
 
 
 def test_a_client_that_trains_two_models_costs_twice_as_much(tmp_path):
