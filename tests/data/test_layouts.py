@@ -170,6 +170,14 @@ def test_every_layout_of_instructions(name: str, task: str | None, tmp_path: Pat
     assert asked.inputs[0] == expected
 
 
+def test_preferences_of_instructions_and_inputs(tmp_path: Path) -> None:
+    row = {"instruction": "add", "input": "1 2", "chosen": "3", "rejected": "4", "system": "you are a calculator"}
+    table = read(jsonl(tmp_path / "a.jsonl", *[row] * 6), "preference")
+    assert table.inputs[0] == ("add\n\n### Input:\n1 2", "3", "4")
+    assert any('data.prompt = "instruction"' in n for n in table.notices)
+    assert any('"system" of' in n and "not read" in n for n in table.notices)
+
+
 def test_a_name_that_the_user_has_set_is_never_replaced(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", *[{"prompt": "a", "completion": "b"}] * 6)
     with pytest.raises(InputError, match=r'no column "task" \(data\.instruction\)'):

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -205,7 +205,13 @@ def _top(values: np.ndarray, mode: str) -> int:
 
 
 class Pictured:
-    """Marks a sequence of N paths or encoded pictures (bytes)."""
+    """Marks a sequence of N paths or encoded pictures (bytes).
+
+    Attributes:
+        decoded: whether a table holds them decoded if they have one size and are few.
+    """
+
+    decoded: ClassVar[bool] = False
 
 
 class ListedPictures(list[Any], Pictured):
@@ -213,7 +219,7 @@ class ListedPictures(list[Any], Pictured):
 
 
 def arranged(items: Any, at: Callable[[int], str], source: str) -> tuple[Any, tuple[str, ...]]:
-    """Pictures as uint8 (N, H, W, C) if they have one size and are few, else as they are; and notices.
+    """Pictures as they are, or as uint8 (N, H, W, C) where that is wanted and possible; and notices.
 
     Args:
         items: N paths or encoded pictures.
@@ -229,6 +235,8 @@ def arranged(items: Any, at: Callable[[int], str], source: str) -> tuple[Any, tu
             raise InputError(f"{at(row)}: {one.fault}")
         looks.append(one)
     notices = notices_of(looks, source)
+    if not items.decoded:
+        return items, notices
     grey = all(one.grey for one in looks)
     width, height = looks[0].size
     if len({one.size for one in looks}) > 1 or len(looks) * width * height * (1 if grey else 3) > DECODED:

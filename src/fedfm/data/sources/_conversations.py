@@ -128,12 +128,13 @@ def preferences(
     """
     chosen = column(columns, spec.chosen, "data.chosen", source)
     rejected = column(columns, spec.rejected, "data.rejected", source)
-    prompts = columns.get(spec.prompt, [None] * len(chosen))
+    nothing = [None] * len(chosen)
+    prompts, inputs = columns.get(spec.prompt, nothing), columns.get(spec.input, nothing)
     found, alike = [], 0
-    for row, (prompt, *answers) in enumerate(zip(prompts, chosen, rejected, strict=True)):
+    for row, (prompt, more, *answers) in enumerate(zip(prompts, inputs, chosen, rejected, strict=True)):
         where = at(row)
         both = [_answer(a, name, where) for a, name in zip(answers, (spec.chosen, spec.rejected), strict=True)]
-        asked = None if prompt is None else _asked(prompt, spec.prompt, where)
+        asked = None if prompt is None else _with_input(_asked(prompt, spec.prompt, where), more, spec.input, where)
         good, bad = both
         if not isinstance(good, str) or not isinstance(bad, str):
             asked, good, bad = _parted(asked, good, bad, spec, where)

@@ -24,23 +24,33 @@ _DEFAULTS = {field.name: field.default for field in fields(DataSpec)}
 
 def named(columns: Mapping[str, Any], spec: DataSpec, task: str | None) -> tuple[DataSpec, tuple[str, ...]]:
     """The names of the columns of instructions and conversations, and a notice of those that were found by a layout."""
-    if task not in (None, "instruction") or (task is None and spec.text in columns):
+    if task not in (None, "instruction", "preference") or (task is None and spec.text in columns):
         return spec, ()
-    found: dict[str, str] = {}
-    if not {spec.messages, spec.instruction} & columns.keys():
-        found |= _other(columns, spec, "messages")
-    if not found and spec.messages not in columns:
-        pair = {key: name for key in ("instruction", "output") for name in _other(columns, spec, key).values()}
-        there = all(key in pair or getattr(spec, key) in columns for key in ("instruction", "output"))
-        if there or (task == "instruction" and "instruction" in pair and spec.chosen not in columns):
-            found |= pair
-            asked = found.get("instruction", spec.instruction)
-            if asked != "prompt":
-                found |= _other(columns, spec, "input")
+    compared = {spec.chosen, spec.rejected} <= columns.keys()
+    found = _of_preferences(columns, spec) if compared or task == "preference" else _of_answers(columns, spec, task)
     if not found:
         return spec, ()
     words = ", ".join(f'data.{key} = "{name}"' for key, name in found.items())
     return replace(spec, **found), (f"the columns are read as with {words}",)
+
+
+def _of_preferences(columns: Mapping[str, Any], spec: DataSpec) -> dict[str, str]:
+    """Of two answers: an instruction is a prompt."""
+    missing = spec.prompt == _DEFAULTS["prompt"] and spec.prompt not in columns
+    return {"prompt": spec.instruction} if missing and spec.instruction in columns else {}
+
+
+def _of_answers(columns: Mapping[str, Any], spec: DataSpec, task: str | None) -> dict[str, str]:
+    """Of conversations, or of instructions and their answers, which rows to predict lack."""
+    if not {spec.messages, spec.instruction} & columns.keys() and (found := _other(columns, spec, "messages")):
+        return found
+    if spec.messages in columns:
+        return {}
+    found = _other(columns, spec, "instruction") | _other(columns, spec, "output")
+    complete = all(key in found or getattr(spec, key) in columns for key in ("instruction", "output"))
+    if not found or not (complete or (task is not None and "instruction" in found)):
+        return {}
+    return found if "instruction" in found else found | _other(columns, spec, "input")
 
 
 def _other(columns: Mapping[str, Any], spec: DataSpec, key: str) -> dict[str, str]:

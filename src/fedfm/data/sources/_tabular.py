@@ -65,7 +65,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
             notices += more
         else:
             inputs = _conversations.prompts(columns, spec, source, at)
-        used |= {spec.prompt, spec.chosen, spec.rejected}
+        used |= {spec.prompt, spec.input, spec.chosen, spec.rejected}
     elif told == "instruction" and spec.messages in columns and spec.instruction not in columns:
         kind = "instruction"
         inputs = _conversations.conversations(columns[spec.messages], spec.messages, at, answered=labelled)
@@ -98,6 +98,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
         label = labels_of(columns, spec, source=source, at=at, classes=sheet.names.get(spec.label))
         notices += label[2]
         used |= {spec.label, spec.label_name}
+    ignored = used | {spec.label, spec.label_name}
     return Table(
         kind=kind,
         inputs=inputs,
@@ -106,7 +107,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
         split=split_of(columns, spec, length, at) if labelled else np.full(length, "test"),
         columns=others(columns, used),
         source=source,
-        notices=(*notices, *unread(columns, used | {spec.label, spec.label_name}, spec, source)),
+        notices=(*notices, *unread(columns, ignored, spec, source, labelled=kind in ("text", "image"))),
     )
 
 

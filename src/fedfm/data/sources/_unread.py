@@ -13,17 +13,24 @@ _LOOK = 1000  # rows that are looked at
 _WORDS = 3  # from which a value is a text and no name
 
 
-def unread(columns: Mapping[str, Sequence[Any]], used: set[str], spec: DataSpec, source: str) -> tuple[str, ...]:
-    """A notice of the columns of texts, messages, lists and pictures that nothing reads."""
+def unread(
+    columns: Mapping[str, Sequence[Any]], used: set[str], spec: DataSpec, source: str, *, labelled: bool
+) -> tuple[str, ...]:
+    """A notice of the columns of texts, messages, lists and pictures that nothing reads.
+
+    Args:
+        labelled: whether the rows have classes; of rows without, a text that is alike in all of them is named, too,
+            since it may be what every one of them was told.
+    """
     chosen = {spec.partition.column, *(spec.where or ())}
-    found = [n for n, values in columns.items() if n and n not in used | chosen and _tells(values)]
+    found = [n for n, values in columns.items() if n and n not in used | chosen and _tells(values, alike=not labelled)]
     if not found:
         return ()
     one = len(found) == 1
     return (f"column{'' if one else 's'} {listing(found, 6)} of {source} {'is' if one else 'are'} not read",)
 
 
-def _tells(values: Sequence[Any]) -> bool:
+def _tells(values: Sequence[Any], *, alike: bool) -> bool:
     """Whether a column holds what a model could be meant to read: pictures, lists, or mostly different texts."""
     if isinstance(values, Pictured):
         return True
@@ -31,4 +38,4 @@ def _tells(values: Sequence[Any]) -> bool:
     if any(isinstance(v, list | dict) for v in some):
         return True
     texts = [v for v in some if isinstance(v, str) and len(v.split()) >= _WORDS]
-    return 2 * len(texts) > len(some) and 2 * len(set(texts)) > len(texts)
+    return 2 * len(texts) > len(some) and (alike or 2 * len(set(texts)) > len(texts))

@@ -156,6 +156,8 @@ class Encoded(Sequence[str | bytes], Pictured):
         parts: data sets with this column, not decoded.
     """
 
+    decoded = True
+
     def __init__(self, parts: Sequence[Any], column: str) -> None:
         self._parts, self._column = parts, column
         self._ends = np.cumsum([len(part) for part in parts])
