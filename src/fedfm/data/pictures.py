@@ -218,7 +218,7 @@ class ListedPictures(list[Any], Pictured):
     """Paths and encoded pictures in a list."""
 
 
-def arranged(items: Any, at: Callable[[int], str], source: str) -> tuple[Any, tuple[str, ...]]:
+def arrange(items: Any, at: Callable[[int], str], source: str) -> tuple[Any, tuple[str, ...]]:
     """Pictures as they are, or as uint8 (N, H, W, C) where that is wanted and possible; and notices.
 
     Args:

@@ -22,7 +22,7 @@ _OTHER_NAMES = {
 _DEFAULTS = {field.name: field.default for field in fields(DataSpec)}
 
 
-def named(columns: Mapping[str, Any], spec: DataSpec, task: str | None) -> tuple[DataSpec, tuple[str, ...]]:
+def resolve(columns: Mapping[str, Any], spec: DataSpec, task: str | None) -> tuple[DataSpec, tuple[str, ...]]:
     """The names of the columns of instructions and conversations, and a notice of those that were found by a layout."""
     if task not in (None, "instruction", "preference") or (task is None and spec.text in columns):
         return spec, ()

@@ -23,7 +23,7 @@ def other_task(columns: Columns, label: str) -> str | None:
     pictures = [name for name, values in columns.items() if isinstance(values, Pictured)]
     some = {n: [v for v in values[:_LOOK] if v is not None] for n, values in columns.items() if n not in pictures}
     some = {name: values for name, values in some.items() if values}
-    names, what = _tagged(some)
+    names, what = _tags(some)
     for form, words in _FORMS if not names else ():
         if names := tuple(name for name, values in some.items() if all(map(form, values))):
             what = words
@@ -40,7 +40,7 @@ def other_task(columns: Columns, label: str) -> str | None:
     return f"columns {listing(names)} hold {what}, a task that an experiment file does not have; {WAY}"
 
 
-def _tagged(some: Columns) -> tuple[tuple[str, ...], str]:
+def _tags(some: Columns) -> tuple[tuple[str, ...], str]:
     """A column of lists of words and one of as many tags in every row."""
     for words in some:
         for tags in some:

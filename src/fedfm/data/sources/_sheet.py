@@ -37,19 +37,19 @@ class Sheet:
         return len(next(iter(self.columns.values()), ()))
 
 
-def of_rows(rows: Sequence[Mapping[str, Any]], at: At, *, mended: Sequence[int] = ()) -> Sheet:
+def of_rows(rows: Sequence[Mapping[str, Any]], at: At, *, repairs: Sequence[int] = ()) -> Sheet:
     """The sheet of JSON objects; a missing key of a row is None.
 
     Args:
-        mended: the rows in which halves of characters were replaced.
+        repairs: the rows in which halves of characters were replaced.
     """
     keys = dict.fromkeys(key for row in rows for key in row)
     columns = {key: [row.get(key) for row in rows] for key in keys}
-    more = f" and in {len(mended) - 1} more rows" if len(mended) > 1 else ""
+    more = f" and in {len(repairs) - 1} more rows" if len(repairs) > 1 else ""
     note = (
-        f"{at(mended[0])}{more}: half a character (a lone surrogate, which another program has cut) is replaced by "
+        f"{at(repairs[0])}{more}: half a character (a lone surrogate, which another program has cut) is replaced by "
         "U+FFFD, the mark of what cannot be read"
-        if mended
+        if repairs
         else ""
     )
     return Sheet(columns, at, (note,) if note else ())

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from fedfm.data.arrow_texts import ArrowTexts
-from fedfm.data.pictures import Pictured, arranged
+from fedfm.data.pictures import Pictured, arrange
 from fedfm.data.sources import _conversations, _layouts
 from fedfm.data.sources._files import At, column, listing, str_array
 from fedfm.data.sources._other_tasks import WAY, other_task
 from fedfm.data.sources._sheet import Sheet
-from fedfm.data.sources._unread import unread
+from fedfm.data.sources._unread import notice_of_unread
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Kind, Table
 from fedfm.errors import InputError
@@ -52,7 +52,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
     columns, at, length = sheet.columns, sheet.at, len(sheet)
     if length == 0:
         raise InputError(f"{source} has no rows below its column names")
-    spec, guessed = _layouts.named(columns, spec, task)
+    spec, guessed = _layouts.resolve(columns, spec, task)
     kind: Kind
     inputs: Any
     used, notices = {spec.split}, (*sheet.notices, *guessed)
@@ -79,12 +79,12 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
         kind = "image"
         if picture != spec.image:
             notices += (f'pictures are read from column "{picture}", the only one that holds pictures',)
-        inputs, more = arranged(columns[picture], at, source)
+        inputs, more = arrange(columns[picture], at, source)
         notices += more
         used |= {picture}
     else:
         kind = "passages" if task == "language_modelling" else "text"
-        asked, _ = _layouts.named(columns, spec, None)
+        asked, _ = _layouts.resolve(columns, spec, None)
         if spec.text not in columns and (told := _conversations.kind_of(columns, asked, None)):
             raise InputError(
                 f'{source}: no column "{spec.text}" (data.text); it has {told}s: set model.task = "{told}"'
@@ -107,7 +107,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
         split=split_of(columns, spec, length, at) if labelled else np.full(length, "test"),
         columns=others(columns, used),
         source=source,
-        notices=(*notices, *unread(columns, ignored, spec, source, labelled=kind in ("text", "image"))),
+        notices=(*notices, *notice_of_unread(columns, ignored, spec, source, labelled=kind in ("text", "image"))),
     )
 
 

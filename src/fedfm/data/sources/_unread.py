@@ -13,7 +13,7 @@ _LOOK = 1000  # rows that are looked at
 _WORDS = 3  # from which a value is a text and no name
 
 
-def unread(
+def notice_of_unread(
     columns: Mapping[str, Sequence[Any]], used: set[str], spec: DataSpec, source: str, *, labelled: bool
 ) -> tuple[str, ...]:
     """A notice of the columns of texts, messages, lists and pictures that nothing reads.

@@ -34,12 +34,12 @@ def sheet_of(data: bytes, path: Path) -> Sheet:
         key, found = _list_of(found, path)
         notices = (f'the rows of {path} are the list under "{key}"',)
     rows = _objects(found, path)
-    mended = []
+    repairs = []
     if ESCAPED_HALF.search(text):
         fixed = [whole(row) for row in rows]
-        mended = [i for i, (a, b) in enumerate(zip(rows, fixed, strict=True)) if a != b]
+        repairs = [i for i, (a, b) in enumerate(zip(rows, fixed, strict=True)) if a != b]
         rows = fixed
-    sheet = of_rows(rows, lambda i: f"{path}, object {i + 1}", mended=mended)
+    sheet = of_rows(rows, lambda i: f"{path}, object {i + 1}", repairs=repairs)
     return Sheet(sheet.columns, sheet.at, (*notices, *sheet.notices))
 
 

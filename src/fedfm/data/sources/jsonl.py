@@ -28,7 +28,7 @@ def of_lines(lines: Iterable[str], path: Path) -> Sheet:
     """The sheet of these lines; blank ones are left out."""
     rows: list[dict[str, Any]] = []
     numbers: list[int] = []
-    mended: list[int] = []
+    repairs: list[int] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -40,10 +40,10 @@ def of_lines(lines: Iterable[str], path: Path) -> Sheet:
         if not isinstance(row, dict):
             raise InputError(f"{path}, line {number}: a JSON {type(row).__name__}, not an object: {_LIKE}")
         if ESCAPED_HALF.search(line) and (fixed := whole(row)) != row:
-            mended.append(len(rows))
+            repairs.append(len(rows))
             row = fixed
         rows.append(row)
         numbers.append(number)
     if not any(rows):
         raise InputError(f"{path} holds {len(rows)} objects without any key")
-    return of_rows(rows, lambda i: f"{path}, line {numbers[i]}", mended=mended)
+    return of_rows(rows, lambda i: f"{path}, line {numbers[i]}", repairs=repairs)
