@@ -17,6 +17,7 @@ from PIL import Image
 from fedfm.data.load import load_table, read_inputs
 from fedfm.data.pictures import decode, look, rgb, upright
 from fedfm.data.spec import DataSpec
+from fedfm.errors import InputError
 from fedfm.models.pictures import pixels
 
 # How an upright picture (H, W, ...) is stored under each EXIF orientation, which says where row 0 and column 0 lie.
@@ -185,3 +186,39 @@ def test_all_ways_to_a_picture_give_the_same_pixels(tmp_path: Path) -> None:
         for t in tables
     ]
     assert all(torch.equal(p.flatten(1).sum(1).sort()[0], prepared[0].flatten(1).sum(1).sort()[0]) for p in prepared)
+
+
+def test_masks_and_scans_are_named(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    for name in ("images", "masks"):
+        (tmp_path / "set" / name).mkdir(parents=True)
+        for i in range(3):
+            (tmp_path / "set" / name / f"{i}.png").write_bytes(encoded(Image.new("L", (4, 4), i * 9)))
+    (tmp_path / "set" / "images" / "a.dcm").write_bytes(b"scan")
+    said = "\n".join(load_table(DataSpec(path=str(tmp_path / "set")), seed=0).notices)
+    assert "masks of the second, that is segmentation; fedfm.federate" in said
+    assert "DICOM and NIfTI files are converted first" in said
+    pictures = pyarrow.array([{"bytes": encoded(Image.new("L", (4, 4))), "path": None}] * 3)
+    for second in ("mask", "label"):
+        pyarrow.parquet.write_table(pyarrow.table({"image": pictures, second: pictures}), tmp_path / "a.parquet")
+        with pytest.raises(InputError, match=r'no column "label" of classes; columns .* several pictures a row'):
+            load_table(DataSpec(path=str(tmp_path / "a.parquet")), seed=0)
+
+
+def test_a_missing_or_broken_picture_of_a_table_is_named(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    good = encoded(Image.new("L", (4, 4)))
+    (tmp_path / "there.png").write_bytes(good)
+    for wrong, words in ((None, "row 2: no picture"), (b"nothing", "row 2: not a picture that can be read")):
+        cells = [{"bytes": good, "path": None}, {"bytes": wrong, "path": None}]
+        pyarrow.parquet.write_table(pyarrow.table({"image": cells, "label": [0, 1]}), tmp_path / "a.parquet")
+        with pytest.raises(InputError, match=words):
+            load_table(DataSpec(path=str(tmp_path / "a.parquet")), seed=0)
+    cells = [{"bytes": good, "path": None}, {"bytes": None, "path": "there.png"}]
+    pyarrow.parquet.write_table(pyarrow.table({"image": cells, "label": [0, 1]}), tmp_path / "a.parquet")
+    table = load_table(DataSpec(path=str(tmp_path / "a.parquet")), seed=0)
+    assert [decode(item).shape for item in table.inputs] == [(4, 4, 1)] * 2

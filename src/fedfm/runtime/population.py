@@ -169,6 +169,7 @@ class Partitioned:
 
         Of running text these are the blocks, which a tokenizer has to count.
         """
+        held: Callable[[ClientId], ClientData | ClientRows]
         held = self.data if self.packed else self.federated.clients.__getitem__
         return {c: (len(held(c).train), len(held(c).val), len(held(c).test)) for c in self.clients}
 

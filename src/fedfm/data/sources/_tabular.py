@@ -93,8 +93,10 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
         inputs = _texts(columns, spec.text, "data.text", source, at)
         used |= {spec.text}
     if kind in ("text", "image") and labelled:
-        if spec.label not in columns and kind == "image":
-            _refuse_other(columns, spec, source, spec.label)
+        if kind == "image":
+            classes = {name: v for name, v in columns.items() if name != spec.label or not isinstance(v, Pictured)}
+            if spec.label not in classes and (words := other_task(columns, spec.label)):
+                raise InputError(f'{source}: no column "{spec.label}" of classes; {words}')
         label = labels_of(columns, spec, source=source, at=at, classes=sheet.names.get(spec.label))
         notices += label[2]
         used |= {spec.label, spec.label_name}

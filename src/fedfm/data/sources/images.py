@@ -17,6 +17,7 @@ import numpy as np
 from fedfm.data.pictures import Look, look, notices_of
 from fedfm.data.sources import tables
 from fedfm.data.sources._files import column, listing
+from fedfm.data.sources._other_tasks import WAY
 from fedfm.data.sources._splits import SPLIT_NAMES
 from fedfm.data.sources._tabular import UNLABELLED, labels_of, others, split_of
 from fedfm.data.spec import DataSpec
@@ -24,6 +25,8 @@ from fedfm.data.table import Table
 from fedfm.errors import InputError, close
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+_SCANS = (".dcm", ".dicom", ".ima", ".nii", ".nii.gz")
+_MASKS = ("mask", "segm", "annot", "label", "ground")  # how folders of masks begin
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
@@ -42,8 +45,11 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         files += found
         splits += [split or "train"] * len(found)
     if not files:
-        wanted = "train/<class>/*.png, test/<class>/*.png" if labelled else "pictures"
-        raise InputError(f"{path}: no pictures ({', '.join(SUFFIXES[:4])}, ...) in this folder; expected {wanted}")
+        wanted = "train/<class>/*.png, test/<class>/*.png, or a file of rows for each split" if labelled else "pictures"
+        raise InputError(
+            f"{path}: no pictures ({', '.join(SUFFIXES[:4])}, ...) in this folder; expected {wanted}{_scans(strange)}"
+        )
+    notices: tuple[str, ...] = ()
     meta = _metadata(path, list(parts), files)
     if labelled and spec.label not in meta:
         homes = {path, *parts}
@@ -54,17 +60,20 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
                     f'or a metadata.csv (or .jsonl) with the columns "file_name" and "{spec.label}"'
                 )
         meta[spec.label] = [file.parent.name for file in files]
+        notices += _masks(files)
     looks = _look_at(files)
 
     def at(row: int) -> str:
         return str(files[row])
 
-    labels, classes, notices = labels_of(meta, spec, source=str(path), at=at) if labelled else UNLABELLED
+    labels, classes, more = labels_of(meta, spec, source=str(path), at=at) if labelled else UNLABELLED
     if labelled and set(parts.values()) == {None}:
         splits = split_of(meta, spec, len(files), at).tolist()
-    notices += notices_of(looks, str(path))
+    notices += (*more, *notices_of(looks, str(path)))
     if strange:
-        notices += (f"{len(strange)} files of {path} are no pictures and were left out, e.g. {strange[0]}",)
+        notices += (
+            f"{len(strange)} files of {path} are no pictures and were left out, e.g. {strange[0]}{_scans(strange)}",
+        )
     return Table(
         "image",
         [str(file) for file in files],
@@ -86,6 +95,28 @@ def _look_at(files: Sequence[Path]) -> list[Look]:
         more = f" ({len(wrong) - 1} more files are like it)" if len(wrong) > 1 else ""
         raise InputError(f"{wrong[0][0]}: {wrong[0][1]}{more}: replace the file, or remove it")
     return looks
+
+
+def _scans(files: Sequence[str]) -> str:
+    """A hint if some of these files are scans, which need a window before they are pictures."""
+    if not any(file.lower().endswith(_SCANS) for file in files):
+        return ""
+    return "; DICOM and NIfTI files are converted first, with a window (docs: how-to/own-data.md)"
+
+
+def _masks(files: Sequence[Path]) -> tuple[str, ...]:
+    """A notice if one class seems to hold the masks of another: the same file names in a folder of such a name."""
+    stems: dict[Path, set[str]] = {}
+    for file in files:
+        stems.setdefault(file.parent, set()).add(file.stem)
+    for folder, names in stems.items():
+        of = [other for other, theirs in stems.items() if other != folder and names <= theirs]
+        if of and folder.name.lower().startswith(_MASKS):
+            return (
+                f"{folder} and {of[0]} hold pictures of the same names and are read as two classes: if the first holds "
+                f"masks of the second, that is segmentation; {WAY}",
+            )
+    return ()
 
 
 def _visible(folder: Path) -> list[Path]:

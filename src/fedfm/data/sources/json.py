@@ -34,7 +34,7 @@ def sheet_of(data: bytes, path: Path) -> Sheet:
         key, found = _list_of(found, path)
         notices = (f'the rows of {path} are the list under "{key}"',)
     rows = _objects(found, path)
-    repairs = []
+    repairs: list[int] = []
     if ESCAPED_HALF.search(text):
         fixed = [whole(row) for row in rows]
         repairs = [i for i, (a, b) in enumerate(zip(rows, fixed, strict=True)) if a != b]
