@@ -36,6 +36,11 @@ def under(method: Method[Any], aggregation: Aggregator, privacy: Any) -> Aggrega
             f"{_WHERE} the clients of this method use training rows beside their local optimiser, and no noise would "
             "cover that; expected a method that declares rows_by_optimiser, e.g. fedavg"
         )
+    if getattr(method, "weighting", None) == "tokens":
+        raise InputError(
+            f'method.weighting = "tokens": {_WHERE} the number of tokens depends on every row, and no noise covers it; '
+            'expected "size" or "uniform"'
+        )
     local, *more = dict.fromkeys(locals_of(method))
     if more or local.personal:
         raise InputError(f"{_WHERE} a client that trains a second model would need a budget for it; drop method.local")

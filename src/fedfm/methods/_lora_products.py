@@ -19,6 +19,7 @@ from fedfm.errors import InputError
 from fedfm.linalg import low_rank
 from fedfm.linalg.low_rank import Factors
 from fedfm.linalg.params import Params
+from fedfm.methods._weights import WEIGHTINGS, WORDS, weight_of
 from fedfm.models.adapters import lora
 from fedfm.models.model import Model
 from fedfm.training import SGD, Local
@@ -43,7 +44,7 @@ class ExactLora(Method[S]):
 
     rounds: int = setting(10, "communication rounds; 0 evaluates the start", ge=0)
     fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)
-    weighting: str = setting("size", "p_k: size (n_k / n) or uniform", choices=("size", "uniform"))
+    weighting: str = setting("size", f"p_k: {WORDS}", choices=WEIGHTINGS)
     local: Local = setting(SGD(), "client optimiser: E, B, eta")
     ranks: tuple[int, ...] = setting(
         (), "r_k, assigned to the clients in order of names, in a cycle [model.adaptation.rank]", ge=1
@@ -56,7 +57,7 @@ class ExactLora(Method[S]):
 
     def weight(self, client: Client) -> int:
         """Client half: p_k is proportional to it."""
-        return len(client.data.train) if self.weighting == "size" else 1
+        return weight_of(client, self.weighting)
 
     def ranks_of(self, fed: Federation) -> dict[ClientId, int]:
         """r_k of every client.

@@ -13,6 +13,7 @@ from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
 from fedfm.core.method import Method
 from fedfm.linalg.params import Params
+from fedfm.methods._weights import WEIGHTINGS, WORDS, weight_of
 from fedfm.training import SGD, Local
 
 
@@ -27,7 +28,7 @@ class FedAvg(Method[Params]):
 
     rounds: int = setting(10, "communication rounds; 0 evaluates the start", ge=0)
     fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)
-    weighting: str = setting("size", "of the mean: size (n_k) or uniform", choices=("size", "uniform"))
+    weighting: str = setting("size", f"of the mean: {WORDS}", choices=WEIGHTINGS)
     local: Local = setting(SGD(), "client optimiser: E, B, eta")
 
     def init(self, fed: Federation) -> Params:
@@ -43,8 +44,8 @@ class FedAvg(Method[Params]):
         return Update(w_k - w, self.weight(client), client.metrics)
 
     def weight(self, client: Client) -> int:
-        """Client half: n_k, or 1 for a uniform mean."""
-        return len(client.data.train) if self.weighting == "size" else 1
+        """Client half: the weight of its change in the mean."""
+        return weight_of(client, self.weighting)
 
     def params_for(self, w: Params, client: ClientId) -> Params:
         return w

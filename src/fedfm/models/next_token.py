@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fedfm.models.model import Model
 
 FEW = 1 << 24  # logits of a batch, 64 MB in float32: below it they are computed as they come, with their bits
+_COUNTED = 256  # rows at a time
 MOST = 1 << 26  # logits of a batch in evaluation, 256 MB
 
 
@@ -39,6 +40,23 @@ def scored(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
     finally:
         hook.remove()
     return logits[0].float(), targets[counts]
+
+
+def targets_of(model: Model, rows: Rows) -> int | None:
+    """How many tokens the loss of these rows counts, at least 1; None if it is no loss over tokens.
+
+    A user's own rows mark those that do not count by targets of -100.
+    """
+    count = 0
+    for batch in rows.batches(_COUNTED):
+        if model.is_language_model:
+            count += model.counted(batch)
+            continue
+        labels = batch.get("labels")
+        if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.is_floating_point():
+            return None
+        count += int((labels != IGNORE).sum())  # as Trainers count items
+    return max(count, 1)
 
 
 def rows_at_once(model: Model, rows: Rows, most: int) -> int:

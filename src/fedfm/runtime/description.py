@@ -316,8 +316,15 @@ def _elsewhere(run: Run, model: Model) -> list[str]:
     return ["the run began on {} and goes on on {}: its bits are no longer those of one device".format(*names)]
 
 
+_OF_TOKENS = ("language_modelling", "instruction", "own")  # tasks whose loss may be a mean over tokens
+
+
 def _check_optimiser(method: Method[Any], model: Model) -> None:
-    """Refuse a client optimiser that does not fit the model's loss or its trainable parameters."""
+    """Refuse a client optimiser, or clients' weights, that do not fit the model's loss or its trainable parameters."""
+    if getattr(method, "weighting", None) == "tokens" and model.task not in _OF_TOKENS:
+        raise InputError(
+            f'method.weighting = "tokens": task "{model.task}" predicts no tokens; expected "size" or "uniform"'
+        )
     for value in vars(method).values():
         if isinstance(value, Local):
             over_classes(model, value)

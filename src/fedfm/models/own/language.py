@@ -41,8 +41,8 @@ def told(given: Given, rows: Sequence[Any]) -> dict[str, Any]:
 
     Returns:
         ``losses``, by the run's own loss of each row alone, and ``perplexities``, their exponentials, null for a row
-        without a target; ``loss``, the mean over rows, and ``perplexity``; if rows mark prompts, ``answers``, ``cut``
-        and ``answer_tokens``; ``warnings`` with the reason why there are no answers.
+        without a target or of two texts; ``loss``, the mean over rows, and ``perplexity``; if rows mark prompts,
+        ``answers``, ``cut`` and ``answer_tokens``; ``warnings`` with the reason why there are no answers.
 
     Raises:
         InputError: the rows have no targets, and there is nothing to answer.
@@ -51,9 +51,11 @@ def told(given: Given, rows: Sequence[Any]) -> dict[str, Any]:
     losses = [_loss(given, batch) for batch in batches]
     known = [loss for loss in losses if loss is not None]
     found: dict[str, Any] = {"predictions": [], "probabilities": [], "losses": losses}
-    found["perplexities"] = [_exponential(loss) for loss in losses]
+    found["perplexities"] = [
+        _exponential(loss) if _of_tokens(b) else None for loss, b in zip(losses, batches, strict=True)
+    ]
     found["loss"] = sum(known) / len(known) if known else None
-    found["perplexity"] = _exponential(found["loss"])
+    found["perplexity"] = _exponential(found["loss"]) if all(map(_of_tokens, batches)) else None
     prompts = [_prompt(batch) for batch in batches]
     why = _unable(given, prompts)
     if why and not known:
@@ -74,6 +76,12 @@ def _loss(given: Given, batch: Batch) -> float | None:
             raise
         return None
     return value if math.isfinite(value) else None
+
+
+def _of_tokens(batch: Batch) -> bool:
+    """Whether the loss of this row is one over tokens; that of a row of two texts compares them."""
+    tokens = next((x for x in batch.values() if isinstance(x, Tensor) and x.dim() == 2), None)
+    return tokens is None or len(tokens) == 1
 
 
 def _exponential(loss: float | None) -> float | None:

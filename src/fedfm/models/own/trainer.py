@@ -27,6 +27,7 @@ _OWN_LOOP = (
 _OWN_VIEW = ("evaluate", "evaluation_loop", "prediction_step", "get_eval_dataloader", "log")
 _KNOWN = ("transformers.",)  # modules whose overridden methods are accounted for here
 _SENTENCES = "sentence_transformers."  # whose trainers choose batches and parameters; see _refuse_other_batches
+_EMBEDDED = ("sentence_embedding", "scores")
 _STEP = "training_step"
 _QUIET = ("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
 
@@ -169,7 +170,12 @@ class TrainersModule:
             return self.trainer.compute_loss(module, inputs, **told)
 
     def outputs(self, module: nn.Module, inputs: Mapping[str, Any]) -> Any:
-        """The module's output in the Trainer's precision."""
+        """The module's output in the Trainer's precision; of one of sentence-transformers, for each text of a row."""
+        if _defined_in(self.trainer, "collect_features").startswith(_SENTENCES):
+            features, _ = self.trainer.collect_features(dict(inputs))
+            with _bf16(module) if self.args.bf16 else _as_it_is():
+                told = [module(text) for text in features]
+            return {f"{key}_{i}": of[key] for i, of in enumerate(told) for key in _EMBEDDED if key in of}
         with _bf16(module) if self.args.bf16 else _as_it_is():
             return module(**inputs)
 

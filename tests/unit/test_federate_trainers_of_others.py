@@ -1,0 +1,206 @@
+"""fedfm.federate of Trainers of TRL and sentence-transformers, and of batches that hold more than tensors: one client
+and one round against the Trainer's own loop.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from test_federate_trainer import Pad, apart, arguments, bert, in_order, texts
+
+import fedfm
+from fedfm.errors import InputError
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+PLAIN = {"optim": "sgd", "learning_rate": 0.5, "report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 7}
+SAID = ["swim river the", "leaf of root near old", "a quiet wing", "small grey nest under", "soil"]
+BETTER, WORSE = [" fish the", " plant", " bird of a bird", " a", " a"], [" a", " the fish", " of", " plant", " fish"]
+pytestmark = pytest.mark.filterwarnings("ignore")  # of other libraries, about their own names
+
+
+def both(theirs, ours, start, tmp_path, **more):
+    """How far a federation of one client is from the Trainer's own loop, after both have trained."""
+    theirs.train()
+    fedfm.federate(ours, clients={"a": ours.train_dataset}, rounds=1, out=tmp_path / "run", run={"workers": 1}, **more)
+    assert apart(ours.model, start, theirs.model) > 0.5
+    return apart(ours.model, theirs.model, start)
+
+
+@pytest.mark.parametrize("kind", ["DPO", "Reward"])
+def test_trls_trainers_of_preferences_are_their_own_loop(kind, tmp_path):
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    from tiny_text import save_llama
+
+    folder = save_llama(tmp_path / "llama")
+    texts = {"chosen": BETTER * 2, "rejected": WORSE * 2}
+    if kind == "DPO":
+        texts = {"prompt": SAID * 2} | texts
+    rows = Dataset.from_dict(texts)
+    config = getattr(trl, f"{kind}Config")(
+        output_dir=str(tmp_path / "hf"), bf16=False, num_train_epochs=2, per_device_train_batch_size=4, **PLAIN
+    )
+
+    def module():
+        torch.manual_seed(0)
+        if kind == "DPO":
+            return AutoModelForCausalLM.from_pretrained(folder)
+        return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, pad_token_id=0)
+
+    def made(base):
+        return base(module(), args=config, train_dataset=rows, processing_class=AutoTokenizer.from_pretrained(folder))
+
+    base = getattr(trl, f"{kind}Trainer")
+    theirs, ours = made(in_order(base)), made(base)
+    assert both(theirs, ours, module(), tmp_path) < 1e-4
+    if kind == "Reward":  # the two rewards of each row
+        told = fedfm.predict(tmp_path / "run", ours.train_dataset, given=ours)["outputs"]
+        assert [len(rewards) for rewards in told] == [2] * len(rows)
+        ids = torch.tensor([ours.train_dataset[0]["chosen_ids"]])
+        assert told[0][0] == pytest.approx(float(ours.model.eval()(input_ids=ids).logits), abs=1e-5)
+
+
+def test_a_sentence_transformer_is_its_own_loop(tmp_path):
+    pytest.importorskip("sentence_transformers")
+    from datasets import Dataset
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+        losses,
+        models,
+    )
+
+    from tiny_text import save_bert
+
+    folder = save_bert(tmp_path / "bert")
+    rows = Dataset.from_dict(
+        {"anchor": SAID, "positive": [text + more for text, more in zip(SAID, BETTER, strict=True)]}
+    )
+    settings = PLAIN | {"per_device_train_batch_size": 8, "num_train_epochs": 1}  # one batch of all rows: no order
+
+    def made(loss=losses.MultipleNegativesRankingLoss, **more):
+        torch.manual_seed(0)
+        module = SentenceTransformer(modules=[models.Transformer(str(folder)), models.Pooling(16)], device="cpu")
+        args = SentenceTransformerTrainingArguments(output_dir=str(tmp_path / "hf"), **settings, **more)
+        return SentenceTransformerTrainer(module.eval(), args=args, train_dataset=rows, loss=loss(module))
+
+    theirs, ours, start = made(), made(), made().model
+    for trainer in (theirs, ours):  # dropout draws from other streams
+        for part in trainer.model.modules():
+            if isinstance(part, torch.nn.Dropout):
+                part.p = 0.0
+    assert both(theirs, ours, start, tmp_path) < 1e-4
+    told = fedfm.predict(tmp_path / "run", rows, given=ours)["outputs"]
+    encoded = ours.model.encode(SAID, convert_to_tensor=True)
+    torch.testing.assert_close(
+        torch.tensor([row["sentence_embedding_0"] for row in told]), encoded, atol=1e-5, rtol=1e-4
+    )
+    with pytest.raises(InputError, match="batch_sampler chooses rows by what they hold"):
+        fedfm.federate(made(batch_sampler="no_duplicates"), partition={"clients": 1}, rounds=1, out=tmp_path / "no")
+    weighted = made(lambda module: losses.SoftmaxLoss(module, 16, 2))
+    with pytest.raises(InputError, match="other parameters than the module's"):
+        fedfm.federate(weighted, partition={"clients": 1}, rounds=1, out=tmp_path / "no")
+
+
+def test_a_detectors_lists_of_dicts_reach_its_loss(tmp_path):
+    from transformers import AutoModelForObjectDetection, Trainer, YolosConfig
+
+    config = YolosConfig(
+        **SMALL, image_size=[16, 16], patch_size=8, num_detection_tokens=3, num_labels=2,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    rows = [
+        {"pixel_values": torch.rand(3, 16, 16, generator=generator),
+         "labels": {"class_labels": torch.tensor([i % 2]), "boxes": torch.tensor([[0.5, 0.4 + 0.02 * i, 0.4, 0.4]])}}
+        for i in range(6)
+    ]  # fmt: skip
+
+    def collate(batch):
+        pixels = torch.stack([row["pixel_values"] for row in batch])
+        return {"pixel_values": pixels, "labels": [row["labels"] for row in batch]}
+
+    def made(base):
+        args = arguments(tmp_path, optim="sgd", learning_rate=0.05, remove_unused_columns=False)
+        torch.manual_seed(0)
+        module = AutoModelForObjectDetection.from_config(config)
+        return base(module, args=args, train_dataset=rows, data_collator=collate)
+
+    theirs, ours = made(in_order(Trainer)), made(Trainer)
+    assert both(theirs, ours, made(Trainer).model, tmp_path) < 1e-4
+    told = fedfm.predict(tmp_path / "run", rows, given=ours)
+    with torch.no_grad():
+        expected = ours.model.eval()(pixel_values=torch.stack([row["pixel_values"] for row in rows]))
+    for name in ("logits", "pred_boxes"):
+        found = torch.tensor([row[name] for row in told["outputs"]])
+        torch.testing.assert_close(found, expected[name], atol=1e-5, rtol=1e-4)
+
+
+def test_an_override_that_adds_contexts_is_honoured_and_any_other_refused(tmp_path):
+    from transformers import Trainer
+
+    entered = []
+
+    class Adds(Trainer):
+        @contextlib.contextmanager
+        def around(self):
+            entered.append(torch.is_grad_enabled())
+            yield
+
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            """The library's step."""
+            with self.around(), contextlib.nullcontext():
+                return super().training_step(model, inputs, num_items_in_batch)
+
+    def made(base):
+        return base(bert(), args=arguments(tmp_path), train_dataset=texts(8), data_collator=Pad())
+
+    fedfm.federate(made(Adds), partition={"clients": 1}, rounds=1, out=tmp_path / "run", run={"workers": 1})
+    assert entered == [True] * 4  # two epochs of two batches, and no batch of an evaluation
+
+    class Halves(Adds):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            with self.around():
+                return super().training_step(model, inputs, num_items_in_batch) / 2
+
+    class Swaps(Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return super().training_step(model, num_items_in_batch, inputs)
+
+    class Looks(Adds):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            with self.around(inputs):
+                return super().training_step(model, inputs, num_items_in_batch)
+
+    for other in (Halves, Swaps, Looks):
+        with pytest.raises(InputError, match=f"{other.__name__} overrides training_step"):
+            fedfm.federate(made(other), partition={"clients": 1}, rounds=1, out=tmp_path / "no")
+
+
+def test_answers_in_a_text_are_told_by_name_without_padding(tmp_path):
+    from transformers import BertConfig, BertForQuestionAnswering, Trainer
+
+    torch.manual_seed(0)
+    module = BertForQuestionAnswering(BertConfig(vocab_size=40, max_position_embeddings=16, **SMALL))
+    rows = [
+        {"input_ids": list(range(1, 4 + i)), "start_positions": 1, "end_positions": 2} for i in range(6)
+    ]  # of unequal length
+
+    def pad(batch):
+        longest = max(len(row["input_ids"]) for row in batch)
+        ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in batch])
+        found = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+        return found | {k: torch.tensor([row[k] for row in batch]) for k in ("start_positions", "end_positions")}
+
+    ours = Trainer(module, args=arguments(tmp_path), train_dataset=rows, data_collator=pad)
+    fedfm.federate(ours, partition={"clients": 2}, rounds=1, out=tmp_path / "run", run={"workers": 1})
+    told = fedfm.predict(tmp_path / "run", rows, given=ours)["outputs"]
+    for row, found in zip(rows, told, strict=True):
+        with torch.no_grad():
+            alone = module.eval()(input_ids=torch.tensor([row["input_ids"]]))
+        assert found.keys() == {"start_logits", "end_logits"}
+        for name, scores in found.items():
+            torch.testing.assert_close(torch.tensor(scores), alone[name][0], atol=1e-5, rtol=1e-4)
