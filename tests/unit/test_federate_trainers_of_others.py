@@ -204,3 +204,69 @@ def test_answers_in_a_text_are_told_by_name_without_padding(tmp_path):
         assert found.keys() == {"start_logits", "end_logits"}
         for name, scores in found.items():
             torch.testing.assert_close(torch.tensor(scores), alone[name][0], atol=1e-5, rtol=1e-4)
+
+
+def test_an_encoder_and_its_decoder_answer_each_input(tmp_path):
+    from transformers import (
+        AutoTokenizer,
+        DataCollatorForSeq2Seq,
+        Seq2SeqTrainer,
+        Seq2SeqTrainingArguments,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
+
+    from tiny_text import save_llama
+
+    tokenizer = AutoTokenizer.from_pretrained(save_llama(tmp_path / "llama"))
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+    end = tokenizer.eos_token_id
+    module = T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=len(tokenizer), decoder_start_token_id=tokenizer.pad_token_id or 0, eos_token_id=end, **sizes
+        )
+    )
+    rows = []
+    for asked, said in zip(SAID, BETTER, strict=True):
+        ids = tokenizer(asked, add_special_tokens=False)["input_ids"]
+        answer = [*tokenizer(said, add_special_tokens=False)["input_ids"], end]
+        rows.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": answer})
+    args = Seq2SeqTrainingArguments(
+        output_dir=str(tmp_path / "hf"), num_train_epochs=60, per_device_train_batch_size=5,
+        **PLAIN | {"optim": "adamw_torch", "learning_rate": 0.02},
+    )  # fmt: skip
+    collate = DataCollatorForSeq2Seq(tokenizer, module)
+    ours = Seq2SeqTrainer(module, args, train_dataset=rows, data_collator=collate, processing_class=tokenizer)
+    fedfm.federate(ours, partition={"clients": 1}, rounds=1, out=tmp_path / "run", run={"workers": 1})
+    told = fedfm.predict(tmp_path / "run", rows, given=ours)
+    assert [answer.strip() for answer in told["answers"]] == [said.strip() for said in BETTER]
+    assert told["cut"] == []
+    with torch.no_grad():
+        alone = module.eval()(**{k: torch.tensor([x]) for k, x in rows[0].items()}).loss
+    assert told["losses"][0] == pytest.approx(float(alone), rel=1e-4)
+    bare = [{key: x for key, x in row.items() if key != "labels"} for row in rows]
+    asked = fedfm.predict(tmp_path / "run", bare, given=ours)
+    assert asked["answers"] == told["answers"]
+    assert asked["loss"] is None
+
+
+def test_the_future_of_a_series_is_sampled_where_the_decoder_needs_it(tmp_path):
+    from transformers import TimeSeriesTransformerConfig, TimeSeriesTransformerForPrediction, Trainer
+
+    torch.manual_seed(0)
+    halves = {f"{part}_{what}": size for part in ("encoder", "decoder")
+              for what, size in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 8))}  # fmt: skip
+    config = TimeSeriesTransformerConfig(
+        prediction_length=3, context_length=4, lags_sequence=[1], num_time_features=1, d_model=8,
+        num_parallel_samples=7, **halves,
+    )  # fmt: skip
+    sizes = {"past_values": (5,), "past_time_features": (5, 1), "past_observed_mask": (5,)}
+    sizes |= {"future_values": (3,), "future_time_features": (3, 1)}
+    rows = [{name: torch.rand(size) for name, size in sizes.items()} for _ in range(6)]
+    ours = Trainer(TimeSeriesTransformerForPrediction(config), args=arguments(tmp_path), train_dataset=rows)
+    fedfm.federate(ours, partition={"clients": 2}, rounds=1, out=tmp_path / "run", run={"workers": 1})
+    told = fedfm.predict(tmp_path / "run", rows, given=ours)["outputs"]
+    assert len(told) == 6
+    assert torch.tensor([row["sequences"] for row in told]).shape == (6, 7, 3)
+    assert fedfm.predict(tmp_path / "run", rows, given=ours)["outputs"] == told

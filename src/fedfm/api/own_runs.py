@@ -87,6 +87,8 @@ def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool =
     given, found = brings.given, list[Outputs]()
     classes, lists = list(model.classes), list[dict[str, Any]]()
     with model.evaluating():
+        if language.translates(model.module) and len(rows):
+            return language.translations(given, [rows[i] for i in range(len(rows))])
         first = given.predicted([rows[0]]) if len(rows) else None
         logits = None if first is None else first.logits
         if logits is not None and language.gives_tokens(model.module, given.batch([rows[0]]), logits):
@@ -109,10 +111,10 @@ def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool =
 
 
 def _arrays(lists: list[dict[str, Any]], found: list[Outputs]) -> dict[str, Any]:
-    """Outputs of rows that are no classes: a list of numbers of the only array, else a dict of all by name."""
+    """Outputs of rows that are no classes: the numbers of the only array, if they are in a line, else all by name."""
     names = [] if not found else list(found[0].arrays)
     result: dict[str, Any] = {"predictions": [], "probabilities": []}
-    if len(names) <= 1:
+    if all(len(of.arrays) == 1 and next(iter(of.arrays.values())).dim() <= 2 for of in found):
         return result | {"outputs": [_flat(row[name]) for row in lists for name in names]}
     left_out = found[0].left_out
     why = [f"not written, since they have no entry for each row: {', '.join(left_out)}"] if left_out else []

@@ -138,12 +138,13 @@ def predict(
           indexes of those that reach the limit of tokens. Over the rows with an output, null where there is none:
           ``loss``, ``perplexity``, ``exact_match`` and ``rouge_1``, as in the run's evaluation;
         - running text: its ``loss`` and ``perplexity``;
+        - an own module that writes text of an input, such as T5: ``answers``, ``losses`` and ``perplexities``;
         - an own module that is a language model: ``losses`` and ``perplexities`` of the rows by the run's own loss,
           with their mean ``loss`` and its ``perplexity``, and ``answers`` where rows mark a prompt and the module can
           write, else ``warnings`` says why not;
-        - another own module that is no classifier: ``outputs``, a list for each row, or where the module gives
-          several, such as the scores of an answer's start and end, a dict of them by name; places of padding are left
-          out, and so are outputs without an entry for each row, which ``warnings`` names.
+        - another own module that is no classifier: ``outputs``, a list for each row, or a dict of nested lists by
+          name where the module gives arrays or several outputs, such as the scores of an answer's start and end.
+          Places of padding are left out, and outputs without an entry for each row, which ``warnings`` names.
 
     Raises:
         InputError: the run is not finished, or the rows are of another kind than the model's.

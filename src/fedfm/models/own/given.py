@@ -23,7 +23,7 @@ from fedfm.models.ends import known, seen
 from fedfm.models.memory import in_halves, warned
 from fedfm.models.metrics import nothing, scores
 from fedfm.models.own.module_checks import check_module
-from fedfm.models.own.outputs import Outputs, of_module
+from fedfm.models.own.outputs import Outputs, forecast, forecasts, of_module
 from fedfm.models.own.trainer import ITEMS, TrainersModule, is_trainer
 from fedfm.models.wrap import WrappedModel, wrap
 
@@ -241,6 +241,10 @@ class Given:
         device = next(self.module.parameters()).device
         return {k: moved(x, device) for k, x in self.collated(rows, target=False).items()}
 
+    def inputs(self, batch: Batch) -> Batch:
+        """The batch without its target."""
+        return {name: x for name, x in batch.items() if name not in ("labels", self._alias)}
+
     def predicted(self, rows: list[Any]) -> Outputs:
         """The module's outputs for rows whose target is not used, and may be absent.
 
@@ -253,7 +257,11 @@ class Given:
                 if self._logits is None:
                     raise InputError("the run was trained by an objective: give logits=(module, batch) -> outputs, too")
                 return of_module(self._logits(self.module, self.native(batch)), batch)
-            inputs = {k: x for k, x in batch.items() if k not in ("labels", self._alias)}
+            inputs = self.inputs(batch)
+            if forecasts(self.module):
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(0)  # samples of the future
+                    return of_module(forecast(self.module, inputs), batch)
             if self.of_trainer is not None:
                 found = self.of_trainer.outputs(self.module, inputs)
             else:

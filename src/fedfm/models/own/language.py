@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedfm.core.rows import Batch
-from fedfm.errors import InputError
+from fedfm.errors import InputError, first_line
 from fedfm.models.inputs import IGNORE
 from fedfm.models.quiet import quiet
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from fedfm.models.own.given import Given
 
 _AT_ONCE = 16  # prompts of one length that are answered together
+_NO_TOKENIZER = "there is no tokenizer; give a Trainer with processing_class"
+_BY = "max_new_tokens of the module's generation_config"
 _MOST = 256  # tokens of an answer, if neither the module nor the Trainer says
 
 
@@ -34,6 +36,40 @@ def gives_tokens(module: nn.Module, batch: Batch, output: Tensor) -> bool:
     sizes = {m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)}
     sizes.add(getattr(getattr(module, "config", None), "vocab_size", None) or 0)
     return output.shape[2] in sizes
+
+
+def translates(module: nn.Module) -> bool:
+    """Whether the module is an encoder and a decoder that write text of an input, such as T5 or Whisper."""
+    base: Any = _base(module)
+    both = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+    return bool(both and hasattr(base, "can_generate") and base.can_generate())
+
+
+def translations(given: Given, rows: Sequence[Any]) -> dict[str, Any]:
+    """What an encoder and its decoder say of rows: as :func:`told`, with an answer to each input.
+
+    Raises:
+        InputError: the module fails on the inputs.
+    """
+    losses = [_loss(given, given.batch([row])) for row in rows]
+    known = [loss for loss in losses if loss is not None]
+    found: dict[str, Any] = {"predictions": [], "probabilities": [], "losses": losses}
+    found["perplexities"] = [_exponential(loss) for loss in losses]
+    found["loss"] = sum(known) / len(known) if known else None
+    found["perplexity"] = _exponential(found["loss"])
+    if _tokenizer(given) is None:
+        return found | {"warnings": [f"no answers: {_NO_TOKENIZER}"]}
+    limit, stops, pad, half = _limits(given)
+    ends = {"eos_token_id": sorted(stops) or None, "pad_token_id": pad, "max_new_tokens": limit}
+    answers, cut = [""] * len(rows), []
+    for start in range(0, len(rows), _AT_ONCE):
+        batch = given.batch([rows[i] for i in range(start, min(start + _AT_ONCE, len(rows)))])
+        inputs = {name: x for name, x in given.inputs(batch).items() if not name.startswith("decoder_")}
+        said = _generated(given.module, half, **inputs, **ends)
+        for i, ids in enumerate(said[:, 1:].tolist(), start):  # the first begins every answer
+            answers[i], ended = _text(_tokenizer(given), ids, stops)
+            cut += [] if ended else [i]
+    return found | {"answers": answers, "cut": cut, "answer_tokens": limit, "limited_by": _BY}
 
 
 def told(given: Given, rows: Sequence[Any]) -> dict[str, Any]:
@@ -104,16 +140,13 @@ def _prompt(batch: Batch) -> Tensor | None:
 
 def _unable(given: Given, prompts: Sequence[Tensor | None]) -> str:
     """Why there are no answers; empty if there are."""
-    module: Any = given.module
-    can = getattr(
-        module.get_base_model() if hasattr(module, "get_base_model") else module, "can_generate", None
-    )  # PEFT
+    can = getattr(_base(given.module), "can_generate", None)
     if can is None or not can():
         return "the module has no generate(...) of transformers"
     if any(prompt is None for prompt in prompts):
         return "rows mark no prompt, by targets of -100 at its tokens"
     if _tokenizer(given) is None:
-        return "there is no tokenizer; give a Trainer with processing_class"
+        return _NO_TOKENIZER
     return ""
 
 
@@ -123,17 +156,52 @@ def _tokenizer(given: Given) -> Any:
     return getattr(found, "tokenizer", found)
 
 
-def _answers(given: Given, prompts: Sequence[Any]) -> dict[str, Any]:
-    """Greedy answers; prompts of one length share a batch, so that none is padded."""
+def _base(module: Any) -> Any:
+    """The module below PEFT's wrapper."""
+    return module.get_base_model() if hasattr(module, "get_base_model") else module
+
+
+def _places(module: Any) -> int:
+    return getattr(module.config, "max_position_embeddings", None) or 2 * _MOST
+
+
+def _limits(given: Given) -> tuple[int, set[int], int, bool]:
+    """(most tokens of an answer, tokens that end it, the token of padding, whether in bfloat16)."""
     module: Any = given.module
     tokenizer, settings, arguments = _tokenizer(given), module.generation_config, getattr(given.trainer, "args", None)
-    places = getattr(module.config, "max_position_embeddings", None) or 2 * _MOST
+    places = _places(module)
     longest = getattr(arguments, "max_length", None) or places
     limit = settings.max_new_tokens or min(_MOST, longest, places // 2)
-    ends = settings.eos_token_id if settings.eos_token_id is not None else tokenizer.eos_token_id
-    stops = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    ends = settings.eos_token_id
+    stops = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops, default=0)
-    half = arguments is not None and arguments.bf16
+    return limit, stops, pad, arguments is not None and arguments.bf16
+
+
+def _generated(module: Any, half: bool, **inputs: Any) -> Tensor:
+    """Greedy answers (b, L) of ``generate``.
+
+    Raises:
+        InputError: the module fails on the inputs.
+    """
+    device = next(module.parameters()).device.type
+    try:
+        with quiet(), torch.autocast(device, torch.bfloat16) if half else nullcontext():
+            return module.generate(**inputs, do_sample=False, num_beams=1)  # type: ignore[no-any-return]
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        raise InputError(f"generate() fails on these rows: {type(error).__name__}: {first_line(error, 300)}") from error
+
+
+def _text(tokenizer: Any, ids: list[int], stops: set[int]) -> tuple[str, bool]:
+    """(the answer in these tokens, whether a token ends it)."""
+    end = next((k for k, token in enumerate(ids) if token in stops), len(ids))
+    return tokenizer.decode(ids[:end], skip_special_tokens=True), end < len(ids)
+
+
+def _answers(given: Given, prompts: Sequence[Any]) -> dict[str, Any]:
+    """Greedy answers; prompts of one length share a batch, so that none is padded."""
+    limit, stops, pad, half = _limits(given)
+    places = _places(given.module)
     answers, cut = [""] * len(prompts), []
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     while order:
@@ -141,22 +209,12 @@ def _answers(given: Given, prompts: Sequence[Any]) -> dict[str, Any]:
         some = [i for i in order[:_AT_ONCE] if len(prompts[i]) == length]
         order = order[len(some) :]
         asked = torch.stack([prompts[i][-max(places - limit, 1) :] for i in some])
-        with quiet(), torch.autocast(asked.device.type, torch.bfloat16) if half else nullcontext():
-            said = module.generate(
-                input_ids=asked,
-                attention_mask=torch.ones_like(asked),
-                max_new_tokens=limit,
-                do_sample=False,
-                num_beams=1,
-                eos_token_id=sorted(stops) or None,
-                pad_token_id=pad,
-            )
+        ends = {"eos_token_id": sorted(stops) or None, "pad_token_id": pad, "max_new_tokens": limit}
+        said = _generated(given.module, half, input_ids=asked, attention_mask=torch.ones_like(asked), **ends)
         for i, ids in zip(some, said[:, asked.shape[1] :].tolist(), strict=True):
-            end = next((k for k, token in enumerate(ids) if token in stops), len(ids))
-            answers[i] = tokenizer.decode(ids[:end], skip_special_tokens=True)
-            cut += [i] if end == len(ids) else []
-    by = "max_new_tokens of the module's generation_config"
-    return {"answers": answers, "cut": sorted(cut), "answer_tokens": limit, "limited_by": by}
+            answers[i], ended = _text(_tokenizer(given), ids, stops)
+            cut += [] if ended else [i]
+    return {"answers": answers, "cut": sorted(cut), "answer_tokens": limit, "limited_by": _BY}
 
 
 def lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:

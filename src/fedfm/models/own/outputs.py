@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,20 @@ class Outputs:
                 kept = row[mask[i].cpu().bool()] if by_token and mask is not None else row
                 found[i][name] = kept.tolist()
         return found
+
+
+def forecasts(module: Any) -> bool:
+    """Whether the module is an encoder and a decoder that samples the future of a series by a ``generate`` of its own,
+    since the decoder's input is what it is to predict.
+    """
+    both = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+    return bool(both and hasattr(module, "generate") and hasattr(module, "can_generate") and not module.can_generate())
+
+
+def forecast(module: Any, inputs: Mapping[str, Any]) -> Any:
+    """Samples of the future, from the inputs that ``generate`` takes: rows to train on hold the future, too."""
+    taken = inspect.signature(module.generate).parameters
+    return module.generate(**{name: x for name, x in inputs.items() if name in taken})
 
 
 def of_module(found: Any, batch: Mapping[str, Any]) -> Outputs:
