@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.core.text import visible
+from fedfm.models import export_base, fhe_friendly
+from fedfm.models.adapters.experts import GLOBAL, LOCAL
+from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.export import Target
+from fedfm.models.families import unwrapped
 from fedfm.models.model import Model
 from fedfm.models.names import BUILT_IN
 from fedfm.reports.account import claimed
@@ -34,16 +38,16 @@ def write(run_dir: Path, model: Model, to: Target, out: Path, client: str | None
     """
     path = out / "README.md"
     if not path.exists():
-        path.write_text(card(read(run_dir, messages=False), model, to, client), encoding="utf-8")
+        path.write_text(card(read(run_dir, messages=False), model, to, out, client), encoding="utf-8")
     return path
 
 
-def card(run: RunFiles, model: Model, to: Target, client: str | None) -> str:
-    """The text of the card, in Markdown with the hub's metadata at its head."""
+def card(run: RunFiles, model: Model, to: Target, out: Path, client: str | None) -> str:
+    """The text of the card of this folder, in Markdown with the hub's metadata at its head."""
     whose = f" of client {_code(client)}" if client else ""
     parts = [_head(run, model, to), f"# {_plain(run.name)}", ""]
     parts += [f"{_plain(_named(model))}, adapted by fedfm {__version__} over several organisations{whose}.", ""]
-    parts += ["## Load", "", *_load(model, to), ""]
+    parts += ["## Load", "", *how_to_load(model, to, out), ""]
     if model.classes and not model.is_language_model:
         named = ", ".join(map(_code, model.classes[:_MOST]))
         more = f" and {len(model.classes) - _MOST} more (`fedfm.json`)" if len(model.classes) > _MOST else ""
@@ -77,38 +81,69 @@ def _head(run: RunFiles, model: Model, to: Target) -> str:
     return "\n".join(["---", *lines, "---", ""])
 
 
-def _load(model: Model, to: Target) -> list[str]:
-    auto = "AutoModelForCausalLM" if model.is_language_model else "AutoModelForSequenceClassification"
-    tools = "AutoTokenizer" if model.tools.tokenizer is not None else ""
-    if model.tools.processor is not None and model.tools.tokenizer is None:
-        auto, tools = "AutoModelForImageClassification", "AutoImageProcessor"
-    if to == "peft":
-        peft = auto.replace("AutoModelFor", "AutoPeftModelFor") if tools != "AutoImageProcessor" else "AutoPeftModel"
-        lines = [f"from peft import {peft}", "", f'model = {peft}.from_pretrained("FOLDER")']
-    elif to == "hf":
-        lines = [f"from transformers import {auto}", "", f'model = {auto}.from_pretrained("FOLDER")']
-    else:
+def how_to_load(model: Model, to: Target, out: Path) -> list[str]:
+    """The code that loads the folder, which stands for ``FOLDER``, and what a reader has to know of it."""
+    if to == "torch":
         lines = ["from safetensors.torch import load_file", "", 'weights = load_file("FOLDER/model.safetensors")']
-    if tools and to != "torch":
-        name = "tokenizer" if tools == "AutoTokenizer" else "processor"
-        lines += ["", f"from transformers import {tools}", "", f'{name} = {tools}.from_pretrained("FOLDER")']
-    out = ["```python", *lines, "```"]
+    else:
+        lines = _loading(model, to, out)
+        tools = (("tokenizer", "AutoTokenizer"), ("processor", "AutoImageProcessor"))
+        for name, auto in tools:
+            if (model.tools.tokenizer if name == "tokenizer" else model.tools.processor) is not None:
+                lines += ["", f"from transformers import {auto}", "", f'{name} = {auto}.from_pretrained("FOLDER")']
+    words = ["```python", *lines, "```"]
     if to == "peft":
-        out += [
-            "",
-            f"The adapter is for {_plain(_named(model))}. Where `base/` is there, it holds the weights of this "
-            "machine's copy as links: on another machine give the base yourself, by `PeftModel.from_pretrained(base, "
-            '"FOLDER")`.',
-        ]
+        words += ["", f"The adapter is for {_plain(_named(model))}. {_of_base(out)}"]
     if to == "torch" and model.added_bias:
-        out += [
+        words += [
             "",
             f"The head has a bias, `{model.parts.head}.bias`, and {type(model.module).__name__} has no place for it: "
             "make one before you load the weights, or their outputs are others.",
         ]
     if model.tools.tokenizer is not None:
-        out += ["", f"Texts were cut to {model.tools.max_length} tokens (`model_max_length` of the tokenizer)."]
-    return out
+        words += ["", f"Texts were cut to {model.tools.max_length} tokens (`model_max_length` of the tokenizer)."]
+    return words
+
+
+def _loading(model: Model, to: Target, out: Path) -> list[str]:
+    """Lines of Python that load the model with transformers, and an adapter onto it."""
+    whole: Any = unwrapped(model.module)
+    module = whole.clip if isinstance(whole, DualEncoder) else whole
+    kind = type(module)
+    home = "transformers" if kind.__module__.startswith("transformers.") else kind.__module__
+    imports, lines = [f"from {home} import {kind.__name__}"], []
+    name, settings = "model" if to == "hf" else "base", ""
+    if to == "hf":
+        source = '"FOLDER"'
+    else:
+        imports.insert(0, "from peft import PeftModel")
+        linked = (out / export_base.BASE).is_dir()
+        source = f'"FOLDER/{export_base.BASE}"' if linked else json.dumps(model.spec.name)
+        if (out / export_base.BASE / export_base.BITS).exists():
+            imports += ["from transformers import BitsAndBytesConfig"]
+            imports = ["import json", "from pathlib import Path", "", *imports]
+            lines += [f'bits = json.loads(Path("FOLDER/{export_base.BASE}/{export_base.BITS}").read_text())']
+            settings = ", quantization_config=BitsAndBytesConfig(**bits)"
+    lines += [f"{name} = {kind.__name__}.from_pretrained({source}{settings})"]
+    if fhe_friendly.is_twin(module):
+        imports += ["from fedfm.models.fhe_friendly import install"]
+        lines += [f"install({name}, {name}.config)"]
+    if to == "peft":
+        if (out / export_base.CONFIG).exists():
+            lines += ['model = PeftModel.from_pretrained(base, "FOLDER")']
+        else:  # two experts, which a gate weighs
+            lines += [f'model = PeftModel.from_pretrained(base, "FOLDER/{GLOBAL}", adapter_name="{GLOBAL}")']
+            lines += [f'model.load_adapter("FOLDER/{LOCAL}", adapter_name="{LOCAL}")']
+    return [*imports, "", *lines]
+
+
+def _of_base(out: Path) -> str:
+    if not (out / export_base.BASE).is_dir():
+        return "Name your copy of it where the code names the base."
+    return (
+        f"`{export_base.BASE}/` holds the weights of this machine's copy as links: on another machine give the base "
+        "yourself. `AutoPeftModel` looks for it where the folder was written."
+    )
 
 
 def _training(run: RunFiles) -> list[str]:

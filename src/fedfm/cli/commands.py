@@ -73,12 +73,16 @@ def distil(args: Any) -> int:
     """``fedfm distil``."""
     from fedfm.cli.distil_table import table
     from fedfm.config.toml import parse_override
+    from fedfm.models.folding import MOST_OUTSIDE
     from fedfm.runtime.distil import ABOUT, distil
     from fedfm.runtime.distil_spec import Distillation
     from fedfm.runtime.progress_bar import Epochs
 
     what = Distillation.load(args.experiment, dict(parse_override(text) for text in args.set))
     result = _epochs(args, ABOUT, lambda: distil(what, args.out, watcher=Epochs()))
+    if not result.get("outside", 0.0) <= MOST_OUTSIDE:
+        text = f"{result['outside']:.2%} of the arguments are outside their intervals, over {MOST_OUTSIDE:.1%}"
+        tell(f"fedfm: {text}: a double-blind run refuses this twin; distil it longer", sys.stderr)
     return say(args, result, table(result))
 
 

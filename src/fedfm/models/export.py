@@ -154,8 +154,7 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
         if isinstance(unwrapped(model.module), PooledEncoder):
             raise InputError(f"--to peft: {_NO_CLASS}, onto which an adapter could be put: use torch")
         save_adapter(model, w, out)
-        if weighed_by(w) is None:
-            export_base.complete(model, Path(out))
+        export_base.complete(model, Path(out))
     elif to == "hf":
         module = _of_transformers(merged(model, w))
         if module is None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from fedfm.core.text import to_json
 from fedfm.models import quantised
+from fedfm.models.adapters.experts import GLOBAL, LOCAL
 from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.families import unwrapped
 from fedfm.models.model import Model
@@ -29,7 +30,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def complete(model: Model, folder: Path) -> bool:
-    """Write ``config.json`` and ``base/`` beside the adapter of a model of transformers.
+    """Write ``config.json`` and ``base/`` beside the adapter, or the two, of a model of transformers.
 
     Where ``model.quantization`` rounds the weights of whole files, ``base/quantization.json`` says how.
 
@@ -44,7 +45,7 @@ def complete(model: Model, folder: Path) -> bool:
     with quiet():
         config.save_pretrained(folder)
     files = _weights(model.spec.name)
-    about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    about: dict[str, Any] = {}
     if model.task == "classification" and model.tools.tokenizer is not None:
         about["task_type"] = "SEQ_CLS"  # else PEFT would look for a class by its name
     if files:
@@ -55,7 +56,10 @@ def complete(model: Model, folder: Path) -> bool:
             (folder / BASE / BITS).write_text(to_json(bits, indent=2) + "\n", encoding="utf-8")
         _link_all(files, folder / BASE, _shapes_of_new(model, module))
         about["base_model_name_or_path"] = str((folder / BASE).resolve())
-    (folder / CONFIG).write_text(to_json(about, indent=2) + "\n", encoding="utf-8")
+    for path in (folder / CONFIG, folder / GLOBAL / CONFIG, folder / LOCAL / CONFIG):
+        if path.exists():
+            old = json.loads(path.read_text(encoding="utf-8"))
+            path.write_text(to_json(old | about, indent=2) + "\n", encoding="utf-8")
     return bool(files)
 
 

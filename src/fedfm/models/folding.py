@@ -95,6 +95,27 @@ class Patches:
         return F.pad(x, (0, 0, self.extra, 0))
 
 
+def check_tokens(embedding: Any) -> None:
+    """Refuse an embedding of pictures whose number of tokens no encrypted rotation takes.
+
+    Raises:
+        InputError: it is no power of two; with the settings of `fedfm distil` that make it one.
+    """
+    tokens, patches = embedding.position_embeddings.shape[1], embedding.patch_embeddings
+    if not tokens & (tokens - 1):
+        return
+    count = patches.num_patches
+    extra = tokens - count
+    cure = ["distil.class_token = false"] if extra else []
+    if count & (count - 1):
+        side = 1 << (math.isqrt(count).bit_length() - 1)  # patches a side, the next power of two below
+        cure.append(f"distil.image_size = {side * math.lcm(*patches.patch_size)}")
+    raise InputError(
+        f"{tokens} tokens, {extra} of them class tokens: encrypted rotations need a power of two; make the twin with "
+        f"{' and '.join(cure)}"
+    )
+
+
 def folded(module: nn.Module) -> Folded:
     """The matrices and polynomials of a twin, float64.
 
@@ -119,10 +140,7 @@ def folded(module: nn.Module) -> Folded:
     embedding: Any = parts.embedding
     projection = embedding.patch_embeddings.projection
     positions = _array(embedding.position_embeddings[0])
-    tokens = len(positions)
-    if tokens & (tokens - 1):
-        extra = tokens - embedding.patch_embeddings.num_patches
-        raise InputError(f"{tokens} tokens, {extra} of them class tokens: encrypted rotations need a power of two")
+    check_tokens(embedding)
     weight = _array(projection.weight).reshape(len(projection.weight), -1)
     bias = np.zeros(len(weight)) if projection.bias is None else _array(projection.bias)
     front = [getattr(embedding, name) for name in ("cls_token", "distillation_token") if hasattr(embedding, name)]

@@ -25,6 +25,7 @@ from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import sha256_of
 from fedfm.linalg.threads import torch_threads
 from fedfm.models import fhe_friendly, other_tokens
+from fedfm.models.folding import check_tokens
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
 from fedfm.models.quiet import quiet
@@ -99,6 +100,8 @@ class _DistilWork:
             if fhe_friendly.is_twin(teacher.module):
                 return measure_again(self.place, self.what.spec, table, teacher, watcher)
             student = self._student(table)
+            if fhe_friendly.pre_norm(student.module):  # a twin of another type computes in clear alone
+                check_tokens(student.parts.embedding)
             if self.what.spec.views > 1 and table.kind != "image":
                 raise InputError(f"distil.views = {self.what.spec.views}: {table.source} holds no pictures")
             spec = self.what.spec
