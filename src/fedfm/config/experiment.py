@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from fedfm.aggregation.base import Aggregator
 from fedfm.attacks.attack import Attack
 from fedfm.config import compatibility
+from fedfm.config.faults import read_all
 from fedfm.config.guesses import UnknownKey
 from fedfm.config.own_code import filled, is_function
 from fedfm.config.registry import admit_named, name_of, resolve
@@ -152,7 +153,7 @@ class Experiment:
                 is then left out; None: such a key is refused.
 
         Raises:
-            InputError: the file is absent, not TOML, or not a valid experiment.
+            InputError: the file is absent, not TOML, or not a valid experiment; with a line for each fault.
         """
         takes = "`fedfm run exp.toml` takes an experiment in TOML"
         table = read(path, overrides or {}, takes)
@@ -160,10 +161,7 @@ class Experiment:
             former = read(path, {}, takes).get("method")
             if isinstance(former, Mapping):
                 table = without_former_keys(table, former, overrides, tell)
-        try:
-            return cls.from_dict(filled(table), imports=True)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
+        return read_all(path, table, lambda tables: cls.from_dict(filled(tables), imports=True))
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any], *, imports: bool = False) -> Experiment:

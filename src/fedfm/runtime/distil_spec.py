@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedfm.config.faults import read_all
 from fedfm.config.toml import build, plain, read, refuse_unknown
 from fedfm.core.fields import check, setting
 from fedfm.data.spec import DataSpec
@@ -60,10 +61,7 @@ class Distillation:
             InputError: as :meth:`from_dict`, with the file's name.
         """
         table = read(path, overrides or {}, "`fedfm distil twin.toml` takes [data], [model] and [distil] in TOML")
-        try:
-            return cls.from_dict(table)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
+        return read_all(path, table, cls.from_dict)
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Distillation:

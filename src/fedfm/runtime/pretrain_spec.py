@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedfm.config.faults import read_all
 from fedfm.config.toml import build, plain, read, refuse_unknown
 from fedfm.core.fields import check, setting
 from fedfm.data.spec import IN_MEMORY, DataSpec, PartitionSpec
@@ -57,10 +58,7 @@ class Pretraining:
             InputError: as :meth:`from_dict`, with the file's name.
         """
         table = read(path, overrides or {}, "`fedfm pretrain exp.toml` takes [data], [model] and [pretrain] in TOML")
-        try:
-            return cls.from_dict(table)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
+        return read_all(path, table, cls.from_dict)
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Pretraining:

@@ -11,9 +11,12 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from fedfm.config.faults import read_all
 from fedfm.config.toml import build, read
 from fedfm.core.fields import check as check_fields
 from fedfm.core.fields import setting
@@ -90,12 +93,13 @@ def load(path: Path) -> FederationFile:
         InputError: the file is absent, not TOML, or has a wrong key or value.
     """
     table = read(path, {}, 'a federation\'s file has server = "host:port" and silos = ["hospital-a", ...]')
-    try:
-        found: FederationFile = build(FederationFile, table, "")
-        check_fields(found, "")
-        _check(found)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+    return read_all(path, table, _read)
+
+
+def _read(table: Mapping[str, Any]) -> FederationFile:
+    found: FederationFile = build(FederationFile, table, "")
+    check_fields(found, "")
+    _check(found)
     return found
 
 
