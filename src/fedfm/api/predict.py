@@ -276,8 +276,8 @@ def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         cut, rows = set(result["cut"]), enumerate(zip(names, result["answers"], strict=False))
         return [{"row": i, **name, "answer": answer, "cut": i in cut} for i, (name, answer) in rows]
     if "outputs" in result:
-        rows = (row if isinstance(row, Mapping) else enumerate(row) for row in result["outputs"])
-        return [{"row": i, **{str(k): x for k, x in dict(row).items()}} for i, row in enumerate(rows)]
+        outputs = (row if isinstance(row, Mapping) else dict(enumerate(row)) for row in result["outputs"])
+        return [{"row": i, **{str(k): x for k, x in row.items()}} for i, row in enumerate(outputs)]
     if not result["predictions"]:
         return [{key: result[key] for key in ("loss", "perplexity")}]
     files = [{"file": name} for name in result["files"]] if "files" in result else repeat({})

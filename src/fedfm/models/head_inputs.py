@@ -26,7 +26,7 @@ def head_inputs(model: Model, head: nn.Linear, rows: Rows) -> Tensor:
     caught: list[Tensor] = []
     hook = head.register_forward_pre_hook(lambda _, args: caught.append(args[0]))
     try:
-        done = []
+        done: list[Tensor] = []
         with model.evaluating():
             for batch, n in fixed_batches(rows, large=large):
                 logits = model._outputs(batch)

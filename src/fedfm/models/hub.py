@@ -317,7 +317,8 @@ def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
         ) from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    template, notices = None, ()
+    template: str | None = None
+    notices: tuple[str, ...] = ()
     if kind in ("instruction", "preference"):
         with quiet():
             template = templates.text_of(spec.template, tokenizer)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from fedfm.core.rows import Rows, Tokens
+from fedfm.core.rows import Rows
+from fedfm.core.tokens import Tokens
 from fedfm.models import inputs
 from fedfm.models.families import unwrapped
 

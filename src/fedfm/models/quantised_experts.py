@@ -66,7 +66,7 @@ class OnBits(nn.Module):
         made.clear()
         try:
             with saved_tensors_hooks(self._fold, _unfold):
-                return super().forward(*args, **kwargs)  # type: ignore[misc]
+                return super().forward(*args, **kwargs)
         finally:
             made.clear()
 
@@ -137,6 +137,7 @@ def pack(module: nn.Module) -> None:
         owner.__class__ = type(kind.__name__, (OnBits, kind), reads)
         owner.add_module(_BITS, nn.ModuleDict({name: Bits(p.detach()) for name, p in own.items()}))
         vars(owner).update(_made={}, _added={})
+    layer: Any
     for layer in list(module.modules()):
         if hasattr(layer, "parameter_name") and isinstance(layer.get_base_layer(), OnBits):
             layer.__class__ = _wrapper()
@@ -157,7 +158,7 @@ def _wrapper() -> Any:
     """PEFT's layer of experts, whose factors are added to the numbers of bits."""
     from peft.tuners.lora.layer import ParamWrapper
 
-    class OnBitsWrapper(ParamWrapper):
+    class OnBitsWrapper(ParamWrapper):  # type: ignore[misc]
         def get_param(self) -> Tensor:
             """An empty tensor like the parameter: PEFT asks it for dtype, shape and device."""
             bits: Any = self.get_base_layer().get_submodule(f"{_BITS}.{self.parameter_name}")

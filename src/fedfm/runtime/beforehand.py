@@ -101,7 +101,8 @@ def _check_columns(table: Table) -> None:
 def _widths(table: Table) -> np.ndarray:
     """The largest absolute number of each column (d,)."""
     x: np.ndarray = table.inputs
-    return np.maximum(x.max(0), -x.min(0)).astype(np.float64)
+    widths: np.ndarray = np.maximum(x.max(0), -x.min(0)).astype(np.float64)
+    return widths
 
 
 # --- the model on rows ------------------------------------------------------------------------------------------------

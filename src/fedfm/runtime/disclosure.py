@@ -76,9 +76,8 @@ def do_not_share(privacy: PrivacySpec | None, own_models: bool) -> list[str]:
         privacy: the experiment's table.
         own_models: whether each client ends with a model of its own.
     """
-    if privacy is None:
-        texts = _WITHOUT_PRIVACY
-    else:
+    texts: tuple[str, ...] = _WITHOUT_PRIVACY
+    if privacy is not None:
         texts = (*_UNDER_PRIVACY, _WITH_EPSILON if privacy.states_epsilon else _WITHOUT_EPSILON)
     return [text for text in texts if own_models or not text.startswith("clients/")]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,10 +57,10 @@ class Rule:
         assert self.v is not None
         rows = p.dim() == 2 and self.decay is not None  # each client of a cohort has the same places without decay
         for row in range(len(p)) if rows else [...]:
-            flats = [None if x is None else x[row].view(-1) for x in (p, g, self.m, self.v)]
+            flats: list[Any] = [None if x is None else x[row].view(-1) for x in (p, g, self.m, self.v)]
             flats.append(self.decay)
-            for at in range(0, len(flats[0]), PIECE):  # type: ignore[arg-type]
-                self._step(*(None if x is None else x[at : at + PIECE] for x in flats))  # type: ignore[arg-type]
+            for at in range(0, len(flats[0]), PIECE):
+                self._step(*(None if x is None else x[at : at + PIECE] for x in flats))
 
     def step_by(self, p: Tensor, gradients: Iterable[tuple[slice, Tensor]]) -> None:
         """One step on a vector (P,) by (place, gradient there) of :data:`PIECE` entries each, but the last."""

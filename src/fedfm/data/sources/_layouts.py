@@ -27,6 +27,7 @@ def resolve(columns: Mapping[str, Any], spec: DataSpec, task: str | None) -> tup
     if task not in (None, "instruction", "preference") or (task is None and spec.text in columns):
         return spec, ()
     compared = {spec.chosen, spec.rejected} <= columns.keys()
+    found: dict[str, Any]
     found = _of_preferences(columns, spec) if compared or task == "preference" else _of_answers(columns, spec, task)
     if not found:
         return spec, ()

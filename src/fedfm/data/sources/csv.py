@@ -6,6 +6,7 @@ import csv
 import io
 import sys
 from pathlib import Path
+from typing import Literal
 
 from fedfm.data.sources._files import At, decode, listing
 from fedfm.data.sources._sheet import Sheet
@@ -53,7 +54,7 @@ def _mark_of(head: str) -> str:
 def _columns_of(text: str, path: Path, mark: str, *, quotes: bool = True) -> tuple[dict[str, list[str]], At]:
     """The columns by name, and a function that names a row in messages (the row of names is row 1)."""
     # Python's reader, not a faster one: only it says in which record a quote is open or a field is missing.
-    quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+    quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
     reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=mark, quoting=quoting)
     rows: list[list[str]] = []
     ends: list[int] = []  # the line on which each record ends: a quoted field may span lines

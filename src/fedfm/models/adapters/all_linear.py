@@ -52,12 +52,12 @@ def is_read_alone(module: nn.Module, name: str) -> bool:
     """Whether the module of this path is a map whose weight its owner reads: what wraps it is never called."""
     owner, _, leaf = name.rpartition(".")
     parent = module.get_submodule(owner)
-    return isinstance(parent, nn.MultiheadAttention) or leaf in _read_by(type(parent))
+    return isinstance(parent, nn.MultiheadAttention) or leaf in _read_by(_class_of(parent))
 
 
 def returns_several(m: nn.Module) -> bool:
     """Whether the class of a map returns more than one output, as some routers do, to which nothing can be added."""
-    return isinstance(m, nn.Linear) and _returns_tuple(type(m))
+    return isinstance(m, nn.Linear) and _returns_tuple(_class_of(m))
 
 
 def refused_by_peft(module: nn.Module, names: Iterable[str]) -> set[str]:
@@ -66,7 +66,7 @@ def refused_by_peft(module: nn.Module, names: Iterable[str]) -> set[str]:
         from peft import LoraConfig
         from peft.tuners.lora import LoraModel
 
-    check = next((vars(c)[_CHECK] for c in LoraModel.__mro__ if _CHECK in vars(c)), None)
+    check: Any = next((vars(c)[_CHECK] for c in LoraModel.__mro__ if _CHECK in vars(c)), None)
     out, config = set[str](), LoraConfig()
     for leaf in {name.rpartition(".")[2] for name in names} if check is not None else ():
         try:
@@ -117,6 +117,10 @@ def _size(m: nn.Module) -> int:
     if isinstance(m, nn.Linear):
         return m.in_features * m.out_features + (m.out_features if m.bias is not None else 0)
     return sum(p.numel() for p in m.parameters(recurse=False))
+
+
+def _class_of(module: nn.Module) -> Any:
+    return type(module)
 
 
 @functools.cache
