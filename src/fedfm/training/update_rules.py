@@ -60,7 +60,8 @@ class Rule:
             flats: list[Any] = [None if x is None else x[row].view(-1) for x in (p, g, self.m, self.v)]
             flats.append(self.decay)
             for at in range(0, len(flats[0]), PIECE):
-                self._step(*(None if x is None else x[at : at + PIECE] for x in flats))
+                pieces: list[Any] = [None if x is None else x[at : at + PIECE] for x in flats]
+                self._step(*pieces)
 
     def step_by(self, p: Tensor, gradients: Iterable[tuple[slice, Tensor]]) -> None:
         """One step on a vector (P,) by (place, gradient there) of :data:`PIECE` entries each, but the last."""

@@ -27,12 +27,12 @@ def resolve(columns: Mapping[str, Any], spec: DataSpec, task: str | None) -> tup
     if task not in (None, "instruction", "preference") or (task is None and spec.text in columns):
         return spec, ()
     compared = {spec.chosen, spec.rejected} <= columns.keys()
-    found: dict[str, Any]
     found = _of_preferences(columns, spec) if compared or task == "preference" else _of_answers(columns, spec, task)
     if not found:
         return spec, ()
     words = ", ".join(f'data.{key} = "{name}"' for key, name in found.items())
-    return replace(spec, **found), (f"the columns are read as with {words}",)
+    named: dict[str, Any] = dict(found)
+    return replace(spec, **named), (f"the columns are read as with {words}",)
 
 
 def _of_preferences(columns: Mapping[str, Any], spec: DataSpec) -> dict[str, str]:
