@@ -274,6 +274,20 @@ def test_check_says_what_differs(tmp_path, capsys):
         assert "behind" in found["clock"][1]
 
 
+def test_check_tries_the_silos_rows(tmp_path, capsys):
+    kit = provision(tmp_path) / "hospital-a"
+    rows(kit)
+    with np.load(file := kit / "rows.npz") as arrays:
+        changed = dict(arrays)
+    changed["x"] = changed["x"].astype(np.float32)
+    changed["x"][:, 1] *= 1e30
+    np.savez(file, **changed)
+    exp = tmp_path / "exp.toml"
+    exp.write_text(EXPERIMENT.format(model=""))
+    status, found = examined(capsys, kit, exp)[1]["model"]
+    assert (status, "column x[:, 1]" in found) == ("differs", True)
+
+
 def test_server_and_silo_print_the_same_fingerprint(tmp_path, capsys):
     out = provision(tmp_path)
     rows(out / "hospital-a")
