@@ -3,7 +3,7 @@
     python tests/properties/experiments.py --examples 2000 --seed 1
 
 prints a line for each kind of failure, then how many experiments ran and how many were refused. One that runs leaves no
-client out; one that does not ends with an error of fedfm's own. The suite tries a dozen.
+client out; one that does not ends with an error of fedfm's own. The suite tries a few.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def text_experiment(folder: Path, dice: random.Random) -> Tables:
     return tables
 
 
-def edited_texts(path: Path, dice: random.Random) -> None:
+def edit_texts(path: Path, dice: random.Random) -> None:
     """Change a few rows."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     key = next(iter(rows[0]))
@@ -135,7 +135,7 @@ def edited_texts(path: Path, dice: random.Random) -> None:
     path.write_text("\n".join(map(json.dumps, rows)))
 
 
-def edited_arrays(path: Path, dice: random.Random) -> None:
+def edit_arrays(path: Path, dice: random.Random) -> None:
     """Change feature vectors or pictures, or how many there are."""
     with np.load(path) as file:
         arrays = dict(file)
@@ -158,7 +158,7 @@ def edited_arrays(path: Path, dice: random.Random) -> None:
     np.savez(path, **{k: v[:n] if len(v) == whole else v for k, v in {**arrays, "x": x, "y": y}.items()})
 
 
-def drawn(folder: Path, dice: random.Random) -> Tables:
+def draw(folder: Path, dice: random.Random) -> Tables:
     """One experiment, its files in the folder: sound, with up to three settings and up to two changes of rows."""
     name = dice.choice([m for m in METHODS if m not in COSTLY])
     tables = copy.deepcopy(
@@ -167,7 +167,7 @@ def drawn(folder: Path, dice: random.Random) -> Tables:
     tables["run"]["workers"] = 1
     path = Path(tables["data"].get("path", ""))
     for _ in range(dice.choice([0, 0, 1, 1, 2]) if path.is_file() else 0):
-        (edited_texts if path.suffix == ".jsonl" else edited_arrays)(path, dice)
+        (edit_texts if path.suffix == ".jsonl" else edit_arrays)(path, dice)
     for key in dice.sample(sorted(EDITS), dice.choice([0, 1, 1, 2, 3])):
         put(tables, key, copy.deepcopy(dice.choice(EDITS[key])))
     return tables
@@ -197,7 +197,7 @@ def within(folder: Path, seed: int, judge: Callable[[Tables, Path], str] = outco
     """The outcome of one drawn experiment, in a folder that is made and removed."""
     place = Path(tempfile.mkdtemp(dir=folder))
     try:
-        tables = drawn(place, random.Random(seed))
+        tables = draw(place, random.Random(seed))
         return judge(tables, place / "run"), tables
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -209,22 +209,22 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    found, known, drawn_now = Counter[str](), set[str](), dict[str, Tables]()
+    found, known, latest = Counter[str](), set[str](), dict[str, Tables]()
 
-    def judged(tables: Tables, out: Path) -> str:
-        drawn_now["last"] = tables
+    def note_and_judge(tables: Tables, out: Path) -> str:
+        latest["last"] = tables
         return outcome(tables, out)
 
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(args.seed * 1_000_000, args.seed * 1_000_000 + args.examples):
             try:
-                found[within(Path(folder), seed, judged)[0]] += 1
+                found[within(Path(folder), seed, note_and_judge)[0]] += 1
             except Exception as error:
                 found["failed"] += 1
                 frame = traceback.extract_tb(error.__traceback__)[-1]
                 if (kind := f"{frame.filename}:{frame.lineno} {str(error)[:80]}") not in known:
                     known.add(kind)
-                    text, tables = f"{type(error).__name__}: {str(error)[:300]}", json.dumps(drawn_now.get("last"))
+                    text, tables = f"{type(error).__name__}: {str(error)[:300]}", json.dumps(latest.get("last"))
                     sys.stdout.write(f"{seed} {text} ({kind}) {tables}\n")
                     sys.stdout.flush()
     sys.stdout.write(f"{dict(found)}\n")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=8, deadline=None, suppress_health_check=SLOW)
 @given(st.integers(0, 1 << 32))
 def test_it_runs_or_is_refused(tmp_path, seed):
     experiments.within(tmp_path, seed)

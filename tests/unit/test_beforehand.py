@@ -13,7 +13,7 @@ from fedfm.errors import InputError
 from small import experiment
 
 
-def scaled(folder, factor):
+def scale_column(folder, factor):
     """The small experiment with column 2 in other units."""
     tables = experiment(folder, method={"name": "fedavg", "rounds": 1}, run={"workers": 1})
     path = tables["data"]["path"]
@@ -27,7 +27,7 @@ def scaled(folder, factor):
 
 class TestColumns:
     def test_one_beyond_single_precision_is_refused_with_its_largest_number(self, tmp_path):
-        tables, most = scaled(tmp_path, 1e30)
+        tables, most = scale_column(tmp_path, 1e30)
         with pytest.raises(
             InputError, match=rf"column x\[:, 2\] has numbers up to {most:.3g}.*data\.scale".replace("+", r"\+")
         ):
@@ -35,13 +35,13 @@ class TestColumns:
         assert not (tmp_path / "run").exists()
 
     def test_one_that_outweighs_the_others_is_told(self, tmp_path):
-        tables, most = scaled(tmp_path, 1e9)
+        tables, most = scale_column(tmp_path, 1e9)
         result = fedfm.run(tables, tmp_path / "run")
         notices = fedfm.load_run(result["run"]).manifest["notices"]
         assert [f"column x[:, 2] has numbers up to {most:.3g}" in text for text in notices] == [True]
 
     def test_alike_columns_are_not_told(self, tmp_path):
-        tables, _ = scaled(tmp_path, 100.0)
+        tables, _ = scale_column(tmp_path, 100.0)
         assert not fedfm.load_run(fedfm.run(tables, tmp_path / "run")["run"]).manifest["notices"]
 
 
@@ -54,7 +54,7 @@ class Complex(nn.Module):
         return (x.to(torch.complex64) @ self.w).real
 
 
-def damaged():
+def damage():
     net = nn.Linear(4, 2)
     net.weight.data[1, 1] = float("nan")
     return net
@@ -66,7 +66,7 @@ def damaged():
         (lambda: nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2)), r"0\.weight has no shape yet"),
         (lambda: nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(4, 2)), r"0\.weight has no shape yet"),
         (Complex, "w is complex64"),
-        (damaged, "weight has NaN or infinity before any training"),
+        (damage, "weight has NaN or infinity before any training"),
     ],
 )
 def test_a_module_that_cannot_be_federated_is_refused_by_name(module, what, tmp_path):
@@ -77,7 +77,7 @@ def test_a_module_that_cannot_be_federated_is_refused_by_name(module, what, tmp_
 
 
 def test_a_run_that_cannot_start_leaves_two_and_no_folder(tmp_path, capsys):
-    tables, _ = scaled(tmp_path, 1e30)
+    tables, _ = scale_column(tmp_path, 1e30)
     file = tmp_path / "run.toml"
     file.write_text(
         f'[data]\npath = "{tables["data"]["path"]}"\n[model]\nname = "features"\n[method]\nname = "fedavg"\n'

@@ -146,7 +146,7 @@ def drive(
     except Exception as error:
         if not libraries.is_library(error):  # a defect, or the user's own code: it is shown as it is
             raise
-        raise RunError(f"a library failed: {libraries.told(error)}") from error
+        raise RunError(f"a library failed: {libraries.describe(error)}") from error
     finally:
         progress.finished()
     from fedfm.reports import dossier

@@ -38,11 +38,11 @@ def _unforeseen(error: Exception) -> str:
     from fedfm.core import libraries
 
     try:
-        place = f"the traceback is in {libraries.kept(error)}"
+        place = f"the traceback is in {libraries.keep_traceback(error)}"
     except OSError as failure:
         place = f"the traceback could not be written: {failure.strerror}"
     whose = "an error of a library" if libraries.is_library(error) else "a defect of fedfm, please report it"
-    return f"{libraries.told(error)} ({whose}; {place})"
+    return f"{libraries.describe(error)} ({whose}; {place})"
 
 
 def _about_a_file(error: Exception, args: argparse.Namespace) -> str | None:

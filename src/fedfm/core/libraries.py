@@ -36,10 +36,10 @@ def refuse(where: str) -> Iterator[None]:
         of_system = isinstance(error, OSError) and error.errno is not None  # libraries raise it for their own, too
         if of_system or is_ours(error) or _is_of_memory(error):
             raise
-        raise InputError(f"{where}: {told(error)}") from error
+        raise InputError(f"{where}: {describe(error)}") from error
 
 
-def told(error: BaseException, most: int = 300) -> str:
+def describe(error: BaseException, most: int = 300) -> str:
     """Kind and first line of an error."""
     text = first_line(error, most)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -60,7 +60,7 @@ def is_library(error: BaseException) -> bool:
     return bool(_PACKAGES & {*place.parts}) or place.is_relative_to(sysconfig.get_path("stdlib"))
 
 
-def kept(error: BaseException) -> Path:
+def keep_traceback(error: BaseException) -> Path:
     """A new file, for its owner alone, with the traceback."""
     handle, name = tempfile.mkstemp(prefix="fedfm-", suffix=".traceback.txt")
     with open(handle, "w", encoding="utf-8", errors="replace") as file:

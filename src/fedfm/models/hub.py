@@ -108,7 +108,7 @@ def pretrained(
     if fhe_friendly.is_twin(module):
         fhe_friendly.install(module, module.config)
     if tools.tokenizer is not None:
-        tools = lengths.fitted(tools, spec, module, config)
+        tools = lengths.fit(tools, spec, module, config)
     new = weights.new_modules(module, config.model_type, read.new) if task == "classification" else []
     placed = stored is not None or bool(devices.placement(spec.device))
     return Loaded(
@@ -171,7 +171,7 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
             )
         tools = _tools(path, spec, config.text_config, "text")
         read = weights.load(transformers.AutoModel, path, spec, config, seed, DTYPES[spec.dtype], head=False)
-        tools = lengths.fitted(tools, spec, read.module, config.text_config)
+        tools = lengths.fit(tools, spec, read.module, config.text_config)
         siglip = config.model_type == "siglip"
         prompts = tokenised(
             tools.tokenizer,
@@ -325,7 +325,7 @@ def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
             if template is not None and spec.chat_template_kwargs:
                 raise InputError("model.chat_template_kwargs: the template is a text without variables; drop one")
             notices = templates.fit(tokenizer, template, spec.chat_template_kwargs or {})
-    return Tools(tokenizer=tokenizer, max_length=spec.max_length, template=template, notices=notices)  # lengths.fitted
+    return Tools(tokenizer=tokenizer, max_length=spec.max_length, template=template, notices=notices)  # lengths.fit
 
 
 def _image_processor(path: Path | str, spec: ModelSpec, config: Any) -> tuple[Any, tuple[str, ...]]:

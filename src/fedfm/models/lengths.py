@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedfm.models.spec import ModelSpec
 
 
-def fitted(tools: Tools, spec: ModelSpec, module: nn.Module, config: Any) -> Tools:
+def fit(tools: Tools, spec: ModelSpec, module: nn.Module, config: Any) -> Tools:
     """The tools with the lengths and tokens that this module takes.
 
     Args:

@@ -77,12 +77,12 @@ class LinearSoftmax(nn.Module):
 def _naming_the_model(load: Callable[Concatenate[ModelSpec, P], Model]) -> Callable[Concatenate[ModelSpec, P], Model]:
     """A library's error in loading a model as a refusal of its name."""
 
-    def loaded(spec: ModelSpec, /, *args: P.args, **settings: P.kwargs) -> Model:
+    def load_or_refuse(spec: ModelSpec, /, *args: P.args, **settings: P.kwargs) -> Model:
         with refuse(f"model.name: {spec.name!r} cannot be made the model of this task"):
             return load(spec, *args, **settings)
 
-    functools.update_wrapper(loaded, load)
-    return loaded
+    functools.update_wrapper(load_or_refuse, load)
+    return load_or_refuse
 
 
 @_naming_the_model

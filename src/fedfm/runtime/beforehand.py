@@ -15,7 +15,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedfm.core.federation import MAX_NORM
-from fedfm.core.libraries import refuse, told
+from fedfm.core.libraries import describe, refuse
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.core.tokens import Tokens
@@ -176,7 +176,7 @@ def _try_single(method: TrainsLocally, population: Partitioned) -> None:
         more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
         what = "method.local.batch_size = 1" if size == 1 else f"{alone[0]}{more} has one training row"
         raise InputError(
-            f"{what}, and the model's batch norm takes its statistics from the rows of a batch ({told(error)}): "
+            f"{what}, and the model's batch norm takes its statistics from the rows of a batch ({describe(error)}): "
             + ("take 2 at least" if size == 1 else "give it more rows, or leave it out")
         ) from error
     finally:
