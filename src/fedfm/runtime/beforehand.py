@@ -153,7 +153,7 @@ def _try_long(model: Model, table: Table, rows: np.ndarray, ids: list[int]) -> N
         compute(most)
     except (RuntimeError, IndexError, ValueError):
         longest = model.prepare(table, rows).longest
-        with refuse(f"model.max_length = {model.tools.max_length}: {model.spec.name!r} computes no {longest} tokens"):
+        with refuse(f"model.max_length = {model.tools.max_length}: {model.spec.name!r} fails on {longest} tokens"):
             compute(longest)
 
 
