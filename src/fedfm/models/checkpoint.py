@@ -32,24 +32,24 @@ class Difference:
         module: that was loaded.
         path: of the checkpoint, a folder or hub id.
         missing: names of the tensors that the checkpoint lacks.
-        left: names of its tensors for which the module has no place.
+        leftovers: names of its tensors for which the module has no place.
         shapes: shapes in the checkpoint and in the module, by name, where they differ.
     """
 
     module: Any
     path: Path | str
     missing: set[str]
-    left: set[str]
+    leftovers: set[str]
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
     @classmethod
-    def reported(cls, module: Any, path: Path | str, info: Mapping[str, Any]) -> Difference:
+    def of_load(cls, module: Any, path: Path | str, info: Mapping[str, Any]) -> Difference:
         """From the loading info of ``from_pretrained``."""
         shapes = {name: (tuple(theirs), tuple(ours)) for name, theirs, ours in info["mismatched_keys"]}
         missing = set(info["missing_keys"]) - shapes.keys()
         return cls(module, path, {n for n in missing if _is_weight(module, n)}, set(info["unexpected_keys"]), shapes)
 
-    def accepted(self, *, head: bool) -> tuple[set[str], list[str]]:
+    def judge(self, *, head: bool) -> tuple[set[str], list[str]]:
         """Names of the tensors that are new for the task, and notices about what is guessed.
 
         Args:
@@ -62,14 +62,14 @@ class Difference:
         odd = {n: s for n, s in self.shapes.items() if not any(within(n, f) for f in free)}
         lacking = {n for n in self.missing if not any(within(n, f) for f in free)}
         new = {n for unit in self._units(lacking) if head and self._optional(unit) for n in lacking if within(n, unit)}
-        faults = [*self._lacks(sorted(lacking - new)), *_misshapen(odd), *_surplus(self.surplus())]
+        faults = [*self._lacks(sorted(lacking - new)), *_odd_shapes(odd), *_surplus(self.surplus())]
         if faults:
             raise InputError(f"model.name: {self.path} {'; it '.join(faults)}")
         return (self.missing | self.shapes.keys()), [*self._new_parts(new), *self._guessed_heads()]
 
     def surplus(self) -> list[str]:
         """Names that are left over of a part which the module has."""
-        return sorted(n for n in self.left if self._is_inside(n) and not self._saved_has(n))
+        return sorted(n for n in self.leftovers if self._is_inside(n) and not self._saved_has(n))
 
     @cached_property
     def _bases(self) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ class Difference:
             other.removesuffix(local)
             for name in tried
             for local in self._aliases(name)
-            for other in self.left
+            for other in self.leftovers
             if other.endswith(f".{local}")
         )
         prefix, count = min(found.items(), key=lambda entry: (-entry[1], len(entry[0])), default=("", 0))
@@ -189,7 +189,7 @@ class Difference:
 
     def _guessed_heads(self) -> list[str]:
         """A notice of what is left out of a file that names no other class than the module's."""
-        left = sorted(self.left)
+        left = sorted(self.leftovers)
         if not left or self._saved_class not in ("", type(self.module).__name__):
             return []
         return [
@@ -215,7 +215,7 @@ def _without_pooler(base: Any) -> frozenset[str]:
         return frozenset(type(base)(base.config, add_pooling_layer=False).state_dict())
 
 
-def _misshapen(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> list[str]:
+def _odd_shapes(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> list[str]:
     if not shapes:
         return []
     named = [f"{name} is {theirs}, expected {ours}" for name, (theirs, ours) in sorted(shapes.items())]

@@ -303,7 +303,13 @@ def _resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...] | None, kind: 
     net = net.to(DTYPES[spec.dtype])
     config = {"model_type": "cifar_resnet", "blocks": net.config.blocks}
     image = inputs.plain_call(resnet.SIZE, resnet.IMAGE_MEAN, resnet.IMAGE_STD)
-    return Loaded(net, "cifar_resnet", config, ["linear"], Tools(image=image))
+    guess = (
+        f"model.name: {path} does not say how pictures are prepared: they are resized to {resnet.SIZE} x {resnet.SIZE} "
+        f"and normalised with mean {list(resnet.IMAGE_MEAN)} and standard deviation {list(resnet.IMAGE_STD)}, those of "
+        "ImageNet"
+    )
+    tools = Tools(image=image, notices=(guess,) if spec.weights == "pretrained" else ())
+    return Loaded(net, "cifar_resnet", config, ["linear"], tools)
 
 
 def as_saved(name: str, like: Any) -> tuple[nn.Module, str, set[str]]:

@@ -329,7 +329,7 @@ class Unquantised(Mapping[str, Tensor]):
         return set(self._state) - set(self._names)
 
     @property
-    def left(self) -> set[str]:
+    def leftovers(self) -> set[str]:
         """Names of the checkpoint's tensors that have no place in the module."""
         return set(self._checkpoint) - set(self._names.values())
 

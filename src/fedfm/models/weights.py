@@ -16,6 +16,7 @@ from fedfm import seeds
 from fedfm.errors import InputError
 from fedfm.models import devices, families, quantised
 from fedfm.models.checkpoint import Difference
+from fedfm.models.heads import bases, within
 from fedfm.models.names import BUILT_IN, DTYPES
 from fedfm.models.spec import ModelSpec
 
@@ -48,14 +49,14 @@ def hollow(
         del plain.quantization_config
     with init_empty_weights(include_buffers=False):
         module = auto.from_config(plain, dtype=DTYPES[spec.dtype])
-    checkpoint = _stored(path, spec.name)
+    checkpoint = _stored_weights(path, spec.name)
     weights = quantised.Unquantised(module, checkpoint, alike=stored is None)
     if not quantised.readable(weights, module, families.find(module, config.model_type).head, DTYPES[spec.dtype]):
         return None
-    found = Difference(module, path, weights.missing, weights.left if stored is None else set(), {})
+    found = Difference(module, path, weights.missing, weights.leftovers if stored is None else set(), {})
     if found.surplus():
         return None
-    names, notices = found.accepted(head=task == "classification")
+    names, notices = found.judge(head=task == "classification")
     new = new_modules(module, config.model_type, names) if task == "classification" else []
     quantised.empty(module, new)
     return Read(module, names, notices), weights if stored is None else checkpoint
@@ -80,7 +81,7 @@ def module_of(
         del plain.quantization_config
     with torch.device("meta"):
         skeleton = auto.from_config(plain, dtype=dtype)
-    checkpoint = _stored(path, spec.name)
+    checkpoint = _stored_weights(path, spec.name)
     lazily = quantised.Unquantised(skeleton, checkpoint, alike=stored is None)
     weights: Mapping[str, Tensor] = checkpoint if stored is not None else lazily
     missing = lazily.missing
@@ -105,7 +106,7 @@ def module_of(
     return read, weights
 
 
-def _stored(path: Path | str, name: str) -> quantised.StoredWeights:
+def _stored_weights(path: Path | str, name: str) -> quantised.StoredWeights:
     """The checkpoint's tensors by name.
 
     Raises:
@@ -188,7 +189,7 @@ def load(
                 "or one of several experts"
             ) from None
         raise refusal(path, spec.name, error) from None
-    return Read(module, *Difference.reported(module, path, info).accepted(head=head))
+    return Read(module, *Difference.of_load(module, path, info).judge(head=head))
 
 
 def new_modules(module: nn.Module, model_type: str, missing: set[str]) -> list[str]:
@@ -196,7 +197,7 @@ def new_modules(module: nn.Module, model_type: str, missing: set[str]) -> list[s
     They do not nest.
 
     Raises:
-        InputError: there is no head, or it lies inside the pretrained model.
+        InputError: there is no head beside the pretrained model.
     """
     head = families.find(module, model_type).head
     if not head:
@@ -204,6 +205,12 @@ def new_modules(module: nn.Module, model_type: str, missing: set[str]) -> list[s
     known = {name for name, _ in module.named_parameters()}
     paths = {head.partition(".")[0], *(name.rpartition(".")[0] for name in missing & known)}
     top = sorted(p for p in paths if not any(p != q and p.startswith(f"{q}.") for q in paths))
+    for base in (b for b in bases(module) if b):
+        if whole := next((p for p in top if within(base, p)), None):
+            raise InputError(
+                f"model.name: the head of a model of type {model_type!r} would be {whole}, which holds the pretrained "
+                f"{base}; expected a head beside it"
+            )
     return [p for p in top if p]
 
 
