@@ -86,3 +86,16 @@ def test_all_adaptations_train_and_export_as_tensors(tmp_path, adaptation):
 def test_an_encoder_without_a_vector_for_each_picture_is_refused(tmp_path):
     with pytest.raises(InputError, match="gives no vector for each picture"):
         load(saved(tmp_path, "PixtralVision", VISION), images(), "head")
+
+
+def test_an_encoder_is_compared_with_another_as_a_foundation(tmp_path):
+    from fedfm.models.load import as_saved
+
+    saved(tmp_path, "DINOv3ViT", ENCODERS["DINOv3ViT"][0])
+    model = load(tmp_path, images(), "full")
+    module, kind, new = as_saved(str(tmp_path), model.module)
+    assert kind == "dinov3_vit"
+    assert new == {"classifier.weight", "classifier.bias"}
+    state = model.module.state_dict()
+    assert state.keys() == module.state_dict().keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in module.state_dict().items() if name not in new)

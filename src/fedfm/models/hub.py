@@ -260,9 +260,14 @@ def as_saved(path: Path | str, name: str, like: Any) -> tuple[nn.Module, str, se
             raise InputError(f"{name}: its weights are quantised, and are compared with a model's; name the originals")
         families.check_alike(name, config.model_type, families.type_of(like))
         read = weights.load(_class_for(like, config), path, spec, config, 0, torch.float32, head=True)
-    if fhe_friendly.is_twin(read.module):
-        fhe_friendly.install(read.module, read.module.config)
-    return read.module, str(config.model_type), read.new
+        module, drawn = read.module, read.new
+        if isinstance(like, PooledEncoder):
+            head = like.classifier
+            module = PooledEncoder(module, like.pooling, head.in_features, head.out_features)
+            drawn = {f"encoder.{name}" for name in drawn} | {"classifier.weight", "classifier.bias"}
+    if fhe_friendly.is_twin(module):
+        fhe_friendly.install(module, module.config)
+    return module, str(config.model_type), drawn
 
 
 def _class_for(like: Any, config: Any) -> Any:
