@@ -87,7 +87,7 @@ def pooling_of(skeleton: Any, pixels: Tensor, name: str) -> tuple[str, int]:
 
 
 def _output(encoder: Any, pixel_values: Tensor) -> Any:
-    more = {}
+    more: dict[str, Tensor] = {}
     if "noise" in _arguments(type(encoder)):  # it sorts the patches: in their own order, not in a random one
         side = encoder.config.patch_size
         count = (pixel_values.shape[2] // side) * (pixel_values.shape[3] // side)
