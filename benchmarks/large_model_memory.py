@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from fedfm.models import families
 from fedfm.models.adapters import adaptation
+from fedfm.models.adapters.stacked import stacks
 from fedfm.models.loss_in_pieces import PIECE
 from fedfm.models.names import DTYPES
 from fedfm.models.quiet import quiet
@@ -97,11 +98,12 @@ def plan(
     width = config.hidden_size
     inside = tuple(f"{path}." for path, _ in parts.blocks)
     maps, rest, lora, largest = 0.0, 0, 0, 0
+    experts = {id(p) for p in stacks(module).values()} if quantization != "int8" else set()
     for name, p in module.named_parameters():
         plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
         if "lora_" in name:
             lora += p.numel()
-        elif plain.startswith(inside) and p.dim() == 2:
+        elif plain.startswith(inside) and (p.dim() == 2 or id(p) in experts):
             maps += bits(p.numel(), p.shape[0], quantization, half.itemsize)
             largest = max(largest, p.numel() * half.itemsize)
         else:
