@@ -95,4 +95,4 @@ def test_pictures_in_files_are_compared_by_content(tmp_path: Path) -> None:
 def test_names_that_differ_in_what_nobody_sees_are_named_with_its_code(hidden: str) -> None:
     (note,) = spellings(["neg", "neg" + hidden, "pos"])
     assert f'"neg\\u{ord(hidden):04x}"' in note
-    assert "characters that are not seen" in note
+    assert "differ by invisible characters alone" in note

@@ -75,7 +75,7 @@ def _unmarked(name: str) -> Hashable:
 # How names of classes that are probably one differ -> what they have in common; each tells what those before do not.
 _ALIKE: dict[str, Callable[[str], Hashable]] = {
     "case or spaces": _folded,
-    "characters that are not seen": lambda name: _folded(_visible(name)),
+    "invisible characters": lambda name: _folded(_visible(name)),
     "the form of their Unicode characters": _composed,
     "-, _, spaces or case": _unmarked,
     "how they write a number": _number,
