@@ -71,7 +71,7 @@ def test_an_optimiser_without_a_name_is_the_methods_own(place):
         return fedfm.Experiment.from_dict(tables(place, local=keys)).method.local
 
     assert local(batch_size=8, betas=[0.9, 0.98]) == AdamW(
-        learning_rate=2e-4, weight_decay=0.05, batch_size=8, betas=(0.9, 0.98)
+        learning_rate=2e-4, weight_decay=0.05, decay_of="all", batch_size=8, betas=(0.9, 0.98)
     )
     assert local(name="adamw") == AdamW()
     assert local(name="sgd", momentum=0.5) == SGD(momentum=0.5)
