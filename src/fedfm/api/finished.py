@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
+from fedfm.runtime.runs_below import each_run
 
 if TYPE_CHECKING:
     from fedfm.audits.finding import Finding
@@ -51,7 +52,7 @@ def compare(*runs: str | Path | Sequence[str | Path], out: str | Path | None = N
     """Runs side by side as a text table; with ``out`` also as a page.
 
     Args:
-        runs: their directories; a list of them counts as its members.
+        runs: their directories; a list of them counts as its members, and so does a folder of several runs.
 
     Raises:
         InputError: no run is given, a file is missing or invalid, or ``out`` cannot be written.
@@ -59,7 +60,7 @@ def compare(*runs: str | Path | Sequence[str | Path], out: str | Path | None = N
     from fedfm.reports import compare as pages
 
     given = ([run] if isinstance(run, str | Path) else run for run in runs)
-    paths = [Path(run) for several in given for run in several]
+    paths = each_run(Path(run) for several in given for run in several)
     if out is not None:
         pages.write(paths, Path(out))
     return pages.table(paths)

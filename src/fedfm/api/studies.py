@@ -19,6 +19,7 @@ from fedfm.errors import InputError, RunError
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.run_folder import own_place
+from fedfm.runtime.runs_below import write_order
 
 
 @contextlib.contextmanager
@@ -116,7 +117,8 @@ def with_baselines(experiment: Experiment, out: Path | None, progress: Progress)
             progress.notice(f"baseline: {name}")
             changed = dataclasses.replace(experiment, name=name, method=method, method_name=name_of("methods", method))
             others[name] = _finished(changed, out / name, progress)
-        html.write(out / experiment.method_name, baselines=[out / name for name in others])
+        write_order(out, [experiment.method_name, *others])
+        html.write(out / experiment.method_name)
     return main | {"yardsticks": others}
 
 

@@ -207,13 +207,18 @@ def audit(args: Any) -> int:
 def report(args: Any) -> int:
     """``fedfm report``."""
     from fedfm.reports import client_weights, compare, dossier
+    from fedfm.runtime.runs_below import each_run
 
-    path = dossier.renew(args.run)
-    _incomplete(args.run)
-    tell(compare.table([args.run]).rstrip())
-    if text := client_weights.words(args.run):
-        tell(text)
-    tell(f"report: {path}")
+    runs = each_run([args.run])
+    pages = [dossier.renew(run) for run in runs]
+    for run in runs:
+        _incomplete(run)
+    tell(compare.table(runs).rstrip())
+    for run in runs:
+        if text := client_weights.words(run):
+            tell(text if len(runs) == 1 else f"{run}: {text}")
+    for page in pages:
+        tell(f"report: {page}")
     return 0
 
 
@@ -239,13 +244,15 @@ def compare(args: Any) -> int:
     """``fedfm compare``."""
     from fedfm.reports import compare
     from fedfm.reports.read import read
+    from fedfm.runtime.runs_below import each_run
 
-    tell(compare.table(args.run).rstrip())
-    for notice in compare.other_data([read(path, messages=False) for path in args.run]):
+    runs = each_run(args.run)
+    tell(compare.table(runs).rstrip())
+    for notice in compare.other_data([read(path, messages=False) for path in runs]):
         tell(f"fedfm: {visible(notice)}", sys.stderr)
-    for path in args.run:
+    for path in runs:
         _incomplete(path)
-    tell(f"page: {compare.write(args.run, args.out)}")
+    tell(f"page: {compare.write(runs, args.out)}")
     return 0
 
 

@@ -10,16 +10,17 @@ from fedfm.reports import account, audit, classes, client_weights, compare, fedm
 from fedfm.reports.page import aside, page, save
 from fedfm.reports.read import RunFiles, mapping, numeric, read, sequence
 from fedfm.reports.text import NONE, count, duration, esc, number, numbers, percent, plural, size
+from fedfm.runtime.runs_below import order_in
 
 
-def write(run_dir: Path, baselines: Sequence[Path] = ()) -> Path:
+def write(run_dir: Path, baselines: Sequence[Path] | None = None) -> Path:
     """Write ``report.html`` into a run's directory.
 
     The same files give the same bytes. The report of an unfinished run shows its rounds so far.
 
     Args:
         run_dir: holds manifest.json, metrics.jsonl and messages.jsonl.
-        baselines: directories of other runs to compare this one with.
+        baselines: directories of other runs to compare this one with; None: those that were run with it.
 
     Returns:
         The path of the report.
@@ -28,6 +29,9 @@ def write(run_dir: Path, baselines: Sequence[Path] = ()) -> Path:
         InputError: the manifest is missing, invalid, or of a newer schema.
     """
     run = read(run_dir)
+    if baselines is None:
+        first, *rest = order_in(Path(run_dir).resolve().parent) or [Path()]
+        baselines = rest if first == Path(run_dir).resolve() else ()
     others = [read(path, messages=False) for path in baselines]
     parts = [
         ("rounds", "Progress by round", sections.curves(run)),

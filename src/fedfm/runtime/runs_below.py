@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from fedfm.core.text import to_json
 from fedfm.errors import InputError
 
+STUDY = "study.json"  # beside a run and its baselines: their folders, the run itself first
 _SHOWN = 8  # runs by name
+
+
+def write_order(folder: Path, names: Sequence[str]) -> None:
+    """Record the folders of a run and of its baselines."""
+    (folder / STUDY).write_text(to_json({"runs": list(names)}) + "\n", encoding="utf-8")
+
+
+def order_in(folder: Path) -> list[Path]:
+    """A run and its baselines, as :func:`write_order` recorded them; none where nothing, or no such list, is there."""
+    try:
+        names = json.loads((folder / STUDY).read_text(encoding="utf-8"))["runs"]
+        found = [folder / Path(name).name for name in names]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [path for path in found if (path / "manifest.json").exists()]
+
+
+def each_run(paths: Iterable[Path]) -> list[Path]:
+    """Directories of runs: of a folder of runs all that are in it, a run before its baselines."""
+    found: list[Path] = []
+    for path in paths:
+        inner = runs_in(path)
+        first = [run for run in order_in(path) if run in inner]
+        found += [*first, *(run for run in inner if run not in first)] or [path]
+    return found
 
 
 def runs_in(path: Path) -> list[Path]:
