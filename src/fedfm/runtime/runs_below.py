@@ -51,8 +51,9 @@ def no_run(path: Path) -> InputError:
         return InputError(f"{path}: no run here (no such folder)")
     if not path.is_dir():
         return InputError(f"{path}: no run here, but a file; expected the directory of a run")
-    if not (runs := runs_in(path)):
+    if not runs_in(path):
         return InputError(f"{path}: no run here (manifest.json is missing)")
+    runs = each_run([path])
     more = f" and {len(runs) - _SHOWN} more" if len(runs) > _SHOWN else ""
     return InputError(
         f"{path}: no run here, but a folder of runs; take one of {', '.join(map(str, runs[:_SHOWN]))}{more}"

@@ -1,0 +1,138 @@
+"""The code in an export's README.md, run in a process of its own after the folder has been moved.
+
+It has to load a model that computes the run's outputs, whatever was exported.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_model_export import arguments, expected, trained
+from test_preference import table as preferences
+from tiny_models import CLASSES, images, load, prose, save_tokenizer, sentences, vectors
+
+from fedfm.api.model_card import how_to_load
+from fedfm.models.export import export, merged
+from fedfm.models.fhe_friendly import is_twin
+from fedfm.models.load import load_model
+from fedfm.models.quiet import quiet
+from fedfm.models.spec import AdaptationSpec, ModelSpec
+from tiny_twins import make_twin
+
+pytestmark = pytest.mark.proof
+_RUN = """
+import json, sys
+from pathlib import Path
+import torch
+from safetensors.torch import load_file
+
+for case in json.loads(Path("cases.json").read_text()):
+    folder = Path("moved", case["name"]).resolve()
+    names = {}
+    try:
+        exec(case["code"].replace("FOLDER", str(folder)), names)
+        if "model" in names:
+            tensors = load_file(f"{case['name']}.safetensors")
+            wanted = tensors.pop("expected")
+            with torch.no_grad():
+                out = names["model"].eval()(**tensors)
+            found = (out.logits if hasattr(out, "logits") else out.logits_per_image).float()
+            case["error"] = (found - wanted).abs().max().item() if found.shape == wanted.shape else str(found.shape)
+            case["tokenizer"] = "tokenizer" not in names or len(names["tokenizer"]("a b")["input_ids"]) > 0
+        else:
+            case["tensors"] = len(names["weights"])
+    except Exception as error:
+        case["failure"] = f"{type(error).__name__}: {error}"
+    print(json.dumps(case))
+"""
+
+
+def other_head(folder: Path, name: str) -> Path:
+    """A checkpoint of a classifier of five classes; its weights are in one file, or in several."""
+    import transformers as t
+
+    torch.manual_seed(3)
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    text = {**shape, "vocab_size": 64, "max_position_embeddings": 40, "pad_token_id": 0}
+    with quiet():
+        if name == "vit":
+            module = t.ViTForImageClassification(t.ViTConfig(**shape, image_size=16, patch_size=8, num_labels=5))
+            module.save_pretrained(folder)
+            t.ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(folder)
+        else:
+            stem, split = name.removesuffix("-shards"), {"max_shard_size": "12KB"} if "shards" in name else {}
+            kinds = {"bert": t.BertForSequenceClassification, "roberta": t.RobertaForSequenceClassification}
+            config = {"bert": t.BertConfig, "roberta": t.RobertaConfig}[stem](**text, num_labels=5)
+            kinds[stem](config).save_pretrained(folder, **split)
+            save_tokenizer(folder)
+    return folder
+
+
+def made(place: Path, folder) -> dict[str, tuple]:
+    """(model, form) by name."""
+    twin = place / "twin"
+    make_twin("ijepa", twin)
+    plain = ModelSpec(str(twin), adaptation=AdaptationSpec("full"))
+    small = {"widths": [4, 6], "blocks": [1, 2], "image_size": 8}
+    found = {
+        f"{name} {to}": (load(other_head(place / f"{name}-{to}", name), rows, "lora"), to)
+        for name, rows in (
+            ("bert", sentences()),
+            ("roberta", sentences()),
+            ("bert-shards", sentences()),
+            ("vit", images()),
+        )
+        for to in ("peft", "hf")
+    }
+    return found | {
+        "headless bert peft": (load(folder("bert"), sentences(), "lora"), "peft"),
+        "gpt2 peft": (load(folder("gpt2"), sentences(), "lora"), "peft"),
+        "nano-vit peft": (load("nano-vit", images(), "lora"), "peft"),
+        "nano-vit hf": (load("nano-vit", images(), "full"), "hf"),
+        "words peft": (load(folder("llama"), prose(), "lora"), "peft"),
+        "words hf": (load(folder("llama"), prose(), "full"), "hf"),
+        "preference peft": (load(folder("llama"), preferences(), "lora", beta=0.1, template="plain"), "peft"),
+        "resnet hf": (load("preact-resnet-small", images(side=8), "full", weights="random", options=small), "hf"),
+        "twin hf": (load_model(plain, classes=CLASSES, kind="image"), "hf"),
+        "features torch": (load("features", vectors()), "torch"),
+        "bert torch": (load(folder("bert"), sentences(), "head"), "torch"),
+        "prompt torch": (load(folder("clip"), images(), "prompt", task="zero_shot"), "torch"),
+    }
+
+
+def asked(model, w):
+    """A batch, and the run's own outputs for it."""
+    if model.tools.processor is None and not model.classes:
+        batch = {"input_ids": torch.tensor([[4, 5, 6, 7, 8], [4, 9, 10, 5, 6]])}
+        with torch.no_grad():
+            return batch, merged(model, w)(**batch).logits
+    rows = model.prepare(images(side=8) if model.tools.processor is not None else sentences(), range(4))
+    return arguments(model, rows), expected(model, w, rows)
+
+
+def test_the_code_loads_what_was_exported(tmp_path, folder, tmp_path_factory):
+    cases = []
+    (tmp_path / "moved").mkdir()
+    for name, (model, to) in made(tmp_path, folder).items():
+        w = model.params() if is_twin(model.module) else trained(model)  # polynomials bear no other weights
+        export(model, w, to, tmp_path / "out" / name)
+        lines = how_to_load(model, to, tmp_path / "out" / name)
+        code = re.findall(r"```python\n(.*?)```", "\n".join(lines), re.DOTALL)
+        cases.append({"name": name, "code": "\n".join(code)})
+        if to != "torch":
+            batch, outputs = asked(model, w)
+            tensors = {k: v.contiguous() for k, v in batch.items()} | {"expected": outputs.contiguous()}
+            save_file(tensors, tmp_path / f"{name}.safetensors")
+        (tmp_path / "out" / name).rename(tmp_path / "moved" / name)
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    done = subprocess.run([sys.executable, "-c", _RUN], cwd=tmp_path, capture_output=True, text=True, check=False)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == len(cases), done.stderr
+    for case in found:
+        assert "failure" not in case, case
+        assert case.get("tensors") or (case["error"] == pytest.approx(0, abs=1e-4) and case["tokenizer"]), case
