@@ -889,7 +889,19 @@ class TestFoundationModels:
         assert result["method"] == "fedbaf"
         assert set(result["yardsticks"]) == {"no-foundation", "weight-initialisation"}
         assert result["yardsticks"]["no-foundation"]["method"] == "fedavg"
-        assert (out / "fedbaf/report.html").exists()
+        assert "Compared with baselines" in (out / "fedbaf/report.html").read_text()
+        moved = out.rename(tmp_path / "moved")
+        assert main(["report", str(moved)]) == 0
+        said = capsys.readouterr().out
+        names = ("fedbaf", "no-foundation", "weight-initialisation")
+        places = [said.index(f"report: {moved / name}") for name in names]
+        assert places == sorted(places)
+        assert "Compared with baselines" in (moved / "fedbaf/report.html").read_text()
+        assert main(["compare", str(moved), "--out", str(tmp_path / "page.html")]) == 0
+        assert set(capsys.readouterr().out.split()) >= set(("fedbaf", "fedavg", "weight_init"))
+        for words in (["audit", str(moved)], ["resume", str(moved)], ["predict", str(moved), "rows.npz"]):
+            assert main(words) == 2
+            assert f"take one of {moved / names[0]}" in capsys.readouterr().err
 
     def test_a_method_without_baselines_says_so(self, tmp_path, capsys):
         path = tmp_path / "e.toml"
