@@ -898,7 +898,7 @@ class TestFoundationModels:
         assert places == sorted(places)
         assert "Compared with baselines" in (moved / "fedbaf/report.html").read_text()
         assert main(["compare", str(moved), "--out", str(tmp_path / "page.html")]) == 0
-        assert set(capsys.readouterr().out.split()) >= set(("fedbaf", "fedavg", "weight_init"))
+        assert set(capsys.readouterr().out.split()) >= {"fedbaf", "fedavg", "weight_init"}
         for words in (["audit", str(moved)], ["resume", str(moved)], ["predict", str(moved), "rows.npz"]):
             assert main(words) == 2
             assert f"take one of {moved / names[0]}" in capsys.readouterr().err

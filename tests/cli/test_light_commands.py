@@ -50,7 +50,7 @@ def test_lora_of_the_built_in_model_loads_its_class_and_no_compiler(tmp_path):
         models = {
             name.split(".")[2] for name in found if name.startswith("transformers.models.") and "modeling" in name
         }
-        assert models <= {"auto", "vit", "ijepa"}, words
+        assert models <= {"auto", "vit", "ijepa", "bloom"}, words  # PEFT names BLOOM
         assert ("transformers" in found) == (words[0] in ("check", "run")), words
 
 

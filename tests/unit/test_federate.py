@@ -565,3 +565,23 @@ def test_what_a_notebook_needs_is_in_the_package():
     assert issubclass(fedfm.Method, Method)
     with pytest.raises(AttributeError, match="nothing_of_that_name"):
         fedfm.nothing_of_that_name  # noqa: B018
+
+
+@pytest.mark.parametrize("to", ["torch", "peft"])
+def test_the_card_of_an_exported_own_module_has_code_that_loads_it(tmp_path, to):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    net = get_peft_model(network(), LoraConfig(r=2, target_modules=["0"], modules_to_save=["2"]))
+    federate(net, test=data(30, 1), out=tmp_path / "run")
+    fedfm.export(tmp_path / "run", to, tmp_path / "out", given=net)
+    card = (tmp_path / "out/README.md").read_text()
+    names = {}
+    exec(card.split("```python\n")[1].split("```")[0].replace("FOLDER", str(tmp_path / "out")), names)
+    if to == "torch":
+        again = get_peft_model(network(), LoraConfig(r=2, target_modules=["0"], modules_to_save=["2"]))
+        again.load_state_dict(names["weights"])
+    else:
+        assert any("lora_B" in name for name in names["weights"])
+        again = PeftModel.from_pretrained(network(), str(tmp_path / "out"))
+    rows = torch.ones(2, next(net.parameters()).shape[1])
+    torch.testing.assert_close(again.eval()(rows), net.eval()(rows))

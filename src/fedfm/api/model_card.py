@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fedfm.config.own_code import is_function
 from fedfm.core.text import visible
+from fedfm.data.spec import IN_MEMORY
 from fedfm.models import export_base, fhe_friendly
 from fedfm.models.adapters.experts import GLOBAL, LOCAL
 from fedfm.models.architectures.dual_encoder import DualEncoder
@@ -66,13 +68,15 @@ def card(run: RunFiles, model: Model, to: Target, out: Path, client: str | None)
 def _named(model: Model) -> str:
     """The base's name; of a folder its last part."""
     name = model.spec.name
+    if is_own(model):
+        return type(unwrapped(model.module)).__name__
     return Path(name).resolve().name if Path(name).exists() else name
 
 
 def _head(run: RunFiles, model: Model, to: Target) -> str:
     lines = [f"library_name: {_LIBRARIES[to]}"]
     name = model.spec.name
-    if name not in BUILT_IN and "/" in name and not Path(name).exists():
+    if name not in BUILT_IN and "/" in name and not is_own(model) and not Path(name).exists():
         lines.append(f"base_model: {json.dumps(name)}")
     kind = str(mapping(run.manifest.get("model")).get("kind"))
     tag = "text-generation" if model.is_language_model else _PIPELINES.get(kind)
@@ -83,8 +87,10 @@ def _head(run: RunFiles, model: Model, to: Target) -> str:
 
 def how_to_load(model: Model, to: Target, out: Path) -> list[str]:
     """The code that loads the folder, which stands for ``FOLDER``, and what a reader has to know of it."""
-    if to == "torch":
-        lines = ["from safetensors.torch import load_file", "", 'weights = load_file("FOLDER/model.safetensors")']
+    own = is_own(model)
+    if to == "torch" or (own and to == "peft"):
+        file = "model.safetensors" if to == "torch" else "adapter_model.safetensors"
+        lines = ["from safetensors.torch import load_file", "", f'weights = load_file("FOLDER/{file}")']
     else:
         lines = _loading(model, to, out)
         tools = (("tokenizer", "AutoTokenizer"), ("processor", "AutoImageProcessor"))
@@ -92,7 +98,10 @@ def how_to_load(model: Model, to: Target, out: Path) -> list[str]:
             if (model.tools.tokenizer if name == "tokenizer" else model.tools.processor) is not None:
                 lines += ["", f"from transformers import {auto}", "", f'{name} = {auto}.from_pretrained("FOLDER")']
     words = ["```python", *lines, "```"]
-    if to == "peft":
+    if own and to != "hf":
+        call = "module.load_state_dict(weights)" if to == "torch" else 'PeftModel.from_pretrained(module, "FOLDER")'
+        words += ["", f"The run's own program makes the module that takes them: `{call}`."]
+    elif to == "peft":
         words += ["", f"The adapter is for {_plain(_named(model))}. {_of_base(out)}"]
     if to == "torch" and model.added_bias:
         words += [
@@ -103,6 +112,11 @@ def how_to_load(model: Model, to: Target, out: Path) -> list[str]:
     if model.tools.tokenizer is not None:
         words += ["", f"Texts were cut to {model.tools.max_length} tokens (`model_max_length` of the tokenizer)."]
     return words
+
+
+def is_own(model: Model) -> bool:
+    """Whether a user's program brought the module."""
+    return model.spec.name == IN_MEMORY or is_function(model.spec.name)
 
 
 def _loading(model: Model, to: Target, out: Path) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fedfm.api import model_card
 from fedfm.config.own_code import admit_function, is_function
 from fedfm.data.spec import IN_MEMORY
 from fedfm.data.user_datasets import checked
@@ -23,6 +24,7 @@ from fedfm.runtime.own_population import brought_by
 
 if TYPE_CHECKING:
     from fedfm.linalg.params import Params
+    from fedfm.models.export import Target
     from fedfm.models.wrap import WrappedModel
     from fedfm.runtime.run_directory import Run
 
@@ -125,7 +127,7 @@ def _flat(value: Any) -> list[float]:
     return [x for part in value for x in _flat(part)] if isinstance(value, list) else [value]
 
 
-def write(run: Run, to: str, out: Path, given: Any, client: str | None, *, last: bool = False) -> Path:
+def write(run: Run, to: Target, out: Path, given: Any, client: str | None, *, last: bool = False) -> Path:
     """Write the trained module: ``torch`` all tensors as safetensors, ``hf`` as transformers saves it with the adapter
     merged, ``peft`` the adapter.
 
@@ -141,6 +143,7 @@ def write(run: Run, to: str, out: Path, given: Any, client: str | None, *, last:
         raise InputError(f"--to hf: {type(module).__name__} is no transformers model: use torch")
     if to == "torch":
         export.save_module(model, out)
+        model_card.write(run.path, model, to, out, client)
         return out
     with quiet():
         if to == "hf" and adapted:
@@ -151,6 +154,7 @@ def write(run: Run, to: str, out: Path, given: Any, client: str | None, *, last:
             processing.save_pretrained(str(out))
     with contextlib.suppress(FileNotFoundError):
         (out / "README.md").unlink()  # an empty model card
+    model_card.write(run.path, model, to, out, client)
     return out
 
 
