@@ -25,8 +25,6 @@ class PooledEncoder(nn.Module):
         pooling: what the head reads of the encoder's output.
     """
 
-    base_model_prefix = "encoder"
-
     def __init__(self, encoder: Any, pooling: str, width: int, classes: int) -> None:
         super().__init__()
         self.config, self.pooling = encoder.config, pooling
