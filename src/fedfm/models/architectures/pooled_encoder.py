@@ -25,11 +25,17 @@ class PooledEncoder(nn.Module):
         pooling: what the head reads of the encoder's output.
     """
 
+    base_model_prefix = "encoder"  # as PEFT and what looks for a head ask classes of transformers
+
     def __init__(self, encoder: Any, pooling: str, width: int, classes: int) -> None:
         super().__init__()
         self.config, self.pooling = encoder.config, pooling
+        self.config.num_labels = classes
         self.encoder = encoder
         self.classifier = nn.Linear(width, classes, dtype=encoder.dtype)
+
+    def get_output_embeddings(self) -> None:
+        """None: it predicts no words."""
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Pictures (b, 3, H, W) -> logits (b, C)."""
