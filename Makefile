@@ -9,7 +9,7 @@ export FLWR_TELEMETRY_ENABLED = 0
 export FLWR_DISABLE_UPDATE_CHECK = 1
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo image test test-proofs test-engines test-outages test-gpu campaign lint type bench docs site clean
+.PHONY: help setup demo image test test-proofs test-engines test-models test-outages test-gpu campaign lint type bench docs site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,10 @@ test-proofs: $(STAMP) ## tests that take long: encrypted runs, attacks by repeat
 
 test-engines: $(VENV)/.stamp-engines ## tests on Flower's simulation and on a SuperLink with SuperNodes
 	$(BIN)/python -m pytest -m 'simulation or deployment' tests/engines
+
+test-models: $(STAMP) ## all families of models with all tasks and adaptations, about 15 minutes, into docs/reference/models.md
+	$(BIN)/python -m pytest -m 'models or not models' tests/zoo -n 2 --dist worksteal --zoo-results tests/zoo/results.json
+	$(BIN)/python docs/generate.py
 
 test-outages: $(STAMP) ## silos and servers that are killed and come back, about 20 minutes
 	$(BIN)/python -m pytest -m outage tests/engines

@@ -1,0 +1,82 @@
+"""Writes a family's tiny model of random weights as a folder, with its tokenizer or picture processor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from zoo.families import BOTH, ENCODER, PAIR, PICTURES, SIDE, VOCABULARY, Family
+
+_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "<s>", "</s>"]
+ANIMALS = ("fish", "bird", "ant", "cow", "dog", "cat")
+_WORDS = ["good", "bad", *ANIMALS, "say", "a", "photo", "of", "dark", "light", "."]
+WORDS = [*_SPECIAL, *_WORDS, *(f"w{i}" for i in range(VOCABULARY - len(_SPECIAL) - len(_WORDS)))]
+_SMALLEST = 0.03  # of a matrix, standard deviation: with smaller ones all rows have the same outputs
+
+
+def write(family: Family, folder: Path) -> Path:
+    """The folder, with the model and what prepares its rows."""
+    import transformers
+
+    from fedfm.models.quiet import quiet
+
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = configuration(family)
+        config.architectures = []
+        auto = getattr(transformers, f"AutoModelFor{family.auto}" if family.auto else "AutoModel")
+        module = auto.from_config(config)
+        for parameter in module.parameters():
+            if parameter.dim() > 1 and parameter.std() < _SMALLEST:
+                parameter.data.normal_(0, 0.15)
+        module.save_pretrained(folder)
+        if family.kind not in (PICTURES,):
+            tokenizer(family.kind, whole=family.whole).save_pretrained(folder)
+        if family.kind in (PICTURES, PAIR):
+            processor(getattr(config, "image_size", None)).save_pretrained(folder)
+    return folder
+
+
+def configuration(family: Family) -> Any:
+    """The family's configuration in transformers."""
+    import transformers
+
+    sizes = dict(family.sizes)
+    if family.kind == BOTH and family.text is not None:
+        sizes |= {"encoder": dict(family.text), "decoder": dict(family.text)}
+    elif family.text is not None:
+        sizes |= {"text_config": dict(family.text), "vision_config": dict(family.picture or {})}
+    return getattr(transformers, family.config)(**sizes)
+
+
+def tokenizer(kind: str, *, whole: bool = False) -> Any:
+    """A tokenizer of whole words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    places = {word: i for i, word in enumerate(WORDS)}
+    fast = Tokenizer(models.WordLevel(places, unk_token="[UNK]"))
+    fast.pre_tokenizer = pre_tokenizers.Whitespace()
+    special: dict[str, Any] = {"unk_token": "[UNK]", "pad_token": "[PAD]", "model_max_length": 64}
+    if kind == ENCODER:
+        ends = [("[CLS]", places["[CLS]"]), ("[SEP]", places["[SEP]"])]
+        fast.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+        special |= {"cls_token": "[CLS]", "sep_token": "[SEP]"}
+    elif kind == PAIR:
+        ends = [("<s>", places["<s>"]), ("</s>", places["</s>"])]
+        fast.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+        special |= {"bos_token": "<s>", "eos_token": "</s>"}
+    else:
+        special |= {"bos_token": "<s>", "eos_token": "</s>"}
+    if whole:
+        special["model_input_names"] = ["input_ids"]
+    return PreTrainedTokenizerFast(tokenizer_object=fast, **special)
+
+
+def processor(size: Any) -> Any:
+    """A picture processor for pictures of this size."""
+    from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+    side = (size[0] if isinstance(size, list | tuple) else size) or SIDE
+    return ViTImageProcessorPil(size={"height": side, "width": side})

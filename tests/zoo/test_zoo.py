@@ -1,0 +1,55 @@
+"""Every family with every task and adaptation trains, predicts and exports, or is refused in fedfm's own words.
+
+`make test-models` runs all; `make test` some families that differ in kind, with two adaptations each.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+from zoo import making
+from zoo.families import FAMILIES
+from zoo.trial import FAILS, STEPS, Trial, trials
+
+KNOWN: dict[str, dict[str, str]] = json.loads((Path(__file__).parent / "known_failures.json").read_text("utf-8"))
+OFTEN = ("bert", "llama", "mixtral", "mamba2", "bart", "swin", "resnet", "clip")  # in `make test`, too
+OFTEN_BY = ("lora", "top_layers")
+
+
+def _cases():
+    for family, about in FAMILIES.items():
+        for task, adaptation in trials(about.kind):
+            marks = [] if family in OFTEN and adaptation in OFTEN_BY else [pytest.mark.models]
+            if reason := KNOWN.get(family, {}).get(f"{task}, {adaptation}"):
+                marks.append(pytest.mark.xfail(strict=True, reason=reason))
+            yield pytest.param(family, task, adaptation, marks=marks, id=f"{family}-{task}-{adaptation}")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a family's model, made at its first use."""
+
+    @functools.cache
+    def made(family):
+        return making.write(FAMILIES[family], tmp_path_factory.mktemp("models") / "model")
+
+    return made
+
+
+@pytest.mark.filterwarnings("ignore")  # of libraries, about models of these sizes
+@pytest.mark.parametrize(("family", "task", "adaptation"), list(_cases()))
+def test_a_family_works_or_is_refused(family, task, adaptation, folder, rows_folder, tmp_path, record_property):
+    about = FAMILIES[family]
+    outcome = Trial(about.kind, folder(family), task, adaptation, rows_folder, tmp_path).run()
+    record_property("trial", [family, about.kind, f"{task}, {adaptation}", outcome])
+    assert outcome
+    assert set(outcome) <= set(STEPS)
+    assert not [f"{step} {what}" for step, what in outcome.items() if what.startswith(FAILS)]
+
+
+def test_known_failures_are_of_trials_that_are_there():
+    there = {(name, f"{task}, {by}") for name, about in FAMILIES.items() for task, by in trials(about.kind)}
+    assert {(name, trial) for name, of in KNOWN.items() for trial in of} <= there
