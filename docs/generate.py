@@ -1,5 +1,6 @@
-"""Writes what follows from the code and from kept results: pages of docs/reference/ (keys, methods, commands), the
-README's figure, docs/results/index.md and the JSON Schemas in src/fedfm/config/schemas, which `fedfm show` reads.
+"""Writes what follows from the code and from kept results: pages of docs/reference/ (keys, methods, commands,
+models), the README's figure, docs/results/index.md and the JSON Schemas in src/fedfm/config/schemas, which `fedfm show`
+reads.
 
 python docs/generate.py            write
 python docs/generate.py --check    exit 1 where a file is not what would be written
@@ -18,6 +19,7 @@ from typing import Any
 
 import figure
 import json_schema
+import models_page
 import results_index
 
 from fedfm.cli.parser import build
@@ -116,7 +118,7 @@ def main() -> int:
     old = 0
     pages = {"experiment.md": page(), "methods.md": methods(), "commands.md": commands()}
     written = {REFERENCE / name: text for name, text in pages.items()} | {figure.FILE: figure.draw()}
-    written |= results_index.pages() | blocks()
+    written |= {REFERENCE / "models.md": models_page.page()} | results_index.pages() | blocks()
     made = (json_schema.experiment(), json_schema.pretraining(PretrainSpec), distillation(), silo(), federation())
     for name, found in zip(SCHEMAS, made, strict=True):
         written[FOLDER / f"{name}.json"] = json.dumps(found, indent=1, ensure_ascii=False) + "\n"

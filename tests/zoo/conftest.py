@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
 from zoo import rows
 
 LIBRARIES = ("torch", "transformers", "peft")

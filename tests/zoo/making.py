@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from zoo.families import BOTH, ENCODER, PAIR, PICTURES, SIDE, VOCABULARY, Family
 
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "<s>", "</s>"]

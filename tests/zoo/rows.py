@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from zoo.families import SIDE
 from zoo.making import ANIMALS
 

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from zoo import making
 from zoo.families import FAMILIES
 from zoo.trial import FAILS, STEPS, Trial, trials
