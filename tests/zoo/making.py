@@ -7,13 +7,21 @@ from typing import Any
 
 import torch
 
-from zoo.families import BOTH, ENCODER, PAIR, PICTURES, SIDE, VOCABULARY, Family
+from zoo.families import BOTH, DECODER, ENCODER, PAIR, PICTURES, SIDE, VOCABULARY, WITH_PICTURES, Family
 
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "<s>", "</s>"]
 ANIMALS = ("fish", "bird", "ant", "cow", "dog", "cat")
 _WORDS = ["good", "bad", *ANIMALS, "say", "a", "photo", "of", "dark", "light", "."]
 WORDS = [*_SPECIAL, *_WORDS, *(f"w{i}" for i in range(VOCABULARY - len(_SPECIAL) - len(_WORDS)))]
 _SMALLEST = 0.03  # of a matrix, standard deviation: with smaller ones all rows have the same outputs
+_CLS, _BOS = {"cls_token": "[CLS]", "sep_token": "[SEP]"}, {"bos_token": "<s>", "eos_token": "</s>"}
+_ENDS: dict[str, tuple[str, str, dict[str, str]]] = {  # what the tokenizers of a kind set before and after a text
+    ENCODER: ("[CLS]", "[SEP]", _CLS),
+    DECODER: ("", "", _BOS),
+    BOTH: ("", "</s>", _BOS),
+    PAIR: ("<s>", "</s>", _BOS),
+    WITH_PICTURES: ("", "", _BOS),
+}
 
 
 def write(family: Family, folder: Path) -> Path:
@@ -60,16 +68,12 @@ def tokenizer(kind: str, *, whole: bool = False) -> Any:
     fast = Tokenizer(models.WordLevel(places, unk_token="[UNK]"))
     fast.pre_tokenizer = pre_tokenizers.Whitespace()
     special: dict[str, Any] = {"unk_token": "[UNK]", "pad_token": "[PAD]", "model_max_length": 64}
-    if kind == ENCODER:
-        ends = [("[CLS]", places["[CLS]"]), ("[SEP]", places["[SEP]"])]
-        fast.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
-        special |= {"cls_token": "[CLS]", "sep_token": "[SEP]"}
-    elif kind == PAIR:
-        ends = [("<s>", places["<s>"]), ("</s>", places["</s>"])]
-        fast.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
-        special |= {"bos_token": "<s>", "eos_token": "</s>"}
-    else:
-        special |= {"bos_token": "<s>", "eos_token": "</s>"}
+    first, last, names = _ENDS[kind]
+    if last:
+        form = " ".join(part for part in (first, "$A", last) if part)
+        ends = [(token, places[token]) for token in (first, last) if token]
+        fast.post_processor = processors.TemplateProcessing(single=form, special_tokens=ends)
+    special |= names
     if whole:
         special["model_input_names"] = ["input_ids"]
     return PreTrainedTokenizerFast(tokenizer_object=fast, **special)

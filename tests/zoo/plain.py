@@ -44,7 +44,9 @@ def load_adapter(out: Path, base: Path, auto: str, *, in_bits: bool) -> Any:
         options["dtype"] = torch.float32
     place = out / "base" if (out / "base").is_dir() else base
     module = of.from_pretrained(place, **options)
-    if in_bits:  # bitsandbytes does not multiply matrices of every shape in 4 bits on a CPU
+    if any(
+        "4bit" in type(m).__name__ for m in module.modules()
+    ):  # bitsandbytes does not multiply matrices of every shape in 4 bits on a CPU
         module = module.dequantize()
     return peft.PeftModel.from_pretrained(module, out).eval()
 
