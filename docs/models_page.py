@@ -44,8 +44,8 @@ transformers and PEFT then load the export without fedfm. A letter says that all
 {letters}
 
 A letter with `*` stands for a model that trains and predicts, and that the export to transformers, or of LoRA to PEFT,
-refuses. `fails` says that fedfm has a fault there. What is in no cell is refused in one line before the first round or
-at its start; the reasons are below each table. `lora` takes fedfm's default targets, `all-linear` all linear maps of
+refuses. `fails` says that fedfm has a fault there, `?` that it was not tried. What is in no cell is refused in one
+line; the reasons are below each table. `lora` takes fedfm's default targets, `all-linear` all linear maps of
 the blocks; `nf4` quantises the frozen base. Only `lora` and `ffa_lora` make adapters of PEFT.
 
 The command is `make test-models`. It says nothing of accuracy: a large checkpoint of a family may need other settings.
@@ -74,23 +74,27 @@ def _trials(about: dict[str, Any]) -> Trials:
 
 
 def _table(families: dict[str, Trials]) -> str:
-    columns = list(dict.fromkeys(by for trials in families.values() for _, by in trials))
+    tried = list(dict.fromkeys(trial for trials in families.values() for trial in trials))
+    columns = list(dict.fromkeys(by for _, by in tried))
     lines = ["| family | " + " | ".join(f"`{by}`" for by in columns) + " |", "|" + "---|" * (len(columns) + 1)]
     for name, trials in families.items():
-        cells = [_cell({task: trials[task, by] for task in LETTERS if (task, by) in trials}) for by in columns]
+        cells = [_cell({task: trials.get((task, by)) for task in LETTERS if (task, by) in tried}) for by in columns]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _cell(tasks: dict[str, dict[str, str]]) -> str:
-    """Letters of the tasks that hold, and of those that fail."""
-    fails = [LETTERS[task] for task, outcome in tasks.items() if _first(outcome, FAILS)]
-    holds = [
-        LETTERS[task] + ("\\*" if _first(outcome, REFUSED) and not _no_adapter(outcome) else "")
-        for task, outcome in tasks.items()
-        if outcome.get("predict") == HOLDS and LETTERS[task] not in fails
-    ]
-    return ", ".join([" ".join(holds)] * bool(holds) + [f"{' '.join(fails)} fails"] * bool(fails))
+def _cell(tasks: dict[str, dict[str, str] | None]) -> str:
+    """Letters of the tasks that hold, of those that fail, and of those that were not tried."""
+    parts: dict[str, list[str]] = {"": [], " fails": [], "?": []}
+    for task, outcome in tasks.items():
+        if outcome is None:
+            parts["?"].append(LETTERS[task])
+        elif _first(outcome, FAILS):
+            parts[" fails"].append(LETTERS[task])
+        elif outcome.get("predict") == HOLDS:
+            starred = _first(outcome, REFUSED) and not _no_adapter(outcome)
+            parts[""].append(LETTERS[task] + ("\\*" if starred else ""))
+    return ", ".join(" ".join(letters) + what for what, letters in parts.items() if letters)
 
 
 def _first(outcome: dict[str, str], what: str) -> str:
@@ -100,7 +104,7 @@ def _first(outcome: dict[str, str], what: str) -> str:
 
 def _no_adapter(outcome: dict[str, str]) -> bool:
     """Whether all that was refused is PEFT's form of what is no adapter."""
-    return outcome.get("hf") == HOLDS and "makes no PEFT adapter" in outcome.get("peft", "")
+    return not outcome.get("hf", REFUSED).startswith(REFUSED) and "makes no PEFT adapter" in outcome.get("peft", "")
 
 
 def _lists(families: dict[str, Trials]) -> list[str]:
