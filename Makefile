@@ -44,8 +44,8 @@ test-engines: $(VENV)/.stamp-engines ## tests on Flower's simulation and on a Su
 	$(BIN)/python -m pytest -m 'simulation or deployment' tests/engines
 
 test-models: $(STAMP) ## all families of models with all tasks and adaptations, about 15 minutes, into docs/reference/models.md
-	$(BIN)/python -m pytest -m 'models or not models' tests/zoo -n 2 --dist worksteal --zoo-results tests/zoo/results.json
-	$(BIN)/python docs/generate.py
+	$(BIN)/python -m pytest -m 'models or not models' tests/zoo -n 2 --dist worksteal --zoo-results tests/zoo/results.json; \
+	found=$$?; $(BIN)/python docs/generate.py && exit $$found
 
 test-outages: $(STAMP) ## silos and servers that are killed and come back, about 20 minutes
 	$(BIN)/python -m pytest -m outage tests/engines

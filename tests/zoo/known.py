@@ -1,4 +1,4 @@
-"""Writes known_failures.json from results.json, after `make test-models` has shown what fails.
+"""Writes known_failures.json from results.json, after `make test-models` has shown what fails, and what no longer does.
 
 python tests/zoo/known.py
 """
