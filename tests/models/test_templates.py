@@ -5,8 +5,10 @@ import pytest
 import torch
 from tiny_models import load, sentences
 
+from fedfm.core.rows import INPUT
 from fedfm.data.table import Table
 from fedfm.errors import InputError
+from fedfm.models import templates
 from fedfm.models.chat_form import with_settings
 from fedfm.models.export import export
 from fedfm.models.inputs import IGNORE, next_tokens
@@ -94,6 +96,17 @@ def test_a_chat_template_that_hides_where_the_answer_begins_is_refused(folder, t
     path = with_chat(folder, tmp_path, "{% if messages | length > 1 %}fox {% endif %}" + CHAT + ASSISTANT)
     with pytest.raises(InputError, match="writes a question otherwise once it is answered"):
         load(path, table(), "lora").prepare(table(), [0])
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_alpacas_form_says_whether_an_input_follows(folder, paired):
+    tokenizer = load(folder("llama"), table(), "lora", template="alpaca").tools.tokenizer
+    said = "add" + (INPUT + "1 2" if paired else "")
+    text = tokenizer.apply_chat_template([{"role": "user", "content": said}], tokenize=False)
+    assert ("paired with an input" in text) is paired
+    assert text.endswith(f"### Instruction:\n{said}\n\n### Response:\n")
+    ids = templates.asked(said, templates.TEXTS["alpaca"], tokenizer)
+    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize("template", [None, "alpaca", "fox {instruction} dog "])

@@ -17,6 +17,7 @@ from fedfm.linalg.params import to_bytes
 
 Turn = tuple[str, str]  # a message of a conversation: role, content
 Asked = str | tuple[Turn, ...]  # an instruction, or all that was said before an answer
+INPUT = "\n\n### Input:\n"  # between an instruction and its input
 Batch = dict[str, Tensor]  # the model's arguments by name, and "labels"
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedfm.core.rows import Asked, Turn
+from fedfm.core.rows import INPUT, Asked, Turn
 from fedfm.errors import InputError, close
 from fedfm.models.chat_form import (
     ASSISTANT,
@@ -38,6 +38,12 @@ TEXTS = {
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
         "### Instruction:\n{instruction}\n\n### Response:\n"
     ),
+}
+# Texts that say something else before an instruction with an input.
+_WITH_INPUT = {
+    TEXTS["alpaca"]: TEXTS["alpaca"].replace(
+        "a task. Write", "a task, paired with an input that provides further context. Write"
+    )
 }
 CHAT = "chat"
 _PLACE = "{instruction}"
@@ -96,6 +102,9 @@ def as_chat_template(text: str, tokenizer: Any) -> str:
     What a system says has no place in the text: it is a line of its own.
     """
     before, after = (json.dumps(part) for part in text.split(_PLACE))
+    if (other := _WITH_INPUT.get(text)) is not None:
+        paired = json.dumps(other.partition(_PLACE)[0])
+        before = f"({paired} if {json.dumps(INPUT)} in m['content'] else {before})"
     empty = tokenizer("")["input_ids"]
     first = "{{ bos_token }}" if empty and empty[0] == tokenizer.bos_token_id else ""
     asked = "{{ " + before + " + m['content'] + " + after + " }}"
@@ -137,7 +146,7 @@ def asked(said: Asked, text: str | None, tokenizer: Any) -> list[int]:
         InputError: the chat template refuses the conversation.
     """
     if isinstance(said, str) and text is not None:
-        return _open(list(tokenizer(text.replace(_PLACE, said))["input_ids"]), tokenizer)
+        return _open(list(tokenizer(_fill(text, said))["input_ids"]), tokenizer)
     return _tokens(render(_turns(said), tokenizer, add_generation_prompt=True), tokenizer)
 
 
@@ -160,7 +169,7 @@ def written(said: Asked, output: str, text: str | None, tokenizer: Any) -> Writt
         prompt = asked(said, text, tokenizer)
         return Written(prompt, [False] * len(prompt), len(prompt))
     if isinstance(said, str) and text is not None:
-        prompt_text = text.replace(_PLACE, said)
+        prompt_text = _fill(text, said)
         ids, counts = _within(prompt_text + output, [(len(prompt_text), None)], tokenizer, special=True)
         if tokenizer.eos_token_id is not None:
             ids, counts = [*ids, tokenizer.eos_token_id], [*counts, True]
@@ -172,6 +181,11 @@ def written(said: Asked, output: str, text: str | None, tokenizer: Any) -> Writt
         raise InputError(f"model.template: the chat template leaves no token to the assistant in {named(_turns(said))}")
     start = next((i + 1 for i in range(last, -1, -1) if not counts[i]), 0)
     return Written(ids, counts, start)
+
+
+def _fill(text: str, said: str) -> str:
+    """The prompt of an instruction by a template that is a text."""
+    return (_WITH_INPUT.get(text, text) if INPUT in said else text).replace(_PLACE, said)
 
 
 def _turns(said: Asked) -> tuple[Turn, ...]:

@@ -20,7 +20,6 @@ ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 # ShareGPT's and others' names of roles
 _ALSO = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}
-INPUT = "\n\n### Input:\n"  # between an instruction and its input
 _LIKE = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
 
 Columns = Mapping[str, Sequence[Any]]
@@ -102,6 +101,8 @@ def _with_input(asked: Asked, more: Any, name: str, where: str) -> Asked:
         raise InputError(f'{where}: column "{name}" holds {type(more).__name__} {more!r:.40}: text is expected')
     if not isinstance(asked, str):
         raise InputError(f'{where}: an input (data.input = "{name}") goes with a text, not with a list of messages')
+    from fedfm.core.rows import INPUT  # whose module loads torch
+
     return asked + INPUT + more
 
 
