@@ -27,9 +27,9 @@ FAULTS = {  # key: a wrong value
     "method.rounds": "ten",
     "method.lr": 0.1,
     "method.local.learning_rate": -1.0,
-    "run.engine": "lokal",
+    "run.engine": "cloud",
     "run.workers": -1,
-    "aggregation.nam": "median",
+    "aggregation.called": "median",
 }
 
 
