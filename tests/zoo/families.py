@@ -538,19 +538,6 @@ FAMILIES: dict[str, Family] = {
     "dinov2": _pictures("Dinov2Config", **_vision(mlp_ratio=2)),
     "dinov2_with_registers": _pictures("Dinov2WithRegistersConfig", **_vision(mlp_ratio=2)),
     "dinov3_vit": _pictures("DINOv3ViTConfig", "", **_vision()),
-    "efficientnet": _pictures(
-        "EfficientNetConfig",
-        image_size=SIDE,
-        width_coefficient=0.25,
-        depth_coefficient=0.25,
-        hidden_dim=320,
-        in_channels=[32, 16, 24],
-        out_channels=[16, 24, 40],
-        kernel_sizes=[3, 3, 5],
-        strides=[1, 2, 2],
-        num_block_repeats=[1, 1, 1],
-        expand_ratios=[1, 2, 2],
-    ),
     "focalnet": _pictures(
         "FocalNetConfig", image_size=SIDE, patch_size=4, embed_dim=8, depths=[1, 1, 2, 1], hidden_sizes=[8, 16, 32, 64]
     ),
@@ -559,7 +546,7 @@ FAMILIES: dict[str, Family] = {
     "imagegpt": _pictures("ImageGPTConfig", vocab_size=17, n_positions=64, n_embd=32, n_layer=2, n_head=4),
     "levit": _pictures(
         "LevitConfig",
-        image_size=64,
+        image_size=128,
         hidden_sizes=[16, 24, 32],
         num_attention_heads=[2, 2, 2],
         depths=[1, 1, 1],
@@ -568,19 +555,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "mobilenet_v1": _pictures("MobileNetV1Config", image_size=SIDE, depth_multiplier=0.25, min_depth=8),
     "mobilenet_v2": _pictures("MobileNetV2Config", image_size=SIDE, depth_multiplier=0.25, min_depth=8),
-    "mobilevit": _pictures(
-        "MobileViTConfig",
-        image_size=64,
-        patch_size=2,
-        hidden_sizes=[16, 24, 32],
-        num_attention_heads=2,
-        neck_hidden_sizes=[8, 8, 16, 16, 24, 24, 32],
-    ),
     "mobilevitv2": _pictures("MobileViTV2Config", image_size=64, width_multiplier=0.25),
     "poolformer": _pictures("PoolFormerConfig", hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 2, 1]),
     "pvt": _pictures(
         "PvtConfig",
-        image_size=SIDE,
+        image_size=64,
         hidden_sizes=[8, 16, 24, 32],
         depths=[1, 1, 2, 1],
         num_attention_heads=[1, 2, 2, 4],
@@ -588,18 +567,19 @@ FAMILIES: dict[str, Family] = {
     ),
     "pvt_v2": _pictures(
         "PvtV2Config",
-        image_size=SIDE,
+        image_size=64,
         hidden_sizes=[8, 16, 24, 32],
         depths=[1, 1, 2, 1],
         num_attention_heads=[1, 2, 2, 4],
         sr_ratios=[4, 2, 1, 1],
     ),
     "regnet": _pictures(
-        "RegNetConfig", embedding_size=8, hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 2, 1], groups_width=8
+        "RegNetConfig", embedding_size=8, hidden_sizes=[32, 48, 64, 96], depths=[1, 1, 2, 1], groups_width=16
     ),
     "resnet": _pictures("ResNetConfig", embedding_size=8, hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 2, 1]),
     "segformer": _pictures(
         "SegformerConfig",
+        image_size=64,
         hidden_sizes=[8, 16, 24, 32],
         depths=[1, 1, 2, 1],
         num_attention_heads=[1, 2, 2, 4],

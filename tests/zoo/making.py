@@ -39,11 +39,13 @@ def write(family: Family, folder: Path) -> Path:
         for parameter in module.parameters():
             if parameter.dim() > 1 and parameter.std() < _SMALLEST:
                 parameter.data.normal_(0, 0.15)
+        if family.kind == PICTURES and any("BatchNorm" in type(m).__name__ for m in module.modules()):
+            _settle(module, side_of(config))
         module.save_pretrained(folder)
         if family.kind not in (PICTURES,):
             tokenizer(family.kind, whole=family.whole).save_pretrained(folder)
         if family.kind in (PICTURES, PAIR):
-            processor(getattr(config, "image_size", None)).save_pretrained(folder)
+            processor(side_of(config)).save_pretrained(folder)
     return folder
 
 
@@ -79,9 +81,23 @@ def tokenizer(kind: str, *, whole: bool = False) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=fast, **special)
 
 
-def processor(size: Any) -> Any:
+def processor(side: int) -> Any:
     """A picture processor for pictures of this size."""
     from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-    side = (size[0] if isinstance(size, list | tuple) else size) or SIDE
     return ViTImageProcessorPil(size={"height": side, "width": side})
+
+
+def side_of(config: Any) -> int:
+    """The side of the pictures that a model takes, in pixels."""
+    size = getattr(config, "image_size", None)
+    return int(size[0] if isinstance(size, list | tuple) else size or SIDE)
+
+
+@torch.no_grad()
+def _settle(module: Any, side: int) -> None:
+    """Give batch norms statistics of noise: with those of a start, activations vanish or grow from block to block."""
+    module.train()
+    for _ in range(20):
+        module(pixel_values=torch.rand(8, 3, side, side) * 2 - 1)
+    module.eval()
