@@ -173,11 +173,13 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
         read = weights.load(transformers.AutoModel, path, spec, config, seed, DTYPES[spec.dtype], head=False)
         tools = lengths.fit(tools, spec, read.module, config.text_config)
         siglip = config.model_type == "siglip"
+        if siglip and tools.positions:  # all its texts have this length, also in an export
+            tools = dataclasses.replace(tools, max_length=tools.positions)
         prompts = tokenised(
             tools.tokenizer,
             classes,
             spec.templates,
-            length=tools.positions if siglip and tools.positions else tools.max_length,
+            length=tools.max_length,
             whole=siglip,  # SigLIP was trained so, and reads the last place
             context=adapt.tokens if adapt.name == "prompt" else 0,
         )
@@ -193,8 +195,9 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
     if adapt.name == "head":
         with torch.no_grad():
             module: nn.Module = ZeroShotClassifier(dual.clip, dual.scale * dual.eval().texts().float())
-        return Loaded(module, config.model_type, about, [], dataclasses.replace(tools, tokenizer=None))
-    return Loaded(dual, config.model_type, about, new, tools)
+        tools = dataclasses.replace(tools, tokenizer=None)
+        return Loaded(module, config.model_type, about, [], tools, notices=tuple(read.notices))
+    return Loaded(dual, config.model_type, about, new, tools, notices=tuple(read.notices))
 
 
 def architecture(spec: ModelSpec, tokenizer: Any) -> Any:
