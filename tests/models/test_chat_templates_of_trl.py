@@ -28,7 +28,7 @@ def tokenizer_of(template):
         )
     )
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<bos>", eos_token="<eos>", additional_special_ids=sorted(special)
+        tokenizer_object=made, bos_token="<bos>", eos_token="<eos>", additional_special_tokens=sorted(special)
     )
     fast.chat_template = template
     return fast
@@ -66,6 +66,6 @@ def test_the_prompt_is_what_stands_before_the_answer(name):
     if not form_of(tokenizer).parts and "strftime" not in tokenizer.chat_template:
         asked = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)["input_ids"]
         assert asked == row.ids[: row.start]
-    generated = tokenizer.decode(row.ids[row.start :], skip_special_ids=True)
+    generated = tokenizer.decode(row.ids[row.start :], skip_special_tokens=True)
     assert templates.answer_of(generated, None, tokenizer).strip() == "the ground"
     assert truncation.end_token(None, tokenizer) in special_ids(tokenizer)

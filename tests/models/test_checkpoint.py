@@ -211,7 +211,7 @@ def test_an_encoder_with_a_decoder_is_no_causal_model(tmp_path):
         with quiet():
             kind(config(**shape)).save_pretrained(tmp_path / config.__name__)
         save_tokenizer(tmp_path / config.__name__)
-        with pytest.raises(InputError, match=r"an encoder with a decoder: .* needs a decoder alone, such as a llama"):
+        with pytest.raises(InputError, match=r"an encoder-decoder, .* needs a causal model, such as a llama"):
             language_model(tmp_path / config.__name__)
 
 

@@ -199,7 +199,7 @@ def test_the_trained_layers_of_one_expert_move_and_nothing_else(case, rule):
     g, v = noisy(model, 1), noisy(model, 2)
     upper, on = top(model, 1), top(model, 2)
     bits, eta, decay = g.sha256(), 0.05 if rule == "sgd" else 0.01, 0.1
-    local = (SGD if rule == "sgd" else AdamW)(eta, epochs=2, batch_size=8, weight_decay=decay)
+    local = (SGD if rule == "sgd" else AdamW)(eta, epochs=2, batch_size=8, weight_decay=decay, decay_of="all")
     client = client_of(case)
     local(client_of(case), g)  # whatever the model has trained before
     with experts(model, {"global": Expert(g, 0.6), "local": Expert(weight=0.5, layers=on, trained=upper)}):

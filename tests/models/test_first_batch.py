@@ -4,20 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from test_stages import DECODER, built
-from tiny_models import images, load, save_tokenizer, sentences, table_for
+from tiny_models import images, load, table_for
 
 from fedfm.errors import InputError
 from fedfm.models import first_batch
-from fedfm.models.quiet import quiet
-from fedfm.models.spec import AdaptationSpec
-
-
-def saved(folder, name, keys):
-    with quiet():
-        built(name, "AutoModelForCausalLM", keys).save_pretrained(folder)
-        save_tokenizer(folder, "llama")
-    return folder
 
 
 @pytest.mark.parametrize("adaptation", ["head", "lora", "top_layers"])
@@ -34,17 +24,6 @@ def test_tensors_without_a_gradient_are_named(folder):
     (said,) = first_batch.look(model, model.prepare(table, range(3)))
     assert said.startswith(f"1 of {len(model.live())} trained tensors")
     assert "dinov2.embeddings.mask_token" in said
-
-
-def test_adapters_of_a_map_whose_weight_its_owner_reads_are_named(tmp_path):
-    keys = {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_dt_rank": 4}
-    saved(tmp_path, "Jamba", {**DECODER, **keys, "num_experts": 2, "num_experts_per_tok": 1})
-    table = sentences()
-    model = load(tmp_path, table, AdaptationSpec("lora", rank=2, targets=("dt_proj", "q_proj")))
-    (said,) = first_batch.look(model, model.prepare(table, range(3)))
-    assert said.startswith("2 of ")
-    assert "dt_proj.lora_A" in said
-    assert "q_proj" not in said
 
 
 def test_experts_that_two_rows_do_not_choose_are_not_named():
@@ -73,15 +52,6 @@ def test_a_last_block_beside_the_path_of_the_loss_is_refused(folder):
     last.forward = lambda x, *_, **__: x
     with pytest.raises(InputError, match=r"no gradient reaches block vit\.layers\.2"):
         first_batch.look(model, model.prepare(table, range(3)))
-
-
-def test_what_a_library_raises_names_the_model(folder):
-    table = images()
-    model = load(folder("vit"), table, "lora")
-    rows = model.prepare(table, range(3))
-    rows.tensors["pixel_values"] = rows.tensors["pixel_values"][..., :-3]
-    with pytest.raises(InputError, match=r"model\.name: .* cannot compute a batch"):
-        first_batch.look(model, rows)
 
 
 def test_a_look_changes_nothing(folder):

@@ -199,7 +199,7 @@ class TestRefusals:
             with torch.no_grad():
                 broken.vit.layernorm.weight[0] = float("nan")
             broken.save_pretrained(tmp_path / "b")
-        with pytest.raises(InputError, match="not finite"):
+        with pytest.raises(InputError, match="is nan: the weights are damaged"):
             match(ours(tmp_path / "a"), str(tmp_path / "b"))
 
     @pytest.mark.parametrize("name", ["", "nano-vyt", "/no/such/folder"])

@@ -17,7 +17,7 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 def test_importing_the_loader_imports_no_library():
     rooms = "fedfm.models.load, fedfm.models.export, fedfm.models.metrics, fedfm.models.wrap"
-    heavy = ["transformers", "peft", "PIL", "fedfm.data"]
+    heavy = ["transformers", "peft", "PIL", "fedfm.data.load"]
     code = f"import sys, {rooms}; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert out.stdout.strip() == "[]"

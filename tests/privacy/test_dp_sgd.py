@@ -244,8 +244,11 @@ def test_steps_are_those_of_the_algorithm(make, local, monkeypatch):
     model.load(w)
     live = model.live()
     kind = torch.optim.Adam if isinstance(local, Adam) else torch.optim.SGD
-    more = {} if isinstance(local, Adam) else {"momentum": 0.5, "weight_decay": 0.1}
-    optimiser = kind(live.values(), lr=local.learning_rate, **more)
+    more = {} if isinstance(local, Adam) else {"momentum": 0.5}
+    matrices, others = ([p for p in live.values() if (p.dim() > 1) is wanted] for wanted in (True, False))
+    decay = {} if isinstance(local, Adam) else {"weight_decay": 0.1}
+    groups = [{"params": matrices, **decay}, *([{"params": others}] if others else [])]
+    optimiser = kind(groups, lr=local.learning_rate, **more)
     for step in range(3):
         g = (by_hand(model, rows, taken[step], 0.5) + torch.from_numpy(noises[step])) / 4
         at = 0

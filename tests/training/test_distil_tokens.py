@@ -167,9 +167,7 @@ def test_rates_and_weights_by_hand():
 
 
 def test_bfloat16_gives_a_twin_too(place, tmp_path):
-    plain, low = (
-        distil(tables(place, bfloat16=low, views=1, image_size=None), tmp_path / str(low)) for low in (False, True)
-    )
+    plain, low = (distil(tables(place, bfloat16=low, views=1), tmp_path / str(low)) for low in (False, True))
     assert plain["params_sha256"] != low["params_sha256"]
     assert low["distance"] == pytest.approx(plain["distance"], abs=0.1)
 

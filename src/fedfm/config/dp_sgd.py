@@ -36,7 +36,7 @@ def under(method: Method[Any], aggregation: Aggregator, privacy: Any) -> Aggrega
             f"{_WHERE} the clients of this method use training rows beside their local optimiser, and no noise would "
             "cover that; expected a method that declares rows_by_optimiser, e.g. fedavg"
         )
-    if getattr(method, "weighting", None) == "tokens":
+    if vars(method).get("weighting") == "tokens":
         raise InputError(
             f'method.weighting = "tokens": {_WHERE} the number of tokens depends on every row, and no noise covers it; '
             'expected "size" or "uniform"'

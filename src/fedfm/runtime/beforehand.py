@@ -122,10 +122,11 @@ def _try(method: Method[Any], population: Partitioned) -> list[str]:
             return []
         if type(model) in _LOOKED_AT:
             found = look(model, rows)
-        ready = (population.encode or model.encode)(rows)
-        if type(model) not in _LOOKED_AT and isinstance(method, TrainsLocally):
-            with model.evaluating(), torch.random.fork_rng(devices=[]):
-                model.loss(ready.batch(range(min(_PAIR, len(ready)))))
+        else:
+            ready = (population.encode or model.encode)(rows.take(range(min(_PAIR, len(rows)))))
+            if isinstance(method, TrainsLocally):
+                with model.evaluating(), torch.random.fork_rng(devices=[]):
+                    model.loss(ready.batch(range(len(ready))))
     if type(model) is Model and rows.tokens is not None and model.tools.positions is None:
         _try_long(model, table, _rows(population), rows.tokens[0].tolist())
     return found

@@ -321,7 +321,7 @@ _OF_TOKENS = ("language_modelling", "instruction", "own")  # tasks whose loss ma
 
 def _check_optimiser(method: Method[Any], model: Model) -> None:
     """Refuse a client optimiser, or clients' weights, that do not fit the model's loss or its trainable parameters."""
-    if getattr(method, "weighting", None) == "tokens" and model.task not in _OF_TOKENS:
+    if vars(method).get("weighting") == "tokens" and model.task not in _OF_TOKENS:
         raise InputError(
             f'method.weighting = "tokens": task "{model.task}" predicts no tokens; expected "size" or "uniform"'
         )

@@ -40,9 +40,9 @@ def gives_tokens(module: nn.Module, batch: Batch, output: Tensor) -> bool:
 
 def translates(module: nn.Module) -> bool:
     """Whether the module is an encoder and a decoder that write text of an input, such as T5 or Whisper."""
-    base: Any = _base(module)
-    both = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
-    return bool(both and hasattr(base, "can_generate") and base.can_generate())
+    inner: Any = _base(module)
+    both = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
+    return bool(both and hasattr(inner, "can_generate") and inner.can_generate())
 
 
 def translations(given: Given, rows: Sequence[Any]) -> dict[str, Any]:
