@@ -22,6 +22,7 @@ from fedfm.models.batches import moved, tensors
 from fedfm.models.ends import known, seen
 from fedfm.models.memory import in_halves, warned
 from fedfm.models.metrics import nothing, scores
+from fedfm.models.own import gradients
 from fedfm.models.own.module_checks import check_module
 from fedfm.models.own.outputs import Outputs, forecast, forecasts, of_module
 from fedfm.models.own.trainer import ITEMS, TrainersModule, is_trainer
@@ -31,6 +32,7 @@ Loss = Callable[[Any, Tensor], Tensor]  # (the module's output, target) -> scala
 Objective = Callable[[nn.Module, Any], Tensor]  # (module, collated batch) -> scalar
 Places = dict[tuple[str, str], np.ndarray]  # (split, client or "") -> indexes
 _PROBE = 8  # rows of the trial batch
+_PAIR = 2  # rows of a trial in training mode
 
 
 class Given:
@@ -296,7 +298,8 @@ class Given:
         """
 
         def tried(size: int) -> tuple[Tensor, Any]:
-            return self.outcome(self.module, _batch(model, self.rows, range(size)))
+            batch = _batch(model, self.rows, range(size))
+            return gradients.with_graph(lambda: self.outcome(self.module, batch))
 
         most = self._at_once(min(_PROBE, len(self.rows)))
         try:
@@ -312,6 +315,12 @@ class Given:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(f"the loss of a batch is {shape}: expected a scalar, the mean over the rows")
+        first = range(min(_PAIR, most))
+        model.notices += gradients.idle(
+            model,
+            gradients.reached(loss, model.live()),
+            lambda: self.loss(self.module, _batch(model, self.rows, first)),
+        )
         model.ends = known(self.module) or layers.ends(logits)
         self._check_nan(model)
         fits = isinstance(logits, Tensor) and logits.dim() == 2 and logits.is_floating_point() and logits.shape[1] > 1
