@@ -174,6 +174,17 @@ def of_rows(method: Method[Any], population: Partitioned) -> list[str]:
     ]
 
 
+def of_silo(method: Method[Any], population: Partitioned) -> list[str]:
+    """What a silo is told, in its log and by ``fedfm silo check``: notices about its rows, and its model on them.
+
+    Raises:
+        InputError: as of :func:`fedfm.runtime.beforehand.check`.
+    """
+    looked = beforehand.check(method, population)
+    said: Sequence[str] = () if population.model is None else population.model.notices
+    return [*cut_notices(population), *beforehand.notices(population), *looked, *said]
+
+
 def cut_notices(population: Partitioned) -> list[str]:
     """A notice if rows of a prompt and answers are longer than the model reads.
 

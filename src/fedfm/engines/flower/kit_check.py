@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ from fedfm.config.experiment import Experiment
 from fedfm.engines.flower import authority, kits, server_seen
 from fedfm.engines.flower.kits import Kit
 from fedfm.errors import InputError, first_line
-from fedfm.runtime import beforehand, silo_file, silo_identity, silo_terms
+from fedfm.runtime import silo_file, silo_identity, silo_terms
+from fedfm.runtime.description import of_silo
 
 _SOON = 30  # days before its end at which a certificate is told of
 OK, DIFFERS, NOTE = "ok", "differs", "note"
@@ -147,7 +149,9 @@ def _of_silo(name: str, file: Path, needed: Experiment | None) -> Iterator[Line]
     classes = _classes(silo, needed)
     yield classes
     if classes["status"] != DIFFERS:
-        yield _try("model", lambda: _model(silo, needed))
+        notices: list[str] = []
+        yield _try("model", lambda: _model(silo, needed, notices))
+        yield from (_line("notice", NOTE, notice) for notice in notices)
 
 
 def _rows(silo: silo_file.Silo) -> str:
@@ -182,10 +186,12 @@ def _classes(silo: silo_file.Silo, needed: Experiment) -> Line:
         mine = silo_file.agreed(silo, federated.table)
     except InputError as error:
         return _line("rows", DIFFERS, first_line(error, 500))
-    try:
-        spec = needed.data
-        theirs = spec.classes or load_table(spec, seed=needed.run.seed, task=needed.model.task).classes
-    except InputError:
+    spec = needed.data
+    theirs = spec.classes or None
+    if theirs is None and not needed.own_code:  # what a server names as its function is never imported
+        with contextlib.suppress(InputError):
+            theirs = load_table(spec, seed=needed.run.seed, task=needed.model.task).classes
+    if theirs is None:
         return _line("classes", NOTE, f"{list(mine)}; the server's rows, with its classes, are not here")
     if tuple(theirs) == tuple(mine):
         return _line("classes", OK, f"{list(mine)}")
@@ -199,18 +205,21 @@ def _difference(theirs: tuple[str, ...], mine: tuple[str, ...]) -> str:
     return ", ".join([*found, *(f"with {name!r} besides" for name in mine if name not in theirs)])
 
 
-def _model(silo: silo_file.Silo, needed: Experiment) -> str:
-    """The silo's copy of the model, compared with the experiment's where that is here, and with the pinned hash."""
-    spec = silo_file.listed_model(silo, needed.model)
+def _model(silo: silo_file.Silo, needed: Experiment, notices: list[str]) -> str:
+    """The silo's copy of the model, compared with the experiment's where that is here, and with the pinned hash.
+
+    Args:
+        notices: gets what the silo's log would be told.
+    """
     federated = silo_file.deal(silo, needed.data, seed=needed.run.seed, task=needed.model.task)
     mine = silo_file.agreed(silo, federated.table)
     population = silo_file.populate(silo, needed, mine)
     found = population.model
-    beforehand.check(needed.method, population)
+    notices += of_silo(needed.method, population)
     if found is None:
         return "the clients of this method have none"
-    pinned = needed.model.fingerprint
+    name, pinned = silo.data if needed.own_code else found.spec.name, needed.model.fingerprint
     if pinned is not None and found.fingerprint != pinned:
-        raise InputError(f"{spec.name} is {found.fingerprint[:12]}, and the experiment needs {pinned[:12]}")
-    told = f"{spec.name}, fingerprint {found.fingerprint}"
+        raise InputError(f"{name} is {found.fingerprint[:12]}, and the experiment needs {pinned[:12]}")
+    told = f"{name}, fingerprint {found.fingerprint}"
     return told if pinned is not None else f"{told}; compare it with what `fedfm check` says at the server"

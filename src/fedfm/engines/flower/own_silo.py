@@ -17,8 +17,8 @@ from fedfm.engines.flower import client_stub
 from fedfm.engines.flower.silo_log import SiloLog
 from fedfm.errors import E_REFUSED, OF_NO_ROW, ClientFault, InputError, first_line
 from fedfm.privacy.policy import EXPOSES, HELLO
-from fedfm.runtime import beforehand, silo_file, silo_identity, silo_terms
-from fedfm.runtime.description import cut_notices
+from fedfm.runtime import silo_file, silo_identity, silo_terms
+from fedfm.runtime.description import of_silo
 from fedfm.runtime.late_scores import PARTS
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.release_cost import ReleaseCosts
@@ -123,9 +123,7 @@ class Own:
         found = silo_file.populate(self._silo, experiment, classes)
         self._rows = sum(len(rows.train) for rows in found.federated.clients.values())
         silo_terms.check(self._silo, experiment, self._rows)
-        looked = beforehand.check(experiment.method, found)
-        said = () if found.model is None else found.model.notices
-        for notice in (*cut_notices(found), *beforehand.notices(found), *looked, *said):
+        for notice in of_silo(experiment.method, found):
             self.log.note(f"run {self._folder.parent.name}: {notice}")
         return found
 
