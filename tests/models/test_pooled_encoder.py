@@ -4,14 +4,17 @@ import json
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from test_stages import VISION, built
 from tiny_models import images, load
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+from fedfm.api.model_card import how_to_load
 from fedfm.errors import InputError
 from fedfm.models.architectures.pooled_encoder import CLASS_TOKEN, MEAN, POOLER
 from fedfm.models.export import export
+from fedfm.models.head_inputs import UNIT_NORM
 from fedfm.models.quiet import quiet
 
 ENCODERS = {
@@ -81,6 +84,27 @@ def test_all_adaptations_train_and_export_as_tensors(tmp_path, adaptation):
     for to in ("hf", "peft"):
         with pytest.raises(InputError, match="use torch"):
             export(model, w, to, tmp_path / to)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_code_of_an_export_scales_what_its_head_takes(tmp_path, dtype):
+    table = images()
+    model = load(saved(tmp_path / "m", "ViTMAE", VISION), table, "head", dtype=dtype)
+    export(model, model.params(), "torch", tmp_path / "x", head_takes=UNIT_NORM)
+    assert str(tmp_path) not in (tmp_path / "x" / "encoder" / "config.json").read_text()
+    text = "\n".join(how_to_load(model, "torch", tmp_path / "x"))
+    assert f"The head takes {UNIT_NORM}." in text
+    code, names = text.partition("```python")[2].partition("```")[0], {}
+    exec(code.replace("FOLDER", str(tmp_path / "x")), names)
+    rows = model.prepare(table, range(5))
+    units = torch.nn.functional.normalize(model.features(rows))
+    expected = model.head(units.to(model.head.weight.dtype)).float()
+    pictures = [Image.fromarray(x) for x in table.inputs]
+    pixels = names["processor"](pictures, return_tensors="pt")["pixel_values"]
+    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == "float32" else {"rtol": 0.1, "atol": 0.02}
+    with torch.no_grad():
+        found = names["model"](pixels.to(model.head.weight.dtype)).float()
+    torch.testing.assert_close(found, expected, **close)
 
 
 def test_an_encoder_without_a_vector_for_each_picture_is_refused(tmp_path):

@@ -11,9 +11,12 @@ from fedfm.core.text import visible
 from fedfm.data.spec import IN_MEMORY
 from fedfm.models import export_base, fhe_friendly
 from fedfm.models.adapters.experts import GLOBAL, LOCAL
+from fedfm.models.architectures import pooled_encoder
 from fedfm.models.architectures.dual_encoder import DualEncoder
-from fedfm.models.export import Target
+from fedfm.models.architectures.pooled_encoder import PooledEncoder
+from fedfm.models.export import ABOUT, Target
 from fedfm.models.families import unwrapped
+from fedfm.models.head_inputs import UNIT_NORM
 from fedfm.models.model import Model
 from fedfm.models.names import BUILT_IN
 from fedfm.reports.account import claimed
@@ -87,8 +90,13 @@ def _head(run: RunFiles, model: Model, to: Target) -> str:
 
 def how_to_load(model: Model, to: Target, out: Path) -> list[str]:
     """The code that loads the folder, which stands for ``FOLDER``, and what a reader has to know of it."""
-    own = is_own(model)
-    if to == "torch" or (own and to == "peft"):
+    own, module = is_own(model), unwrapped(model.module)
+    takes = _head_takes(out)
+    if isinstance(module, PooledEncoder):
+        lines = pooled_encoder.as_code(module.pooling, unit=takes == UNIT_NORM)
+        lines += ["", "from transformers import AutoImageProcessor", ""]
+        lines += ['processor = AutoImageProcessor.from_pretrained("FOLDER")']
+    elif to == "torch" or (own and to == "peft"):
         file = "model.safetensors" if to == "torch" else "adapter_model.safetensors"
         lines = ["from safetensors.torch import load_file", "", f'weights = load_file("FOLDER/{file}")']
     else:
@@ -103,6 +111,8 @@ def how_to_load(model: Model, to: Target, out: Path) -> list[str]:
         words += ["", f"The run's own program makes the module that takes them: `{call}`."]
     elif to == "peft":
         words += ["", f"The adapter is for {_plain(_named(model))}. {_of_base(out)}"]
+    if takes:
+        words += ["", f"The head takes {takes}."]
     if to == "torch" and model.added_bias:
         words += [
             "",
@@ -112,6 +122,12 @@ def how_to_load(model: Model, to: Target, out: Path) -> list[str]:
     if model.tools.tokenizer is not None:
         words += ["", f"Texts were cut to {model.tools.max_length} tokens (`model_max_length` of the tokenizer)."]
     return words
+
+
+def _head_takes(out: Path) -> str:
+    """The transform of features before the head that the folder names; empty without one."""
+    about = out / ABOUT
+    return str(json.loads(about.read_text(encoding="utf-8")).get("head_takes", "")) if about.exists() else ""
 
 
 def is_own(model: Model) -> bool:

@@ -177,6 +177,9 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
     else:
         _save(merged(model, w).state_dict(), _folder(out) / WEIGHTS)
         _about(model, Path(out), head_takes)
+        if isinstance(classifier := unwrapped(model.module), PooledEncoder):
+            with quiet():
+                classifier.config.save_pretrained(str(Path(out) / "encoder"))
         if isinstance(model, SideModel):
             (Path(out) / "README.md").write_text(_side_readme(model), encoding="utf-8")
     _save_tools(model, Path(out))

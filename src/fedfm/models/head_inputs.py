@@ -14,6 +14,8 @@ from fedfm.models.row_batches import LARGE, by_length, fixed_batches
 if TYPE_CHECKING:
     from fedfm.models.model import Model
 
+UNIT_NORM = "features divided by their Euclidean norm"  # a transform before the head, as exports name it
+
 
 def head_inputs(model: Model, head: nn.Linear, rows: Rows) -> Tensor:
     """The inputs of this layer (n, d), on the CPU.

@@ -39,6 +39,7 @@ from fedfm.methods.fedpft.release_plan import CALIBRATIONS, RELATIONS, Plan
 from fedfm.methods.fedpft.settings import plan_of, pools, refuse, unfit_for_one
 from fedfm.methods.fedpft.summary import MOST, Summary, Synthetic, checker, opened
 from fedfm.methods.fedpft.topology import Handed, Passed, carry, parents_of
+from fedfm.models.head_inputs import UNIT_NORM
 from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant
 from fedfm.training import fit_head
@@ -286,7 +287,7 @@ class FedPFT(Method[State]):
 
     @property
     def feature_transform(self) -> str | None:
-        return None if self.privacy is None else "features divided by their Euclidean norm"
+        return None if self.privacy is None else UNIT_NORM
 
     @property
     def hides_counts(self) -> bool:

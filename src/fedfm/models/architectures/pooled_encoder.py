@@ -43,6 +43,46 @@ class PooledEncoder(nn.Module):
         return self.classifier(pooled)  # type: ignore[no-any-return]
 
 
+def as_code(pooling: str, unit: bool) -> list[str]:
+    """Lines of Python that make the classifier with torch and transformers alone, from an export's ``FOLDER``.
+
+    Args:
+        pooling: as of :class:`PooledEncoder`.
+        unit: whether the head takes what is pooled at a Euclidean norm of 1.
+    """
+    return f"""\
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel
+
+
+class Classifier(torch.nn.Module):
+    def __init__(self, config, width, classes):
+        super().__init__()
+        self.encoder = AutoModel.from_config(config)
+        self.classifier = torch.nn.Linear(width, classes)
+
+    def forward(self, pixel_values):
+        {_INDENT.join(_CODE[pooling])}
+        return self.classifier({"torch.nn.functional.normalize(pooled)" if unit else "pooled"})
+
+
+weights = load_file("FOLDER/model.safetensors")
+head = weights["classifier.weight"]
+model = Classifier(AutoConfig.from_pretrained("FOLDER/encoder"), head.shape[1], head.shape[0])
+model.to(head.dtype).load_state_dict(weights)
+model.eval()""".splitlines()
+
+
+_INDENT = "\n        "
+_STATES = "states = self.encoder(pixel_values=pixel_values).last_hidden_state"
+_CODE = {  # what _pooled computes
+    POOLER: ("pooled = self.encoder(pixel_values=pixel_values).pooler_output",),
+    CLASS_TOKEN: (_STATES, "pooled = states[:, 0]"),
+    MEAN: (_STATES, "pooled = states.mean((2, 3)) if states.dim() == 4 else states.mean(1)"),
+}
+
+
 def is_encoder(config: Any) -> bool:
     """Whether transformers has an encoder of pictures alone for this configuration, and no classifier."""
     import transformers
