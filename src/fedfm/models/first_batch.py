@@ -7,15 +7,16 @@ trained tensor gets a gradient. The look changes nothing: no statistics, no gene
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.models import pooling
+from fedfm.models.loss_graph import is_opaque, reached
 from fedfm.models.model import Model
 
 _NAMED = 2  # tensors that a notice names
@@ -42,10 +43,9 @@ def look(model: Model, rows: Rows) -> list[str]:
         live = model.live()
         with _calls(model) as called, _at_rest(model), torch.enable_grad():
             loss = model.loss(model.encode(rows).batch(range(len(rows))))
-            found = torch.autograd.grad(loss, list(live.values()), allow_unused=True)
+            found = _with_gradient(loss, live)
         notices = pooling.of_padding(model)
-    reached = {name for name, gradient in zip(live, found, strict=True) if gradient is not None}
-    idle = _idle(model, list(live), reached)
+    idle = _idle(model, list(live), found)
     _check_order(model, called, idle)
     if not idle:
         return notices
@@ -55,6 +55,17 @@ def look(model: Model, rows: Rows) -> list[str]:
         f"{len(idle)} of {len(live)} trained tensors get no gradient, and stay as they are: "
         f"{', '.join(idle[:_NAMED])}{more}",
     ]
+
+
+def _with_gradient(loss: Tensor, live: Mapping[str, Tensor]) -> set[str]:
+    """Names of the tensors that get a gradient, by a backward pass only where the graph does not tell.
+
+    A machine with a GPU cannot fork workers for a model on the CPU once a backward pass has started torch's threads.
+    """
+    if not is_opaque(loss):
+        return reached(loss, live)
+    found = torch.autograd.grad(loss, list(live.values()), allow_unused=True)
+    return {name for name, gradient in zip(live, found, strict=True) if gradient is not None}
 
 
 def _shortest(rows: Rows) -> Rows:
@@ -95,7 +106,7 @@ def _calls(model: Model) -> Iterator[list[str]]:
             hook.remove()
 
 
-def _idle(model: Model, names: Sequence[str], reached: set[str]) -> list[str]:
+def _idle(model: Model, names: Sequence[str], moved: set[str]) -> list[str]:
     """Tensors that no gradient reaches, but those of parts of which each batch uses some, such as experts."""
     blocks = [path for blocks in model.parts.encoders for path, _ in blocks]
 
@@ -103,8 +114,8 @@ def _idle(model: Model, names: Sequence[str], reached: set[str]) -> list[str]:
         block = next((path for path in blocks if f".{path}." in f".{name}"), "")
         return block, re.sub(r"\.\d+\.", ".#.", name.partition(block)[2] if block else name)
 
-    used = {place(name) for name in reached}
-    return [name for name in names if name not in reached and place(name) not in used]
+    used = {place(name) for name in moved}
+    return [name for name in names if name not in moved and place(name) not in used]
 
 
 def _check_order(model: Model, called: Sequence[str], idle: Sequence[str]) -> None:

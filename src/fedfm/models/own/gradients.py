@@ -8,10 +8,10 @@ recomputed by a checkpoint stands in no graph.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fedfm.errors import InputError, first_line
+from fedfm.models.loss_graph import is_opaque, reached
 from fedfm.models.model import Model
 
-T = TypeVar("T")
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _NAMED = 2  # tensors that a notice names
 _READING = frozenset(  # functions that give Python, or the shape of a tensor, what a tensor holds
     {
@@ -29,37 +30,6 @@ _READING = frozenset(  # functions that give Python, or the shape of a tensor, w
         *("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount"),
     }
 )
-
-
-def with_graph(compute: Callable[[], T]) -> T:
-    """What ``compute`` returns, with a graph that keeps nothing for a backward pass; without one if it fails so."""
-    try:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: None, _never):
-            return compute()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # any error of the user's code: it raises it again, or needs a backward pass of its own
-        return compute()
-
-
-def _never(_: Any) -> Tensor:
-    raise RuntimeError("a trial keeps no values for a backward pass")
-
-
-def reached(loss: Any, live: Mapping[str, Tensor]) -> set[str]:
-    """Names of the tensors on which the loss depends, by its graph."""
-    names = {id(tensor): name for name, tensor in live.items()}
-    root = getattr(loss, "grad_fn", None)
-    found, done, ahead = set[str](), set[Any](), [] if root is None else [root]
-    while ahead:
-        node = ahead.pop()
-        if node in done:
-            continue
-        done.add(node)
-        if (name := names.get(id(getattr(node, "variable", None)))) is not None:
-            found.add(name)
-        ahead += [parent for parent, _ in node.next_functions if parent is not None]
-    return found
 
 
 def idle(model: Model, in_trial: set[str], loss: Callable[[], Tensor]) -> tuple[str, ...]:
@@ -81,9 +51,10 @@ def idle(model: Model, in_trial: set[str], loss: Callable[[], Tensor]) -> tuple[
     try:
         with _undone(model), run.watched():
             value = loss()
-            if value.requires_grad:
-                value.backward()  # type: ignore[no-untyped-call]
-            found = in_trial | {name for name, tensor in live.items() if tensor.grad is not None}
+            found = in_trial | reached(value, live)
+            if len(found) < len(live) and is_opaque(value):
+                value.backward()
+                found |= {name for name, tensor in live.items() if tensor.grad is not None}
     except Exception as error:  # any error of the user's code, which few rows alone may cause
         why = f"{type(error).__name__}: {first_line(error, 200)}"
         return (f"whether all trained tensors get a gradient is unknown: a trial in training mode fails: {why}",)
@@ -165,13 +136,13 @@ class _Run:
 
     def may_choose(self, name: str, found: set[str]) -> bool:
         """Whether the tensor is in a part that did not run, of a list of which a module chooses by what it reads."""
-        steps = name.split(".")[:-1]
+        steps = name.split(".")
         for i in range(len(steps), 0, -1):
             member, above = ".".join(steps[:i]), ".".join(steps[: i - 1])
-            if not isinstance(self.root.get_submodule(above), nn.ModuleList | nn.ModuleDict) or member in self.called:
+            if not isinstance(self.root.get_submodule(above), _LISTS) or member in self.called:
                 continue
             owner = next((p for k in range(i - 1, -1, -1) if (p := ".".join(steps[:k])) in self.called), None)
-            if owner in self.readers and any(other.startswith(f"{above}.") for other in found):
+            if owner in self.readers and any(f".{other}".startswith(f".{above}.") for other in found):
                 return True
         return False
 

@@ -1,0 +1,59 @@
+"""On which trained tensors a loss depends, told by its graph: without a backward pass, and without its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+T = TypeVar("T")
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Context manager: graphs are made, and keep nothing for a backward pass, which would fail."""
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: None, _never):
+        yield
+
+
+def with_graph(compute: Callable[[], T]) -> T:
+    """What ``compute`` returns, with a graph :func:`without_values`; without a graph if it fails so."""
+    try:
+        with without_values():
+            return compute()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # any error of the user's code: it raises it again, or needs a backward pass of its own
+        return compute()
+
+
+def _never(_: Any) -> Tensor:
+    raise RuntimeError("this graph keeps no values for a backward pass")
+
+
+def reached(loss: Any, live: Mapping[str, Tensor]) -> set[str]:
+    """Names of the tensors on which the loss depends."""
+    names = {id(tensor): name for name, tensor in live.items()}
+    found = (names.get(id(getattr(node, "variable", None))) for node in _nodes(loss))
+    return {name for name in found if name is not None}
+
+
+def is_opaque(loss: Any) -> bool:
+    """Whether the graph has functions written in Python, such as checkpoints, which may hide what they compute with."""
+    return any(isinstance(node, BackwardCFunction) for node in _nodes(loss))
+
+
+def _nodes(loss: Any) -> Iterator[Any]:
+    root = getattr(loss, "grad_fn", None)
+    done, ahead = set[Any](), [] if root is None else [root]
+    while ahead:
+        node = ahead.pop()
+        if node in done:
+            continue
+        done.add(node)
+        yield node
+        ahead += [parent for parent, _ in node.next_functions if parent is not None]
