@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fedfm
 from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError
-from fedfm.models.loss_graph import reached
+from fedfm.models.loss_graph import reach
 from fedfm.models.own.brought import brought
 from fedfm.runtime.own_population import of_brought
 
@@ -155,7 +155,7 @@ def test_the_graph_tells_what_autograd_does(used):
     live = dict(nn.ModuleList(parts).named_parameters())
     found = torch.autograd.grad(x.sum(), list(live.values()), allow_unused=True, retain_graph=True)
     expected = {name for name, g in zip(live, found, strict=True) if g is not None}
-    assert reached(x.sum(), live) == expected
+    assert reach(x.sum(), live) == expected
 
 
 def test_a_loss_that_moves_nothing_is_refused_before_any_training(tmp_path):

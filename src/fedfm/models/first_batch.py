@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.models import pooling
-from fedfm.models.loss_graph import is_opaque, reached
+from fedfm.models.loss_graph import is_opaque, reach
 from fedfm.models.model import Model
 
 _NAMED = 2  # tensors that a notice names
@@ -63,7 +63,7 @@ def _with_gradient(loss: Tensor, live: Mapping[str, Tensor]) -> set[str]:
     A machine with a GPU cannot fork workers for a model on the CPU once a backward pass has started torch's threads.
     """
     if not is_opaque(loss):
-        return reached(loss, live)
+        return reach(loss, live)
     found = torch.autograd.grad(loss, list(live.values()), allow_unused=True)
     return {name for name, gradient in zip(live, found, strict=True) if gradient is not None}
 

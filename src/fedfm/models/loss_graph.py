@@ -27,7 +27,7 @@ def with_graph(compute: Callable[[], T]) -> T:
             return compute()
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # any error of the user's code: it raises it again, or needs a backward pass of its own
+    except Exception:  # any error of the user's code: compute raises it again, or needs a backward pass of its own
         return compute()
 
 
@@ -35,7 +35,7 @@ def _never(_: Any) -> Tensor:
     raise RuntimeError("this graph keeps no values for a backward pass")
 
 
-def reached(loss: Any, live: Mapping[str, Tensor]) -> set[str]:
+def reach(loss: Any, live: Mapping[str, Tensor]) -> set[str]:
     """Names of the tensors on which the loss depends."""
     names = {id(tensor): name for name, tensor in live.items()}
     found = (names.get(id(getattr(node, "variable", None))) for node in _nodes(loss))

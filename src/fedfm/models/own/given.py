@@ -20,7 +20,7 @@ from fedfm.errors import InputError, first_line
 from fedfm.linalg.params import to_bytes
 from fedfm.models.batches import moved, tensors
 from fedfm.models.ends import known, seen
-from fedfm.models.loss_graph import reached, with_graph
+from fedfm.models.loss_graph import reach, with_graph
 from fedfm.models.memory import in_halves, warned
 from fedfm.models.metrics import nothing, scores
 from fedfm.models.own import gradients
@@ -319,7 +319,7 @@ class Given:
         first = range(min(_PAIR, most))
         model.notices += gradients.idle(
             model,
-            reached(loss, model.live()),
+            reach(loss, model.live()),
             lambda: self.loss(self.module, _batch(model, self.rows, first)),
         )
         model.ends = known(self.module) or layers.ends(logits)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fedfm.errors import InputError, first_line
-from fedfm.models.loss_graph import is_opaque, reached
+from fedfm.models.loss_graph import is_opaque, reach
 from fedfm.models.model import Model
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -49,11 +49,11 @@ def idle(model: Model, in_trial: set[str], loss: Callable[[], Tensor]) -> tuple[
         return ()
     run = _Run(model.module)
     try:
-        with _undone(model), run.watched():
+        with _as_in_training(model), run.watch():
             value = loss()
-            found = in_trial | reached(value, live)
+            found = in_trial | reach(value, live)
             if len(found) < len(live) and is_opaque(value):
-                value.backward()
+                value.backward()  # type: ignore[no-untyped-call]
                 found |= {name for name, tensor in live.items() if tensor.grad is not None}
     except Exception as error:  # any error of the user's code, which few rows alone may cause
         why = f"{type(error).__name__}: {first_line(error, 200)}"
@@ -74,7 +74,7 @@ def idle(model: Model, in_trial: set[str], loss: Callable[[], Tensor]) -> tuple[
 
 
 @contextmanager
-def _undone(model: Model) -> Iterator[None]:
+def _as_in_training(model: Model) -> Iterator[None]:
     """Context manager: training mode, gradients that begin as None; restores them, buffers, generators and the mode."""
     states = random.getstate(), np.random.get_state()  # noqa: NPY002 - a user's code may draw from it
     buffers = [(b, b.clone()) for b in model.module.buffers()]
@@ -107,7 +107,7 @@ class _Run:
     inside: list[str] = field(default_factory=list)  # modules whose call has not ended, the innermost last
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Context manager: records the calls."""
         hooks: list[Any] = []
         for path, module in self.root.named_modules():
