@@ -208,6 +208,7 @@ def _classes(method: Method[Any], model: Model, w: Params, table: Table) -> dict
 
 def _texts(method: Method[Any], model: Model, w: Params, table: Table) -> dict[str, Any]:
     """A language model's answers, and the likelihood of the given texts."""
+    from fedfm.core.rows import blank
     from fedfm.models.metrics import answer_limit, answers, compared, likelihood, references
 
     result: dict[str, Any] = {"predictions": [], "probabilities": []}
@@ -218,10 +219,10 @@ def _texts(method: Method[Any], model: Model, w: Params, table: Table) -> dict[s
             given = answers(model, rows)
         result |= {"answers": [a.text for a in given], "cut": [i for i, a in enumerate(given) if a.cut]}
         result["answer_tokens"] = answer_limit(model)
-        scored = [i for i, (_, output) in enumerate(table.inputs) if output.strip()]
+        scored = [i for i, (_, output) in enumerate(table.inputs) if not blank(output)]
     rows = model.prepare(table, scored)
     if model.task != "language_modelling":
-        found = compared([given[i] for i in scored], references(rows))
+        found = compared([given[i] for i in scored], references(model, rows))
         result |= {key: found[key] for key in ("exact_match", "rouge_1")}
     with predictions.applied(method, model, w, rows) as adapted:
         found = likelihood(model, adapted)

@@ -15,10 +15,24 @@ from torch import Tensor
 from fedfm.core.tokens import Tokens
 from fedfm.linalg.params import to_bytes
 
-Turn = tuple[str, str]  # a message of a conversation: role, content
+# A message of a conversation: role, content and, where it has more, such as calls of tools, that as a JSON object. What
+# tools there are, a list in JSON, stands before all messages under a role of its own.
+Turn = tuple[str, ...]
+TOOLS = "tools"
 Asked = str | tuple[Turn, ...]  # an instruction, or all that was said before an answer
+Output = str | tuple[Turn, ...]  # an answer: a text, or one message that has calls of tools
 INPUT = "\n\n### Input:\n"  # between an instruction and its input
 Batch = dict[str, Tensor]  # the model's arguments by name, and "labels"
+
+
+def blank(output: Output) -> bool:
+    """Whether an answer says nothing and calls no tool."""
+    return isinstance(output, str) and not output.strip()
+
+
+def takes_tools(said: Asked) -> bool:
+    """Whether tools are given, called, or have answered in what was said."""
+    return not isinstance(said, str) and any(len(turn) > 2 or turn[0] == TOOLS for turn in said)
 
 
 class Deferred(Protocol):
@@ -67,7 +81,7 @@ class Rows:
     tokens: Tokens | None = None
     labels: Tensor | None = None
     pad: int = 0
-    pairs: tuple[tuple[Asked, str], ...] | None = None
+    pairs: tuple[tuple[Asked, Output], ...] | None = None
     pictures: Sequence[str | bytes] | None = None
     deferred: dict[str, Deferred] = field(default_factory=dict)
     augment: tuple[str, ...] = ()

@@ -94,6 +94,9 @@ class DataSpec:
     messages: str = setting(
         "messages", 'column of conversations of task "instruction", lists of { role, content }, in place of these'
     )
+    tools: str = setting(
+        "tools", "column of the tools that a row's answers may call: a list of JSON schemas, or that in JSON"
+    )
     prompt: str = setting("prompt", 'column of what was asked, task "preference": text, or a list of { role, content }')
     chosen: str = setting("chosen", 'column of the better answers, task "preference"')
     rejected: str = setting("rejected", 'column of the worse answers, task "preference"')

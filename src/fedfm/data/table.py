@@ -27,7 +27,7 @@ class Table:
             ``text``: a list of N strings, or of many :class:`~fedfm.data.arrow_texts.ArrowTexts`;
             ``features``: a float32 array (N, d);
             ``instruction``: a list of N pairs (instruction, output); the instruction of a conversation is all that was
-                said before the last answer, as a tuple of (role, content);
+                said before the last answer, as a tuple of (role, content), with more in JSON where there is more;
             ``preference``: a list of N triples (instruction, better answer, worse answer);
             ``passages``: a list of N consecutive pieces of one running text, for language models;
             ``own``: any sequence of N rows for a Python user's own module.
@@ -134,7 +134,7 @@ def contents(item: Any) -> Iterator[str]:
         if isinstance(part, str):
             yield part
         else:
-            yield from (text for _, text in part)
+            yield from (text for turn in part for text in turn[1:])
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,16 @@ from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from fedfm.core.rows import Turn
+from fedfm.core.rows import TOOLS, Turn
 from fedfm.errors import InputError, first_line
+from fedfm.models.tool_calls import OBJECT, TEXT, calling, calls, messages_of, renamed, with_argument
 
 ASSISTANT = "assistant"
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _DAY = datetime.date(2024, 7, 26)  # what templates take for today, as Llama 3's does by itself
 _SHOWN = 40  # characters of a text in a message
 _ASK, _SAY, _MORE, _LAST = "Qzxkaone", "Azxkatwo", "Qzxkathree", "Azxkafour"
+_CALL, _KEY, _VALUE = "Fzxkafive", "Kzxkasix", "Vzxkaseven"
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize")
 
 
@@ -38,6 +40,8 @@ class Form:
         end: what has to follow the tail so that a token ends the answer; empty if the tail has one.
         inner: what ends an answer after which more is said.
         begun: what the prompt of an earlier answer ends with, and the conversation has not.
+        arguments: the form in which it takes the arguments of calls of tools; empty: as a row has them.
+        call_end: as ``end``, of an answer that ends with a call.
     """
 
     parts: bool = False
@@ -46,6 +50,12 @@ class Form:
     end: str = ""
     inner: str = ""
     begun: str = ""
+    arguments: str = ""
+    call_end: str = ""
+
+    def end_of(self, turn: Turn) -> str:
+        """What has to follow this answer so that a token ends it."""
+        return self.call_end if calls(turn) else self.end
 
 
 _forms: WeakKeyDictionary[Any, tuple[str, Form]] = WeakKeyDictionary()
@@ -76,10 +86,10 @@ def render(turns: Sequence[Turn], tokenizer: Any, **options: Any) -> str:
     Raises:
         InputError: the template refuses it.
     """
-    return str(applied(turns, tokenizer, form_of(tokenizer).parts, tokenize=False, **options))
+    return str(applied(turns, tokenizer, form_of(tokenizer), tokenize=False, **options))
 
 
-def applied(turns: Sequence[Turn], tokenizer: Any, parts: bool, **options: Any) -> Any:
+def applied(turns: Sequence[Turn], tokenizer: Any, form: Form, **options: Any) -> Any:
     """What ``apply_chat_template`` gives.
 
     Raises:
@@ -87,16 +97,29 @@ def applied(turns: Sequence[Turn], tokenizer: Any, parts: bool, **options: Any) 
     """
     from jinja2.exceptions import TemplateError
 
-    messages = [{"role": r, "content": [{"type": "text", "text": text}] if parts else text} for r, text in turns]
+    messages, tools = messages_of(turns, form.parts, form.arguments)
     try:
-        return tokenizer.apply_chat_template(messages, chat_template=text_of(tokenizer), **options)
-    except (TemplateError, TypeError) as error:  # TypeError: it expects another content
+        return tokenizer.apply_chat_template(messages, tools=tools, chat_template=text_of(tokenizer), **options)
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # it expects another content
         raise InputError(f"model.template: the chat template refuses {named(turns)}: {first_line(error)}") from None
 
 
 def named(turns: Sequence[Turn]) -> str:
     """A conversation in words, by its roles and its first message."""
-    return f"a conversation of {', '.join(role for role, _ in turns[:6])} that begins with {turns[0][1][:_SHOWN]!r}"
+    messages = [turn for turn in turns if turn[0] != TOOLS]
+    roles = ", ".join(turn[0] for turn in messages[:6])
+    return f"a conversation of {roles} that begins with {messages[0][1][:_SHOWN]!r}"
+
+
+def check_tools(turns: Sequence[Turn], tokenizer: Any) -> None:
+    """Raise an InputError unless the template writes every tool, every call and what tools answer."""
+    text_turns, words = renamed(turns)
+    text = render(text_turns, tokenizer)
+    if missing := [what for word, what in words if word not in text]:
+        raise InputError(
+            f"model.template: the chat template leaves out {missing[0]} in {named(turns)}; take a model whose own "
+            "template takes tools, or remove them from the rows"
+        )
 
 
 def text_of(tokenizer: Any) -> str:
@@ -105,16 +128,22 @@ def text_of(tokenizer: Any) -> str:
 
 
 def replace_content(turns: Sequence[Turn], i: int, tokenizer: Any) -> str:
-    """What the template writes after the text of turn ``i``, in the whole conversation; a unique word stands for it.
+    """What the template writes after the text of turn ``i``, or after its calls, in the whole conversation.
+
+    A unique word stands for the text, or for an argument of the last call.
 
     Raises:
         InputError: the template does not write that turn.
     """
-    text = render([*turns[:i], (turns[i][0], _SAY), *turns[i + 1 :]], tokenizer)
-    _, found, after = text.partition(_SAY)
+    called = calls(turns[i])
+    shown = with_argument(turns[i], _SAY) if called else (turns[i][0], _SAY)
+    _, found, after = render([*turns[:i], shown, *turns[i + 1 :]], tokenizer).partition(_SAY)
     if not found:
         raise InputError(f"model.template: the chat template leaves out an answer of {named(turns)}")
-    return after
+    if not called:
+        return after
+    alone = render([*turns[:i], shown], tokenizer).partition(_SAY)[2]
+    return after.removeprefix(alone.removesuffix(form_of(tokenizer).tail))  # what closes the call is the answer's
 
 
 def with_settings(template: str, settings: Mapping[str, Any]) -> str:
@@ -143,9 +172,9 @@ def unbegun(tokenizer: Any) -> tuple[str, str]:
     """
     template, turns = tokenizer.get_chat_template(), [("user", _ASK), (ASSISTANT, _SAY)]
     try:
-        parts = form_of(tokenizer).parts
-        prompt = str(applied(turns[:1], tokenizer, parts, tokenize=False, add_generation_prompt=True))
-        whole = str(applied(turns, tokenizer, parts, tokenize=False))
+        form = form_of(tokenizer)
+        prompt = str(applied(turns[:1], tokenizer, form, tokenize=False, add_generation_prompt=True))
+        whole = str(applied(turns, tokenizer, form, tokenize=False))
     except InputError:  # the rows say which conversation it refuses
         return template, ""
     begun = prompt[_common(prompt, whole) :]
@@ -173,7 +202,7 @@ def _read(tokenizer: Any) -> Form:
 
     def text(count: int, parts: bool, **options: Any) -> str:
         try:
-            return str(applied(turns[:count], tokenizer, parts, tokenize=False, **options))
+            return str(applied(turns[:count], tokenizer, Form(parts), tokenize=False, **options))
         except InputError:
             return ""
 
@@ -196,7 +225,31 @@ def _read(tokenizer: Any) -> Form:
     inner = "".join(shared)
     if not any(piece in split.names for piece in shared):
         inner = _first_end(after, split, tokenizer) or inner
-    return Form(parts, lead, tail, end, inner, prompt[_common(prompt, longer) :] if longer else "")
+    begun = prompt[_common(prompt, longer) :] if longer else ""
+    return Form(parts, lead, tail, end, inner, begun, *_read_calls(tokenizer, parts, end, split))
+
+
+def _read_calls(tokenizer: Any, parts: bool, end: str, split: _Splitter) -> tuple[str, str]:
+    """The form of the arguments of calls, and what ends a call; ``end``: what ends another answer."""
+
+    def text(arguments: Any, *more: Turn) -> str:
+        turns = [("user", _ASK), calling(ASSISTANT, _CALL, arguments), *more]
+        try:
+            return str(applied(turns, tokenizer, Form(parts), tokenize=False))
+        except InputError:
+            return ""
+
+    given = {_KEY: _VALUE}
+    as_object, as_text = text(given), text(json.dumps(given))
+    objects = _KEY in as_object and _VALUE in as_object and f"'{_KEY}'" not in as_object  # in the words of Python
+    texts = json.dumps(given) in as_text  # else in quotes, as a text of JSON
+    alike = objects == texts and (as_object == as_text or not objects)
+    form = "" if alike else OBJECT if objects else TEXT
+    whole = as_text if form == TEXT else as_object
+    more = text(json.dumps(given) if form == TEXT else given, ("tool", _MORE))
+    ends = any(piece in split.names for piece in split(whole.partition(_VALUE)[2]))
+    after = more[len(whole) :] if whole and more.startswith(whole) else ""
+    return form, "" if ends and not end else _first_end(after, split, tokenizer) or end
 
 
 def _writes(text: str) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.core.rows import Asked, Batch, Rows
+from fedfm.core.rows import Asked, Batch, Output, Rows
 from fedfm.core.tokens import Tokens
 from fedfm.errors import InputError
 from fedfm.models import templates, truncation
@@ -216,7 +216,7 @@ def passages(pieces: list[str], tokenizer: Any, max_length: int) -> Tokens:
 
 
 def instructions(
-    pairs: Sequence[tuple[Asked, str]], tokenizer: Any, max_length: int, template: str | None
+    pairs: Sequence[tuple[Asked, Output]], tokenizer: Any, max_length: int, template: str | None
 ) -> tuple[Tokens, dict[str, Tensor]]:
     """Training rows, cut by :mod:`fedfm.models.truncation`: token vectors of all that was said and the answer.
 
@@ -244,7 +244,7 @@ def _spans(counts: Sequence[bool]) -> list[tuple[int, int]]:
 
 
 def preferences(
-    triples: Sequence[tuple[Asked, str, str]], tokenizer: Any, max_length: int, template: str | None
+    triples: Sequence[tuple[Asked, Output, Output]], tokenizer: Any, max_length: int, template: str | None
 ) -> tuple[Tokens, dict[str, Tensor]]:
     """Rows of two texts, one after the other: the prompt with the better answer, and with the worse one. Each is cut to
     ``max_length`` as :func:`instructions` are, and both keep the same prompt.
@@ -283,7 +283,7 @@ def cut_rows(
     return count
 
 
-def prompts(pairs: Sequence[tuple[Asked, str]], tokenizer: Any, length: int, template: str | None) -> list[Tensor]:
+def prompts(pairs: Sequence[tuple[Asked, Output]], tokenizer: Any, length: int, template: str | None) -> list[Tensor]:
     """Each prompt in at most ``length`` tokens: BOS, and the last."""
     with quiet():
         asked = [templates.asked(said, template, tokenizer) for said, _ in pairs]

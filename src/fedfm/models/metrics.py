@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedfm.core.rows import Rows
+from fedfm.core.rows import Asked, Output, Rows, takes_tools
+from fedfm.errors import InputError
 from fedfm.models import templates, truncation
+from fedfm.models.chat_form import ASSISTANT
 from fedfm.models.inputs import IGNORE, LOCAL_SHARE, prompts
 from fedfm.models.memory import TOKENS, in_halves, warned
 from fedfm.models.next_token import rows_at_once, scored
 from fedfm.models.precision import rounded
+from fedfm.models.tool_calls import calling
 
 if TYPE_CHECKING:
     from fedfm.models.model import Model
@@ -48,7 +52,7 @@ def evaluate(model: Model, rows: Rows, batch_size: int = 64) -> Scores:
     if model.is_language_model:
         found = likelihood(model, rows, batch_size)
         if model.task == "instruction":
-            found |= compared(answers(model, rows) if model.spec.answer_tokens != 0 else [], references(rows))
+            found |= compared(answers(model, rows) if model.spec.answer_tokens != 0 else [], references(model, rows))
         return found
     if rows.labels is None or not len(rows):
         return nothing(n=len(rows))
@@ -182,7 +186,8 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[Answer]:
     order = sorted(range(len(asked)), key=lambda i: len(asked[i]))
     out = [Answer((), "", False)] * len(asked)
     generate: Any = getattr(model.module, "generate")  # noqa: B009  (a method that only causal models have)
-    ends, tokenizer, template = _ends(model), model.tools.tokenizer, model.tools.template
+    called = [takes_tools(said) for said, _ in rows.pairs or ()]
+    ends = _ends(model, any(called))
 
     def answer(some: list[int], size: int) -> None:
         if len(some) > size:
@@ -206,7 +211,7 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[Answer]:
         )
         for i, ids in zip(some, said[:, longest:].tolist(), strict=True):
             tokens = _until(ids, ends)
-            text = templates.answer_of(tokenizer.decode(tokens, skip_special_tokens=True), template, tokenizer)
+            text = _text(tokens, called[i], ends, model)
             out[i] = Answer(tuple(tokens), text, cut=ends.isdisjoint(tokens))
 
     with torch.no_grad(), model.evaluating(), rounded(model.spec.dtype, model.device):
@@ -226,13 +231,27 @@ def _first(order: list[int], lengths: list[int], most: int) -> list[int]:
     return order[:size]
 
 
-def _ends(model: Model) -> set[int]:
-    """The tokens that end an answer: the model's own, the tokenizer's, and that which ends the answers in training."""
+def _text(tokens: Sequence[int], called: bool, ends: set[int], model: Model) -> str:
+    """A generated answer as text, without special tokens; where it may call a tool, of these only without the end."""
+    kept = [token for token in tokens if token not in ends] if called else tokens
+    text = model.tools.tokenizer.decode(kept, skip_special_tokens=not called)
+    return templates.answer_of(text, model.tools.template, model.tools.tokenizer)
+
+
+def _ends(model: Model, called: bool) -> set[int]:
+    """The tokens that end an answer: the model's own, the tokenizer's, and those which end the answers in training.
+
+    Args:
+        called: whether an answer may be a call of a tool.
+    """
     module: Any = model.module
     found = module.generation_config.eos_token_id
     own = {found} if isinstance(found, int) else set(found or ())
     tokenizer, template = model.tools.tokenizer, model.tools.template
     taught = {tokenizer.eos_token_id, truncation.end_token(template, tokenizer)}
+    if called:
+        with suppress(InputError):  # it takes tools, whose calls are texts
+            taught.add(truncation.end_token(template, tokenizer, (calling(ASSISTANT, "f", {"a": "b"}),)))
     return own | (taught - {None})
 
 
@@ -242,9 +261,18 @@ def _until(ids: list[int], ends: set[int]) -> list[int]:
     return ids[: stop + 1]
 
 
-def references(rows: Rows) -> list[str]:
-    """The whole right answers of instruction rows; training may cut them."""
-    return [output for _, output in rows.pairs or ()]
+def references(model: Model, rows: Rows) -> list[str]:
+    """The whole right answers of instruction rows, which training may cut; calls of tools as the model writes them."""
+    pairs = rows.pairs or ()
+    ends = _ends(model, True) if any(not isinstance(output, str) for _, output in pairs) else set()
+
+    def text(said: Asked, output: Output) -> str:
+        if isinstance(output, str):
+            return output
+        row = templates.written(said, output, model.tools.template, model.tools.tokenizer)
+        return _text(_until(row.ids[row.start :], ends), takes_tools(said), ends, model)
+
+    return [text(said, output) for said, output in pairs]
 
 
 def rouge_1(answer: str, reference: str) -> float:

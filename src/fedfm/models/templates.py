@@ -17,12 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedfm.core.rows import INPUT, Asked, Turn
+from fedfm.core.rows import INPUT, Asked, Output, Turn, blank, takes_tools
 from fedfm.errors import InputError, close
 from fedfm.models.chat_form import (
     ASSISTANT,
     Form,
     applied,
+    check_tools,
     form_of,
     named,
     render,
@@ -147,6 +148,8 @@ def asked(said: Asked, text: str | None, tokenizer: Any) -> list[int]:
     """
     if isinstance(said, str) and text is not None:
         return _open(list(tokenizer(_fill(text, said))["input_ids"]), tokenizer)
+    if takes_tools(said):
+        check_tools(_turns(said), tokenizer)
     return _tokens(render(_turns(said), tokenizer, add_generation_prompt=True), tokenizer)
 
 
@@ -159,22 +162,24 @@ def answer_of(generated: str, text: str | None, tokenizer: Any) -> str:
     return bare[len(shown) :].lstrip() if shown and bare.startswith(shown) else generated
 
 
-def written(said: Asked, output: str, text: str | None, tokenizer: Any) -> Written:
+def written(said: Asked, output: Output, text: str | None, tokenizer: Any) -> Written:
     """A row of what was said and its answer, with the token that ends it; of a blank answer the prompt alone.
 
     Raises:
         InputError: the chat template refuses the conversation, or no tokens are the answer's.
     """
-    if not output.strip():
+    if blank(output):
         prompt = asked(said, text, tokenizer)
         return Written(prompt, [False] * len(prompt), len(prompt))
-    if isinstance(said, str) and text is not None:
+    if isinstance(said, str) and isinstance(output, str) and text is not None:
         prompt_text = _fill(text, said)
         ids, counts = _within(prompt_text + output, [(len(prompt_text), None)], tokenizer, special=True)
         if tokenizer.eos_token_id is not None:
             ids, counts = [*ids, tokenizer.eos_token_id], [*counts, True]
     else:
-        turns = (*_turns(said), (ASSISTANT, output))
+        turns = (*_turns(said), *(((ASSISTANT, output),) if isinstance(output, str) else output))
+        if takes_tools(turns):
+            check_tools(turns, tokenizer)
         ids, counts = (_marked if _MARKS.search(tokenizer.get_chat_template()) else _by_prefixes)(turns, tokenizer)
     last = max((i for i, counted in enumerate(counts) if counted), default=None)
     if last is None:
@@ -195,7 +200,7 @@ def _turns(said: Asked) -> tuple[Turn, ...]:
 def _marked(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Tokens, and those that the template marks as generated, with the token that ends each answer."""
     form = form_of(tokenizer)
-    found = applied(turns, tokenizer, form.parts, return_dict=True, return_assistant_tokens_mask=True)
+    found = applied(turns, tokenizer, form, return_dict=True, return_assistant_tokens_mask=True)
     ids, counts = list(found["input_ids"]), [bool(x) for x in found["assistant_masks"]]
     if not any(counts):
         return ids, counts
@@ -204,7 +209,7 @@ def _marked(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list[bool
         if not counts[i] and i and counts[i - 1] and not ended:
             counts[i] = token in special  # the mark stops before the end
         ended = counts[i] and (ended or token in special)
-    end = _tokens(form.end, tokenizer) if form.end else []
+    end = _tokens(form.end_of(turns[-1]), tokenizer)
     return ids + end, counts + [True] * len(end)
 
 
@@ -213,19 +218,20 @@ def _by_prefixes(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list
     whole, form = render(turns, tokenizer), form_of(tokenizer)
     pieces: list[tuple[str, bool]] = []  # of the text, and whether it counts
     at = 0  # where in ``whole`` the pieces end
-    for i, (role, _) in enumerate(turns):
-        if role != ASSISTANT:
+    for i, turn in enumerate(turns):
+        if turn[0] != ASSISTANT:
             continue
+        end = form.end_of(turn)
         before = render(turns[:i], tokenizer, add_generation_prompt=True)
         if i + 1 == len(turns):
             _check_prefix(before, whole, turns)
-            pieces += [(whole[at : len(before)], False), (whole[len(before) :] + form.end, True)]
+            pieces += [(whole[at : len(before)], False), (whole[len(before) :] + end, True)]
             break
         upto = render(turns[: i + 1], tokenizer)
         _check_prefix(before, upto, turns)
         if whole.startswith(upto):
             stop = len(upto)
-            stop += len(form.end) if form.end and whole.startswith(form.end, stop) else 0
+            stop += len(end) if whole.startswith(end, stop) else 0
             pieces += [(whole[at : len(before)], False), (whole[len(before) : stop], True)]
         else:
             stop = _after(turns, i, whole, form, tokenizer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fedfm.core.rows import Output
 from fedfm.models.chat_form import special_ids
 from fedfm.models.templates import Written, written
 
@@ -61,9 +62,9 @@ def _end(answer: list[int], tokenizer: Any) -> int:
     return next((i for i in range(n - 1, max(n - 1 - _END, -1), -1) if answer[i] in special), n)
 
 
-def end_token(template: str | None, tokenizer: Any) -> int | None:
+def end_token(template: str | None, tokenizer: Any, output: Output = "b") -> int | None:
     """The token with which the template ends an answer; None if it has none."""
-    row = written("a", "b", template, tokenizer)
+    row = written("a", output, template, tokenizer)
     answer = row.ids[row.start :]
     end = _end(answer, tokenizer)
     return answer[end] if end < len(answer) else None

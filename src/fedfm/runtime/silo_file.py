@@ -73,7 +73,7 @@ EXPOSED = {
 _ENDLESS = "gives any number of answers: budget.rounds or budget.epsilon would end them"
 COLUMNS = (
     *("text", "image", "label", "label_name", "split"),
-    *("instruction", "input", "output", "messages", "prompt", "chosen", "rejected"),
+    *("instruction", "input", "output", "messages", "tools", "prompt", "chosen", "rejected"),
 )
 
 
@@ -139,6 +139,7 @@ class Silo:
     input: str = _column("input")
     output: str = _column("output")
     messages: str = _column("messages")
+    tools: str = _column("tools")
     prompt: str = _column("prompt")
     chosen: str = _column("chosen")
     rejected: str = _column("rejected")

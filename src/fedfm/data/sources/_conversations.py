@@ -6,15 +6,17 @@ and that answer, so that a pair of instruction and output is the same as a conve
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fedfm.data.sources import _tools
 from fedfm.data.sources._files import At, column
 from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError, close, listed
 
 if TYPE_CHECKING:
-    from fedfm.core.rows import Asked, Turn  # whose module loads torch
+    from fedfm.core.rows import Asked, Output, Turn  # whose module loads torch
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
@@ -36,7 +38,7 @@ def kind_of(columns: Columns, spec: DataSpec, task: str | None) -> str | None:
     return "preference" if spec.chosen in columns and spec.rejected in columns else None
 
 
-def conversations(values: Sequence[Any], name: str, at: At, *, answered: bool) -> list[tuple[Asked, str]]:
+def conversations(values: Sequence[Any], name: str, at: At, *, answered: bool) -> list[tuple[Asked, Output]]:
     """(what was said, the last answer) of each conversation.
 
     Args:
@@ -45,11 +47,11 @@ def conversations(values: Sequence[Any], name: str, at: At, *, answered: bool) -
     Raises:
         InputError: a cell is no list of messages, or the messages are in no order that could be answered.
     """
-    found: list[tuple[Asked, str]] = []
+    found: list[tuple[Asked, Output]] = []
     for row, value in enumerate(values):
         turns = _turns(value, name, at(row))
         if turns[-1][0] == ASSISTANT:
-            found.append((turns[:-1], turns[-1][1]))
+            found.append((turns[:-1], _last(turns)))
         elif answered:
             raise InputError(
                 f'{at(row)}: column "{name}" ends with a message of the {turns[-1][0]}, which nobody answers: end with '
@@ -60,7 +62,7 @@ def conversations(values: Sequence[Any], name: str, at: At, *, answered: bool) -
     return found
 
 
-def pairs(columns: Columns, spec: DataSpec, source: str, at: At, *, answered: bool) -> list[tuple[Asked, str]]:
+def pairs(columns: Columns, spec: DataSpec, source: str, at: At, *, answered: bool) -> list[tuple[Asked, Output]]:
     """(instruction, output) of each row; an ``input`` stands below its instruction, as in Alpaca's form.
 
     Both may be lists of messages: what was said, and the assistant's answer.
@@ -75,7 +77,7 @@ def pairs(columns: Columns, spec: DataSpec, source: str, at: At, *, answered: bo
     nothing = [None] * len(asked)
     inputs = columns.get(spec.input, nothing)
     outputs = column(columns, spec.output, "data.output", source) if answered else columns.get(spec.output, nothing)
-    found: list[tuple[Asked, str]] = []
+    found: list[tuple[Asked, Output]] = []
     for row, (said, more, output) in enumerate(zip(asked, inputs, outputs, strict=True)):
         where = at(row)
         for name, value in ((spec.instruction, said), (spec.output, output)):
@@ -106,19 +108,24 @@ def _with_input(asked: Asked, more: Any, name: str, where: str) -> Asked:
     return asked + INPUT + more
 
 
-def _after(asked: Asked, answer: str | tuple[Turn, ...]) -> tuple[Asked, str]:
+def _after(asked: Asked, answer: str | tuple[Turn, ...]) -> tuple[Asked, Output]:
     """A row whose answer may be a message, with others before it."""
     if isinstance(answer, str):
         return asked, answer
     said = (("user", asked),) if isinstance(asked, str) else asked
     if len(answer) == 1:
-        return asked, answer[0][1]
-    return (*said, *answer[:-1]), answer[-1][1]
+        return asked, _last(answer)
+    return (*said, *answer[:-1]), _last(answer)
+
+
+def _last(turns: tuple[Turn, ...]) -> Output:
+    """The last message as an answer."""
+    return turns[-1:] if len(turns[-1]) > 2 else turns[-1][1]
 
 
 def preferences(
     columns: Columns, spec: DataSpec, source: str, at: At
-) -> tuple[list[tuple[Asked, str, str]], tuple[str, ...]]:
+) -> tuple[list[tuple[Asked, Output, Output]], tuple[str, ...]]:
     """(what was said, the better answer, the worse one) of each row, and notices.
 
     Answers are texts, or lists with the assistant's message. Without a prompt of its own a row has whole conversations,
@@ -149,7 +156,7 @@ def preferences(
     return found, (note,) if alike else ()
 
 
-def prompts(columns: Columns, spec: DataSpec, source: str, at: At) -> list[tuple[Asked, str]]:
+def prompts(columns: Columns, spec: DataSpec, source: str, at: At) -> list[tuple[Asked, Output]]:
     """What a model of preferences has to answer: prompts, else conversations or instructions.
 
     Raises:
@@ -193,7 +200,7 @@ def _answer(value: Any, name: str, where: str) -> str | tuple[Turn, ...]:
     return turns
 
 
-def _parted(asked: Asked | None, good: Any, bad: Any, spec: DataSpec, where: str) -> tuple[Asked, str, str]:
+def _parted(asked: Asked | None, good: Any, bad: Any, spec: DataSpec, where: str) -> tuple[Asked, Output, Output]:
     """Prompt and answers of two lists of messages that differ in the last one."""
     names = f'"{spec.chosen}" and "{spec.rejected}"'
     if isinstance(good, str) or isinstance(bad, str):
@@ -211,7 +218,7 @@ def _parted(asked: Asked | None, good: Any, bad: Any, spec: DataSpec, where: str
         raise InputError(f'{where}: columns {names} begin otherwise than column "{spec.prompt}"')
     elif before:
         asked = before
-    return asked, good[-1][1], bad[-1][1]
+    return asked, _last(good), _last(bad)
 
 
 def _turns(value: Any, name: str, where: str, *, first: bool = False) -> tuple[Turn, ...]:
@@ -234,19 +241,25 @@ def _turn(message: Any, i: int, name: str, where: str) -> Turn:
         message = {"role": message["from"], "content": message["value"]} | {
             key: v for key, v in message.items() if key not in ("from", "value")
         }
-    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+    fields: dict[str, Any] = message if isinstance(message, dict) else {}
+    role, content, called = fields.get("role"), fields.get("content"), fields.get(_tools.CALLS) or ()
+    role = _ALSO.get(role, role) if isinstance(role, str) else role
+    if "role" not in fields or not (called or "content" in fields):
         keys = f" with {listed(map(str, message))}" if isinstance(message, dict) else ""
         raise InputError(f"{at} is {type(message).__name__} {keys}".rstrip() + f": messages are expected, {_LIKE}")
-    role, content = message["role"], message["content"]
-    role = _ALSO.get(role, role) if isinstance(role, str) else role
-    if more := [key for key, v in message.items() if key not in ("role", "content") and v not in (None, [], {}, "")]:
-        raise InputError(
-            f'{at} has "{more[0]}", which is not read: role and content are expected; calls of tools are not trained'
-        )
+    more = {key: v for key, v in fields.items() if key not in ("role", "content") and v not in (None, [], {}, "")}
+    read = _tools.KEYS.get(role, ()) if isinstance(role, str) else ()
+    if unread := [key for key in more if key not in read]:
+        expected = f"role, content{''.join(f', {key}' for key in read)}"
+        raise InputError(f'{at} has "{unread[0]}", which is not read: expected {expected}')
     if role not in ROLES:
         raise InputError(f"{at} is of role {role!r:.40}: expected one of {listed(ROLES)}{close(str(role), ROLES)}")
+    if called:
+        more[_tools.CALLS] = _tools.calls(called, at)
+        if content is None:
+            more["content"], content = None, ""
     if not isinstance(content, str):
         raise InputError(f"{at} holds {type(content).__name__} {content!r:.40}: text is expected")
-    if not content.strip() and role in ("user", ASSISTANT):
+    if not content.strip() and role in ("user", ASSISTANT) and not called:
         raise InputError(f"{at} is empty: fill it, or remove the row")
-    return role, content
+    return (role, content, json.dumps(more, ensure_ascii=False)) if more else (role, content)

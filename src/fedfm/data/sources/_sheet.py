@@ -71,6 +71,20 @@ def whole(value: Any) -> Any:
     return value
 
 
+def without_nulls(value: Any) -> Any:
+    """A value of Arrow without its null fields: Arrow gives every object the fields of all objects of a column.
+
+    Example:
+        >>> without_nulls([{"a": 1, "b": None}, {"a": None, "b": {"c": None}}])
+        [{'a': 1}, {'b': {}}]
+    """
+    if isinstance(value, list):
+        return [without_nulls(v) for v in value]
+    if isinstance(value, dict):
+        return {key: without_nulls(v) for key, v in value.items() if v is not None}
+    return value
+
+
 def join(sheets: Mapping[str, Sheet]) -> Sheet:
     """The rows of several files, one after the other.
 

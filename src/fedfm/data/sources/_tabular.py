@@ -21,6 +21,7 @@ from fedfm.data.sources import _conversations, _layouts
 from fedfm.data.sources._files import At, column, listing, str_array
 from fedfm.data.sources._other_tasks import WAY, other_task
 from fedfm.data.sources._sheet import Sheet
+from fedfm.data.sources._tools import with_tools
 from fedfm.data.sources._unread import notice_of_unread
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Kind, Table
@@ -100,6 +101,9 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
         label = labels_of(columns, spec, source=source, at=at, classes=sheet.names.get(spec.label))
         notices += label[2]
         used |= {spec.label, spec.label_name}
+    if kind in ("instruction", "preference") and spec.tools in columns:
+        inputs = with_tools(inputs, columns[spec.tools], spec.tools, at)
+        used |= {spec.tools}
     ignored = used | {spec.label, spec.label_name}
     return Table(
         kind=kind,

@@ -16,7 +16,7 @@ import numpy as np
 from fedfm.data.arrow_texts import ArrowTexts
 from fedfm.data.pictures import Pictured
 from fedfm.data.sources._files import column, existing, listing
-from fedfm.data.sources._sheet import Sheet
+from fedfm.data.sources._sheet import Sheet, without_nulls
 from fedfm.data.sources._splits import SPLIT_NAMES, with_test
 from fedfm.data.sources._tabular import to_table
 from fedfm.data.spec import DataSpec
@@ -67,7 +67,9 @@ def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
             if key not in part.features:
                 raise InputError(f'data.hub: split "{name}" of {hub} has no column "{key}", which another split has')
             if key not in (picture, lazy):
-                columns[key] = [*columns.get(key, ()), *part[key][:]]
+                plain = isinstance(features[key], datasets.Value)
+                values = part[key][:]
+                columns[key] = [*columns.get(key, ()), *(values if plain else map(without_nulls, values))]
         if picture:
             encoded.append(part.select_columns([picture]))
     if lazy is not None:

@@ -10,7 +10,7 @@ from typing import Any
 from fedfm.data.arrow_texts import ArrowPictures
 from fedfm.data.pictures import ListedPictures
 from fedfm.data.sources._files import content_of
-from fedfm.data.sources._sheet import Sheet
+from fedfm.data.sources._sheet import Sheet, without_nulls
 from fedfm.errors import InputError
 
 
@@ -60,7 +60,7 @@ def _values(column: Any, path: Path) -> Sequence[Any]:
         if first is not None and content_of(first).endswith("picture"):
             return ArrowPictures(column)
     plain: list[Any] = column.to_pylist()
-    return plain
+    return [without_nulls(value) for value in plain] if pyarrow.types.is_nested(kind) else plain
 
 
 def _class_names(metadata: Any) -> dict[str, tuple[str, ...]]:
