@@ -94,7 +94,7 @@ def test_instructions_are_judged_on_the_answer_alone(folder):
     table = Table("instruction", pairs, None, (), np.full(3, "train"))
     model = load(folder("llama"), table, "lora", max_length=16)
     rows = model.prepare(table, range(3))
-    assert references(rows) == ["jumps over", "sing", "b"]
+    assert references(model, rows) == ["jumps over", "sing", "b"]
     nll, tokens = 0.0, 0
     with torch.no_grad():
         for row, start in zip(rows.tokens, rows.tensors["answer_start"].tolist(), strict=True):
@@ -105,7 +105,7 @@ def test_instructions_are_judged_on_the_answer_alone(folder):
     assert tokens == 2 + 1 + 1 + 3  # the answers' words, and the end after each
     s = evaluate(model, rows)
     assert s["loss"] == pytest.approx(nll / tokens, rel=1e-5)
-    exact = sum(a.text.strip() == b for a, b in zip(answers(model, rows), references(rows), strict=True)) / 3
+    exact = sum(a.text.strip() == b for a, b in zip(answers(model, rows), references(model, rows), strict=True)) / 3
     assert s["accuracy"] == s["exact_match"] == exact
     silent = load(folder("llama"), table, "lora", max_length=16, answer_tokens=0)
     unsaid = evaluate(silent, silent.prepare(table, range(3)))
@@ -219,7 +219,7 @@ def test_answers_are_held_against_the_whole_reference(folder, monkeypatch):
     model = load(folder("llama"), table, "lora", max_length=16)
     rows = model.prepare(table, [0])
     assert len(rows.tokens[0]) - int(rows.tensors["answer_start"][0]) == 13
-    assert references(rows) == [long]
+    assert references(model, rows) == [long]
     saying(model, monkeypatch, " ".join(long.split()[:8]))
     found = evaluate(model, rows)
     assert found["exact_match"] == 0
