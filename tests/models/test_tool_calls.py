@@ -46,7 +46,10 @@ DEEPSEEK = (
     "{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}{% else %}{{ m.content }}{% endif %}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-CHATML = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 
 def read(path, rows, **keys):
@@ -253,3 +256,12 @@ def test_an_export_writes_tools_and_calls_as_they_were_trained(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     ids = tokenizer.apply_chat_template(talk(), tools=[WEATHER], return_dict=True)["input_ids"]
     assert ids == model.prepare(table, [0]).tokens[0].tolist()
+
+
+def test_a_template_of_its_own_for_tools_is_taken_where_there_are_tools():
+    """As Command R and Hermes have them."""
+    tokenizer = tokenizer_of(CHATML + LLAMA)
+    tokenizer.chat_template = {"default": CHATML + "\n", "tool_use": LLAMA + "\n"}
+    for tools, messages in (([WEATHER], talk()), (None, [*talk()[:2], talk()[-1]])):
+        row = templates.written(*row_of(messages, tools or ()), None, tokenizer)
+        assert tokenizer.decode(row.ids) == tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)

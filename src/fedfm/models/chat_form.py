@@ -124,7 +124,17 @@ def check_tools(turns: Sequence[Turn], tokenizer: Any) -> None:
 
 def text_of(tokenizer: Any) -> str:
     """The chat template, with one day for today: a row is the same on every day, hence the bits of a run."""
-    return _NOW.sub(lambda found: json.dumps(_DAY.strftime(found[2])), tokenizer.get_chat_template())
+    return _NOW.sub(lambda found: json.dumps(_DAY.strftime(found[2])), template_of(tokenizer))
+
+
+def template_of(tokenizer: Any) -> str:
+    """The chat template; of a tokenizer that has another one for tools, both as one."""
+    usual: str = tokenizer.get_chat_template()
+    of_tools = tokenizer.get_chat_template(tools=[])
+    if of_tools == usual:
+        return usual
+    of_tools, usual = (text.removesuffix("\n") for text in (of_tools, usual))  # Jinja drops it
+    return f"{{% if tools %}}{of_tools}{{% else %}}{usual}{{% endif %}}"
 
 
 def replace_content(turns: Sequence[Turn], i: int, tokenizer: Any) -> str:
@@ -170,7 +180,7 @@ def unbegun(tokenizer: Any) -> tuple[str, str]:
     Such a prompt begins a thought, ``<think>``, and a written answer has none. Rows of questions and answers have no
     thoughts, so that the answer begins where the template writes it, in training and whenever the model is asked.
     """
-    template, turns = tokenizer.get_chat_template(), [("user", _ASK), (ASSISTANT, _SAY)]
+    template, turns = template_of(tokenizer), [("user", _ASK), (ASSISTANT, _SAY)]
     try:
         form = form_of(tokenizer)
         prompt = str(applied(turns[:1], tokenizer, form, tokenize=False, add_generation_prompt=True))

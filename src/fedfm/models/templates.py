@@ -29,6 +29,7 @@ from fedfm.models.chat_form import (
     render,
     replace_content,
     special_ids,
+    template_of,
     unbegun,
     with_settings,
 )
@@ -129,7 +130,7 @@ def fit(tokenizer: Any, text: str | None, settings: Mapping[str, Any]) -> tuple[
         tokenizer.chat_template = as_chat_template(text, tokenizer)
         return ()
     if settings:
-        tokenizer.chat_template = with_settings(tokenizer.get_chat_template(), settings)
+        tokenizer.chat_template = with_settings(template_of(tokenizer), settings)
     template, begun = unbegun(tokenizer)
     if not begun:
         return ()
@@ -180,7 +181,7 @@ def written(said: Asked, output: Output, text: str | None, tokenizer: Any) -> Wr
         turns = (*_turns(said), *(((ASSISTANT, output),) if isinstance(output, str) else output))
         if takes_tools(turns):
             check_tools(turns, tokenizer)
-        ids, counts = (_marked if _MARKS.search(tokenizer.get_chat_template()) else _by_prefixes)(turns, tokenizer)
+        ids, counts = (_marked if _MARKS.search(template_of(tokenizer)) else _by_prefixes)(turns, tokenizer)
     last = max((i for i, counted in enumerate(counts) if counted), default=None)
     if last is None:
         raise InputError(f"model.template: the chat template leaves no token to the assistant in {named(_turns(said))}")
