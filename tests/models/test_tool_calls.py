@@ -247,6 +247,16 @@ def test_a_model_is_asked_with_tools_and_its_call_is_written_as_it_says_it(tmp_p
     assert evaluate(model, rows)["exact_match"] == 1
 
 
+def test_what_stands_before_every_answer_is_none_of_it_also_where_it_is_special():
+    """As in gpt-oss, whose calls have other special tokens."""
+    template = CHATML.replace("<|{{ m.role }}|>", "<|{{ m.role }}|>{% if m.role == 'assistant' %}<|final|>{% endif %}")
+    tokenizer = tokenizer_of(template + "{% if tools %}{{ tools }}{% endif %}<|assistant|>")
+    tokenizer.chat_template = template
+    for special, generated in ((True, "<|final|>It rains."), (False, "It rains."), (True, "<|call|>It rains.")):
+        expected = "<|call|>It rains." if "call" in generated else "It rains."
+        assert templates.answer_of(generated, None, tokenizer, special=special) == expected
+
+
 def test_an_export_writes_tools_and_calls_as_they_were_trained(tmp_path):
     from transformers import AutoTokenizer
 

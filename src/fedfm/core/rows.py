@@ -30,7 +30,7 @@ def blank(output: Output) -> bool:
     return isinstance(output, str) and not output.strip()
 
 
-def takes_tools(said: Asked) -> bool:
+def has_tools(said: Asked) -> bool:
     """Whether tools are given, called, or have answered in what was said."""
     return not isinstance(said, str) and any(len(turn) > 2 or turn[0] == TOOLS for turn in said)
 

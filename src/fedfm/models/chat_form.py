@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from fedfm.core.rows import TOOLS, Turn
 from fedfm.errors import InputError, first_line
-from fedfm.models.tool_calls import OBJECT, TEXT, calling, calls, messages_of, renamed, with_argument
+from fedfm.models.tool_calls import OBJECT, TEXT, has_calls, messages_of, one_call, with_argument, with_words
 
 ASSISTANT = "assistant"
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
@@ -55,7 +55,7 @@ class Form:
 
     def end_of(self, turn: Turn) -> str:
         """What has to follow this answer so that a token ends it."""
-        return self.call_end if calls(turn) else self.end
+        return self.call_end if has_calls(turn) else self.end
 
 
 _forms: WeakKeyDictionary[Any, tuple[str, Form]] = WeakKeyDictionary()
@@ -113,7 +113,7 @@ def named(turns: Sequence[Turn]) -> str:
 
 def check_tools(turns: Sequence[Turn], tokenizer: Any) -> None:
     """Raise an InputError unless the template writes every tool, every call and what tools answer."""
-    text_turns, words = renamed(turns)
+    text_turns, words = with_words(turns)
     text = render(text_turns, tokenizer)
     if missing := [what for word, what in words if word not in text]:
         raise InputError(
@@ -145,7 +145,7 @@ def replace_content(turns: Sequence[Turn], i: int, tokenizer: Any) -> str:
     Raises:
         InputError: the template does not write that turn.
     """
-    called = calls(turns[i])
+    called = has_calls(turns[i])
     shown = with_argument(turns[i], _SAY) if called else (turns[i][0], _SAY)
     _, found, after = render([*turns[:i], shown, *turns[i + 1 :]], tokenizer).partition(_SAY)
     if not found:
@@ -243,7 +243,7 @@ def _read_calls(tokenizer: Any, parts: bool, end: str, split: _Splitter) -> tupl
     """The form of the arguments of calls, and what ends a call; ``end``: what ends another answer."""
 
     def text(arguments: Any, *more: Turn) -> str:
-        turns = [("user", _ASK), calling(ASSISTANT, _CALL, arguments), *more]
+        turns = [("user", _ASK), one_call(ASSISTANT, _CALL, arguments), *more]
         try:
             return str(applied(turns, tokenizer, Form(parts), tokenize=False))
         except InputError:

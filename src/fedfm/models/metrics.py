@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedfm.core.rows import Asked, Output, Rows, takes_tools
+from fedfm.core.rows import Asked, Output, Rows, has_tools
 from fedfm.errors import InputError
 from fedfm.models import templates, truncation
 from fedfm.models.chat_form import ASSISTANT
@@ -22,7 +22,7 @@ from fedfm.models.inputs import IGNORE, LOCAL_SHARE, prompts
 from fedfm.models.memory import TOKENS, in_halves, warned
 from fedfm.models.next_token import rows_at_once, scored
 from fedfm.models.precision import rounded
-from fedfm.models.tool_calls import calling
+from fedfm.models.tool_calls import one_call
 
 if TYPE_CHECKING:
     from fedfm.models.model import Model
@@ -186,7 +186,7 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[Answer]:
     order = sorted(range(len(asked)), key=lambda i: len(asked[i]))
     out = [Answer((), "", False)] * len(asked)
     generate: Any = getattr(model.module, "generate")  # noqa: B009  (a method that only causal models have)
-    called = [takes_tools(said) for said, _ in rows.pairs or ()]
+    called = [has_tools(said) for said, _ in rows.pairs or ()]
     ends = _ends(model, any(called))
 
     def answer(some: list[int], size: int) -> None:
@@ -235,7 +235,7 @@ def _text(tokens: Sequence[int], called: bool, ends: set[int], model: Model) -> 
     """A generated answer as text, without special tokens; where it may call a tool, of these only without the end."""
     kept = [token for token in tokens if token not in ends] if called else tokens
     text = model.tools.tokenizer.decode(kept, skip_special_tokens=not called)
-    return templates.answer_of(text, model.tools.template, model.tools.tokenizer)
+    return templates.answer_of(text, model.tools.template, model.tools.tokenizer, special=called)
 
 
 def _ends(model: Model, called: bool) -> set[int]:
@@ -251,7 +251,7 @@ def _ends(model: Model, called: bool) -> set[int]:
     taught = {tokenizer.eos_token_id, truncation.end_token(template, tokenizer)}
     if called:
         with suppress(InputError):  # it takes tools, whose calls are texts
-            taught.add(truncation.end_token(template, tokenizer, (calling(ASSISTANT, "f", {"a": "b"}),)))
+            taught.add(truncation.end_token(template, tokenizer, (one_call(ASSISTANT, "f", {"a": "b"}),)))
     return own | (taught - {None})
 
 
@@ -270,7 +270,7 @@ def references(model: Model, rows: Rows) -> list[str]:
         if isinstance(output, str):
             return output
         row = templates.written(said, output, model.tools.template, model.tools.tokenizer)
-        return _text(_until(row.ids[row.start :], ends), takes_tools(said), ends, model)
+        return _text(_until(row.ids[row.start :], ends), has_tools(said), ends, model)
 
     return [text(said, output) for said, output in pairs]
 

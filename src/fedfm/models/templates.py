@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedfm.core.rows import INPUT, Asked, Output, Turn, blank, takes_tools
+from fedfm.core.rows import INPUT, Asked, Output, Turn, blank, has_tools
 from fedfm.errors import InputError, close
 from fedfm.models.chat_form import (
     ASSISTANT,
@@ -149,16 +149,20 @@ def asked(said: Asked, text: str | None, tokenizer: Any) -> list[int]:
     """
     if isinstance(said, str) and text is not None:
         return _open(list(tokenizer(_fill(text, said))["input_ids"]), tokenizer)
-    if takes_tools(said):
+    if has_tools(said):
         check_tools(_turns(said), tokenizer)
     return _tokens(render(_turns(said), tokenizer, add_generation_prompt=True), tokenizer)
 
 
-def answer_of(generated: str, text: str | None, tokenizer: Any) -> str:
-    """A generated answer without what the template writes before every answer, such as an empty thought."""
+def answer_of(generated: str, text: str | None, tokenizer: Any, *, special: bool = False) -> str:
+    """A generated answer without what the template writes before every answer, such as an empty thought.
+
+    Args:
+        special: whether special tokens stand in it.
+    """
     if text is not None or not (lead := form_of(tokenizer).lead):
         return generated
-    shown = tokenizer.decode(_tokens(lead, tokenizer), skip_special_tokens=True).strip()
+    shown = tokenizer.decode(_tokens(lead, tokenizer), skip_special_tokens=not special).strip()
     bare = generated.lstrip()
     return bare[len(shown) :].lstrip() if shown and bare.startswith(shown) else generated
 
@@ -179,7 +183,7 @@ def written(said: Asked, output: Output, text: str | None, tokenizer: Any) -> Wr
             ids, counts = [*ids, tokenizer.eos_token_id], [*counts, True]
     else:
         turns = (*_turns(said), *(((ASSISTANT, output),) if isinstance(output, str) else output))
-        if takes_tools(turns):
+        if has_tools(turns):
             check_tools(turns, tokenizer)
         ids, counts = (_marked if _MARKS.search(template_of(tokenizer)) else _by_prefixes)(turns, tokenizer)
     last = max((i for i, counted in enumerate(counts) if counted), default=None)

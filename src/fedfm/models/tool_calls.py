@@ -41,12 +41,12 @@ def messages_of(turns: Sequence[Turn], parts: bool, arguments: str) -> tuple[lis
     return messages, tools
 
 
-def calls(turn: Turn) -> bool:
+def has_calls(turn: Turn) -> bool:
     """Whether a message calls tools."""
     return len(turn) > 2 and CALLS in json.loads(turn[2])
 
 
-def calling(role: str, name: str, arguments: Any) -> Turn:
+def one_call(role: str, name: str, arguments: Any) -> Turn:
     """A message with one call. Its id has 9 letters, as Mistral's templates want it."""
     call = {"id": "Czxkabcde", "type": "function", "function": {"name": name, "arguments": arguments}}
     return role, "", json.dumps({CALLS: [call]})
@@ -59,7 +59,7 @@ def with_argument(turn: Turn, value: str) -> Turn:
     return turn[0], turn[1], json.dumps(more, ensure_ascii=False)
 
 
-def renamed(turns: Sequence[Turn]) -> tuple[list[Turn], list[tuple[str, str]]]:
+def with_words(turns: Sequence[Turn]) -> tuple[list[Turn], list[tuple[str, str]]]:
     """The same conversation with unique words for the names of tools, in calls, and for what tools answer.
 
     Returns:
@@ -71,7 +71,7 @@ def renamed(turns: Sequence[Turn]) -> tuple[list[Turn], list[tuple[str, str]]]:
         found.append((_WORD.format(len(found)), what))
         return found[-1][0]
 
-    def named(things: Sequence[Any], what: str) -> Iterator[Any]:
+    def with_name(things: Sequence[Any], what: str) -> Iterator[Any]:
         for thing in things:
             of = thing.get("function", thing)
             new = of | {"name": word(f"{what} {of['name']!r}")}
@@ -81,10 +81,10 @@ def renamed(turns: Sequence[Turn]) -> tuple[list[Turn], list[tuple[str, str]]]:
     for turn in turns:
         role, content, *more = turn
         if role == TOOLS:
-            out.append((role, json.dumps([*named(json.loads(content), "the tool")])))
-        elif calls(turn):
+            out.append((role, json.dumps([*with_name(json.loads(content), "the tool")])))
+        elif has_calls(turn):
             loaded = json.loads(more[0])
-            loaded[CALLS] = [*named(loaded[CALLS], "the call of")]
+            loaded[CALLS] = [*with_name(loaded[CALLS], "the call of")]
             out.append((role, content, json.dumps(loaded)))
         elif role == "tool":
             out.append((role, word("what a tool answers,"), *more))

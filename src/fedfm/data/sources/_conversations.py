@@ -255,7 +255,7 @@ def _turn(message: Any, i: int, name: str, where: str) -> Turn:
     if role not in ROLES:
         raise InputError(f"{at} is of role {role!r:.40}: expected one of {listed(ROLES)}{close(str(role), ROLES)}")
     if called:
-        more[_tools.CALLS] = _tools.calls(called, at)
+        more[_tools.CALLS] = _tools.calls_of(called, at)
         if content is None:
             more["content"], content = None, ""
     if not isinstance(content, str):

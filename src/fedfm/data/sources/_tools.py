@@ -62,7 +62,7 @@ def _decoded(value: Any) -> Any:
         return value
 
 
-def calls(value: Any, at: str) -> list[dict[str, Any]]:
+def calls_of(value: Any, at: str) -> list[dict[str, Any]]:
     """The calls of a message, each with its function's name and arguments.
 
     Raises:
