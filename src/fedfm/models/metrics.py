@@ -264,7 +264,8 @@ def _until(ids: list[int], ends: set[int]) -> list[int]:
 def references(model: Model, rows: Rows) -> list[str]:
     """The whole right answers of instruction rows, which training may cut; calls of tools as the model writes them."""
     pairs = rows.pairs or ()
-    ends = _ends(model, True) if any(not isinstance(output, str) for _, output in pairs) else set()
+    called = any(not isinstance(output, str) for _, output in pairs)
+    ends: set[int] = _ends(model, True) if called else set()
 
     def text(said: Asked, output: Output) -> str:
         if isinstance(output, str):

@@ -25,14 +25,15 @@ def messages_of(turns: Sequence[Turn], parts: bool, arguments: str) -> tuple[lis
         arguments: the form in which the template takes arguments; "": as the row has them.
     """
     tools: list[Any] | None = None
-    messages = []
+    messages: list[dict[str, Any]] = []
     for role, content, *more in turns:
         if role == TOOLS:
             tools = json.loads(content)
             continue
-        message = {"role": role, "content": [{"type": "text", "text": content}] if parts else content}
+        message: dict[str, Any] = {"role": role, "content": [{"type": "text", "text": content}] if parts else content}
         message |= json.loads(more[0]) if more else {}
-        for of in (call["function"] for call in message.get(CALLS, ())):
+        for call in message.get(CALLS, ()):
+            of = call["function"]
             if arguments == OBJECT and isinstance(of["arguments"], str):
                 of["arguments"] = json.loads(of["arguments"])
             elif arguments == TEXT and not isinstance(of["arguments"], str):
