@@ -29,11 +29,10 @@ def load_adapter(out: Path, base: Path, auto: str, *, in_bits: bool) -> Any:
 
     of, options, kept = getattr(transformers, auto), dict[str, Any](), list[str]()
     if (out / "config.json").exists():  # of a classifier
-        options["config"] = config = transformers.AutoConfig.from_pretrained(out)
-        if in_bits:
-            kept = config.quantization_config["llm_int8_skip_modules"]
-            del config.quantization_config  # the weights of the base are not in bits
+        options["config"] = transformers.AutoConfig.from_pretrained(out)
     if in_bits:
+        if (bits := out / "base" / "quantization.json").exists():
+            kept = json.loads(bits.read_text(encoding="utf-8")).get("llm_int8_skip_modules") or []
         options["quantization_config"] = transformers.BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
