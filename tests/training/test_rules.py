@@ -49,7 +49,7 @@ RULES = [SGD(), SGD(momentum=0.9, weight_decay=0.1), Adam(weight_decay=0.1), Ada
 
 
 @pytest.mark.parametrize("piece", [1 << 20, 64], ids=["whole", "in pieces"])
-@pytest.mark.parametrize("decayed", [None, (torch.arange(50) % 3 > 0).float()], ids=["all", "some"])
+@pytest.mark.parametrize("decayed", [(), [slice(i, i + 1) for i in range(0, 50, 3)]], ids=["all", "some"])
 @pytest.mark.parametrize("local", RULES, ids=repr)
 def test_a_cohort_is_its_clients_side_by_side(local, decayed, piece, monkeypatch):
     """(K, P) gives each row the bits that it gets alone, also when later rows have stopped."""

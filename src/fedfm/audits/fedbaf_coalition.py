@@ -28,7 +28,6 @@ from fedfm.models.model import Model
 from fedfm.runtime.client_memory import secret
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.run_directory import Run
-from fedfm.training.job import joins_last
 
 ROUNDS, MEMORY = 12, 1 << 30  # rounds to keep, if they fit into this many bytes
 ROUNDING = 1e-3  # of the length of a round's step: a nearer aggregate counts as exact
@@ -179,8 +178,7 @@ class BaseStep:
         assert isinstance(base, Scaffold)  # noqa: S101 - lines() checks it
         x, c = turn.before.x, turn.before.c
         there = {s.client for s in turn.seen}
-        joins = joins_last(self._population.model)
-        own = [base.local.steps(rows[k], joins) for k in sorted(there & set(members))]
+        own = [base.local.steps(rows[k], self._population.model) for k in sorted(there & set(members))]
         step = sum(own) / len(own) * base.local.learning_rate * base.server_learning_rate
         moved: Params = turn.after.c - c
         aggregate: Params = x - step * (c + (len(rows) / len(there)) * moved)

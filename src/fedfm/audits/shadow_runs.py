@@ -194,7 +194,7 @@ def cost(run: Run, population: Partitioned) -> float:
         seconds += trained * float(operations.get("macs_per_client_round", 0.0)) / MACS
         noisy = run.experiment.aggregation.mechanism.plan is not None  # a gradient a row, and its noise
         one = HEAD_STEP if encodes(population.model) and not noisy else STEP
-        seconds += rounds * sum(method.local.steps(n) for n in sizes if n) * one
+        seconds += rounds * sum(method.local.steps(n, population.model) for n in sizes if n) * one
     else:  # methods of one round fit heads
         seconds += trained * 0.05
     if _transport(run.experiment.aggregation).form != "plain":

@@ -20,7 +20,6 @@ from fedfm.linalg.threads import torch_threads
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.run_directory import Run
 from fedfm.training import SGD, TrainsLocally
-from fedfm.training.job import joins_last
 
 LABELS = "Can the server tell from a task vector which classes a client holds?"
 SHARES = "And how many rows of each?"
@@ -118,7 +117,7 @@ def _proportions(
     for c, q in eye.predicted.items():
         if not (n := int(counts[c].sum())):
             continue
-        steps = local.learning_rate * local.steps(n, joins_last(replay.population.model))
+        steps = local.learning_rate * local.steps(n, replay.population.model)
         shares = task_vector.class_shares(eye.heads[c][names[1]].double().numpy(), steps, q)
         found.append(task_vector.overlap(shares, counts[c] / n))
         guessed.append(task_vector.overlap(everywhere / everywhere.sum(), counts[c] / n))

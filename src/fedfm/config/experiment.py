@@ -17,7 +17,7 @@ from fedfm.config.faults import read_all
 from fedfm.config.guesses import UnknownKey
 from fedfm.config.own_code import filled, is_function
 from fedfm.config.registry import admit_named, name_of, resolve
-from fedfm.config.replaced import without_former_keys
+from fedfm.config.replaced import copy_tables, without_former_keys
 from fedfm.config.run_spec import RunSpec
 from fedfm.config.toml import build, build_named, named, plain, put, read, refuse_unknown, to_toml
 from fedfm.core.capabilities import Modelled, Private
@@ -267,7 +267,7 @@ def _hinted(error: UnknownKey, tables: Mapping[str, Any]) -> InputError:
         value = value.get(key) if isinstance(value, Mapping) else None
 
     def refused(changes: Mapping[str, Any]) -> str | None:
-        trial = _copied(tables)
+        trial = copy_tables(tables)
         *path, last = error.where.split(".")
         inner = trial
         for key in path:
@@ -292,10 +292,6 @@ def _hinted(error: UnknownKey, tables: Mapping[str, Any]) -> InputError:
             if why := compatibility.not_late(resolve("methods", name), name):
                 return InputError(f"{why}; and {found}")
     return found
-
-
-def _copied(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in table.items()}
 
 
 def _built(cls: type[T], value: T | Mapping[str, Any], section: str) -> T:

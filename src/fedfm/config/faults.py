@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fedfm.config.replaced import copy_tables
 from fedfm.errors import InputError
 
 T = TypeVar("T")
@@ -33,7 +34,7 @@ def read_all(path: str | Path, table: Mapping[str, Any], read: Callable[[Mapping
 
 def _others(table: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Any], first: InputError) -> list[InputError]:
     """Faults that are left once the first one is taken out."""
-    rest, error, found = _copied(table), first, list[InputError]()
+    rest, error, found = copy_tables(table), first, list[InputError]()
     while len(found) < _MOST and _take_out(rest, str(error)):
         try:
             read(rest)
@@ -75,7 +76,3 @@ def _inner(table: Any, path: list[str]) -> Any:
     for key in path:
         table = table[key]
     return table
-
-
-def _copied(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in table.items()}

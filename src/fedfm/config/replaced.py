@@ -29,7 +29,7 @@ def without_former_keys(
     name = tables["method"].get("name")
     if former.get("name") == name or _why_refused(former) is not None:
         return tables
-    method = _copied(tables["method"])
+    method = copy_tables(tables["method"])
     while (why := _why_refused(method)) is not None:
         found = _KEY.match(why)
         path = found[1].split(".")[1:] if found else []
@@ -66,5 +66,6 @@ def _has(table: Any, path: list[str]) -> bool:
     return bool(path)
 
 
-def _copied(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in table.items()}
+def copy_tables(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy whose tables can be changed; values are shared."""
+    return {key: copy_tables(value) if isinstance(value, Mapping) else value for key, value in table.items()}

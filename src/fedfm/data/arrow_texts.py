@@ -58,7 +58,7 @@ class ArrowPictures(ArrowTexts, Pictured):
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))  # one at a time: each may have megabytes
 
-    def joined(self, others: Sequence[ArrowPictures]) -> ArrowPictures:
+    def join(self, others: Sequence[ArrowPictures]) -> ArrowPictures:
         """These pictures and then the others', all of columns as they were read; none is copied."""
         import pyarrow
 

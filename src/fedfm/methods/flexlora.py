@@ -87,7 +87,7 @@ def cut(dW: Mapping[str, Factors], like: Params, alpha: float) -> tuple[dict[str
             v[k : len(whole)] = whole[k:]
         found[path] = v, u * (r / alpha)
         sigma.append(values)
-    return lora.assembled(found, like), sigma
+    return lora.assemble(found, like), sigma
 
 
 def lost(sigma: Sequence[Tensor], rank: int) -> float:

@@ -16,7 +16,6 @@ from fedfm.linalg.params import Params
 from fedfm.methods._statistics import averaged
 from fedfm.methods.fedavg import FedAvg
 from fedfm.training import SGD, Proximal
-from fedfm.training.job import joins_last
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Scaffold(FedAvg):
     def train(self, client: Client, x: Params, c: Params) -> Update:  # type: ignore[override]
         c_k = client.memory.get("c", 0.0 * x)
         y = self.local(client, x, correction=c - c_k)  # y <- y - eta_l (g(y) - c_k + c), line 10
-        steps = self.local.steps(len(client.data.train), joins_last(client.model))
+        steps = self.local.steps(len(client.data.train), client.model)
         c_new = c_k - c + (x - y) / (steps * self.local.learning_rate)  # line 12, option II
         client.memory["c"] = c_new
         return Update(Params.join(y=y - x, c=c_new - c_k), 1.0, client.metrics)

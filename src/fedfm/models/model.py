@@ -20,7 +20,7 @@ from fedfm.linalg.params import Layout, Params, layout_of
 from fedfm.models import checkpointing, inputs, lengths, metrics
 from fedfm.models.adapters.adaptation import live_head
 from fedfm.models.block_outputs import blocks
-from fedfm.models.decay import spared
+from fedfm.models.decay import undecayed
 from fedfm.models.families import Parts, unwrapped
 from fedfm.models.head_inputs import head_inputs, prompts
 from fedfm.models.inputs import IGNORE, LOCAL_SHARE
@@ -106,7 +106,7 @@ class Model:
             or isinstance(m, Replaced)
             or (self.adaptation == "full" and isinstance(m, BATCH_NORMS))
         ]
-        self.undecayed = spared(module) & set(self.names)
+        self.undecayed = undecayed(module) & set(self.names)
         self.eval_mode()
 
     @property

@@ -29,7 +29,7 @@ from fedfm.models.model import Model
 from fedfm.models.preference import PreferenceModel
 from fedfm.runtime.population import Partitioned
 from fedfm.training import TrainsLocally
-from fedfm.training.job import joins_last
+from fedfm.training.optimisers import joins_last
 
 _FEW = 8  # rows to choose the two shortest of, whose loss is computed
 _PAIR = 2

@@ -120,7 +120,7 @@ def _client_seconds(experiment: Experiment, population: Partitioned) -> float | 
         each = step_seconds(model, data.train, size)
     if each is None:
         return None
-    seconds = each * method.local.steps(len(data.train)) * passes
+    seconds = each * method.local.steps(len(data.train), model) * passes
     if seconds > _WHOLE or experiment.aggregation.mechanism.plan is not None:
         return seconds
     client = Client(id=name, data=data, model=model, memory={}, seed=seeds.derive(experiment.run.seed, "forecast"))

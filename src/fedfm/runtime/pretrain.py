@@ -120,7 +120,7 @@ class _Work:
     def _train(self, model: Model, rows: Any, judged: Rows, watcher: EpochProgress, began: float) -> None:
         spec, n = self.what.spec, len(rows)
         flat = flat_of(model)
-        rule = Rule(spec.local, flat.p, flat.decayed(spec.local.spare(model.undecayed)))
+        rule = Rule(spec.local, flat.p, flat.places(model.undecayed))
         done = self.place.restore(model, rule)
         watcher.started(spec.local.epochs, done, -(-n // spec.local.batch_size))
         spent = self.state["history"][-1]["seconds"] if done else 0.0

@@ -27,7 +27,7 @@ from fedfm.linalg.params import Layout, Params
 from fedfm.models.model import Model
 from fedfm.training.job import Job
 from fedfm.training.optimisers import SGD
-from fedfm.training.update_rules import Rule, decayed
+from fedfm.training.update_rules import Rule, places
 
 _FIXED = 1 << 20  # multiply-adds that take as long as the calls around the products
 
@@ -73,7 +73,9 @@ def _train(job: Job) -> Params:
         job.client.metrics["loss"] = 0.0
         return job.w
     if isinstance(job.local, SGD) and not job.local.momentum and not job.mu and job.correction is None:
-        in_span = not _spared(job) and pays_in_span(job.local, n, classes, width)  # there the bias is one more weight
+        in_span = not _spares_bias(job) and pays_in_span(
+            job.local, n, classes, width
+        )  # there the bias is one more weight
         trained, loss = _plain(job, x, y, names, in_span)
     else:
         trained, loss = _by_rule(job, x, y, names)
@@ -81,9 +83,13 @@ def _train(job: Job) -> Params:
     return trained
 
 
-def _spared(job: Job) -> Collection[str]:
-    """The bias, if weight decay leaves it alone."""
-    return job.local.spare(getattr(job.client.model, "undecayed", ()))
+def _undecayed(job: Job) -> Collection[str]:
+    return getattr(job.client.model, "undecayed", ())
+
+
+def _spares_bias(job: Job) -> bool:
+    """Whether weight decay leaves the bias alone."""
+    return bool(_undecayed(job)) and job.local.spares_biases
 
 
 def _pieces(flat: Tensor, layout: Layout, names: Sequence[str]) -> list[np.ndarray]:
@@ -105,7 +111,7 @@ def _plain(job: Job, x: np.ndarray, y: np.ndarray, names: Sequence[str], in_span
         descend, scratch = softmax_sgd.descend_in_span, softmax_sgd.scratch_in_span(*of, len(y))
     else:
         descend, scratch = softmax_sgd.descend, softmax_sgd.scratch(*of)
-        decays.append(0.0 if _spared(job) else local.weight_decay)
+        decays.append(0.0 if _spares_bias(job) else local.weight_decay)
     orders = job.epochs()
     flats = start.numpy(), trained.numpy()
     loss = descend(x, y, orders, local.batch_size, *flats, at_w, at_b, end - at_b, eta, *decays, *scratch)
@@ -120,7 +126,7 @@ def _by_rule(job: Job, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -> tu
     flat, gradient = start.clone(), torch.empty_like(start)
     correction = None if job.correction is None else torch.cat([job.correction[name].reshape(-1) for name in job.w])
     w, g = _pieces(flat, layout, names), _pieces(gradient, layout, names)
-    rule = Rule(local, flat, decayed(layout, _spared(job)))
+    rule = Rule(local, flat, places(layout, _undecayed(job)))
     scratch = softmax_sgd.scratch(min(local.batch_size, len(y)), x.shape[1], len(w[1]))
     more, losses = [np.empty_like(r) for r in scratch[:2]], []
     for batch in job.orders():

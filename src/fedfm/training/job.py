@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedfm import seeds
 from fedfm.core.client import Client
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.training import augmentation
-from fedfm.training.optimisers import Local, batches
+from fedfm.training.optimisers import Local, batches, joins_last
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Job:
     def rates(self) -> Iterator[float]:
         """Eta of every step of this round."""
         begin, end = self.client.span
-        steps = max(self.local.steps(len(self.client.data.train), joins_last(self.client.model)), 1)
+        steps = max(self.local.steps(len(self.client.data.train), self.client.model), 1)
         total = round(steps / (end - begin)) if end > begin else steps  # a late client trains after the last round
         edges = [begin + (end - begin) * step / steps for step in range(steps + 1)]
         return (self.local.rate(a, b, total) for a, b in pairwise(edges))
@@ -70,8 +68,3 @@ def mini_batches(n: int, batch_size: int, epochs: int, seed: int, joins: bool = 
     for order in permutations(n, epochs, seed):
         for k in range(count):
             yield order[k * batch_size : (k + 1) * batch_size if k + 1 < count else n]
-
-
-def joins_last(model: Any) -> bool:
-    """Whether a last batch of one row joins the batch before it: batch norm has no variance of one value."""
-    return any(isinstance(m, _BatchNorm) for m in getattr(model, "train_too", ()))

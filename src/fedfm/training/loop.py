@@ -106,15 +106,9 @@ class Flat:
             return w.flats[self.p.dtype].to(self.p.device)
         return torch.cat([w[name].reshape(-1) for name in self.names]).to(self.p.device)
 
-    def decayed(self, spared: Collection[str]) -> Tensor | None:
-        """Where weight decay acts (P,), 1 or 0; None: everywhere."""
-        if not spared:
-            return None
-        mask = torch.ones_like(self.p)
-        for name, (_, piece) in zip(self.names, self._pieces(), strict=True):
-            if name in spared:
-                mask[piece] = 0
-        return mask
+    def places(self, names: Collection[str]) -> list[slice]:
+        """Where those of these tensors stand that are here."""
+        return [piece for name, (_, piece) in zip(self.names, self._pieces(), strict=True) if name in names]
 
     def bound(self, live: dict[str, Tensor]) -> bool:
         """Whether the same parameters are trained and the model still uses this storage."""
@@ -147,7 +141,7 @@ def _train(job: Job) -> Params:
         buffers.give_back()
     model.load(job.w)
     flat = flat_of(model)
-    rule = Rule(job.local, flat.p, flat.decayed(job.local.spare(getattr(model, "undecayed", ()))))
+    rule = Rule(job.local, flat.p, flat.places(getattr(model, "undecayed", ())))
     start = flat.p.clone() if job.mu else None
     correction = flat.flat(job.correction) if job.correction is not None else None
     live = model.live()

@@ -7,13 +7,14 @@ how it is computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedfm.core.checks import match
 from fedfm.core.client import Client
@@ -146,9 +147,10 @@ class Local:
             for part in parts:
                 part.mul_(factor)
 
-    def spare(self, names: Collection[str]) -> Collection[str]:
-        """Of biases and norms, those that :attr:`weight_decay` leaves alone: all or none."""
-        return names if self.weight_decay and self.decay_of != "all" else ()
+    @property
+    def spares_biases(self) -> bool:
+        """Whether :attr:`weight_decay` leaves biases and norms alone."""
+        return bool(self.weight_decay) and self.decay_of != "all"
 
     @property
     def plain(self) -> Local:
@@ -177,16 +179,21 @@ class Local:
         """Raise a ClientFault, with the first tensor that differs, if w is not a client's own model of this kind."""
         match(w, model.layout, "model")
 
-    def steps(self, n: int, joins: bool = False) -> int:
-        """Number of optimiser steps over n rows; ``joins`` as of :func:`batches`."""
-        return self.epochs * batches(n, self.batch_size, joins)
+    def steps(self, n: int, model: Any = None) -> int:
+        """Number of optimiser steps over n rows; ``model``: that trains, None: one without batch norm."""
+        return self.epochs * batches(n, self.batch_size, joins_last(model))
+
+
+def joins_last(model: Any) -> bool:
+    """Whether a last batch of one row joins the batch before it: batch norm has no variance of one value."""
+    return any(isinstance(m, _BatchNorm) for m in getattr(model, "train_too", ()))
 
 
 def batches(n: int, size: int, joins: bool = False) -> int:
     """Number of mini-batches of n rows.
 
     Args:
-        joins: a last batch of one row joins the batch before it (see :func:`fedfm.training.job.joins_last`).
+        joins: a last batch of one row joins the batch before it (see :func:`joins_last`).
 
     Example:
         >>> batches(65, 32), batches(65, 32, joins=True), batches(1, 32, joins=True)

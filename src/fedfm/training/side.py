@@ -18,7 +18,7 @@ from fedfm.models.model import Model
 from fedfm.models.side_adapter import STATES, SideModel
 from fedfm.training import loop
 from fedfm.training.job import Job
-from fedfm.training.update_rules import Rule, decayed
+from fedfm.training.update_rules import Rule, places
 
 NAMES = ("down", "up", "alpha", "mix_down", "mix_up", "head.weight", "head.bias")
 
@@ -56,7 +56,7 @@ def _train(job: Job) -> Params:
         return job.w
     x = np.ascontiguousarray(states.numpy(), np.float32).reshape(-1)
     flat = job.w.flats[torch.float32].clone()
-    rule = Rule(job.local, flat, decayed(layout, job.local.spare(job.client.model.undecayed)))
+    rule = Rule(job.local, flat, places(layout, job.client.model.undecayed))
     start, gradient, seen = flat.clone(), torch.empty_like(flat), 0.0
     correction = None if job.correction is None else torch.cat([job.correction[name].reshape(-1) for name in job.w])
     shape = blocks, positions, width, rank, classes

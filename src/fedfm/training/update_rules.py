@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,26 +15,25 @@ from fedfm.training.optimisers import SGD, AdamW, Adaptive, Local
 PIECE = 1 << 20  # entries of one step of Adam, whose roots take memory of their own; whole vectors of the processor
 
 
-def decayed(layout: Layout, spared: Collection[str]) -> Tensor | None:
-    """Where weight decay acts on the float32 vector (P,) of a layout, 1 or 0; None: everywhere."""
-    if not spared:
-        return None
-    mask = torch.ones(layout.sizes[torch.float32])
-    for name in spared:
-        mask[slice(*layout.slots[name][1:3])] = 0
-    return mask
+def places(layout: Layout, names: Iterable[str]) -> list[slice]:
+    """Where these tensors stand in the float32 vector (P,) of a layout."""
+    return [slice(*layout.slots[name][1:3]) for name in names]
 
 
 class Rule:
     """The optimiser's state for vectors of one shape; ``step`` updates them in place, at the rate ``eta``.
 
     Args:
-        decayed: (P,) 1 where weight decay acts, else 0; None: everywhere.
+        undecayed: where biases and norms stand in a vector (P,), which weight decay spares unless it is of all.
     """
 
-    def __init__(self, local: Local, like: Tensor, decayed: Tensor | None = None) -> None:
+    def __init__(self, local: Local, like: Tensor, undecayed: Sequence[slice] = ()) -> None:
         self.local, self.t, self.eta = local, 0, local.learning_rate
-        self.decay = None if decayed is None or not local.weight_decay else decayed * local.weight_decay
+        self.decay: Tensor | None = None  # (P,); None: the same everywhere
+        if undecayed and local.spares_biases:
+            self.decay = like.new_full(like.shape[-1:], local.weight_decay)
+            for place in undecayed:
+                self.decay[place] = 0
         self.momentum = local.momentum if isinstance(local, SGD) else 0.0
         self.adam = local if isinstance(local, Adaptive) else None
         self.m = torch.zeros_like(like) if self.adam or self.momentum else None

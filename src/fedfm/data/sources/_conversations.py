@@ -145,7 +145,7 @@ def preferences(
         asked = None if prompt is None else _with_input(_asked(prompt, spec.prompt, where), more, spec.input, where)
         good, bad = both
         if not isinstance(good, str) or not isinstance(bad, str):
-            asked, good, bad = _parted(asked, good, bad, spec, where)
+            asked, good, bad = _split(asked, good, bad, spec, where)
         elif asked is None:
             raise InputError(
                 f'{where}: no prompt (data.prompt = "{spec.prompt}"): the answers are texts, without what was asked'
@@ -200,7 +200,7 @@ def _answer(value: Any, name: str, where: str) -> str | tuple[Turn, ...]:
     return turns
 
 
-def _parted(asked: Asked | None, good: Any, bad: Any, spec: DataSpec, where: str) -> tuple[Asked, Output, Output]:
+def _split(asked: Asked | None, good: Any, bad: Any, spec: DataSpec, where: str) -> tuple[Asked, Output, Output]:
     """Prompt and answers of two lists of messages that differ in the last one."""
     names = f'"{spec.chosen}" and "{spec.rejected}"'
     if isinstance(good, str) or isinstance(bad, str):

@@ -108,7 +108,7 @@ def join(sheets: Mapping[str, Sheet]) -> Sheet:
     for name, values in head.columns.items():
         others = [part.columns[name] for part in parts[1:]]
         if isinstance(values, ArrowPictures) and all(isinstance(o, ArrowPictures) for o in others):
-            columns[name] = values.joined([o for o in others if isinstance(o, ArrowPictures)])
+            columns[name] = values.join([o for o in others if isinstance(o, ArrowPictures)])
         else:
             columns[name] = [v for some in (values, *others) for v in some]
     ends = list(accumulate(map(len, parts)))

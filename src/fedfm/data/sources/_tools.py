@@ -38,10 +38,10 @@ def with_tools(rows: Sequence[tuple[Any, ...]], values: Sequence[Any], name: str
 
 def _schemas(value: Any, name: str, where: str) -> list[dict[str, Any]]:
     """The schemas of one cell; empty for nothing."""
-    found = _decoded(value)
+    found = _parse(value)
     if found in (None, "", [], {}):
         return []
-    tools: list[Any] = [_decoded(tool) for tool in found] if isinstance(found, list) else [None]
+    tools: list[Any] = [_parse(tool) for tool in found] if isinstance(found, list) else [None]
     for tool in tools:
         of = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(of, dict) or not isinstance(of.get("name"), str) or not of["name"]:
@@ -52,7 +52,7 @@ def _schemas(value: Any, name: str, where: str) -> list[dict[str, Any]]:
     return tools
 
 
-def _decoded(value: Any) -> Any:
+def _parse(value: Any) -> Any:
     """A value, or what a text of JSON holds."""
     if not isinstance(value, str):
         return value
@@ -73,7 +73,7 @@ def calls_of(value: Any, at: str) -> list[dict[str, Any]]:
         of = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(of, dict) or not isinstance(of.get("name"), str) or not of["name"]:
             raise InputError(f'{at} has "{CALLS}" {call!r:.40}: calls are expected, each like {_LIKE_CALL}')
-        if not isinstance(_decoded(of.get("arguments")), dict):
+        if not isinstance(_parse(of.get("arguments")), dict):
             raise InputError(
                 f"{at} calls {of['name']!r:.40} with arguments {of.get('arguments')!r:.40}: an object is expected, or "
                 "one in JSON"

@@ -36,7 +36,7 @@ from fedfm.methods.fedms.mixture import TRUNK, Experts, differing, mixed
 from fedfm.methods.fedms.paper import SETTINGS
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
 from fedfm.models.backbone import backbone
-from fedfm.models.decay import spared
+from fedfm.models.decay import undecayed
 from fedfm.models.dual_encoder import DualModel, active_layers, image_trunk, need
 from fedfm.models.layers import layers
 from fedfm.models.model import Model
@@ -232,8 +232,7 @@ class FedMS(Method[MSState]):
             Flat({n: p for n, p in model.live().items() if owners[n] in active}),
             Flat({n: p for n, p in gate.named_parameters() if self.gate != "last" or n.startswith(LAST)} | trunk),
         ]
-        spare = self.local.spare(model.undecayed | spared(gate))
-        rules = [Rule(self.local, flat.p, flat.decayed(spare)) for flat in flats]
+        rules = [Rule(self.local, flat.p, flat.places(model.undecayed | undecayed(gate))) for flat in flats]
         job = Job(client, W_i, self.local)
         total, expert, shares, backward, seen = 0.0, 0.0, 0.0, 0.0, 0
         model.train_mode()

@@ -25,14 +25,14 @@ def all_linear(module: nn.Module, parts: Parts, new: Iterable[str]) -> tuple[str
     """Paths of all linear maps and experts but the head and what is new, which are trained as they are, and but what
     :func:`left_out` names.
     """
-    return tuple(path for path, why in _judged(module, parts, new).items() if not why)
+    return tuple(path for path, why in _reasons(module, parts, new).items() if not why)
 
 
 def left_out(module: nn.Module, parts: Parts, new: Iterable[str]) -> str:
     """A line that names what "all-linear" leaves out, with its share of the numbers; empty if that is nothing."""
     total = sum(_size(m) for m in module.modules()) or 1
     found: dict[str, dict[str, int]] = {}  # why -> last part of the name -> numbers
-    for path, why in _judged(module, parts, new).items():
+    for path, why in _reasons(module, parts, new).items():
         if why:
             sizes = found.setdefault(why, {})
             leaf = path.rpartition(".")[2]
@@ -76,7 +76,7 @@ def refused_by_peft(module: nn.Module, names: Iterable[str]) -> set[str]:
     return out
 
 
-def _judged(module: nn.Module, parts: Parts, new: Iterable[str]) -> dict[str, str]:
+def _reasons(module: nn.Module, parts: Parts, new: Iterable[str]) -> dict[str, str]:
     """Path of each linear map and of each parameter of experts that the rows pass -> why it is left out, or ""."""
     own = (*new, *((parts.head,) if parts.head else ()))
     whole: Any = unwrapped(module)

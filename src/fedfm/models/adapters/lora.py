@@ -73,7 +73,7 @@ def matrices(w: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     return out
 
 
-def assembled(found: Mapping[str, tuple[Tensor, Tensor]], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def assemble(found: Mapping[str, tuple[Tensor, Tensor]], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The factors by name, in the dtypes of ``like``; the inverse of :func:`matrices`, also at another rank."""
     out = dict[str, Tensor]()
     for path, (a, b) in pairs(like).items():
@@ -105,7 +105,7 @@ def merged(w: Mapping[str, Tensor], shift: Mapping[str, Factors], alpha: float) 
     }
     rank = max(len(v) for _, v in found.values())
     wide = {path: low_rank.padded(x, rank) for path, x in found.items()}
-    return Params(dict(w) | assembled({path: (v, rank / alpha * u) for path, (u, v) in wide.items()}, w))
+    return Params(dict(w) | assemble({path: (v, rank / alpha * u) for path, (u, v) in wide.items()}, w))
 
 
 def first(w: Params, rank: int | None) -> Params:
@@ -208,7 +208,7 @@ def shifted(model: Model, shift: Mapping[str, Factors]) -> Iterator[None]:
             stack.callback(hook.remove)
         for path, found in experts.items():
             both = torch.stack([u for u, _ in found]), torch.stack([v for _, v in found])
-            stack.enter_context(stacked.shifted(model.module.get_submodule(path), both))
+            stack.enter_context(stacked.add_factors(model.module.get_submodule(path), both))
         yield
 
 

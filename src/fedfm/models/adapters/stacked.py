@@ -115,7 +115,7 @@ def in_names_of_peft(config: Any, module: Any) -> Any | None:
 
 
 @contextmanager
-def shifted(layer: Any, shift: Factors) -> Iterator[None]:
+def add_factors(layer: Any, shift: Factors) -> Iterator[None]:
     """Context manager: PEFT's layer of experts computes with W_e + U_e V_e beside its adapter.
 
     Args:

@@ -43,14 +43,9 @@ class FlatLayout:
         front = vector.shape[:-1]
         return {n: vector[..., start:stop].view(*front, *shape) for n, (start, stop, shape) in self.slots.items()}
 
-    def decayed(self, spared: Collection[str]) -> Tensor | None:
-        """Where weight decay acts (P,), 1 or 0; None: everywhere."""
-        if not spared:
-            return None
-        mask = torch.ones(self.size)
-        for name in spared:
-            mask[slice(*self.slots[name][:2])] = 0
-        return mask
+    def places(self, names: Collection[str]) -> list[slice]:
+        """Where these tensors stand in a client's vector."""
+        return [slice(*self.slots[name][:2]) for name in names]
 
     def tensor(self, name: str, views: dict[str, Tensor]) -> Tensor:
         """The view with this name in the model's shape."""
