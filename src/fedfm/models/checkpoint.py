@@ -62,7 +62,7 @@ class Difference:
         odd = {n: s for n, s in self.shapes.items() if not any(within(n, f) for f in free)}
         lacking = {n for n in self.missing if not any(within(n, f) for f in free)}
         new = {n for unit in self._units(lacking) if head and self._optional(unit) for n in lacking if within(n, unit)}
-        faults = [*self._lacks(sorted(lacking - new)), *_odd_shapes(odd), *_surplus(self.surplus())]
+        faults = [*self._lacks(sorted(lacking - new)), *misshapen(odd), *_surplus(self.surplus())]
         if faults:
             raise InputError(f"model.name: {self.path} {'; it '.join(faults)}")
         return (self.missing | self.shapes.keys()), [*self._new_parts(new), *self._guessed_heads()]
@@ -162,8 +162,9 @@ class Difference:
     def _lacks(self, names: list[str]) -> list[str]:
         if not names:
             return []
-        total = len(self.module.state_dict())
-        text = f"lacks {len(names)} of the {total} tensors of a {type(self.module).__name__}: {_some(names)}"
+        own = {n for n, _ in (*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers())}
+        total = sum(n in own for n in self.module.state_dict())  # not the scales of quantised weights
+        text = f"lacks {len(names)} of the {total} tensors of a {type(self.module).__name__}: {some(names)}"
         if prefix := self._prefix(names):
             text += f". Its names begin with {prefix!r} in front of the model's: save the module inside that wrapper"
         return [text]
@@ -185,7 +186,7 @@ class Difference:
         if not new:
             return []
         parts = sorted({name.rpartition(".")[0] for name in new})
-        return [f"model.name: {self.path} has no {_some(parts)}, which is new here and untrained"]
+        return [f"model.name: {self.path} has no {some(parts)}, which is new here and untrained"]
 
     def _guessed_heads(self) -> list[str]:
         """A notice of what is left out of a file that names no other class than the module's."""
@@ -193,8 +194,8 @@ class Difference:
         if not left or self._saved_class not in ("", type(self.module).__name__):
             return []
         return [
-            f"model.name: {self.path} has {_tensors(len(left))} for which a {type(self.module).__name__} has no place: "
-            f"{_some(left)}; taken for the head of another task and left out"
+            f"model.name: {self.path} has {tensors(len(left))} for which a {type(self.module).__name__} has no place: "
+            f"{some(left)}; taken for the head of another task and left out"
         ]
 
 
@@ -215,24 +216,25 @@ def _without_pooler(base: Any) -> frozenset[str]:
         return frozenset(type(base)(base.config, add_pooling_layer=False).state_dict())
 
 
-def _odd_shapes(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> list[str]:
+def misshapen(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> list[str]:
+    """The fault of tensors whose shapes in the file and in the model differ; [] if there are none."""
     if not shapes:
         return []
     named = [f"{name} is {theirs}, expected {ours}" for name, (theirs, ours) in sorted(shapes.items())]
-    return [f"has {_tensors(len(shapes))} of another shape than its configuration says: {_some(named)}"]
+    return [f"has {tensors(len(shapes))} of another shape than its configuration says: {some(named)}"]
 
 
 def _surplus(names: list[str]) -> list[str]:
     if not names:
         return []
-    return [f"has {_tensors(len(names))} for which a model of its configuration has no place: {_some(names)}"]
+    return [f"has {tensors(len(names))} for which a model of its configuration has no place: {some(names)}"]
 
 
-def _tensors(count: int) -> str:
+def tensors(count: int) -> str:
     return "a tensor" if count == 1 else f"{count} tensors"
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
     """The first of these names, and the number of the others."""
     others = len(names) - _FIRST
     return ", ".join(names[:_FIRST]) + (f" and {others} more" if others > 0 else "")

@@ -33,6 +33,7 @@ from fedfm.models import (
     quantised,
     quantised_experts,
     side_adapter,
+    stored_bits,
 )
 from fedfm.models.adapters import adaptation
 from fedfm.models.architectures import resnet
@@ -142,7 +143,7 @@ def load_model(
     _draw_head(loaded.module, loaded.new, seed)
     bits = loaded.stored is not None and not loaded.hollow
     weights = loaded.module.state_dict() if loaded.stored is None else loaded.stored
-    look = Finite(spec.name, {name for name, _ in loaded.module.named_parameters()})
+    look = Finite(spec.name, _weights(loaded))
     print_ = fingerprint(weights, loaded.config, loaded.new, look)
     if spec.fingerprint is not None and print_ != spec.fingerprint:
         raise InputError(
@@ -199,6 +200,17 @@ def load_model(
     if spec.compile and not loaded.hollow and (why := compiled.compile_blocks(parts, spec.compile, model.device)):
         model.notices += (why,)
     return model
+
+
+def _weights(loaded: Loaded) -> set[str]:
+    """Names of what must be finite: parameters, in a quantised folder with or without the name of the base before
+    them, and what scales their bits.
+    """
+    own, stored = {name for name, _ in loaded.module.named_parameters()}, loaded.stored
+    if not isinstance(stored, quantised.StoredWeights):
+        return own
+    base = f"{loaded.module.base_model_prefix}."
+    return own | {n.removeprefix(base) for n in own} | {f"{base}{n}" for n in own} | stored_bits.scales(stored)
 
 
 def _notices(loaded: Loaded, parts: families.Parts, spec: ModelSpec) -> Iterator[str]:

@@ -295,6 +295,13 @@ class StoredWeights(Mapping[str, Tensor]):
         with safe_open(self._files[name], "pt") as file:
             return tuple(file.get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """The dtype of a tensor, which is not read, in the format's words: ``F32``, ``BF16``, ``U8``."""
+        from safetensors import safe_open
+
+        with safe_open(self._files[name], "pt") as file:
+            return str(file.get_slice(name).get_dtype())
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 
@@ -332,6 +339,11 @@ class Unquantised(Mapping[str, Tensor]):
     def leftovers(self) -> set[str]:
         """Names of the checkpoint's tensors that have no place in the module."""
         return set(self._checkpoint) - set(self._names.values())
+
+    @property
+    def by_file(self) -> dict[str, Tensor]:
+        """The module's tensors without numbers, by their names in the files."""
+        return {found: self._state[name] for name, found in self._names.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._checkpoint[self._names[name]].to(self._state[name].dtype)

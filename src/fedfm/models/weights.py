@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from fedfm import seeds
 from fedfm.errors import InputError
-from fedfm.models import devices, families, quantised
-from fedfm.models.checkpoint import Difference
+from fedfm.models import devices, families, quantised, stored_bits
+from fedfm.models.checkpoint import Difference, some
 from fedfm.models.heads import bases, within
 from fedfm.models.names import BUILT_IN, DTYPES
 from fedfm.models.spec import ModelSpec
@@ -51,6 +51,8 @@ def hollow(
         module = auto.from_config(plain, dtype=DTYPES[spec.dtype])
     checkpoint = _stored_weights(path, spec.name)
     weights = quantised.Unquantised(module, checkpoint, alike=stored is None)
+    if stored is not None:
+        stored_bits.check(checkpoint, stored, weights.by_file, path)
     if not quantised.readable(weights, module, families.find(module, config.model_type).head, DTYPES[spec.dtype]):
         return None
     found = Difference(module, path, weights.missing, weights.leftovers if stored is None else set(), {})
@@ -84,6 +86,8 @@ def module_of(
     checkpoint = _stored_weights(path, spec.name)
     lazily = quantised.Unquantised(skeleton, checkpoint, alike=stored is None)
     weights: Mapping[str, Tensor] = checkpoint if stored is not None else lazily
+    if stored is not None:
+        stored_bits.check(checkpoint, stored, lazily.by_file, path)
     missing = lazily.missing
     last = families.find(skeleton, config.model_type).head
     if stored is None and not quantised.readable(lazily, skeleton, last, dtype):
@@ -101,7 +105,13 @@ def module_of(
         where = where | {"quantization_config": bits}
     if "device_map" not in where:
         where = where | {"device_map": {"": devices.pick(spec.device)}}
-    read = load(auto, path, spec, with_bits, seed, dtype, head=head, **where)
+    try:
+        read = load(auto, path, spec, with_bits, seed, dtype, head=head, **where)
+    except (InputError, AttributeError):  # transformers cannot draw bits that lack, and does not name them
+        if stored is not None:
+            surplus = {n for n in lazily.leftovers if not stored_bits.is_companion(n)}
+            Difference(skeleton, path, missing, surplus, {}).judge(head=head)
+        raise
     quantised.keep_format(read.module)
     return read, weights
 
@@ -183,11 +193,9 @@ def load(
     except ImportError as error:
         raise InputError(f"model.attention: {first_of(error)}") from None
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        if "conversion of the weights" in str(error):  # transformers names them in a report of many lines only
-            raise InputError(
-                f"model.name: {path} lacks tensors that others of it go with, such as the scales of quantised weights "
-                "or one of several experts"
-            ) from None
+        if "conversion of the weights" in str(error):
+            named = some(sorted(_failed(error))) or "tensors, such as one of several experts"
+            raise InputError(f"model.name: {path} lacks a part of what the model joins: {named}") from None
         raise refusal(path, spec.name, error) from None
     return Read(module, *Difference.of_load(module, path, info).judge(head=head))
 
@@ -212,6 +220,18 @@ def new_modules(module: nn.Module, model_type: str, missing: set[str]) -> list[s
                 f"{base}; expected a head beside it"
             )
     return [p for p in top if p]
+
+
+def _failed(error: Exception) -> set[str]:
+    """The model's tensors that transformers could not make of those of a file. Its error does not name them, but for
+    a report of many lines in the log.
+    """
+    trace, found = error.__traceback__, set[str]()
+    while trace is not None:
+        info = trace.tb_frame.f_locals.get("loading_info")
+        found |= set(getattr(info, "conversion_errors", ()))
+        trace = trace.tb_next
+    return found
 
 
 def first_of(error: Exception) -> str:

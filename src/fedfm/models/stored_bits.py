@@ -1,0 +1,108 @@
+"""Whether the tensors of a folder with quantised weights go together: bits, their scales and tables.
+
+bitsandbytes reads what it finds: without the scales of scales it takes 8-bit numbers for scales, and bits of another
+length leave outputs that nobody wrote. Both load without an error, so that the files are compared first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fedfm.errors import InputError
+from fedfm.models.checkpoint import misshapen, some, tensors
+from fedfm.models.quantised import StoredWeights
+
+_STATE = "quant_state.bitsandbytes__"  # followed by nf4 or fp4: sizes of blocks and the weight's shape, as JSON
+_TABLES, _NESTED = ("absmax", "quant_map"), ("nested_absmax", "nested_quant_map")
+_SCALES, _FORMAT = "SCB", "weight_format"  # of 8 bits, beside the weight
+
+Shape = tuple[int, ...]
+
+
+def check(stored: StoredWeights, settings: Mapping[str, Any], weights: Mapping[str, Tensor], path: Path | str) -> None:
+    """Compare the bits of a folder with their scales, and with the weights that they stand for.
+
+    Args:
+        stored: the folder's tensors.
+        settings: its ``quantization_config``.
+        weights: the model's, of which only shapes are read, by the names of the folder.
+        path: of the folder, for messages.
+
+    Raises:
+        InputError: tensors lack, or have another length than goes with the others.
+    """
+    lacking, odd, eight = set[str](), dict[str, tuple[Shape, Shape]](), bool(settings.get("load_in_8bit"))
+    for name in sorted(_in_bits(stored, weights)):
+        shape = tuple(weights[name].shape) if name in weights else None
+        need = {name, _beside(name, _SCALES)} if eight else {name, *_of_four_bits(stored, name, settings)}
+        if need <= set(stored):
+            sizes = _eight(stored, name, shape) if eight else _four(stored, name, shape)
+            odd |= {n: (stored.shape(n), s) for n, s in sizes.items() if math.prod(stored.shape(n)) != math.prod(s)}
+        lacking |= need - set(stored)
+    faults = misshapen(odd)
+    if lacking:
+        faults.insert(0, f"lacks {tensors(len(lacking))} of its quantised weights: {some(sorted(lacking))}")
+    if faults:
+        raise InputError(f"model.name: {path} {'; it '.join(faults)}")
+
+
+def scales(stored: StoredWeights) -> set[str]:
+    """Names of the tensors that scale bits, none of whose numbers may be infinite."""
+    return {name for name in stored if is_companion(name) and _STATE not in name}
+
+
+def is_companion(name: str) -> bool:
+    """Whether a tensor is part of how a quantised weight is stored, beside its bits."""
+    return _STATE in name or name.rpartition(".")[2] in (*_TABLES, *_NESTED, _SCALES, _FORMAT)
+
+
+def _in_bits(stored: StoredWeights, weights: Mapping[str, Tensor]) -> set[str]:
+    """Names of the weights that are quantised: whole numbers where the model computes with others, or with scales."""
+    out = {n for n, weight in weights.items() if weight.is_floating_point() and stored.dtype(n) in ("U8", "I8")}
+    for name in filter(is_companion, stored):
+        above, _, last = name.rpartition(".")
+        if _STATE in name:
+            out.add(name.partition(f".{_STATE}")[0])
+        else:
+            out.add(f"{above}.weight" if last in (_SCALES, _FORMAT) else above)
+    return out
+
+
+def _beside(name: str, last: str) -> str:
+    return f"{name.rpartition('.')[0]}.{last}"
+
+
+def _of_four_bits(stored: StoredWeights, name: str, settings: Mapping[str, Any]) -> set[str]:
+    """Names of what goes with a weight in 4 bits."""
+    key = f"{name}.{_STATE}{settings.get('bnb_4bit_quant_type', 'fp4')}"
+    nested = settings.get("bnb_4bit_use_double_quant") or (key in stored and "nested_blocksize" in _state(stored, key))
+    return {key, *(f"{name}.{table}" for table in (*_TABLES, *(_NESTED if nested else ())))}
+
+
+def _state(stored: StoredWeights, key: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(bytes(stored[key].tolist())))
+    except ValueError:
+        raise InputError(f"model.name: {key} of the quantised weights is damaged: take a sound copy") from None
+
+
+def _four(stored: StoredWeights, name: str, shape: Shape | None) -> dict[str, Shape]:
+    """The lengths that go with a weight in 4 bits; of this shape, or of that in its files."""
+    about = _state(stored, next(n for n in stored if n.startswith(f"{name}.{_STATE}")))
+    count = math.prod(about["shape"] if shape is None else shape)
+    blocks = -(-count // about["blocksize"])
+    out: dict[str, Shape] = {name: (-(-count // 2), 1), f"{name}.absmax": (blocks,), f"{name}.quant_map": (16,)}
+    if "nested_blocksize" in about:
+        out |= {f"{name}.nested_absmax": (-(-blocks // about["nested_blocksize"]),), f"{name}.nested_quant_map": (256,)}
+    return out
+
+
+def _eight(stored: StoredWeights, name: str, shape: Shape | None) -> dict[str, Shape]:
+    """As :func:`_four` of a weight in 8 bits (d_out, d_in)."""
+    return {name: stored.shape(name) if shape is None else shape, _beside(name, _SCALES): stored.shape(name)[:1]}
