@@ -231,6 +231,7 @@ def _surplus(names: list[str]) -> list[str]:
 
 
 def tensors(count: int) -> str:
+    """So many of them, in words."""
     return "a tensor" if count == 1 else f"{count} tensors"
 
 
