@@ -29,6 +29,7 @@ from fedfm.models import (
     hub,
     inputs,
     lengths,
+    new_parts,
     precision,
     quantised,
     quantised_experts,
@@ -136,6 +137,9 @@ def load_model(
     if keep_head:
         loaded.new = [p for p in loaded.new if any(name.startswith(f"{p}.") for name in loaded.missing)]
     parts = families.find(loaded.module, loaded.model_type)
+    drawn: tuple[str, ...] = ()
+    if task == "classification" and spec.weights == "pretrained" and spec.name != "features":
+        drawn = new_parts.notice(loaded.module, loaded.new, parts.head, spec.name)
     if spec.gradient_checkpointing:
         checkpointing.check(parts, adapt.name)
     if spec.compile:
@@ -160,7 +164,7 @@ def load_model(
             )
         module, tools = loaded.module if loaded.placed else loaded.module.to(device), loaded.tools
         beside = side_adapter.around(module, spec, parts, classes=classes, tools=tools, fingerprint=print_, seed=seed)
-        beside.notices = tuple(_notices(loaded, parts, spec))
+        beside.notices = (*_notices(loaded, parts, spec), *drawn)
         return beside
     biased = head_bias and adapt.name == "head" and adaptation.give_bias(loaded.module, parts.head)
     notices = adaptation.notices(loaded.module, adapt, parts, loaded.new)
@@ -196,7 +200,7 @@ def load_model(
         head=head,
     )
     model.new, model.hollow, model.added_bias = tuple(loaded.new), loaded.hollow, biased
-    model.notices = (*_notices(loaded, parts, spec), *notices)
+    model.notices = (*_notices(loaded, parts, spec), *drawn, *notices)
     if spec.compile and not loaded.hollow and (why := compiled.compile_blocks(parts, spec.compile, model.device)):
         model.notices += (why,)
     return model

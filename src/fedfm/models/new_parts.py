@@ -1,0 +1,73 @@
+"""How much of a model is drawn anew for a task, and whether that is more than a head.
+
+Which parts are new is told by structure (:mod:`.heads`, :mod:`.checkpoint`). Here the result is measured: whatever
+the way on which a part came to be new, an encoder among the new parts is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from torch import nn
+
+from fedfm.errors import InputError
+from fedfm.models import quantised
+from fedfm.models.checkpoint import some
+from fedfm.models.heads import output_maps, within
+
+FEW = 0.05  # of the model's numbers
+_DENSE = 2  # matrices of a head in transformers before its last map: a dense layer, and that of a pooler
+
+
+def notice(module: nn.Module, new: Collection[str], head: str, name: str) -> tuple[str, ...]:
+    """A line if more than a few per cent of the numbers are new.
+
+    Args:
+        module: a classifier before its adaptation.
+        new: paths of its new modules.
+        head: path of its last map; "" if it has none.
+        name: of the model, for messages.
+
+    Raises:
+        InputError: they are, and the last maps with a dense layer or two before them are not all of it.
+    """
+    total, made = _numbers(module), {path: _numbers(module.get_submodule(path)) for path in new}
+    count = sum(made.values())
+    if count <= FEW * total:
+        return ()
+    parts = some(sorted(made, key=lambda path: -made[path]))
+    share = f"{100 * count / total:.0f} % of the numbers of {name!r}, {count:,} of {total:,},"
+    if count - _of_a_head(module, new, head) > FEW * total:
+        raise InputError(
+            f"model.name: {share} would be new and untrained, which is more than a head: {parts}; expected weights "
+            "that have them"
+        )
+    return (f"model.name: {share} are new here and untrained: {parts}",)
+
+
+def _of_a_head(module: nn.Module, new: Collection[str], head: str) -> int:
+    """Numbers of the new parts that a head accounts for: vectors, last maps, and dense layers of the last map's width.
+
+    Where the model is no base with a head beside it, its last map is the only one that is known.
+    """
+    outputs = {head, *output_maps(module)}
+    width = getattr(module.get_submodule(head), "in_features", 0) if head else 0
+    count, dense = 0, list[int]()
+    for path, part in _leaves(module, new):
+        for parameter in part.parameters(recurse=False):
+            if parameter.dim() < 2 or path in outputs:
+                count += parameter.numel()
+            elif parameter.dim() == 2 and width in parameter.shape:
+                dense.append(parameter.numel())
+    return count + sum(sorted(dense)[:_DENSE])
+
+
+def _leaves(module: nn.Module, new: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
+    return ((path, part) for path, part in module.named_modules() if any(within(path, outer) for outer in new))
+
+
+def _numbers(module: nn.Module) -> int:
+    """Numbers of a module, of quantised maps those that their bits stand for."""
+    bits = [(m, m.in_features * m.out_features) for _, m in quantised.maps(module)]
+    packed = sum(m.weight.numel() for m, _ in bits)
+    return sum(p.numel() for p in module.parameters()) - packed + sum(size for _, size in bits)
