@@ -281,3 +281,13 @@ def test_a_cifar_resnet_has_no_tensors_without_a_place(tmp_path):
         save_file(tensors, path)
         with pytest.raises(InputError, match=why):
             load(path, images(), "head")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_statistics_of_a_batch_norm_are_numbers(checkpoint, bad, tmp_path):
+    tensors = tensors_of(checkpoint("resnet"))
+    name = next(k for k in sorted(tensors) if k.endswith("running_var"))
+    broken = tensors[name].clone()
+    broken[1] = bad
+    with pytest.raises(InputError, match=rf"model\.safetensors: .*{name}\[1\] is {bad}: the weights are damaged"):
+        classifier(changed(checkpoint("resnet"), tmp_path, tensors | {name: broken}), "resnet")

@@ -12,11 +12,12 @@ from torch import Tensor
 from fedfm.errors import InputError
 from fedfm.models.names import locate
 
+_STATISTICS = ("running_mean", "running_var")
 _INDEX = "model.safetensors.index.json"
 
 
 class Finite:
-    """Refuses a weight with NaN or infinity.
+    """Refuses a weight or a statistic of a batch norm with NaN or infinity, and another buffer with NaN.
 
     Args:
         name: of the model.
@@ -32,11 +33,14 @@ class Finite:
         Raises:
             InputError: with its name, the first place and its file.
         """
-        if name not in self._weights or not tensor.is_floating_point() or tensor.element_size() < 2:
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
             return
-        if bool(torch.isfinite(tensor.sum(dtype=torch.float64))) or bool(torch.isfinite(tensor).all()):
+        if bool(torch.isfinite(tensor.sum(dtype=torch.float64))):
             return
-        place = torch.nonzero(~torch.isfinite(tensor))
+        strict = name in self._weights or name.endswith(_STATISTICS)
+        place = torch.nonzero(~torch.isfinite(tensor) if strict else torch.isnan(tensor))
+        if not len(place):
+            return
         first = tuple(place[0].tolist())
         where = f"{name}{list(first)}" if first else name
         raise InputError(

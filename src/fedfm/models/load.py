@@ -345,8 +345,8 @@ def as_saved(name: str, like: Any) -> tuple[nn.Module, str, set[str]]:
         return loaded.module, loaded.model_type, set()
     module, model_type, drawn = hub.as_saved(path, name, like)
     look = Finite(name, {key for key, _ in module.named_parameters()})
-    for key, parameter in module.named_parameters():
-        look(key, parameter.detach())
+    for key, tensor in module.state_dict().items():
+        look(key, tensor)
     return module, model_type, drawn
 
 

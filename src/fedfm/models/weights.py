@@ -194,8 +194,10 @@ def load(
         raise InputError(f"model.attention: {first_of(error)}") from None
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if "conversion of the weights" in str(error):
-            named = some(sorted(_failed(error))) or "tensors, such as one of several experts"
-            raise InputError(f"model.name: {path} lacks a part of what the model joins: {named}") from None
+            named = some(sorted(_failed(error))) or "some of the model's tensors"
+            raise InputError(
+                f"model.name: {path} lacks tensors, or has some of another shape, of which {named} would be made"
+            ) from None
         raise refusal(path, spec.name, error) from None
     return Read(module, *Difference.of_load(module, path, info).judge(head=head))
 
