@@ -68,7 +68,7 @@ def test_a_row_of_all_positions_computes_and_a_longer_one_does_not(name, tmp_pat
 def test_a_length_within_the_positions_is_not_told(tmp_path):
     folder = family("MPNet", tmp_path)
     for length in (38, ModelSpec("m").max_length):
-        assert not [text for text in load(folder, max_length=length).notices if "length" in text]
+        assert not [text for text in load(folder, max_length=length).notices if "model.max_length" in text]
 
 
 def test_an_answer_needs_a_prompt(tmp_path):
