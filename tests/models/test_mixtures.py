@@ -1,6 +1,7 @@
 """Mixtures of experts and state-space models: what all-linear adapts, the products by expert, files that PEFT loads."""
 
 import copy
+import json
 import re
 import weakref
 
@@ -357,3 +358,40 @@ def test_a_shift_acts_on_experts_in_bits(folder):
 def test_what_keeps_floating_point_is_said(folder):
     (line,) = load(folder("Mixtral"), model={"quantization": "int8"}).notices
     assert re.search(r"gate_up_proj, down_proj, .* keep floating point: \d\d % of the numbers, 0.\d of 0.\d MiB", line)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_what_does_not_go_with_experts_names_what_to_leave_out(folder, family):
+    """The cure in a message works as it stands, for what PEFT has none of and for methods that weigh rows."""
+
+    def cured(error):
+        return json.loads(re.search(r"set exclude_modules = (\[.*\])", str(error))[1])
+
+    for keys in ({"dropout": 0.1}, {"dora": True}):
+        with pytest.raises(InputError, match="PEFT has none for experts") as refused:
+            load(folder(family), **keys)
+        assert load(folder(family), exclude_modules=tuple(cured(refused.value)), **keys).names
+    with pytest.raises(InputError, match=r"is no linear map, and the method adapts these alone") as refused:
+        lora.need(load(folder(family)))
+    lora.need(load(folder(family), exclude_modules=tuple(cured(refused.value))))
+
+
+@bitsandbytes
+def test_experts_in_one_matrix_are_said_to_be_left_out(tmp_path):
+    """DBRX holds all its experts in matrices of two axes, which neither PEFT nor bitsandbytes takes apart."""
+    experts = {"ffn_hidden_size": 64, "hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}
+    heads = {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}
+    config = transformers.DbrxConfig(
+        **{"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": 40, "pad_token_id": 0},
+        **{"attn_config": heads, "ffn_config": experts, "tie_word_embeddings": False},
+    )
+    with quiet():
+        transformers.DbrxForCausalLM(config).save_pretrained(tmp_path)
+    tiny_models.save_tokenizer(tmp_path, "llama")
+    model = load(tmp_path, model=NF4)
+    left, floats = model.notices
+    assert re.search(r'"all-linear" leaves out (\w\w \(2\d % of the numbers\)( and )?){3}, no linear maps', left)
+    assert re.search(r"(\w\w, ){2}\w\w keep floating point: 7\d % of the numbers", floats)
+    rows = model.prepare(prose(), range(4))
+    model.loss(rows.batch(range(len(rows)))).backward()
+    assert not [name for name, p in model.live().items() if p.grad is None]

@@ -20,7 +20,7 @@ from fedfm.core.fields import check
 from fedfm.errors import InputError
 from fedfm.models.adapters.all_linear import all_linear, is_read_alone, left_out, refused_by_peft, returns_several
 from fedfm.models.adapters.peft_alone import peft_alone
-from fedfm.models.adapters.stacked import stacks, wrap
+from fedfm.models.adapters.stacked import stacks, without, wrap
 from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.families import Parts, default_targets, strides_are_read, unwrapped
 from fedfm.models.spec import ALL_LINEAR, LANGUAGE, AdaptationSpec
@@ -190,9 +190,10 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
         )
     if stacked and (spec.dropout or spec.dora):
         key = "dora" if spec.dora else "dropout"
+        owners = (path.rpartition(".")[0] for path in stacked)
         raise InputError(
             f"model.adaptation.{key}: PEFT has none for experts such as {stacked[0]}, which are one parameter: drop "
-            f"it, or add {stacked[0].rpartition('.')[2]} to exclude_modules"
+            f"it, or {without(owners)}"
         )
     for key in ("rank_pattern", "alpha_pattern"):
         _check_pattern(key, getattr(spec, key) or {}, (*hits, *stacked))

@@ -240,9 +240,11 @@ def need(model: Model, *, experts: bool = False) -> None:
         )
     shapes = {path: model.layout.slots[b][3] for path, (_, b) in found.items()}
     if bad := [path for path, shape in shapes.items() if len(shape) != 2 and not (experts and _of_experts(shape))]:
-        more = ", not the experts of a mixture, e.g. with exclude_modules" if _of_experts(shapes[bad[0]]) else ""
-        path = stacked.path_of(bad[0])
-        raise InputError(f"model.adaptation.targets: {path} is no linear map; name linear maps only{more}")
+        path, experts = stacked.path_of(bad[0]), [stacked.path_of(p) for p in bad if _of_experts(shapes[p])]
+        cure = stacked.without(experts) if experts else "name linear maps only"
+        raise InputError(
+            f"model.adaptation.targets: {path} is no linear map, and the method adapts these alone: {cure}"
+        )
 
 
 class LowRankDelta:

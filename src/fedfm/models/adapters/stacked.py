@@ -12,7 +12,8 @@ map is named by its parameter, which PEFT does not take for another.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,6 +74,12 @@ def wrap(module: nn.Module, config: Any, maps: Collection[str] | None = None) ->
             by_expert = linear.weight.detach().view(shape)
             linear.weight = nn.Parameter(by_expert, requires_grad=linear.weight.requires_grad)
     return adapted
+
+
+def without(paths: Iterable[str]) -> str:
+    """How to leave out the modules of experts with these paths, for messages."""
+    names = sorted({path.rpartition(".")[2] for path in paths})
+    return f"set exclude_modules = {json.dumps(names)}"
 
 
 def in_files(tensors: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
