@@ -7,7 +7,7 @@ import torch
 from tiny_models import images, load, table_for
 
 from fedfm.errors import InputError
-from fedfm.models import first_batch
+from fedfm.models import families, first_batch
 
 
 @pytest.mark.parametrize("adaptation", ["head", "lora", "top_layers"])
@@ -31,7 +31,7 @@ def test_experts_that_two_rows_do_not_choose_are_not_named():
     blocks = tuple((f"layers.{b}", torch.nn.Identity()) for b in (0, 1))
 
     class Described:
-        parts = dataclasses.make_dataclass("Parts", ["encoders"])((blocks,))
+        parts = families.Parts(None, blocks, None, None, "")
 
     assert first_batch._idle(Described, names, {names[1], names[6]}) == []
     assert first_batch._idle(Described, names, {names[1]}) == names[4:]

@@ -1,16 +1,20 @@
 """Blocks in order of execution, through stages and both halves of an encoder-decoder; parts that no text passes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers as t
 from tiny_models import images, load, save_tokenizer, sentences
 
 from fedfm.errors import InputError
-from fedfm.models import encoder_decoder
+from fedfm.linalg.params import Params
+from fedfm.models import encoder_decoder, first_batch
 from fedfm.models.adapters import adaptation
-from fedfm.models.families import default_targets, find
+from fedfm.models.families import default_targets, find, unwrapped
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec
+from fedfm.models.stages import in_parallel_lists
 
 TEXT = {
     "vocab_size": 64,
@@ -195,10 +199,64 @@ def test_the_decoders_first_token_is_read_or_asked_for(tmp_path):
 
 
 def test_without_known_blocks_last_layers_are_refused():
-    module = built("XLM", "AutoModelForSequenceClassification", {"emb_dim": 16, "n_layers": 2, "n_heads": 2})
-    parts = find(module, "xlm")
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    parts = find(module, "plain")
     assert not parts.blocks
-    assert default_targets(parts) == ("q_lin", "v_lin")
     spec = AdaptationSpec("top_layers", layers=1)
     with pytest.raises(InputError, match="no blocks are known"):
         adaptation.apply(module, spec, parts, new=[], task="classification", seed=0)
+
+
+BESIDE = {
+    "XLM": {"vocab_size": 64, "emb_dim": 16, "n_layers": 3, "n_heads": 2, "max_position_embeddings": 40},
+    "Flaubert": {"vocab_size": 64, "emb_dim": 16, "n_layers": 3, "n_heads": 2},
+}
+
+
+@pytest.fixture(params=BESIDE)
+def beside(request, tmp_path):
+    """A folder of a model whose blocks are entries of several lists."""
+    with quiet():
+        module = built(request.param, "AutoModelForSequenceClassification", BESIDE[request.param] | {"pad_index": 0})
+        module.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["top_layers", "lora"])
+def test_a_block_may_be_one_entry_of_each_of_several_lists(beside, name):
+    """What is trained of the last two blocks is what changes the states behind the first, and nothing else does."""
+    table = sentences()
+    model = load(beside, table, AdaptationSpec(name, rank=2, layers=2))
+    rows = model.prepare(table, range(3))
+    assert default_targets(model.parts) == ("q_lin", "v_lin")
+    assert first_batch.look(model, rows) == []
+    base = unwrapped(model.module).transformer
+
+    def states():
+        with torch.no_grad():
+            ids = rows.batch(range(3))["input_ids"]
+            return base(ids, attention_mask=ids != 0, output_hidden_states=True).hidden_states
+
+    before, inside = states(), [n for n in model.names if ".transformer." in f".{n}"]
+    assert {n.partition(".transformer.")[2].split(".")[1] for n in (f".{name}" for name in inside)} == {"1", "2"}
+    model.load(Params({n: t + 0.1 * torch.randn_like(t) for n, t in model.params().items()}))
+    same = [torch.equal(a, b) for a, b in zip(before, states(), strict=True)]
+    assert same == [True, True, False, False]
+
+
+def test_blocks_of_several_lists_are_refused_where_they_run_in_another_order(beside):
+    table = sentences()
+    model = load(beside, table, AdaptationSpec("top_layers"))
+    model.parts = replace(model.parts, side_by_side=model.parts.side_by_side[::-1])
+    with pytest.raises(InputError, match=r"no gradient reaches block|in another order than"):
+        first_batch.look(model, model.prepare(table, range(3)))
+
+
+def test_lists_that_are_no_blocks_are_none():
+    lists = [torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(n)) for n in (2, 2)]
+    norms = [torch.nn.ModuleList(torch.nn.LayerNorm(4) for _ in range(n)) for n in (2, 3)]
+    assert in_parallel_lists(torch.nn.ModuleDict({"a": lists[0], "b": lists[1]})) == ()  # nothing normalises
+    assert in_parallel_lists(torch.nn.ModuleDict({"a": lists[0], "b": norms[1]})) == ()  # of another length
+    assert len(in_parallel_lists(torch.nn.ModuleDict({"a": lists[0], "b": lists[1], "c": norms[0]}))) == 2
+    assert in_parallel_lists(torch.nn.ModuleDict({"a": lists[0], "c": norms[0], "d": torch.nn.Linear(9, 99)})) == ()

@@ -13,7 +13,7 @@ from torch import nn
 
 from fedfm.errors import InputError
 from fedfm.models.heads import head_of
-from fedfm.models.stages import find_blocks, unread_by_text
+from fedfm.models.stages import Place, find_blocks, in_parallel_lists, unread_by_text
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ class Parts:
         unread: paths that the rows do not pass, such as the vision tower of a model that reads texts: nothing there
             is trained.
         whole: the model, whose parts LoRA adapts where no blocks were found.
+        side_by_side: in place of blocks, of each its modules, which are entries of several lists.
     """
 
     embedding: nn.Module | None
@@ -102,6 +103,7 @@ class Parts:
     text_blocks: tuple[tuple[str, nn.Module], ...] = ()
     unread: tuple[str, ...] = ()
     whole: nn.Module | None = None
+    side_by_side: tuple[tuple[Place, ...], ...] = ()
 
     def reads(self, path: str) -> bool:
         """Whether the rows pass the module of this path."""
@@ -111,6 +113,13 @@ class Parts:
     def encoders(self) -> tuple[tuple[tuple[str, nn.Module], ...], ...]:
         """(path, module) of the blocks of each encoder; pictures before texts."""
         return (self.blocks, self.text_blocks) if self.text_blocks else (self.blocks,)
+
+    @property
+    def stages(self) -> tuple[tuple[tuple[Place, ...], ...], ...]:
+        """Of each encoder the blocks, of each block its modules: one, or one of each of several lists."""
+        if self.side_by_side:
+            return (self.side_by_side,)
+        return tuple(tuple((place,) for place in blocks) for blocks in self.encoders)
 
     @property
     def adaptable(self) -> tuple[tuple[str, nn.Module], ...]:
@@ -236,4 +245,6 @@ def _guess(module: nn.Module) -> Parts:
         head = head_of(module)
     else:
         head = next((path for path, m in reversed(list(module.named_modules())) if isinstance(m, nn.Linear)), "")
-    return Parts(None, find_blocks(module, unread), None, None, head, unread=unread, whole=module)
+    blocks = find_blocks(module, unread)
+    beside = () if blocks else in_parallel_lists(module)
+    return Parts(None, blocks, None, None, head, unread=unread, whole=module, side_by_side=beside)

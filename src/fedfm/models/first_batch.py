@@ -92,12 +92,13 @@ def _at_rest(model: Model) -> Iterator[None]:
 
 @contextmanager
 def _calls(model: Model) -> Iterator[list[str]]:
-    """Context manager: paths of the blocks in the order of their calls."""
+    """Context manager: paths of the modules of blocks in the order of their calls."""
     called = list[str]()
     hooks = [
         block.register_forward_pre_hook(lambda _, __, path=path: called.append(path))
-        for blocks in model.parts.encoders
-        for path, block in blocks
+        for stages in model.parts.stages
+        for places in stages
+        for path, block in places
     ]
     try:
         yield called
@@ -108,7 +109,7 @@ def _calls(model: Model) -> Iterator[list[str]]:
 
 def _idle(model: Model, names: Sequence[str], moved: set[str]) -> list[str]:
     """Tensors that no gradient reaches, but those of parts of which each batch uses some, such as experts."""
-    blocks = [path for blocks in model.parts.encoders for path, _ in blocks]
+    blocks = [path for stages in model.parts.stages for places in stages for path, _ in places]
 
     def place(name: str) -> tuple[str, str]:
         block = next((path for path in blocks if f".{path}." in f".{name}"), "")
@@ -124,13 +125,14 @@ def _check_order(model: Model, called: Sequence[str], idle: Sequence[str]) -> No
     if adapt.name != "top_layers" and adapt.layers is None:
         return
     count = adapt.layers or 1
-    for blocks in model.parts.encoders:
-        paths = [path for path, _ in blocks]
-        order = [path for path in dict.fromkeys(called) if path in paths]
-        dead = next((p for p in paths[-count:] if _holds(model.module, p) and not _moves(model, p, idle)), "")
+    for stages in model.parts.stages:
+        number = {path: i for i, places in enumerate(stages) for path, _ in places}
+        order = [number[path] for path in dict.fromkeys(called) if path in number]
+        last = [path for places in stages[-count:] for path, _ in places]
+        dead = next((p for p in last if _holds(model.module, p) and not _moves(model, p, idle)), "")
         if dead:
             raise InputError(f"model.adaptation.layers: no gradient reaches block {dead}: use lora, head or full")
-        if order != [path for path in paths if path in order]:
+        if order != sorted(order):
             raise InputError(
                 f"model.adaptation.layers: the blocks of {model.spec.name!r} run in another order than they stand "
                 "in the model, so that the last ones are unknown: use lora, head or full"

@@ -2,7 +2,8 @@
 
 Blocks are entries of lists of modules: layers of a transformer, of a stage, or of an encoder and then of a decoder. An
 entry counts as a block if it normalises, which experts of a layer do not, and has weight matrices. A stage is replaced
-by the blocks in it. :mod:`fedfm.models.first_batch` looks whether they run in this order.
+by the blocks in it. Few models, such as XLM, have a list for each part of a block: a block is then one entry of each.
+:mod:`fedfm.models.first_batch` looks whether they run in this order.
 """
 
 from __future__ import annotations
@@ -25,6 +26,24 @@ def find_blocks(module: nn.Module, leave_out: Collection[str] = ()) -> tuple[Pla
     for matrices in (2, 1):  # one is the convolution of an embedding, or a block of the plainest networks
         if found := tuple(_within(module, "", frozenset(leave_out), matrices, inside=False)):
             return found
+    return ()
+
+
+def in_parallel_lists(module: nn.Module) -> tuple[tuple[Place, ...], ...]:
+    """Of each block its modules: the entries of one number in all lists of a module; empty if its lists are no such
+    parts, or hold less than half of the numbers beside embeddings.
+    """
+    embeddings = _numbers(m for m in module.modules() if isinstance(m, nn.Embedding))
+    for path, owner in module.named_modules():
+        lists = [(name, m) for name, m in owner.named_children() if isinstance(m, nn.ModuleList) and len(m)]
+        if len(lists) < 2 or len({len(m) for _, m in lists}) > 1:
+            continue
+        if 2 * _numbers(m for _, m in lists) < _numbers([module]) - embeddings:
+            continue
+        at = [(f"{path}.{name}" if path else name, m) for name, m in lists]
+        blocks = [tuple((f"{name}.{i}", m[i]) for name, m in at) for i in range(len(lists[0][1]))]
+        if all(_is_block(nn.ModuleList(m for _, m in block), 2) for block in blocks):
+            return tuple(blocks)
     return ()
 
 

@@ -80,7 +80,7 @@ def apply(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
     if spec.name == "top_layers":
         count = spec.layers or 1
         _enough(count, parts)
-        tops: list[nn.Module | None] = [block for blocks in parts.encoders for _, block in blocks[-count:]]
+        tops: list[nn.Module | None] = [m for stages in parts.stages for block in stages[-count:] for _, m in block]
         ends = module.projections if isinstance(module, DualEncoder) else (parts.norm, parts.pooler)
         for top in [*tops, *ends, *(module.get_submodule(n) for n in {*new, parts.head} if n)]:
             if top is not None:
@@ -157,7 +157,7 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
     experts = stacks(module)
     if spec.layers is not None:
         _enough(spec.layers, parts)
-        tops = tuple(path for blocks in parts.encoders for path, _ in blocks[-spec.layers :])
+        tops = tuple(path for stages in parts.stages for block in stages[-spec.layers :] for path, _ in block)
         targets = [
             name
             for name in (*(name for name, _ in module.named_modules()), *experts)
@@ -314,7 +314,7 @@ def _takes_factors(module: nn.Module | nn.Parameter, spec: AdaptationSpec, parts
 
 
 def _enough(count: int, parts: Parts) -> None:
-    if not any(parts.encoders):
+    if not any(parts.stages):
         raise InputError("model.adaptation.layers: no blocks are known of this architecture; use lora, head or full")
     if count > _deepest(parts):
         raise InputError(f"model.adaptation.layers: {count}, but the model has {_deepest(parts)} blocks")
@@ -322,4 +322,4 @@ def _enough(count: int, parts: Parts) -> None:
 
 def _deepest(parts: Parts) -> int:
     """Blocks of the deepest encoder; a shallower one is trained as a whole if more are requested."""
-    return max(map(len, parts.encoders))
+    return max(map(len, parts.stages))
