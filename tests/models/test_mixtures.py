@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shutil
 import weakref
 
 import numpy as np
@@ -11,6 +12,7 @@ import tiny_models
 import torch
 import transformers
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from tiny_models import prose
 
 from fedfm.errors import InputError
@@ -395,3 +397,18 @@ def test_experts_in_one_matrix_are_said_to_be_left_out(tmp_path):
     rows = model.prepare(prose(), range(4))
     model.loss(rows.batch(range(len(rows)))).backward()
     assert not [name for name, p in model.live().items() if p.grad is None]
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "DeepseekV3"])
+def test_one_expert_of_several_that_lacks_or_is_odd_is_told_by_what_is_made_of_it(folder, family, tmp_path):
+    """In files each expert has maps of its own, of which transformers makes one parameter."""
+    shutil.copytree(folder(family), tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [n for n in sorted(tensors) if ".experts.1." in n][:3]:
+        made = name.partition(".experts.")[0].replace(".block_sparse_moe", ".mlp") + ".experts."
+        gone = {n: t for n, t in tensors.items() if n != name}
+        for changed in (gone, tensors | {name: torch.zeros(5, 3)}):
+            save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
+            with pytest.raises(InputError, match=r"of another shape|would be made") as refused:
+                load(tmp_path)
+            assert made in str(refused.value)

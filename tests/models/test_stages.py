@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers as t
+from safetensors.torch import load_file, save_file
 from tiny_models import images, load, save_tokenizer, sentences
 
 from fedfm.errors import InputError
@@ -260,3 +261,10 @@ def test_lists_that_are_no_blocks_are_none():
     assert in_parallel_lists(torch.nn.ModuleDict({"a": lists[0], "b": norms[1]})) == ()  # of another length
     assert len(in_parallel_lists(torch.nn.ModuleDict({"a": lists[0], "b": lists[1], "c": norms[0]}))) == 2
     assert in_parallel_lists(torch.nn.ModuleDict({"a": lists[0], "c": norms[0], "d": torch.nn.Linear(9, 99)})) == ()
+
+
+def test_a_wrapper_is_named_where_transformers_changes_the_names(gemma3):
+    tensors = load_file(gemma3 / "model.safetensors")
+    save_file({f"module.{name}": t for name, t in tensors.items()}, gemma3 / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=r"lacks \d+ of .* more\. Its names begin with 'module\.' in front"):
+        load(gemma3, sentences(), "lora")

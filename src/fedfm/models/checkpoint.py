@@ -21,6 +21,7 @@ from fedfm.errors import InputError
 from fedfm.models.heads import bases, head_of, output_maps, within
 
 _FIRST = 3  # names in a message
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")  # of torch: parallel, compiled, sharded
 _TRIED = 20  # missing names that are looked for under another prefix
 
 
@@ -170,7 +171,9 @@ class Difference:
         return [text]
 
     def _prefix(self, names: list[str]) -> str:
-        """The prefix of the checkpoint under which most of the missing names are found; "" if there is none."""
+        """The prefix of the checkpoint under which most of the missing names are found; "" if there is none. Names that
+        transformers changes on the way are not found, but those of torch's wrappers are known.
+        """
         tried = names[:_TRIED]
         found = Counter(
             other.removesuffix(local)
@@ -180,7 +183,9 @@ class Difference:
             if other.endswith(f".{local}")
         )
         prefix, count = min(found.items(), key=lambda entry: (-entry[1], len(entry[0])), default=("", 0))
-        return prefix if 2 * count >= len(tried) else ""
+        if 2 * count >= len(tried):
+            return prefix
+        return next((p for p in _WRAPPERS if self.leftovers and all(n.startswith(p) for n in self.leftovers)), "")
 
     def _new_parts(self, new: set[str]) -> list[str]:
         if not new:

@@ -48,7 +48,7 @@ def hollow(
     if stored is not None:
         del plain.quantization_config
     with init_empty_weights(include_buffers=False):
-        module = auto.from_config(plain, dtype=DTYPES[spec.dtype])
+        module = _skeleton(auto, path, spec, plain)
     checkpoint = _stored_weights(path, spec.name)
     weights = quantised.Unquantised(module, checkpoint, alike=stored is None)
     if stored is not None:
@@ -82,7 +82,7 @@ def module_of(
     if stored is not None:
         del plain.quantization_config
     with torch.device("meta"):
-        skeleton = auto.from_config(plain, dtype=dtype)
+        skeleton = _skeleton(auto, path, spec, plain)
     checkpoint = _stored_weights(path, spec.name)
     lazily = quantised.Unquantised(skeleton, checkpoint, alike=stored is None)
     weights: Mapping[str, Tensor] = checkpoint if stored is not None else lazily
@@ -114,6 +114,18 @@ def module_of(
         raise
     quantised.keep_format(read.module)
     return read, weights
+
+
+def _skeleton(auto: Any, path: Path | str, spec: ModelSpec, config: Any) -> Any:
+    """The module of a configuration, on the device of the context.
+
+    Raises:
+        InputError: transformers has no such model.
+    """
+    try:
+        return auto.from_config(config, dtype=DTYPES[spec.dtype])
+    except ValueError as error:
+        raise refusal(path, spec.name, error) from None
 
 
 def _stored_weights(path: Path | str, name: str) -> quantised.StoredWeights:
