@@ -1,12 +1,16 @@
 """How much of a model is new: of each family the head is said where it is large, and more than a head is refused."""
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
+from fedfm.data.table import Table
 from fedfm.errors import InputError
-from fedfm.models import families, heads, new_parts, weights
+from fedfm.models import families, first_batch, heads, new_parts, weights
+from fedfm.models.load import load_model
 from fedfm.models.quiet import quiet
+from fedfm.models.spec import AdaptationSpec, ModelSpec
 from zoo import making
 from zoo.families import FAMILIES, PAIR, PICTURES
 
@@ -63,3 +67,35 @@ def children(module, base):
 def layered(module, path):
     """Whether it holds more than an embedding or one map."""
     return sum(p.dim() > 1 for p in module.get_submodule(path).parameters()) > 3
+
+
+NO_FEATURES = ("convbert", "fnet", "mobilebert", "swiftformer", "xlnet")  # their logits read more than one vector
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=[] if f in ("swiftformer", "fnet") else pytest.mark.models) for f in NO_FEATURES]
+)
+def test_a_head_that_reads_more_than_features_is_refused_and_the_cure_trains(family, tmp_path):
+    about = FAMILIES[family]
+    making.write(about, tmp_path)
+    pictures = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3)).astype(np.uint8)
+    kind, inputs = ("image", pictures) if about.kind == PICTURES else ("text", ["good dog bird", "cat"])
+    table = Table(kind, inputs, np.arange(2), ("a", "b"), np.full(2, "train"), source="rows")
+
+    def model_by(name):
+        spec = ModelSpec(str(tmp_path), adaptation=AdaptationSpec(name), max_length=32)
+        model = load_model(spec, classes=("a", "b"), kind=kind)
+        return model, model.prepare(table, [0, 1])
+
+    with pytest.raises(InputError, match="such as fedavg with lora or full"):
+        first_batch.look(*model_by("head"))
+    model, rows = model_by("full")
+    first_batch.look(model, rows)
+    model.loss(rows.batch([0, 1])).backward()
+    own = [
+        model.live()[f"{path}.{n}"]
+        for path in model.new
+        for n, _ in model.module.get_submodule(path).named_parameters()
+    ]
+    assert own
+    assert all(p.grad is not None and p.grad.any() for p in own)

@@ -89,7 +89,7 @@ def way_of(model: Model, head: nn.Linear, rows: Rows) -> Pool:
     if not _agree(model, alone, logits[:1]):
         raise InputError(
             f"model.name: {_of_padding(model)}, so that a text has no features of its own: expected another model, or "
-            "a method and an adaptation that train through the whole model, such as fedavg with lora"
+            "a method and an adaptation that train through the whole model, such as fedavg with lora or full"
         )
     states = caught[0]
     for way in WAYS if states.dim() == 3 else (_whole,):
@@ -143,5 +143,5 @@ def _no_features(model: Model) -> InputError:
     return InputError(
         f"model.name: the logits of {model.spec.name!r} are no linear map of one vector a row, so that it has no "
         "features before a head: expected another model, or a method and an adaptation that train through the whole "
-        "model, such as fedavg with lora"
+        "model, such as fedavg with lora or full"
     )
