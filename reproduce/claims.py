@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rates import EDGE, FORBIDS
 
-from fedfm.api.intervals import interval
+from fedfm.api.intervals import cut, interval
 
 Doubts = Mapping[str, str]  # row -> what its rates forbid or leave open, empty where they were chosen at its point
 Accuracies = Mapping[str, Mapping[str, float]]  # row -> seed -> accuracy in percent, or another figure
@@ -19,6 +20,43 @@ RATES = (
     "best of the values searched was the last one tried, so that a better one may lie beyond. Rates that are the "
     "paper's count as chosen."
 )
+
+
+PERCENT = (0.0, 100.0)  # what an accuracy can be; other figures by what stands behind the colon of a row
+RANGES = {
+    "own_loss": (0.0, math.inf),
+    "start_loss": (0.0, math.inf),
+    "perplexity": (0.0, math.inf),
+    "fall": (-math.inf, 100.0),
+}
+
+
+def spread(values: Sequence[float], limits: tuple[float, float], digits: int = 1, sign: str = "") -> str:
+    """``90.2 ± 0.3``: mean and half of its 95 % interval over the seeds; or the one value.
+
+    Where that interval would leave what the figure can be, its ends: ``97.5 (94.1 to 100.0)``.
+
+    Args:
+        limits: the least and the most that the figure can be.
+        sign: "+": of a figure above 0, too.
+    """
+    mean, half = interval(values)
+    low, high = cut(values, *limits)
+    figure = f"{mean:{sign}.{digits}f}"
+    if len(values) < 2:
+        return figure
+    if (low, high) == (mean - half, mean + half):
+        return f"{figure} ± {half:.{digits}f}"
+    return f"{figure} ({low:{sign}.{digits}f} to {high:{sign}.{digits}f})"
+
+
+def limits(check: Mapping[str, Any]) -> tuple[float, float]:
+    """The least and the most that the figure of a check can be, in points."""
+    ranges = {name: RANGES.get(name.partition(":")[2], PERCENT) for name in rows_of(check)}
+    if "spread" in check:
+        return 0.0, max(high for _, high in ranges.values()) - min(low for low, _ in ranges.values())
+    ends = [sorted(factor * end for end in ranges[name]) for name, factor in factors_of(check).items() if factor]
+    return sum(low for low, _ in ends), sum(high for _, high in ends)
 
 
 def lines(claims: list[dict[str, Any]], found: Accuracies, doubts: Doubts) -> list[str]:
@@ -57,8 +95,12 @@ def measured(check: Mapping[str, Any], found: Accuracies) -> dict[str, float]:
     seeds = sorted(set.intersection(*(set(found[name]) for name in names)))
     if "spread" in check:
         return {s: max(found[n][s] for n in names) - min(found[n][s] for n in names) for s in seeds}
-    factors = check.get("sum") or {check["left"]: 1, check["right"]: -1}
-    return {s: sum(factor * found[n][s] for n, factor in factors.items()) for s in seeds}
+    return {s: sum(factor * found[n][s] for n, factor in factors_of(check).items()) for s in seeds}
+
+
+def factors_of(check: Mapping[str, Any]) -> dict[str, float]:
+    """The rows that a check adds up, with their factors."""
+    return check.get("sum") or {check["left"]: 1, check["right"]: -1}
 
 
 def rows_of(check: Mapping[str, Any]) -> list[str]:
@@ -132,16 +174,12 @@ def _said(check: Mapping[str, Any], found: Accuracies, doubts: Doubts) -> tuple[
     if not by_seed:
         return None
     values = list(by_seed.values())
-    mean, half = interval(values)
     at_least = "at_least" in check
     bound = check["at_least"] if at_least else check["at_most"]
-    figure = f"{mean:+.1f}" if at_least else f"{mean:.1f}"
-    if len(values) > 1:
-        figure += f" ± {half:.1f}"
     return (
         check["what"],
         f"at {'least' if at_least else 'most'} {bound:g}",
-        figure,
+        spread(values, limits(check), sign="+" if at_least else ""),
         ", ".join(by_seed),
         judged(check, verdict(values, bound, at_least=at_least), doubts),
     )

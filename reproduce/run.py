@@ -34,10 +34,9 @@ from typing import Any
 
 import rates
 from cached_runs import finished
-from claims import RATES, rows_of, tally
+from claims import PERCENT, RATES, rows_of, spread, tally
 from claims import lines as claim_lines
 
-from fedfm.api.intervals import interval
 from fedfm.audits.audit import earlier, perform
 from fedfm.config.experiment import Experiment
 from fedfm.runtime.run_directory import Run
@@ -65,6 +64,10 @@ COLUMNS = {  # key of what is kept -> heading, and how its values over the seeds
     "more": ("more", "words"),
 }
 DEFAULT = ("accuracy", "clients", "megabytes_up", "epsilon", "seconds", "more")
+LIMITS = {  # what a figure of a column can be, where it is none of 100
+    "perplexity": (1.0, math.inf),
+    **dict.fromkeys(("own_loss", "start_loss", "rounds_to_target", "tmac"), (0.0, math.inf)),
+}
 NEVER = "not reached"
 SIDES = {
     "own": 1.0,
@@ -143,24 +146,18 @@ def audited(out: Path, name: str) -> list[dict[str, float]]:
     return [{key: float(f"{value:.4g}") for key, value in line.items()} for line in curve]
 
 
-def spread(values: Sequence[float], digits: int = 1) -> str:
-    """``90.2 ± 0.3``: mean and half of the 95 % interval of the mean over the seeds; or the one value."""
-    mean, half = interval(values)
-    return f"{mean:.{digits}f}" if len(values) < 2 else f"{mean:.{digits}f} ± {half:.{digits}f}"
-
-
 def cell(key: str, found: Sequence[Mapping[str, Any]]) -> str:
     """What a column says of a row; what stands beside the figures is of the first seed."""
     values = [f[key] for f in found if f.get(key) is not None]
-    how = COLUMNS[key][1]
+    how, possible = COLUMNS[key][1], LIMITS.get(key, PERCENT)
     if how == "fine spread":
-        return spread(values, 3) if values else ""
+        return spread(values, possible, 3) if values else ""
     if not values or how == "spread":
-        return spread(values) if values else ""
+        return spread(values, possible) if values else ""
     if how == "reached":
         reached = [v for v in values if v != NEVER]
         few = "" if len(reached) == len(values) else f" ({len(reached)} of {len(values)} seeds)"
-        return spread(reached) + few if reached else NEVER
+        return spread(reached, possible) + few if reached else NEVER
     if how == "first":
         return f"{values[0]:g}"
     if how == "rate":

@@ -58,6 +58,23 @@ def test_differences_are_taken_seed_by_seed(reproduce: ModuleType) -> None:
     assert line[-2] == f"| w | at least 0 | {said} | 0, 1 | open: the mean does not |"
 
 
+def test_no_interval_says_what_the_figure_cannot_be(reproduce: ModuleType) -> None:
+    claims, wide = sys.modules["claims"], [1.0, 99.0]
+    assert claims.spread([98.0, 99.0, 100.0], claims.PERCENT) == "99.0 (96.5 to 100.0)"
+    assert claims.spread([50.0, 51.0, 52.0], claims.PERCENT) == "51.0 ± 2.5"
+    assert reproduce.cell("perplexity", [{"perplexity": v} for v in (2.0, 3.0)]) == f"2.5 (1.0 to {2.5 + 6.353:.1f})"
+    assert reproduce.cell("own_loss", [{"own_loss": v} for v in (-1.0, 1.0)]) == "0.000 ± 12.706"  # a loss of one's own
+    percent = {"left": "a", "right": "b"}
+    assert claims.limits(percent) == claims.limits({"sum": {"a": 0.5, "b": -0.5, "c:own": 0.5, "d": -0.5}})
+    assert claims.limits({"spread": ["a", "b"]}) == claims.PERCENT
+    assert claims.limits({"left": "a:own_loss", "right": "b:own_loss"}) == (-math.inf, math.inf)
+    assert claims.limits({"sum": {"a:fall": 1}}) == (-math.inf, 100.0)
+    for check in (percent, {"spread": ["a", "b"]}, {"sum": {"a": 1}}):
+        least, most = claims.limits(check)
+        ends = claims.spread(wide, (least, most)).split("(")[1].rstrip(")").split(" to ")
+        assert least <= float(ends[0]) <= 50.0 <= float(ends[1]) <= most
+
+
 def test_a_sum_of_rows_compares_what_two_differences_lose(reproduce: ModuleType) -> None:
     claims = sys.modules["claims"]
     found = {"a": {"0": 90.0, "1": 80.0}, "a.bad": {"0": 70.0}, "b": {"0": 60.0}, "b.bad": {"0": 59.0}}
@@ -77,13 +94,13 @@ def test_checks_of_one_line_stand_side_by_side_each_with_its_verdict(reproduce: 
         {**same, "column": "few", "left": "b", "right": "a"},
         {**same, "column": "few", "left": "a", "right": "not there"},
     ]
-    half = 12.706 * 20  # of 30 and -10: standard deviation 20 sqrt(2)
+    # Of 30 and -10 the standard deviation is 20 sqrt(2), and the half-width 254: no difference of accuracies is so far.
     doubts = dict.fromkeys(found, "")
     assert claims.lines([{"claim": "c", "columns": ["few", "all"], "checks": checks}], found, doubts) == [
         *("**c**", "", "| what | bound, points | few | all | seeds |", "|---|---|---|---|---|"),
         "| w | at least 0 | -5.0 one seed: its sign does not |  | 0 |",
-        f"| w | at least 0 | -10.0 ± {half:.1f} open: the mean does not "
-        f"| +10.0 ± {half:.1f} open: the mean holds | 0, 1 |",
+        "| w | at least 0 | -10.0 (-100.0 to +100.0) open: the mean does not "
+        "| +10.0 (-100.0 to +100.0) open: the mean holds | 0, 1 |",
         "",
     ]
     with pytest.raises(ValueError, match="'none'"):
@@ -101,7 +118,7 @@ def test_points_of_a_grid_stand_side_by_side_a_table_a_column(reproduce: ModuleT
     across = {"iid": {"none": "a", "bad": "a_bad"}, "": {"none": "b"}}
     assert reproduce.beside(rows, across, ("accuracy", "seconds")) == [
         *("| accuracy, % | none | bad |", "|---|---|---|"),
-        *(f"| r_0.1.iid | 2.0 ± {12.706:.1f} | 4.0 |", "| none.iid | 8.0 |  |"),
+        *(f"| r_0.1.iid | 2.0 (0.0 to {2 + 12.706:.1f}) | 4.0 |", "| none.iid | 8.0 |  |"),
         *("| r_0.1 | 5.0 |  |", "| none | 2.0 |  |", ""),
         *("| s | none | bad |", "|---|---|---|", "| r_0.1.iid | 4 | 6 |", "| none.iid | 9 |  |"),
         *("| r_0.1 | 7 |  |", "| none | 1 |  |", ""),

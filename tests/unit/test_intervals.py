@@ -10,7 +10,7 @@ from scipy import stats
 import fedfm
 import small
 from fedfm.api import studies
-from fedfm.api.intervals import FIGURES, bounds, interval
+from fedfm.api.intervals import FIGURES, bounds, cut, interval
 from fedfm.config.experiment import Experiment
 from fedfm.runtime.progress import Progress
 
@@ -41,6 +41,17 @@ def test_of_losses(values, key):
     low, high = bounds(key, values, 0)
     if len(set(values)) > 1 and low is not None:
         assert {"loss": 0, "perplexity": 1}[key] <= low <= sum(values) / len(values) + 1e-6 <= high + 2e-6
+
+
+@given(SHARES, st.floats(-1, 0.5), st.floats(0.5, 2))
+def test_what_is_cut_is_the_plain_interval_within_its_limits(values, least, most):
+    mean, half = interval(values)
+    low, high = cut(values, least, most)
+    assert low == (max(mean - half, least) if min(values) >= least else mean - half)
+    assert high == (min(mean + half, most) if max(values) <= most else mean + half)
+    assert low <= mean + 1e-9
+    assert mean - 1e-9 <= high
+    assert all(math.isnan(end) for end in cut(values[:1], least, most))
 
 
 def test_by_hand():

@@ -31,6 +31,22 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean, t * deviation / math.sqrt(n)
 
 
+def cut(values: Sequence[float], least: float = -math.inf, most: float = math.inf) -> tuple[float, float]:
+    """95 % interval of the mean by Student's t, without what the figure cannot be; of one value NaN.
+
+    Args:
+        least, most: what the figure can be; an end that a value is beyond is none.
+
+    Example:
+        >>> tuple(round(x, 3) for x in cut([90.0, 100.0], 0.0, 100.0))
+        (31.47, 100.0)
+    """
+    mean, half = interval(values)
+    low = max(mean - half, least) if min(values) >= least else mean - half
+    high = min(mean + half, most) if max(values) <= most else mean + half
+    return (low, high) if half == half else (math.nan, math.nan)
+
+
 _SHARES = ("accuracy", "global_accuracy", "local_accuracy", "balanced_accuracy", "macro_f1")
 _LEAST = {"loss": 0.0, "perplexity": 1.0}  # the other figures, with the least that they can be
 FIGURES = (*_SHARES, *_LEAST)
@@ -49,11 +65,9 @@ def bounds(key: str, values: Sequence[float], rows: int) -> tuple[float, float] 
     mean, half = interval(values)
     if math.isnan(half):
         return None, None
-    low, high = mean - half, mean + half
     if key in _LEAST:
-        if not half:
-            return None, None
-        return (max(low, _LEAST[key]) if min(values) >= _LEAST[key] else low), high  # a loss of one's own has no least
+        return cut(values, _LEAST[key]) if half else (None, None)  # a loss of one's own has no least
+    low, high = mean - half, mean + half
     if rows:
         from fedfm.audits.inference.rates import clopper_pearson
 
