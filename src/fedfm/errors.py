@@ -11,7 +11,69 @@ class FedfmError(Exception):
 
 
 class InputError(FedfmError, ValueError):
-    """The user's input is wrong. The message says where, what, and what would be right (exit 2)."""
+    """The user's input is wrong. The message says where, what, and what would be right (exit 2).
+
+    Attributes:
+        key: the key that is wrong, with its tables, as ``a.b.c``; "" where the message alone says it.
+        more: faults that were found beside this one, in the order in which they were found.
+    """
+
+    def __init__(self, text: object = "", *, key: str = "") -> None:
+        super().__init__(text)
+        self.key = key
+        self.more: tuple[InputError, ...] = ()
+
+
+class Absent(InputError):
+    """A key that is required is absent."""
+
+
+class Faults:
+    """Wrong inputs that are found one after another and refused together.
+
+    Example:
+        >>> faults = Faults()
+        >>> for text in ("1", "x", "y"):
+        ...     with faults:
+        ...         if not text.isdigit():
+        ...             raise InputError(f"{text} is no number")
+        >>> try:
+        ...     faults.refuse()
+        ... except InputError as error:
+        ...     print(error, *error.more, sep="; ")
+        x is no number; y is no number
+    """
+
+    def __init__(self) -> None:
+        self.found: list[InputError] = []
+
+    def add(self, error: InputError) -> None:
+        """Keep a fault, and those that were found beside it."""
+        self.found += [error, *error.more]
+
+    def say(self, text: str, *, key: str = "") -> None:
+        """Keep a fault of this text."""
+        self.found.append(InputError(text, key=key))
+
+    def refuse(self) -> None:
+        """Raise the first fault with the others as its ``more``; nothing without faults.
+
+        Raises:
+            InputError: there is a fault.
+        """
+        if self.found:
+            first, *rest = self.found
+            first.more = tuple(rest)
+            raise first from None
+
+    def __enter__(self) -> Faults:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
+        """Keep what the block raises, if it is wrong input."""
+        if isinstance(error, InputError):
+            self.add(error)
+        return isinstance(error, InputError)
 
 
 class Lost(InputError):

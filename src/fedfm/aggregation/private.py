@@ -12,7 +12,7 @@ from fedfm.aggregation._correlated import CorrelatedGaussian
 from fedfm.aggregation.base import Aggregator
 from fedfm.aggregation.secure import Secure
 from fedfm.core.capabilities import RowsByOptimiser, Sampling
-from fedfm.errors import InputError
+from fedfm.errors import Faults, InputError
 from fedfm.privacy.clipping import AdaptiveClip
 from fedfm.privacy.composition import noise_multiplier_for, noise_multiplier_for_concentrated
 from fedfm.privacy.correlated import strategy
@@ -32,18 +32,18 @@ def under(aggregation: Aggregator, method: Any, privacy: Any) -> Aggregator:
     """
     name = privacy.mechanism or "gaussian"
     hidden, correlated = isinstance(aggregation, Secure), name == "correlated_gaussian"
+    faults = Faults()
     if privacy.unit != "client":
         records = '; for records mechanism = "dp_sgd"' if isinstance(method, RowsByOptimiser) else ""
-        raise InputError(
+        faults.say(
             f'privacy.unit = "{privacy.unit}": this method has no mechanism of its own, and "{name}" protects a '
             f'"client"{records}'
         )
     if privacy.clip_norm is None:
-        raise InputError("privacy.clip_norm is missing: the norm to which a client's update is clipped, e.g. 1.0")
+        faults.say("privacy.clip_norm is missing: the norm to which a client's update is clipped, e.g. 1.0")
     if name == "distributed_gaussian" and not hidden:
-        raise InputError(
-            f'privacy.mechanism = "{name}": a share of the noise hides no update; set aggregator = "secagg"'
-        )
+        faults.say(f'privacy.mechanism = "{name}": a share of the noise hides no update; set aggregator = "secagg"')
+    faults.refuse()
     adaptive = _adaptive(method, privacy, correlated)
     fraction = method.fraction if isinstance(method, Sampling) else 1.0
     period = _period(method, fraction) if correlated else 1
@@ -122,10 +122,12 @@ def _calibrated(name: str, method: Any, privacy: Any, rate: float, period: int) 
 
 def _resolving(aggregation: Secure, mechanism: CentralGaussian) -> Secure:
     """Secure aggregation whose fixed-point numbers hold a bounded update and its noise, and resolve the lattice."""
+    faults = Faults()
     if aggregation.clip_norm is not None:
-        raise InputError("aggregation.clip_norm: privacy.clip_norm clips already; drop it")
+        faults.say("aggregation.clip_norm: privacy.clip_norm clips already; drop it")
     if aggregation.compact:
-        raise InputError("aggregation.compact: 32 bits do not hold an update and its noise; drop it under [privacy]")
+        faults.say("aggregation.compact: 32 bits do not hold an update and its noise; drop it under [privacy]")
+    faults.refuse()
     z = mechanism.noise_multiplier
     noise = mechanism.clip_norm * z
     if mechanism.adaptive is not None:  # a share of the count's noise, of at least half of the clients

@@ -64,6 +64,6 @@ def _serve(args: Any) -> int:
 
 def _offline(path: Path) -> None:
     """Keep libraries off the network unless the silo's file says otherwise; they read this when they are imported."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):  # who reads the file says what is wrong
         if tomllib.loads(path.read_text(encoding="utf-8")).get("downloads") is not True:
             os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}

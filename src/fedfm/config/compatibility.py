@@ -23,7 +23,7 @@ from fedfm.core.capabilities import Keeping, Personal, Private, RowsByOptimiser,
 from fedfm.core.client import Update
 from fedfm.core.method import nested
 from fedfm.data.spec import IN_MEMORY
-from fedfm.errors import InputError, listed
+from fedfm.errors import Faults, InputError, listed
 from fedfm.linalg.params import Params
 from fedfm.linalg.quantised import EXACT
 from fedfm.training import TrainsLocally
@@ -89,9 +89,11 @@ def protected(method: Any, privacy: Any) -> Any:
     Raises:
         InputError: its mechanism gives no such guarantee.
     """
+    faults = Faults()
     for key in ("noise_multiplier", "clip_norm", "clip_quantile", "halt_at_epsilon"):
         if getattr(privacy, key) is not None:
-            raise InputError(f"privacy.{key}: the method's own mechanism does not take it; drop it")
+            faults.say(f"privacy.{key}: the method's own mechanism does not take it; drop it")
+    faults.refuse()
     return method.protected(privacy)
 
 

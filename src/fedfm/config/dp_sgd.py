@@ -9,7 +9,7 @@ from fedfm.aggregation.base import Aggregator
 from fedfm.attacks.attack import locals_of
 from fedfm.core.capabilities import RowsByOptimiser
 from fedfm.core.method import Method, nested
-from fedfm.errors import InputError
+from fedfm.errors import Faults
 from fedfm.privacy.dp_sgd import DescentPlan
 
 _WHERE = 'privacy.mechanism = "dp_sgd":'
@@ -21,36 +21,39 @@ def under(method: Method[Any], aggregation: Aggregator, privacy: Any) -> Aggrega
     Raises:
         InputError: the table or the method does not allow it, with the reason.
     """
+    faults = Faults()
     if privacy.unit != "record":
-        raise InputError(f'privacy.unit = "{privacy.unit}": dp_sgd protects a "record"; for clients drop mechanism')
+        faults.say(f'privacy.unit = "{privacy.unit}": dp_sgd protects a "record"; for clients drop mechanism')
     if privacy.clip_norm is None:
-        raise InputError("privacy.clip_norm is missing: the norm to which each row's gradient is clipped, e.g. 1.0")
+        faults.say("privacy.clip_norm is missing: the norm to which each row's gradient is clipped, e.g. 1.0")
     if privacy.halt_at_epsilon is not None:
-        raise InputError(
+        faults.say(
             f"privacy.halt_at_epsilon: {_WHERE} each client spends its epsilon over all rounds; set target_epsilon"
         )
     if not all(
         isinstance(m, RowsByOptimiser) and "rows_by_optimiser" in vars(type(m)) for m in (method, *nested(method))
     ):
-        raise InputError(
+        faults.say(
             f"{_WHERE} the clients of this method use training rows beside their local optimiser, and no noise would "
             "cover that; expected a method that declares rows_by_optimiser, e.g. fedavg"
         )
     if vars(method).get("weighting") == "tokens":
-        raise InputError(
+        faults.say(
             f'method.weighting = "tokens": {_WHERE} the number of tokens depends on every row, and no noise covers it; '
             'expected "size" or "uniform"'
         )
+    faults.refuse()
     local, *more = dict.fromkeys(locals_of(method))
     if more or local.personal:
-        raise InputError(f"{_WHERE} a client that trains a second model would need a budget for it; drop method.local")
+        faults.say(f"{_WHERE} a client that trains a second model would need a budget for it; drop method.local")
     if local.absent != "keep":
-        raise InputError(f'method.local.absent = "{local.absent}": it tells which classes a client has; drop it')
+        faults.say(f'method.local.absent = "{local.absent}": it tells which classes a client has; drop it')
     if local.stepwise:
-        raise InputError(
+        faults.say(
             f"method.local: {_WHERE} it clips each row's gradient and takes its own parts of a batch, at one rate; "
             "drop micro_batch, max_grad_norm, schedule, warmup and warmup_steps"
         )
+    faults.refuse()
     plan = DescentPlan(
         privacy.clip_norm, privacy.delta, method.rounds, privacy.target_epsilon, privacy.noise_multiplier
     )

@@ -7,6 +7,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,21 +18,26 @@ from fedfm.config.faults import read_all
 from fedfm.config.guesses import UnknownKey
 from fedfm.config.own_code import filled, is_function
 from fedfm.config.registry import admit_named, name_of, resolve
-from fedfm.config.replaced import copy_tables, without_former_keys
+from fedfm.config.replaced import without_former_keys
 from fedfm.config.run_spec import RunSpec
 from fedfm.config.toml import build, build_named, named, plain, put, read, refuse_unknown, to_toml
 from fedfm.core.capabilities import Modelled, Private
 from fedfm.core.fields import check
 from fedfm.core.method import Method
+from fedfm.core.toml_text import copy_tables
 from fedfm.data.spec import IN_MEMORY, WITHHELD, DataSpec, PartitionSpec
 from fedfm.data.spec import check as check_data
-from fedfm.errors import InputError
+from fedfm.errors import Faults, InputError
 from fedfm.models.adapters.adaptation import with_defaults
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.privacy.spec import PrivacySpec
+from fedfm.privacy.spec import check as check_privacy
 
 T = TypeVar("T")
 _MODEL = "model.name"  # the one server-only value that is not a field of the method
+_SPECS = {"data": DataSpec, "model": ModelSpec, "privacy": PrivacySpec, "run": RunSpec}
+_KINDS = {"method": ("methods", ""), "attack": ("attacks", ""), "aggregation": ("aggregation", "mean")}  # and default
+_SECTIONS = ("data", "model", "method", "privacy", "attack", "aggregation", "run")
 _MISSING = "[{}] is missing; an experiment has [data], [model] and [method]"
 
 
@@ -128,8 +134,7 @@ class Experiment:
                 check(attack, "attack")
             compatibility.check_as_asked(self)
             if privacy is not None and privacy.states_epsilon:
-                check(privacy, "privacy")
-                privacy.validate()
+                check_privacy(privacy)
                 method, aggregation = compatibility.guaranteed(method, aggregation, privacy)
                 object.__setattr__(self, "method", method)
                 object.__setattr__(self, "aggregation", aggregation)
@@ -161,7 +166,7 @@ class Experiment:
             former = read(path, {}, takes).get("method")
             if isinstance(former, Mapping):
                 table = without_former_keys(table, former, overrides, tell)
-        return read_all(path, table, lambda tables: cls.from_dict(filled(tables), imports=True))
+        return read_all(path, table, lambda tables: cls.from_dict(filled(tables), imports=True), _EACH)
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any], *, imports: bool = False) -> Experiment:
@@ -174,23 +179,14 @@ class Experiment:
         Raises:
             InputError: with the key, what it is, and what would be right.
         """
-        known = {"name", "data", "model", "method", "privacy", "attack", "aggregation", "run"}
-        try:
-            refuse_unknown(table, known, "")
-        except UnknownKey as error:
-            raise _hinted(error, table) from None
-        for section in ("data", "method"):
-            if section not in table:
-                raise InputError(_MISSING.format(section))
-        for section in known - {"name"}:
-            if section in table and not isinstance(table[section], Mapping):
-                raise InputError(f"{section} = {table[section]!r}: expected a table [{section}]")
+        _check_sections(table)
         if imports:
             admit_named(table)
         try:
             return cls(**{"model": None, **table})
-        except UnknownKey as error:
-            raise _hinted(error, table) from None
+        except InputError as error:
+            _refuse_hinted(error, table)
+            raise
 
     def server_only(self) -> dict[str, Any]:
         """Values that only the server may know, by key."""
@@ -258,6 +254,64 @@ class Experiment:
         return to_toml(self.to_dict())
 
 
+def _check_sections(table: Mapping[str, Any]) -> None:
+    """Refuse tables that no experiment has, absent ones, and what is none."""
+    faults = Faults()
+    try:
+        refuse_unknown(table, {"name", *_SECTIONS}, "")
+    except UnknownKey as error:
+        with faults:
+            _refuse_hinted(error, table)
+    for section in ("data", "method"):
+        if section not in table:
+            faults.say(_MISSING.format(section))
+    for section in _SECTIONS:
+        if section in table and not isinstance(table[section], Mapping):
+            text = f"{section} = {table[section]!r}: expected a table [{section}]"
+            faults.say(text, key=section)
+    faults.refuse()
+
+
+def _check_alone(section: str, tables: Mapping[str, Any]) -> None:
+    """Refuse what is wrong in one table of an experiment, whatever the others say."""
+    table = tables.get(section)
+    if not isinstance(table, Mapping):
+        return
+    try:
+        if section in _KINDS:
+            kind, default = _KINDS[section]
+            found = build_named(kind, table, section, default=default)[1]
+        else:
+            found = build(_SPECS[section], table, section)
+        if section == "model" and found.adaptation is not None:
+            found = dataclasses.replace(found, adaptation=with_defaults(found.adaptation, found.task))
+    except InputError as error:
+        _refuse_hinted(error, tables)
+        raise
+    if section == "data":
+        check_data(found)
+    elif section == "privacy" and found.states_epsilon:
+        check_privacy(found)
+    elif section != "privacy":
+        check(found, section)
+    if section == "method":
+        found.validate()
+
+
+def _refuse_hinted(error: InputError, tables: Mapping[str, Any]) -> None:
+    """Raise the error again where it or one of its others has a better hint among the other tables.
+
+    Raises:
+        InputError: it has.
+    """
+    found = [error, *error.more]
+    if any(isinstance(fault, UnknownKey) for fault in found):
+        faults = Faults()
+        for fault in found:
+            faults.found.append(_hinted(fault, tables) if isinstance(fault, UnknownKey) else fault)
+        faults.refuse()
+
+
 def _hinted(error: UnknownKey, tables: Mapping[str, Any]) -> InputError:
     """The error with a hint that the other tables do not refuse."""
     method = tables.get("method")
@@ -292,6 +346,9 @@ def _hinted(error: UnknownKey, tables: Mapping[str, Any]) -> InputError:
             if why := compatibility.not_late(resolve("methods", name), name):
                 return InputError(f"{why}; and {found}")
     return found
+
+
+_EACH = (_check_sections, *(partial(_check_alone, section) for section in _SECTIONS))
 
 
 def _built(cls: type[T], value: T | Mapping[str, Any], section: str) -> T:

@@ -1,26 +1,36 @@
-"""All faults of a file at once: each is taken out, and what is left is read again.
+"""All faults of a file at once.
 
-The first fault is what a reader of the whole file meets. A later one counts only if the file has its key: what follows
-from something that was taken out is no fault of the file.
+A reader of tables tells the faults of one table together. Beside it each table is read alone, so that none waits for
+another. What rules between tables refuse is taken out, and the rest is read again: there a fault counts only if the
+file has its key, because what follows from something that was taken out is no fault of the file.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fedfm.config.replaced import copy_tables
-from fedfm.errors import InputError
+from fedfm.core.toml_text import copy_tables
+from fedfm.errors import Absent, Faults, InputError
 
 T = TypeVar("T")
+Tables = Mapping[str, Any]
 _MOST = 50  # faults of one file
-_KEY = re.compile(r"\[?([A-Za-z_]\w*(?:\.\w+)*)\]?(?=[:\[ ]|$)")  # with which a message begins
+_KEY = re.compile(r"\[?([A-Za-z_]\w*(?:\.\w+)*)\]?(?=[:\[ ]|$)")  # with which the message of a rule begins
 
 
-def read_all(path: str | Path, table: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]) -> T:
+def read_all(
+    path: str | Path,
+    table: Tables,
+    read: Callable[[Tables], T],
+    each: Iterable[Callable[[Tables], object]] = (),
+) -> T:
     """What ``read`` makes of the tables of a file.
+
+    Args:
+        each: readers of single tables, none of which needs what another one refuses.
 
     Raises:
         InputError: all faults, a line each, with the file's name.
@@ -28,43 +38,58 @@ def read_all(path: str | Path, table: Mapping[str, Any], read: Callable[[Mapping
     try:
         return read(table)
     except InputError as error:
-        found = [error, *_others(table, read, error)]
-        raise InputError("\n".join(f"{path}: {fault}" for fault in found)) from None
+        faults = Faults()
+        faults.add(error)
+        for alone in each:
+            with faults:
+                alone(table)
+        found = {str(fault): fault for fault in faults.found if fault is error or _is_own(table, fault)}
+        _add_others(table, read, found)
+        lines = [f"{path}: {fault}" for fault in list(found)[:_MOST]]
+        if len(found) > _MOST:
+            lines.append(f"{path}: {len(found) - _MOST} more faults")
+        raise InputError("\n".join(lines)) from None
 
 
-def _others(table: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Any], first: InputError) -> list[InputError]:
-    """Faults that are left once the first one is taken out."""
-    rest, error, found = copy_tables(table), first, list[InputError]()
-    while len(found) < _MOST and _take_out(rest, str(error)):
+def _add_others(table: Tables, read: Callable[[Tables], Any], found: dict[str, InputError]) -> None:
+    """Add the faults that are left once those that were found are taken out."""
+    rest, latest = copy_tables(table), list(found.values())
+    while len(found) < _MOST and _take_out(rest, latest):
         try:
             read(rest)
-            break
-        except InputError as other:
-            if _owner(rest, str(other)) is None:
-                break
-            error = other
-            found.append(other)
-    return found
+            return
+        except InputError as error:
+            latest = [fault for fault in (error, *error.more) if _owner(rest, fault) is not None]
+            found |= {str(fault): fault for fault in latest}
 
 
-def _take_out(table: dict[str, Any], message: str) -> bool:
-    """Remove the key with which a message begins; whether it was there and the rest can be read without it."""
-    if (place := _owner(table, message)) is None:
-        return False
-    owner, key, path = place
-    if key == "name" and len(path) > 1:  # it decides which keys stand beside it
-        owner, key, path = _inner(table, path[:-2]), path[-2], path[:-1]
-    if len(path) == 1 and path[0] in ("data", "model", "method"):
-        return False
-    del owner[key]
-    return True
+def _is_own(table: Tables, fault: InputError) -> bool:
+    """Whether the file has the key of the fault, or should have it: a default may follow from a wrong value."""
+    return not fault.key or isinstance(fault, Absent) or _owner(table, fault) is not None
 
 
-def _owner(table: dict[str, Any], message: str) -> tuple[MutableMapping[str, Any], str, list[str]] | None:
-    """(table, key, path) of what a message is about; None where the file has no such key."""
-    if (begins := _KEY.match(message)) is None:
+def _take_out(table: Tables, faults: Iterable[InputError]) -> bool:
+    """Remove the keys of the faults; whether one was there and the rest can be read without it."""
+    removed = False
+    for fault in faults:
+        if (place := _owner(table, fault)) is None:
+            continue
+        owner, key, path = place
+        if key == "name" and len(path) > 1:  # it decides which keys stand beside it
+            owner, key, path = _inner(table, path[:-2]), path[-2], path[:-1]
+        if len(path) == 1 and path[0] in ("data", "model", "method") and isinstance(owner[key], Mapping):
+            continue
+        del owner[key]
+        removed = True
+    return removed
+
+
+def _owner(table: Tables, fault: InputError) -> tuple[MutableMapping[str, Any], str, list[str]] | None:
+    """(table, key, path) of what a fault is about; None where the file has no such key."""
+    begins = _KEY.match(str(fault))
+    if not (name := fault.key or (begins[1] if begins else "")):
         return None
-    path = begins[1].split(".")
+    path = name.split(".")
     try:
         owner = _inner(table, path[:-1])
     except (KeyError, TypeError):

@@ -82,7 +82,7 @@ class UnknownKey(InputError):
     def __init__(self, key: str, known: Collection[str], path: str) -> None:
         self._key, self._known, self._path = key, list(known), path
         self.where = f"{path}.{key}" if path else key
-        super().__init__(self._text(meant(key, known, path)))
+        super().__init__(self._text(meant(key, known, path)), key=self.where)
 
     def among(self, value: Any, method: str, refused: Refusal) -> InputError:
         """The same with a hint that fits the other tables of the experiment: none names a key that is refused next.
@@ -92,7 +92,8 @@ class UnknownKey(InputError):
             method: the experiment's method.
             refused: why the experiment would be refused for one of these keys.
         """
-        return InputError(self._text(_meant_among(self._key, self._known, self._path, value, method, refused)))
+        text = self._text(_meant_among(self._key, self._known, self._path, value, method, refused))
+        return InputError(text, key=self.where)
 
     def _text(self, hint: str) -> str:
         table_of = f"[{self._path}]" if self._path else "the file"

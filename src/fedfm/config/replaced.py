@@ -9,6 +9,7 @@ from typing import Any
 from fedfm.config.registry import admit_named
 from fedfm.config.toml import build_named
 from fedfm.core.fields import check
+from fedfm.core.toml_text import copy_tables
 from fedfm.errors import InputError
 
 _KEY = re.compile(r"method((?:\.\w+)+)")
@@ -64,8 +65,3 @@ def _has(table: Any, path: list[str]) -> bool:
             return False
         table = table[part]
     return bool(path)
-
-
-def copy_tables(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy whose tables can be changed; values are shared."""
-    return {key: copy_tables(value) if isinstance(value, Mapping) else value for key, value in table.items()}

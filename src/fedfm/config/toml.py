@@ -14,12 +14,12 @@ from fedfm.attacks.attack import Attack
 from fedfm.config.guesses import UnknownKey
 from fedfm.config.paths import beside
 from fedfm.config.registry import available, name_of, ours, resolve
-from fedfm.core.fields import KINDS, bounds_of, key_of, needs_value, plain_type
+from fedfm.core.fields import KINDS, bounds_of, check, key_of, needs_value, outside, plain_type
 from fedfm.core.method import Method
 from fedfm.core.toml_text import parse_override as parse_override
 from fedfm.core.toml_text import put as put
 from fedfm.core.toml_text import to_toml as to_toml
-from fedfm.errors import InputError, listed
+from fedfm.errors import Absent, Faults, InputError, listed
 from fedfm.training import SGD, Local
 
 _DATA = (".csv", ".jsonl", ".jsonl.gz", ".parquet", ".npz", ".txt", ".txt.gz")  # formats that data.path takes
@@ -58,27 +58,35 @@ def read(path: str | Path, overrides: Mapping[str, Any], takes: str) -> dict[str
 
 
 def refuse_unknown(table: Mapping[str, Any], known: Any, path: str) -> None:
-    """Refuse the first unknown key; ``path`` is the table's name, "" for the file."""
+    """Refuse unknown keys; ``path`` is the table's name, "" for the file.
+
+    Raises:
+        UnknownKey: of the first one; the others are its ``more``.
+    """
+    faults = Faults()
     for key in table:
         if key not in known:
-            raise UnknownKey(key, known, path)
+            faults.add(UnknownKey(key, known, path))
+    faults.refuse()
 
 
 def build(cls: type, table: Any, path: str) -> Any:
     """An instance of a dataclass from a table.
 
     Raises:
-        InputError: an unknown key, a wrong type, a missing key; named by its path.
+        InputError: an unknown key, a wrong type, a missing key; named by its path. Its ``more`` are the other faults
+            of the table.
     """
     if not isinstance(table, Mapping):
-        raise InputError(f"{path} = {table!r}: expected a table, e.g. {{ name = ... }}")
+        raise InputError(f"{path} = {table!r}: expected a table, e.g. {{ name = ... }}", key=path)
     hints = get_type_hints(cls)
     known = {key_of(f.name): f for f in fields(cls) if f.init}
-    refuse_unknown(table, known, path)
-    at = f"{path}." if path else ""
-    found = {}
+    at, faults, found = f"{path}." if path else "", Faults(), dict[str, Any]()
+    with faults:
+        refuse_unknown(table, known, path)
     for key, value in table.items():
-        of = known[key]
+        if (of := known.get(key)) is None:
+            continue
         own = isinstance(of.default, Local) and (type(of.default) is SGD or not isinstance(of.default, SGD))
         if own and isinstance(value, Mapping) and "name" not in value:
             value = named(of.default) | dict(value)  # keys of the method's own optimiser
@@ -88,10 +96,21 @@ def build(cls: type, table: Any, path: str) -> Any:
             if not value and "false" not in of.metadata:
                 continue
             value = word if value else of.metadata["false"]
-        found[of.name] = convert(value, hints[of.name], f"{at}{key}", of.metadata.get("help", ""))
+        with faults:
+            found[of.name] = convert(value, hints[of.name], f"{at}{key}", of.metadata.get("help", ""))
     for key, of in known.items():
-        if of.name not in found and needs_value(of):
-            raise InputError(f"{at}{key} is missing: expected {bounds_of(of).expected(hints[of.name])}")
+        if key not in table and needs_value(of):
+            text = f"{at}{key} is missing: expected {bounds_of(of).expected(hints[of.name])}"
+            faults.add(Absent(text, key=f"{at}{key}"))
+    if faults.found:  # what could be read is not checked elsewhere
+        for name, value in found.items():
+            key, of = at + key_of(name), known[key_of(name)]
+            if is_dataclass(value):
+                with faults:
+                    check(value, key)
+            for fault in outside(of, hints[name], value, key):
+                faults.add(fault)
+    faults.refuse()
     return cls(**found)
 
 
@@ -118,14 +137,14 @@ def convert(value: Any, hint: Any, path: str, meaning: str = "") -> Any:
         value = float(value)
     if hint in (int, float, str, bool):
         if type(value) is not hint or (hint is float and value != value):
-            raise InputError(f"{path} = {json.dumps(value, default=str)}: expected {_words(hint)}")
+            raise InputError(f"{path} = {json.dumps(value, default=str)}: expected {_words(hint)}", key=path)
         return value
     if origin is tuple and isinstance(value, (list, tuple)):
         return tuple(convert(v, args[0], f"{path}[{i}]") for i, v in enumerate(value))
     if origin is dict and isinstance(value, Mapping):
         return {k: convert(v, args[1], f"{path}.{k}") for k, v in value.items()}
     says = f" ({meaning})" if origin is dict and meaning else ""
-    raise InputError(f"{path} = {json.dumps(value, default=str)}: expected {_words(hint)}{says}")
+    raise InputError(f"{path} = {json.dumps(value, default=str)}: expected {_words(hint)}{says}", key=path)
 
 
 def _refuse_wide(value: Any, path: str, deep: bool) -> None:
@@ -135,7 +154,7 @@ def _refuse_wide(value: Any, path: str, deep: bool) -> None:
         deep: look into lists and tables, which nobody else does.
     """
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        raise InputError(f"{path}: a whole number of {value.bit_length()} bits; expected one of at most 64")
+        raise InputError(f"{path}: a whole number of {value.bit_length()} bits; expected one of at most 64", key=path)
     if deep:
         inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
         for key, one in inner:
@@ -158,15 +177,15 @@ def build_named(kind: str, table: Any, path: str, *, default: str = "", of: type
     """
     if not isinstance(table, Mapping):
         example = f'{{ name = "{default}" }}' if default else "{ name = ... }"
-        raise InputError(f"{path} = {table!r:.80}: expected a table, e.g. {example}")
+        raise InputError(f"{path} = {table!r:.80}: expected a table, e.g. {example}", key=path)
     table = dict(table)
     name = table.pop("name", default)
     if name == "":
-        raise InputError(f"{path}.name is missing: expected {listed(available(kind))}")
+        raise Absent(f"{path}.name is missing: expected {listed(available(kind))}", key=f"{path}.name")
     cls = resolve(kind, name, f"{path}.name")
     if not issubclass(cls, of):
         fit = [n for n in ours(kind) if issubclass(resolve(kind, n), of)]
-        raise InputError(f'{path}.name = "{name}": expected {listed(fit)}')
+        raise InputError(f'{path}.name = "{name}": expected {listed(fit)}', key=f"{path}.name")
     return name, build(cls, table, path)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
-from fedfm.errors import InputError, close, listed
+from fedfm.errors import Absent, Faults, InputError, close, listed
 
 KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
 
@@ -199,32 +199,46 @@ def described(f: Field[Any], hint: Any) -> str:
 
 
 def check(settings: Any, where: str) -> None:
-    """Refuse the first value outside its bounds, in a settings dataclass and in the dataclasses of its fields.
+    """Refuse the values outside their bounds, in a settings dataclass and in the dataclasses of its fields.
 
     Args:
         settings: the instance.
         where: name of its table, e.g. "method"; "" for a file of one table.
 
     Raises:
-        InputError: with the key, the value and what is expected.
+        InputError: with the key, the value and what is expected; the other faults are its ``more``.
     """
-    at, missing = f"{where}." if where else "", ""
+    faults, missing, at = Faults(), list[Absent](), f"{where}." if where else ""
+    named = next((f for f in fields(settings) if f.name == "name"), None)
+    known = named is None or not any(True for _ in _wrong(settings.name, bounds_of(named), ""))
     for f in fields(settings):
-        key, value, bounds, owners = at + key_of(f.name), getattr(settings, f.name), bounds_of(f), owners_of(f)
+        key, value, owners = at + key_of(f.name), getattr(settings, f.name), owners_of(f)
         if is_dataclass(value) and f.init:
-            check(value, key)
-        for place, wrong in _wrong(value, bounds, key):
-            near = close(wrong, bounds.choices or f.metadata.get("names", ())) if isinstance(wrong, str) else ""
-            raise InputError(f"{place} = {shown(wrong)}: expected {_expected(settings, f)}{near}")
+            with faults:
+                check(value, key)
+        for fault in outside(f, get_type_hints(type(settings))[f.name], value, key):
+            faults.add(fault)
+        if owners and not known:
+            continue  # whose key it is follows from a name that is none
         mine = not owners or settings.name in owners
         if value is not None and not mine:
             theirs = listed(key_of(other.name) for other in fields(settings) if settings.name in owners_of(other))
-            raise InputError(f'{key} belongs to {listed(owners)}, not to "{settings.name}", which takes {theirs}')
-        if value in (None, "") and mine and f.metadata.get("required") and not missing:
+            text = f'{key} belongs to {listed(owners)}, not to "{settings.name}", which takes {theirs}'
+            faults.say(text, key=key)
+        if value in (None, "") and mine and f.metadata.get("required"):
             by = f'required by "{settings.name}"' if owners else "missing"
-            missing = f"{key} is {by}: expected {_expected(settings, f)}"
-    if missing:
-        raise InputError(missing)
+            missing.append(Absent(f"{key} is {by}: expected {_expected(settings, f)}", key=key))
+    for one in missing:
+        faults.add(one)
+    faults.refuse()
+
+
+def outside(f: Field[Any], hint: Any, value: Any, key: str) -> Iterator[InputError]:
+    """A fault for each value of a field that is outside its bounds."""
+    bounds = bounds_of(f)
+    for place, wrong in _wrong(value, bounds, key):
+        near = close(wrong, bounds.choices or f.metadata.get("names", ())) if isinstance(wrong, str) else ""
+        yield InputError(f"{place} = {shown(wrong)}: expected {bounds.expected(hint)}{near}", key=key)
 
 
 def _expected(settings: Any, f: Field[Any]) -> str:

@@ -59,6 +59,11 @@ def _bare(key: str) -> str:
     return key if key and all(c.isalnum() or c in "-_" for c in key) and key.isascii() else json.dumps(key)
 
 
+def copy_tables(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy whose tables can be changed; values are shared."""
+    return {key: copy_tables(value) if isinstance(value, Mapping) else value for key, value in table.items()}
+
+
 def check_depth(text: str) -> None:
     """Refuse a text of TOML with a dotted key of many parts: to read it takes the square of their number.
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from fedfm.core import fields
 from fedfm.core.fields import setting
 from fedfm.core.text import NAME, NAME_WORDS
-from fedfm.errors import InputError, listed
+from fedfm.errors import Faults, InputError, listed
 
 WITHHELD = "(kept by the server)"  # replaces values that clients do not receive
 IN_MEMORY = "(in memory)"  # the name of data and of a model from a Python program: see fedfm.api.federate
@@ -129,12 +129,16 @@ def check(spec: DataSpec) -> None:
         raise InputError(f"[data]: expected exactly one of {', '.join(spec.one_of)}; got {what}")
     if spec.name == IN_MEMORY:
         spec = dataclasses.replace(spec, name=BUILT_IN[0])
+    faults = Faults()
     if spec.clients is not None and spec.partition != PartitionSpec():
-        raise InputError("data.partition does not go with data.clients: every file is a client; remove one of the two")
-    _check_without_rows(spec)
+        faults.say("data.partition does not go with data.clients: every file is a client; remove one of the two")
+    with faults:
+        _check_without_rows(spec)
     if spec.where and spec.clients:
-        raise InputError("data.where does not go with data.clients: a client's file holds its own rows, and no others")
-    fields.check(spec, "data")
+        faults.say("data.where does not go with data.clients: a client's file holds its own rows, and no others")
+    with faults:
+        fields.check(spec, "data")
+    faults.refuse()
 
 
 def _check_without_rows(spec: DataSpec) -> None:

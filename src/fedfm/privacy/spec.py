@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fedfm.core import fields
 from fedfm.core.fields import setting
-from fedfm.errors import InputError
+from fedfm.errors import Faults
 
 _MECHANISMS = ("gaussian", "distributed_gaussian", "correlated_gaussian", "dp_sgd")
 
@@ -42,8 +43,21 @@ class PrivacySpec:
         Raises:
             InputError: neither or both are given, or the mechanism has no clip that moves.
         """
+        faults = Faults()
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
             given = "give one" if self.target_epsilon is None else "both are given, drop one"
-            raise InputError(f"privacy.target_epsilon or privacy.noise_multiplier: {given}")
+            text = f"privacy.target_epsilon or privacy.noise_multiplier: {given}"
+            faults.say(text, key="privacy.target_epsilon")
         if self.clip_quantile is not None and self.mechanism == "dp_sgd":
-            raise InputError('privacy.clip_quantile: mechanism = "dp_sgd" clips to a fixed norm; drop it')
+            faults.say('privacy.clip_quantile: mechanism = "dp_sgd" clips to a fixed norm; drop it')
+        faults.refuse()
+
+
+def check(spec: PrivacySpec) -> None:
+    """Raise an InputError for values of a [privacy] table that are out of bounds or do not go together."""
+    faults = Faults()
+    with faults:
+        fields.check(spec, "privacy")
+    with faults:
+        spec.validate()
+    faults.refuse()

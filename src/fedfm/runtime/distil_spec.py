@@ -14,7 +14,7 @@ from fedfm.core.fields import check, setting
 from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.runtime.pretrain_spec import check_central
+from fedfm.runtime.pretrain_spec import alone, check_central
 from fedfm.training.distil import Recipe
 
 
@@ -61,7 +61,7 @@ class Distillation:
             InputError: as :meth:`from_dict`, with the file's name.
         """
         table = read(path, overrides or {}, "`fedfm distil twin.toml` takes [data], [model] and [distil] in TOML")
-        return read_all(path, table, cls.from_dict)
+        return read_all(path, table, cls.from_dict, alone(DistilSpec, "distil"))
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Distillation:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class Pretraining:
             InputError: as :meth:`from_dict`, with the file's name.
         """
         table = read(path, overrides or {}, "`fedfm pretrain exp.toml` takes [data], [model] and [pretrain] in TOML")
-        return read_all(path, table, cls.from_dict)
+        return read_all(path, table, cls.from_dict, alone(PretrainSpec, "pretrain"))
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Pretraining:
@@ -99,6 +100,24 @@ class Pretraining:
     def to_dict(self) -> dict[str, Any]:
         """Nested tables; ``from_dict`` is the inverse."""
         return {"data": plain(self.data), "model": plain(self.model), "pretrain": plain(self.spec)}
+
+
+def alone(cls: type, section: str) -> tuple[Callable[[Mapping[str, Any]], None], ...]:
+    """Readers of the single tables of a training in one place, whose own table has the class ``cls``."""
+
+    def tables(found: Mapping[str, Any]) -> None:
+        refuse_unknown(found, {"data", "model", section}, "")
+
+    def check_one(name: str, kind: type, found: Mapping[str, Any]) -> None:
+        if name in found:
+            spec = build(kind, found[name], name)
+            if isinstance(spec, DataSpec):
+                check_data(spec)
+            else:
+                check(spec, name)
+
+    kinds = {"data": DataSpec, "model": ModelSpec, section: cls}
+    return tables, *(partial(check_one, name, kind) for name, kind in kinds.items())
 
 
 def check_central(data: DataSpec, model: ModelSpec, noun: str) -> None:

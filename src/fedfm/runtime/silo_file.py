@@ -46,6 +46,7 @@ from typing import Any
 import numpy as np
 
 from fedfm.config.experiment import Experiment
+from fedfm.config.faults import read_all
 from fedfm.config.own_code import admit_function, is_function
 from fedfm.config.registry import admit_any, available
 from fedfm.config.toml import build
@@ -57,7 +58,7 @@ from fedfm.data.load import read_inputs
 from fedfm.data.sources._files import listing
 from fedfm.data.spec import WITHHELD, DataSpec
 from fedfm.data.table import ClientRows, FederatedData, Table
-from fedfm.errors import InputError, close, listed
+from fedfm.errors import Faults, InputError, close, listed
 from fedfm.models.names import BUILT_IN
 from fedfm.models.spec import ModelSpec
 from fedfm.privacy.policy import WORDS, Budget, Policy, Requirements
@@ -149,27 +150,34 @@ class Silo:
         return Policy(self.allow, self.allow_by_method)
 
 
+def _read(table: Mapping[str, Any]) -> Silo:
+    silo: Silo = build(Silo, table, "")
+    faults, known = Faults(), available("methods")
+    for name in [n for n in silo.allow_by_method if n not in (*silo.methods, *known)]:
+        text = f'allow_by_method: method = "{name}": expected {listed(known)}{close(name, known)}'
+        faults.say(text, key="allow_by_method")
+    for name in [n for n in silo.allow_methods or () if n not in (*silo.methods, *known)]:
+        text = f'allow_methods: "{name}": expected {listed(known)}{close(name, known)}'
+        faults.say(text, key="allow_methods")
+    with faults:
+        check_fields(silo, "")
+    faults.refuse()
+    return silo
+
+
 def load(path: Path) -> Silo:
     """Read a silo's file.
 
     Raises:
-        InputError: the file is absent, not TOML, or has a wrong key or value.
+        InputError: the file is absent, not TOML, or has wrong keys or values, a line each.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; a silo's file has name, data and allow") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no TOML, too many digits
         raise InputError(f"{path}: cannot be read: {error}") from None
-    try:
-        silo: Silo = build(Silo, table, "")
-        for name in silo.policy.allow_by_method.keys() - set(silo.methods) - set(known := available("methods")):
-            raise InputError(f'allow_by_method: method = "{name}": expected {listed(known)}{close(name, known)}')
-        for name in set(silo.allow_methods or ()) - set(silo.methods) - set(known):
-            raise InputError(f'allow_methods: "{name}": expected {listed(known)}{close(name, known)}')
-        check_fields(silo, "")
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+    silo = read_all(path, table, _read)
 
     def absolute(text: str) -> str:
         return str((path.parent / Path(text).expanduser()).resolve())

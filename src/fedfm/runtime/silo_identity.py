@@ -11,14 +11,16 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from fedfm.config.faults import read_all
 from fedfm.core import storage
 from fedfm.core.fields import shown
 from fedfm.core.text import NAME_WORDS, is_name
-from fedfm.errors import InputError
+from fedfm.errors import Faults, InputError
 from fedfm.privacy.crypto import keys
 
 if TYPE_CHECKING:
@@ -93,18 +95,24 @@ def roster_in(path: Path) -> dict[str, bytes]:
     """Public keys by name.
 
     Raises:
-        InputError: the file is absent or malformed.
+        InputError: the file is absent or malformed; a line for each fault.
     """
     try:
         text = path.read_text(encoding="utf-8")
         table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"roster: {path} cannot be read: {error}") from None
     if not isinstance(table, dict) or not table:
         raise InputError(f'roster: {path} has no silos; a line of each: name = "public key"')
+    return read_all(f"roster: {path}", table, _keys)
+
+
+def _keys(table: Mapping[str, Any]) -> dict[str, bytes]:
+    faults = Faults()
     for name, key in table.items():
         if not is_name(name):
-            raise InputError(f"roster: {path}: {shown(name)} is no name of a silo: expected {NAME_WORDS}")
-        if not isinstance(key, str) or not _KEY.fullmatch(key):
-            raise InputError(f"roster: {path}: the key of {name} is not 64 hexadecimal digits; quote names with dots")
+            faults.say(f"{shown(name)} is no name of a silo: expected {NAME_WORDS}")
+        elif not isinstance(key, str) or not _KEY.fullmatch(key):
+            faults.say(f"the key of {name} is not 64 hexadecimal digits; quote names with dots")
+    faults.refuse()
     return {name: bytes.fromhex(key) for name, key in table.items()}

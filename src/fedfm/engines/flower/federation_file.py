@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from fedfm.config.toml import build, read
 from fedfm.core.fields import check as check_fields
 from fedfm.core.fields import setting
 from fedfm.core.text import NAME, NAME_WORDS
-from fedfm.errors import InputError
+from fedfm.errors import Faults
 
 PORT = 8443  # of a server whose address names none
 _HOST = r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)"
@@ -99,7 +99,10 @@ def load(path: Path) -> FederationFile:
 def _read(table: Mapping[str, Any]) -> FederationFile:
     found: FederationFile = build(FederationFile, table, "")
     check_fields(found, "")
-    _check(found)
+    faults = Faults()
+    for text in _faults(found):
+        faults.say(text)
+    faults.refuse()
     return found
 
 
@@ -135,25 +138,24 @@ def _unreachable(host: str) -> str:
     return ""
 
 
-def _check(found: FederationFile) -> None:
+def _faults(found: FederationFile) -> Iterator[str]:
+    """What is wrong with values that are each within their bounds."""
     if not found.silos:
-        raise InputError('silos is missing: expected a list of names, e.g. ["hospital-a", "hospital-b"]')
+        yield 'silos is missing: expected a list of names, e.g. ["hospital-a", "hospital-b"]'
     lower = [name.lower() for name in found.silos]  # some file systems do not tell cases apart
-    if twice := sorted({name for name in lower if lower.count(name) > 1}):
-        raise InputError(f'silos: "{twice[0]}" is there twice; each silo has a name of its own')
+    for name in sorted({name for name in lower if lower.count(name) > 1}):
+        yield f'silos: "{name}" is there twice; each silo has a name of its own'
     for name in (SERVER, AUTHORITY):
         if name in lower:
-            raise InputError(f'silos: "{name}" is the name of a folder that is made besides; give the silo another')
+            yield f'silos: "{name}" is the name of a folder that is made besides; give the silo another'
     for key, host in (("server", found.host), *(("hosts", host.strip("[]")) for host in found.hosts)):
         if why := _unreachable(host):
-            raise InputError(f'{key}: {host} is {why}; expected what the silos connect to, e.g. "fed.example.org"')
+            yield f'{key}: {host} is {why}; expected what the silos connect to, e.g. "fed.example.org"'
     if found.port > 65535:
-        raise InputError(f'server = "{found.server}": expected a port of at most 65535')
+        yield f'server = "{found.server}": expected a port of at most 65535'
     if found.port == 0 and not found.on_loopback:
-        raise InputError(
-            f'server = "{found.server}": which port is free there is not known here; expected "{found.host}:{PORT}"'
-        )
+        yield f'server = "{found.server}": which port is free there is not known here; expected "{found.host}:{PORT}"'
     if found.first_port + len(found.silos) > 65536:
-        raise InputError(f"first_port = {found.first_port}: {len(found.silos)} silos need ports up to 65535")
+        yield f"first_port = {found.first_port}: {len(found.silos)} silos need ports up to 65535"
     if found.classes is not None and len(set(found.classes)) != len(found.classes):
-        raise InputError("classes: a name is there twice")
+        yield "classes: a name is there twice"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedfm.errors import InputError
+from fedfm.errors import Faults, InputError
 from fedfm.methods.fedpft.release_plan import Plan
 from fedfm.methods.fedpft.topology import topological
 
@@ -63,29 +63,29 @@ def plan_of(m: Any, privacy: Any) -> Plan:
     Raises:
         InputError: a guarantee that cannot be given, with the key and what would be right.
     """
+    faults = Faults()
     if privacy.mechanism not in (None, "gaussian"):
-        raise InputError(f'privacy.mechanism = "{privacy.mechanism}": fedpft has "gaussian"')
+        faults.say(f'privacy.mechanism = "{privacy.mechanism}": fedpft has "gaussian"')
     if privacy.unit != "record":
-        raise InputError(f'privacy.unit = "{privacy.unit}": fedpft protects a "record"')
+        faults.say(f'privacy.unit = "{privacy.unit}": fedpft protects a "record"')
     star = m.topology == "star"  # elsewhere each client's own release has one component, and refits cost nothing
     if m.pooled and not star:
-        raise InputError(f'method.pooled: one sum over the federation needs topology "star", not "{m.topology}"')
+        faults.say(f'method.pooled: one sum over the federation needs topology "star", not "{m.topology}"')
     if m.calibration == "paper_client" and not star:
-        raise InputError(f'method.calibration = "paper_client": only with topology "star", not "{m.topology}"')
+        faults.say(f'method.calibration = "paper_client": only with topology "star", not "{m.topology}"')
     if m.pooled and m.calibration != "analytic":
-        raise InputError(f'method.calibration = "{m.calibration}": one sum over the federation has "analytic"')
+        faults.say(f'method.calibration = "{m.calibration}": one sum over the federation has "analytic"')
     if m.pooled and m.components != 1:
-        raise InputError(f"method.components = {m.components}: one sum over the federation has 1 component")
+        faults.say(f"method.components = {m.components}: one sum over the federation has 1 component")
     if star and m.components == 1 and m.budgets:
-        raise InputError("method.budgets: with method.components = 1 under [privacy] drop it")
+        faults.say("method.budgets: with method.components = 1 under [privacy] drop it")
     if star and m.components > 1 and m.calibration != "analytic":
-        raise InputError(f'method.calibration = "{m.calibration}": private EM has "analytic"')
+        faults.say(f'method.calibration = "{m.calibration}": private EM has "analytic"')
     if m.bound or m.verify:
-        raise InputError("method.bound and method.verify reveal what is not accounted for: drop them under [privacy]")
+        faults.say("method.bound and method.verify reveal what is not accounted for: drop them under [privacy]")
     if m.components == 1 and m.shuffle:
-        raise InputError("method.shuffle: noisy sums come with their sender; under [privacy] drop it")
+        faults.say("method.shuffle: noisy sums come with their sender; under [privacy] drop it")
     if m.counts == "withheld":
-        raise InputError(
-            'method.counts = "withheld": under [privacy] each class has its count, noisy but for "replace"'
-        )
+        faults.say('method.counts = "withheld": under [privacy] each class has its count, noisy but for "replace"')
+    faults.refuse()
     return Plan(m.relation, m.covariance, privacy.target_epsilon, privacy.delta, m.calibration)
