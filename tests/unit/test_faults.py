@@ -1,5 +1,7 @@
 """All faults of a file in one message: none is lost, and none is made up."""
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -134,6 +136,32 @@ def test_so_are_those_of_every_other_file(tmp_path_factory, wrong, load, data):
         {"allow_by_method", "allow_methods"} if wrong is SILO else {"server", "silos", "classes", "hosts"}
     )
     assert not missed or wrong is not PRETRAINING
+
+
+def test_a_key_that_two_readers_refuse_is_told_once(tmp_path):
+    tables = copied(GOOD)
+    put(tables, "method.name", "json:loads")
+    put(tables, "run.workers", -1)
+    assert keys_of(faults_of(tmp_path / "e.toml", tables)) == ["method.name", "run.workers"]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("def f(:", r"SyntaxError: .*line 1"),
+        ("x = 1\n1 / 0", r"ZeroDivisionError: .*line 2"),
+        ("import no_such_module", "No module named 'no_such_module'"),
+    ],
+)
+def test_a_module_of_the_users_that_cannot_be_imported_is_a_fault_of_the_file(tmp_path, monkeypatch, text, why):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = f"brought_{abs(hash(text))}"
+    (tmp_path / f"{name}.py").write_text(text)
+    named = {"data": {"name": f"{name}:f"}, "model": {"name": f"{name}:f"}, "method": {"name": "fedavg"}}
+    for tables, key in ((copied(GOOD), "method.name"), (named, "data.name")):
+        put(tables, key, f"{name}:f")
+        (found,) = faults_of(tmp_path / "e.toml", tables)
+        assert re.match(f'{key} = "{name}:f": {why}', found)
 
 
 def test_every_fault_of_a_roster_is_told(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fedfm.core.toml_text import copy_tables
-from fedfm.errors import Absent, Faults, InputError
+from fedfm.errors import Absent, InputError
 
 T = TypeVar("T")
 Tables = Mapping[str, Any]
@@ -38,17 +38,24 @@ def read_all(
     try:
         return read(table)
     except InputError as error:
-        faults = Faults()
-        faults.add(error)
+        found = {str(fault): fault for fault in (error, *error.more) if fault is error or _is_own(table, fault)}
         for alone in each:
-            with faults:
-                alone(table)
-        found = {str(fault): fault for fault in faults.found if fault is error or _is_own(table, fault)}
+            _add_of_one(table, alone, found)
         _add_others(table, read, found)
         lines = [f"{path}: {fault}" for fault in list(found)[:_MOST]]
         if len(found) > _MOST:
             lines.append(f"{path}: {len(found) - _MOST} more faults")
         raise InputError("\n".join(lines)) from None
+
+
+def _add_of_one(table: Tables, alone: Callable[[Tables], object], found: dict[str, InputError]) -> None:
+    """Add the faults of one table, but for keys of which something was found: this reader may say it otherwise."""
+    known = {_key(fault) for fault in found.values()}
+    try:
+        alone(table)
+    except InputError as error:
+        own = [fault for fault in (error, *error.more) if _is_own(table, fault)]
+        found |= {str(fault): fault for fault in own if not _key(fault) or _key(fault) not in known}
 
 
 def _add_others(table: Tables, read: Callable[[Tables], Any], found: dict[str, InputError]) -> None:
@@ -86,15 +93,18 @@ def _take_out(table: Tables, faults: Iterable[InputError]) -> bool:
 
 def _owner(table: Tables, fault: InputError) -> tuple[MutableMapping[str, Any], str, list[str]] | None:
     """(table, key, path) of what a fault is about; None where the file has no such key."""
-    begins = _KEY.match(str(fault))
-    if not (name := fault.key or (begins[1] if begins else "")):
-        return None
-    path = name.split(".")
+    path = _key(fault).split(".")
     try:
         owner = _inner(table, path[:-1])
     except (KeyError, TypeError):
         return None
     return (owner, path[-1], path) if isinstance(owner, MutableMapping) and path[-1] in owner else None
+
+
+def _key(fault: InputError) -> str:
+    """The key of which a fault is, or with which its message begins; "" if it begins with none."""
+    begins = _KEY.match(str(fault))
+    return fault.key or (begins[1] if begins else "")
 
 
 def _inner(table: Any, path: list[str]) -> Any:

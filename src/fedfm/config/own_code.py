@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+from fedfm.core.libraries import of_import
 from fedfm.data.spec import FUNCTION
 from fedfm.errors import InputError
 
@@ -33,8 +34,8 @@ def admit_function(name: str, where: str) -> Callable[[], Any]:
         found = import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f'{where} = "{name}": {error}') from None
+    except Exception as error:  # the module's own code ran
+        raise InputError(f'{where} = "{name}": {of_import(error)}') from None
     if not callable(found):
         raise InputError(f'{where} = "{name}": a {type(found).__name__}; expected a function without arguments')
     _admitted[name] = found
@@ -69,8 +70,9 @@ def filled(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     local, run = method.get("local", {}), run or {}
     if not isinstance(local, Mapping):
         return tables
+    made = admit_function(name, "data.name")
     try:
-        brings = brought(call(admit_function(name, "data.name"), name, run.get("seed", 0)), local)
+        brings = brought(call(made, name, run.get("seed", 0)), local)
     except InputError as error:
         raise InputError(f"data.name: {name}: {error}") from None
     if brings.seed is None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from fedfm.config.own_code import admit_function, is_function
 from fedfm.config.paper_names import how_to_set
+from fedfm.core.libraries import of_import
 from fedfm.errors import InputError, close, listed
 
 _BASES = {
@@ -121,8 +122,8 @@ def admit(kind: str, name: str, where: str) -> None:
     try:
         points = [point for point in _points(kind) if point.name == name]
         cls = points[0].load() if points else _attribute(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f'{where} = "{name}": {error}') from None
+    except Exception as error:  # the module's own code ran
+        raise InputError(f'{where} = "{name}": {of_import(error)}') from None
     if not (isinstance(cls, type) and issubclass(cls, base) and is_dataclass(cls)):
         raise InputError(f'{where} = "{name}": expected a dataclass derived from {base.__name__}')
     _admitted[kind, name] = cls

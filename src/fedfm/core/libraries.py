@@ -45,6 +45,14 @@ def describe(error: BaseException, most: int = 300) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def of_import(error: Exception) -> str:
+    """Why a user's module cannot be imported, or lacks what was asked of it; with the line that failed."""
+    if isinstance(error, (ImportError, AttributeError, ValueError, SyntaxError)):
+        return describe(error) if isinstance(error, SyntaxError) else str(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{describe(error)} ({last.filename}, line {last.lineno})"
+
+
 def is_ours(error: BaseException) -> bool:
     """Whether it was raised by a line of fedfm, not by what such a line calls."""
     frames = traceback.extract_tb(error.__traceback__)
