@@ -6,9 +6,9 @@ Each command runs in a process of its own, in turn with the others; CPU seconds 
 its children. For comparison: Python alone, importing torch, and Flower's own command line.
 
 The commands that load a model stand beside the import of what it needs: torch and one class of transformers for the
-built-in vision model, torch and numba, which compiles the loops of a linear head, for feature vectors. Neighbours in a
-turn are compared. The first turn, which does not count, writes byte code and the kernels' caches. The run has no
-rounds: it loads, evaluates the start and writes its report.
+built-in vision model, torch alone for a linear head on feature vectors. Neighbours in a turn are compared. The first
+turn, which does not count, writes byte code. The run has no rounds: it loads, evaluates the start and writes its
+report.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COMMANDS: dict[str, list[str]] = {
 }
 IMPORTS = {
     "pictures": "import torch; from transformers import ViTForImageClassification",
-    "features": "import torch, numba",
+    "features": "import torch",
 }
 LOADING = {
     "check": ("check", "{kind}.toml"),

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import fedfm
+import small
 from fedfm.cli import main
+from fedfm.core.toml_text import to_toml
 
 DIGITS = """
 [data]
@@ -50,6 +52,17 @@ def test_rows_classes_bytes_time_and_memory_are_said(capsys, tmp_path):
     code, out, _ = checked(capsys, tmp_path, text)
     assert "client-00: " in out
     assert "of training for the largest client in a round" in out
+
+
+@pytest.mark.parametrize(("rounds", "at_most"), [(1, True), (10**9, False)])
+def test_of_a_short_run_on_features_a_bound_of_the_time_is_said(capsys, tmp_path, rounds, at_most):
+    tables = small.experiment(tmp_path, method={"rounds": rounds})
+    code, out, _ = checked(capsys, tmp_path, to_toml(tables), "--format", "json")
+    expected = json.loads(out)["forecast"]
+    assert (code, expected["at_most"]) == (0, at_most)
+    assert 0 < expected["client_seconds"] <= expected["run_seconds"]
+    code, out, _ = checked(capsys, tmp_path, to_toml(tables))
+    assert ("# at most about " in out) == at_most
 
 
 def test_of_silos_with_rows_of_their_own_no_partition_is_shown(capsys, tmp_path):

@@ -170,3 +170,15 @@ def test_trainers_of_whole_models_leave_the_rest_to_the_loop():
     got = scheduler.train(Job(client(model), w, SGD(batch_size=4), only=("head.bias",)))
     assert torch.equal(got["head.weight"], w["head.weight"])
     assert not torch.equal(got["head.bias"], w["head.bias"])
+
+
+def test_by_autograd_the_loop_trains_what_compiled_loops_could():
+    model = load_model(ModelSpec("features"), classes=("a", "b", "c"), kind="features", feature_dim=4)
+    job = Job(client(model), model.params(), SGD(learning_rate=0.5, batch_size=4))
+    assert scheduler.compiles(model, job.local)
+    assert not scheduler.compiles(model, SGD(warmup=0.1))
+    compiled, (expected,) = scheduler.train(job), loop.train([job])
+    with scheduler.by_autograd():
+        assert scheduler.train(job).sha256() == expected.sha256()
+    assert scheduler.train(job).sha256() == compiled.sha256() != expected.sha256()
+    assert (compiled - expected).norm() < 1e-4 * (expected - job.w).norm()

@@ -128,8 +128,9 @@ def _expected(forecast: Forecast | None, trainable: int, rounds: int) -> list[st
         out.append(f"about {up} up and {down} down for a client and round, without evaluation")
     if forecast.client_seconds is not None:
         one, every = (max(seconds or 0.0, 0.01) for seconds in (forecast.client_seconds, forecast.run_seconds))
+        bound = "at most " if forecast.at_most else ""
         out.append(
-            f"about {duration(one)} of training for the largest client in a round, {duration(every)} for all clients "
-            f"in {plural(rounds, 'round')}, one after the other on this machine"
+            f"{bound}about {duration(one)} of training for the largest client in a round, {duration(every)} for all "
+            f"clients in {plural(rounds, 'round')}, one after the other on this machine"
         )
     return [line.replace(NBSP, " ") for line in [*out, f"at least {size(forecast.memory)} of memory"]]

@@ -6,6 +6,7 @@ import math
 import resource
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import get_type_hints
 
@@ -23,8 +24,11 @@ from fedfm.linalg.quantised import EXACT
 from fedfm.runtime.patience import step_seconds
 from fedfm.runtime.population import Partitioned
 from fedfm.training import TrainsLocally
+from fedfm.training.scheduler import by_autograd, compiles
 
 _WHOLE = 10.0  # seconds: a client's round that should take less is trained for the estimate, of a longer one a step
+_LOAD = 0.3  # seconds: to load compiled loops takes longer, and so do those of a client's round, than torch's steps
+_BRIEF = 5.0  # seconds of all rounds: of a run that ends sooner a bound is enough
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Forecast:
         bytes_up, bytes_down: of a client's messages in a round.
         client_seconds: of the largest client's local training in a round, on this machine, in one process.
         run_seconds: of the local training of all rounds in one process.
+        at_most: whether these seconds are a bound: they are torch's, and the run will use compiled loops.
         memory: bytes at the peak of this process, which has read rows and model and trained for the estimate.
     """
 
@@ -46,6 +51,7 @@ class Forecast:
     bytes_down: int | None
     client_seconds: float | None
     run_seconds: float | None
+    at_most: bool
     memory: int
 
     @property
@@ -65,21 +71,20 @@ def forecast(experiment: Experiment, population: Partitioned) -> Forecast:
             of = np.bincount(table.labels[part.train], minlength=len(table.classes))
             counts[name] = {label: int(n) for label, n in zip(table.classes, of, strict=False)}
     up, down = _bytes(experiment, population)
-    seconds = _client_seconds(experiment, population)
-    whole = None
-    if seconds is not None:
-        largest = max(len(part.train) for part in clients.values())
-        share = sum(len(part.train) for part in clients.values()) / max(largest, 1)
-        late = experiment.run.asynchronous
-        asked = float(vars(method).get("fraction", 1.0)) if late is None else min(late.buffer / len(clients), 1.0)
-        whole = seconds * share * asked * method.rounds
+    largest = max((len(part.train) for part in clients.values()), default=0)
+    share = sum(len(part.train) for part in clients.values()) / max(largest, 1)
+    late = experiment.run.asynchronous
+    asked = float(vars(method).get("fraction", 1.0)) if late is None else min(late.buffer / len(clients), 1.0)
+    times = share * asked * method.rounds
+    seconds, at_most = _client_seconds(experiment, population, times)
     return Forecast(
         population.counts(),
         counts,
         up,
         down,
         seconds,
-        whole,
+        None if seconds is None else seconds * times,
+        at_most,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1),
     )
 
@@ -102,16 +107,16 @@ def _bytes(experiment: Experiment, population: Partitioned) -> tuple[int | None,
     return (up, down) if up and experiment.aggregation.transport.form == "plain" else (None, None)
 
 
-def _client_seconds(experiment: Experiment, population: Partitioned) -> float | None:
-    """Seconds of the largest client's round."""
+def _client_seconds(experiment: Experiment, population: Partitioned, times: float) -> tuple[float | None, bool]:
+    """Seconds of the largest client's round, and whether they are a bound; the run takes ``times`` as long."""
     method, model = experiment.method, population.client_model
     if model is None or not isinstance(method, TrainsLocally) or population.federated.table.kind == "own":
-        return None
+        return None, False
     clients = population.federated.clients
     name = max(clients, key=lambda client: len(clients[client].train))
     data = population.data(name)
     if not len(data.train):
-        return None
+        return None, False
     size = min(method.local.batch_size, len(data.train))
     passes = (method.passes if isinstance(method, Costing) else method.local.passes) / max(method.local.epochs, 1)
     with refuse(f"model.name: {model.spec.name!r} cannot be trained on these rows"):
@@ -119,17 +124,19 @@ def _client_seconds(experiment: Experiment, population: Partitioned) -> float | 
     if each is not None and each < 5:  # the first one loads what it needs
         each = step_seconds(model, data.train, size)
     if each is None:
-        return None
+        return None, False
     seconds = each * method.local.steps(len(data.train), model) * passes
     if seconds > _WHOLE or experiment.aggregation.mechanism.plan is not None:
-        return seconds
+        return seconds, False
+    at_most = compiles(model, method.local) and seconds < _LOAD and seconds * times < _BRIEF
     client = Client(id=name, data=data, model=model, memory={}, seed=seeds.derive(experiment.run.seed, "forecast"))
     w, spent = model.params(), math.inf
-    for _ in range(2):
-        began = time.perf_counter()
-        method.local(client, w)
-        spent = min(spent, time.perf_counter() - began)
-        if 1 < spent < 3 * seconds:  # else the first pass compiled what it needs
-            break
+    with by_autograd() if at_most else nullcontext():  # what is slower bounds what the run takes
+        for _ in range(2):
+            began = time.perf_counter()
+            method.local(client, w)
+            spent = min(spent, time.perf_counter() - began)
+            if 1 < spent < 3 * seconds:  # else the first pass compiled what it needs
+                break
     model.load(w)
-    return spent * passes
+    return spent * passes, at_most

@@ -7,7 +7,9 @@ handler continues with its own result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -20,7 +22,10 @@ from fedfm.training.job import Job
 
 _HEADS = (64, 4)  # clients in a chunk of heads, at most and at least: a message costs as much as several heads
 
+_autograd: ContextVar[bool] = ContextVar("autograd", default=False)  # whether the loop trains what compiled loops could
+
 Trainer = Callable[[Sequence[Job]], list[Params]]
+_COMPILED: tuple[Trainer, ...] = (heads.train, side.train)
 
 
 class _Chunk(greenlet.greenlet):  # type: ignore[misc]
@@ -64,6 +69,21 @@ def width(model: Model) -> int:
 def least(model: Model) -> int:
     """Fewest clients in a chunk."""
     return _HEADS[1] if heads.applies(model) else -(-packed.width(model) // 2)
+
+
+def compiles(model: Model, local: Any = None) -> bool:
+    """Whether its training loads loops that numba compiles."""
+    return trainer_for(model, local) in _COMPILED
+
+
+@contextmanager
+def by_autograd() -> Iterator[None]:
+    """Train without compiled loops meanwhile, in more time; the results are equal within rounding."""
+    token = _autograd.set(True)
+    try:
+        yield
+    finally:
+        _autograd.reset(token)
 
 
 def prepare(model: Model) -> None:
@@ -133,7 +153,8 @@ def _train_alone(job: Job) -> Params:
 
 
 def _trainer_of(job: Job) -> Trainer:
-    return trainer_for(job.client.model, job.local, job.only, job.client.private is not None)
+    found = trainer_for(job.client.model, job.local, job.only, job.client.private is not None)
+    return loop.train if _autograd.get() and found in _COMPILED else found
 
 
 def _alone(call: Callable[[], Any]) -> Any:
