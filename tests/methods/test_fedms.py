@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from collections import deque
 
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import load_file, save_file
 
 import fedfm
-from fedfm.api.predict import predict
+from fedfm.api.predict import export, predict
 from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.errors import ClientFault, InputError
@@ -22,6 +25,7 @@ from fedfm.methods.fedms.gate import Gate, initial
 from fedfm.methods.fedms.mixture import TRUNK, differing, mixed
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
 from fedfm.models.dual_encoder import image_trunk
+from fedfm.models.quiet import quiet
 from fedfm.reports.html import write
 from fedfm.runtime.population import populate
 from fedfm.runtime.progress import Progress
@@ -346,6 +350,31 @@ def test_a_client_model_is_predicted_and_exported(place, tmp_path):
     from peft import PeftConfig
 
     assert {PeftConfig.from_pretrained(folder / e).r for e in (GLOBAL, LOCAL)} == {2}
+
+
+@pytest.mark.parametrize("keys", [{"gate": "adapter"}, {"gate": "all"}, {"share": 0.25}])
+def test_the_code_in_an_export_computes_the_mixture(place, tmp_path, keys):
+    out = tmp_path / "run"
+    client = sorted(run(place, out, queue=1, threshold=1.0, **keys)["client_accuracy"])[0]
+    gate = out / "clients" / client / "adapter" / "gate.safetensors"
+    drawn = torch.Generator().manual_seed(3)  # a gate of two rounds is nearly constant
+    tensors = {n: t + 0.3 * torch.randn(t.shape, generator=drawn).abs() for n, t in load_file(gate).items()}
+    save_file(tensors, gate)
+    export(out, "peft", tmp_path / "out", client)
+    moved = (tmp_path / "out").rename(tmp_path / "moved")
+    code = re.findall(r"```python\n(.*?)```", (moved / "README.md").read_text(), re.DOTALL)[0]
+    assert "fedfm" not in code
+    names = {}
+    with quiet():
+        exec(code.replace("FOLDER", str(moved)), names)
+    with np.load(place / "rows.npz") as rows:
+        read = names["processor"]([Image.fromarray(x) for x in rows["x"][:20]], return_tensors="pt")
+    with torch.no_grad():
+        found = names["model"](**names["texts"], **read).softmax(1)
+        of_global = names["experts"](**names["texts"], **read).logits_per_image.softmax(1)
+    said = torch.tensor(predict(out, place / "rows.npz", client=client)["probabilities"][:20])
+    torch.testing.assert_close(found, said, atol=2e-5, rtol=0)
+    assert (of_global - said).abs().max() > 1e-3  # one expert says something else
 
 
 def test_a_model_of_one_encoder_is_refused(tmp_path):

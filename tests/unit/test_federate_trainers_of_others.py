@@ -206,6 +206,64 @@ def test_answers_in_a_text_are_told_by_name_without_padding(tmp_path):
             torch.testing.assert_close(torch.tensor(scores), alone[name][0], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("classes", [2, 3, 16])
+def test_every_token_of_a_row_is_told_its_scores(classes, tmp_path):
+    """As many classes as the module has kinds of segments, or positions."""
+    from transformers import (
+        AutoTokenizer,
+        BertConfig,
+        BertForTokenClassification,
+        DataCollatorForTokenClassification,
+        Trainer,
+    )
+
+    from tiny_text import save_bert
+
+    torch.manual_seed(0)
+    module = BertForTokenClassification(
+        BertConfig(vocab_size=40, max_position_embeddings=16, num_labels=classes, **SMALL)
+    )
+    rows = [{"input_ids": [2, *range(5, 7 + i), 3], "labels": [i % classes] * (4 + i)} for i in range(5)]
+    collate = DataCollatorForTokenClassification(AutoTokenizer.from_pretrained(save_bert(tmp_path / "bert")))
+    ours = Trainer(module, args=arguments(tmp_path), train_dataset=rows, data_collator=collate)
+    fedfm.federate(ours, partition={"clients": 2}, rounds=1, out=tmp_path / "run", run={"workers": 1})
+    told = fedfm.predict(tmp_path / "run", rows, given=ours)["outputs"]
+    for row, found in zip(rows, told, strict=True):
+        with torch.no_grad():
+            alone = module.eval()(input_ids=torch.tensor([row["input_ids"]])).logits[0]
+        torch.testing.assert_close(torch.tensor(found["logits"]), alone, atol=1e-5, rtol=1e-4)
+
+
+def test_frames_of_speech_are_those_of_the_row_alone(tmp_path):
+    """Rows of unequal length: a frame stands for several places of the mask."""
+    from transformers import Trainer, Wav2Vec2Config, Wav2Vec2ForCTC
+
+    torch.manual_seed(0)
+    config = Wav2Vec2Config(
+        **SMALL, vocab_size=12, conv_dim=[8, 8], conv_stride=[5, 2], conv_kernel=[10, 3], num_feat_extract_layers=2,
+        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, mask_time_prob=0.0, feat_extract_norm="layer",
+        do_stable_layer_norm=True, pad_token_id=0,
+    )  # fmt: skip
+    module = Wav2Vec2ForCTC(config)
+    lengths = (150, 220, 150, 300)
+    rows = [{"input_values": torch.randn(n), "labels": torch.tensor([3, 4])} for n in lengths]
+
+    def pad(batch):
+        longest = max(len(row["input_values"]) for row in batch)
+        mask = torch.stack([torch.arange(longest) < len(row["input_values"]) for row in batch]).long()
+        sound = torch.nn.utils.rnn.pad_sequence([row["input_values"] for row in batch], batch_first=True)
+        return {"input_values": sound, "attention_mask": mask, "labels": torch.stack([r["labels"] for r in batch])}
+
+    args = arguments(tmp_path, remove_unused_columns=False)
+    ours = Trainer(module, args=args, train_dataset=rows, data_collator=pad)
+    fedfm.federate(ours, partition={"clients": 2}, rounds=1, out=tmp_path / "run", run={"workers": 1})
+    told = fedfm.predict(tmp_path / "run", rows, given=ours)["outputs"]
+    for row, found in zip(rows, told, strict=True):
+        with torch.no_grad():
+            alone = module.eval()(input_values=row["input_values"][None]).logits[0]
+        torch.testing.assert_close(torch.tensor(found["logits"]), alone, atol=1e-4, rtol=1e-4)
+
+
 def test_an_encoder_and_its_decoder_answer_each_input(tmp_path):
     from transformers import (
         AutoTokenizer,

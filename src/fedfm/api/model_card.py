@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ from fedfm.data.spec import IN_MEMORY
 from fedfm.models import export_base, fhe_friendly
 from fedfm.models.adapters.experts import GLOBAL, LOCAL
 from fedfm.models.architectures import pooled_encoder
-from fedfm.models.architectures.dual_encoder import DualEncoder
+from fedfm.models.architectures.dual_encoder import DualEncoder, words_of
 from fedfm.models.architectures.pooled_encoder import PooledEncoder
-from fedfm.models.export import ABOUT, Target
+from fedfm.models.export import ABOUT, WEIGHTS, Target
 from fedfm.models.families import unwrapped
 from fedfm.models.head_inputs import UNIT_NORM
 from fedfm.models.model import Model
 from fedfm.models.names import BUILT_IN
+from fedfm.models.side_adapter import SideModel
 from fedfm.reports.account import claimed
 from fedfm.reports.html import data_of
 from fedfm.reports.own_models import joined
@@ -33,26 +35,30 @@ _SCORES = ("accuracy", "global_accuracy", "local_accuracy", "balanced_accuracy",
 _MOST = 50  # classes by name
 
 
-def write(run_dir: Path, model: Model, to: Target, out: Path, client: str | None = None) -> Path:
-    """Write the card into the folder of an export, unless it has a README.md.
+def write(
+    run_dir: Path, model: Model, to: Target, out: Path, client: str | None = None, mixture: Sequence[str] = ()
+) -> Path:
+    """Write the card into the folder of an export.
 
     Args:
         run_dir: the run.
         to: form of the export.
         client: whose model it is; None: one for all.
+        mixture: as of :func:`how_to_load`.
     """
     path = out / "README.md"
-    if not path.exists():
-        path.write_text(card(read(run_dir, messages=False), model, to, out, client), encoding="utf-8")
+    path.write_text(card(read(run_dir, messages=False), model, to, out, client, mixture), encoding="utf-8")
     return path
 
 
-def card(run: RunFiles, model: Model, to: Target, out: Path, client: str | None) -> str:
+def card(
+    run: RunFiles, model: Model, to: Target, out: Path, client: str | None = None, mixture: Sequence[str] = ()
+) -> str:
     """The text of the card of this folder, in Markdown with the hub's metadata at its head."""
     whose = f" of client {_code(client)}" if client else ""
     parts = [_head(run, model, to), f"# {_plain(run.name)}", ""]
     parts += [f"{_plain(_named(model))}, adapted by fedfm {__version__} over several organisations{whose}.", ""]
-    parts += ["## Load", "", *how_to_load(model, to, out), ""]
+    parts += ["## Load", "", *how_to_load(model, to, out, mixture), ""]
     if model.classes and not model.is_language_model:
         named = ", ".join(map(_code, model.classes[:_MOST]))
         more = f" and {len(model.classes) - _MOST} more (`fedfm.json`)" if len(model.classes) > _MOST else ""
@@ -88,11 +94,17 @@ def _head(run: RunFiles, model: Model, to: Target) -> str:
     return "\n".join(["---", *lines, "---", ""])
 
 
-def how_to_load(model: Model, to: Target, out: Path) -> list[str]:
-    """The code that loads the folder, which stands for ``FOLDER``, and what a reader has to know of it."""
+def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()) -> list[str]:
+    """The code that loads the folder, which stands for ``FOLDER``, and what a reader has to know of it.
+
+    Args:
+        mixture: lines that make the model of two adapters, where rows weigh them.
+    """
     own, module = is_own(model), unwrapped(model.module)
     takes = _head_takes(out)
-    if isinstance(module, PooledEncoder):
+    if isinstance(model, SideModel):
+        lines = _side_adapter(model)
+    elif isinstance(module, PooledEncoder):
         lines = pooled_encoder.as_code(module.pooling, unit=takes == UNIT_NORM)
         lines += ["", "from transformers import AutoImageProcessor", ""]
         lines += ['processor = AutoImageProcessor.from_pretrained("FOLDER")']
@@ -105,6 +117,9 @@ def how_to_load(model: Model, to: Target, out: Path) -> list[str]:
         for name, auto in tools:
             if (model.tools.tokenizer if name == "tokenizer" else model.tools.processor) is not None:
                 lines += ["", f"from transformers import {auto}", "", f'{name} = {auto}.from_pretrained("FOLDER")']
+        if isinstance(module, DualEncoder):
+            lines += _prompts(model, module)
+        lines += ["", *mixture] if mixture else []
     words = ["```python", *lines, "```"]
     if own and to != "hf":
         call = "module.load_state_dict(weights)" if to == "torch" else 'PeftModel.from_pretrained(module, "FOLDER")'
@@ -113,6 +128,12 @@ def how_to_load(model: Model, to: Target, out: Path) -> list[str]:
         words += ["", f"The adapter is for {_plain(_named(model))}. {_of_base(out)}"]
     if takes:
         words += ["", f"The head takes {takes}."]
+    if isinstance(model, SideModel):
+        words += ["", "`states` are the released states of the transformer; only its owner computes them."]
+    if isinstance(module, DualEncoder) and to != "torch":
+        words += ["", _of_prompts(model)]
+    if to != "peft" and model.spec.quantization == "int8":
+        words += ["", "The run also rounded what its 8-bit maps read, row by row; these weights read it as it is."]
     if to == "torch" and model.added_bias:
         words += [
             "",
@@ -162,9 +183,44 @@ def _loading(model: Model, to: Target, out: Path) -> list[str]:
         if (out / export_base.CONFIG).exists():
             lines += ['model = PeftModel.from_pretrained(base, "FOLDER")']
         else:  # two experts, which a gate weighs
-            lines += [f'model = PeftModel.from_pretrained(base, "FOLDER/{GLOBAL}", adapter_name="{GLOBAL}")']
-            lines += [f'model.load_adapter("FOLDER/{LOCAL}", adapter_name="{LOCAL}")']
+            lines += [f'experts = PeftModel.from_pretrained(base, "FOLDER/{GLOBAL}", adapter_name="{GLOBAL}")']
+            lines += [f'experts.load_adapter("FOLDER/{LOCAL}", adapter_name="{LOCAL}")']
     return [*imports, "", *lines]
+
+
+def _side_adapter(model: SideModel) -> list[str]:
+    blocks, positions, width = model.net.shape
+    sizes = f"{blocks}, {positions}, {width}, {model.adaptation_spec.rank}, {len(model.classes)}"
+    return [
+        "from safetensors.torch import load_file",
+        "from fedfm.models.side_adapter import SideAdapter",
+        "",
+        f"model = SideAdapter({sizes})  # blocks, positions, width, rank, classes",
+        f'model.load_state_dict(load_file("FOLDER/{WEIGHTS}"))',
+        "model.eval()",
+        f"# logits = model(states), states float32 (rows, {blocks}, {positions}, {width})",
+    ]
+
+
+def _prompts(model: Model, module: DualEncoder) -> list[str]:
+    """Lines that make the texts with which pictures are compared, by the first template."""
+    words = [model.spec.templates[0].format(word) for word in words_of(model.classes)]
+    whole = module.config.model_type == "siglip"
+    length = f'"max_length", max_length={module.input_ids.shape[-1]}' if whole else "True"
+    asked = f'padding={length}, return_token_type_ids=False, return_tensors="pt"'
+    return ["", f"prompts = {words!r}", f"texts = tokenizer(prompts, {asked})"]
+
+
+def _of_prompts(model: Model) -> str:
+    text = '`model(**texts, **processor(pictures, return_tensors="pt"))` gives logits of pictures, by prompt.'
+    if (count := len(model.spec.templates)) == 1:
+        return text
+    return (
+        f"{text} The run had {count} templates, and compared pictures with the mean of each class's text features, all "
+        "of norm 1; the code takes the first alone. The templates are: "
+        + ", ".join(map(_code, model.spec.templates))
+        + "."
+    )
 
 
 def _of_base(out: Path) -> str:

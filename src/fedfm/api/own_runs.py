@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from fedfm.runtime.own_population import brought_by
 if TYPE_CHECKING:
     from fedfm.linalg.params import Params
     from fedfm.models.export import Target
+    from fedfm.models.own.given import Given
     from fedfm.models.wrap import WrappedModel
     from fedfm.runtime.run_directory import Run
 
@@ -87,7 +87,7 @@ def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool =
     brings, model, _ = load(run, given, client, last=last)
     rows = checked(rows, "rows")
     given, found = brings.given, list[Outputs]()
-    classes, lists = list(model.classes), list[dict[str, Any]]()
+    classes, lists = list(model.classes), list[dict[str, Any]]([{}] * len(rows))
     with model.evaluating():
         if language.translates(model.module) and len(rows):
             return language.translations(given, [rows[i] for i in range(len(rows))])
@@ -96,11 +96,12 @@ def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool =
         if logits is not None and language.gives_tokens(model.module, given.batch([rows[0]]), logits):
             return language.told(given, [rows[i] for i in range(len(rows))])
         several = first is not None and first.count != 1  # such as the two answers of a row of preferences
-        size = 1 if several else BATCH
-        for start in range(0, len(rows), size):
-            part = [rows[i] for i in range(start, min(start + size, len(rows)))]
+        for index in _parts(given, rows, 1 if several else BATCH, mixed=logits is not None and logits.dim() <= 2):
+            part = [rows[i] for i in index]
             found.append(given.predicted(part))
-            lists += [found[-1].together()] if several else found[-1].rows(given.batch(part).get("attention_mask"))
+            mask = given.batch(part).get("attention_mask")
+            for i, row in zip(index, [found[-1].together()] if several else found[-1].rows(mask), strict=True):
+                lists[i] = row
     alone = [of.logits for of in found]
     if not classes or several or any(x is None or x.dim() != 2 or x.shape[1] != len(classes) for x in alone):
         return _arrays(lists, found)
@@ -110,6 +111,23 @@ def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool =
         "predictions": [classes[i] for i in shares.argmax(1).tolist()],
         "probabilities": np.round(shares.double().numpy(), 6).tolist(),
     }
+
+
+def _parts(given: Given, rows: Any, most: int, *, mixed: bool) -> list[list[int]]:
+    """Indexes of rows that are predicted at once, at most so many.
+
+    Args:
+        mixed: rows of different shapes may share a batch, which pads them. What a module gives for each place, such as
+            a frame of speech, would have places of padding that nobody could tell from the row's own.
+    """
+    if mixed or most == 1:
+        return [list(range(start, min(start + most, len(rows)))) for start in range(0, len(rows), most)]
+    alike: dict[Any, list[int]] = {}
+    for i in range(len(rows)):
+        batch = given.batch([rows[i]])
+        shapes = tuple(tuple(value.shape) for value in batch.values() if isinstance(value, torch.Tensor))
+        alike.setdefault(shapes, []).append(i)
+    return [index[start : start + most] for index in alike.values() for start in range(0, len(index), most)]
 
 
 def _arrays(lists: list[dict[str, Any]], found: list[Outputs]) -> dict[str, Any]:
@@ -152,8 +170,6 @@ def write(run: Run, to: Target, out: Path, given: Any, client: str | None, *, la
         processing = getattr(brings.given.trainer, "processing_class", None)
         if processing is not None:
             processing.save_pretrained(str(out))
-    with contextlib.suppress(FileNotFoundError):
-        (out / "README.md").unlink()  # an empty model card
     model_card.write(run.path, model, to, out, client)
     return out
 

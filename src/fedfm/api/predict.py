@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from fedfm.api import own_runs
 from fedfm.core import storage
+from fedfm.core.capabilities import Mixing, has
 from fedfm.core.libraries import refuse
 from fedfm.core.locks import alone_in
 from fedfm.core.text import to_json
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
-from fedfm.models.adapters.experts import is_pair, weighed_by
+from fedfm.models.adapters.experts import GATE, is_pair, weighed_by
 from fedfm.models.own import language
 from fedfm.runtime import predictions
 from fedfm.runtime.progress import Progress
@@ -342,7 +343,9 @@ def _write_export(run: Run, to: Target, out: Path, client: str | None, last: boo
         )
     with storage.writing(out):
         folder = write(model, w, to, out, predictions.feature_transform(run.experiment.method))
-        model_card.write(run.path, model, to, folder, client)
+        method = run.experiment.method
+        mixture = method.mixture_in_code(model) if has(method, Mixing) and weighed_by(w) == GATE else ()
+        model_card.write(run.path, model, to, folder, client, mixture)
     return str(folder)
 
 

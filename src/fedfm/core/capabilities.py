@@ -165,9 +165,8 @@ class Viewing(Protocol):
         """Client half: the same client, with the rows and the model that its training uses."""
 
     def fidelity(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
-        """How far a client's rows are from those of the server's model in the clear, for ``details``.
-
-        Caller: the local engine, the one place that has both.
+        """How far a client's rows are from those of the server's model in the clear, for ``details``. Caller: the local
+        engine, the one place that has both.
 
         Args:
             seen: of :meth:`view`.
@@ -206,6 +205,14 @@ class Transforming(Protocol):
         """The transform in words, or None."""
 
 
+@runtime_checkable
+class Mixing(Protocol):
+    """Predictions mix those of two exported adapters. Caller: the card of the export."""
+
+    def mixture_in_code(self, model: Model) -> list[str]:
+        """Lines of Python that make ``model`` of ``experts``, a PeftModel of both, and of the files in ``FOLDER``."""
+
+
 # --- privacy ----------------------------------------------------------------------------------------------------------
 
 
@@ -229,8 +236,7 @@ class Private(Protocol):
 
 @runtime_checkable
 class RowsByOptimiser(Protocol):
-    """Clients use training rows by the client optimiser only, besides their number. Caller: checks of DP-SGD and
-    of ``data.augment``.
+    """Clients use training rows, besides their number, by the optimiser alone. Caller: checks of DP-SGD and augment.
 
     A subclass declares it anew. The client half of a method that declares it wrongly fails under DP-SGD.
     """
@@ -243,9 +249,8 @@ class RowsByOptimiser(Protocol):
 @runtime_checkable
 class ParametersAlone(Protocol):
     """The server half computes with parameters, and with no output of the model. Caller: a server without clients in
-    its process, which then loads no frozen weights if it has no rows to judge.
-
-    A subclass declares it anew. A method that declares it wrongly ends with an error at such a server.
+    its process, which then loads no frozen weights if it has no rows to judge. A subclass declares it anew: one that
+    declares it wrongly ends with an error at such a server.
     """
 
     @property
@@ -291,9 +296,7 @@ class HidingCounts(Protocol):
 
 @runtime_checkable
 class Foretelling(Protocol):
-    """A run may train nothing, and let silos predict rows without labels, into :data:`PREDICTIONS` of their stores.
-    Caller: a silo's file, which names them.
-    """
+    """A run may train nothing: silos predict rows without labels, into :data:`PREDICTIONS`. Caller: a silo's file."""
 
     @property
     def predicts_only(self) -> bool:
@@ -302,9 +305,8 @@ class Foretelling(Protocol):
 
 @runtime_checkable
 class ServerSecrets(Protocol):
-    """The server draws secrets. Caller: the run, which draws them first and does not resume without them.
-
-    A second draw would be a second release. A contract test compares ``secrets`` with the calls of ``fed.secret``.
+    """The server draws secrets. Caller: the run, which draws them first and does not resume without them, as a second
+    draw would be a second release.
     """
 
     @property
@@ -319,10 +321,7 @@ def secrets_of(method: Method[Any], aggregator: Aggregator) -> tuple[str, ...]:
 
 @runtime_checkable
 class ServerFoundation(Protocol):
-    """A foundation model never leaves the server. Caller: the run directory, which keeps moments under ``private/``.
-
-    A contract test checks that no message carries it.
-    """
+    """A foundation model never leaves the server. Caller: the run directory, which keeps moments under ``private/``."""
 
     @property
     def keeps_foundation(self) -> bool:

@@ -203,6 +203,14 @@ def image_trunk(model: Model) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in named}
 
 
+def trunk_paths(model: Model) -> dict[str, str]:
+    """Paths in the model of transformers of what :func:`image_trunk` copies, by its parts, ``block`` and ``norm``."""
+    own = need(model)
+    paths = {module: name for name, module in own.dual.clip.named_modules()}
+    last, norm = _trunk(own)
+    return {"block": paths[last]} | ({} if norm is None else {"norm": paths[norm]})
+
+
 def trunk_images(model: Model, w: Params, trunk: Mapping[str, Tensor], states: Tensor) -> Tensor:
     """V (b, d), norm 1, with gradients of the ``trunk``: its weights and the LoRA tensors w in the last image block and
     the final norm, from the states (b, T, h) that enter this block. LoRA has no dropout here.

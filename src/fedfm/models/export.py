@@ -27,7 +27,6 @@ from fedfm.models.families import unwrapped
 from fedfm.models.model import Model
 from fedfm.models.names import DTYPES
 from fedfm.models.quiet import quiet
-from fedfm.models.side_adapter import SideModel
 
 Target = Literal["peft", "hf", "torch"]
 ADAPTER, WEIGHTS, ABOUT = "adapter_model.safetensors", "model.safetensors", "fedfm.json"
@@ -180,8 +179,6 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
         if isinstance(classifier := unwrapped(model.module), PooledEncoder):
             with quiet():
                 classifier.config.save_pretrained(str(Path(out) / "encoder"))
-        if isinstance(model, SideModel):
-            (Path(out) / "README.md").write_text(_side_readme(model), encoding="utf-8")
     _save_tools(model, Path(out))
     return Path(out)
 
@@ -227,25 +224,6 @@ def holding(model: Model, w: Params) -> Iterator[None]:
         yield
     finally:
         model.load(own)
-
-
-def _side_readme(model: SideModel) -> str:
-    blocks, positions, width = model.net.shape
-    return f"""# Side adapters and a head
-
-`{WEIGHTS}` holds the adapters of {blocks} blocks (rank {model.adaptation_spec.rank}) and a head of \
-{len(model.classes)} classes. They take released states of the transformer, float32 (rows, {blocks}, {positions}, \
-{width}); its owner computes these. `{ABOUT}` names the classes in the order of the logits.
-
-```python
-from safetensors.torch import load_file
-from fedfm.models.side_adapter import SideAdapter
-
-net = SideAdapter({blocks}, {positions}, {width}, {model.adaptation_spec.rank}, {len(model.classes)})
-net.load_state_dict(load_file("{WEIGHTS}"))
-logits = net(states)
-```
-"""
 
 
 def _is_lora(model: Model) -> bool:

@@ -32,12 +32,13 @@ from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.fedms.activation import activated, clock, split, with_rows
 from fedfm.methods.fedms.gate import LAST, Gate, initial
+from fedfm.methods.fedms.in_code import mixture_code
 from fedfm.methods.fedms.mixture import TRUNK, Experts, differing, mixed
 from fedfm.methods.fedms.paper import SETTINGS
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
 from fedfm.models.backbone import backbone
 from fedfm.models.decay import undecayed
-from fedfm.models.dual_encoder import DualModel, active_layers, image_trunk, need
+from fedfm.models.dual_encoder import DualModel, active_layers, image_trunk, need, trunk_paths
 from fedfm.models.layers import layers
 from fedfm.models.model import Model
 from fedfm.training import AdamW, Local
@@ -366,6 +367,10 @@ class FedMS(Method[MSState]):
                 of_g, of_i = both.cosines(piece, train=False)
                 done.append((own.dual.scale * mixed(lam, of_g, of_i)).float().cpu())
         return torch.cat(done) if done else torch.zeros(0, len(own.classes))
+
+    def mixture_in_code(self, model: Model) -> list[str]:
+        """Lines of Python that compute the mixture of an export."""
+        return mixture_code(self.share, trunk_paths(model) if self.gate == "all" else {}, self.gate_backbone)
 
     def newcomer(
         self, model: Model, s: MSState, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]

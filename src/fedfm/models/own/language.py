@@ -30,10 +30,14 @@ _MOST = 256  # tokens of an answer, if neither the module nor the Trainer says
 
 def gives_tokens(module: nn.Module, batch: Batch, output: Tensor) -> bool:
     """Whether the output (b, L, V) of this batch has a number for each entry of a vocabulary at each token."""
-    tokens = next((x for x in batch.values() if x.dim() == 2 and not x.is_floating_point()), None)
-    if tokens is None or output.dim() != 3 or output.shape[:2] != tokens.shape:
+    whole = [x for x in batch.values() if isinstance(x, Tensor) and x.dim() == 2 and not x.is_floating_point()]
+    if not whole or not whole[0].numel() or output.dim() != 3 or output.shape[:2] != whole[0].shape:
         return False
-    sizes = {m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)}
+    inner: Any = _base(module)
+    if type(inner).__module__.startswith("transformers.") and inner.get_output_embeddings() is None:
+        return False  # such as one that gives every token a class
+    read = max(int(x.max()) for x in whole if x.numel())  # what embeds the tokens has an entry for each of them
+    sizes = {m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding) and m.num_embeddings > read}
     sizes.add(getattr(getattr(module, "config", None), "vocab_size", None) or 0)
     return output.shape[2] in sizes
 

@@ -1,0 +1,73 @@
+"""The mixture of FedMS as Python, for readers of an export who have neither fedfm nor the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_CLASS = '''\
+import copy
+import torch
+from safetensors.torch import load_file
+
+
+class Mixture(torch.nn.Module):
+    """Logits (pictures, classes): those of both experts, weighed for each picture."""
+
+    def __init__(self, experts, gate):
+        super().__init__()
+        self.experts, self.gate = experts, gate
+
+    def forward(self, {more}**inputs):
+        self.experts.set_adapter("local")
+        of_local = self.experts(**inputs).logits_per_image
+        self.experts.set_adapter("global")
+        of_global = self.experts(**inputs)
+        share = {share}
+        return share * of_global.logits_per_image + (1 - share) * of_local
+'''
+_GATE = '''
+    def share(self, features):
+        """The share of the global expert, (pictures, 1)."""
+        hidden = self.layer("hidden", features).relu()
+        return self.layer("output", hidden).softmax(-1)[:, :1]
+
+    def layer(self, name, x):
+        x = torch.nn.functional.linear(x, self.gate[f"{name}.weight"], self.gate[f"{name}.bias"])
+        names = ("running_mean", "running_var", "weight", "bias")
+        return torch.nn.functional.batch_norm(x, *(self.gate[f"{name}_norm.{n}"] for n in names))
+'''
+_TRUNK = '''
+    def features(self, inputs):
+        """Features (pictures, width) by the gate's own weights in the last image block and in the norm behind it."""
+        own = copy.deepcopy(self.experts)
+        for part, path in {places}.items():
+            prefix = f"trunk.{{part}}."
+            weights = {{n.removeprefix(prefix): t for n, t in self.gate.items() if n.startswith(prefix)}}
+            own.get_base_model().get_submodule(path).load_state_dict(weights, strict=False)
+        return own(**inputs).image_embeds
+'''
+_MODEL = """
+
+model = Mixture(experts, load_file("FOLDER/gate.safetensors"))
+model.eval()"""
+
+
+def mixture_code(share: float | None, places: Mapping[str, str], backbone: str) -> list[str]:
+    """Lines that make ``model`` of ``experts``, a PeftModel with the adapters ``global`` and ``local``, and of
+    ``FOLDER/gate.safetensors``. It takes what the base takes, and gives logits (b, C).
+
+    Args:
+        share: lambda of every row; None: the gate gives it.
+        places: paths in the base of what the gate has weights of its own for, by the name of the part.
+        backbone: the name of the classifier whose features the gate sees, given with the rows; "": it sees those of the
+            global expert.
+    """
+    if share is not None:
+        return (_CLASS.format(more="", share=repr(share)) + _MODEL).splitlines()
+    if backbone:
+        said = f"# `features` (pictures, width): what the head of {backbone!r} reads of the pictures\n"
+        return (said + _CLASS.format(more="features, ", share="self.share(features)") + _GATE + _MODEL).splitlines()
+    if places:
+        body = _CLASS.format(more="", share="self.share(self.features(inputs))")
+        return (body + _GATE + _TRUNK.format(places=repr(dict(places))) + _MODEL).splitlines()
+    return (_CLASS.format(more="", share="self.share(of_global.image_embeds)") + _GATE + _MODEL).splitlines()
