@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fedfm.core.fields import check
-from fedfm.errors import InputError, close
+from fedfm.errors import InputError
 from fedfm.models import (
+    configuration,
     devices,
     encoder_decoder,
     families,
@@ -86,7 +87,7 @@ def pretrained(
     import transformers
 
     with quiet():
-        config = _config(path, spec)
+        config = configuration.read(path, spec)
         if config.model_type in _TWO_HEADS:
             config.architectures = []  # transformers then takes its first class, which has one head
         _check_kind(config, spec.name, kind, task)
@@ -96,7 +97,7 @@ def pretrained(
         auto = "CausalLM"
         if task == "classification":
             auto = "ImageClassification" if kind == "image" else "SequenceClassification"
-            config.id2label, config.label2id = dict(enumerate(classes)), {c: i for i, c in enumerate(classes)}
+            configuration.name_classes(config, classes)
         tools = _tools(path, spec, config, kind)
         if kind != "image" and getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = tools.tokenizer.pad_token_id
@@ -158,7 +159,7 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
     check(spec, "model")
     adapt = spec.adaptation or AdaptationSpec()
     with quiet():
-        config = _config(path, spec)
+        config = configuration.read(path, spec)
         if config.model_type not in MODEL_TYPES:
             raise InputError(
                 f'model.name: model.task = "zero_shot" needs a model of two encoders, such as a CLIP or a SigLIP; '
@@ -207,7 +208,7 @@ def architecture(spec: ModelSpec, tokenizer: Any) -> Any:
         InputError: it cannot be read, or has no vocabulary.
     """
     with quiet():
-        config = _config(locate(spec.name), spec)
+        config = configuration.read(locate(spec.name), spec)
     if getattr(config, "vocab_size", None) is None:
         raise InputError(
             f"pretrain.vocabulary_size: {spec.name!r} is of type {config.model_type!r}, without a vocabulary"
@@ -218,47 +219,11 @@ def architecture(spec: ModelSpec, tokenizer: Any) -> Any:
     return config
 
 
-def _config(path: Path | str, spec: ModelSpec) -> Any:
-    from transformers import AutoConfig
-
-    import fedfm.models.architectures.preact_resnet  # noqa: F401 - registers it with transformers
-
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise weights.refusal(path, spec.name, error) from None
-    return _changed(config, spec.options) if spec.options else config
-
-
-def _changed(config: Any, options: Mapping[str, Any]) -> Any:
-    """A new configuration with these keys changed, and with the values that it derives from them.
-
-    Raises:
-        InputError: it has no such key, or refuses the value.
-    """
-    table = config.to_dict()
-    known = sorted(k for k in table if not k.startswith("_") and k not in ("model_type", "architectures"))
-    for key, value in options.items():
-        if key not in known:
-            hint = close(key, known) or f": it has {', '.join(known)}"
-            raise InputError(f"model.options.{key}: no key of a configuration of type {config.model_type!r}{hint}")
-        old = table[key]
-        number = isinstance(old, (int, float)) and isinstance(value, (int, float))
-        same = number if type(old) is not bool else type(value) is bool
-        kind = list if isinstance(old, tuple) else type(old)
-        if old is not None and not same and not isinstance(value, kind):
-            raise InputError(f"model.options.{key} = {value!r}: expected something like {old!r}")
-    try:
-        return type(config)(**{**table, **options})
-    except Exception as error:  # the library's error classes differ between releases
-        raise InputError(f"model.options: {weights.first_of(error)}") from None
-
-
 def as_saved(path: Path | str, name: str, like: Any) -> tuple[nn.Module, str, set[str]]:
     """As :func:`fedfm.models.load.as_saved`, without tokenizer and image processor."""
     spec = ModelSpec(name)
     with quiet():
-        config = _config(path, spec)
+        config = configuration.read(path, spec)
         if quantised.of_folder(config) is not None:
             raise InputError(f"{name}: its weights are quantised, and are compared with a model's; name the originals")
         families.check_alike(name, config.model_type, families.type_of(like))
@@ -354,7 +319,7 @@ def _image_processor(path: Path | str, spec: ModelSpec, config: Any) -> tuple[An
         why = f"the image processor of {spec.name} does not run here ({reason})"
         processor = ViTImageProcessorPil.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        if _has_file(path, "preprocessor_config.json") or _has_file(path, "processor_config.json"):
+        if any(configuration.has_file(path, f"{name}_config.json") for name in ("preprocessor", "processor")):
             raise InputError(
                 f"model.name: the image processor of {spec.name!r} cannot be read: "
                 f"{textwrap.shorten(weights.first_of(error), 200, placeholder=' ...')}"
@@ -370,12 +335,3 @@ def _image_processor(path: Path | str, spec: ModelSpec, config: Any) -> tuple[An
         f"model.name: {why}: pictures are resized to {shape} and normalised with mean {list(processor.image_mean)} and "
         f"standard deviation {list(processor.image_std)}, which may be others than the model was trained with",
     )
-
-
-def _has_file(path: Path | str, name: str) -> bool:
-    from transformers.utils import cached_file
-
-    try:
-        return cached_file(str(path), name, _raise_exceptions_for_missing_entries=False) is not None
-    except OSError:  # a hub that does not answer
-        return False

@@ -20,6 +20,7 @@ BUILT_IN = {  # folders in this package; those below architectures have no weigh
     "vit-b16": "architectures/vit_b16",
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ADAPTER = "adapter_config.json"
 _EXPECTED = f"expected {', '.join(BUILT_IN)}, a folder, a hub id or features"
 
 
@@ -39,6 +40,10 @@ def locate(name: str) -> Path | str:
             for command in ("pretrain", "distil"):
                 if (path / f"{command}.json").exists():
                     raise InputError(f"model.name: {path} is not finished: the `fedfm {command}` that began it goes on")
+            if (path / ADAPTER).exists():
+                raise no_whole_model(path)
+            if (path / "manifest.json").exists():
+                raise InputError(f"model.name: {path} is a run, expected a model: write it by `fedfm export --to hf`")
             raise InputError(f"model.name: {path} has no config.json, expected a folder as save_pretrained writes it")
         return path
     if path.is_file():
@@ -50,3 +55,12 @@ def locate(name: str) -> Path | str:
     if path.is_absolute() or name.startswith((".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise InputError(f"model.name: no folder {name}, {_EXPECTED}")
     return name
+
+
+def no_whole_model(name: Path | str) -> InputError:
+    """The error of a model with an adapter of PEFT in its folder."""
+    return InputError(
+        f"model.name: {name} has an adapter of PEFT ({ADAPTER}), expected a whole model: merge the adapter into its "
+        "base, by `fedfm export --to hf` of its run or by PEFT's merge_and_unload, and name the merged model's folder; "
+        f"or, to start without the adapter, a folder without {ADAPTER}"
+    )

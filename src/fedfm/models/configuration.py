@@ -1,0 +1,90 @@
+"""A model's configuration as its folder says, and as fedfm computes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedfm.errors import InputError, close
+from fedfm.models import weights
+from fedfm.models.names import ADAPTER, no_whole_model
+from fedfm.models.spec import ModelSpec
+
+_OUTPUT = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}  # what a call returns
+
+
+def read(path: Path | str, spec: ModelSpec) -> Any:
+    """The configuration of a model, with ``model.options``. What its calls return is set to what fedfm reads.
+
+    Raises:
+        InputError: it cannot be read, it is that of an adapter, or the options do not fit.
+    """
+    from transformers import AutoConfig
+
+    import fedfm.models.architectures.preact_resnet  # noqa: F401 - registers it with transformers
+
+    # transformers would read the adapter's base in place of the weights beside it, and put the adapter into the model,
+    # where no adaptation of ours knows of it
+    if spec.weights != "random" and has_file(path, ADAPTER):
+        raise no_whole_model(spec.name)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise weights.refusal(path, spec.name, error) from None
+    for part in _parts(config):
+        for key, value in _OUTPUT.items():
+            setattr(part, key, value)
+    return _changed(config, spec.options) if spec.options else config
+
+
+def name_classes(config: Any, classes: Sequence[str]) -> None:
+    """Make the configuration that of a classifier of these classes, each row of which is of one class.
+
+    A checkpoint may say that its head was a regression, or gives each class a probability of its own: pipelines of
+    transformers would read the new head so, too.
+    """
+    config.id2label, config.label2id = dict(enumerate(classes)), {c: i for i, c in enumerate(classes)}
+    config.problem_type = "single_label_classification"
+
+
+def has_file(path: Path | str, name: str) -> bool:
+    """Whether a folder or a repository of a hub has this file."""
+    from transformers.utils import cached_file
+
+    try:
+        return cached_file(str(path), name, _raise_exceptions_for_missing_entries=False) is not None
+    except OSError:  # a hub that does not answer
+        return False
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """A configuration and those inside it, such as of a text and of a vision encoder."""
+    yield config
+    for name in getattr(config, "sub_configs", ()):
+        if (part := getattr(config, name, None)) is not None:
+            yield from _parts(part)
+
+
+def _changed(config: Any, options: Mapping[str, Any]) -> Any:
+    """A new configuration with these keys changed, and with the values that it derives from them.
+
+    Raises:
+        InputError: it has no such key, or refuses the value.
+    """
+    table = config.to_dict()
+    known = sorted(k for k in table if not k.startswith("_") and k not in ("model_type", "architectures"))
+    for key, value in options.items():
+        if key not in known:
+            hint = close(key, known) or f": it has {', '.join(known)}"
+            raise InputError(f"model.options.{key}: no key of a configuration of type {config.model_type!r}{hint}")
+        old = table[key]
+        number = isinstance(old, (int, float)) and isinstance(value, (int, float))
+        same = number if type(old) is not bool else type(value) is bool
+        kind = list if isinstance(old, tuple) else type(old)
+        if old is not None and not same and not isinstance(value, kind):
+            raise InputError(f"model.options.{key} = {value!r}: expected something like {old!r}")
+    try:
+        return type(config)(**{**table, **options})
+    except Exception as error:  # the library's error classes differ between releases
+        raise InputError(f"model.options: {weights.first_of(error)}") from None
