@@ -169,6 +169,26 @@ def test_left_over_tensors_are_refused_inside_the_base_and_said_outside(checkpoi
     assert classifier(unknown, name).notices == (notice.replace(str(tmp_path / "b"), str(tmp_path / "c")),)
 
 
+_MASK = torch.ones(1, 1, 40, 40)
+OLD = {  # what older releases of transformers saved beside the weights
+    "bert": {"bert.embeddings.token_type_ids": torch.zeros(1, 40).long(), "embeddings.version": torch.tensor([3.0])},
+    "gpt2": {"h.0.attn.bias": _MASK.bool(), "h.0.attn.masked_bias": torch.tensor(-1e4)},
+    "llama": {"model.layers.1.self_attn.rotary.inv_freq": torch.ones(4)},
+    "swin": {"encoder.layers.0.blocks.0.attention.self.coords": torch.zeros(4, 4).long()},
+}
+
+
+@pytest.mark.parametrize("family", OLD)
+def test_left_over_masks_counters_and_tables_are_no_weights(folder, tmp_path, family):
+    table, tensors = table_for(family), tensors_of(folder(family))
+    model = load(changed(folder(family), tmp_path / "a", tensors | OLD[family]), table, "lora")
+    assert model.fingerprint == load(folder(family), table, "lora").fingerprint
+    for name in OLD[family]:
+        weight = {f"{name.rpartition('.')[0]}.weighty": torch.ones(4, 4)}
+        with pytest.raises(InputError, match="weighty"):
+            load(changed(folder(family), tmp_path / "b", tensors | weight), table, "lora")
+
+
 def language_model(path, hollow=False, **spec):
     adapt = AdaptationSpec("lora", rank=2)
     return load_model(ModelSpec(str(path), adaptation=adapt, **spec), classes=(), kind="passages", hollow=hollow)
@@ -202,6 +222,9 @@ class TestLanguageModels:
         first.unlink()
         with pytest.raises(InputError, match=first.name):
             language_model(tmp_path, hollow)
+        shutil.copy(folder("llama") / "model.safetensors", tmp_path)  # which transformers prefers, too
+        assert language_model(tmp_path, hollow).fingerprint == language_model(folder("llama")).fingerprint
+        (tmp_path / "model.safetensors").unlink()
         index.write_text("{")
         with pytest.raises(InputError, match="cannot be read"):
             language_model(tmp_path, hollow)

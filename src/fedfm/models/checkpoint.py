@@ -7,6 +7,7 @@ new by rule: the head of the task, and modules that the class which wrote the fi
 from __future__ import annotations
 
 import inspect
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from fedfm.errors import InputError
 from fedfm.models.heads import bases, head_of, output_maps, within
+from fedfm.models.quantised import StoredWeights
 
 _FIRST = 3  # names in a message
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")  # of torch: parallel, compiled, sharded
@@ -69,8 +71,8 @@ class Difference:
         return (self.missing | self.shapes.keys()), [*self._new_parts(new), *self._guessed_heads()]
 
     def surplus(self) -> list[str]:
-        """Names that are left over of a part which the module has."""
-        return sorted(n for n in self.leftovers if self._is_inside(n) and not self._saved_has(n))
+        """Names of weights that are left over of a part which the module has."""
+        return sorted(n for n in self.leftovers if self._is_inside(n) and not self._saved_has(n) and self._learned(n))
 
     @cached_property
     def _bases(self) -> tuple[str, ...]:
@@ -116,6 +118,24 @@ class Difference:
         """Whether the class that wrote the checkpoint has this tensor, with or without the name of a base before it."""
         names = self._saved_names
         return names is not None and any(local in names for local in self._aliases(name))
+
+    def _learned(self, name: str) -> bool:
+        """Whether a tensor that is left over can be a weight: it is no single number, no mask, no table of positions,
+        and nothing that the module computes by itself, which older releases of transformers saved.
+        """
+        leaf = name.rpartition(".")[2]
+        if name in self._stored:
+            whole = not self._stored.dtype(name).startswith(("F", "BF"))
+            bits = leaf == "weight"  # of a quantised map
+            if math.prod(self._stored.shape(name)) == 1 or (whole and not bits):
+                return False
+        computed = {n for n, _ in self.module.named_buffers()} - self.module.state_dict().keys()
+        leaves = {n.rpartition(".")[2] for n in computed} - {"weight", "bias"}
+        return leaf not in leaves and not self._aliases(name) & computed
+
+    @cached_property
+    def _stored(self) -> StoredWeights:
+        return StoredWeights(self.path)
 
     def _aliases(self, name: str) -> set[str]:
         """The names that a tensor may have in files of its base and of models around it."""

@@ -261,7 +261,9 @@ class StoredWeights(Mapping[str, Tensor]):
 
     @cached_property
     def _files(self) -> dict[str, str]:
-        """File of each tensor, by the files themselves: an index may name others."""
+        """File of each tensor, by the files themselves: an index may name others. As transformers does, it prefers one
+        whole file to an index beside it.
+        """
         from safetensors import safe_open
         from transformers.utils import cached_file
 
@@ -269,8 +271,8 @@ class StoredWeights(Mapping[str, Tensor]):
             found = cached_file(str(self._path), name, _raise_exceptions_for_missing_entries=False)
             return None if found is None else str(found)
 
-        files = ["model.safetensors"]
-        if index := find("model.safetensors.index.json"):
+        files, index = ["model.safetensors"], None
+        if find(files[0]) is None and (index := find("model.safetensors.index.json")):
             files = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
         names: dict[str, str] = {}
         for name in files:
