@@ -65,7 +65,7 @@ def sites(method, folder, rows=ROWS, **more):
     apps = {}
     for number, name in enumerate(sorted(rows, reverse=True)):
         toys = Toys({name: rows[name]})
-        toys.model.fingerprint = "f" * 64
+        toys.model.identity = "f" * 64
         experiment = SimpleNamespace(method=method, aggregation=Aggregator(), run=RunSpec(), privacy=None)
         site = Site(lambda e=experiment: e, folder / name, lambda experiment, classes, t=toys: t, **more)
         apps[100 + number] = App(site, name)
@@ -291,7 +291,7 @@ def hello(**change):
 @pytest.mark.parametrize("change", [{"fedfm": "0.0.1"}, {"wire": 99}, {"model": "0" * 64}])
 def test_another_version_or_model_is_left_out(tmp_path, change):
     notices = []
-    fed, _ = over_flower(FedAvg(), tmp_path, hello(**change), fingerprint="f" * 64, notice=notices.append)
+    fed, _ = over_flower(FedAvg(), tmp_path, hello(**change), identity="f" * 64, notice=notices.append)
     run(FedAvg(), fed, 1)
     assert [(e.client, e.code) for e in fed.excluded] == [("b", "E_VERSION")]
     assert len(notices) == 1

@@ -71,7 +71,7 @@ class World:
         self.apps = {}
         for node, name in NODES.items():
             own = toys({name: ROWS[name]})
-            own.model.fingerprint = "f" * 64
+            own.model.identity = "f" * 64
             (folder / name).mkdir(parents=True)
             file = folder / name / FILE
             site = Site(lambda: told, folder / name / "memory", lambda experiment, classes, o=own: o, answers=file)

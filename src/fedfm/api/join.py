@@ -25,7 +25,7 @@ from fedfm.models.model import Model
 from fedfm.reports import dossier
 from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
-from fedfm.runtime.disclosure import JOINED
+from fedfm.runtime.disclosure import JOINED, check_same
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.silo_file import COLUMNS, Silo, populate
@@ -115,8 +115,7 @@ def _check_kind(run: Run, population: Partitioned, data: str | Path) -> None:
     if (table.kind, width) != (shape["kind"], shape["feature_dim"]):
         of = f"{shape['kind']} of {shape['feature_dim']} numbers" if shape["feature_dim"] else shape["kind"]
         raise InputError(f"{data}: rows of another kind than the run's: expected {of}")
-    if population.model.fingerprint != run.manifest["fingerprints"]["model"]:
-        raise InputError(f"{run.path}: the model {run.experiment.model.name} changed since the run")
+    check_same(run, population.model.fingerprints, "a newcomer needs the original")
 
 
 def _start(

@@ -22,6 +22,7 @@ from fedfm.linalg.params import Params
 from fedfm.models.adapters.experts import GATE, is_pair, weighed_by
 from fedfm.models.own import language
 from fedfm.runtime import predictions
+from fedfm.runtime.disclosure import check_same
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.run_directory import Run
@@ -69,6 +70,7 @@ def load(path: str | Path, client: str | None = None, *, last: bool = False) -> 
         feature_dim=shape["feature_dim"],
         head_bias=experiment.method.needs.bias,
     )
+    check_same(run, model.fingerprints, f"its weights go with the original {spec.name}")
     if client or last:
         w = load_adapter(model, folder)
     if set(w) == set(model.names):

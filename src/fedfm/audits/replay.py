@@ -35,7 +35,7 @@ from fedfm.models.own.brought import brought
 from fedfm.runtime import kept_files
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import secret
-from fedfm.runtime.disclosure import fingerprints
+from fedfm.runtime.disclosure import check_same, fingerprints
 from fedfm.runtime.own_population import START, of_brought
 from fedfm.runtime.population import Partitioned, populate
 from fedfm.runtime.predictions import personal
@@ -379,9 +379,7 @@ def check_unchanged(run: Run, population: Partitioned) -> None:
     Raises:
         InputError: with what changed.
     """
-    now = fingerprints(run, population.federated.table, population.model.fingerprint)
-    for name, value in now.items():
-        if run.manifest["fingerprints"].get(name) != value:
-            own = run.experiment.data.name == IN_MEMORY
-            more = ", with test and classes as fedfm.federate got them" if own else ""
-            raise InputError(f"{run.path}: the {name} changed since this run: an audit needs the original{more}")
+    own = run.experiment.data.name == IN_MEMORY
+    more = ", with test and classes as fedfm.federate got them" if own else ""
+    now = fingerprints(run, population.federated.table, population.model)
+    check_same(run, now, f"an audit needs the original{more}")

@@ -64,12 +64,12 @@ def _told(value: Any) -> ClientFault:
 
 
 def introduced(
-    value: Any, fingerprint: str | None, expected: Collection[ClientId] = ()
+    value: Any, identity: str | None, expected: Collection[ClientId] = ()
 ) -> tuple[ClientId, ClientFault | None]:
     """(name, reason not to take part or None) from the answer to a hello.
 
     Args:
-        fingerprint: of the server's model; None: any model will do.
+        identity: of the server's model; None: any model will do.
         expected: names that the experiment gives; others have the form of a silo's.
 
     Raises:
@@ -85,6 +85,10 @@ def introduced(
         if value.get(key) != mine:
             return name, ClientFault(E_VERSION, f"runs {key} {str(value.get(key))[:40]}, the server {mine}")
     theirs = value.get("model")
-    if fingerprint and theirs and theirs != fingerprint:
-        return name, ClientFault(E_VERSION, f"holds model {str(theirs)[:12]}, the server {fingerprint[:12]}")
+    if identity and theirs and theirs != identity:
+        if str(theirs).partition("/")[0] == identity.partition("/")[0]:
+            return name, ClientFault(
+                E_VERSION, "prepares rows otherwise than the server: the tokenizer or image processor of its model"
+            )
+        return name, ClientFault(E_VERSION, f"holds model {str(theirs)[:12]}, the server {identity[:12]}")
     return name, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from fedfm.core.rows import Batch, Rows
 from fedfm.errors import RunError
 from fedfm.linalg import pages
 from fedfm.linalg.params import Layout, Params, layout_of
-from fedfm.models import checkpointing, inputs, lengths, metrics
+from fedfm.models import checkpointing, inputs, lengths, metrics, preparation
 from fedfm.models.adapters.adaptation import live_head
 from fedfm.models.block_outputs import blocks
 from fedfm.models.decay import undecayed
@@ -114,6 +114,18 @@ class Model:
         """The module's device."""
         parameter = next(self.module.parameters(), None)
         return torch.device("cpu") if parameter is None else parameter.device
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """What all parties of a run have alike: ``model``, its weights and configuration, and ``preparation``, how it
+        takes rows, see :mod:`fedfm.models.preparation`.
+        """
+        return {"model": self.fingerprint, "preparation": preparation.fingerprint(self.tools)}
+
+    @property
+    def identity(self) -> str:
+        """The fingerprints in one text."""
+        return "/".join(self.fingerprints.values())
 
     @property
     def feature_dim(self) -> int:

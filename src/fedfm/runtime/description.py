@@ -19,7 +19,7 @@ from fedfm.models.model import Model
 from fedfm.privacy import plausibility
 from fedfm.privacy.accountant import Accountant
 from fedfm.runtime import beforehand
-from fedfm.runtime.disclosure import fingerprints, tell
+from fedfm.runtime.disclosure import check_same, fingerprints, tell
 from fedfm.runtime.population import REST, Partitioned, feature_dim, operations
 from fedfm.runtime.who_scores import unscored
 from fedfm.training import Local, packed, private
@@ -86,11 +86,8 @@ _NO_LABEL = ("nan", "none", "null", "na", "n/a", "<na>", "#n/a", "?", "-")  # wh
 def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     """Write clients, split, fingerprints and notices into the manifest; refuse to resume on other data."""
     table = population.federated.table
-    prints = fingerprints(run, table, population.model.fingerprint)
-    before = run.manifest["fingerprints"]
-    for name, value in prints.items():
-        if name in before and before[name] != value:
-            raise InputError(f"the {name} changed since this run began: a resumed run needs what it started with")
+    prints = fingerprints(run, table, population.model)
+    check_same(run, prints, "a resumed run needs what it started with")
     notices = beforehand.check(run.experiment.method, population)
     notices += [*of_rows(run.experiment.method, population), *of_model(run.experiment.run, population.model)]
     notices += [*_elsewhere(run, population.model), *of_delta(run.experiment, population)]

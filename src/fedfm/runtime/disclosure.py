@@ -20,11 +20,13 @@ from fedfm.errors import InputError
 from fedfm.runtime.client_memory import secret, secret_file
 
 if TYPE_CHECKING:
+    from fedfm.models.model import Model
     from fedfm.privacy.spec import PrivacySpec
     from fedfm.runtime.run_directory import Run
 
 FILE = "private/data.json"
 _KEY = ("data", "fingerprint")  # party and name of the secret under private/
+_WORDS = {"preparation": "tokenizer or image processor of the model"}
 _PUBLIC = ("kind", "source", "classes")  # keys of a split that no single row determines
 _WITHOUT_PRIVACY = (
     "private/ holds clients' memories and keys, if the run has any: never share it.",
@@ -112,8 +114,8 @@ def guarantee(ledger: Mapping[str, Any], privacy: Mapping[str, Any] | None) -> d
     return found | {"notes": told("note"), "assumptions": assumptions}
 
 
-def fingerprints(run: Run, table: Table, model: str) -> dict[str, str]:
-    """Fingerprints of the rows and of the model for the run's manifest, 64 hex digits each.
+def fingerprints(run: Run, table: Table, model: Model) -> dict[str, str]:
+    """Fingerprints of the rows, of the model and of the rows' preparation for the manifest, 64 hex digits each.
 
     Under [privacy] the fingerprint of the rows is the HMAC-SHA-256 of their SHA-256, with a key drawn once per run.
 
@@ -125,7 +127,7 @@ def fingerprints(run: Run, table: Table, model: str) -> dict[str, str]:
         private, began = run.path / "private", run.manifest["fingerprints"]
         if began and not (path := secret_file(private, *_KEY)).is_file():
             if began.get("data") == data:  # an earlier release wrote this fingerprint, without a key
-                return {"data": data, "model": model}
+                return {"data": data, **model.fingerprints}
             if str(path.relative_to(run.path)) not in {mark["file"] for mark in run.manifest.get("lost", ())}:
                 raise InputError(
                     f"{path} is missing: it keys the fingerprint of the data, and without it nobody can tell whether "
@@ -133,7 +135,22 @@ def fingerprints(run: Run, table: Table, model: str) -> dict[str, str]:
                 )
             began.pop("data", None)  # the run continues without the key, and is marked
         data = hmac.new(secret(private, *_KEY), data.encode(), hashlib.sha256).hexdigest()
-    return {"data": data, "model": model}
+    return {"data": data, **model.fingerprints}
+
+
+def check_same(run: Run, now: Mapping[str, str], why: str) -> None:
+    """Compare fingerprints with those of the run; an earlier release wrote fewer.
+
+    Args:
+        why: what needs the originals.
+
+    Raises:
+        InputError: one differs.
+    """
+    began = run.manifest["fingerprints"]
+    for name, value in now.items():
+        if name in began and began[name] != value:
+            raise InputError(f"{run.path}: the {_WORDS.get(name, name)} changed since this run began: {why}")
 
 
 def tell(run: Run, split: Mapping[str, Any] | None, notices: Sequence[str]) -> None:

@@ -46,7 +46,7 @@ class FlowerLink:
         timeout: seconds that one client may take.
         gather: seconds for the nodes to connect; None: the same.
         expected: names of the expected clients; silos with their own rows have other names.
-        fingerprint: fingerprint of the server's model; a site with another model is left out.
+        identity: of the server's model; a site with another model is left out.
         most: bytes of a reply, from :func:`fedfm.core.wire.limits.room`.
         spare: it is a SuperLink's Grid: parameters that a site says it holds cross as their hash, and nodes have names.
         greeting: payload of the hello message to every site.
@@ -78,7 +78,7 @@ class FlowerLink:
         timeout: float,
         gather: float | None = None,
         expected: Sequence[ClientId] = (),
-        fingerprint: str | None = None,
+        identity: str | None = None,
         most: int | None = None,
         spare: bool = False,
         greeting: Mapping[str, Any] | None = None,
@@ -95,7 +95,7 @@ class FlowerLink:
         self._grid, self._timeout, self._slots, self._stop = grid, timeout, slots, stop
         self._patience = timeout if gather is None else gather
         self._progress, self._notice, self._most = progress, notice, most
-        self._expected, self._fingerprint, self._greeting = tuple(expected), fingerprint, dict(greeting or {})
+        self._expected, self._identity, self._greeting = tuple(expected), identity, dict(greeting or {})
         self._known = frozenset(known)
         if spare:
             self._greeting[held.NAMES] = True
@@ -394,7 +394,7 @@ class FlowerLink:
         if reply.fault is not None:
             return None, reply.fault
         try:
-            return introduced(reply.value, self._fingerprint, self._expected)
+            return introduced(reply.value, self._identity, self._expected)
         except ClientFault as fault:
             return None, fault
 

@@ -107,7 +107,7 @@ def host(
             gather=spec.timeout,
             timeout=patience(experiment.method, population, spec, watcher.notice),
             expected=population.clients,
-            fingerprint=population.model.fingerprint,
+            identity=population.model.identity,
             most=room(population.model.layout),
             spare=real,
             greeting={"classes": list(population.federated.table.classes)},

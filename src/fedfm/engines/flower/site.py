@@ -259,7 +259,7 @@ class Site:
             "name": name,
             "fedfm": __version__,
             "wire": flower_records.WIRE,
-            "model": None if (model := self.silos.population.client_model) is None else model.fingerprint,
+            "model": None if (model := self.silos.population.client_model) is None else model.identity,
             "own_data": self._own is not None,
         }
 

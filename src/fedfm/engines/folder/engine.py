@@ -67,7 +67,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
             key_of(run),
             told(experiment),
             patience=math.inf if spec.extend_timeout else spec.timeout,
-            fingerprint=population.model.fingerprint,
+            identity=population.model.identity,
             most=room(population.model.layout),
             greeting={"classes": list(population.federated.table.classes)},
             min_clients=spec.min_clients or 1,

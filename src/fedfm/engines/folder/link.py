@@ -62,7 +62,7 @@ class FolderLink:
         run: key of the run.
         experiment: text of the experiment for the silos.
         patience: seconds that a silo may take; infinite: the run waits until it is stopped.
-        fingerprint: of the server's model; a silo with another model takes no part.
+        identity: of the server's model; a silo with another model takes no part.
         most: bytes of a reply, from :func:`fedfm.core.wire.limits.room`.
         greeting: payload of the hello message.
         min_clients: smallest number of silos for a run.
@@ -81,7 +81,7 @@ class FolderLink:
         experiment: str,
         *,
         patience: float = math.inf,
-        fingerprint: str | None = None,
+        identity: str | None = None,
         most: int | None = None,
         greeting: Mapping[str, Any] | None = None,
         min_clients: int = 1,
@@ -91,7 +91,7 @@ class FolderLink:
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._posts, self._run, self._experiment, self._patience = dict(posts), run, experiment, patience
-        self._fingerprint, self._most, self._stop = fingerprint, most, stop
+        self._identity, self._most, self._stop = identity, most, stop
         self._progress, self._notice, self._tell = progress, notice, tell
         for post in self._posts.values():
             post.back.most = None if most is None else most + _AROUND
@@ -254,7 +254,7 @@ class FolderLink:
         fault = reply.fault
         if fault is None:
             try:
-                said, fault = introduced(reply.value, self._fingerprint, [name])
+                said, fault = introduced(reply.value, self._identity, [name])
                 if said != name:
                     fault = ClientFault(E_CLIENT, f'its silo.toml names it "{said[:40]}", and the roster "{name}"')
             except ClientFault as bad:

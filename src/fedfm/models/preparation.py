@@ -1,0 +1,54 @@
+"""A fingerprint of how a model's rows are prepared: its tokenizer, chat template and image processor.
+
+Two copies of a model with the same weights and another tokenizer compute other numbers from the same rows. The
+fingerprint is taken of what the tools do and are told, not of their files, which differ between releases of
+transformers for the same tools.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from fedfm.models.quiet import quiet
+from fedfm.models.tools import Tools
+
+_PROBES = (
+    "The quick, brown fox's 12.5 % jumps!  Over\tthe lazy dog.\n",
+    "ÀÉ naïve straße İ ﬁ ½ A\u030a \u200b",
+    "北京 東京 한국어 Русский العربية हिन्दी 🙂",
+    "a",
+    "",
+)
+_ASIDE = ("auto_map", "data_format", "device", "input_data_format", "return_tensors", "processor_class")
+
+
+def fingerprint(tools: Tools) -> str:
+    """SHA-256 of how rows become the model's inputs; that of nothing for feature vectors."""
+    said: dict[str, Any] = {}
+    if tools.processor is not None:
+        said["image"] = _of_processor(tools.processor)
+    elif tools.image is not None:
+        said["image"] = getattr(tools.image, "told", None)
+    if tools.tokenizer is not None:
+        said["text"] = _of_tokenizer(tools.tokenizer)
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _of_processor(processor: Any) -> dict[str, Any]:
+    """Its class and settings; a setting of None counts as absent, as newer releases have more of them."""
+    told = {key: value for key, value in processor.to_dict().items() if value is not None and not key.startswith("_")}
+    return {key: value for key, value in told.items() if key not in _ASIDE and not key.endswith("_type")} | {
+        "kind": type(processor).__name__.removesuffix("Pil").removesuffix("Fast")
+    }
+
+
+def _of_tokenizer(tokenizer: Any) -> list[Any]:
+    """Its words, its numbers for some texts, its special tokens and its chat template."""
+    with quiet():
+        texts = [tokenizer(text)["input_ids"] for text in _PROBES]
+        words = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
+    sides = tokenizer.padding_side, tokenizer.truncation_side
+    special = tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id
+    return [texts, words, sides, special, getattr(tokenizer, "chat_template", None)]
