@@ -6,15 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fedfm.data.doubts import doubts
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
-from fedfm.data.table import Table
 from fedfm.runtime.description import spellings
 
 
@@ -49,44 +45,6 @@ def test_classes_that_are_none(labels: list[Any], words: str, tmp_path: Path) ->
 
     found = said(labels, tmp_path)
     assert re.search(words, found) if words else not found
-
-
-KINDS = ["features", "pixels", "text", "encoded", "instruction"]
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    kind=st.sampled_from(KINDS),
-    values=st.lists(st.integers(0, 12), min_size=2, max_size=20),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_test_rows_that_are_training_rows_are_counted(kind: str, values: list[int], seed: int) -> None:
-    """Against a count by lists, for every kind of input; those of one beginning and length differ all the same."""
-    split = np.random.default_rng(seed).choice(["train", "val", "test"], len(values))
-    long = np.zeros((len(values), 400), np.float32)
-    long[:, -1] = values
-    inputs: Any = {
-        "features": long,
-        "pixels": long.astype(np.uint8).reshape(-1, 20, 20, 1),
-        "text": [f"text {v:03d}" for v in values],
-        "encoded": [b"picture%03d" % v for v in values],
-        "instruction": [((("user", "hi"),), f"{v}") for v in values],
-    }[kind]
-    table = Table({"pixels": "image", "encoded": "image"}.get(kind, kind), inputs, None, (), split)  # type: ignore[arg-type]
-    train = [v for v, s in zip(values, split, strict=True) if s == "train"]
-    test = [v for v, s in zip(values, split, strict=True) if s == "test"]
-    count = sum(v in train for v in test)
-    found = doubts(table, "label")
-    assert [n.split(" test rows")[0] for n in found] == ([f"{count} of {len(test)}"] if count else [])
-
-
-def test_pictures_in_files_are_compared_by_content(tmp_path: Path) -> None:
-    contents = [b"aaaa", b"bbbb", b"aaaa", b"cccccc", b"dddd"]
-    for i, content in enumerate(contents):
-        (tmp_path / str(i)).write_bytes(content)
-    files = [str(tmp_path / str(i)) for i in range(5)]
-    split = np.array(["train", "train", "test", "test", "test"])
-    assert doubts(Table("image", files, None, (), split), "label")[0].startswith("1 of 3 test rows are also")
 
 
 @pytest.mark.parametrize(

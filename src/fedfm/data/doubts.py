@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from fedfm.data.repeats import of_training_rows
 from fedfm.data.sources._files import listing
 from fedfm.data.table import Table
 
 _LONG_NAME = 200  # characters; a class name that is longer is rather a text
 _MANY = 20  # classes from which numbers look like a quantity, and rows from which labels should recur
-_PROBED = 256  # numbers of an array
 _MARKS = (";", "|", ",", "/", "+", "&")  # between several labels in one
 _WAY = "fedfm.federate with a module of your own (docs: how-to/own-model.md)"
 
@@ -31,7 +27,7 @@ def doubts(table: Table, label: str) -> tuple[str, ...]:
         _quantities(table, label),
         _several(table, label),
         _unique(table, label),
-        _trained_on(table),
+        of_training_rows(table),
     )
     return tuple(text for text in found if text)
 
@@ -82,43 +78,3 @@ def _unique(table: Table, label: str) -> str | None:
     if 2 * there <= len(table):
         return None
     return f'column "{label}" has {there} different labels in {len(table)} rows: is it the column of the classes?'
-
-
-def _trained_on(table: Table) -> str | None:
-    """Test rows whose inputs are those of a training row, too."""
-    train, test = table.rows("train"), table.rows("test")
-    if table.kind in ("own", "passages") or not len(train) or not len(test):
-        return None
-    likely = _common(np.fromiter(map(_probe(table), table.inputs), np.int64, len(table)), train, test)
-    if not len(likely):
-        return None
-    whole = np.array([_whole(table, table.inputs[int(i)]) for i in likely], dtype=np.int64)
-    tested = np.isin(likely, test)
-    count = int(np.isin(whole[tested], whole[~tested]).sum())
-    if not count:
-        return None
-    return f"{count} of {len(test)} test rows are also training rows: on them a result says what was learned by heart"
-
-
-def _common(keys: np.ndarray, train: np.ndarray, test: np.ndarray) -> np.ndarray:
-    """The rows (n,) of either part whose key is in both parts."""
-    both = np.intersect1d(keys[train], keys[test])
-    rows = np.concatenate([train, test])
-    found: np.ndarray = rows[np.isin(keys[rows], both)]
-    return found
-
-
-def _probe(table: Table) -> Callable[[Any], int]:
-    """A number of an input that equal inputs share: of a file the size, of an array the beginning."""
-    if table.kind == "image" and not isinstance(table.inputs, np.ndarray):
-        return lambda item: hash(item) if isinstance(item, bytes) else os.path.getsize(item)
-    if isinstance(table.inputs, np.ndarray):
-        return lambda row: hash(row.reshape(-1)[:_PROBED].tobytes())
-    return hash
-
-
-def _whole(table: Table, item: Any) -> int:
-    """A number of an input that no other input has, but for one in 2^64."""
-    if isinstance(item, np.ndarray):
-        return hash(item.tobytes())
-    return hash(Path(item).read_bytes() if table.kind == "image" and not isinstance(item, bytes) else item)

@@ -1,0 +1,182 @@
+"""Test and validation rows that are training rows, too: equal ones, and ones that are only stored or written otherwise.
+
+Equal rows are found in every table. Texts are alike that differ by case, white space, invisible characters or the
+Unicode form of a character alone. Pictures and feature vectors are alike that lie much closer to a training row than
+training rows lie to each other: the same picture in another format, size or compression, the same vector with fewer
+digits.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import unicodedata
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedfm.data.pictures import upright
+from fedfm.data.table import Table, contents
+
+_PROBED = 256  # numbers of an array
+_SIDE = 16  # pixels of a thumbnail
+_ROWS = 10_000  # most rows of a table whose pictures or vectors are compared beyond equality
+_BYTES = 1 << 27  # and most bytes of them, since a picture is decoded for it
+_SAMPLE = 256  # training rows whose usual distance to the nearest other one is the measure
+_NEAR = {"image": 0.2, "features": 1e-3}  # of that distance, below which a row is a repetition
+_FEW = 4  # numbers of a vector from which a small distance is no chance
+_PARTS = {"val": "validation", "test": "test"}
+
+
+def of_training_rows(table: Table) -> str | None:
+    """A notice of the validation and test rows that are training rows, too."""
+    train = table.rows("train")
+    if table.kind in ("own", "passages") or not len(train):
+        return None
+    found, more = [], []
+    views = _Views(table)
+    for split, word in _PARTS.items():
+        rows = table.rows(split)
+        if not len(rows):
+            continue
+        equal = _equal(table, train, rows)
+        alike = np.setdiff1d(views.alike(train, rows), equal)
+        if len(equal):
+            found.append(f"{len(equal)} of {len(rows)} {word} rows")
+        if len(alike):
+            more.append(f"{len(alike)} of {len(rows)} {word} rows")
+    said = []
+    if found:
+        said.append(f"{' and '.join(found)} are also training rows")
+    if more:
+        said.append(f"{' and '.join(more)} {_HOW[table.kind]}")
+    return f"{'; '.join(said)}: on them a result says what was learned by heart" if said else None
+
+
+_WORDING = "are training rows but for case, spaces or Unicode forms"
+_HOW = {
+    "text": _WORDING,
+    "instruction": _WORDING,
+    "preference": _WORDING,
+    "image": "look the same as a training picture (stored in another format, size or compression)",
+    "features": "are training rows but for the last digits",
+}
+
+
+def _equal(table: Table, train: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Those of ``rows`` (n,) whose input is that of a training row, exactly."""
+    both = np.concatenate([train, rows])
+    probe = _probe(table)
+    keys = np.fromiter((probe(table.inputs[int(i)]) for i in both), np.int64, len(both))
+    likely = both[np.isin(keys, np.intersect1d(keys[: len(train)], keys[len(train) :]))]
+    whole = np.array([_whole(table, table.inputs[int(i)]) for i in likely], dtype=np.int64)
+    tested = np.isin(likely, rows)
+    found: np.ndarray = likely[tested][np.isin(whole[tested], whole[~tested])]
+    return found
+
+
+def _probe(table: Table) -> Callable[[Any], int]:
+    """A number of an input that equal inputs share: of a file the size, of an array the beginning."""
+    if table.kind == "image" and not isinstance(table.inputs, np.ndarray):
+        return lambda item: hash(item) if isinstance(item, bytes) else os.path.getsize(item)
+    if isinstance(table.inputs, np.ndarray):
+        return lambda row: hash(row.reshape(-1)[:_PROBED].tobytes())
+    return hash
+
+
+def _whole(table: Table, item: Any) -> int:
+    """A number of an input that no other input has, but for one in 2^64."""
+    if isinstance(item, np.ndarray):
+        return hash(item.tobytes())
+    return hash(Path(item).read_bytes() if table.kind == "image" and not isinstance(item, bytes) else item)
+
+
+class _Views:
+    """What the inputs of a table look like, computed once a table."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._seen: np.ndarray | None = None
+        self._done = False
+
+    def alike(self, train: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Those of ``rows`` that look like a training row."""
+        if not self._done:
+            self._seen, self._done = _view(self._table), True
+        if self._seen is None:
+            return rows[:0]
+        if self._seen.ndim == 1:
+            found: np.ndarray = rows[np.isin(self._seen[rows], self._seen[train])]
+            return found
+        return _near(self._seen, train, rows, _NEAR[self._table.kind])
+
+
+def _view(table: Table) -> np.ndarray | None:
+    """Numbers of the wording (N,), or thumbnails or vectors (N, d); None: they are too many to look at."""
+    if table.kind in ("text", "instruction", "preference"):
+        return np.fromiter((hash(_wording(item)) for item in table.inputs), np.int64, len(table))
+    if len(table) > _ROWS:
+        return None
+    if table.kind == "features":
+        x: np.ndarray = table.inputs
+        return x if x.shape[1] >= _FEW and x.nbytes <= _BYTES else None
+    if isinstance(table.inputs, np.ndarray):
+        if table.inputs.nbytes > _BYTES:
+            return None
+    elif sum(len(i) if isinstance(i, bytes) else os.path.getsize(i) for i in table.inputs) > _BYTES:
+        return None
+    with ThreadPoolExecutor(4) as pool:  # Pillow decodes outside the interpreter's lock
+        return np.stack(list(pool.map(_thumbnail, table.inputs)))
+
+
+def _wording(item: Any) -> tuple[str, ...]:
+    """The texts of a row as a reader takes them in."""
+    return tuple(_read(text) for text in contents(item))
+
+
+def _read(text: str) -> str:
+    if not text.isascii():
+        text = "".join(c for c in unicodedata.normalize("NFKC", text) if unicodedata.category(c) != "Cf")
+    return " ".join(text.casefold().split())
+
+
+def _thumbnail(item: Any) -> np.ndarray:
+    """Grey values (256,) float32 of a picture at a small size; a JPEG is decoded at a fraction of its own."""
+    from PIL import Image
+
+    if isinstance(item, np.ndarray):
+        small = Image.fromarray(item[..., 0] if item.shape[-1] == 1 else item)
+    else:
+        with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture:
+            picture.draft(None, (4 * _SIDE, 4 * _SIDE))
+            small = upright(picture)
+    small = small.convert("L").resize((_SIDE, _SIDE), Image.Resampling.BOX)
+    return np.asarray(small, dtype=np.float32).reshape(-1)
+
+
+def _near(views: np.ndarray, train: np.ndarray, rows: np.ndarray, share: float) -> np.ndarray:
+    """Those of ``rows`` that lie within ``share`` of the usual distance of a training row to the nearest other one."""
+    centre = views[train].mean(axis=0, dtype=np.float64)
+    known = views[train] - centre  # (n, d) float64: small distances of long vectors
+    some = np.linspace(0, len(train) - 1, min(_SAMPLE, len(train))).astype(np.int64)
+    apart = _distances(known[some], known)
+    apart[np.arange(len(some)), some] = np.inf
+    usual = float(np.median(apart.min(axis=1)))  # of one training row alone it is infinite
+    if not 0 < usual < np.inf:
+        return rows[:0]
+    near = [
+        _distances(views[part] - centre, known).min(axis=1) < share * usual
+        for part in np.array_split(rows, -(-len(rows) // _SAMPLE))
+    ]
+    found: np.ndarray = rows[np.concatenate(near)]
+    return found
+
+
+def _distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Distances (n, m) of the rows of a (n, d) from those of b (m, d)."""
+    square = (a * a).sum(1)[:, None] + (b * b).sum(1)[None] - 2 * (a @ b.T)
+    found: np.ndarray = np.sqrt(np.maximum(square, 0.0))
+    return found
