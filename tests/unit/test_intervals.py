@@ -73,3 +73,10 @@ def test_a_study_counts_the_rows_behind_each_figure(method, of, tmp_path):
     rows = 2 * (split["test"]["rows"] if of == "global" else own)
     assert (figure["low"], figure["high"]) == bounds("accuracy", figure["values"], rows)
     assert f"interval {figure['low']:.4f} to {figure['high']:.4f}" in studies.seeds_text(found)
+
+
+@pytest.mark.parametrize("key", FIGURES)
+@pytest.mark.parametrize("values", [[1e300, 1e308], [1e308] * 4, [math.inf, 3.0], [math.inf] * 2, [math.nan, 1.0]])
+def test_no_end_of_an_interval_is_nan(key, values):
+    ends = bounds(key, values, 0)
+    assert all(end is None or not math.isnan(end) for end in ends)

@@ -26,7 +26,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     mean = sum(values) / n
     if n < 2:
         return mean, math.nan
-    deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1))
+    deviation = math.hypot(*(v - mean for v in values)) / math.sqrt(n - 1)  # squares of large numbers overflow
     t = _T95[n - 2] if n - 2 < len(_T95) else 1.96 + 2.4 / (n - 1)
     return mean, t * deviation / math.sqrt(n)
 
@@ -53,7 +53,8 @@ FIGURES = (*_SHARES, *_LEAST)
 
 
 def bounds(key: str, values: Sequence[float], rows: int) -> tuple[float, float] | tuple[None, None]:
-    """95 % interval of the mean of a figure; (None, None) for one seed, and where equal values tell no width.
+    """95 % interval of the mean of a figure; (None, None) for one seed, where equal values tell no width,
+    and where a value is infinite.
 
     Args:
         rows: test rows of all seeds together; 0: they are not known.
@@ -63,7 +64,7 @@ def bounds(key: str, values: Sequence[float], rows: int) -> tuple[float, float] 
         (0.934, 1.0)
     """
     mean, half = interval(values)
-    if math.isnan(half):
+    if not math.isfinite(half):
         return None, None
     if key in _LEAST:
         return cut(values, _LEAST[key]) if half else (None, None)  # a loss of one's own has no least

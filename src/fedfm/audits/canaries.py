@@ -15,7 +15,7 @@ import torch
 from fedfm import seeds
 from fedfm.aggregation.base import Aggregator
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, against, refuted, twice
+from fedfm.audits.finding import Finding, against, refuted, refutes, twice
 from fedfm.audits.inference import canaries
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay, turns
@@ -84,8 +84,8 @@ def finding(found: Array, strangers: Array, dim: int, delta: float, stated: floa
     verdict = rule.verdict({"low": low, "bound": stated})
     says = (
         f"Who knows all others sees a client at {float(found.mean()):.3g} standard deviations of the noise (mean of "
-        f"{len(found)} canaries). If the noise is normal, this refutes every epsilon below {low:.3g} at 95 % "
-        f"confidence; without that assumption below {counted:.3g}. The manifest claims {stated:.4g}{against(verdict)}"
+        f"{len(found)} canaries). If the noise is normal, this {refutes(low)} at 95 % "
+        f"confidence; without that assumption it {refutes(counted)}. The manifest claims {stated:.4g}{against(verdict)}"
     )
     if verdict == "holds" and estimate > stated:
         says += (

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fedfm.aggregation.private import CentralGaussian
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import CLAIM, Finding, refuted
+from fedfm.audits.finding import CLAIM, Finding, refuted, refutes
 from fedfm.audits.replay import Replay, Turn
 from fedfm.core.client import Update
 from fedfm.linalg.params import Params
@@ -66,8 +66,8 @@ class ClientEpsilon(Audit):
         contradicts = low > stated
         says = (
             f"The noise on a sum has a standard deviation of {sigma:.4g}, and one client's updates have the norm "
-            f"{longest:.4g} in {result['rounds']} rounds. If the noise is normal, this refutes every epsilon below "
-            f"{low:.4g} at {100 * CONFIDENCE:g} % confidence."
+            f"{longest:.4g} in {result['rounds']} rounds. If the noise is normal, this "
+            f"{refutes(low, digits=4)} at {100 * CONFIDENCE:g} % confidence."
         )
         if repeated:
             says = "Two rounds share their noise: the difference of their models shows the updates."

@@ -130,6 +130,16 @@ def refuted(low: float, stated: float) -> float:
     return stated if stated < low <= stated * (1 + _ROUNDING) else low
 
 
+def refutes(low: float, of: str = "", digits: int = 3) -> str:
+    """What a lower bound on epsilon refutes, in words.
+
+    Example:
+        >>> refutes(0.5, " of a row"), refutes(0.0)
+        ('refutes every epsilon of a row below 0.5', 'refutes no epsilon')
+    """
+    return f"refutes every epsilon{of} below {low:.{digits}g}" if low > 0 else f"refutes no epsilon{of}"
+
+
 def against(verdict: Verdict) -> str:
     """The end of a sentence on a claimed epsilon."""
     if verdict == "leaks":

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, VerdictRule, against, nothing, refuted, twice
+from fedfm.audits.finding import Finding, VerdictRule, against, nothing, refuted, refutes, twice
 from fedfm.audits.inference.one_run import SHARES, epsilon_bound
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.loss_drops import LossDrops
@@ -85,7 +85,7 @@ def _finding(run: Run, right: Array, drops: LossDrops, of: str) -> Finding:
     estimate, hits, guesses = max(odds)
     says = (
         f"The server guesses {hits} of the {guesses} surest of {len(right)} coins right from "
-        f"{'sums of updates' if drops.sums else 'single updates'}: this refutes every epsilon of a row below {low:.3g} "
+        f"{'sums of updates' if drops.sums else 'single updates'}: this {refutes(low, ' of a row')} "
         f"at 95 % confidence, with delta = {delta:.2g}."
     )
     contradicts = False

@@ -31,17 +31,18 @@ def run(args: Any) -> int:
     experiment = experiment_of(args)
     progress = _watch()
     if args.tune:
-        experiment = studies.tune(experiment, _numbers("--tune", args.tune, float), args.out, progress)
+        rates = _numbers("--tune", args.tune, float)
+        experiment = _study(args, lambda: studies.tune(experiment, rates, args.out, progress), progress)
     if args.seeds and args.baselines:
         raise InputError("--seeds and --baselines exclude each other")
     if args.baselines:
-        result = studies.with_baselines(experiment, args.out, progress)
+        result = _study(args, lambda: studies.with_baselines(experiment, args.out, progress), progress)
         return say(args, result, studies.baselines_text(result))
     if args.seeds:
         seeds = _numbers("--seeds", args.seeds, int)
         if min(seeds) < 0:
             raise InputError(f"--seeds {args.seeds}: seeds are whole numbers of at least 0")
-        result = studies.seeds(experiment, seeds, args.out, progress)
+        result = _study(args, lambda: studies.seeds(experiment, seeds, args.out, progress), progress)
         return say(args, result, studies.seeds_text(result))
     result = _guarded(lambda: execute.run(experiment, args.out, progress=progress), progress)
     return say(args, result, _summary(result))
@@ -123,6 +124,19 @@ def _guarded(call: Callable[[], dict[str, Any]], progress: Any) -> dict[str, Any
         raise
 
 
+def _study(args: Any, call: Callable[[], Any], progress: Any) -> Any:
+    """Run several experiments; if they stop, print how to continue."""
+    try:
+        return call()
+    except InputError:
+        raise
+    except (KeyboardInterrupt, Exception):
+        if progress.path is not None and progress.path.exists() and not (getattr(args, "tune", None) and not args.out):
+            place = args.out or progress.path.parent
+            tell(f"fedfm: committed rounds are kept; continue with: the same command and --out {place}", sys.stderr)
+        raise
+
+
 def _watch() -> Any:
     from fedfm.runtime.progress_bar import Bar
 
@@ -174,10 +188,12 @@ def audit(args: Any) -> int:
     progress = _watch()
     unfit, done = "", Audited([])
     if args.dossier and not args.attack:  # of every finished run, with attacks or without
-        Run.open(args.run)
+        ended = Run.open(args.run).manifest["result"] is not None
         try:
             choose(finished(args.run))
         except InputError as error:
+            if not ended:
+                raise
             unfit = str(error).removeprefix(f"{args.run}: ")
             tell(f"fedfm: {unfit}", sys.stderr)
     if not unfit:
@@ -247,12 +263,13 @@ def compare(args: Any) -> int:
     from fedfm.runtime.runs_below import each_run
 
     runs = each_run(args.run)
+    page = compare.write(runs, args.out)
     tell(compare.table(runs).rstrip())
     for notice in compare.other_data([read(path, messages=False) for path in runs]):
         tell(f"fedfm: {visible(notice)}", sys.stderr)
     for path in runs:
         _incomplete(path)
-    tell(f"page: {compare.write(runs, args.out)}")
+    tell(f"page: {page}")
     return 0
 
 
@@ -260,7 +277,8 @@ def demo(args: Any) -> int:
     """``fedfm demo``."""
     from fedfm.api import studies
 
-    result = studies.demo(args.out, args.seed, _watch())
+    progress = _watch()
+    result = _study(args, lambda: studies.demo(args.out, args.seed, progress), progress)
     return say(args, result, studies.demo_text(result))
 
 
@@ -350,11 +368,12 @@ def schema(args: Any) -> int:
     if args.out is None:
         print(text)
     else:
+        from fedfm.core import storage
+
+        storage.refuse_others(args.out, '"$schema": "https://json-schema.org')
         try:
             args.out.write_text(text + "\n", encoding="utf-8")
         except OSError as error:
-            from fedfm.core import storage
-
             raise storage.not_written(args.out, error, of_run=False) from error
         tell(f"{args.out}: begin a TOML file in the same folder with\n#:schema ./{args.out.name}")
     return 0

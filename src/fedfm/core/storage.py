@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 
 from fedfm.core.wire import payload
-from fedfm.errors import ClientFault, NotWritten
+from fedfm.errors import ClientFault, InputError, NotWritten
 from fedfm.linalg import pages
 from fedfm.linalg.out_of_core import limit, open_again, remember
 
 LONGEST = 8 << 20  # bytes of a log
 _ROOM = 1 << 20  # bytes; a disk with less room is full for whoever has just failed to write to it
+_BEGIN = 4096  # bytes of a file that tell what it is
 _SEAL = b"fedfm-sealed-1\n"
 
 
@@ -194,6 +195,24 @@ def not_written(path: Path, error: Exception, *, of_run: bool = True) -> NotWrit
     kept = "; what was committed before is kept" if of_run else ""
     free = "; free some space there" if full(error) else ""
     return NotWritten(f"cannot write {path}: {why(error)}{kept}{free}")
+
+
+def refuse_others(path: Path, mark: str) -> None:
+    """Refuse to write over a file that is not of this kind: it is somebody's work, or a key.
+
+    Args:
+        mark: a text in the first bytes of every file of this kind.
+
+    Raises:
+        InputError: it is there, and does not hold the mark.
+    """
+    try:
+        with path.open("rb") as file:
+            begin = file.read(_BEGIN)
+    except OSError:
+        return  # it is not there, or writing it fails, too, and says why
+    if begin and mark.encode() not in begin:
+        raise InputError(f"--out {path} exists and is something else; give another")
 
 
 @contextlib.contextmanager

@@ -22,15 +22,16 @@ class PrivacySpec:
         choices=_MECHANISMS,
     )
     unit: str | None = setting(None, "client or record", choices=("record", "client"), required=True)
-    target_epsilon: float | None = setting(None, "calibrate the noise to this epsilon", gt=0)
-    noise_multiplier: float | None = setting(None, "sigma / clip_norm, instead of target_epsilon", gt=0, finite=True)
+    target_epsilon: float | None = setting(None, "calibrate the noise to this epsilon", gt=0, finite=True)
+    # Beyond these bounds accounts overflow; no noise in use is near them.
+    noise_multiplier: float | None = setting(None, "sigma / clip_norm, instead of target_epsilon", ge=1e-6, le=10_000)
     delta: float | None = setting(None, "of (epsilon, delta)", gt=0, lt=1, required=True)
     clip_norm: float | None = setting(None, "C, bound on the norm of an update", gt=0, finite=True)
     clip_quantile: float | None = setting(
         None, "C starts at clip_norm and follows this quantile of the clients' norms, e.g. 0.5", gt=0, lt=1
     )
     clip_learning_rate: float = setting(0.2, "eta_C: how fast it follows", gt=0, finite=True)
-    halt_at_epsilon: float | None = setting(None, "stop before spending more than this", gt=0)
+    halt_at_epsilon: float | None = setting(None, "stop before spending more than this", gt=0, finite=True)
 
     @property
     def states_epsilon(self) -> bool:

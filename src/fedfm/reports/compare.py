@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from fedfm.core import storage
 from fedfm.errors import InputError
 from fedfm.reports import frontier
 from fedfm.reports.basis import GLOBAL, HEADLINE, LOCAL, ROWS, basis, meaning, unlike_settings
@@ -16,6 +17,7 @@ from fedfm.reports.read import BASE_AND_NEW, RunFiles, mapping, read
 from fedfm.reports.svg import COLOURS, ChartBar, Format, Series, bars, lines
 from fedfm.reports.text import NBSP, NONE, duration, esc, finite, number, percent, plural, shorten, size, width_of
 
+_TITLE = "Comparison · fedfm"  # of the page
 _PLAIN = ("perplexity", "local loss")  # metrics that are not fractions
 
 
@@ -109,8 +111,9 @@ def write(run_dirs: Sequence[Path], out: Path) -> Path:
         out: the file to write, e.g. ``compare.html``.
 
     Raises:
-        InputError: no run is given, a file is missing or invalid, or ``out`` cannot be written.
+        InputError: no run is given, a file is missing or invalid, or ``out`` cannot be written or is another file.
     """
+    storage.refuse_others(Path(out), f"<title>{_TITLE}")
     runs = _read(run_dirs)
     names = labels(runs)
     head = f'<p class="eyebrow">fedfm · comparison</p><h1>{plural(len(runs), "run")} compared</h1>'
@@ -123,7 +126,7 @@ def write(run_dirs: Sequence[Path], out: Path) -> Path:
     ]
     where = html_table(["run", "directory", "state", "seed"], rows, "Directories of the runs", words=(1, 2))
     parts = [("compare", "Side by side", section(runs)), ("runs", "The runs", where)]
-    return save(page("Comparison · fedfm", head, parts, "Written by fedfm from the runs' own files."), Path(out))
+    return save(page(_TITLE, head, parts, "Written by fedfm from the runs' own files."), Path(out))
 
 
 def section(runs: Sequence[RunFiles]) -> str:

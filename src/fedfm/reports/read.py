@@ -208,15 +208,16 @@ def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
 
 def _gaps(run_dir: Path, result: Mapping[str, Any], last: int, messages: bool) -> list[str]:
     """Missing records: up to the end of a finished run, else up to the newest checkpoint."""
-    if result:
-        last = int(whole(result.get("rounds")))
-    else:
-        files = [f for where in ("", "private/") for f in run_dir.glob(f"{where}checkpoint/round-*.safetensors")]
-        committed = [name for f in files if (name := f.stem.removeprefix("round-")).isdigit()]
-        last = max([last, *(int(t) - 1 for t in committed)])  # a round's line is written after its checkpoint
-    if messages:
-        return logs.gaps(run_dir, last, result or None)
-    return logs.gaps_of_metrics(run_dir / logs.METRICS, last, result or None)
+    files = [f for where in ("", "private/") for f in run_dir.glob(f"{where}checkpoint/round-*.safetensors")]
+    committed = [int(name) for f in files if (name := f.stem.removeprefix("round-")).isdigit()]
+    # A round's line is written after its checkpoint.
+    last = int(whole(result.get("rounds"))) if result else max([last, *(t - 1 for t in committed)])
+    logs_of = (run_dir if messages else run_dir / logs.METRICS), last, result or None
+    of_logs = logs.gaps(*logs_of) if messages else logs.gaps_of_metrics(*logs_of)
+    # Without private/, a copy that was made to be shared, the checkpoint may have been in there.
+    gone = bool(result) and last not in committed and (run_dir / "private").is_dir()
+    model = f"the checkpoint of round {last} is missing: `fedfm predict`, `export` and `audit` need it"
+    return [*of_logs, *([model] if gone else [])]
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
