@@ -10,8 +10,53 @@ import pytest
 
 from fedfm.data.doubts import doubts
 from fedfm.data.load import load_table
-from fedfm.data.spec import DataSpec
+from fedfm.data.partition import deal
+from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.runtime.description import spellings
+
+
+@pytest.mark.parametrize(
+    ("names", "alike"),
+    [
+        (["False", "True", "0", "1"], '"0" and "False"; "1" and "True"'),
+        (["no", "yes", "FALSE", "TRUE"], '"FALSE" and "no"; "TRUE" and "yes"'),
+        (["false", "1.0"], ""),
+        (["0", "1", "yes"], '"1" and "yes"'),
+        (["a", "t", "y", "1"], ""),
+    ],
+)
+def test_true_and_false_have_many_spellings(names: list[str], alike: str) -> None:
+    found = [text for text in spellings(names) if "true and false" in text]
+    assert found == (
+        [f"the classes {alike} differ by how they write true and false alone; if they are one class, spell them alike"]
+        if alike
+        else []
+    )
+
+
+def test_the_names_of_clients_are_compared_like_those_of_classes(tmp_path: Path) -> None:
+    sites = ["Berlin", "berlin ", "nan", "Paris"]
+    rows = [f"text {i},{i % 2},{sites[i % 4]}" for i in range(40)]
+    (tmp_path / "a.csv").write_text("\n".join(["text,label,site", *rows]))
+    spec = DataSpec(path=str(tmp_path / "a.csv"), partition=PartitionSpec("by_column", column="site"))
+    names = list(deal(load_table(spec, seed=0), spec, seed=0).clients)
+    first, second = spellings(names, "client")
+    assert (
+        first
+        == 'the clients "Berlin" and "berlin" differ by case or spaces alone; if they are one client, spell them alike'
+    )
+    assert second.startswith('the client "nan" is trained like any other; if it marks rows without a client')
+
+
+@pytest.mark.parametrize(("first", "second", "told"), [("01", "no", True), ("01", "12", False), ("ab", "cd", False)])
+def test_numbers_at_one_client_and_names_at_another_are_told(
+    first: str, second: str, told: bool, tmp_path: Path
+) -> None:
+    for name, labels in (("a", first), ("b", second)):
+        rows = [f"{name} {i},{labels[i % 2]}" for i in range(20)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["text,label", *rows]))
+    spec = DataSpec(clients={name: str(tmp_path / f"{name}.csv") for name in "ab"})
+    assert told == any('of "a" are numbers and those of "b" are names' in n for n in load_table(spec, seed=0).notices)
 
 
 def said(labels: list[Any], tmp_path: Path) -> str:
@@ -32,6 +77,17 @@ def said(labels: list[Any], tmp_path: Path) -> str:
         ([5, 10, 20] * 20, ""),
         (["heart;lung", "lung", "heart", "heart;liver"] * 9, r'1 of 4 classes .*"heart;lung"'),
         (["a|b", "b|c", "c|a"] * 9, "3 of 3 classes"),
+        (["heart and lung", "lung", "heart", "skin"] * 9, '1 of 4 classes .*"heart and lung"'),
+        (["heart lung", "lung", "heart", "skin"] * 9, '1 of 4 classes .*"heart lung"'),
+        (["red apple", "green apple", "red pear", "green pear"] * 9, ""),
+        ([f"{i % 30},5" for i in range(240)], "30 different numbers from 0.5 to 29.5.*quantity"),
+        ([f"{i % 30} %" for i in range(240)], "30 different numbers from 0 to 29.*quantity"),
+        ([f"1,{i % 30:03d}" for i in range(240)], "30 different numbers from 1000 to 1029.*quantity"),
+        ([f"{i % 30}.25 mg/l" for i in range(240)], "30 different numbers from 0.25 to 29.25.*quantity"),
+        (["5 mg", "10 mg", "20 mg"] * 20, ""),
+        ([f"2024-01-{1 + i % 28:02d}" for i in range(240)], '28 different dates or times, as "2024-01-01"'),
+        ([f"{1 + i % 28}.1.2024" for i in range(240)], "28 different dates"),
+        ([f"1{i % 2}:30" for i in range(40)], ""),
         (['["x", "y"]', '["x"]', '["y"]'] * 9, "1 of 3 classes"),
         (["animals/dog", "animals/cat", "plants/oak"] * 9, ""),
         (["Rock, Paper", "Scissors", "Rock"] * 9, ""),

@@ -347,3 +347,11 @@ def test_rows_without_labels_or_values_are_refused() -> None:
     with pytest.raises(InputError, match=r'1 training rows have no value in column "site"'):
         deal(bare, spec("by_column", column="site"), seed=0)
     assert len(deal(bare, spec(clients=3), seed=0).clients) == 3
+
+
+def test_a_column_that_is_read_as_something_else_names_no_clients() -> None:
+    for key in ("label", "split", "text"):
+        part = replace(spec(), partition=PartitionSpec("by_column", column=f"my {key}"), **{key: f"my {key}"})
+        with pytest.raises(InputError, match=f'column "my {key}" is read as data.{key}') as refused:
+            deal(rows([0, 1, 0, 1]), part, seed=0)
+        assert ("by_class" in str(refused.value)) == (key == "label")

@@ -19,6 +19,7 @@ from fedfm.data.arrow_texts import ArrowTexts
 from fedfm.data.load import load_table, read_inputs
 from fedfm.data.pictures import decode
 from fedfm.data.sources import digits, tables, text
+from fedfm.data.sources.images import SUFFIXES
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import fingerprint
 from fedfm.errors import InputError
@@ -383,6 +384,7 @@ def test_image_folder(tmp_path: Path) -> None:
             "train/dog/.DS_Store": b"junk",
         },
     )
+    (root / "train/bird").mkdir()
     table = load_table(DataSpec(path=str(root)), seed=0)
     assert [Path(p).name for p in table.inputs] == ["3.png", "2.jpg", "1.png"]
     assert table.classes == ("cat", "dog")
@@ -390,13 +392,29 @@ def test_image_folder(tmp_path: Path) -> None:
     assert table.labels.tolist() == [1, 0, 1]
     assert table.split.tolist() == ["test", "train", "train"]
     assert table.columns["domain"].tolist() == ["", "sketch", "photo"]
-    assert len(table.notices) == 1
-    assert "Thumbs.db" in table.notices[0]
+    hollow, other = table.notices
+    assert f'"{root / "train/bird"}/" holds no file and is no class' in hollow
+    assert "1 files" in other
+    assert "(1 .db), e.g." in other
+    assert "Thumbs.db" in other
     assert decode(table.inputs[0]).shape == (9, 9, 1)
     assert decode(table.inputs[2]).tolist() == np.broadcast_to([1, 0, 0], (4, 6, 3)).tolist()
     inputs = read_inputs(root, DataSpec(), kind="image")
     assert len(inputs) == 3
     assert inputs.labels is None
+
+
+def test_every_ending_of_a_picture_is_read(tmp_path: Path) -> None:
+    """Those that Pillow writes; what it does not read is refused, not left out."""
+    from PIL import Image
+
+    Image.init()
+    picture = Image.fromarray(np.zeros((8, 8, 3), np.uint8))
+    written = [ending for ending in SUFFIXES if Image.EXTENSION.get(ending) in Image.SAVE]
+    (tmp_path / "x/a").mkdir(parents=True)
+    for ending in written:
+        picture.convert("1" if ending == ".pbm" else "RGB").save(tmp_path / f"x/a/1{ending}")
+    assert len(load_table(DataSpec(path=str(tmp_path / "x")), seed=0)) == len(written) > 15
 
 
 def test_a_folder_without_classes_serves_to_predict_only(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import numpy as np
@@ -12,7 +13,13 @@ from fedfm.data.table import Table
 
 _LONG_NAME = 200  # characters; a class name that is longer is rather a text
 _MANY = 20  # classes from which numbers look like a quantity, and rows from which labels should recur
-_MARKS = (";", "|", ",", "/", "+", "&")  # between several labels in one
+_MARKS = (";", "|", ",", "/", "+", "&", "\t", "\n", " and ", " ")  # between several labels in one
+_AROUND = re.compile(r"^[\s$€£<>=~±]+|[\s%€$£°]+$|\s+[a-zA-Zµ/²³%]{1,6}$")  # what stands around a number
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}([ ,.'])\d{3}(?:\1\d{3})*(?:(?!\1)[.,]\d+)?")
+_DATE = re.compile(
+    r"(?:\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4})(?:[ T]\d{1,2}:\d{2}\S*)?"
+    r"|\d{1,2}:\d{2}(?::\d{2})?"
+)
 _WAY = "fedfm.federate with a module of your own (docs: how-to/own-model.md)"
 
 
@@ -41,14 +48,18 @@ def _texts_as_classes(table: Table, label: str) -> str | None:
 
 def _quantities(table: Table, label: str) -> str | None:
     """Numbers with an order and gaps or fractions: 20..79, but neither 0..9 nor 1..1000, which number classes."""
-    try:
-        numbers = sorted(map(float, table.classes))
-    except ValueError:
-        return None
-    if not numbers or not np.isfinite(numbers).all():
+    if len(table.classes) >= 3 and all(_DATE.fullmatch(name) for name in table.classes):
+        return (
+            f'column "{label}" holds {len(table.classes)} different dates or times, as {listing(table.classes[:2])}, '
+            "each taken as a class: is it the column of the labels?"
+        )
+    found = [_number(name) for name in table.classes]
+    numbers = sorted(n for n in found if n is not None)
+    if not numbers or len(numbers) < len(found):
         return None
     whole = all(n.is_integer() for n in numbers)
-    counted = whole and numbers[0] in (0, 1) and numbers[-1] - numbers[0] == len(numbers) - 1
+    bare = all(name.lstrip("-").isdigit() for name in table.classes)
+    counted = bare and numbers[0] in (0, 1) and numbers[-1] - numbers[0] == len(numbers) - 1
     if counted or len(numbers) < (_MANY if whole else 3):
         return None
     return (
@@ -57,12 +68,28 @@ def _quantities(table: Table, label: str) -> str | None:
     )
 
 
+def _number(name: str) -> float | None:
+    """The number that a text writes, also with marks of thousands, a comma before its fraction, a unit or a sign."""
+    plain = _AROUND.sub("", name.replace("\u2212", "-").replace("\u00a0", " "))
+    parts = _THOUSANDS.fullmatch(plain)
+    whole = plain.replace(parts[1], "") if parts else plain
+    for text in (plain, whole.replace(",", ".")):
+        try:
+            value = float(text)
+        except ValueError:
+            continue
+        return value if np.isfinite(value) else None
+    return None
+
+
 def _several(table: Table, label: str) -> str | None:
     """Classes that others make up: "heart;lung" beside "heart" and "lung"."""
     for mark in _MARKS:
         parts = {name: [p.strip(" []'\"") for p in name.split(mark)] for name in table.classes}
         count = Counter(part for some in parts.values() for part in set(some))
         made = [n for n, some in parts.items() if len(set(some)) > 1 and all(p and count[p] > 1 for p in some)]
+        if mark == " ":  # "red apple" beside "red pear" and "green apple" is one label
+            made = [n for n in made if all(p in parts for p in parts[n])]
         if made:
             return (
                 f"{len(made)} of {len(table.classes)} classes seem to be several labels in one, as "

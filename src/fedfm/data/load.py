@@ -22,6 +22,7 @@ from fedfm.errors import InputError, close
 from fedfm.seeds import generator
 
 _SUFFIXES = {".npz": "npz", ".txt": "text", ".txt.gz": "text"} | dict.fromkeys(tables.ENDINGS, "tables")
+_INTEGER = re.compile(r"0|-?[1-9][0-9]*").fullmatch
 WORDS: dict[Kind, str] = {
     "image": "pictures",
     "text": "texts",
@@ -295,7 +296,19 @@ def _of_clients(spec: DataSpec, seed: int, task: str | None) -> Table:
         np.concatenate([table.split for table in tables.values()]),
         columns,
         ", ".join(table.source for table in tables.values()),
-        tuple(f"{name}: {notice}" for name, table in tables.items() for notice in table.notices),
+        (*(f"{name}: {notice}" for name, table in tables.items() for notice in table.notices), *_apart(tables)),
+    )
+
+
+def _apart(tables: Mapping[str, Table]) -> tuple[str, ...]:
+    """A notice of the clients that number their classes, where others name them: numbers and names are not joined."""
+    numbering = {name: all(map(_INTEGER, table.classes)) for name, table in tables.items() if table.classes}
+    by = {kind: [name for name, numbers in numbering.items() if numbers == kind] for kind in (True, False)}
+    if not by[True] or not by[False]:
+        return ()
+    return (
+        f"the labels of {listing(by[True], 4)} are numbers and those of {listing(by[False], 4)} are names, which are "
+        "classes of their own: if they mean the same, write them alike (a column label_name names numbers)",
     )
 
 
@@ -304,7 +317,7 @@ def unite(classes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     if len(set(classes)) == 1:
         return classes[0]
     names = {name for one in classes for name in one}
-    if all(re.fullmatch(r"0|-?[1-9][0-9]*", name) for name in names):
+    if all(map(_INTEGER, names)):
         return tuple(sorted(names, key=int))
     return tuple(sorted(names))
 

@@ -68,6 +68,9 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
     notices: list[str] = []
     if spec.clients is not None or part.name == "by_column":
         column = CLIENT if spec.clients is not None else part.column or ""
+        if column not in table.columns and (key := _read_as(column, spec)):
+            way = 'name = "by_class" with classes_per_client deals classes' if key == "label" else "name another column"
+            raise InputError(f'data.partition.column: column "{column}" is read as data.{key}, and not kept: {way}')
         names, owners = _by_column(table, column, part, (train, val, test), seed, notices)
     else:
         names, owners = _by_rule(table, spec, (train, val, test), seed, notices)
@@ -93,6 +96,12 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
             f"{listing(empty)}"
         )
     return FederatedData(table, clients, test, (*table.notices, *notices))
+
+
+def _read_as(column: str, spec: DataSpec) -> str | None:
+    """The key of the [data] table under which the column is read as the model's input, its label or its split."""
+    keys = ("label", "label_name", "split", "text", "image", "instruction", "input", "output", "messages")
+    return next((key for key in keys if getattr(spec, key) == column), None)
 
 
 def summary(data: FederatedData) -> dict[str, Any]:

@@ -25,6 +25,7 @@ _PROBED = 256  # numbers of an array
 _SIDE = 16  # pixels of a thumbnail
 _ROWS = 10_000  # most rows of a table whose pictures or vectors are compared beyond equality
 _BYTES = 1 << 27  # and most bytes of them, since a picture is decoded for it
+_LEAST = 8  # training rows that tell how far rows lie apart
 _SAMPLE = 256  # training rows whose usual distance to the nearest other one is the measure
 _NEAR = {"image": 0.2, "features": 1e-3}  # of that distance, below which a row is a repetition
 _FEW = 4  # numbers of a vector from which a small distance is no chance
@@ -159,12 +160,14 @@ def _thumbnail(item: Any) -> np.ndarray:
 
 def _near(views: np.ndarray, train: np.ndarray, rows: np.ndarray, share: float) -> np.ndarray:
     """Those of ``rows`` that lie within ``share`` of the usual distance of a training row to the nearest other one."""
+    if len(train) < _LEAST:
+        return rows[:0]
     centre = views[train].mean(axis=0, dtype=np.float64)
     known = views[train] - centre  # (n, d) float64: small distances of long vectors
     some = np.linspace(0, len(train) - 1, min(_SAMPLE, len(train))).astype(np.int64)
     apart = _distances(known[some], known)
     apart[np.arange(len(some)), some] = np.inf
-    usual = float(np.median(apart.min(axis=1)))  # of one training row alone it is infinite
+    usual = float(np.median(apart.min(axis=1)))
     if not 0 < usual < np.inf:
         return rows[:0]
     near = [

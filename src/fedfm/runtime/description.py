@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 LORA_ALONE = ("lora",)
 _NAMED = 10  # classes in a notice
+_COMPARED = 10_000  # clients whose names are compared
 _BLANK = "\u115f\u1160\u3164\uffa0\u2800" + "".join(map(chr, range(0xFE00, 0xFE10)))  # fillers, forms of a character
 
 
@@ -68,6 +69,14 @@ def _number(name: str) -> Hashable:
     return found if found.is_finite() and "_" not in name else name
 
 
+def _truth(name: str) -> Hashable:
+    """What is true or false, in words or as 1 and 0: pandas, JSON and spreadsheets write it in their own ways."""
+    for number, words in enumerate((("false", "no"), ("true", "yes"))):
+        if name.strip().casefold() in words or _number(name) == number:
+            return number
+    return name
+
+
 def _unmarked(name: str) -> Hashable:
     return _composed(name.replace("-", " ").replace("_", " ")) if isinstance(_number(name), str) else name  # -1, not 1
 
@@ -79,6 +88,7 @@ _ALIKE: dict[str, Callable[[str], Hashable]] = {
     "the form of their Unicode characters": _composed,
     "-, _, spaces or case": _unmarked,
     "how they write a number": _number,
+    "how they write true and false": _truth,
 }
 _NO_LABEL = ("nan", "none", "null", "na", "n/a", "<na>", "#n/a", "?", "-")  # what tables write for an empty label
 
@@ -164,6 +174,7 @@ def of_rows(method: Method[Any], population: Partitioned) -> list[str]:
     found = [*population.federated.notices, *_no_task(population), *spellings(population.federated.table.classes)]
     return [
         *found,
+        *(spellings(population.clients, "client") if len(population.clients) <= _COMPARED else []),
         *_untrained(population),
         *_unjudged(method, population),
         *cut_notices(population),
@@ -226,27 +237,32 @@ def _no_task(population: Partitioned) -> list[str]:
     return [f'all training rows are of one class, "{name}": there is nothing to tell apart, accuracies say nothing']
 
 
-def spellings(classes: Sequence[str]) -> list[str]:
+def spellings(names: Sequence[str], of: str = "class") -> list[str]:
     """Notices if names of classes differ in what is hardly seen alone (case, spaces, marks, forms), or say "none".
+
+    Args:
+        of: what is named, "class" or "client".
 
     Example:
         >>> spellings(["sports", "Sports ", "world"])
         ['the classes "Sports " and "sports" differ by case or spaces alone; if they are one class, spell them alike']
     """
+    several = {"class": "classes"}.get(of, f"{of}s")
     found, said = [], set[tuple[str, ...]]()
     for how, key in _ALIKE.items():
         alike: dict[Hashable, list[str]] = {}
-        for name in sorted(classes):
+        for name in sorted(names):
             alike.setdefault(key(name), []).append(name)
-        groups = [tuple(names) for names in alike.values() if len(names) > 1 and tuple(names) not in said]
+        groups = [tuple(some) for some in alike.values() if len(some) > 1 and tuple(some) not in said]
         said.update(groups)
         if groups:
-            listed = "; ".join(" and ".join(map(_written, names)) for names in groups)
-            found.append(f"the classes {listed} differ by {how} alone; if they are one class, spell them alike")
-    empty = [f'"{name}"' for name in sorted(classes) if name.strip().casefold() in _NO_LABEL]
-    if empty and len(classes) > len(empty):
-        what = f"the class {empty[0]} is" if len(empty) == 1 else f"the classes {' and '.join(empty)} are"
-        found.append(f"{what} trained like any other; if it marks rows without a label, remove these rows")
+            listed = "; ".join(" and ".join(map(_written, some)) for some in groups)
+            found.append(f"the {several} {listed} differ by {how} alone; if they are one {of}, spell them alike")
+    empty = [f'"{name}"' for name in sorted(names) if name.strip().casefold() in _NO_LABEL]
+    if empty and len(names) > len(empty):
+        what = f"the {of} {empty[0]} is" if len(empty) == 1 else f"the {several} {' and '.join(empty)} are"
+        of_rows = "a label" if of == "class" else f"a {of}"
+        found.append(f"{what} trained like any other; if it marks rows without {of_rows}, remove these rows")
     return found
 
 

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +27,7 @@ from fedfm.data.table import Table
 from fedfm.errors import InputError, close
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+SUFFIXES += (".apng", ".avif", ".dib", ".jfif", ".jpe", ".jp2", ".j2k", ".pbm", ".pnm", ".tga")
 _SCANS = (".dcm", ".dicom", ".ima", ".nii", ".nii.gz")
 _MASKS = ("mask", "segm", "annot", "label", "ground")  # how folders of masks begin
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
@@ -70,9 +73,15 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     if labelled and set(parts.values()) == {None}:
         splits = split_of(meta, spec, len(files), at).tolist()
     notices += (*more, *notices_of(looks, str(path)))
+    hollow = [name for name in strange if name.endswith(os.sep)]
+    strange = [name for name in strange if name not in hollow]
+    if hollow:
+        holds = "holds no file and is" if len(hollow) == 1 else "hold no file and are"
+        notices += (f"{listing(hollow, 4)} {holds} no class: where it was meant to be one, its pictures are missing",)
     if strange:
         notices += (
-            f"{len(strange)} files of {path} are no pictures and were left out, e.g. {strange[0]}{_scans(strange)}",
+            f"{len(strange)} files of {path} do not end as pictures do that are read, and were left out "
+            f"({_endings(strange)}), e.g. {strange[0]}{_scans(strange)}",
         )
     return Table(
         "image",
@@ -95,6 +104,13 @@ def _look_at(files: Sequence[Path]) -> list[Look]:
         more = f" ({len(wrong) - 1} more files are like it)" if len(wrong) > 1 else ""
         raise InputError(f"{wrong[0][0]}: {wrong[0][1]}{more}: replace the file, or remove it")
     return looks
+
+
+def _endings(files: Sequence[str]) -> str:
+    """How many files have which ending, the commonest first."""
+    found = Counter(Path(file).suffix.lower() or "no ending" for file in files).most_common()
+    more = f" and {sum(n for _, n in found[4:])} others" if len(found) > 4 else ""
+    return ", ".join(f"{n} {ending}" for ending, n in found[:4]) + more
 
 
 def _scans(files: Sequence[str]) -> str:
@@ -144,6 +160,8 @@ def _pictures(folder: Path, strange: list[str], *, deep: bool) -> list[Path]:
     found = []
     for entry in _visible(folder):
         inside = _visible(entry) if entry.is_dir() else [entry]
+        if not inside and not deep:
+            strange.append(f"{entry}{os.sep}")
         for file in inside:
             if file.is_dir() and deep:
                 found += _pictures(file, strange, deep=True)
