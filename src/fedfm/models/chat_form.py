@@ -26,6 +26,7 @@ _DAY = datetime.date(2024, 7, 26)  # what templates take for today, as Llama 3's
 _SHOWN = 40  # characters of a text in a message
 _ASK, _SAY, _MORE, _LAST = "Qzxkaone", "Azxkatwo", "Qzxkathree", "Azxkafour"
 _CALL, _KEY, _VALUE = "Fzxkafive", "Kzxkasix", "Vzxkaseven"
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # of what is generated, as transformers finds them
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize")
 
 
@@ -192,7 +193,10 @@ def unbegun(tokenizer: Any) -> tuple[str, str]:
         return template, ""
     inside = template.removesuffix("\n")  # Jinja drops it
     last = f"written[:-{len(begun)}] if add_generation_prompt and written.endswith({_literal(begun)}) else written"
-    return f"{{% set written %}}{inside}{{% endset %}}{{{{ {last} }}}}", begun
+    shown = f"{{% set written %}}{inside}{{% endset %}}{{{{ {last} }}}}"
+    if MARKS.search(template):  # transformers counts their places from the beginning of a block
+        shown = f"{{% if add_generation_prompt %}}{shown}{{% else %}}{inside}{{% endif %}}"
+    return shown, begun
 
 
 def _literal(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from fedfm.core.rows import Asked, Batch, Output, Rows
 from fedfm.core.tokens import Tokens
 from fedfm.errors import InputError
-from fedfm.models import templates, truncation
+from fedfm.models import left_out, templates, truncation
 from fedfm.models.pictures import Pictures, Preprocess
 from fedfm.models.quiet import quiet
 
@@ -281,6 +282,14 @@ def cut_rows(
             whole = (templates.written(said, answer, template, tokenizer).ids for answer in answers)
             count += any(len(ids) > max_length for ids in whole)
     return count
+
+
+def template_losses(
+    table: Table, index: Sequence[int] | np.ndarray, tokenizer: Any, template: str | None
+) -> Counter[str]:
+    """What the template leaves out of how many of these rows, as of :func:`fedfm.models.left_out.count`."""
+    with quiet():
+        return left_out.count(table.take(np.asarray(index, dtype=np.int64)).inputs, template, tokenizer)
 
 
 def prompts(pairs: Sequence[tuple[Asked, Output]], tokenizer: Any, length: int, template: str | None) -> list[Tensor]:

@@ -12,7 +12,6 @@ before it, in the form that it has as the last one (see :mod:`fedfm.models.chat_
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from fedfm.core.rows import INPUT, Asked, Output, Turn, blank, has_tools
 from fedfm.errors import InputError, close
 from fedfm.models.chat_form import (
     ASSISTANT,
+    MARKS,
     Form,
     applied,
     check_tools,
@@ -49,7 +49,7 @@ _WITH_INPUT = {
 }
 CHAT = "chat"
 _PLACE = "{instruction}"
-_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds them
+_PAIR = 2
 _SHOWN = 40  # characters of a text in a message
 _RIGHT = 'set model.template = "alpaca" or a text with {instruction}, or mark answers with {% generation %}'
 
@@ -185,12 +185,48 @@ def written(said: Asked, output: Output, text: str | None, tokenizer: Any) -> Wr
         turns = (*_turns(said), *(((ASSISTANT, output),) if isinstance(output, str) else output))
         if has_tools(turns):
             check_tools(turns, tokenizer)
-        ids, counts = (_marked if _MARKS.search(template_of(tokenizer)) else _by_prefixes)(turns, tokenizer)
+        ids, counts = (_marked if MARKS.search(template_of(tokenizer)) else _by_prefixes)(turns, tokenizer)
     last = max((i for i, counted in enumerate(counts) if counted), default=None)
     if last is None:
         raise InputError(f"model.template: the chat template leaves no token to the assistant in {named(_turns(said))}")
     start = next((i + 1 for i in range(last, -1, -1) if not counts[i]), 0)
     return Written(ids, counts, start)
+
+
+def text_of_row(turns: Sequence[Turn], tokenizer: Any) -> str:
+    """The text of which a row with these messages gets its tokens; the last message is the answer.
+
+    Raises:
+        InputError: the chat template refuses the conversation.
+    """
+    if MARKS.search(template_of(tokenizer)):
+        return render(turns, tokenizer)
+    return "".join(text for text, _ in _pieces(turns, tokenizer))
+
+
+def prompts_differ(turns: Sequence[Turn], tokenizer: Any) -> bool:
+    """Whether some answer of a row is trained after another text than the prompt that asks for it.
+
+    Raises:
+        InputError: the chat template refuses the conversation.
+    """
+    answers = [i for i, turn in enumerate(turns) if turn[0] == ASSISTANT]
+    if len(answers) < _PAIR:
+        return False
+    shown = [render(turns[:i], tokenizer, add_generation_prompt=True) for i in answers]
+    if MARKS.search(template_of(tokenizer)):
+        whole = render(turns, tokenizer)
+        return not all(whole.startswith(prompt) for prompt in shown)
+    pieces = [text for text, _ in _pieces(turns, tokenizer)]
+    return any("".join(pieces[: 2 * n + 1]) != prompt for n, prompt in enumerate(shown))
+
+
+def messages_of_row(said: Asked, output: Output, text: str | None) -> tuple[Turn, ...]:
+    """The messages of a row that the chat template writes; none where a text as a template writes the row."""
+    if isinstance(said, str) and text is not None and isinstance(output, str):
+        return ()
+    answer: tuple[Turn, ...] = ((ASSISTANT, output),) if isinstance(output, str) else output
+    return (*_turns(said), *(() if blank(output) else answer))
 
 
 def _fill(text: str, said: str) -> str:
@@ -220,8 +256,18 @@ def _marked(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list[bool
 
 def _by_prefixes(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Tokens, and those that the answers add: the text up to an answer, less the text that asks for it."""
+    spans, size = [], 0
+    pieces = _pieces(turns, tokenizer)
+    for text, counts in pieces:
+        spans += [(size, size + len(text))] if counts else []
+        size += len(text)
+    return _within("".join(text for text, _ in pieces), spans, tokenizer)
+
+
+def _pieces(turns: Sequence[Turn], tokenizer: Any) -> list[tuple[str, bool]]:
+    """The text of a row in pieces, in turns what precedes an answer and an answer; and whether the loss counts each."""
     whole, form = render(turns, tokenizer), form_of(tokenizer)
-    pieces: list[tuple[str, bool]] = []  # of the text, and whether it counts
+    pieces: list[tuple[str, bool]] = []
     at = 0  # where in ``whole`` the pieces end
     for i, turn in enumerate(turns):
         if turn[0] != ASSISTANT:
@@ -245,11 +291,7 @@ def _by_prefixes(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list
             answer = upto[len(before) :].removesuffix(form.tail) + form.inner
             pieces += [(whole[at : len(here)] + before[len(here) :], False), (answer, True)]
         at = stop
-    spans, size = [], 0
-    for text, counts in pieces:
-        spans += [(size, size + len(text))] if counts else []
-        size += len(text)
-    return _within("".join(text for text, _ in pieces), spans, tokenizer)
+    return pieces
 
 
 def _after(turns: Sequence[Turn], i: int, whole: str, form: Form, tokenizer: Any) -> int:

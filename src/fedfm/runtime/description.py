@@ -13,7 +13,7 @@ from fedfm.core.capabilities import Forewarning, Viewing, WaryOfLate
 from fedfm.core.client import ClientId
 from fedfm.core.method import Method
 from fedfm.errors import InputError
-from fedfm.models import devices, inputs
+from fedfm.models import devices, inputs, left_out
 from fedfm.models.adapters import lora
 from fedfm.models.model import Model
 from fedfm.privacy import plausibility
@@ -177,7 +177,7 @@ def of_rows(method: Method[Any], population: Partitioned) -> list[str]:
         *(spellings(population.clients, "client") if len(population.clients) <= _COMPARED else []),
         *_untrained(population),
         *_unjudged(method, population),
-        *cut_notices(population),
+        *template_notices(population),
         *beforehand.notices(population),
     ]
 
@@ -190,11 +190,11 @@ def of_silo(method: Method[Any], population: Partitioned) -> list[str]:
     """
     looked = beforehand.check(method, population)
     said: Sequence[str] = () if population.model is None else population.model.notices
-    return [*cut_notices(population), *beforehand.notices(population), *looked, *said]
+    return [*template_notices(population), *beforehand.notices(population), *looked, *said]
 
 
-def cut_notices(population: Partitioned) -> list[str]:
-    """A notice if rows of a prompt and answers are longer than the model reads.
+def template_notices(population: Partitioned) -> list[str]:
+    """Notices of rows that the model's template does not write as they are: cut, or with something left out.
 
     Raises:
         InputError: the model's template cannot write a row.
@@ -205,16 +205,18 @@ def cut_notices(population: Partitioned) -> list[str]:
     tools, clients = model.tools, population.federated.clients.values()
     trained = [i for rows in clients for i in (*rows.train, *rows.val)]
     tested = {*population.federated.test.tolist(), *(int(i) for rows in clients for i in rows.test)}
-    found = []
+    cut, losses = [], {}
     for index, words in ((trained, "training"), (sorted(tested), "test")):
         if count := inputs.cut_rows(table, index, tools.tokenizer, tools.max_length, tools.template):
-            found.append(f"{count} of {len(index)} {words} rows")
-    if not found:
-        return []
-    return [
-        f"{' and '.join(found)} have more than {tools.max_length} tokens (model.max_length) and are cut: prompts lose "
-        "their beginning, answers what comes before their end"
-    ]
+            cut.append(f"{count} of {len(index)} {words} rows")
+        losses[words] = inputs.template_losses(table, index, tools.tokenizer, tools.template), len(index)
+    found = left_out.notices(losses)
+    if cut:
+        found.append(
+            f"{' and '.join(cut)} have more than {tools.max_length} tokens (model.max_length) and are cut: prompts "
+            "lose their beginning, answers what comes before their end"
+        )
+    return found
 
 
 def _on_disk(population: Partitioned) -> list[str]:

@@ -26,6 +26,7 @@ _OWN_LOOP = (
 )
 _OWN_VIEW = ("evaluate", "evaluation_loop", "prediction_step", "get_eval_dataloader", "log")
 _KNOWN = ("transformers.",)  # modules whose overridden methods are accounted for here
+_TRL = "trl."  # of its trainers, those that learn from rows as they are given are taken
 _SENTENCES = "sentence_transformers."  # whose trainers choose batches and parameters; see _refuse_other_batches
 _EMBEDDED = ("sentence_embedding", "scores")
 _STEP = "training_step"
@@ -209,6 +210,18 @@ _IGNORED = (  # arguments that change no weight here, or that the run directory 
 
 def _refuse(trainer: Any) -> None:
     """Raise an InputError for the first thing that would change the numbers of the training and cannot be done."""
+    _refuse_other_batches(trainer)
+    for name in _OWN_LOOP:
+        where = _overrides(trainer, name)
+        if name == _STEP and contexts_of(trainer, name) is not None:
+            continue
+        if where and not (name in _OF_SENTENCES and _defined_in(trainer, name).startswith(_SENTENCES)):
+            of_trl = _defined_in(trainer, name).startswith(_TRL)
+            cure = "take TRL's SFTTrainer, DPOTrainer or RewardTrainer" if of_trl else "override compute_loss"
+            raise InputError(
+                f"Trainer: {where} overrides {name}, which belongs to the Trainer's own loop and is never "
+                f"called here; {cure}, or pass the module with an objective"
+            )
     args = trainer.args
     wrong = {
         "fp16": (args.fp16, "it needs a loss scaler, which clients do not have; use bf16 or neither"),
@@ -241,16 +254,6 @@ def _refuse(trainer: Any) -> None:
             "Trainer: it brings an optimiser or a schedule as an object, and every client starts its own from "
             "arguments; give args.optim and args.lr_scheduler_type"
         )
-    _refuse_other_batches(trainer)
-    for name in _OWN_LOOP:
-        where = _overrides(trainer, name)
-        if name == _STEP and contexts_of(trainer, name) is not None:
-            continue
-        if where and not (name in _OF_SENTENCES and _defined_in(trainer, name).startswith(_SENTENCES)):
-            raise InputError(
-                f"Trainer: {where} overrides {name}, which belongs to the Trainer's own loop and is never "
-                "called here; override compute_loss, or pass the module with an objective"
-            )
 
 
 _OF_SENTENCES = ("get_train_dataloader", "get_optimizer_cls_and_kwargs")
