@@ -83,6 +83,7 @@ def _at_rest(model: Model) -> Iterator[None]:
     """Context manager: evaluation mode, in which nothing is drawn and no statistics are kept; restores the mode."""
     modes = [(m, m.training) for m in model.module.modules()]
     model.module.eval()
+    model.forget()
     try:
         yield
     finally:

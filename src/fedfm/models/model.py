@@ -17,7 +17,7 @@ from fedfm.core.rows import Batch, Rows
 from fedfm.errors import RunError
 from fedfm.linalg import pages
 from fedfm.linalg.params import Layout, Params, layout_of
-from fedfm.models import checkpointing, inputs, lengths, metrics, preparation
+from fedfm.models import checkpointing, inputs, kept_outputs, lengths, metrics, preparation
 from fedfm.models.adapters.adaptation import live_head
 from fedfm.models.block_outputs import blocks
 from fedfm.models.decay import undecayed
@@ -106,6 +106,7 @@ class Model:
             or isinstance(m, Replaced)
             or (self.adaptation == "full" and isinstance(m, BATCH_NORMS))
         ]
+        self._keepers = kept_outputs.keepers(module)
         self.undecayed = undecayed(module) & set(self.names)
         self.eval_mode()
 
@@ -160,8 +161,14 @@ class Model:
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 tensor.copy_(w[name])
+        self.forget()
         for flat in w.flats.values():
             pages.release(flat)
+
+    def forget(self) -> None:
+        """Forget what modules keep of other weights, see :mod:`fedfm.models.kept_outputs`."""
+        for module in self._keepers:
+            kept_outputs.forget(module)
 
     def live(self) -> dict[str, Tensor]:
         """The trainable parameters themselves, not copies."""
@@ -305,6 +312,8 @@ class Model:
     def train_mode(self) -> None:
         """Switch LoRA's dropout, and with ``full`` batch norm, to training mode; the model's own dropout stays off."""
         self.module.eval()
+        for module in self._keepers:
+            kept_outputs.begin(module)
         for module in self.train_too:
             module.train()
         if self.spec.gradient_checkpointing:
@@ -330,12 +339,14 @@ class Model:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Context manager: evaluation mode without gradients; restores the mode."""
-        training = [m for m in self.train_too if m.training]
+        keepers, training = ([m for m in some if m.training] for some in (self._keepers, self.train_too))
         self.module.eval()
         try:
             with torch.no_grad():
                 yield
         finally:
+            for module in keepers:
+                kept_outputs.begin(module)
             for module in training:
                 module.train()
 
