@@ -348,7 +348,10 @@ def _hinted(error: UnknownKey, tables: Mapping[str, Any]) -> InputError:
     return found
 
 
-_EACH = (_check_sections, *(partial(_check_alone, section) for section in _SECTIONS))
+_EACH: tuple[Callable[[Mapping[str, Any]], object], ...] = (
+    _check_sections,
+    *(partial(_check_alone, section) for section in _SECTIONS),
+)
 
 
 def _built(cls: type[T], value: T | Mapping[str, Any], section: str) -> T:

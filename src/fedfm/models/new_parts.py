@@ -70,4 +70,4 @@ def _numbers(module: nn.Module) -> int:
     """Numbers of a module, of quantised maps those that their bits stand for."""
     bits = [(m, m.in_features * m.out_features) for _, m in quantised.maps(module)]
     packed = sum(m.weight.numel() for m, _ in bits)
-    return sum(p.numel() for p in module.parameters()) - packed + sum(size for _, size in bits)
+    return int(sum(p.numel() for p in module.parameters()) - packed + sum(size for _, size in bits))

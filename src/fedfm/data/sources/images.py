@@ -26,8 +26,10 @@ from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError, close
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-SUFFIXES += (".apng", ".avif", ".dib", ".jfif", ".jpe", ".jp2", ".j2k", ".pbm", ".pnm", ".tga")
+SUFFIXES = (
+    *(".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"),
+    *(".apng", ".avif", ".dib", ".jfif", ".jpe", ".jp2", ".j2k", ".pbm", ".pnm", ".tga"),
+)
 _SCANS = (".dcm", ".dicom", ".ima", ".nii", ".nii.gz")
 _MASKS = ("mask", "segm", "annot", "label", "ground")  # how folders of masks begin
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")

@@ -240,8 +240,8 @@ def need(model: Model, *, experts: bool = False) -> None:
         )
     shapes = {path: model.layout.slots[b][3] for path, (_, b) in found.items()}
     if bad := [path for path, shape in shapes.items() if len(shape) != 2 and not (experts and _of_experts(shape))]:
-        path, experts = stacked.path_of(bad[0]), [stacked.path_of(p) for p in bad if _of_experts(shapes[p])]
-        cure = stacked.without(experts) if experts else "name linear maps only"
+        path, mixed = stacked.path_of(bad[0]), [stacked.path_of(p) for p in bad if _of_experts(shapes[p])]
+        cure = stacked.without(mixed) if mixed else "name linear maps only"
         raise InputError(
             f"model.adaptation.targets: {path} is no linear map, and the method adapts these alone: {cure}"
         )
