@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from zoo import rows
+from zoo.trial import trials
 
 LIBRARIES = ("torch", "transformers", "peft")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--zoo-results", type=Path, help="a JSON file of what holds; families that run replace theirs")
+    parser.addoption("--zoo-results", type=Path, help="a JSON file of what holds; trials that run replace theirs")
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -29,6 +30,10 @@ def pytest_terminal_summary(terminalreporter, config):
     if file is None or not found:
         return
     before = json.loads(file.read_text(encoding="utf-8"))["families"] if file.exists() else {}
+    for family, about in found.items():
+        earlier = before.get(family, {}).get("trials", {}) | about["trials"]
+        order = [f"{task}, {by}" for task, by in trials(about["kind"])]
+        about["trials"] = {trial: earlier[trial] for trial in order if trial in earlier}
     kept = {
         "versions": {name: version(name).partition("+")[0] for name in LIBRARIES},
         "families": dict(sorted((before | found).items())),

@@ -556,7 +556,7 @@ FAMILIES: dict[str, Family] = {
     "mobilenet_v1": _pictures("MobileNetV1Config", image_size=SIDE, depth_multiplier=0.25, min_depth=8),
     "mobilenet_v2": _pictures("MobileNetV2Config", image_size=SIDE, depth_multiplier=0.25, min_depth=8),
     "mobilevitv2": _pictures("MobileViTV2Config", image_size=64, width_multiplier=0.25),
-    "poolformer": _pictures("PoolFormerConfig", hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 2, 1]),
+    "poolformer": _pictures("PoolFormerConfig", image_size=64, hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 2, 1]),
     "pvt": _pictures(
         "PvtConfig",
         image_size=64,

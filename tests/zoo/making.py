@@ -13,6 +13,8 @@ _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "<s>", "</s>"]
 ANIMALS = ("fish", "bird", "ant", "cow", "dog", "cat")
 _WORDS = ["good", "bad", *ANIMALS, "say", "a", "photo", "of", "dark", "light", "."]
 WORDS = [*_SPECIAL, *_WORDS, *(f"w{i}" for i in range(VOCABULARY - len(_SPECIAL) - len(_WORDS)))]
+_LETTERS = [*"abcdefghijklmnopqrstuvwxyz0123456789.\u0120\u010a"]  # the last two stand for a space and the end of a line
+_MERGES = (("\u0120", "w"), ("g", "o"), ("go", "o"), ("goo", "d"), ("b", "a"), ("ba", "d"))
 _SMALLEST = 0.03  # of a matrix, standard deviation: with smaller ones all rows have the same outputs
 _CLS, _BOS = {"cls_token": "[CLS]", "sep_token": "[SEP]"}, {"bos_token": "<s>", "eos_token": "</s>"}
 _ENDS: dict[str, tuple[str, str, dict[str, str]]] = {  # what the tokenizers of a kind set before and after a text
@@ -43,7 +45,7 @@ def write(family: Family, folder: Path) -> Path:
             _settle(module, side_of(config))
         module.save_pretrained(folder)
         if family.kind not in (PICTURES,):
-            tokenizer(family.kind, whole=family.whole).save_pretrained(folder)
+            _save_tokenizer(family, folder)
         if family.kind in (PICTURES, PAIR):
             processor(side_of(config)).save_pretrained(folder)
     return folder
@@ -79,6 +81,19 @@ def tokenizer(kind: str, *, whole: bool = False) -> Any:
     if whole:
         special["model_input_names"] = ["input_ids"]
     return PreTrainedTokenizerFast(tokenizer_object=fast, **special)
+
+
+def _save_tokenizer(family: Family, folder: Path) -> None:
+    """Write one of whole words; of letters, where transformers makes a BPE of each tokenizer of the model's type."""
+    from transformers import AutoTokenizer
+
+    tokenizer(family.kind, whole=family.whole).save_pretrained(folder)
+    of_type = AutoTokenizer.from_pretrained(folder)
+    if type(of_type.backend_tokenizer.model).__name__ != "BPE":
+        return
+    places = {word: i for i, word in enumerate([*_SPECIAL, *_LETTERS, *("".join(pair) for pair in _MERGES)])}
+    special = {"unk_token": "[UNK]", "pad_token": "[PAD]", **_ENDS[family.kind][2]}
+    type(of_type)(vocab=places, merges=list(_MERGES), model_max_length=64, **special).save_pretrained(folder)
 
 
 def processor(side: int) -> Any:

@@ -86,9 +86,12 @@ def compare_with_names(model: Any, out: Path, file: Path, names: list[str], pad:
 @torch.no_grad()
 def judge_text(model: Any, out: Path, file: Path) -> float:
     """The mean negative log-likelihood of the tokens of a text."""
-    (row,) = _rows(file)
-    ids = torch.tensor([_tokenizer(out)(row["text"], add_special_tokens=False)["input_ids"]])
-    return float(F.cross_entropy(model(input_ids=ids).logits[0, :-1].float(), ids[0, 1:]))
+    (row,), tokenizer, each = _rows(file), _tokenizer(out), []
+    ids = torch.tensor([tokenizer(row["text"] + "\n", add_special_tokens=False)["input_ids"]])
+    for block in ids.split(tokenizer.model_max_length, 1):
+        logits = model(input_ids=block).logits[0, :-1]
+        each.append(F.cross_entropy(logits.float(), block[0, 1:], reduction="none"))
+    return float(torch.cat(each).mean())
 
 
 @torch.no_grad()
@@ -97,7 +100,8 @@ def judge_answers(model: Any, out: Path, file: Path) -> float:
     tokenizer, each = _tokenizer(out), []
     for row in _rows(file):
         asked = tokenizer(row["instruction"] + "\n")["input_ids"]
-        said = [*tokenizer(row["output"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        said = [*tokenizer(row["output"], add_special_tokens=False)["input_ids"], *end]
         logits = model(input_ids=torch.tensor([asked + said])).logits[0, len(asked) - 1 : -1]
         each.append(F.cross_entropy(logits.float(), torch.tensor(said), reduction="none"))
     return float(torch.cat(each).mean())

@@ -138,7 +138,7 @@ class Trial:
             feature_dim=shape["feature_dim"],
             head_bias=run.experiment.method.needs.bias,
         ).params()
-        still = [name for name, tensor in w.state().items() if tensor.equal(start.state()[name])]
+        still = [name for name, tensor in w.state().items() if tensor.numel() and tensor.equal(start.state()[name])]
         if unnamed := _unnamed(still, [*notices.texts, *run.manifest["notices"]]):
             raise Difference(f"{len(unnamed)} of {len(w.state())} trained tensors did not move, such as {unnamed[0]}")
 
@@ -176,7 +176,8 @@ class Trial:
             self._compare(plain.judge_text(model, out, file), "loss")
         else:
             self._compare(plain.judge_answers(model, out, file), "loss")
-            if (theirs := plain.answer(model, out, file)) != (mine := self.predicted["answers"]):
+            mine = [answer.strip() for answer in self.predicted["answers"]]
+            if (theirs := plain.answer(model, out, file)) != mine:
                 raise Difference(f"answers of {mine} of fedfm predict are {theirs} of the export")
 
     def _compare(self, theirs: Any, what: str) -> None:

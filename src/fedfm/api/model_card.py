@@ -113,7 +113,7 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
         lines = ["from safetensors.torch import load_file", "", f'weights = load_file("FOLDER/{file}")']
     else:
         lines = _loading(model, to, out)
-        tools = (("tokenizer", "AutoTokenizer"), ("processor", "AutoImageProcessor"))
+        tools = (("tokenizer", model.tools.tokenizer_class), ("processor", "AutoImageProcessor"))
         for name, auto in tools:
             if (model.tools.tokenizer if name == "tokenizer" else model.tools.processor) is not None:
                 lines += ["", f"from transformers import {auto}", "", f'{name} = {auto}.from_pretrained("FOLDER")']

@@ -14,7 +14,7 @@ from fedfm.config.own_code import admit_function, is_function
 from fedfm.data.spec import IN_MEMORY
 from fedfm.data.user_datasets import checked
 from fedfm.errors import InputError
-from fedfm.models import export
+from fedfm.models import export, merging
 from fedfm.models.own import language
 from fedfm.models.own.brought import Brought, brought, call
 from fedfm.models.own.outputs import Outputs
@@ -165,7 +165,7 @@ def write(run: Run, to: Target, out: Path, given: Any, client: str | None, *, la
         return out
     with quiet():
         if to == "hf" and adapted:
-            module = copy.deepcopy(module).merge_and_unload()
+            module = merging.merge(copy.deepcopy(module))
         module.save_pretrained(str(out))
         processing = getattr(brings.given.trainer, "processing_class", None)
         if processing is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedfm.errors import InputError, close
 from fedfm.models import weights
-from fedfm.models.names import ADAPTER, no_whole_model
+from fedfm.models.names import ADAPTER, no_whole_model, stored_file
 from fedfm.models.spec import ModelSpec
 
 _OUTPUT = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}  # what a call returns
@@ -26,7 +26,7 @@ def read(path: Path | str, spec: ModelSpec) -> Any:
 
     # transformers would read the adapter's base in place of the weights beside it, and put the adapter into the model,
     # where no adaptation of ours knows of it
-    if spec.weights != "random" and has_file(path, ADAPTER):
+    if spec.weights != "random" and stored_file(path, ADAPTER) is not None:
         raise no_whole_model(spec.name)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -46,16 +46,6 @@ def name_classes(config: Any, classes: Sequence[str]) -> None:
     """
     config.id2label, config.label2id = dict(enumerate(classes)), {c: i for i, c in enumerate(classes)}
     config.problem_type = "single_label_classification"
-
-
-def has_file(path: Path | str, name: str) -> bool:
-    """Whether a folder or a repository of a hub has this file."""
-    from transformers.utils import cached_file
-
-    try:
-        return cached_file(str(path), name, _raise_exceptions_for_missing_entries=False) is not None
-    except OSError:  # a hub that does not answer
-        return False
 
 
 def _parts(config: Any) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedfm.core.text import to_json
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
-from fedfm.models import export_base, quantised
+from fedfm.models import export_base, merging, quantised
 from fedfm.models.adapters import lora
 from fedfm.models.adapters.adaptation import LORA
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL, MIX, one_adapter, weighed_by
@@ -188,6 +188,9 @@ def merged(model: Model, w: Params) -> Any:
 
     Of a quantised base it has the weights that the bits stand for, in ``model.dtype``: it computes what the run has
     trained and judged, at the original's size.
+
+    Raises:
+        InputError: a layer computes something else with merged weights, as :func:`merging.merge` tells.
     """
     with holding(model, w):
         module: Any = copy.deepcopy(model.module)
@@ -195,7 +198,7 @@ def merged(model: Model, w: Params) -> Any:
     if _is_lora(model):
         with quiet(), peft_alone():
             _untie(module)
-            module = module.merge_and_unload()
+            module = merging.merge(module)
     module._forward_pre_hooks.clear()
     return module
 

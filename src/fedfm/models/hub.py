@@ -24,13 +24,14 @@ from fedfm.models import (
     lengths,
     quantised,
     templates,
+    tokenizer_files,
     weights,
 )
 from fedfm.models.architectures import pooled_encoder
 from fedfm.models.architectures.clip_zero_shot import ZeroShotClassifier
 from fedfm.models.architectures.dual_encoder import MODEL_TYPES, DualEncoder, tokenised
 from fedfm.models.architectures.pooled_encoder import PooledEncoder
-from fedfm.models.names import DTYPES, locate
+from fedfm.models.names import DTYPES, locate, stored_file
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.models.tools import Tools
@@ -277,13 +278,11 @@ def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
     if kind == "image":
         processor, guess = _image_processor(path, spec, config)
         return Tools(image=inputs.processor_call(processor), processor=processor, notices=guess)
-    from transformers import AutoTokenizer
-
     # From the configuration alone transformers would create a tokenizer without words.
     if isinstance(path, Path) and not any(f for p in ("tokenizer*", "vocab*", "*.model") for f in path.glob(p)):
         raise InputError(f"model.name: {path} has no tokenizer for data of kind {kind}: put its files there")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer, by, guess = tokenizer_files.read(path, spec.name)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(
             f"model.name: {path} has no tokenizer for data of kind {kind}: {weights.first_of(error)}"
@@ -291,14 +290,16 @@ def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     template: str | None = None
-    notices: tuple[str, ...] = ()
+    notices = guess
     if kind in ("instruction", "preference"):
         with quiet():
             template = templates.text_of(spec.template, tokenizer)
             if template is not None and spec.chat_template_kwargs:
                 raise InputError("model.chat_template_kwargs: the template is a text without variables; drop one")
-            notices = templates.fit(tokenizer, template, spec.chat_template_kwargs or {})
-    return Tools(tokenizer=tokenizer, max_length=spec.max_length, template=template, notices=notices)  # lengths.fit
+            notices = (*guess, *templates.fit(tokenizer, template, spec.chat_template_kwargs or {}))
+    return Tools(  # max_length: lengths.fit
+        tokenizer=tokenizer, tokenizer_class=by, max_length=spec.max_length, template=template, notices=notices
+    )
 
 
 def _image_processor(path: Path | str, spec: ModelSpec, config: Any) -> tuple[Any, tuple[str, ...]]:
@@ -319,7 +320,7 @@ def _image_processor(path: Path | str, spec: ModelSpec, config: Any) -> tuple[An
         why = f"the image processor of {spec.name} does not run here ({reason})"
         processor = ViTImageProcessorPil.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        if any(configuration.has_file(path, f"{name}_config.json") for name in ("preprocessor", "processor")):
+        if any(stored_file(path, f"{kind}_config.json") is not None for kind in ("preprocessor", "processor")):
             raise InputError(
                 f"model.name: the image processor of {spec.name!r} cannot be read: "
                 f"{textwrap.shorten(weights.first_of(error), 200, placeholder=' ...')}"

@@ -64,3 +64,14 @@ def no_whole_model(name: Path | str) -> InputError:
         "base, by `fedfm export --to hf` of its run or by PEFT's merge_and_unload, and name the merged model's folder; "
         f"or, to start without the adapter, a folder without {ADAPTER}"
     )
+
+
+def stored_file(place: Path | str, name: str) -> Path | None:
+    """A file of a model's folder or of an id of the hub; None if there is none, or the hub does not answer."""
+    from transformers.utils import cached_file
+
+    try:
+        found = cached_file(str(place), name, _raise_exceptions_for_missing_entries=False)
+    except OSError:
+        return None
+    return None if found is None else Path(str(found))

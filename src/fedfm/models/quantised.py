@@ -357,14 +357,18 @@ class Unquantised(Mapping[str, Tensor]):
         return len(self._state)
 
 
-def readable(weights: Unquantised, skeleton: Any, head: str, dtype: torch.dtype) -> bool:
+def readable(weights: Unquantised, skeleton: Any, head: str | None, dtype: torch.dtype) -> bool:
     """Whether all tensors but a new head's are in the files under the module's names, in the dtype of the load.
+
+    Args:
+        head: the path of the head that may be new; None where none is, as of a language model.
 
     Else the files have other names, which transformers changes on the way, or lack more than a head.
     """
     if dtype != torch.float32 and getattr(skeleton, "_keep_in_fp32_modules", None):
         return False
-    return all(name.partition(".")[0] == head.partition(".")[0] for name in weights.missing)
+    first = None if head is None else head.partition(".")[0]
+    return all(name.partition(".")[0] == first for name in weights.missing)
 
 
 def empty(module: nn.Module, new: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedfm.models.pictures import Preprocess
+from fedfm.models.tokenizer_files import AUTO
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Tools:
         image: PIL pictures -> (n, 3, H, W), or None.
         processor: the transformers image processor of ``image``, which an export saves, or None.
         tokenizer: or None.
+        tokenizer_class: of transformers, which reads it from its files.
         max_length: tokens.
         positions: most tokens that the model has positions for, or None without a limit.
         vocabulary: rows of the model's embedding of tokens, or None if it has no such table.
@@ -26,6 +28,7 @@ class Tools:
     image: Preprocess | None = None
     processor: Any = None
     tokenizer: Any = None
+    tokenizer_class: str = AUTO
     max_length: int = 128
     positions: int | None = None
     vocabulary: int | None = None

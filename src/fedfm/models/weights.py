@@ -53,7 +53,8 @@ def hollow(
     weights = quantised.Unquantised(module, checkpoint, alike=stored is None)
     if stored is not None:
         stored_bits.check(checkpoint, stored, weights.by_file, path)
-    if not quantised.readable(weights, module, families.find(module, config.model_type).head, DTYPES[spec.dtype]):
+    last = families.find(module, config.model_type).head if task == "classification" else None
+    if not quantised.readable(weights, module, last, DTYPES[spec.dtype]):
         return None
     found = Difference(module, path, weights.missing, weights.leftovers if stored is None else set(), {})
     if found.surplus():
@@ -89,7 +90,7 @@ def module_of(
     if stored is not None:
         stored_bits.check(checkpoint, stored, lazily.by_file, path)
     missing = lazily.missing
-    last = families.find(skeleton, config.model_type).head
+    last = families.find(skeleton, config.model_type).head if head else None
     if stored is None and not quantised.readable(lazily, skeleton, last, dtype):
         whole = load(auto, path, spec, config, seed, dtype, head=head)
         weights, missing = whole.module.state_dict(), whole.new

@@ -1,0 +1,62 @@
+"""Merges LoRA into the weights it was trained beside, where the layers then compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from fedfm.errors import InputError
+
+_ROWS = 2  # of a probe
+_ALIKE = 0.01  # of the largest output: above what bfloat16 rounds off
+
+
+def merge(module: Any) -> Any:
+    """The module of a PeftModel, with its adapters in its weights. The PeftModel is used up.
+
+    Raises:
+        InputError: a layer does not compute with its weight as it is, such as a convolution that standardises it, so
+            that its outputs with the merged weight are others.
+    """
+    module = module.eval()
+    for name, layer in _layers(module):
+        probe = _probe(layer.get_base_layer())
+        if probe is None:
+            continue
+        with torch.no_grad():
+            apart = layer(probe)
+            layer.merge()
+            gap = (layer(probe) - apart).abs().max()
+        if not gap <= _ALIKE * apart.abs().max():
+            kind = type(layer.get_base_layer()).__name__
+            raise InputError(
+                f"--to hf and torch: LoRA cannot be merged into {name}, since a {kind} does not compute with its "
+                "weights as they are: use peft"
+            )
+    return module.merge_and_unload()
+
+
+def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, layer in module.named_modules():
+        if isinstance(layer, BaseTunerLayer) and hasattr(layer, "merge"):
+            yield name.removeprefix("base_model.model."), layer
+
+
+def _probe(base: Any) -> Tensor | None:
+    """Inputs of a layer, drawn with a fixed seed; None for a kind that is not known here."""
+    weight: Any = getattr(base, "weight", None)
+    generator = torch.Generator().manual_seed(0)
+    if isinstance(base, nn.Linear):
+        shape: tuple[int, ...] = (_ROWS, base.in_features)
+    elif isinstance(base, _ConvNd):
+        sides = zip(base.kernel_size, base.dilation, base.stride, strict=True)
+        shape = (_ROWS, base.in_channels, *(d * (k - 1) + 1 + s for k, d, s in sides))
+    else:
+        return None
+    return torch.randn(shape, generator=generator).to(weight.device, weight.dtype)

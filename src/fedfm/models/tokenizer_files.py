@@ -1,0 +1,57 @@
+"""Reads a model's tokenizer as its own file says.
+
+For some types of models transformers builds a tokenizer of the type's class with the words of ``tokenizer.json``, and
+leaves its rules: words of a WordLevel become those of a BPE without merges, which finds none of them in a text.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from fedfm.models.names import stored_file
+
+AUTO, PLAIN = "AutoTokenizer", "PreTrainedTokenizerFast"  # the second builds what tokenizer.json says
+_FILE = "tokenizer.json"
+_KIND = re.compile(r'"model"\s*:\s*\{\s*"type"\s*:\s*"(\w+)"')
+
+
+def read(path: Path | str, name: str) -> tuple[Any, str, tuple[str, ...]]:
+    """(tokenizer, the class of transformers that reads it so, notices) of a folder or an id of the hub.
+
+    Args:
+        name: of the model, for notices.
+
+    Raises:
+        OSError, ValueError, KeyError: transformers reads none.
+    """
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    stored, built = _stored_kind(path), _built_kind(tokenizer)
+    if not stored or not built or stored == built:
+        return tokenizer, AUTO, ()
+    own = type(tokenizer).__name__
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path)
+    return (
+        tokenizer,
+        PLAIN,
+        (
+            f"model.name: {_FILE} of {name!r} is of the kind {stored}, and transformers' {AUTO} makes a {own} of the "
+            f"kind {built} of it, which splits texts otherwise: it is read as it says, and an export needs {PLAIN}",
+        ),
+    )
+
+
+def _stored_kind(path: Path | str) -> str:
+    """The kind of model that the file names, such as "BPE"; empty without a file that names one."""
+    file = stored_file(path, _FILE)
+    found = None if file is None else _KIND.search(file.read_text(encoding="utf-8"))
+    return "" if found is None else found[1]
+
+
+def _built_kind(tokenizer: Any) -> str:
+    """The kind of model that transformers has built; empty if it is in Python."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return "" if backend is None else type(backend.model).__name__
