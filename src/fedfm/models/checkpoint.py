@@ -183,7 +183,13 @@ class Difference:
     def _lacks(self, names: list[str]) -> list[str]:
         if not names:
             return []
-        own = {n for n, _ in (*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers())}
+        own = {
+            n
+            for n, _ in (
+                *self.module.named_parameters(remove_duplicate=False),
+                *self.module.named_buffers(remove_duplicate=False),
+            )
+        }
         total = sum(n in own for n in self.module.state_dict())  # not the scales of quantised weights
         text = f"lacks {len(names)} of the {total} tensors of a {type(self.module).__name__}: {some(names)}"
         if prefix := self._prefix(names):

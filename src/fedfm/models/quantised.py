@@ -297,18 +297,26 @@ class StoredWeights(Mapping[str, Tensor]):
         with safe_open(self._files[name], "pt") as file:
             return tuple(file.get_slice(name).get_shape())
 
-    def dtype(self, name: str) -> str:
-        """The dtype of a tensor, which is not read, in the format's words: ``F32``, ``BF16``, ``U8``."""
-        from safetensors import safe_open
-
-        with safe_open(self._files[name], "pt") as file:
-            return str(file.get_slice(name).get_dtype())
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 
     def __len__(self) -> int:
         return len(self._files)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def heads(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of each tensor, by the heads of the files; the dtype as ``F32``, ``BF16`` or ``U8``."""
+        from safetensors import safe_open
+
+        out = dict[str, tuple[tuple[int, ...], str]]()
+        for path in sorted(set(self._files.values())):
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                    entry = file.get_slice(name)
+                    out[name] = tuple(entry.get_shape()), str(entry.get_dtype())
+        return out
 
 
 class Unquantised(Mapping[str, Tensor]):

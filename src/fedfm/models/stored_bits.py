@@ -37,14 +37,16 @@ def check(stored: StoredWeights, settings: Mapping[str, Any], weights: Mapping[s
     Raises:
         InputError: tensors lack, or have another length than goes with the others.
     """
-    lacking, odd, eight = set[str](), dict[str, tuple[Shape, Shape]](), bool(settings.get("load_in_8bit"))
-    for name in sorted(_in_bits(stored, weights)):
+    heads, eight = stored.heads(), bool(settings.get("load_in_8bit"))
+    lacking, odd = set[str](), dict[str, tuple[Shape, Shape]]()
+    for name in sorted(_in_bits(heads, weights)):
         shape = tuple(weights[name].shape) if name in weights else None
         need = {name, _beside(name, _SCALES)} if eight else {name, *_of_four_bits(stored, name, settings)}
-        if need <= set(stored):
-            sizes = _eight(stored, name, shape) if eight else _four(stored, name, shape)
-            odd |= {n: (stored.shape(n), s) for n, s in sizes.items() if math.prod(stored.shape(n)) != math.prod(s)}
-        lacking |= need - set(stored)
+        if need <= heads.keys():
+            found = heads[name][0]
+            sizes = _eight(name, found, shape) if eight else _four(name, _state(stored, _key(name, settings)), shape)
+            odd |= {n: (heads[n][0], s) for n, s in sizes.items() if math.prod(heads[n][0]) != math.prod(s)}
+        lacking |= need - heads.keys()
     faults = misshapen(odd)
     if lacking:
         faults.insert(0, f"lacks {tensors(len(lacking))} of its quantised weights: {some(sorted(lacking))}")
@@ -62,10 +64,10 @@ def is_companion(name: str) -> bool:
     return _STATE in name or name.rpartition(".")[2] in (*_TABLES, *_NESTED, _SCALES, _FORMAT)
 
 
-def _in_bits(stored: StoredWeights, weights: Mapping[str, Tensor]) -> set[str]:
+def _in_bits(heads: Mapping[str, tuple[Shape, str]], weights: Mapping[str, Tensor]) -> set[str]:
     """Names of the weights that are quantised: whole numbers where the model computes with others, or with scales."""
-    out = {n for n, weight in weights.items() if weight.is_floating_point() and stored.dtype(n) in ("U8", "I8")}
-    for name in filter(is_companion, stored):
+    out = {n for n, weight in weights.items() if weight.is_floating_point() and heads[n][1] in ("U8", "I8")}
+    for name in filter(is_companion, heads):
         above, _, last = name.rpartition(".")
         if _STATE in name:
             out.add(name.partition(f".{_STATE}")[0])
@@ -78,9 +80,14 @@ def _beside(name: str, last: str) -> str:
     return f"{name.rpartition('.')[0]}.{last}"
 
 
+def _key(name: str, settings: Mapping[str, Any]) -> str:
+    """Name of the state of a weight in 4 bits."""
+    return f"{name}.{_STATE}{settings.get('bnb_4bit_quant_type', 'fp4')}"
+
+
 def _of_four_bits(stored: StoredWeights, name: str, settings: Mapping[str, Any]) -> set[str]:
     """Names of what goes with a weight in 4 bits."""
-    key = f"{name}.{_STATE}{settings.get('bnb_4bit_quant_type', 'fp4')}"
+    key = _key(name, settings)
     nested = settings.get("bnb_4bit_use_double_quant") or (key in stored and "nested_blocksize" in _state(stored, key))
     return {key, *(f"{name}.{table}" for table in (*_TABLES, *(_NESTED if nested else ())))}
 
@@ -92,17 +99,16 @@ def _state(stored: StoredWeights, key: str) -> dict[str, Any]:
         raise InputError(f"model.name: {key} of the quantised weights is damaged: take a sound copy") from None
 
 
-def _four(stored: StoredWeights, name: str, shape: Shape | None) -> dict[str, Shape]:
+def _four(name: str, state: Mapping[str, Any], shape: Shape | None) -> dict[str, Shape]:
     """The lengths that go with a weight in 4 bits; of this shape, or of that in its files."""
-    about = _state(stored, next(n for n in stored if n.startswith(f"{name}.{_STATE}")))
-    count = math.prod(about["shape"] if shape is None else shape)
-    blocks = -(-count // about["blocksize"])
+    count = math.prod(state["shape"] if shape is None else shape)
+    blocks = -(-count // state["blocksize"])
     out: dict[str, Shape] = {name: (-(-count // 2), 1), f"{name}.absmax": (blocks,), f"{name}.quant_map": (16,)}
-    if "nested_blocksize" in about:
-        out |= {f"{name}.nested_absmax": (-(-blocks // about["nested_blocksize"]),), f"{name}.nested_quant_map": (256,)}
+    if "nested_blocksize" in state:
+        out |= {f"{name}.nested_absmax": (-(-blocks // state["nested_blocksize"]),), f"{name}.nested_quant_map": (256,)}
     return out
 
 
-def _eight(stored: StoredWeights, name: str, shape: Shape | None) -> dict[str, Shape]:
+def _eight(name: str, found: Shape, shape: Shape | None) -> dict[str, Shape]:
     """As :func:`_four` of a weight in 8 bits (d_out, d_in)."""
-    return {name: stored.shape(name) if shape is None else shape, _beside(name, _SCALES): stored.shape(name)[:1]}
+    return {name: found if shape is None else shape, _beside(name, _SCALES): found[:1]}
