@@ -138,6 +138,16 @@ def test_so_are_those_of_every_other_file(tmp_path_factory, wrong, load, data):
     assert not missed or wrong is not PRETRAINING
 
 
+def test_what_is_missing_is_told_beside_what_is_wrong(tmp_path):
+    assert keys_of(faults_of(tmp_path / "s.toml", {"labl": "x"}, silo_file.load)) == ["data", "labl", "name"]
+    assert keys_of(faults_of(tmp_path / "s.toml", {"name": 3}, silo_file.load)) == ["data", "name"]
+    assert keys_of(faults_of(tmp_path / "f.toml", {"days": 0}, federation_file.load)) == ["days", "server", "silos"]
+    tables = copied(GOOD) | {"privacy": {"aggregatr": "secagg"}}
+    put(tables, "run.workers", -1)
+    found = keys_of(faults_of(tmp_path / "e.toml", tables))
+    assert found == ["privacy.aggregatr", "privacy.delta", "privacy.unit", "run.workers"]
+
+
 def test_a_key_that_two_readers_refuse_is_told_once(tmp_path):
     tables = copied(GOOD)
     put(tables, "method.name", "json:loads")

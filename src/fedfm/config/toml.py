@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -14,7 +14,7 @@ from fedfm.attacks.attack import Attack
 from fedfm.config.guesses import UnknownKey
 from fedfm.config.paths import beside
 from fedfm.config.registry import available, name_of, ours, resolve
-from fedfm.core.fields import KINDS, bounds_of, check, key_of, needs_value, outside, plain_type
+from fedfm.core.fields import KINDS, bounds_of, check, key_of, needs_value, outside, owners_of, plain_type
 from fedfm.core.method import Method
 from fedfm.core.toml_text import parse_override as parse_override
 from fedfm.core.toml_text import put as put
@@ -102,16 +102,37 @@ def build(cls: type, table: Any, path: str) -> Any:
         if key not in table and needs_value(of):
             text = f"{at}{key} is missing: expected {bounds_of(of).expected(hints[of.name])}"
             faults.add(Absent(text, key=f"{at}{key}"))
-    if faults.found:  # what could be read is not checked elsewhere
-        for name, value in found.items():
-            key, of = at + key_of(name), known[key_of(name)]
-            if is_dataclass(value):
-                with faults:
-                    check(value, key)
-            for fault in outside(of, hints[name], value, key):
-                faults.add(fault)
+    if faults.found:  # what else is asked of the instance, which is not made
+        for fault in _of_fields(known, table, found, hints, at):
+            faults.add(fault)
     faults.refuse()
     return cls(**found)
+
+
+def _of_fields(
+    known: Mapping[str, Field[Any]],
+    table: Mapping[str, Any],
+    found: Mapping[str, Any],
+    hints: Mapping[str, Any],
+    at: str,
+) -> list[InputError]:
+    """Faults of the values that could be read, and of required keys that are absent."""
+    faults = Faults()
+    for key, of in known.items():
+        where, hint = f"{at}{key}", hints[of.name]
+        absent = key not in table and of.metadata.get("required") and not owners_of(of)
+        if of.name not in found and not absent:
+            continue
+        value = found.get(of.name, of.default)
+        if is_dataclass(value):
+            with faults:
+                check(value, where)
+        wrong = [*outside(of, hint, value, where)]
+        if absent and not wrong:
+            wrong = [Absent(f"{where} is missing: expected {bounds_of(of).expected(hint)}", key=where)]
+        for fault in wrong:
+            faults.add(fault)
+    return faults.found
 
 
 def convert(value: Any, hint: Any, path: str, meaning: str = "") -> Any:

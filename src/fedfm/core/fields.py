@@ -216,7 +216,8 @@ def check(settings: Any, where: str) -> None:
         if is_dataclass(value) and f.init:
             with faults:
                 check(value, key)
-        for fault in outside(f, get_type_hints(type(settings))[f.name], value, key):
+        wrong = [*outside(f, get_type_hints(type(settings))[f.name], value, key)]
+        for fault in wrong:
             faults.add(fault)
         if owners and not known:
             continue  # whose key it is follows from a name that is none
@@ -225,7 +226,7 @@ def check(settings: Any, where: str) -> None:
             theirs = listed(key_of(other.name) for other in fields(settings) if settings.name in owners_of(other))
             text = f'{key} belongs to {listed(owners)}, not to "{settings.name}", which takes {theirs}'
             faults.say(text, key=key)
-        if value in (None, "") and mine and f.metadata.get("required"):
+        if value in (None, "") and mine and f.metadata.get("required") and not wrong:
             by = f'required by "{settings.name}"' if owners else "missing"
             missing.append(Absent(f"{key} is {by}: expected {_expected(settings, f)}", key=key))
     for one in missing:
@@ -234,11 +235,12 @@ def check(settings: Any, where: str) -> None:
 
 
 def outside(f: Field[Any], hint: Any, value: Any, key: str) -> Iterator[InputError]:
-    """A fault for each value of a field that is outside its bounds."""
+    """A fault for each value of a field outside its bounds; :class:`Absent` where a required one was not given."""
     bounds = bounds_of(f)
+    kind = Absent if f.metadata.get("required") and value in ("", ()) else InputError
     for place, wrong in _wrong(value, bounds, key):
         near = close(wrong, bounds.choices or f.metadata.get("names", ())) if isinstance(wrong, str) else ""
-        yield InputError(f"{place} = {shown(wrong)}: expected {bounds.expected(hint)}{near}", key=key)
+        yield kind(f"{place} = {shown(wrong)}: expected {bounds.expected(hint)}{near}", key=key)
 
 
 def _expected(settings: Any, f: Field[Any]) -> str:

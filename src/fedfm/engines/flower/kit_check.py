@@ -139,7 +139,8 @@ def _of_silo(name: str, file: Path, needed: Experiment | None) -> Iterator[Line]
             raise InputError(f'name = "{silo.name}", and the kit is of {name}')
         silo_identity.of(silo)
     except InputError as error:
-        yield _line(file.name, DIFFERS, first_line(error, 500))
+        for fault in str(error).splitlines():
+            yield _line(file.name, DIFFERS, fault[:500])
         return
     yield _line(file.name, OK, "read")
     if needed is None:
