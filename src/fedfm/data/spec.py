@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from fedfm.core import fields
 from fedfm.core.fields import setting
 from fedfm.core.text import NAME, NAME_WORDS
+from fedfm.data.class_names import check_list
 from fedfm.errors import Faults, InputError, listed
 
 WITHHELD = "(kept by the server)"  # replaces values that clients do not receive
@@ -156,7 +157,6 @@ def _check_without_rows(spec: DataSpec) -> None:
         raise InputError("data.partition does not go with data.classes: the silos have rows of their own; drop it")
     if spec.where or spec.limit is not None or spec.base_classes is not None:
         raise InputError("data.where, limit and base_classes choose among the server's rows, and data.classes has none")
-    if len(set(spec.classes)) != len(spec.classes):
-        raise InputError("data.classes: a name is there twice")
+    check_list(spec.classes, "data.classes")
     if not spec.classes and spec.kind not in ("instruction", "preference"):
         raise InputError("data.classes = []: expected a list of class names")

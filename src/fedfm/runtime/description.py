@@ -12,6 +12,7 @@ import numpy as np
 from fedfm.core.capabilities import Forewarning, Viewing, WaryOfLate
 from fedfm.core.client import ClientId
 from fedfm.core.method import Method
+from fedfm.data.class_names import coded, hidden
 from fedfm.errors import InputError
 from fedfm.models import devices, inputs, left_out
 from fedfm.models.adapters import lora
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 LORA_ALONE = ("lora",)
 _NAMED = 10  # classes in a notice
 _COMPARED = 10_000  # clients whose names are compared
-_BLANK = "\u115f\u1160\u3164\uffa0\u2800" + "".join(map(chr, range(0xFE00, 0xFE10)))  # fillers, forms of a character
 
 
 def _folded(name: str) -> str:
@@ -48,16 +48,7 @@ def _composed(name: str) -> str:
 
 def _visible(name: str) -> str:
     """The name without characters that nobody sees: zero-width spaces, joiners, soft hyphens, byte order marks."""
-    return "".join(c for c in name if not _hidden(c))
-
-
-def _hidden(c: str) -> bool:
-    return not c.isspace() and (unicodedata.category(c) in ("Cf", "Cc") or c in _BLANK)
-
-
-def _written(name: str) -> str:
-    """The name between quotes, with a code in place of what nobody sees."""
-    return '"' + "".join(f"\\u{ord(c):04x}" if _hidden(c) else c for c in name) + '"'
+    return "".join(c for c in name if not hidden(c))
 
 
 def _number(name: str) -> Hashable:
@@ -258,7 +249,7 @@ def spellings(names: Sequence[str], of: str = "class") -> list[str]:
         groups = [tuple(some) for some in alike.values() if len(some) > 1 and tuple(some) not in said]
         said.update(groups)
         if groups:
-            listed = "; ".join(" and ".join(map(_written, some)) for some in groups)
+            listed = "; ".join(" and ".join(map(coded, some)) for some in groups)
             found.append(f"the {several} {listed} differ by {how} alone; if they are one {of}, spell them alike")
     empty = [f'"{name}"' for name in sorted(names) if name.strip().casefold() in _NO_LABEL]
     if empty and len(names) > len(empty):

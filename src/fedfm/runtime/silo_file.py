@@ -54,6 +54,7 @@ from fedfm.core.capabilities import Foretelling
 from fedfm.core.fields import check as check_fields
 from fedfm.core.fields import setting
 from fedfm.core.text import NAME, NAME_WORDS
+from fedfm.data.class_names import check_list
 from fedfm.data.load import read_inputs
 from fedfm.data.sources._files import listing
 from fedfm.data.spec import WITHHELD, DataSpec
@@ -161,6 +162,8 @@ def _read(table: Mapping[str, Any]) -> Silo:
         faults.say(text, key="allow_methods")
     with faults:
         check_fields(silo, "")
+    with faults:
+        check_list(silo.classes or (), "classes")
     faults.refuse()
     return silo
 

@@ -1,8 +1,7 @@
 """Tables from named columns, of files and of hub sets.
 
 Labels are class names or integers. The classes are the sorted distinct values, also of integers: 1..5 and 0..4 both
-give five classes; a column of class names (``label_name``) renames them. Names sort by code point, without blanks
-around them.
+give five classes; a column of class names (``label_name``) renames them. Names sort by code point.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fedfm.data.arrow_texts import ArrowTexts
+from fedfm.data.class_names import class_name, names_of, notices_of
 from fedfm.data.pictures import Pictured, arrange
 from fedfm.data.sources import _conversations, _layouts
 from fedfm.data.sources._files import At, column, listing, str_array
@@ -141,7 +141,8 @@ def labels_of(
     """Labels (N,) int64, class names (of the column ``label_name`` if there is one) and notices of the label column."""
     values = column(columns, spec.label, "data.label", source)
     if classes is not None:
-        return codes_within(values, classes, spec.label, at), classes, ()
+        names = names_of(classes, source)
+        return codes_within(values, names, spec.label, at), names, notices_of(classes, spec.label)
     labels, keys, notices = codes_of(values, spec.label, at)
     if spec.label_name not in columns or spec.label_name == spec.label:
         return labels, keys, notices
@@ -150,17 +151,19 @@ def labels_of(
     owner: dict[str, int] = {}
     for row, (label, name) in enumerate(zip(labels.tolist(), names, strict=True)):
         known = first.setdefault(label, row)
-        if names[known].strip() != name.strip():
+        if class_name(names[known]) != class_name(name):
             raise InputError(
                 f'{at(row)}: label "{keys[label]}" is named "{name}" here and "{names[known]}" in {at(known)}: '
                 "every label has one name"
             )
-        if owner.setdefault(name.strip(), label) != label:
+        of = owner.setdefault(class_name(name), label)
+        if of != label:
             raise InputError(
-                f'{at(row)}: "{name}" names label "{keys[label]}" here and label "{keys[owner[name.strip()]]}" '
-                f"in {at(first[owner[name.strip()]])}: every name belongs to one label"
+                f'{at(row)}: "{name}" names label "{keys[label]}" here and label "{keys[of]}" '
+                f"in {at(first[of])}: every name belongs to one label"
             )
-    return labels, tuple(names[first[label]].strip() for label in range(len(keys))), ()
+    found = tuple(class_name(names[first[label]]) for label in range(len(keys)))
+    return labels, found, notices_of(names, spec.label_name)
 
 
 def codes_of(values: Sequence[Any], name: str, at: At) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
@@ -170,10 +173,10 @@ def codes_of(values: Sequence[Any], name: str, at: At) -> tuple[np.ndarray, tupl
     integers = all(isinstance(v, int) or _INTEGER.fullmatch(v) for v in distinct)
     keys = sorted({int(v) for v in distinct}) if integers else sorted({str(v) for v in distinct})
     code = {str(key): index for index, key in enumerate(keys)}
-    notices: tuple[str, ...] = ()
+    notices = notices_of((v for v in values if isinstance(v, str)), name)
     if integers and keys != list(range(len(keys))):
         shown = listing([str(k) for k in keys], 5)
-        notices = (f'the integers in column "{name}" are not 0..{len(keys) - 1}: taken as class names {shown}',)
+        notices += (f'the integers in column "{name}" are not 0..{len(keys) - 1}: taken as class names {shown}',)
     return np.array([code[str(v)] for v in cleaned], dtype=np.int64), tuple(map(str, keys)), notices
 
 
@@ -245,7 +248,7 @@ def _text(value: Any, name: str, at: At, row: int) -> str:
 def _label(value: Any, name: str, at: At, row: int) -> int | str:
     """A label as an integer or a stripped name."""
     if isinstance(value, str):
-        value = value.strip()
+        value = class_name(value)
         if value:
             return str(value)
     elif isinstance(value, bool | np.bool_):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedfm.data.class_names import names_of, notices_of
 from fedfm.data.sources._files import begin, content_of, listing, read_bytes, str_array
 from fedfm.data.sources._tabular import UNLABELLED, Labels, check_split, codes_of
 from fedfm.data.spec import DataSpec
@@ -156,16 +157,13 @@ def _labels(arrays: dict[str, np.ndarray], length: int, path: Path) -> Labels:
     classes = arrays["classes"]
     if classes.ndim != 1 or classes.dtype.kind != "U":
         raise InputError(f"{path}: classes is {classes.dtype} {classes.shape}; expected strings (C,)")
-    names = tuple(str(name).strip() for name in classes)
-    for name in names:
-        if not name or names.count(name) > 1:
-            raise InputError(f'{path}: classes must be different, non-empty names; "{name}" is not')
+    names = names_of(classes.tolist(), f"{path}: classes")
     outside = np.flatnonzero((y < 0) | (y >= len(names)))
     if len(outside):
         raise InputError(
             f"{path}: y[{outside[0]}] is {y[outside[0]]}, outside the {len(names)} classes (0..{len(names) - 1})"
         )
-    return y.astype(np.int64), names, ()
+    return y.astype(np.int64), names, notices_of(classes.tolist(), "classes")
 
 
 def _strings(arrays: dict[str, np.ndarray], name: str, length: int, path: Path) -> list[str]:

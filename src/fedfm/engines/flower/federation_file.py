@@ -21,7 +21,8 @@ from fedfm.config.toml import build, read
 from fedfm.core.fields import check as check_fields
 from fedfm.core.fields import setting
 from fedfm.core.text import NAME, NAME_WORDS
-from fedfm.errors import Faults
+from fedfm.data.class_names import check_list
+from fedfm.errors import Faults, InputError
 
 PORT = 8443  # of a server whose address names none
 _HOST = r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)"
@@ -157,5 +158,7 @@ def _faults(found: FederationFile) -> Iterator[str]:
         yield f'server = "{found.server}": which port is free there is not known here; expected "{found.host}:{PORT}"'
     if found.first_port + len(found.silos) > 65536:
         yield f"first_port = {found.first_port}: {len(found.silos)} silos need ports up to 65535"
-    if found.classes is not None and len(set(found.classes)) != len(found.classes):
-        yield "classes: a name is there twice"
+    try:
+        check_list(found.classes or (), "classes")
+    except InputError as error:
+        yield str(error)

@@ -1,0 +1,97 @@
+r"""Names of classes, alike wherever they are written: two names that nobody can tell apart are one class.
+
+Characters that nobody sees are left out, every space is a common one, and characters are composed (Unicode NFC), as
+they are not in file names of macOS. A joiner or a form of a character stays within what is not ASCII, where scripts and
+emoji need it. Case stays: a notice names classes that differ by it.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from fedfm.errors import InputError
+
+_FORMS = "".join(map(chr, range(0xFE00, 0xFE10)))  # of the character before
+_JOINERS = "\u200c\u200d"
+_BLANK = "\u115f\u1160\u3164\uffa0\u2800" + _FORMS  # fillers, and forms
+_ASCII = 0x80
+_NAMED = 3  # names in a notice
+
+
+def class_name(text: str) -> str:
+    r"""The name as it is read everywhere.
+
+    Example:
+        >>> class_name(" lung\u200b"), class_name("small\u00a0cell"), class_name("e\u0301")
+        ('lung', 'small cell', 'é')
+    """
+    if text.isascii() and text.isprintable():
+        return text.strip()
+    shown = unicodedata.normalize("NFC", text)
+    kept = (c for i, c in enumerate(shown) if not hidden(c) or _joins(shown, i))
+    return "".join(" " if unicodedata.category(c) == "Zs" else c for c in kept).strip()
+
+
+def hidden(c: str) -> bool:
+    """Whether nobody sees the character: zero-width spaces, joiners, soft hyphens, byte order marks, fillers."""
+    return not c.isspace() and (unicodedata.category(c) in ("Cf", "Cc") or c in _BLANK)
+
+
+def coded(name: str) -> str:
+    """The name between quotes, with a code in place of what nobody sees or takes for something else."""
+    odd = (hidden(c) or unicodedata.combining(c) or (c.isspace() and c != " ") for c in name)
+    return '"' + "".join(f"\\u{ord(c):04x}" if is_odd else c for c, is_odd in zip(name, odd, strict=True)) + '"'
+
+
+def notices_of(texts: Iterable[str], name: str) -> tuple[str, ...]:
+    """A notice of the rows whose class is read otherwise than it is written, but for blanks around it.
+
+    Args:
+        texts: of each row.
+        name: of the column.
+    """
+    counts = Counter(texts)
+    changed = [text for text in counts if class_name(text) != text.strip(" \t\r\n")]
+    if not changed:
+        return ()
+    shown = ", ".join(f"{coded(text)} as {coded(class_name(text))}" for text in sorted(changed)[:_NAMED])
+    more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
+    rows = sum(counts[text] for text in changed)
+    return (
+        f'{rows} of {counts.total()} labels in "{name}" hold characters that nobody sees or tells apart: {shown}{more} '
+        "are the names that count",
+    )
+
+
+def names_of(texts: Sequence[str], what: str) -> tuple[str, ...]:
+    """The names of a list whose places are the classes.
+
+    Raises:
+        InputError: one is empty, or two are the same.
+    """
+    names = tuple(map(class_name, texts))
+    for name in names:
+        if not name or names.count(name) > 1:
+            alike = " and ".join(coded(text) for text in texts if class_name(text) == name)
+            raise InputError(f"{what}: class names must be different and not empty, and {alike} are not")
+    return names
+
+
+def check_list(texts: Sequence[str], key: str) -> None:
+    """Raise an InputError for a list of names in a file if rows could not have one of them, or have it twice."""
+    for text in texts:
+        if (name := class_name(text)) != text:
+            raise InputError(f"{key}: {coded(text)} is read as {coded(name)} in the rows: write it so")
+    if len(set(texts)) != len(texts):
+        raise InputError(f"{key}: a name is there twice")
+
+
+def _joins(text: str, i: int) -> bool:
+    """Whether a character that nobody sees belongs to those beside it, as in Persian and in emoji."""
+    before = text[i - 1] if i else " "
+    if text[i] in _FORMS:
+        return ord(before) >= _ASCII and not before.isspace()
+    after = text[i + 1] if i + 1 < len(text) else " "
+    return text[i] in _JOINERS and all(ord(c) >= _ASCII and not c.isspace() and not hidden(c) for c in (before, after))
