@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -222,3 +224,70 @@ def test_a_missing_or_broken_picture_of_a_table_is_named(tmp_path: Path) -> None
     pyarrow.parquet.write_table(pyarrow.table({"image": cells, "label": [0, 1]}), tmp_path / "a.parquet")
     table = load_table(DataSpec(path=str(tmp_path / "a.parquet")), seed=0)
     assert [decode(item).shape for item in table.inputs] == [(4, 4, 1)] * 2
+
+
+def png16(pixels: np.ndarray) -> bytes:
+    """A PNG file with 16 bits a channel of pixels (H, W, C), which Pillow does not write for colours."""
+    height, width, channels = pixels.shape
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 16, {1: 0, 2: 4, 3: 2, 4: 6}[channels], 0, 0, 0)
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("order", ["<u2", ">u2"])
+def test_an_array_of_16_bits_is_read_as_files_with_its_pixels(tmp_path: Path, channels: int, order: str) -> None:
+    rng = np.random.default_rng(3)
+    x = np.stack([rng.integers(0, top + 1, (3, 5, channels), np.uint16) for top in (200, 3000, 4095, 65535)])
+    files = tmp_path / "folder"
+    for i, one in enumerate(x):
+        (files / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+        (files / "ab"[i % 2] / f"{i}.png").write_bytes(png16(one))
+    np.savez(tmp_path / "x.npz", x=x.astype(order), y=np.array([0, 1, 0, 1]))
+    table, of_files = (load_table(DataSpec(path=str(tmp_path / name)), seed=0) for name in ("x.npz", "folder"))
+    asked = read_inputs(tmp_path / "x.npz", DataSpec(), kind="image")
+    assert table.inputs.dtype == np.uint8
+    assert (asked.inputs == table.inputs).all()
+    by_name = {Path(str(item)).name: decode(item) for item in of_files.inputs}
+    assert all((one == by_name[f"{i}.png"]).all() for i, one in enumerate(table.inputs))
+
+    def said(found: Any) -> list[str]:
+        return [n.replace(found.source, "") for n in found.notices if "bits" in n]
+
+    assert said(table) == said(of_files)
+    assert len(said(table)) == 1
+
+
+def test_colours_and_alpha_of_16_bits_are_said() -> None:
+    assert [look(png16(np.zeros((2, 2, c), np.uint16))).deep for c in (1, 2, 3, 4)] == [False, True, True, True]
+    assert not look(encoded(Image.new("RGBA", (2, 2)))).deep
+
+
+@pytest.mark.parametrize(
+    ("x", "hint"),
+    [
+        (np.linspace(0, 1, 32).reshape(2, 4, 4, 1), '(x * 255).round().astype("uint8")'),
+        (np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 4, 4, 1), "from -1 to 1: scale x to 0..255"),
+        (np.arange(32).reshape(2, 4, 4, 1), 'x.astype("uint8")'),
+        (np.arange(32).reshape(2, 4, 4, 1) * 100, 'x.astype("uint16")'),
+        (np.ones((2, 4, 4, 3), bool), '(x * 255).round().astype("uint8")'),
+        (np.zeros((2, 3, 4, 4), np.uint8), "x.transpose(0, 2, 3, 1)"),
+        (np.zeros((2, 4, 4, 4), np.uint8), "x[..., :3]"),
+        (np.zeros((2, 4, 4), np.uint16), "x[..., None]"),
+    ],
+)
+def test_the_hint_for_another_array_of_pictures_makes_one_that_is_read(
+    tmp_path: Path, x: np.ndarray, hint: str
+) -> None:
+    file = tmp_path / "x.npz"
+    np.savez(file, x=x, y=np.arange(2))
+    with pytest.raises(InputError) as refused:
+        load_table(DataSpec(path=str(file)), seed=0)
+    assert hint in str(refused.value)
+    if hint.startswith(("x", "(x")):
+        np.savez(file, x=eval(hint, {"x": x}), y=np.arange(2))
+        assert load_table(DataSpec(path=str(file)), seed=0).inputs.shape[0] == 2

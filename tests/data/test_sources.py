@@ -148,7 +148,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     ),
     "no x": ("a.npz", npz(X=X, y=Y), r'a\.npz: no array "x"; found "X", "y" \(did you mean "X"\?\)'),
     "no y": ("a.npz", npz(x=X), r'a\.npz: no array "y"; found "x"'),
-    "x int": ("a.npz", npz(x=X.astype(int), y=Y), r"x is int64 \(4, 3\); expected uint8 \(N, H, W, C\)"),
+    "x int": ("a.npz", npz(x=X.astype(int), y=Y), r"x is int64 \(4, 3\); expected uint8 or uint16 \(N, H, W, C\)"),
     "no channel": ("a.npz", npz(x=np.zeros((4, 2, 2), np.uint8), y=Y), r"x\[\.\.\., None\] adds the channel"),
     "four channels": ("a.npz", npz(x=np.zeros((4, 2, 2, 4), np.uint8), y=Y), r"x is uint8 \(4, 2, 2, 4\)"),
     "no rows": ("a.npz", npz(x=X[:0], y=Y[:0]), r"a\.npz: x has no rows"),

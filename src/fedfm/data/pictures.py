@@ -2,7 +2,8 @@
 
 A picture is turned as its EXIF orientation says. What is transparent is laid over white. Of several pages or frames the
 first is read. Grey of more than 8 bits is scaled, not clipped: by the smallest of 8, 12 and 16 bits that holds all
-values of the picture, so that one picture looks alike wherever it is read.
+values of the picture, so that one picture looks alike wherever it is read. Of colours with 16 bits, and of grey with 16
+bits beside transparency, the upper 8 are read.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Look:
         top: the value that becomes white, of grey with more than 8 bits; else 0.
         size: width and height as stored.
         grey: whether it has no colours.
+        deep: whether only the upper 8 of 16 bits are read.
     """
 
     fault: str | None = None
@@ -45,6 +47,7 @@ class Look:
     top: int = 0
     size: tuple[int, int] = (0, 0)
     grey: bool = False
+    deep: bool = False
 
 
 def rgb(item: Any) -> Any:
@@ -104,6 +107,7 @@ def look(item: str | bytes) -> Look:
                 frames=int(getattr(picture, "n_frames", 1)),
                 size=picture.size,
                 grey=picture.mode in GREY or picture.mode in WIDE,
+                deep=picture.mode not in WIDE and any(";16" in str(tile[-1]) for tile in picture.tile),
             )
             wide = picture.mode in WIDE
             if wide or picture.has_transparency_data:
@@ -132,6 +136,7 @@ def notices_of(looks: Iterable[Look], source: str) -> tuple[str, ...]:
         total += 1
         count["frames"] += one.frames > 1
         count["transparent"] += one.transparent
+        count["deep"] += one.deep
         if one.top:
             tops[one.top] += 1
     found = []
@@ -139,6 +144,11 @@ def notices_of(looks: Iterable[Look], source: str) -> tuple[str, ...]:
         found.append(f"{n} of {total} pictures of {source} have several pages or frames: the first is read")
     if n := count["transparent"]:
         found.append(f"{n} of {total} pictures of {source} have transparent pixels, which are laid over white")
+    if n := count["deep"]:
+        found.append(
+            f"{n} of {total} pictures of {source} have colours or transparency with 16 bits, of which the upper 8 are "
+            "read: if they hold less than 0..65535 they are dark; save them with 8 bits"
+        )
     if tops:
         ranges = " and ".join(f"{n} from 0..{top}" for top, n in sorted(tops.items()))
         mixed = "; if all have one range, save them with 8 bits" if len(tops) > 1 else ""
@@ -187,9 +197,27 @@ def _narrow(picture: Any) -> np.ndarray:
     """Grey values (H, W) of more than 8 bits as uint8; a value that is marked as transparent is white."""
     values = np.asarray(picture)
     top = _top(values, picture.mode)
-    narrow: np.ndarray = ((values.astype(np.uint32) * 255 + top // 2) // top).astype(np.uint8)
+    narrow = _scaled(values, top)
     clear = picture.info.get("transparency")
     return np.where(values == clear, np.uint8(_WHITE), narrow) if isinstance(clear, int) else narrow
+
+
+def _scaled(values: np.ndarray, top: int) -> np.ndarray:
+    """Values 0..top as uint8 0..255."""
+    scaled: np.ndarray = ((values.astype(np.uint32) * 255 + top // 2) // top).astype(np.uint8)
+    return scaled
+
+
+def narrowed(pictures: np.ndarray, source: str) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Pictures (N, H, W, C) of 16 bits as uint8, as a file with the same pixels is read; and notices."""
+    out = np.empty(pictures.shape, np.uint8)
+    looks = []
+    for i, one in enumerate(pictures):
+        grey = one.shape[-1] == 1
+        top = _top(one, WIDE[0]) if grey else 0
+        out[i] = _scaled(one, top) if grey else one >> 8
+        looks.append(Look(top=top, grey=grey, deep=not grey))
+    return out, notices_of(looks, source)
 
 
 def _top(values: np.ndarray, mode: str) -> int:

@@ -1,7 +1,7 @@
 """NumPy archives: pictures or feature vectors.
 
-``x`` uint8 (N, H, W, C) or float (N, d), ``y`` integers (N,); optionally ``classes`` strings (C,), ``split`` strings
-(N,), ``domain`` strings (N,), and further string or integer arrays (N,), which become columns.
+``x`` uint8 or uint16 (N, H, W, C) or float (N, d), ``y`` integers (N,); optionally ``classes`` strings (C,),
+``split`` strings (N,), ``domain`` strings (N,), and further string or integer arrays (N,), which become columns.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from fedfm.data.class_names import names_of, notices_of
+from fedfm.data.pictures import narrowed
 from fedfm.data.sources._files import begin, content_of, listing, read_bytes, str_array
 from fedfm.data.sources._tabular import UNLABELLED, Labels, check_split, codes_of
 from fedfm.data.spec import DataSpec
@@ -22,7 +23,7 @@ from fedfm.errors import InputError, close
 
 MAPPED = 1 << 28  # bytes of a file from which its pictures or vectors stay in it, if they are not compressed
 _PIECE = 1 << 22  # bytes read at a time
-_EXPECTED = "uint8 (N, H, W, C) pictures with C = 1 or 3, or float (N, d) feature vectors"
+_EXPECTED = "uint8 or uint16 (N, H, W, C) pictures with C = 1 or 3, or float (N, d) feature vectors"
 
 
 def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool = True) -> Table:
@@ -34,19 +35,22 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     arrays = _arrays(path)
     x = _array(arrays, "x", path)
     length = len(x) if x.ndim else 0
-    if x.dtype == np.uint8 and x.ndim == 4 and x.shape[3] in (1, 3):
+    if x.dtype.kind == "u" and x.dtype.itemsize <= 2 and x.ndim == 4 and x.shape[3] in (1, 3):
         image = True
     elif x.dtype.kind == "f" and x.ndim == 2:
         image = False
     else:
-        hint = ": x[..., None] adds the channel" if x.dtype == np.uint8 and x.ndim == 3 else ""
-        raise InputError(f"{path}: x is {x.dtype} {x.shape}{hint}; expected {_EXPECTED}")
+        raise InputError(f"{path}: x is {x.dtype} {x.shape}{_hint(x)}; expected {_EXPECTED}")
     if length == 0:
         raise InputError(f"{path}: x has no rows")
     if 0 in x.shape:
         raise InputError(f"{path}: x {x.shape} holds no values")
-    inputs = np.ascontiguousarray(x) if image else _finite(x, path)
     labels, classes, notices = _labels(arrays, length, path) if labelled else UNLABELLED
+    if image and x.dtype.itemsize > 1:
+        inputs, more = narrowed(x, str(path))
+        notices += more
+    else:
+        inputs = np.ascontiguousarray(x) if image else _finite(x, path)
     split = np.full(length, "train" if labelled else "test")
     if labelled and "split" in arrays:
         values = _strings(arrays, "split", length, path)
@@ -129,6 +133,24 @@ def _array(arrays: dict[str, np.ndarray], name: str, path: Path) -> np.ndarray:
     if name in arrays:
         return arrays[name]
     raise InputError(f'{path}: no array "{name}"; found {listing(arrays) or "none"}{close(name, arrays)}')
+
+
+def _hint(x: np.ndarray) -> str:
+    """What would make pictures of an array of another form."""
+    if x.ndim == 3:
+        return ": x[..., None] adds the channel"
+    if x.ndim != 4 or not x.size or x.dtype.kind not in "uifb":
+        return ""
+    if x.shape[3] not in (1, 3):
+        if x.shape[1] in (1, 3):
+            return ": x.transpose(0, 2, 3, 1) puts the channels last"
+        return ": x[..., :3] leaves out a fourth channel" if x.shape[3] == 4 else ""
+    low, high = x.min(), x.max()
+    if not (low >= 0 and high <= (1 if x.dtype.kind in "fb" else 65535)):
+        return f", from {low:g} to {high:g}: scale x to 0..255, with one window for all rows, and round it to uint8"
+    if x.dtype.kind in "fb":
+        return ', from 0 to 1: (x * 255).round().astype("uint8") makes pictures of it'
+    return f': x.astype("{"uint8" if high <= 255 else "uint16"}") makes pictures of it'
 
 
 def _finite(x: np.ndarray, path: Path) -> np.ndarray:
