@@ -3,10 +3,12 @@
 It has to load a model that computes the run's outputs, whatever was exported.
 """
 
+import itertools
 import json
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,12 @@ from safetensors.torch import save_file
 from test_model_export import arguments, expected, trained
 from test_pooled_encoder import ENCODERS, saved
 from test_preference import table as preferences
-from tiny_models import CLASSES, images, load, prose, save_tokenizer, sentences, vectors
+from tiny_models import CLASSES, images, load, prose, save, save_tokenizer, sentences, vectors
 
+import tiny_clip
 from fedfm.api.model_card import how_to_load
 from fedfm.models.architectures.pooled_encoder import POOLER
+from fedfm.models.dual_encoder import DualModel
 from fedfm.models.export import export, merged
 from fedfm.models.fhe_friendly import is_twin
 from fedfm.models.load import load_model
@@ -27,6 +31,7 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 from tiny_twins import make_twin
 
 pytestmark = pytest.mark.proof
+TEMPLATES = (("the {}.",), ("a {}.", "a photo of the {}."))
 _RUN = """
 import json, sys
 from pathlib import Path
@@ -38,14 +43,22 @@ for case in json.loads(Path("cases.json").read_text()):
     names = {}
     try:
         exec(case["code"].replace("FOLDER", str(folder)), names)
-        if "model" in names:
+        if "model" in names or "logits" in names:
             tensors = load_file(f"{case['name']}.safetensors")
             wanted = tensors.pop("expected")
+            for part in names["model"].modules() if "model" in names else ():
+                if hasattr(part, "support_avx512bf16_for_cpu"):  # bitsandbytes then multiplies in bfloat16
+                    part.support_avx512bf16_for_cpu = False
             with torch.no_grad():
-                out = names["model"].eval()(**tensors)
+                if "logits" in names:
+                    out = names["logits"](**tensors)
+                else:
+                    out = names["model"].eval()(**names.get("texts", {}), **tensors)
             if not isinstance(out, torch.Tensor):
                 out = out.logits if hasattr(out, "logits") else out.logits_per_image
             found = out.float()
+            if case["softmax"]:  # SigLIP's bias is the same for all classes
+                found, wanted = found.softmax(1), wanted.softmax(1)
             case["error"] = (found - wanted).abs().max().item() if found.shape == wanted.shape else str(found.shape)
             case["tokenizer"] = "tokenizer" not in names or len(names["tokenizer"]("a b")["input_ids"]) > 0
         else:
@@ -82,6 +95,18 @@ def encoder(folder: Path, name: str):
     return load(saved(folder, name, ENCODERS[name][0]), images(), "lora" if ENCODERS[name][1] == POOLER else "head")
 
 
+def pair(folder: Path, kind: str, written: tuple[str, ...]):
+    """Two encoders that compare pictures with class names."""
+    if not folder.exists():
+        tiny_clip.save(kind, folder)
+    return load(folder, images(), "lora", task="zero_shot", templates=written)
+
+
+def wide(folder: Path, family: str) -> Path:
+    """A checkpoint whose maps have room for blocks of bits."""
+    return folder if folder.exists() else save(family, folder, 4)
+
+
 def made(place: Path, folder) -> dict[str, tuple]:
     """(model, form) by name."""
     twin = place / "twin"
@@ -112,6 +137,16 @@ def made(place: Path, folder) -> dict[str, tuple]:
         "bert torch": (load(folder("bert"), sentences(), "head"), "torch"),
         **{f"{name} torch": (encoder(place / name, name), "torch") for name in ENCODERS},
         "prompt torch": (load(folder("clip"), images(), "prompt", task="zero_shot"), "torch"),
+        **{
+            f"{kind} of {len(written)} templates {to}": (pair(place / kind, kind, written), to)
+            for kind, written, to in itertools.product(("clip", "siglip", "vtde"), TEMPLATES, ("peft", "hf"))
+        },
+        **{
+            f"{family} {bits} {to}": (load(wide(place / family, family), rows, "lora", quantization=bits), to)
+            for family, rows in (("bert", sentences()), ("vit", images()))
+            for bits, to in (("nf4", "peft"), ("nf4", "hf"), ("int8", "peft"))  # int8 also rounds what the maps read
+            if find_spec("bitsandbytes") is not None
+        },
     }
 
 
@@ -121,6 +156,12 @@ def asked(model, w):
         batch = {"input_ids": torch.tensor([[4, 5, 6, 7, 8], [4, 9, 10, 5, 6]])}
         with torch.no_grad():
             return batch, merged(model, w)(**batch).logits
+    if model.tools.processor is None and model.tools.tokenizer is None:
+        rows = model.prepare(vectors(), range(4))
+        return arguments(model, rows), expected(model, w, rows)
+    if isinstance(model, DualModel):  # the code makes the texts
+        rows = model.prepare(images(), range(4))
+        return {"pixel_values": rows.batch(range(4))["pixel_values"]}, expected(model, w, rows)
     rows = model.prepare(images(side=8) if model.tools.processor is not None else sentences(), range(4))
     return arguments(model, rows), expected(model, w, rows)
 
@@ -133,10 +174,10 @@ def test_the_code_loads_what_was_exported(tmp_path, folder, tmp_path_factory):
         export(model, w, to, tmp_path / "out" / name)
         lines = how_to_load(model, to, tmp_path / "out" / name)
         code = re.findall(r"```python\n(.*?)```", "\n".join(lines), re.DOTALL)
-        cases.append({"name": name, "code": "\n".join(code)})
+        cases.append({"name": name, "code": "\n".join(code), "softmax": isinstance(model, DualModel)})
         # Only what is neither of torch nor of transformers needs fedfm: a twin, and the ResNet before activation.
         assert "fedfm" not in cases[-1]["code"] or is_twin(model.module) or name.startswith("resnet")
-        if to != "torch" or name.removesuffix(" torch") in ENCODERS:
+        if to != "torch" or name.removesuffix(" torch") in (*ENCODERS, "features"):
             batch, outputs = asked(model, w)
             tensors = {k: v.contiguous() for k, v in batch.items()} | {"expected": outputs.contiguous()}
             save_file(tensors, tmp_path / f"{name}.safetensors")

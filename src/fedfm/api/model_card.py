@@ -111,6 +111,8 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
     elif to == "torch" or (own and to == "peft"):
         file = "model.safetensors" if to == "torch" else "adapter_model.safetensors"
         lines = ["from safetensors.torch import load_file", "", f'weights = load_file("FOLDER/{file}")']
+        if not own and {name.rpartition(".")[0] for name in module.state_dict()} == {model.parts.head}:
+            lines += _of_features(model.parts.head, unit=takes == UNIT_NORM)
     else:
         lines = _loading(model, to, out)
         tools = (("tokenizer", model.tools.tokenizer_class), ("processor", "AutoImageProcessor"))
@@ -118,7 +120,7 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
             if (model.tools.tokenizer if name == "tokenizer" else model.tools.processor) is not None:
                 lines += ["", f"from transformers import {auto}", "", f'{name} = {auto}.from_pretrained("FOLDER")']
         if isinstance(module, DualEncoder):
-            lines += _prompts(model, module)
+            lines += _prompts(model, module, mixed=bool(mixture))
         lines += ["", *mixture] if mixture else []
     words = ["```python", *lines, "```"]
     if own and to != "hf":
@@ -131,7 +133,9 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
     if isinstance(model, SideModel):
         words += ["", "`states` are the released states of the transformer; only its owner computes them."]
     if isinstance(module, DualEncoder) and to != "torch":
-        words += ["", _of_prompts(model)]
+        words += ["", _of_prompts(model, mixed=bool(mixture))]
+    if to == "peft" and model.spec.quantization == "nf4":
+        words += ["", "On a CPU with instructions for bfloat16, bitsandbytes rounds what 4-bit maps read."]
     if to != "peft" and model.spec.quantization == "int8":
         words += ["", "The run also rounded what its 8-bit maps read, row by row; these weights read it as it is."]
     if to == "torch" and model.added_bias:
@@ -188,6 +192,17 @@ def _loading(model: Model, to: Target, out: Path) -> list[str]:
     return [*imports, "", *lines]
 
 
+def _of_features(head: str, *, unit: bool) -> list[str]:
+    """Lines that compute with a head that is all of a model."""
+    x = "torch.nn.functional.normalize(features)" if unit else "features"
+    return [
+        *("", "import torch", "", ""),
+        "def logits(features):",
+        '    """Of rows of features (rows, numbers), by class."""',
+        f'    return torch.nn.functional.linear({x}, weights["{head}.weight"], weights.get("{head}.bias"))',
+    ]
+
+
 def _side_adapter(model: SideModel) -> list[str]:
     blocks, positions, width = model.net.shape
     sizes = f"{blocks}, {positions}, {width}, {model.adaptation_spec.rank}, {len(model.classes)}"
@@ -202,25 +217,45 @@ def _side_adapter(model: SideModel) -> list[str]:
     ]
 
 
-def _prompts(model: Model, module: DualEncoder) -> list[str]:
-    """Lines that make the texts with which pictures are compared, by the first template."""
-    words = [model.spec.templates[0].format(word) for word in words_of(model.classes)]
+def _prompts(model: Model, module: DualEncoder, *, mixed: bool) -> list[str]:
+    """Lines that make the texts with which pictures are compared, and logits where there are several for each class."""
+    templates, words = model.spec.templates, words_of(model.classes)
     whole = module.config.model_type == "siglip"
     length = f'"max_length", max_length={module.input_ids.shape[-1]}' if whole else "True"
     asked = f'padding={length}, return_token_type_ids=False, return_tensors="pt"'
-    return ["", f"prompts = {words!r}", f"texts = tokenizer(prompts, {asked})"]
+    if len(templates) == 1 or mixed:
+        prompts = [templates[0].format(word) for word in words]
+        return ["", f"prompts = {prompts!r}", f"texts = tokenizer(prompts, {asked})"]
+    return [
+        "",
+        *("import torch", ""),
+        f"words = {words!r}",
+        f"templates = {list(templates)!r}",
+        f"several = [tokenizer([t.format(word) for word in words], {asked}) for t in templates]",
+        *_LOGITS.splitlines(),
+    ]
 
 
-def _of_prompts(model: Model) -> str:
+_LOGITS = '''
+
+def logits(pixel_values):
+    """Of pictures, by class; a class is the mean direction of its texts."""
+    normal = torch.nn.functional.normalize
+    texts = [normal(model.get_text_features(**t).pooler_output, dim=-1) for t in several]
+    texts = normal(torch.stack(texts).mean(0), dim=-1)
+    pictures = normal(model.get_image_features(pixel_values=pixel_values).pooler_output, dim=-1)
+    return model.logit_scale.exp() * pictures @ texts.T
+'''
+
+
+def _of_prompts(model: Model, *, mixed: bool) -> str:
+    count = len(model.spec.templates)
+    if count > 1 and not mixed:
+        return '`logits(**processor(pictures, return_tensors="pt"))` gives logits of pictures, by class.'
     text = '`model(**texts, **processor(pictures, return_tensors="pt"))` gives logits of pictures, by prompt.'
-    if (count := len(model.spec.templates)) == 1:
+    if count == 1:
         return text
-    return (
-        f"{text} The run had {count} templates, and compared pictures with the mean of each class's text features, all "
-        "of norm 1; the code takes the first alone. The templates are: "
-        + ", ".join(map(_code, model.spec.templates))
-        + "."
-    )
+    return f"{text} The code takes the first of the run's {count} templates alone; `fedfm predict` takes all."
 
 
 def _of_base(out: Path) -> str:

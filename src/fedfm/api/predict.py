@@ -341,7 +341,8 @@ def _write_export(run: Run, to: Target, out: Path, client: str | None, last: boo
         )
     if set(w) != set(model.names) and weighed_by(w) is None:
         raise InputError(
-            f"{run.path}: the result of {run.experiment.method_name} is not one model; it cannot be exported"
+            f"{run.path}: the result of {run.experiment.method_name} is not one model, so that it cannot be exported; "
+            "`fedfm predict` computes with it"
         )
     with storage.writing(out):
         folder = write(model, w, to, out, predictions.feature_transform(run.experiment.method))
