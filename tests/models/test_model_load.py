@@ -1,17 +1,19 @@
 import json
+import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import CLASSES, images, load, minilm, prose, real, sentences, vectors
+from tiny_models import CLASSES, images, load, minilm, prose, real, sentences, table_for, vectors
 
 from fedfm.core.fields import check
 from fedfm.errors import InputError
 from fedfm.models.load import fingerprint, load_model
 from fedfm.models.metrics import evaluate
 from fedfm.models.names import locate
+from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 
@@ -252,3 +254,43 @@ def test_minilm_groups_what_means_the_same():
     f = torch.nn.functional.normalize(model.blocks(model.prepare(table, range(3)))[-1][:, 0], dim=-1)
     assert f[0] @ f[1] > f[0] @ f[2]
     assert load(minilm(), table, "lora").params().layout.nbytes < 400_000
+
+
+HEADS = {  # class that wrote a checkpoint -> family of its base
+    "BertForSequenceClassification": "bert",
+    "RobertaForSequenceClassification": "roberta",
+    "GPT2ForSequenceClassification": "gpt2",
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("adaptation", ["head", "lora", "full"])
+def test_it_is_said_that_a_trained_head_is_drawn_anew(folder, tmp_path, kind, adaptation):
+    import transformers
+
+    base, table = folder(HEADS[kind]), sentences()
+    said = "has a head .* for as many classes, trained elsewhere: it is drawn anew"
+    with quiet():
+        for classes in (3, 5):
+            module = getattr(transformers, kind).from_pretrained(base, num_labels=classes)
+            module.save_pretrained(tmp_path / str(classes))
+            transformers.AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / str(classes))
+    found = [load(path, table, adaptation).notices for path in (tmp_path / "3", tmp_path / "5", base)]
+    assert [sum(bool(re.search(said, text)) for text in notices) for notices in found] == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("family", "adaptation", "rest"),
+    [
+        ("roberta", "head", "classifier.dense"),
+        ("roberta", "lora", ""),
+        ("distilbert", "head", "pre_classifier"),
+        ("bert", "head", ""),
+        ("vit", "head", ""),
+    ],
+)
+def test_the_part_of_a_new_head_that_head_leaves_as_it_was_drawn_is_said(folder, family, adaptation, rest):
+    model = load(folder(family), table_for(family), adaptation)
+    found = [text for text in model.notices if "stays as it was drawn" in text]
+    assert len(found) == bool(rest)
+    assert all(f": {rest} before it" in text for text in found)

@@ -42,9 +42,10 @@ from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.architectures.pooled_encoder import PooledEncoder
 from fedfm.models.dual_encoder import DualModel
 from fedfm.models.finite import Finite
+from fedfm.models.heads import within
 from fedfm.models.hub import Loaded
 from fedfm.models.model import Model
-from fedfm.models.names import DTYPES, locate
+from fedfm.models.names import BUILT_IN, DTYPES, locate
 from fedfm.models.preference import PreferenceModel
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.models.tools import Tools
@@ -144,6 +145,7 @@ def load_model(
         checkpointing.check(parts, adapt.name)
     if spec.compile:
         compiled.check(spec, parts)
+    loaded.notices += tuple(_of_head(loaded, parts.head, spec))
     _draw_head(loaded.module, loaded.new, seed)
     bits = loaded.stored is not None and not loaded.hollow
     weights = loaded.module.state_dict() if loaded.stored is None else loaded.stored
@@ -227,6 +229,22 @@ def _notices(loaded: Loaded, parts: families.Parts, spec: ModelSpec) -> Iterator
         )
     if parts.unread:
         yield f"no text passes {' and '.join(parts.unread)}: nothing is adapted or trained there"
+
+
+def _of_head(loaded: Loaded, head: str, spec: ModelSpec) -> Iterator[str]:
+    """That a trained head is left aside, and that the adaptation leaves a part of the new one as it was drawn."""
+    plain = not hasattr(loaded.module, "config") or isinstance(loaded.module, PooledEncoder)
+    if plain or spec.weights == "random" or spec.name in BUILT_IN:
+        return
+    made = {name for name, _ in loaded.module.named_parameters() if any(within(name, new) for new in loaded.new)}
+    if head and any(within(name, head) and name not in loaded.missing for name in made):
+        yield f"model.name: {spec.name} has a head {head} for as many classes, trained elsewhere: it is drawn anew"
+    rest = sorted({name.rpartition(".")[0] for name in made if not within(name, head)})
+    if rest and spec.adaptation is not None and spec.adaptation.name == "head":
+        yield (
+            f'model.adaptation.name = "head" trains {head} alone: {", ".join(rest)} before it is new here and stays as '
+            "it was drawn; lora, top_layers and full train it"
+        )
 
 
 def fingerprint(
