@@ -10,11 +10,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
 import fedfm
 import tiny_twin
 from fedfm.api.join import join
-from fedfm.api.predict import export, predict
+from fedfm.api.predict import export, load, predict
 from fedfm.core.wire import payload
 from fedfm.runtime.client import Silos
 from small import pictures
@@ -151,7 +152,15 @@ def test_one_finished_run_predicts_takes_a_newcomer_and_is_exported(clear, tmp_p
     assert late["accuracy"] > 0.8
     export(run, "torch", tmp_path / "out")
     assert json.loads((tmp_path / "out" / "fedfm.json").read_text())["adaptation"] == "side_adapter"
-    assert "released states" in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "released states" in card
+    assert "## Privacy" in card
+    names = {}
+    exec(card.split("```python\n")[1].split("```")[0].replace("FOLDER", str(tmp_path / "out")), names)
+    _, model, w = load(run)
+    model.load(w)
+    states = torch.randn(4, *model.net.shape)
+    torch.testing.assert_close(names["model"](states), model.net(states))
 
 
 # --- on ciphertexts ---------------------------------------------------------------------------------------------------
