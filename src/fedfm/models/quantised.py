@@ -306,6 +306,13 @@ class StoredWeights(Mapping[str, Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self._files
 
+    def dtype(self, name: str) -> str:
+        """The dtype of a tensor, which is not read, in the format's words: ``F32``, ``BF16``, ``U8``."""
+        from safetensors import safe_open
+
+        with safe_open(self._files[name], "pt") as file:
+            return str(file.get_slice(name).get_dtype())
+
     def heads(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype of each tensor, by the heads of the files; the dtype as ``F32``, ``BF16`` or ``U8``."""
         from safetensors import safe_open

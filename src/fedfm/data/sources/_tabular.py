@@ -146,14 +146,14 @@ def labels_of(
     labels, keys, notices = codes_of(values, spec.label, at)
     if spec.label_name not in columns or spec.label_name == spec.label:
         return labels, keys, notices
-    names = _texts(columns, spec.label_name, "data.label_name", source, at)
+    written = _texts(columns, spec.label_name, "data.label_name", source, at)
     first: dict[int, int] = {}
     owner: dict[str, int] = {}
-    for row, (label, name) in enumerate(zip(labels.tolist(), names, strict=True)):
+    for row, (label, name) in enumerate(zip(labels.tolist(), written, strict=True)):
         known = first.setdefault(label, row)
-        if class_name(names[known]) != class_name(name):
+        if class_name(written[known]) != class_name(name):
             raise InputError(
-                f'{at(row)}: label "{keys[label]}" is named "{name}" here and "{names[known]}" in {at(known)}: '
+                f'{at(row)}: label "{keys[label]}" is named "{name}" here and "{written[known]}" in {at(known)}: '
                 "every label has one name"
             )
         of = owner.setdefault(class_name(name), label)
@@ -162,7 +162,7 @@ def labels_of(
                 f'{at(row)}: "{name}" names label "{keys[label]}" here and label "{keys[of]}" '
                 f"in {at(first[of])}: every name belongs to one label"
             )
-    found = tuple(class_name(names[first[label]]) for label in range(len(keys)))
+    found = tuple(class_name(written[first[label]]) for label in range(len(keys)))
     return labels, found, notices_of(names, spec.label_name)
 
 
