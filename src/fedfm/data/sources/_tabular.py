@@ -163,7 +163,7 @@ def labels_of(
                 f"in {at(first[of])}: every name belongs to one label"
             )
     found = tuple(class_name(written[first[label]]) for label in range(len(keys)))
-    return labels, found, notices_of(names, spec.label_name)
+    return labels, found, notices_of(written, spec.label_name)
 
 
 def codes_of(values: Sequence[Any], name: str, at: At) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
