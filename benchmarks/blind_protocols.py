@@ -23,13 +23,13 @@ from threadpoolctl import threadpool_limits
 
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
-from fedfm.methods.blindfed.encrypted import Holder, Owner
-from fedfm.methods.blindfed.permuted_holder import PermutedHolder
-from fedfm.methods.blindfed.permuted_owner import PermutedOwner, both
-from fedfm.models.fhe_friendly import block_states, folded
+from fedfm.encrypted.ckks.refresh import DistanceLedger
+from fedfm.encrypted.inference.model_owner import Holder, Owner
+from fedfm.encrypted.inference.permuted_key_holder import PermutedHolder
+from fedfm.encrypted.inference.permuted_model_owner import PermutedOwner, both
+from fedfm.encrypted.student.conversion import block_states, folded
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.privacy.crypto.refresh import DistanceLedger
 
 ROWS = 256
 

@@ -26,16 +26,16 @@ import tenseal
 from tenseal import sealapi
 from threadpoolctl import threadpool_limits
 
-from fedfm.methods.blindfed.encrypted import Holder
-from fedfm.methods.blindfed.processes import EncryptedBatch, run_all
-from fedfm.models.polynomials import Exponential, Inverse, InverseSquareRoot, Polynomial, Quadratic
-from fedfm.privacy.crypto import ckks, matrices
-from fedfm.privacy.crypto.ciphertext_wire import Channel
-from fedfm.privacy.crypto.encrypted_block import EncryptedBlock, Packing
-from fedfm.privacy.crypto.limbs import Ciphertexts
-from fedfm.privacy.crypto.refresh import DistanceLedger, Masking, least_limbs
-from fedfm.privacy.crypto.refresh_link import RemoteRefresh, answered, sealed
-from fedfm.privacy.crypto.ring import Parameters
+from fedfm.encrypted.ckks import matrices, seal
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
+from fedfm.encrypted.ckks.refresh import DistanceLedger, Masking, least_limbs
+from fedfm.encrypted.ckks.remote_refresh import RemoteRefresh, answered, sealed
+from fedfm.encrypted.ckks.ring import Parameters
+from fedfm.encrypted.ckks.transformer_block import EncryptedBlock, Packing
+from fedfm.encrypted.ckks.wire import Channel
+from fedfm.encrypted.inference.model_owner import Holder
+from fedfm.encrypted.inference.worker_pool import EncryptedBatch, run_all
+from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSquareRoot, Polynomial, Quadratic
 
 PARAMETERS, BOUND = Parameters(), 64.0
 PLANNED = 10**5  # refreshed ciphertexts of a run
@@ -95,10 +95,10 @@ class Session:
 
     def __init__(self, layout: Packing) -> None:
         floor = least_limbs(PARAMETERS, PLANNED, BOUND)
-        self.client, self.seconds, self._floor = ckks.ClientKeys(PARAMETERS), 0.0, floor
+        self.client, self.seconds, self._floor = seal.ClientKeys(PARAMETERS), 0.0, floor
         public = self.client.public(layout.rotations)
         self.key_bytes = len(public)
-        self.server = ckks.ServerKeys(PARAMETERS, public, floor=floor)
+        self.server = seal.ServerKeys(PARAMETERS, public, floor=floor)
         self._here, self._there = (Channel(PARAMETERS, bytes(32), bytes(16), side) for side in ("client", "server"))
         self.refresh = RemoteRefresh(Masking(BOUND), self._there, self._answer)
         self.server.refresh = self.refresh
@@ -117,7 +117,7 @@ class Session:
         return Ciphertexts(residues.view(np.uint64), scale, self.server)
 
 
-def seal_products(rounded: np.ndarray, x: np.ndarray, server: ckks.ServerKeys) -> np.ndarray:
+def seal_products(rounded: np.ndarray, x: np.ndarray, server: seal.ServerKeys) -> np.ndarray:
     """An integer matrix times ciphertexts by SEAL's `multiply_plain` and `add`, entry by entry."""
     library, count = server._library, x.shape[2]
     encoder, plain, part = sealapi.CKKSEncoder(library.context), sealapi.Plaintext(), library.empty()
@@ -139,7 +139,7 @@ def seal_products(rounded: np.ndarray, x: np.ndarray, server: ckks.ServerKeys) -
 
 
 @contextmanager
-def by_loop(server: ckks.ServerKeys) -> Iterator[None]:
+def by_loop(server: seal.ServerKeys) -> Iterator[None]:
     """Linear layers by SEAL's loop."""
     ours = matrices.matrix_product
     matrices.matrix_product = lambda rounded, x, ring: seal_products(rounded, x, server)
@@ -153,8 +153,8 @@ def linear_layers(quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any
     """Rows of the first table, and goals."""
     n, rows = 128, 2 if quick else 8
     rng = np.random.default_rng(0)
-    client = ckks.ClientKeys(PARAMETERS)
-    server = ckks.ServerKeys(PARAMETERS, client.public())
+    client = seal.ClientKeys(PARAMETERS)
+    server = seal.ServerKeys(PARAMETERS, client.public())
     values = rng.normal(size=(n, PARAMETERS.slots))
     x = Ciphertexts(client.encrypt(values).view(np.uint64), PARAMETERS.scale, server).at(4)
     weight = rng.normal(0, 1 / math.sqrt(n), (n, n))

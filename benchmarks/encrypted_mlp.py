@@ -22,13 +22,13 @@ from sklearn.datasets import load_digits
 from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
-from fedfm.privacy.crypto import ckks
-from fedfm.privacy.crypto.ciphertext_wire import Channel
-from fedfm.privacy.crypto.limbs import Ciphertexts
-from fedfm.privacy.crypto.matrices import linear
-from fedfm.privacy.crypto.refresh import DistanceLedger, Masking, least_limbs
-from fedfm.privacy.crypto.refresh_link import RemoteRefresh, answered, sealed
-from fedfm.privacy.crypto.ring import Parameters
+from fedfm.encrypted.ckks import seal
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
+from fedfm.encrypted.ckks.matrices import linear
+from fedfm.encrypted.ckks.refresh import DistanceLedger, Masking, least_limbs
+from fedfm.encrypted.ckks.remote_refresh import RemoteRefresh, answered, sealed
+from fedfm.encrypted.ckks.ring import Parameters
+from fedfm.encrypted.ckks.wire import Channel
 
 PICTURES, SIDE, PARAMETERS = 100, 28, Parameters()
 REFERENCE = 646.0  # seconds, as reported by the suite for its reference on a processor, without interaction
@@ -114,9 +114,9 @@ def run(net: Network, pixels: np.ndarray, clear: np.ndarray, truth: np.ndarray) 
         return out
 
     floor = least_limbs(PARAMETERS, 1000, BOUND)
-    client = timed("keys", lambda: ckks.ClientKeys(PARAMETERS))
+    client = timed("keys", lambda: seal.ClientKeys(PARAMETERS))
     public = timed("keys", lambda: client.public())
-    server = ckks.ServerKeys(PARAMETERS, public, floor=floor)
+    server = seal.ServerKeys(PARAMETERS, public, floor=floor)
     here, there = (Channel(PARAMETERS, bytes(32), bytes(16), side) for side in ("client", "server"))
     ledger = DistanceLedger()
     server.refresh = refresh = RemoteRefresh(

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 from gate import Gate, Outcome, scaled
 
+from fedfm.encrypted.ckks import seal
+from fedfm.encrypted.ckks.refresh import least_limbs
+from fedfm.encrypted.ckks.remote_refresh import sealed
+from fedfm.encrypted.ckks.ring import Parameters
+from fedfm.encrypted.ckks.transformer_block import Packing
+from fedfm.encrypted.ckks.wire import Channel
 from fedfm.errors import ClientFault
-from fedfm.privacy.crypto import ckks
-from fedfm.privacy.crypto.ciphertext_wire import Channel
-from fedfm.privacy.crypto.encrypted_block import Packing
-from fedfm.privacy.crypto.refresh import least_limbs
-from fedfm.privacy.crypto.refresh_link import sealed
-from fedfm.privacy.crypto.ring import Parameters
 
 FLIPS, OTHERS = 10_000, 1_000
 PARAMETERS, KEY, SESSION = Parameters(), bytes(range(32)), b"a session's name"
@@ -24,9 +24,9 @@ def attempt(size: float, folder: Path, progress: Callable[[str], None]) -> Outco
     """Damage one encrypted batch in every way."""
     found, rng = Outcome(), np.random.default_rng(0)
     floor = least_limbs(PARAMETERS, 10**4, 1024.0)
-    client = ckks.ClientKeys(PARAMETERS)
+    client = seal.ClientKeys(PARAMETERS)
     layout = Packing(PARAMETERS, 4)
-    ckks.ServerKeys(PARAMETERS, client.public(layout.rotations), floor=floor)
+    seal.ServerKeys(PARAMETERS, client.public(layout.rotations), floor=floor)
     tokens = rng.normal(size=(8, 4, 2))
 
     def channel(sender: str, key: bytes = KEY, session: bytes = SESSION) -> Channel:

@@ -35,7 +35,7 @@ from fedfm.errors import InputError
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.privacy.policy import Budget, Requirements
 from fedfm.privacy.spec import PrivacySpec
-from fedfm.runtime.distil_spec import DistilSpec
+from fedfm.encrypted.student.distil_spec import DistilSpec
 from fedfm.runtime.predictions import kept
 from fedfm.runtime.pretrain_spec import PretrainSpec
 from fedfm.runtime.silo_file import Silo

@@ -37,11 +37,11 @@ from fedfm.api import execute, predict
 from fedfm.config.experiment import Experiment
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
+from fedfm.encrypted.student.distil import distil
+from fedfm.encrypted.student.distil_spec import Distillation
 from fedfm.models.load import load_model
 from fedfm.models.names import BUILT_IN
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.runtime.distil import distil
-from fedfm.runtime.distil_spec import Distillation
 from fedfm.runtime.pretrain import pretrain
 from fedfm.runtime.pretrain_spec import Pretraining
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.privacy.crypto import ckks
-from fedfm.privacy.crypto.ciphertext_wire import Channel
-from fedfm.privacy.crypto.encrypted_block import Packing
-from fedfm.privacy.crypto.limbs import Ciphertexts
-from fedfm.privacy.crypto.refresh import Masking, least_limbs
-from fedfm.privacy.crypto.refresh_link import RemoteRefresh, answered, sealed
-from fedfm.privacy.crypto.ring import Parameters
+from fedfm.encrypted.ckks import seal
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
+from fedfm.encrypted.ckks.refresh import Masking, least_limbs
+from fedfm.encrypted.ckks.remote_refresh import RemoteRefresh, answered, sealed
+from fedfm.encrypted.ckks.ring import Parameters
+from fedfm.encrypted.ckks.transformer_block import Packing
+from fedfm.encrypted.ckks.wire import Channel
 
 PARAMETERS, BOUND = Parameters(), 1024.0
 
@@ -22,9 +22,9 @@ class Session:
 
     def __init__(self) -> None:
         self.layout, self.floor = Packing(PARAMETERS, 4), least_limbs(PARAMETERS, 10**4, BOUND)
-        self.client = ckks.ClientKeys(PARAMETERS)
+        self.client = seal.ClientKeys(PARAMETERS)
         self.here, self.there = (Channel(PARAMETERS, bytes(32), bytes(16), side) for side in ("client", "server"))
-        self.server = ckks.ServerKeys(PARAMETERS, self.client.public(self.layout.rotations), floor=self.floor)
+        self.server = seal.ServerKeys(PARAMETERS, self.client.public(self.layout.rotations), floor=self.floor)
         self.server.refresh = RemoteRefresh(
             Masking(BOUND), self.there, lambda message: answered(self.client, self.here, message, self.floor)
         )

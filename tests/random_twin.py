@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedfm.models.polynomials import Exponential, Inverse, InverseSquareRoot, Quadratic
+from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSquareRoot, Quadratic
 
 
 class Clear(np.ndarray):

@@ -9,12 +9,12 @@ import transformers
 from torch import Tensor
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+from fedfm.encrypted.student.distillation_loss import OUTPUTS, STATES, TAME, Distiller, Recipe, save
+from fedfm.encrypted.student.interval_table import finish
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.training.distil import OUTPUTS, STATES, TAME, Distiller, Recipe, save
-from fedfm.training.twin_table import finish
 
 SHAPE = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 CLASSES = ("a", "b", "c")

@@ -1,8 +1,8 @@
 """Distil nano-vit into nano-vit-fhe, its twin with polynomials, on one CPU thread.
 
-The recipe is that of `fedfm distil` (fedfm.training.distil), with two differences that a folder of settings cannot say:
-the rows are augmented as nano-vit's own were, so that its features outside photographs are kept too, and the learning
-rate falls within each stage.
+The recipe is that of `fedfm distil` (fedfm.encrypted.student.distillation_loss), with two differences that a folder of
+settings cannot say: the rows are augmented as nano-vit's own were, so that its features outside photographs are kept
+too, and the learning rate falls within each stage.
 
     python distil.py --data path/to/images --out runs/nano_vit_fhe [--resume]
 """
@@ -30,11 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "pretrain_nano_v
 
 from train import PREPROCESSOR, augment, load_data
 
-from fedfm.models import fhe_friendly
+from fedfm.encrypted.student import conversion
+from fedfm.encrypted.student.distillation_loss import STAGES, Distiller, Recipe, save
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.training.distil import STAGES, Distiller, Recipe, save
 
 VIEWS = ((0, 0.4), (0.1, 0.3), (0.5, 0.3))  # share of edge maps and silhouettes among a view's rows, share of the batch
 
@@ -187,7 +187,7 @@ def main() -> None:
 @torch.no_grad()
 def error(distiller: Distiller, held: Tensor) -> tuple[str, float]:
     """Relative error of the features on held-out rows and arguments outside their intervals, in words; their share."""
-    fhe_friendly.forget(distiller.student.model.module)
+    conversion.forget(distiller.student.model.module)
     mine, theirs = [], []
     for rows in plain(held).split(250):
         distiller.student({"pixel_values": rows})
@@ -196,7 +196,7 @@ def error(distiller: Distiller, held: Tensor) -> tuple[str, float]:
         theirs.append(distiller.teacher.features)
     s, t = torch.cat(mine), torch.cat(theirs)
     found = ((s - t).square().mean(0) / t.var(0)).mean()
-    counts = fhe_friendly.violations(distiller.student.model.module).values()
+    counts = conversion.violations(distiller.student.model.module).values()
     outside, total = (sum(c) for c in zip(*counts, strict=True))
     return f"held-out error {found:.4f} outside {outside}/{total}", outside / max(total, 1)
 

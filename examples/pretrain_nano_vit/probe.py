@@ -38,9 +38,9 @@ def load(folder: Path) -> PreTrainedModel:
     """The backbone; a twin with polynomials needs fedfm to compute them."""
     model = AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
     if hasattr(model.config, "fedfm_polynomials"):
-        from fedfm.models import fhe_friendly
+        from fedfm.encrypted.student import conversion
 
-        fhe_friendly.install(model, model.config)
+        conversion.install(model, model.config)
     return model
 
 

@@ -32,15 +32,15 @@ from twin import HERE, PAGE, ROOT, put
 from fedfm.core.rows import Rows
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
+from fedfm.encrypted.student import conversion
+from fedfm.encrypted.student.distillation_loss import STATES, TAME, Distiller, Recipe, Taps
+from fedfm.encrypted.student.fit_polynomials import WIDER, Measured
+from fedfm.encrypted.student.polynomials import Exponential, Inverse, Polynomial, Quadratic, X
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
-from fedfm.models import fhe_friendly
-from fedfm.models.choose_polynomials import WIDER, Measured
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
-from fedfm.models.polynomials import Exponential, Inverse, Polynomial, Quadratic, X
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.training.distil import STATES, TAME, Distiller, Recipe, Taps
 from fedfm.training.fit_head import HeadSpec, fit
 
 STORE = PAGE.with_name("blindfed-degrees.json")
@@ -181,12 +181,12 @@ def swap(distiller: Distiller, rows: Rows, degrees: dict[str, int | str], *, gel
 @torch.no_grad()
 def judged(taps: Taps, rows: Rows) -> dict[str, float]:
     """``accuracy`` in percent, ``no_number`` of pictures, ``outside`` of arguments in percent."""
-    fhe_friendly.forget(taps.model.module)
+    conversion.forget(taps.model.module)
     with taps.model.evaluating():
         logits = torch.cat([taps(rows.batch(np.arange(i, min(i + 250, len(rows))))) for i in range(0, len(rows), 250)])
     numbers: Tensor = torch.isfinite(logits).all(1)
     right = (logits.argmax(1) == rows.labels) & numbers
-    counts = fhe_friendly.violations(taps.model.module).values()
+    counts = conversion.violations(taps.model.module).values()
     outside, total = (sum(c) for c in zip(*counts, strict=True))
     return {
         "accuracy": round(100 * float(right.double().mean()), 2),

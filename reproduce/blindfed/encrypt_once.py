@@ -27,16 +27,16 @@ from torch import Tensor
 
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
-from fedfm.methods.blindfed.encrypted import Checkpoint, Holder
-from fedfm.methods.blindfed.plan import plan
-from fedfm.methods.blindfed.processes import EncryptedBatch, run_all
-from fedfm.methods.blindfed.releases import Released
-from fedfm.models import fhe_friendly
-from fedfm.models.folding import block_states, folded
+from fedfm.encrypted.ckks.refresh import DistanceLedger
+from fedfm.encrypted.inference.cost_estimate import plan
+from fedfm.encrypted.inference.model_owner import Checkpoint, Holder
+from fedfm.encrypted.inference.released_states import Released
+from fedfm.encrypted.inference.worker_pool import EncryptedBatch, run_all
+from fedfm.encrypted.student import conversion
+from fedfm.encrypted.student.folding import block_states, folded
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.privacy.crypto.refresh import DistanceLedger
 
 TICK = os.sysconf("SC_CLK_TCK")
 
@@ -187,10 +187,10 @@ def main() -> None:
     rows = model.prepare(data, index)
     pixels = rows.tensors["pixel_values"]
     module: Any = model.module.double()
-    fhe_friendly.forget(module)
+    conversion.forget(module)
     with torch.no_grad():
         states = torch.cat([block_states(module, part.double()) for part in pixels.split(16)])
-    outside = sum(n for n, _ in fhe_friendly.violations(module).values())
+    outside = sum(n for n, _ in conversion.violations(module).values())
     planned = plan(matrices, [count], "class")
     print(planned.table(), flush=True)
     shape = Released("class", tokens, states.shape[-1], class_token=matrices.class_token)

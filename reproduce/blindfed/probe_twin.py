@@ -24,7 +24,7 @@ from sklearn.preprocessing import StandardScaler
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
-from fedfm.models import fhe_friendly
+from fedfm.encrypted.student import conversion
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
@@ -36,7 +36,7 @@ def probed(name: str, data: Table, train: np.ndarray, test: np.ndarray) -> tuple
     model = load_model(
         ModelSpec(name, adaptation=AdaptationSpec("head"), device="cpu"), classes=data.classes, kind="image"
     )
-    fhe_friendly.forget(model.module)
+    conversion.forget(model.module)
     parts = np.split(np.concatenate([train, test]), range(AT_ONCE, len(train) + len(test), AT_ONCE))
     x = np.concatenate([model.features(model.prepare(data, part)).numpy() for part in parts])
     labels = np.asarray(data.labels)
@@ -44,7 +44,7 @@ def probed(name: str, data: Table, train: np.ndarray, test: np.ndarray) -> tuple
     fitted = make_pipeline(StandardScaler(), LogisticRegression(C=0.05, max_iter=2000))
     learned = finite[: len(train)]
     fitted.fit(x[: len(train)][learned], labels[train][learned])
-    counts = fhe_friendly.violations(model.module).values()
+    counts = conversion.violations(model.module).values()
     said = fitted.predict(np.where(finite[:, None], x, 0)[len(train) :])
     score = float((finite[len(train) :] & (said == labels[test])).mean())
     return score, 1 - float(finite.mean()), sum(n for n, _ in counts), sum(n for _, n in counts)

@@ -6,7 +6,7 @@ import pytest
 
 import fedfm
 from fedfm.audits.audit import choose, perform
-from fedfm.audits.server_view import found
+from fedfm.encrypted.audits.server_view import found
 from fedfm.errors import InputError
 from fedfm.runtime.run_directory import Run
 from tiny_twin import folder as twin

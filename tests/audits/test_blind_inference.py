@@ -6,7 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedfm.audits.inference import alignment, loss_oracle, second_polynomials, substitute
+from fedfm.encrypted.audits import (
+    inference_alignment,
+    inference_loss_oracle,
+    inference_second_polynomials,
+    inference_substitute,
+)
 
 
 def residual_stream(n=12, levels=4, tokens=3, dim=16, seed=0):
@@ -17,20 +22,20 @@ def residual_stream(n=12, levels=4, tokens=3, dim=16, seed=0):
 
 
 def test_the_orders_of_a_residual_stream_are_found():
-    mixed, orders = alignment.shuffled(residual_stream(), 1)
-    assert alignment.found(mixed, orders) == [1.0, 1.0, 1.0]
+    mixed, orders = inference_alignment.shuffled(residual_stream(), 1)
+    assert inference_alignment.found(mixed, orders) == [1.0, 1.0, 1.0]
     assert len({tuple(order) for order in orders}) == 4  # they were different
 
 
 def test_states_without_likeness_keep_their_order():
     rng = np.random.default_rng(2)
-    mixed, orders = alignment.shuffled(rng.normal(size=(40, 3, 2, 8)), 3)
-    assert max(alignment.found(mixed, orders)) < 0.3  # chance is 1 in 40
+    mixed, orders = inference_alignment.shuffled(rng.normal(size=(40, 3, 2, 8)), 3)
+    assert max(inference_alignment.found(mixed, orders)) < 0.3  # chance is 1 in 40
 
 
 def test_one_sample_has_no_order():
     with pytest.raises(ValueError, match="n >= 2"):
-        alignment.aligned(np.zeros((1, 2)), np.zeros((1, 2)))
+        inference_alignment.aligned(np.zeros((1, 2)), np.zeros((1, 2)))
 
 
 @settings(max_examples=40, deadline=None)
@@ -44,7 +49,7 @@ def test_labels_are_read_from_losses(classes, count, seed):
         asked.append(chosen.max())
         return float(chosen[np.arange(count), labels].mean())
 
-    found, queries = loss_oracle.labels_by_loss(loss, count, classes)
+    found, queries = inference_loss_oracle.labels_by_loss(loss, count, classes)
     assert found.tolist() == labels.tolist()
     assert queries == len(asked)
     assert max(asked) < 2**20
@@ -52,7 +57,7 @@ def test_labels_are_read_from_losses(classes, count, seed):
 
 def test_sixteen_labels_of_ten_classes_take_three_queries():
     labels = np.arange(16) % 10
-    found, queries = loss_oracle.labels_by_loss(lambda c: float(c[range(16), labels].mean()), 16, 10)
+    found, queries = inference_loss_oracle.labels_by_loss(lambda c: float(c[range(16), labels].mean()), 16, 10)
     assert (found == labels).all()
     assert queries == 3
 
@@ -66,31 +71,31 @@ def test_weights_are_solved_exactly(n, m, seed):
     inputs = rng.integers(prime, size=(n, 9))
     outputs = np.array([[sum(int(w) * int(c) for w, c in zip(row, col, strict=True)) % prime for col in inputs.T]
                         for row in weights])  # fmt: skip
-    assert (second_polynomials.weights_of(inputs, outputs, prime) == weights).all()
+    assert (inference_second_polynomials.weights_of(inputs, outputs, prime) == weights).all()
 
 
 def test_a_singular_system_is_refused():
     with pytest.raises(ValueError, match="singular"):
-        second_polynomials.solve_modulo(np.ones((2, 2), int), np.ones((2, 1), int), 97)
+        inference_second_polynomials.solve_modulo(np.ones((2, 2), int), np.ones((2, 1), int), 97)
 
 
 def test_a_block_is_fitted_from_its_pairs_and_not_from_others():
     torch.manual_seed(0)
-    true = substitute.SurrogateBlock(8, 2, 16).eval()
+    true = inference_substitute.SurrogateBlock(8, 2, 16).eval()
     for p in true.parameters():
         p.data += 0.3 * torch.randn_like(p)
     x = torch.randn(300, 4, 8)
     with torch.no_grad():
         y = true(x)
-    net = substitute.fit_block(x[:250], y[:250], 2, 16, seed=0, steps=400)
-    assert substitute.update_error(net, x[250:], y[250:]) < 0.2
-    blind = substitute.fit_block(x[:250], x[:250] + torch.randn(250, 4, 8), 2, 16, seed=0, steps=50)
-    assert substitute.update_error(blind, x[250:], y[250:]) > 0.5
+    net = inference_substitute.fit_block(x[:250], y[:250], 2, 16, seed=0, steps=400)
+    assert inference_substitute.update_error(net, x[250:], y[250:]) < 0.2
+    blind = inference_substitute.fit_block(x[:250], x[:250] + torch.randn(250, 4, 8), 2, 16, seed=0, steps=50)
+    assert inference_substitute.update_error(blind, x[250:], y[250:]) > 0.5
 
 
 def test_a_student_learns_from_released_means_and_the_same_seed_gives_the_same_bits():
     torch.manual_seed(1)
-    true = substitute.Student(4, 6, 2, 8, 2, 16).eval()
+    true = inference_substitute.Student(4, 6, 2, 8, 2, 16).eval()
     x = torch.randn(300, 4, 6)
 
     class Mean(torch.nn.Module):
@@ -101,15 +106,18 @@ def test_a_student_learns_from_released_means_and_the_same_seed_gives_the_same_b
     with torch.no_grad():
         released = read(true(x))
     fits = [
-        substitute.fit_student(x[:250], released[:250], read, heads=2, hidden=16, dim=8, seed=0, steps=n)
+        inference_substitute.fit_student(x[:250], released[:250], read, heads=2, hidden=16, dim=8, seed=0, steps=n)
         for n in (250, 250, 1)
     ]
     with torch.no_grad():
         said = [read(net(x[250:]))[:, -1, 0] for net in fits]
     true_features = released[250:, -1, 0]
     assert torch.equal(said[0], said[1])
-    assert substitute.likeness(true_features, said[0]) > substitute.likeness(true_features, said[2]) + 0.2
+    assert (
+        inference_substitute.likeness(true_features, said[0])
+        > inference_substitute.likeness(true_features, said[2]) + 0.2
+    )
     labels = (released[:, -1, 0, 0] > released[:, -1, 0, 0].median()).long()
     fit = (released[:250, -1, 0], labels[:250])
-    assert substitute.agreement(fit, true_features, true_features, 2) == 1.0
-    assert substitute.agreement(fit, true_features, said[0], 2) > 0.7
+    assert inference_substitute.agreement(fit, true_features, true_features, 2) == 1.0
+    assert inference_substitute.agreement(fit, true_features, said[0], 2) > 0.7

@@ -12,11 +12,11 @@ import pytest
 from fedfm.api import execute
 from fedfm.cli import main
 from fedfm.config.toml import to_toml
+from fedfm.encrypted.student import conversion
+from fedfm.encrypted.student.distil import distil
 from fedfm.errors import InputError
-from fedfm.models import fhe_friendly
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.runtime.distil import distil
 from fedfm.runtime.progress import EpochProgress
 from small import pictures
 from tiny_twins import tiny
@@ -103,7 +103,7 @@ def test_the_folder_is_a_twin(whole):
     assert abs(result["accuracy"] - result["teacher_accuracy"]) < 0.3
     assert result["distance"] < 0.5
     model = load_model(ModelSpec(str(folder), adaptation=AdaptationSpec("full")), classes=("x", "y"), kind="image")
-    assert fhe_friendly.is_twin(model.module)
+    assert conversion.is_twin(model.module)
     assert model.new == ("classifier",)
     assert model.params()["classifier.weight"].shape == (2, 8)
 
@@ -207,7 +207,7 @@ def test_what_makes_no_sense_is_refused(place, tmp_path, capsys, changes, says):
 
 
 def test_a_twin_outside_its_intervals_says_so(whole):
-    from fedfm.cli.distil_table import table
+    from fedfm.encrypted.student.distil_table import table
 
     assert "refused on encrypted rows" not in table(whole[1] | {"outside": 0.001})
     assert "refused on encrypted rows" in table(whole[1] | {"outside": 0.0011})

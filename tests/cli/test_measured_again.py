@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from fedfm.cli import main
 from fedfm.config.toml import to_toml
-from fedfm.models import fhe_friendly
-from fedfm.models.choose_polynomials import Measured, renewed
+from fedfm.encrypted.student import conversion
+from fedfm.encrypted.student.distil import distil
+from fedfm.encrypted.student.fit_polynomials import Measured, renewed
+from fedfm.encrypted.student.polynomials import WIDEST, InverseSquareRoot
+from fedfm.models import derived_modules
 from fedfm.models.load import load_model
-from fedfm.models.polynomials import WIDEST, InverseSquareRoot
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.runtime.distil import distil
 from small import pictures
 from tiny_twins import tiny
 
@@ -62,9 +63,9 @@ def features(folder, rows):
     table = load_table(DataSpec(path=str(rows)), seed=0, task="classification")
     spec = ModelSpec(str(folder), adaptation=AdaptationSpec("head"), device="cpu")
     model = load_model(spec, classes=table.classes, kind="image")
-    fhe_friendly.forget(model.module)
+    conversion.forget(model.module)
     found = model.features(model.prepare(table, table.rows("test")))
-    counts = fhe_friendly.violations(model.module).values()
+    counts = derived_modules.violations(model.module).values()
     return found, sum(n for n, _ in counts) / sum(n for _, n in counts)
 
 

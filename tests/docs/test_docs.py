@@ -17,7 +17,7 @@ import pytest
 
 from fedfm.cli import main
 from fedfm.config.experiment import Experiment
-from fedfm.runtime.distil_spec import Distillation
+from fedfm.encrypted.student.distil_spec import Distillation
 from fedfm.runtime.pretrain_spec import Pretraining
 
 ROOT = Path(__file__).resolve().parents[2]

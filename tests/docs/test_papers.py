@@ -13,9 +13,9 @@ from fedfm.config.papers import differences
 from fedfm.config.registry import ours, resolve
 from fedfm.core.capabilities import Modelled
 from fedfm.core.fields import Paper, setting
+from fedfm.encrypted.student.distil_spec import Distillation
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.fedms.fedms import FedMS
-from fedfm.runtime.distil_spec import Distillation
 from fedfm.training import AdamW
 
 METHODS = [name for name in ours("methods") if resolve("methods", name).paper]

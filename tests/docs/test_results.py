@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fedfm.config.experiment import Experiment
-from fedfm.runtime.distil_spec import Distillation
+from fedfm.encrypted.student.distil_spec import Distillation
 from fedfm.runtime.pretrain_spec import Pretraining
 
 ROOT = Path(__file__).parents[2]

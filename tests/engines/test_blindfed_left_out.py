@@ -8,8 +8,8 @@ import fedfm
 import tiny_twin
 from fedfm.core.client import Client
 from fedfm.core.rows import Rows
+from fedfm.encrypted.protocol.out_of_range import kept
 from fedfm.errors import ClientFault
-from fedfm.methods.blindfed.left_out import kept
 from fedfm.models.side_adapter import STATES
 from small import pictures
 

@@ -15,7 +15,7 @@ import tiny_twin
 from fedfm.api.predict import predict
 from fedfm.core import storage
 from fedfm.core.wire import payload
-from fedfm.methods.blindfed.as_bytes import unpack
+from fedfm.encrypted.inference.serialization import unpack
 from fedfm.runtime.client import Silos
 from small import pictures
 

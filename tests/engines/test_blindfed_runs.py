@@ -80,7 +80,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("protocol", ["masked", "permuted"])
 def test_a_run_that_is_killed_between_batches_goes_on_there(protocol, clear, tmp_path, monkeypatch):
     monkeypatch.setattr("fedfm.runtime.client_memory.entropy", lambda n: b"k" * n)  # the same orders in both runs
-    monkeypatch.setattr("fedfm.methods.blindfed.passing.SLOTS", 64)  # 16 rows a batch
+    monkeypatch.setattr("fedfm.encrypted.protocol.server.SLOTS", 64)  # 16 rows a batch
     tables = experiment(clear[0], encryption="clear", protocol=protocol)
     straight = fedfm.run(tables, tmp_path / "straight")
     answer, asked = Silos.answer, []
@@ -218,7 +218,7 @@ def test_predictions_of_an_encrypted_run_go_by_ciphertexts(encrypted, clear, tmp
 
 @pytest.mark.proof
 def test_a_newcomer_s_rows_pass_by_ciphertexts_too(encrypted, clear, tmp_path, monkeypatch):
-    from fedfm.methods.blindfed import masked
+    from fedfm.encrypted.protocol import masked
     from fedfm.models.side_adapter import SideModel
 
     secrets, received = [], []

@@ -12,11 +12,11 @@ from fedfm.config.experiment import Experiment
 from fedfm.config.registry import resolve
 from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
+from fedfm.encrypted.inference.serialization import pack, unpack
+from fedfm.encrypted.protocol import permutations
+from fedfm.encrypted.protocol.client import Held
+from fedfm.encrypted.protocol.handshake import Hello, spans, spans_by_part
 from fedfm.errors import ClientFault, InputError
-from fedfm.methods.blindfed import orders
-from fedfm.methods.blindfed.as_bytes import pack, unpack
-from fedfm.methods.blindfed.hello import Hello, spans, spans_by_part
-from fedfm.methods.blindfed.holding import Held
 from fedfm.models.side_adapter import STATES
 from fedfm.runtime.population import populate
 from fedfm.training import SGD
@@ -29,13 +29,17 @@ def order(*places):
 
 def test_relative_orders_by_hand():
     pi = order(2, 3, 1), order(3, 1, 2), order(1, 3, 2)
-    steps = [orders.relative(pi[0], pi[1]), orders.relative(pi[1], pi[2]), orders.relative(pi[1], pi[0])]
+    steps = [
+        permutations.relative(pi[0], pi[1]),
+        permutations.relative(pi[1], pi[2]),
+        permutations.relative(pi[1], pi[0]),
+    ]
     assert [(step + 1).tolist() for step in steps] == [[2, 3, 1], [2, 1, 3], [3, 1, 2]]
     lists = [torch.tensor([[10 * level + row] for row in (1, 2, 3)])[pi[level - 1]] for level in (1, 2)]
     assert [x.flatten().tolist() for x in lists] == [[12, 13, 11], [23, 21, 22]]
     # After the first step list 1 is paired with list 2.
     assert lists[0][steps[0]].flatten().tolist() == [13, 11, 12]
-    assert [x.flatten().tolist() for x in orders.to_last(lists, steps)] == [[11, 13, 12], [21, 23, 22]]
+    assert [x.flatten().tolist() for x in permutations.to_last(lists, steps)] == [[11, 13, 12], [21, 23, 22]]
     labels = torch.tensor([1, 2, 3])
     assert labels[pi[2]].tolist() == [1, 3, 2]
     # H_0 in the order of list 1, by the way back.
@@ -43,15 +47,15 @@ def test_relative_orders_by_hand():
 
 
 def test_orders_are_secret_fresh_and_bijective():
-    drawn = [orders.draw(20, b"k" * 32, f"client/0/{level}") for level in range(5)]
+    drawn = [permutations.draw(20, b"k" * 32, f"client/0/{level}") for level in range(5)]
     assert len({tuple(o.tolist()) for o in drawn}) == 5
-    assert torch.equal(drawn[0], orders.draw(20, b"k" * 32, "client/0/0"))
-    assert not torch.equal(drawn[0], orders.draw(20, b"j" * 32, "client/0/0"))
+    assert torch.equal(drawn[0], permutations.draw(20, b"k" * 32, "client/0/0"))
+    assert not torch.equal(drawn[0], permutations.draw(20, b"j" * 32, "client/0/0"))
     with pytest.raises(InputError, match="at least 2"):
-        orders.draw(1, b"k" * 32, "")
+        permutations.draw(1, b"k" * 32, "")
     for wrong in ([0, 0, 1], [1, 2, 3], [[0, 1]]):
         with pytest.raises(ClientFault, match="every row once"):
-            orders.check(torch.tensor(wrong))
+            permutations.check(torch.tensor(wrong))
 
 
 def test_batches():

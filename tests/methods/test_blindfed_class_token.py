@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from fedfm.core.rows import Rows
+from fedfm.encrypted.student.folding import folded
 from fedfm.errors import InputError
-from fedfm.models.folding import folded
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from tiny_twins import make_twin
 
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
-from fedfm.methods.blindfed.masked import in_one_place
-from fedfm.methods.blindfed.model_bytes import model_bytes, model_of
-from fedfm.methods.blindfed.plan import plan
+from fedfm.encrypted.inference.cost_estimate import plan
+from fedfm.encrypted.inference.model_serialization import model_bytes, model_of
+from fedfm.encrypted.protocol.masked import in_one_place
 
 
 @pytest.fixture(scope="module")

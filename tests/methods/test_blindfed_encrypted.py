@@ -5,18 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
+from fedfm.encrypted.ckks.refresh import DistanceLedger, Masking
+from fedfm.encrypted.inference import messages
+from fedfm.encrypted.inference.released_states import Released, projection_matrix
 from fedfm.errors import ClientFault, InputError, Lost
-from fedfm.methods.blindfed import messages
-from fedfm.methods.blindfed.releases import Released, projection_matrix
 from fedfm.privacy.crypto import keys
-from fedfm.privacy.crypto.limbs import Ciphertexts
-from fedfm.privacy.crypto.refresh import DistanceLedger, Masking
 from random_twin import random_model
 
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
-from fedfm.methods.blindfed.encrypted import Checkpoint, Holder, OutOfRange, Owner
-from fedfm.methods.blindfed.holder import checked
+from fedfm.encrypted.inference.key_holder import checked
+from fedfm.encrypted.inference.model_owner import Checkpoint, Holder, OutOfRange, Owner
 
 SAMPLES, TOKENS, D = 5, 4, 4
 MODEL, ROWS, STATES = random_model(SAMPLES, TOKENS, D)
@@ -207,7 +207,7 @@ def test_the_holder_refuses_other_levels_counts_and_repetitions(monkeypatch):
 
 
 def test_the_owner_refuses_rows_before_it_computes(monkeypatch):
-    monkeypatch.setattr("fedfm.methods.blindfed.encrypted.linear", None)  # nothing may be computed
+    monkeypatch.setattr("fedfm.encrypted.inference.model_owner.linear", None)  # nothing may be computed
     rows = {}
     for name in ("short", "whole", "scale", "level"):
         run = Run()

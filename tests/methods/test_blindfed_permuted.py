@@ -8,22 +8,22 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
+from fedfm.encrypted.ckks.refresh import DistanceLedger
+from fedfm.encrypted.ckks.ring import Parameters
+from fedfm.encrypted.inference import messages
 from fedfm.errors import ClientFault, InputError
-from fedfm.methods.blindfed import messages
 from fedfm.privacy.crypto import keys
-from fedfm.privacy.crypto.limbs import Ciphertexts
-from fedfm.privacy.crypto.refresh import DistanceLedger
-from fedfm.privacy.crypto.ring import Parameters
 from random_twin import random_model
 
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
-from fedfm.methods.blindfed.encrypted import Checkpoint, Owner
-from fedfm.methods.blindfed.holder import Holder
-from fedfm.methods.blindfed.operations import counted
-from fedfm.methods.blindfed.permuted_holder import PermutedHolder
-from fedfm.methods.blindfed.permuted_owner import PermutedOwner, both, order_bytes, orders_of, parted
-from fedfm.methods.blindfed.plan import plan
+from fedfm.encrypted.inference.cost_estimate import plan
+from fedfm.encrypted.inference.key_holder import Holder
+from fedfm.encrypted.inference.model_owner import Checkpoint, Owner
+from fedfm.encrypted.inference.operation_count import counted
+from fedfm.encrypted.inference.permuted_key_holder import PermutedHolder
+from fedfm.encrypted.inference.permuted_model_owner import PermutedOwner, both, order_bytes, orders_of, parted
 
 SAMPLES, TOKENS, CLASSES = 5, 4, 6
 MODEL, ROWS, STATES = random_model(SAMPLES, TOKENS, 4, blocks=2)

@@ -5,17 +5,17 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from fedfm.encrypted.ckks.refresh import DistanceLedger
+from fedfm.encrypted.ckks.ring import SLOW_LINK, Parameters
 from fedfm.errors import InputError
 from fedfm.privacy.crypto import keys
-from fedfm.privacy.crypto.refresh import DistanceLedger
-from fedfm.privacy.crypto.ring import SLOW_LINK, Parameters
 from random_twin import random_model
 
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
-from fedfm.methods.blindfed.encrypted import Holder, Owner
-from fedfm.methods.blindfed.operations import counted
-from fedfm.methods.blindfed.plan import plan
+from fedfm.encrypted.inference.cost_estimate import plan
+from fedfm.encrypted.inference.model_owner import Holder, Owner
+from fedfm.encrypted.inference.operation_count import counted
 
 TOKENS, D = 4, 4
 

@@ -8,18 +8,18 @@ import time
 import numpy as np
 import pytest
 
+from fedfm.encrypted.ckks.refresh import DistanceLedger
 from fedfm.errors import E_DIED, ClientFault, InputError, RunError
 from fedfm.privacy.crypto import keys
-from fedfm.privacy.crypto.refresh import DistanceLedger
 from random_twin import random_model
 
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
-from fedfm.methods.blindfed import processes
-from fedfm.methods.blindfed.encrypted import Checkpoint, Holder
-from fedfm.methods.blindfed.model_bytes import model_bytes, model_of
-from fedfm.methods.blindfed.processes import EncryptedBatch, run_all
-from fedfm.methods.blindfed.releases import Released
+from fedfm.encrypted.inference import worker_pool
+from fedfm.encrypted.inference.model_owner import Checkpoint, Holder
+from fedfm.encrypted.inference.model_serialization import model_bytes, model_of
+from fedfm.encrypted.inference.released_states import Released
+from fedfm.encrypted.inference.worker_pool import EncryptedBatch, run_all
 
 SAMPLES, TOKENS, D = 5, 4, 4
 MODEL, ROWS, STATES = random_model(2 * SAMPLES, TOKENS, D, blocks=1)
@@ -108,7 +108,7 @@ def started(monkeypatch):
         found.append(start(*args, **kwargs))
         return found[-1]
 
-    monkeypatch.setattr(processes.subprocess, "Popen", popen)
+    monkeypatch.setattr(worker_pool.subprocess, "Popen", popen)
     return found
 
 

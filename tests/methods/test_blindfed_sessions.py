@@ -9,9 +9,9 @@ from fedfm.privacy.crypto import keys
 
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
-from fedfm.methods.blindfed import messages
-from fedfm.methods.blindfed.as_bytes import of_bytes, to_bytes
-from fedfm.methods.blindfed.sessions import Sessions, keys_channel
+from fedfm.encrypted.inference import messages
+from fedfm.encrypted.inference.serialization import of_bytes, to_bytes
+from fedfm.encrypted.protocol.client_sessions import Sessions, keys_channel
 
 SERVER, CLIENT, RUN = b"s" * 32, b"c" * 32, "0a" * 16
 

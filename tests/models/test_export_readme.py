@@ -21,10 +21,10 @@ from tiny_models import CLASSES, images, load, prose, save, save_tokenizer, sent
 
 import tiny_clip
 from fedfm.api.model_card import how_to_load
+from fedfm.encrypted.student.conversion import is_twin
 from fedfm.models.architectures.pooled_encoder import POOLER
 from fedfm.models.dual_encoder import DualModel
 from fedfm.models.export import export, merged
-from fedfm.models.fhe_friendly import is_twin
 from fedfm.models.load import load_model
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec

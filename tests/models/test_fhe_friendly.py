@@ -9,12 +9,13 @@ import pytest
 import torch
 import transformers
 
+from fedfm.encrypted.student import conversion, folding
+from fedfm.encrypted.student.fit_polynomials import Measured, apply, check_ratio, entry, exponential_of
+from fedfm.encrypted.student.modules import PolynomialGelu, PolynomialNorm, PolynomialSoftmax
+from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSquareRoot, Quadratic
 from fedfm.errors import InputError
-from fedfm.models import fhe_friendly, folding
-from fedfm.models.choose_polynomials import Measured, apply, check_ratio, entry, exponential_of
+from fedfm.models import derived_modules
 from fedfm.models.load import as_saved, load_model
-from fedfm.models.polynomial_modules import PolynomialGelu, PolynomialNorm, PolynomialSoftmax
-from fedfm.models.polynomials import Exponential, Inverse, InverseSquareRoot, Quadratic
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from tiny_twins import make_twin, tiny
 
@@ -167,18 +168,18 @@ def test_what_spreads_too_far_is_refused():
 def test_a_folder_loads_with_every_adaptation(twin, adaptation):
     folder, x = twin
     model = load(folder, adaptation)
-    assert fhe_friendly.is_twin(model.module)
-    assert len(fhe_friendly.violations(model.module)) == 8
+    assert conversion.is_twin(model.module)
+    assert len(derived_modules.violations(model.module)) == 8
     with torch.no_grad():
         out = model.logits({"pixel_values": x})
     assert out.isfinite().all()
-    counts = fhe_friendly.violations(model.module).values()
+    counts = derived_modules.violations(model.module).values()
     assert all(total for _, total in counts)
     model.train_mode()
     loss = model.loss({"pixel_values": x, "labels": torch.zeros(len(x), dtype=torch.long)})
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.live().values())
-    assert {total for _, total in fhe_friendly.violations(model.module).values()} == {t for _, t in counts}
+    assert {total for _, total in derived_modules.violations(model.module).values()} == {t for _, t in counts}
 
 
 def test_saved_and_loaded_again_it_gives_the_same_bits(twin, tmp_path):
@@ -192,8 +193,8 @@ def test_saved_and_loaded_again_it_gives_the_same_bits(twin, tmp_path):
     with torch.no_grad():
         assert torch.equal(model.logits({"pixel_values": x}), again.logits({"pixel_values": x}))
     module, _, _ = as_saved(str(tmp_path / "again"), model.module)
-    assert fhe_friendly.is_twin(module)
-    assert len(fhe_friendly.violations(module)) == 8
+    assert conversion.is_twin(module)
+    assert len(derived_modules.violations(module)) == 8
 
 
 def test_transformers_loads_the_exact_model(twin):
@@ -238,7 +239,7 @@ def test_damaged_tables_are_refused(twin, tmp_path, change, match):
 def test_other_models_are_refused():
     gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=16))
     with pytest.raises(InputError, match="polynomials stand for one softmax"):
-        fhe_friendly.prepare(gpt)
+        conversion.prepare(gpt)
 
 
 # --- folding ----------------------------------------------------------------------------------------------------------
@@ -282,9 +283,9 @@ def states_by_definition(folded, x):
 def test_the_folded_model_by_its_definition(tmp_path, polynomials):
     x = make_twin("ijepa", tmp_path, polynomials=polynomials).double()
     module = load(tmp_path).module.double()
-    got = fhe_friendly.folded(module)
+    got = conversion.folded(module)
     with torch.no_grad():
-        want = fhe_friendly.block_states(module, x)
+        want = conversion.block_states(module, x)
     assert want.shape == (len(x), 2, 4, 8)
     np.testing.assert_allclose(states_by_definition(got, x), want, atol=1e-9)
     assert 0.1 < want.std() < 10
@@ -298,10 +299,10 @@ def test_a_class_token_is_a_token_of_zeros(tmp_path):
     """Three patches and a class token are four tokens."""
     x = make_twin("vit", tmp_path, size=(4, 12)).double()
     module = load(tmp_path).module.double()
-    got = fhe_friendly.folded(module)
+    got = conversion.folded(module)
     assert got.patch(x).shape == (len(x), 4, 48)
     with torch.no_grad():
-        want = fhe_friendly.block_states(module, x)
+        want = conversion.block_states(module, x)
     np.testing.assert_allclose(states_by_definition(got, x), want, atol=1e-9)
 
 
@@ -309,7 +310,7 @@ def test_centring_changes_no_output(tmp_path):
     tiny("vit", tmp_path)
     a, b = load(tmp_path), load(tmp_path)
     x = torch.randn(4, 3, 8, 8)
-    fhe_friendly.centre(b.module)
+    conversion.centre(b.module)
     with torch.no_grad():
         assert torch.allclose(a.logits({"pixel_values": x}), b.logits({"pixel_values": x}), atol=1e-6)
     assert float(b.module.vit.layers[0].mlp.fc2.weight.detach().mean(0).abs().max()) < 1e-7
@@ -318,33 +319,33 @@ def test_centring_changes_no_output(tmp_path):
 def test_models_that_cannot_run_encrypted_are_refused(twin, tmp_path):
     folder, _ = twin
     with pytest.raises(InputError, match="no polynomials"):
-        fhe_friendly.folded(load(tiny("ijepa", tmp_path / "plain")).module)
+        conversion.folded(load(tiny("ijepa", tmp_path / "plain")).module)
     with pytest.raises(InputError, match="merge"):
-        fhe_friendly.folded(load(folder, "lora").module)
+        conversion.folded(load(folder, "lora").module)
     make_twin("vit", tmp_path / "vit")
     with pytest.raises(InputError, match=r"5 tokens, 1 of them class tokens: .* power of two"):
-        fhe_friendly.folded(load(tmp_path / "vit").module)
+        conversion.folded(load(tmp_path / "vit").module)
     module = load(folder).module
     module.config.fedfm_polynomials["outside"] = 0.0011
     with pytest.raises(InputError, match=r"0.11% of the arguments .* distil it longer"):
-        fhe_friendly.folded(module)
+        conversion.folded(module)
 
 
 @pytest.mark.proof
 def test_a_folded_block_on_encrypted_tokens(twin):
     pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
     from encrypted_session import BOUND, Session
-    from fedfm.privacy.crypto.encrypted_block import EncryptedBlock
+    from fedfm.encrypted.ckks.transformer_block import EncryptedBlock
 
     folder, x = twin
     module = load(folder).module.double()
-    got = fhe_friendly.folded(module)
+    got = conversion.folded(module)
     assert got.bound <= BOUND
     session = Session()
     tokens = got.patch(x.double()).numpy() @ got.embedding.T + got.bias + got.positions
     cipher = session.send(tokens)
     with torch.no_grad():
-        want = fhe_friendly.block_states(module, x.double()).numpy()
+        want = conversion.block_states(module, x.double()).numpy()
     for level, block in enumerate(got.blocks):
         cipher = EncryptedBlock(session.layout, **{f: getattr(block, f) for f in vars(block)})(cipher)
         slots = session.decrypt(cipher)
@@ -367,11 +368,11 @@ def test_depth():
     config = transformers.IJepaConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4
     )
-    (block,) = fhe_friendly.prepare(transformers.IJepaModel(config))
+    (block,) = conversion.prepare(transformers.IJepaModel(config))
     with pytest.raises(ValueError, match="exact"):
-        fhe_friendly.depth(block)
+        conversion.depth(block)
     apply(block, tables)
-    assert fhe_friendly.depth(block) == 29  # k = 2, e = 3, d = 4
+    assert conversion.depth(block) == 29  # k = 2, e = 3, d = 4
 
 
 def test_the_shipped_twin():
@@ -387,11 +388,11 @@ def test_the_shipped_twin():
     rows = twin.prepare(table, range(64))
     a, b = twin.features(rows), exact.features(rows)
     assert float(((a - b).square().mean(0) / b.var(0)).mean()) < 0.15
-    counts = fhe_friendly.violations(twin.module).values()
+    counts = derived_modules.violations(twin.module).values()
     assert sum(outside for outside, _ in counts) <= 1e-3 * sum(total for _, total in counts)
-    got = fhe_friendly.folded(twin.module)
+    got = conversion.folded(twin.module)
     assert (len(got.blocks), got.embedding.shape, got.positions.shape) == (8, (128, 192), (16, 128))
     with torch.no_grad():
-        states = fhe_friendly.block_states(twin.module, rows.tensors["pixel_values"][:8])
+        states = conversion.block_states(twin.module, rows.tensors["pixel_values"][:8])
     assert (states.abs().amax((0, 2, 3)).numpy() < got.ranges).all()
     assert float(states.abs().max()) < got.bound

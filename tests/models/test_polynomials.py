@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedfm.models.polynomials import Exponential, Inverse, InverseSquareRoot, Quadratic
+from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSquareRoot, Quadratic
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedfm.encrypted.ckks import modular_kernels, zero_encryptions
+from fedfm.encrypted.ckks.ring import SLOW_LINK, Parameters
+from fedfm.encrypted.ckks.wire import _HEADER, Channel
 from fedfm.errors import ClientFault, InputError
-from fedfm.linalg.kernels import modular
-from fedfm.privacy.crypto import noise
-from fedfm.privacy.crypto.ciphertext_wire import _HEADER, Channel
-from fedfm.privacy.crypto.ring import SLOW_LINK, Parameters
 
 PARAMETERS = Parameters()
 KEY, SESSION = bytes(range(32)), b"a session's name"
@@ -51,7 +50,7 @@ def test_residues_take_the_bits_of_their_primes():
 def test_a_seed_halves_a_message():
     seed = bytes(reversed(range(32)))
     residues = RESIDUES.copy()
-    residues[:, 1] = noise.uniform(seed, 2, 2, PARAMETERS)
+    residues[:, 1] = zero_encryptions.uniform(seed, 2, 2, PARAMETERS)
     message = client().pack(residues, SCALE, seed)
     assert len(message) < 0.51 * len(MESSAGE)
     assert np.array_equal(received(message)[0], residues)
@@ -59,11 +58,11 @@ def test_a_seed_halves_a_message():
 
 def test_seeded_polynomials_are_uniform_and_distinct():
     primes = np.array(PARAMETERS.primes[:5])[:, None]
-    made = noise.uniform(KEY, 4, 5, PARAMETERS)
+    made = zero_encryptions.uniform(KEY, 4, 5, PARAMETERS)
     assert ((made >= 0) & (made < primes)).all()
     assert np.abs((made / primes).mean(axis=-1) - 0.5).max() < 5 / np.sqrt(12 * 8192)
     assert len({made[i, limb].tobytes() for i in range(4) for limb in range(5)}) == 20
-    assert not np.array_equal(made, noise.uniform(bytes(32), 4, 5, PARAMETERS))
+    assert not np.array_equal(made, zero_encryptions.uniform(bytes(32), 4, 5, PARAMETERS))
 
 
 @given(st.lists(st.integers(20, 49), min_size=1, max_size=6), st.integers(0, 2**32))
@@ -73,7 +72,7 @@ def test_packing_against_whole_numbers(bits, seed):
     x = np.stack([rng.integers(0, 2**b, 64) for b in bits])
     x[0, :2] = 0, 2 ** bits[0] - 1
     words = np.empty(sum(bits), np.uint64)  # 64 numbers of b bits are b words
-    modular.pack(x, np.array(bits), words)
+    modular_kernels.pack(x, np.array(bits), words)
     whole, at = 0, 0
     for row, b in zip(x.tolist(), bits, strict=True):
         for v in row:
@@ -81,7 +80,7 @@ def test_packing_against_whole_numbers(bits, seed):
             at += b
     assert int.from_bytes(words.tobytes(), "little") == whole
     back = np.empty_like(x)
-    modular.unpack(words, np.array(bits), back)
+    modular_kernels.unpack(words, np.array(bits), back)
     assert np.array_equal(back, x)
 
 

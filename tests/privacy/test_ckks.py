@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedfm.encrypted.ckks import encoding
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, finished, inner, joined, products
+from fedfm.encrypted.ckks.matrices import linear, matrix_product
+from fedfm.encrypted.ckks.ring import SECURE_BITS, SLOW_LINK, Parameters
 from fedfm.errors import InputError
-from fedfm.privacy.crypto import encoding
-from fedfm.privacy.crypto.limbs import Ciphertexts, finished, inner, joined, products
-from fedfm.privacy.crypto.matrices import linear, matrix_product
-from fedfm.privacy.crypto.ring import SECURE_BITS, SLOW_LINK, Parameters
 
 seal = pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
-from fedfm.privacy.crypto import ckks  # noqa: E402
+from fedfm.encrypted.ckks import seal as ckks  # noqa: E402
 
 PARAMETERS = Parameters()
 CLIENT = ckks.ClientKeys(PARAMETERS)

@@ -6,22 +6,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
+from fedfm.encrypted.ckks.refresh import Masking, least_limbs
+from fedfm.encrypted.ckks.remote_refresh import RemoteRefresh, answered, sealed
+from fedfm.encrypted.ckks.ring import Parameters
+from fedfm.encrypted.ckks.transformer_block import EncryptedBlock, Packing
+from fedfm.encrypted.ckks.wire import Channel
 from fedfm.errors import ClientFault, InputError, RunError
-from fedfm.privacy.crypto.ciphertext_wire import Channel
-from fedfm.privacy.crypto.encrypted_block import EncryptedBlock, Packing
-from fedfm.privacy.crypto.limbs import Ciphertexts
-from fedfm.privacy.crypto.refresh import Masking, least_limbs
-from fedfm.privacy.crypto.refresh_link import RemoteRefresh, answered, sealed
-from fedfm.privacy.crypto.ring import Parameters
 
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
-from fedfm.privacy.crypto import ckks
+from fedfm.encrypted.ckks import seal
 
 PARAMETERS, BOUND = Parameters(), 32.0
 LAYOUT = Packing(PARAMETERS, 4)
 FLOOR = least_limbs(PARAMETERS, 10**4, BOUND)
-CLIENT = ckks.ClientKeys(PARAMETERS)
+CLIENT = seal.ClientKeys(PARAMETERS)
 PUBLIC = CLIENT.public(LAYOUT.rotations)
 D, M, HEADS, TOKENS = 4, 6, 2, 4
 
@@ -130,7 +130,7 @@ class Session:
 
     def __init__(self, bound=BOUND):
         self.here, self.there = (Channel(PARAMETERS, bytes(32), bytes(16), side) for side in ("client", "server"))
-        self.server = ckks.ServerKeys(PARAMETERS, PUBLIC, floor=FLOOR)
+        self.server = seal.ServerKeys(PARAMETERS, PUBLIC, floor=FLOOR)
         self.server.refresh = self.refresh = RemoteRefresh(Masking(bound), self.there, self.answer)
 
     def answer(self, message):

@@ -5,21 +5,21 @@ import math
 import numpy as np
 import pytest
 
-from fedfm.privacy.crypto import noise
-from fedfm.privacy.crypto.ring import Parameters
+from fedfm.encrypted.ckks import zero_encryptions
+from fedfm.encrypted.ckks.ring import Parameters
 
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
-from fedfm.privacy.crypto import ckks, encoding
+from fedfm.encrypted.ckks import encoding, seal
 
 PARAMETERS = Parameters()
-CLIENT = ckks.ClientKeys(PARAMETERS)
-SERVER = ckks.ServerKeys(PARAMETERS, CLIENT.public())
+CLIENT = seal.ClientKeys(PARAMETERS)
+SERVER = seal.ServerKeys(PARAMETERS, CLIENT.public())
 N = PARAMETERS.degree
 
 
 def test_errors_are_centred_binomial():
-    x = noise.errors(8, N)
+    x = zero_encryptions.errors(8, N)
     assert abs(x.mean()) < 5 * math.sqrt(10.5 / x.size)
     assert x.var() == pytest.approx(10.5, rel=5 * math.sqrt(2 / x.size))
     assert np.abs(x).max() <= 21
@@ -27,13 +27,13 @@ def test_errors_are_centred_binomial():
 
 
 def test_factors_are_ternary():
-    x = noise.ternary(8, N)
+    x = zero_encryptions.ternary(8, N)
     for value in (-1, 0, 1):
         assert (x == value).mean() == pytest.approx(1 / 3, abs=5 * math.sqrt(2 / 9 / x.size))
 
 
 def test_draws_never_repeat():
-    assert not np.array_equal(noise.words(1, N), noise.words(1, N))
+    assert not np.array_equal(zero_encryptions.words(1, N), zero_encryptions.words(1, N))
     a, b = (SERVER.zeros(1, 3) for _ in range(2))
     assert (a == b).mean() < 1e-3
 

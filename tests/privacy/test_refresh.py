@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
+from fedfm.encrypted.ckks.refresh import DistanceLedger, Masking, distance, least_limbs, mask_bits, renewed
+from fedfm.encrypted.ckks.ring import SLOW_LINK, Parameters
 from fedfm.errors import InputError, RunError
-from fedfm.privacy.crypto.limbs import Ciphertexts
-from fedfm.privacy.crypto.refresh import DistanceLedger, Masking, distance, least_limbs, mask_bits, renewed
-from fedfm.privacy.crypto.ring import SLOW_LINK, Parameters
 
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
-from fedfm.privacy.crypto import ckks
+from fedfm.encrypted.ckks import seal
 
 PARAMETERS = Parameters()
-CLIENT = ckks.ClientKeys(PARAMETERS)
-SERVER = ckks.ServerKeys(PARAMETERS, CLIENT.public())
+CLIENT = seal.ClientKeys(PARAMETERS)
+SERVER = seal.ServerKeys(PARAMETERS, CLIENT.public())
 RING = SERVER.ring
 X = np.random.default_rng(0).normal(size=(3, PARAMETERS.slots))
 
@@ -93,7 +93,7 @@ def test_the_distance_of_a_shifted_uniform_number(shift, size):
 @given(st.integers(2, 4), st.floats(0.5, 1e3), st.integers(20, 40))
 def test_the_distance_bounds_every_message(limbs, bound, scale_bits):
     """Against the sum of |v_j| / M, of a polynomial whose slots reach the bound, and no wrap-around."""
-    from fedfm.privacy.crypto import encoding
+    from fedfm.encrypted.ckks import encoding
 
     scale = 2.0**scale_bits
     slots = np.sign(X[:1]) * bound
@@ -146,7 +146,7 @@ class Asked:
     def __init__(self) -> None:
         self.counts: list[int] = []
         self.ledger = DistanceLedger()
-        self.server = ckks.ServerKeys(PARAMETERS, CLIENT.public(), floor=3, refresh=self._refresh)
+        self.server = seal.ServerKeys(PARAMETERS, CLIENT.public(), floor=3, refresh=self._refresh)
 
     def _refresh(self, x):
         self.counts.append(len(x))

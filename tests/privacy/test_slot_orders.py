@@ -3,30 +3,32 @@
 import numpy as np
 import pytest
 
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
+from fedfm.encrypted.ckks.ring import SLOW_LINK, Parameters
+from fedfm.encrypted.ckks.transformer_block import Packing
 from fedfm.errors import InputError
-from fedfm.privacy.crypto.encrypted_block import Packing
-from fedfm.privacy.crypto.limbs import Ciphertexts
-from fedfm.privacy.crypto.ring import SLOW_LINK, Parameters
 
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
-from fedfm.privacy.crypto import ckks, slot_orders
+from fedfm.encrypted.ckks import seal, slot_permutation
 
 P = Parameters()
 LAYOUT = Packing(P, 16)
-CLIENT = ckks.ClientKeys(P)
-SERVER = ckks.ServerKeys(P, CLIENT.public(slot_orders.rotations(LAYOUT)))
+CLIENT = seal.ClientKeys(P)
+SERVER = seal.ServerKeys(P, CLIENT.public(slot_permutation.rotations(LAYOUT)))
 SCALE = P.scale / 4 * P.primes[1] / P.scale  # of masks, so that a quarter of the first prime is left for the numbers
 
 
 def routed(x, order, features):
     encrypted = Ciphertexts(CLIENT.encrypt(LAYOUT.pack(x)).view(np.uint64), P.scale, SERVER).at(2)
-    plains = slot_orders.masks(order, LAYOUT, 2, SCALE, SERVER.ring)
-    pairs = slot_orders.paired(encrypted)
+    plains = slot_permutation.masks(order, LAYOUT, 2, SCALE, SERVER.ring)
+    pairs = slot_permutation.paired(encrypted)
     assert len(pairs) == -(-features // 2)
-    out = SERVER.rescale(slot_orders.routed(pairs, len(order), LAYOUT, slot_orders.weighing(plains, SCALE, SERVER)))
+    out = SERVER.rescale(
+        slot_permutation.routed(pairs, len(order), LAYOUT, slot_permutation.weighing(plains, SCALE, SERVER))
+    )
     assert out.limbs.shape[1:3] == (2, 1)
-    return slot_orders.unpaired(CLIENT.decrypt_complex(out.residues, out.scale), features)
+    return slot_permutation.unpaired(CLIENT.decrypt_complex(out.residues, out.scale), features)
 
 
 @pytest.mark.parametrize("n", [2, 17, 256])
@@ -58,15 +60,15 @@ def test_what_is_computed_does_not_depend_on_the_order(monkeypatch):
 
 @pytest.mark.parametrize("layout", [Packing(P, 4), Packing(SLOW_LINK, 16), Packing(P, 4096)])
 def test_shifts_are_covered_once_and_three_keys_do(layout):
-    b = slot_orders.baby(layout)
+    b = slot_permutation.baby(layout)
     for n in {1, 2, b, layout.samples} & set(range(layout.samples + 1)):
-        shifts = [g * b + i for g in slot_orders.giants(n, layout) for i in range(b)]
+        shifts = [g * b + i for g in slot_permutation.giants(n, layout) for i in range(b)]
         assert sorted(set(shifts)) == shifts
         assert set(range(1 - n, n)) <= set(shifts)
-    assert len(slot_orders.rotations(layout)) <= 3
+    assert len(slot_permutation.rotations(layout)) <= 3
 
 
 @pytest.mark.parametrize("order", [[0, 0], [1, 2], [[0, 1]], range(257)])
 def test_what_is_no_order_is_refused(order):
     with pytest.raises(InputError, match="names every sample once"):
-        slot_orders.masks(np.array(order), LAYOUT, 2, SCALE, SERVER.ring)
+        slot_permutation.masks(np.array(order), LAYOUT, 2, SCALE, SERVER.ring)

@@ -7,13 +7,14 @@ import pytest
 import torch
 import transformers
 
+from fedfm.encrypted.student import conversion
+from fedfm.encrypted.student.distillation_loss import OUTPUTS, STATES, TAME, Distiller, Recipe, nearness
+from fedfm.encrypted.student.interval_table import finish
+from fedfm.encrypted.student.recalibrate import widened
 from fedfm.errors import InputError
-from fedfm.models import fhe_friendly
+from fedfm.models import derived_modules
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.training.distil import OUTPUTS, STATES, TAME, Distiller, Recipe, nearness
-from fedfm.training.twin_table import finish
-from fedfm.training.widen import widened
 from tiny_text import save_bert
 from tiny_twins import full, make_twin, tiny
 
@@ -125,10 +126,10 @@ def test_the_states_loss_falls_and_nothing_leaves_its_interval(tmp_path):
         losses.append(float(loss.detach()))
     student.eval_mode()
     assert losses[-1] < 0.7 * losses[0]
-    fhe_friendly.forget(student.module)
+    conversion.forget(student.module)
     with torch.no_grad():
         d.student(rows)
-    counts = fhe_friendly.violations(student.module)
+    counts = derived_modules.violations(student.module)
     assert sum(outside for outside, _ in counts.values()) == 0
     assert min(total for _, total in counts.values()) > 0
 
@@ -192,7 +193,7 @@ def test_arguments_that_have_moved_get_wider_intervals(tmp_path):
     variance = caught[0].var(-1, correction=0)
     low, high = float(variance.min()) / 1.3, float(variance.max()) * 1.3
     assert found[0]["norms"][0]["interval"] == pytest.approx([low, high], rel=1e-5)
-    assert sum(outside for outside, _ in fhe_friendly.violations(student.module).values()) == 0
+    assert sum(outside for outside, _ in derived_modules.violations(student.module).values()) == 0
     torch.testing.assert_close(d.student.features, right, rtol=0.02, atol=0.02)
     assert widened(d.student, found, "scaled", lambda: [rows]) == found  # all have room now
 
@@ -234,14 +235,14 @@ def test_class_tokens_get_the_variance_of_patches(tmp_path, kind):
 def test_a_model_with_class_tokens_is_distilled_and_loads(tmp_path, kind):
     x = make_twin(kind, tmp_path)
     model = full(tmp_path)
-    assert fhe_friendly.is_twin(model.module)
+    assert conversion.is_twin(model.module)
     with torch.no_grad():
         assert model.logits({"pixel_values": x}).isfinite().all()
-        assert fhe_friendly.block_states(model.module, x).shape == (32, 2, {"vit": 5, "deit": 6}[kind], 8)
+        assert conversion.block_states(model.module, x).shape == (32, 2, {"vit": 5, "deit": 6}[kind], 8)
 
 
 def test_a_bert_is_distilled_and_loads(tmp_path):
-    from fedfm.training.distil import save
+    from fedfm.encrypted.student.distillation_loss import save
 
     start = save_bert(tmp_path / "bert")
 
@@ -264,21 +265,21 @@ def test_a_bert_is_distilled_and_loads(tmp_path):
     good = d.entries
     d.put(narrowed(good))
     d.put(widened(d.student, d.entries, "scaled", lambda: [rows]))
-    fhe_friendly.forget(d.student.model.module)
+    conversion.forget(d.student.model.module)
     with torch.no_grad():
         torch.testing.assert_close(d.student(rows), want, rtol=0.02, atol=0.02)
-    assert sum(outside for outside, _ in fhe_friendly.violations(d.student.model.module).values()) == 0
+    assert sum(outside for outside, _ in derived_modules.violations(d.student.model.module).values()) == 0
     d.put(good)
     finish(d, lambda: [rows], 0.0)
     save(d.student.model, tmp_path / "twin", new_head=True)
     again = load(tmp_path / "twin")
-    assert fhe_friendly.is_twin(again.module)
+    assert conversion.is_twin(again.module)
     with torch.no_grad():
         got = again.module.base_model(input_ids=ids, attention_mask=rows["attention_mask"]).last_hidden_state
     assert got.isfinite().all()
     assert want.isfinite().all()
     with pytest.raises(InputError, match="'bert' cannot run encrypted"):
-        fhe_friendly.folded(again.module)
+        conversion.folded(again.module)
     plain = transformers.AutoModel.from_pretrained(tmp_path / "twin").eval()
     with torch.no_grad():
         exact = plain(input_ids=ids, attention_mask=rows["attention_mask"]).last_hidden_state

@@ -9,17 +9,16 @@ from PIL import Image
 from fedfm.config.toml import to_toml
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
+from fedfm.encrypted.student import conversion, distil_rows
+from fedfm.encrypted.student.distil import distil
+from fedfm.encrypted.student.distil_rows import Lessons, boxes_of, looked
+from fedfm.encrypted.student.distil_spec import Distillation
+from fedfm.encrypted.student.distillation_loss import Recipe, Taps
+from fedfm.encrypted.student.token_grid import processor_for, with_tokens
 from fedfm.errors import InputError
-from fedfm.models import fhe_friendly
 from fedfm.models.load import load_model
-from fedfm.models.other_tokens import processor_for, with_tokens
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.runtime import distil_rows
-from fedfm.runtime.distil import distil
-from fedfm.runtime.distil_rows import Lessons, boxes_of, looked
-from fedfm.runtime.distil_spec import Distillation
 from fedfm.runtime.progress import EpochProgress
-from fedfm.training.distil import Recipe, Taps
 from small import pictures
 from tiny_text import save_bert
 from tiny_twins import full, tiny
@@ -104,7 +103,7 @@ def test_a_twin_without_class_token_of_smaller_pictures(place, tmp_path):
     assert json.loads((tmp_path / "twin" / "preprocessor_config.json").read_text())["size"]["width"] == 8
     spec = ModelSpec(str(tmp_path / "twin"), adaptation=AdaptationSpec("full"))
     twin = load_model(spec, classes=("x", "y"), kind="image")
-    fhe = fhe_friendly.folded(twin.module) if result["outside"] <= fhe_friendly.MOST_OUTSIDE else None
+    fhe = conversion.folded(twin.module) if result["outside"] <= conversion.MOST_OUTSIDE else None
     assert fhe is None or fhe.positions.shape == (4, 8)
     assert twin.parts.embedding.position_embeddings.shape == (1, 4, 8)
     assert result["distance"] < 0.9

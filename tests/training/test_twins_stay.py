@@ -8,9 +8,10 @@ from torch.nn import functional
 
 from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
-from fedfm.models import fhe_friendly
+from fedfm.encrypted.student import conversion
+from fedfm.encrypted.student.modules import Replaced
+from fedfm.models import derived_modules
 from fedfm.models.load import load_model
-from fedfm.models.polynomial_modules import Replaced
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.runtime.hindsight import outside
 from fedfm.training import SGD, loop
@@ -72,10 +73,10 @@ def test_training_leaves_no_interval(twin, monkeypatch, penalty):
     model = load(folder)
     w, _ = trained(model, x, SGD(learning_rate=0.003, momentum=0.9, batch_size=8, epochs=100))
     model.load(w)
-    fhe_friendly.forget(model.module)
+    conversion.forget(model.module)
     with torch.no_grad():
         model.logits({"pixel_values": x})
-    outside = sum(n for n, _ in fhe_friendly.violations(model.module).values())
+    outside = sum(n for n, _ in derived_modules.violations(model.module).values())
     assert (outside == 0) == (penalty > 0)
 
 
@@ -102,8 +103,8 @@ def test_a_head_takes_a_row_without_numbers_as_one_of_which_nothing_is_known(twi
     assert not features[0].any()
     assert torch.equal(features[1:], model.features(rows.take(range(len(x))))[1:])
     (told,) = outside(model.module)
-    counts = fhe_friendly.violations(model.module).values()
+    counts = derived_modules.violations(model.module).values()
     assert told.startswith(f"{sum(n for n, _ in counts):,} of {sum(t for _, t in counts):,} arguments")
-    fhe_friendly.forget(model.module)
+    conversion.forget(model.module)
     model.encode(Rows({"pixel_values": x}, labels=rows.labels))
     assert outside(model.module) == []

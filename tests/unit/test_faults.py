@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from fedfm.config.experiment import Experiment
 from fedfm.core.toml_text import put, to_toml
+from fedfm.encrypted.student.distil_spec import Distillation
 from fedfm.engines.flower import federation_file
 from fedfm.errors import InputError
 from fedfm.runtime import silo_file
-from fedfm.runtime.distil_spec import Distillation
 from fedfm.runtime.pretrain_spec import Pretraining
 from fedfm.runtime.silo_identity import roster_in
 

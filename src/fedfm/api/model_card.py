@@ -10,7 +10,7 @@ from typing import Any
 from fedfm.config.own_code import is_function
 from fedfm.core.text import visible
 from fedfm.data.spec import IN_MEMORY
-from fedfm.models import export_base, fhe_friendly
+from fedfm.models import derived_modules, export_base
 from fedfm.models.adapters.experts import GLOBAL, LOCAL
 from fedfm.models.architectures import pooled_encoder
 from fedfm.models.architectures.dual_encoder import DualEncoder, words_of
@@ -180,9 +180,9 @@ def _loading(model: Model, to: Target, out: Path) -> list[str]:
             lines += [f'bits = json.loads(Path("FOLDER/{export_base.BASE}/{export_base.BITS}").read_text())']
             settings = ", quantization_config=BitsAndBytesConfig(**bits)"
     lines += [f"{name} = {kind.__name__}.from_pretrained({source}{settings})"]
-    if fhe_friendly.is_twin(module):
-        imports += ["from fedfm.models.fhe_friendly import install"]
-        lines += [f"install({name}, {name}.config)"]
+    if derived_modules.installer(module):
+        imports += ["from fedfm.models.derived_modules import install"]
+        lines += [f"install({name})"]
     if to == "peft":
         if (out / export_base.CONFIG).exists():
             lines += ['model = PeftModel.from_pretrained(base, "FOLDER")']

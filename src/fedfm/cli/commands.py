@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from fedfm.core.text import to_json, visible, visible_lines
+from fedfm.api.command_registry import action
+from fedfm.api.terminal import continuing, say, tell
+from fedfm.core.text import to_json, visible
 from fedfm.errors import InputError
 
 INTERRUPTED = 130
@@ -64,39 +66,10 @@ def pretrain(args: Any) -> int:
     from fedfm.runtime.progress_bar import Epochs
 
     what = Pretraining.load(args.experiment, dict(parse_override(text) for text in args.set))
-    result = _epochs(args, ABOUT, lambda: pretrain(what, args.out, watcher=Epochs()))
+    result = continuing(args, ABOUT, lambda: pretrain(what, args.out, watcher=Epochs()))
     names = ("epochs", "parameters", "accuracy", "perplexity", "train_loss", "seconds")
     figures = [f"{name} {result[name]:.6g}" for name in names if result[name] is not None]
     return say(args, result, f"{result['folder']}: {', '.join(figures)}")
-
-
-def distil(args: Any) -> int:
-    """``fedfm distil``."""
-    from fedfm.cli.distil_table import table
-    from fedfm.config.toml import parse_override
-    from fedfm.models.folding import MOST_OUTSIDE
-    from fedfm.runtime.distil import ABOUT, distil
-    from fedfm.runtime.distil_spec import Distillation
-    from fedfm.runtime.progress_bar import Epochs
-
-    what = Distillation.load(args.experiment, dict(parse_override(text) for text in args.set))
-    result = _epochs(args, ABOUT, lambda: distil(what, args.out, watcher=Epochs()))
-    if not result.get("outside", 0.0) <= MOST_OUTSIDE:
-        text = f"{result['outside']:.2%} of the arguments are outside their intervals, over {MOST_OUTSIDE:.1%}"
-        tell(f"fedfm: {text}: a double-blind run refuses this twin; distil it longer", sys.stderr)
-    return say(args, result, table(result))
-
-
-def _epochs(args: Any, about: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run it; if it stops, print how to continue."""
-    try:
-        return call()
-    except InputError:
-        raise
-    except (KeyboardInterrupt, Exception):
-        if (args.out / about).exists():
-            print("fedfm: finished epochs are kept; the same command continues", file=sys.stderr)
-        raise
 
 
 def resume(args: Any) -> int:
@@ -141,20 +114,6 @@ def _watch() -> Any:
     from fedfm.runtime.progress_bar import Bar
 
     return Bar()
-
-
-def tell(text: str, where: TextIO | None = None) -> None:
-    """Print text for people, control characters as codes: others choose the names of clients and classes."""
-    print(visible_lines(text), file=where)
-
-
-def say(args: Any, result: dict[str, Any], text: str) -> int:
-    """Print the result as a JSON line or as text; returns the exit code 0."""
-    if args.format == "json":
-        print(to_json(result, ascii=True), flush=True)
-    else:
-        tell(text)
-    return 0
 
 
 def _summary(result: dict[str, Any]) -> str:
@@ -289,11 +248,9 @@ def predict(args: Any) -> int:
     if args.out is not None:
         check_out(args.out)
     if args.engine == "deployment":
-        from fedfm.api.predict_remote import predict_remote
-
         if args.last:
             raise InputError("--last: --engine deployment predicts by the run's own model; leave one of them out")
-        result = predict_remote(args.run, args.file, _watch())
+        result = action("predict", "deployment")(args.run, args.file, _watch())
         for text in result.get("warnings", ()):
             tell(f"fedfm: {visible(text)}", sys.stderr)
     else:

@@ -9,14 +9,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedfm.cli.commands import INTERRUPTED, tell
+from fedfm.api.terminal import tell
+from fedfm.cli.commands import INTERRUPTED
 from fedfm.cli.parser import build
 from fedfm.errors import FedfmError, InputError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 done, 1 failed, 2 wrong input, 130 stopped by the user."""
-    args = build().parse_args(_whole(sys.argv[1:] if argv is None else argv))
+    words = _whole(sys.argv[1:] if argv is None else argv)
+    args = build(words[0] if words else "").parse_args(words)
     try:
         return int(args.command(args) or 0)
     except FedfmError as error:

@@ -52,28 +52,6 @@ for text: data.path = "wiki.txt", model.name = "nano-gpt2", and a vocabulary mad
 The folder holds config.json, model.safetensors, the image processor or tokenizer, the names of the classes, and
 pretrain.json, which says how it was made. Data of other classes get a new head.
 """,
-    "distil": """examples:
-  fedfm distil twin.toml --out twin                    teacher and twin on held-out rows, intervals, depth of each block
-  fedfm distil twin.toml --out twin                    the same command again continues after a kill, with the same bits
-  fedfm run exp.toml --set model.name=twin             the twin is a model as any other, with every adaptation
-  fedfm run exp.toml --set method.foundation=twin      blindfed computes it on encrypted rows
-
-a distillation:
-  [data]
-  path = "auxiliary.npz"                               # of any domain; all rows in one place
-  [model]
-  name = "nano-vit"                                    # a ViT, DeiT, I-JEPA or BERT: built in, a folder, a hub id
-  [distil]
-  epochs = [3, 15, 15]                                 # exact functions but tame; then polynomials: states, outputs
-
-A twin has polynomials in place of softmax, LayerNorm and GELU. Scores, variances and row sums have to stay in intervals
-where a polynomial of low degree is near enough: the first stage sees to it, and too wide an interval is refused. The
-folder holds config.json with the polynomials and their intervals, model.safetensors, the image processor or tokenizer,
-and distil.json, which says how it was made. A head that is new for these classes is not kept.
-
-Of a model.name that is a twin already, epochs = [0, 0, 0] measures the intervals again on the rows of [data], and
-trains nothing: for rows of another kind than the twin was made of.
-""",
     "resume": """examples:
   fedfm resume runs/mine                               after a kill, a full disk or Ctrl-C: from the last round
   fedfm resume runs/mine --format json | tail -1       of a finished run: its result again
@@ -191,47 +169,6 @@ that are misspelt or out of bounds. `fedfm check` also checks files and rules ac
     "app": """examples:
   fedfm app flower --experiment exp.toml               an app runs one experiment
   flwr run flower CONNECTION --stream                  CONNECTION is a SuperLink's name in Flower's config.toml
-""",
-    "provision": """examples:
-  fedfm provision federation.toml --out kits           kits/server, kits/hospital-a, ...; kits/authority stays here
-  fedfm provision federation.toml --out kits           again, with more silos: adds their kits, keeps all keys
-  fedfm provision federation.toml --out kits --renew   a new certificate for the server, before the old one ends
-
-a federation's file:
-  server = "fed.example.org:8443"                      where silos reach it; "127.0.0.1:0": all on this machine
-  silos = ["hospital-a", "hospital-b"]
-  classes = ["benign", "malignant"]                    as agreed, in order
-  models = ["/srv/models/bert-small"]                  that the silos load, besides the built-in ones
-  days = 365                                           validity of the server's certificate
-  proxy = false                                        true: the server is behind NGINX, see server/nginx.conf
-""",
-    "start": """examples:
-  fedfm start kits/server                              SuperLink, and admission of the silos; ends with Ctrl-C
-  fedfm start kits/hospital-a                          a silo; it connects again after every pause of the network
-  kits/hospital-a/start.sh                             the same
-""",
-    "silo": """examples:
-  fedfm silo check kits/hospital-a exp.toml            classes, model, clock, ports, certificates, policy: what differs
-  fedfm silo check silo.toml                           before a SuperNode is started with it; also: fedfm silo silo.toml
-  fedfm silo show silo.toml                            what left, by run; what is left of each budget
-  fedfm silo serve silo.toml --folder /mnt/shared      answers requests that come as files, until Ctrl-C
-  fedfm silo serve silo.toml --folder /media/stick/fedfm --once    answers what is there, and ends
-
-a silo's file, in the folder of its rows:
-  name = "north"
-  data = "rows.csv"
-  label = "diagnosis"                                  columns: text, image, label, label_name, split, ...
-  classes = ["benign", "malignant"]                    as the federation agreed [those of the rows]
-  models = ["/srv/models/bert-small"]                  that experiments may name, beside the built-in ones
-  methods = ["my_methods:Cautious"]                    the same for code that is not fedfm's
-  downloads = false                                    true: hub ids in models are downloaded
-  allow = ["mean", "scores"]                           what it exposes: mean, reply, scores, reveal; []: nothing
-  allow_methods = ["fedavg"]                           the only methods it takes part in [all]
-  require = { aggregator = "secagg", smallest_cohort = 5 }   what every experiment must promise
-  budget = { epsilon = 8.0, bytes = 1000000000, rounds = 100 }   what it gives in its lifetime, over all runs
-  identity = "silo.key"                                signs for it under secagg; fedfm silo check creates it
-  roster = "roster.toml"                               the others' public keys, agreed without the server
-  server = "64 hexadecimal digits"                     the server's public key, for fedfm silo serve
 """,
     "doctor": """examples:
   fedfm doctor                                         versions, cores, disk; what is missing

@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from fedfm import __version__
-from fedfm.cli import check_command, commands, site_commands
+from fedfm.api.command_registry import commands as wing_commands
+from fedfm.cli import check_command, commands
 from fedfm.cli.help import EXAMPLES
 
 
-def build() -> argparse.ArgumentParser:
-    """The parser of the whole command line; each command's function is its ``command``."""
+def build(first: str = "") -> argparse.ArgumentParser:
+    """The parser of the command line; each command's function is its ``command``.
+
+    Args:
+        first: the first word of the command line: the wings' commands are added unless it is one of the others.
+    """
     parser = argparse.ArgumentParser(
         prog="fedfm",
         description="Adapt foundation models across organisations that cannot pool their data.",
@@ -28,6 +33,7 @@ def build() -> argparse.ArgumentParser:
         function: Callable[[Any], Any],
         text: str,
         *,
+        examples: str = "",
         json: bool = False,
         overrides: bool = False,
         run: bool = False,
@@ -36,7 +42,7 @@ def build() -> argparse.ArgumentParser:
             name,
             help=text,
             description=text[0].upper() + text[1:] + ".",
-            epilog=EXAMPLES[name],
+            epilog=examples or EXAMPLES[name],
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.set_defaults(command=function)
@@ -67,11 +73,9 @@ def build() -> argparse.ArgumentParser:
     run.add_argument("--tune", help="comma-separated learning rates; the best on validation rows is used")
 
     pretrain = command("pretrain", commands.pretrain, "train a foundation model centrally, as a folder", json=True)
-    distil = command("distil", commands.distil, "make a model's twin for encrypted rows, as a folder", json=True)
-    for sub, name in ((pretrain, "pretrain"), (distil, "distil")):
-        sub.add_argument("experiment", type=Path, help=f"TOML file with [data], [model] and [{name}]")
-        sub.add_argument("--out", type=Path, required=True, help="the model's folder")
-        sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the file")
+    pretrain.add_argument("experiment", type=Path, help="TOML file with [data], [model] and [pretrain]")
+    pretrain.add_argument("--out", type=Path, required=True, help="the model's folder")
+    pretrain.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the file")
 
     resume = command("resume", commands.resume, "continue a run that was stopped or killed", json=True, run=True)
     resume.add_argument(
@@ -182,29 +186,8 @@ def build() -> argparse.ArgumentParser:
     app.add_argument("folder", type=Path, help="is made")
     app.add_argument("--experiment", type=Path, help="TOML file to put into it [the demo's]")
 
-    kits = "make a kit for a server and one for each silo"
-    provision = command("provision", site_commands.provision, kits, json=True)
-    provision.add_argument("federation", type=Path, help='TOML file: server = "host:port", silos = ["a", "b"]')
-    provision.add_argument("--out", type=Path, required=True, help="folder of the kits; keys that it has are kept")
-    provision.add_argument("--renew", action="store_true", help="also make a new certificate for the server")
-
-    begin = command("start", site_commands.start, "run a kit: the server, or a silo, until it is asked to end")
-    begin.add_argument("kit", type=Path, help="its folder, as `fedfm provision` made it")
-
-    silo = command("silo", site_commands.silo, "check a silo, show what left it, or answer a folder", json=True)
-    silo.add_argument(
-        "what",
-        nargs="?",
-        choices=("check", "show", "predictions", "serve"),
-        default="check",
-        help="its file and rows; what left it; what runs predicted; answer a folder's requests [check]",
-    )
-    silo.add_argument("file", type=Path, help="silo.toml: name, data, what it loads and answers; or a kit's folder")
-    silo.add_argument(
-        "experiment", type=Path, nargs="?", help="check: what of this kit differs from what the experiment needs"
-    )
-    silo.add_argument("--folder", type=Path, metavar="DIR", help="serve: the folder that carries the messages")
-    silo.add_argument("--once", action="store_true", help="serve: answer what is there, and end")
+    for found in () if first in subparsers.choices else wing_commands():
+        found.add_arguments(command(found.name, found.run, found.help, examples=found.examples, json=found.json))
 
     command("doctor", commands.doctor, "check this installation", json=True)
     return parser

@@ -6,10 +6,12 @@ import contextlib
 import os
 import sys
 import tomllib
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
-from fedfm.cli.commands import say, tell
+from fedfm.api.command_registry import Command
+from fedfm.api.terminal import say, tell
 from fedfm.core.text import visible
 from fedfm.errors import InputError
 
@@ -67,3 +69,98 @@ def _offline(path: Path) -> None:
     with contextlib.suppress(OSError, ValueError, RecursionError):  # who reads the file says what is wrong
         if tomllib.loads(path.read_text(encoding="utf-8")).get("downloads") is not True:
             os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+
+
+def _provision_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("federation", type=Path, help='TOML file: server = "host:port", silos = ["a", "b"]')
+    parser.add_argument("--out", type=Path, required=True, help="folder of the kits; keys that it has are kept")
+    parser.add_argument("--renew", action="store_true", help="also make a new certificate for the server")
+
+
+def _start_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("kit", type=Path, help="its folder, as `fedfm provision` made it")
+
+
+def _silo_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "what",
+        nargs="?",
+        choices=("check", "show", "predictions", "serve"),
+        default="check",
+        help="its file and rows; what left it; what runs predicted; answer a folder's requests [check]",
+    )
+    parser.add_argument("file", type=Path, help="silo.toml: name, data, what it loads and answers; or a kit's folder")
+    parser.add_argument(
+        "experiment", type=Path, nargs="?", help="check: what of this kit differs from what the experiment needs"
+    )
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="serve: the folder that carries the messages")
+    parser.add_argument("--once", action="store_true", help="serve: answer what is there, and end")
+
+
+_PROVISION_EXAMPLES = """examples:
+  fedfm provision federation.toml --out kits           kits/server, kits/hospital-a, ...; kits/authority stays here
+  fedfm provision federation.toml --out kits           again, with more silos: adds their kits, keeps all keys
+  fedfm provision federation.toml --out kits --renew   a new certificate for the server, before the old one ends
+
+a federation's file:
+  server = "fed.example.org:8443"                      where silos reach it; "127.0.0.1:0": all on this machine
+  silos = ["hospital-a", "hospital-b"]
+  classes = ["benign", "malignant"]                    as agreed, in order
+  models = ["/srv/models/bert-small"]                  that the silos load, besides the built-in ones
+  days = 365                                           validity of the server's certificate
+  proxy = false                                        true: the server is behind NGINX, see server/nginx.conf
+"""
+_START_EXAMPLES = """examples:
+  fedfm start kits/server                              SuperLink, and admission of the silos; ends with Ctrl-C
+  fedfm start kits/hospital-a                          a silo; it connects again after every pause of the network
+  kits/hospital-a/start.sh                             the same
+"""
+_SILO_EXAMPLES = """examples:
+  fedfm silo check kits/hospital-a exp.toml            classes, model, clock, ports, certificates, policy: what differs
+  fedfm silo check silo.toml                           before a SuperNode is started with it; also: fedfm silo silo.toml
+  fedfm silo show silo.toml                            what left, by run; what is left of each budget
+  fedfm silo serve silo.toml --folder /mnt/shared      answers requests that come as files, until Ctrl-C
+  fedfm silo serve silo.toml --folder /media/stick/fedfm --once    answers what is there, and ends
+
+a silo's file, in the folder of its rows:
+  name = "north"
+  data = "rows.csv"
+  label = "diagnosis"                                  columns: text, image, label, label_name, split, ...
+  classes = ["benign", "malignant"]                    as the federation agreed [those of the rows]
+  models = ["/srv/models/bert-small"]                  that experiments may name, beside the built-in ones
+  methods = ["my_methods:Cautious"]                    the same for code that is not fedfm's
+  downloads = false                                    true: hub ids in models are downloaded
+  allow = ["mean", "scores"]                           what it exposes: mean, reply, scores, reveal; []: nothing
+  allow_methods = ["fedavg"]                           the only methods it takes part in [all]
+  require = { aggregator = "secagg", smallest_cohort = 5 }   what every experiment must promise
+  budget = { epsilon = 8.0, bytes = 1000000000, rounds = 100 }   what it gives in its lifetime, over all runs
+  identity = "silo.key"                                signs for it under secagg; fedfm silo check creates it
+  roster = "roster.toml"                               the others' public keys, agreed without the server
+  server = "64 hexadecimal digits"                     the server's public key, for fedfm silo serve
+"""
+
+COMMANDS = (
+    Command(
+        "provision",
+        provision,
+        "make a kit for a server and one for each silo",
+        _PROVISION_EXAMPLES,
+        _provision_arguments,
+        json=True,
+    ),
+    Command(
+        "start",
+        start,
+        "run a kit: the server, or a silo, until it is asked to end",
+        _START_EXAMPLES,
+        _start_arguments,
+    ),
+    Command(
+        "silo",
+        silo,
+        "check a silo, show what left it, or answer a folder",
+        _SILO_EXAMPLES,
+        _silo_arguments,
+        json=True,
+    ),
+)

@@ -9,9 +9,8 @@ from fedfm.core.fields import key_of
 from fedfm.models.spec import AdaptationSpec
 from fedfm.privacy.spec import PrivacySpec
 from fedfm.training import BY_NAME
-from fedfm.training.distil import Recipe
 
-_TABLES: dict[str, Any] = {"model": {"adaptation": AdaptationSpec()}, "privacy": PrivacySpec(), "distil": Recipe()}
+_TABLES: dict[str, Any] = {"model": {"adaptation": AdaptationSpec()}, "privacy": PrivacySpec()}
 
 
 def differences(cls: type) -> list[dict[str, Any]]:
@@ -22,7 +21,7 @@ def differences(cls: type) -> list[dict[str, Any]]:
     """
     rows = []
     for key, paper in getattr(cls, "paper", {}).items():
-        default = _default(_TABLES | {"method": cls}, key)
+        default = _default(_TABLES | dict(getattr(cls, "paper_tables", {})) | {"method": cls}, key)
         if default != paper.value:
             plain = list(default) if isinstance(default, tuple) else default
             told = list(paper.value) if isinstance(paper.value, tuple) else paper.value

@@ -29,6 +29,10 @@ _BASES = {
 _HELD = {"optimisers": "fedfm.training:BY_NAME"}  # kinds that are a dict of classes, not a folder
 _TABLES = {"method": "methods", "attack": "attacks", "aggregation": "aggregation"}  # table of an experiment -> kind
 _admitted: dict[tuple[str, str], type] = {}  # (kind, name) -> class
+_WINGS = {  # what wings beside the trunk add to a kind: files, or folders whose files are all of the kind
+    "methods": ("fedfm.encrypted.blindfed",),
+    "audits": ("fedfm.encrypted.audits",),
+}
 _NOT_NAMED = {"attacks": ("attack",), "aggregation": ("base", "private")}  # files with no named class
 
 
@@ -37,15 +41,27 @@ def available(kind: str) -> dict[str, str]:
     if kind in _HELD:
         return {name: cls.__module__ for name, cls in _attribute(_HELD[kind]).items()}
     found = {}
-    for entry in files(f"fedfm.{kind}").iterdir():
+    for place in (f"fedfm.{kind}", *_WINGS.get(kind, ())):
+        found |= _modules_in(place, _NOT_NAMED.get(kind, ()))
+    return dict(sorted(found.items())) | {point.name: point.value for point in _points(kind)}
+
+
+def _modules_in(place: str, without: Sequence[str]) -> dict[str, str]:
+    """Name -> module of a file, or of the files and the algorithms of a folder; nothing is imported but fedfm."""
+    root, *parts = place.split(".")
+    folder = files(root).joinpath(*parts)
+    if not folder.is_dir():
+        return {parts[-1]: place}
+    found = {}
+    for entry in folder.iterdir():
         name = entry.name.removesuffix(".py")
-        if name.startswith("_") or name in _NOT_NAMED.get(kind, ()):
+        if name.startswith("_") or name in without:
             continue
         if entry.name.endswith(".py"):
-            found[name] = f"fedfm.{kind}.{name}"
+            found[name] = f"{place}.{name}"
         elif entry.joinpath(f"{name}.py").is_file():  # an algorithm in a folder of its own
-            found[name] = f"fedfm.{kind}.{name}.{name}"
-    return dict(sorted(found.items())) | {point.name: point.value for point in _points(kind)}
+            found[name] = f"{place}.{name}.{name}"
+    return found
 
 
 def _points(kind: str) -> Sequence[Any]:

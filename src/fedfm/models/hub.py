@@ -16,10 +16,10 @@ from fedfm.core.fields import check
 from fedfm.errors import InputError
 from fedfm.models import (
     configuration,
+    derived_modules,
     devices,
     encoder_decoder,
     families,
-    fhe_friendly,
     inputs,
     lengths,
     quantised,
@@ -107,8 +107,7 @@ def pretrained(
         shape = weights.hollow(auto_class, path, spec, config, task) if hollow else None
         read, stored = shape or weights.module_of(auto_class, path, spec, config, seed, task)
     module = read.module
-    if fhe_friendly.is_twin(module):
-        fhe_friendly.install(module, module.config)
+    derived_modules.install(module)
     if tools.tokenizer is not None:
         tools = lengths.fit(tools, spec, module, config)
     new = weights.new_modules(module, config.model_type, read.new) if task == "classification" else []
@@ -234,8 +233,7 @@ def as_saved(path: Path | str, name: str, like: Any) -> tuple[nn.Module, str, se
             head = like.classifier
             module = PooledEncoder(module, like.pooling, head.in_features, head.out_features)
             drawn = {f"encoder.{name}" for name in drawn} | {"classifier.weight", "classifier.bias"}
-    if fhe_friendly.is_twin(module):
-        fhe_friendly.install(module, module.config)
+    derived_modules.install(module)
     return module, str(config.model_type), drawn
 
 

@@ -21,13 +21,13 @@ from fedfm.models import checkpointing, inputs, kept_outputs, lengths, metrics, 
 from fedfm.models.adapters.adaptation import live_head
 from fedfm.models.block_outputs import blocks
 from fedfm.models.decay import undecayed
+from fedfm.models.derived_modules import Bounded
 from fedfm.models.families import Parts, unwrapped
 from fedfm.models.head_inputs import head_inputs, prompts
 from fedfm.models.inputs import IGNORE, LOCAL_SHARE
 from fedfm.models.loss_in_pieces import mean_loss
 from fedfm.models.memory import by_tokens, in_halves, warned
 from fedfm.models.next_token import scored
-from fedfm.models.polynomial_modules import Replaced
 from fedfm.models.precision import rounded
 from fedfm.models.row_batches import by_length
 from fedfm.models.spec import LANGUAGE, AdaptationSpec, ModelSpec
@@ -103,7 +103,7 @@ class Model:
             m
             for name, m in module.named_modules()
             if "lora_dropout" in name
-            or isinstance(m, Replaced)
+            or isinstance(m, Bounded)
             or (self.adaptation == "full" and isinstance(m, BATCH_NORMS))
         ]
         self._keepers = kept_outputs.keepers(module)
@@ -207,7 +207,7 @@ class Model:
         if self.adaptation != "head" or "features" in rows.tensors:
             return rows
         features = self.features(rows)
-        if any(isinstance(m, Replaced) for m in self.train_too):  # outside its intervals a twin has no numbers
+        if any(isinstance(m, Bounded) for m in self.train_too):  # outside its intervals a twin has no numbers
             features = torch.where(features.isfinite().all(1, keepdim=True), features, 0.0)
         return Rows({"features": features}, labels=rows.labels)
 

@@ -26,7 +26,7 @@ from fedfm import seeds
 from fedfm.core.rows import Batch, Rows
 from fedfm.errors import InputError
 from fedfm.linalg.params import to_bytes
-from fedfm.models import fhe_friendly
+from fedfm.models import derived_modules
 from fedfm.models.families import Parts
 from fedfm.models.model import Model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
@@ -303,7 +303,7 @@ def around(
     projection = projection_of(module, width, adapt.projection) if adapt.released == "tokens" else None
     released = release(adapt.released, tokens, grid, projection)
     scales, ranges = torch.stack([b.square().mean().sqrt() for b in levels]), None
-    if fhe_friendly.is_twin(module):
+    if derived_modules.installer(module):
         scales, ranges = _stored(module, "scale"), _stored(module, "range")
         ranges = ranges / scales * (1.0 if projection is None else projection.abs().sum(0).max())
     shape = len(levels), len(released.positions), width if projection is None else projection.shape[1]
@@ -324,7 +324,7 @@ def around(
 
 def _stored(module: nn.Module, key: str) -> Tensor:
     """(L,) of a twin: "scale", root mean squares on the data that it was distilled with, or "range"."""
-    return torch.tensor([entry[key] for entry in module.config.fedfm_polynomials["blocks"]])  # type: ignore[union-attr,index]
+    return torch.tensor([entry[key] for entry in derived_modules.table(module)["blocks"]])
 
 
 def _probes(side: tuple[int, int]) -> Rows:

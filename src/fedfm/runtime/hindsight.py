@@ -10,7 +10,7 @@ from torch import nn
 
 from fedfm.config.advice import takes
 from fedfm.config.experiment import Experiment
-from fedfm.models import fhe_friendly
+from fedfm.models import derived_modules
 from fedfm.training import TrainsLocally
 
 _RISE = 1.05  # of the lowest test loss; less is noise
@@ -51,7 +51,7 @@ def _cure(experiment: Experiment) -> str:
 
 def outside(module: nn.Module) -> list[str]:
     """A notice if arguments of a twin's polynomials left their intervals, of the rows that this process has seen."""
-    counts = fhe_friendly.violations(module).values()
+    counts = derived_modules.violations(module).values()
     if not (far := sum(n for n, _ in counts)):
         return []
     return [

@@ -17,9 +17,9 @@ from fedfm.errors import InputError
 from fedfm.linalg import pages
 from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params
+from fedfm.models.derived_modules import Bounded, hinge, penalties
 from fedfm.models.memory import in_halves, warned
 from fedfm.models.model import Model
-from fedfm.models.polynomial_modules import Replaced, hinge, penalties
 from fedfm.training.job import Job
 from fedfm.training.optimisers import ABSENT, Local
 from fedfm.training.update_rules import PIECE, Rule
@@ -269,7 +269,7 @@ def _within_intervals(model: Model, loss: Callable[[Batch], Tensor]) -> Callable
 
     Outside them a polynomial is no number soon, and encrypted numbers cannot be clamped.
     """
-    replaced = [m for m in getattr(model, "train_too", ()) if isinstance(m, Replaced)]
+    replaced = [m for m in getattr(model, "train_too", ()) if isinstance(m, Bounded)]
     if not replaced:
         return loss
 

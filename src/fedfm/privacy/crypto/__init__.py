@@ -1,4 +1,1 @@
-"""Primitives of secure aggregation (keys, secret shares, masks, fixed-point numbers) and of encrypted inference (CKKS).
-
-They know no client, no server and no method.
-"""
+"""Primitives of secure aggregation: keys, secret shares, masks, fixed-point numbers. They know no method."""

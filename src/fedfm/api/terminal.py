@@ -1,0 +1,36 @@
+"""What commands print: text for people, or one line of JSON for programs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from fedfm.core.text import to_json, visible_lines
+from fedfm.errors import InputError
+
+
+def tell(text: str, where: TextIO | None = None) -> None:
+    """Print text for people, control characters as codes: others choose the names of clients and classes."""
+    print(visible_lines(text), file=where)
+
+
+def say(args: Any, result: dict[str, Any], text: str) -> int:
+    """Print the result as a JSON line or as text; returns the exit code 0."""
+    if args.format == "json":
+        print(to_json(result, ascii=True), flush=True)
+    else:
+        tell(text)
+    return 0
+
+
+def continuing(args: Any, about: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The result of training that writes a model's folder; if it stops, print how to continue."""
+    try:
+        return call()
+    except InputError:
+        raise
+    except (KeyboardInterrupt, Exception):
+        if (args.out / about).exists():
+            print("fedfm: finished epochs are kept; the same command continues", file=sys.stderr)
+        raise

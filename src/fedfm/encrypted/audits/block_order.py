@@ -1,0 +1,81 @@
+"""BlindFed's permutations: can a client that gets each block's states in another order pair them again?
+
+With pairs of states before and after a block it fits the block. The paper's Proposition 1 says that absolute orders are
+hidden; pairs need none.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from fedfm.audits.audit import Audit
+from fedfm.audits.finding import ABOVE, Finding, nothing
+from fedfm.audits.inference.rates import clopper_pearson
+from fedfm.audits.replay import Replay
+from fedfm.encrypted.audits.block_states import largest_client, of_client
+from fedfm.encrypted.audits.inference_alignment import found, shuffled
+from fedfm.encrypted.protocol.permutations import relative, to_last
+from fedfm.runtime.run_directory import Run
+
+SENT = "Can a client pair the states of a block with those of the next one from what it is sent?"
+SEEN = "Could it without the relative orders, from the states alone?"
+BATCH = 64  # samples of a batch: chance is 1 in 64
+LINE = 0.5  # above this share of pairs, a block is fitted as from all of them
+
+
+class BlockOrder(Audit):
+    """Shares of the samples whose states before and after a block are paired."""
+
+    methods: ClassVar[tuple[str, ...]] = ("blindfed",)
+    replays: ClassVar[bool] = False
+    takes: ClassVar[float] = 5.0
+
+    def unfit(self, run: Run) -> str | None:
+        if run.experiment.method.protocol != "permuted":
+            return 'protocol = "masked" sends no permuted states'
+        return None
+
+    def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
+        seed = replay.run.experiment.run.seed
+        states = of_client(replay.population, largest_client(replay.population), "train", seed)
+        n, levels = min(len(states), BATCH), states.blocks.shape[1]
+        if n < 2 or levels < 2:
+            return [nothing("order.sent", SENT, "There is no client with two rows, or no second block.")]
+        blocks = states.blocks[:n].double().numpy()
+        mixed, orders = shuffled(blocks, seed)
+        return [_sent(blocks, orders), self._seen(mixed, orders, n), self._tokens(blocks, seed, n)]
+
+    def _seen(self, mixed: np.ndarray, orders: np.ndarray, n: int) -> Finding:
+        return _share("order.from_states", SEEN, found(mixed, orders), n, "all tokens")
+
+    def _tokens(self, blocks: np.ndarray, seed: int, n: int) -> Finding:
+        mixed, orders = shuffled(blocks.mean(2), seed + 1)
+        question = "Could it from the means over the tokens alone?"
+        return _share("order.from_means", question, found(mixed, orders), n, "the mean over the tokens")
+
+
+def _sent(blocks: np.ndarray, orders: np.ndarray) -> Finding:
+    """Step 4 of the protocol: the client takes all lists of states to the last order, as it has to."""
+    pi = [torch.from_numpy(order) for order in orders]
+    lists = [torch.from_numpy(blocks[order, level]) for level, order in enumerate(orders)]
+    steps = [relative(before, after) for before, after in itertools.pairwise([*pi, pi[-1]])]
+    paired = to_last(lists, steps)
+    exact = [bool(torch.equal(x, torch.from_numpy(blocks[:, level])[pi[-1]])) for level, x in enumerate(paired)]
+    share = sum(exact) / len(exact)
+    says = f"The relative orders that the protocol sends pair the states of all tokens of {sum(exact)} of {len(exact)} "
+    says += "blocks."
+    return Finding("order.sent", SENT, share, share, share, LINE, ABOVE, says)
+
+
+def _share(name: str, question: str, shares: list[float], n: int, of: str) -> Finding:
+    trials = n * len(shares)
+    share = float(np.mean(shares))
+    low, high = clopper_pearson(round(share * trials), trials)
+    says = f"By the cosine of {of}, {share:.0%} of {trials} pairs are found in batches of {n}; chance is {1 / n:.1%}."
+    detail = {"by_block": [round(s, 4) for s in shares], "batch": n}
+    return Finding(name, question, share, low, high, LINE, ABOVE, says, False, detail)

@@ -1,0 +1,96 @@
+"""Rows of a double-blind run with their states, for audits: what one client holds, and rows of another kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from fedfm import seeds
+from fedfm.core.client import ClientId
+from fedfm.data.scikit_files import scikit_file
+from fedfm.data.table import Table
+from fedfm.encrypted.student.conversion import block_states, folded
+from fedfm.errors import RunError
+from fedfm.models.side_adapter import SideModel
+from fedfm.runtime.population import Partitioned
+
+MOST, OTHERS = 1000, 300  # rows of a client, and of another kind
+_AT_ONCE = 128
+
+
+@dataclass(frozen=True)
+class States:
+    """States of n rows.
+
+    Attributes:
+        patches: (n, T, F), what the client encrypts.
+        blocks: (n, L, T, d), the outputs of all blocks.
+        released: (n, L, P, d'), what the protocol releases of them, over the scales.
+        labels: (n,), or None.
+    """
+
+    patches: Tensor
+    blocks: Tensor
+    released: Tensor
+    labels: Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.patches)
+
+    def take(self, index: slice) -> States:
+        """Some of the rows."""
+        labels = None if self.labels is None else self.labels[index]
+        return States(self.patches[index], self.blocks[index], self.released[index], labels)
+
+
+def side_model(population: Partitioned) -> SideModel:
+    """The server's model of a double-blind run."""
+    model = population.model
+    if not isinstance(model, SideModel):
+        raise RunError("the population has no model with released states")
+    return model
+
+
+def largest_client(population: Partitioned) -> ClientId:
+    """The client with most training rows."""
+    rows = population.federated.clients
+    return max(sorted(rows), key=lambda c: len(rows[c].train))
+
+
+def of_client(population: Partitioned, client: ClientId, part: str, seed: int) -> States:
+    """A client's ``train`` or ``test`` rows, at most :data:`MOST`, in an order by chance."""
+    index = getattr(population.federated.clients[client], part)
+    index = seeds.generator(seed, "audit", "block_states", client, part).permutation(index)[:MOST]
+    return _states(population, population.federated.table, index)
+
+
+def of_photographs(population: Partitioned, seed: int, count: int = OTHERS) -> States:
+    """Squares cut from two photographs, of a flower and of a temple, that come with scikit-learn: no client's rows."""
+    rng = seeds.generator(seed, "audit", "photographs")
+    files = [scikit_file(f"datasets/images/{name}.jpg") for name in ("china", "flower")]
+    pictures = [np.asarray(Image.open(file)) for file in files]
+    cut = []
+    for _ in range(count):
+        whole = pictures[rng.integers(len(pictures))]
+        side = int(rng.integers(48, 200))
+        y, x = (int(rng.integers(size - side)) for size in whole.shape[:2])
+        cut.append(np.asarray(Image.fromarray(whole[y : y + side, x : x + side]).resize((64, 64))))
+    classes = population.federated.table.classes
+    table = Table("image", np.stack(cut), None, classes, np.full(count, "test"))
+    return _states(population, table, np.arange(count))
+
+
+def _states(population: Partitioned, table: Table, index: np.ndarray) -> States:
+    model = side_model(population)
+    backbone, _, _ = model.owned
+    rows = model.prepare(table, index).computed()
+    patch, done = folded(backbone.module).patch, []
+    with torch.no_grad():
+        for pixels in torch.split(rows.tensors["pixel_values"], _AT_ONCE):
+            done.append((patch(pixels), block_states(backbone.module, pixels)))
+    patches, blocks = (torch.cat(parts) for parts in zip(*done, strict=True))
+    return States(patches, blocks, model.states(rows), rows.labels)

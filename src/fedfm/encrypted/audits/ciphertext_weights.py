@@ -1,0 +1,59 @@
+"""The model's weights from the ciphertexts that a client decrypts: why each answer carries an encryption of zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fedfm.audits.audit import Audit
+from fedfm.audits.finding import Finding, VerdictRule, nothing
+from fedfm.audits.replay import Replay
+from fedfm.encrypted.audits.block_states import side_model
+from fedfm.encrypted.audits.inference_second_polynomials import weights_of
+from fedfm.encrypted.ckks.matrices import matrix_product
+from fedfm.encrypted.ckks.ring import Parameters
+from fedfm.encrypted.student.conversion import folded
+from fedfm.errors import MissingExtra
+
+QUESTION = "Does an encrypted answer of the server show the weights of a linear layer to the owner of the key?"
+INPUTS, OUTPUTS = 32, 8  # of the embedding: enough to show it, and solved in a second
+BITS = 20  # of the weights as whole numbers
+LINE = 0.5
+SHARE = VerdictRule(("estimate > bound",), ("estimate <= bound",))  # it is counted, and needs no interval
+
+
+class CiphertextWeights(Audit):
+    """Share of the embedding's weights that are solved from second polynomials."""
+
+    methods: ClassVar[tuple[str, ...]] = ("blindfed",)
+    replays: ClassVar[bool] = False
+
+    def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
+        try:
+            from fedfm.encrypted.ckks import seal
+
+            parameters = Parameters()
+            client = seal.ClientKeys(parameters)
+        except MissingExtra as missing:
+            return [nothing("weights.by_ciphertext", QUESTION, f"{missing}.")]
+        server = seal.ServerKeys(parameters, client.public())
+        backbone, _, _ = side_model(replay.population).owned
+        weight = folded(backbone.module).embedding[:OUTPUTS, :INPUTS]
+        whole = np.rint(weight / np.abs(weight).max() * 2**BITS)
+        x = client.encrypt(np.random.default_rng(0).normal(size=(whole.shape[1], parameters.slots)))
+        bare = matrix_product(whole, x, client.ring)
+        hidden = server.ring.add(bare, server.zeros(len(bare), parameters.limbs))
+        with_zero, without = (_found(out, x, whole, parameters) for out in (hidden, bare))
+        says = f"{with_zero:.0%} of {whole.size} weights of the embedding are found exactly. Without the encryption of "
+        says += f"zero that the server adds to what it sends they would be {without:.0%}."
+        detail = {"without_encryption_of_zero": without}
+        name, contradicts = "weights.by_ciphertext", with_zero > LINE
+        return [Finding(name, QUESTION, with_zero, None, None, LINE, SHARE, says, contradicts, detail)]
+
+
+def _found(out: np.ndarray, x: np.ndarray, whole: np.ndarray, parameters: Parameters) -> float:
+    """Share of the weights that are solved for modulo one prime; the transform of a polynomial changes nothing."""
+    guess = weights_of(x[:, 1, 0], out[:, 1, 0], parameters.primes[0])
+    return float((guess == whole).mean())

@@ -1,0 +1,121 @@
+"""An encrypted run beside the clear: the error of each block and of the logits, and what the two sides refuse."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from fedfm.audits.audit import Audit
+from fedfm.audits.finding import Finding, VerdictRule
+from fedfm.audits.replay import Replay
+from fedfm.encrypted.audits.block_states import largest_client, side_model
+from fedfm.encrypted.ckks.refresh import DistanceLedger
+from fedfm.encrypted.student.conversion import folded
+from fedfm.errors import ClientFault
+from fedfm.models.side_adapter import STATES, SideModel
+from fedfm.runtime.run_directory import Run
+
+ERROR = "How far are released states under encryption from those in the clear?"
+LOGITS = "How far are the logits of encrypted rows from those in the clear, end to end?"
+REFUSED = "Are encrypted rows refused that were damaged, altered, repeated or made for another session or key?"
+ROWS = 16  # a batch takes as long with one row as with all it has room for
+MOST = 1e-2  # largest error that a run may have
+WITHIN = VerdictRule(("estimate > bound",), ("estimate <= bound",))  # the largest error, which is computed
+ALL = VerdictRule(("estimate < bound",), ("estimate >= bound",))
+
+
+class EncryptedError(Audit):
+    """The largest error by block, and the share of bad messages that are refused."""
+
+    methods: ClassVar[tuple[str, ...]] = ("blindfed",)
+    replays: ClassVar[bool] = False
+    by_default: ClassVar[bool] = False  # a batch passes the whole model
+    takes: ClassVar[float] = 120.0
+
+    def unfit(self, run: Run) -> str | None:
+        method: Any = run.experiment.method
+        return 'encryption = "clear" encrypts nothing' if method.encryption == "clear" else None
+
+    def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
+        from fedfm.encrypted.protocol import masked, permuted  # TenSEAL
+
+        population, method = replay.population, replay.run.experiment.method
+        in_one_place = permuted.in_one_place if method.protocol == "permuted" else masked.in_one_place
+        model = side_model(population)
+        index = population.federated.clients[largest_client(population)].train[:ROWS]
+        rows = model.prepare(population.federated.table, index).computed()
+        notice("one batch under encryption")
+        seen = in_one_place(model, rows)
+        encrypted, clear = seen.tensors[STATES], model.states(rows)
+        model.load(method.params_for(replay.run.state(method.state_type), largest_client(population)))
+        said = model.predict(seen), model.predict(model.encode(rows))
+        return [_error(encrypted, clear), _logits(*said), _refusals(model, rows.tensors["pixel_values"])]
+
+
+def _error(encrypted: Tensor, clear: Tensor) -> Finding:
+    off = (encrypted - clear).abs()
+    worst, rms = float(off.max()), float(off.square().mean().sqrt())
+    detail = {"largest_by_block": [float(f"{float(x):.2e}") for x in off.amax((0, 2, 3))], "rms": float(f"{rms:.2e}")}
+    says = f"The largest of {off.numel()} errors is {worst:.1e}, their rms {rms:.1e}; the states have an rms near 1."
+    return Finding("encryption.error", ERROR, worst, None, None, MOST, WITHIN, says, False, detail)
+
+
+def _logits(encrypted: Tensor, clear: Tensor) -> Finding:
+    worst = float((encrypted - clear).abs().max())
+    same = float((encrypted.argmax(1) == clear.argmax(1)).double().mean())
+    says = (
+        f"The logits of the trained adapters differ by at most {worst:.1e}, where those in the clear have a standard "
+        f"deviation of {float(clear.std()):.2g}; {same:.0%} of the rows get the same class."
+    )
+    detail = {"same_class": round(same, 4)}
+    return Finding("encryption.logits", LOGITS, worst, None, None, MOST, WITHIN, says, False, detail)
+
+
+def _refusals(model: SideModel, pixels: Tensor) -> Finding:
+    from fedfm.encrypted.inference.model_owner import Holder, Owner
+
+    matrices = folded(model.owned[0].module)
+    holder, other = (Holder.new(len(matrices.positions)) for _ in range(2))
+    public, x = holder.public(), matrices.patch(pixels).double().numpy()
+    session, key = os.urandom(16), os.urandom(32)
+    holder.begin(session, key)
+    good = holder.rows(x)
+    other.begin(session, os.urandom(32))
+    holder.begin(os.urandom(16), key)
+    cases = {**dict(_damaged(good)), "another key": other.rows(x), "another session": holder.rows(x)}
+
+    def refused(message: bytes) -> bool:
+        def never(_: bytes) -> bytes:
+            raise AssertionError("a refresh was asked for")
+
+        owner = Owner(matrices, "class", public, session, key, DistanceLedger())
+        try:
+            owner.run(message, never, lambda block, states: None)
+        except ClientFault:
+            return True
+        return False
+
+    missed = [name for name, message in cases.items() if not refused(message)]
+    share = 1 - len(missed) / len(cases)
+    says = f"{len(cases) - len(missed)} of {len(cases)} are refused before anything is computed: {', '.join(cases)}."
+    says += f" Taken: {', '.join(missed)}." if missed else ""
+    return Finding("encryption.refusals", REFUSED, share, None, None, 1.0, ALL, says, bool(missed))
+
+
+def _damaged(good: bytes) -> Iterator[tuple[str, bytes]]:
+    """A message with one fault each."""
+    middle = len(good) // 2
+    yield "cut off", good[:-1]
+    yield "a byte too long", good + b"\0"
+    yield "nothing", b""
+    for place, name in ((4, "another version"), (middle, "an altered ciphertext"), (len(good) - 1, "another tag")):
+        yield name, good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :]
+    size = np.gcd(middle, 4096) or 1
+    yield (
+        "two ciphertexts exchanged",
+        good[:200] + good[200 + size : 200 + 2 * size] + good[200 : 200 + size] + good[200 + 2 * size :],
+    )

@@ -1,0 +1,320 @@
+"""BlindFed: A Framework for Double-Blind Federated Adaptation of Foundation Models.
+
+Tastan, Nandakumar. 2025. arXiv:2502.01289, Section 3; the paper numbers equations and has no Algorithm. Clients see
+neither the foundation model nor each other's rows, the server sees no rows: it computes on ciphertexts. The clients
+learn side adapters and a head (equations 4 to 6) on the block outputs that the server releases to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fedfm.core.capabilities import Judge, Needs
+from fedfm.core.client import Client, ClientData, ClientId, Update, on_client
+from fedfm.core.federation import Federation
+from fedfm.core.fields import Paper, setting
+from fedfm.core.method import Method
+from fedfm.core.rows import Rows
+from fedfm.encrypted.paper import SETTINGS
+from fedfm.encrypted.protocol import clear, foundation_check, permuted_clear, predictions
+from fedfm.encrypted.protocol.client import Held
+from fedfm.encrypted.protocol.handshake import Hello, Opened
+from fedfm.encrypted.student.distillation_loss import Recipe
+from fedfm.encrypted.student.folding import folded
+from fedfm.errors import InputError
+from fedfm.linalg.params import Params
+from fedfm.models.model import Model
+from fedfm.models.spec import RELEASED
+from fedfm.training import SGD, Local
+
+RINGS = {"fast": 8192, "slow": 16384}  # degrees, by the network
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What the server carries.
+
+    Attributes:
+        w: (theta, eta), adapters and head.
+        figures: of the encrypted passes, for the result.
+    """
+
+    w: Params
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BlindFed(Method[Carried]):
+    """Every row passes the server's frozen model once, encrypted; then FedAvg of adapters on the released states.
+
+    "masked" is ours: the client gets the released states of its rows in the clear and keeps its labels. "permuted" is
+    the paper's: it gets the states of all tokens in secret orders, and labels leave, encrypted; these orders leak
+    (``fedfm audit``).
+    """
+
+    means: ClassVar[tuple[str, ...]] = ("train",)
+    state_type: ClassVar[Any] = Carried
+    paper: ClassVar[Mapping[str, Paper]] = SETTINGS
+    paper_tables: ClassVar[Mapping[str, Any]] = {"distil": Recipe()}
+
+    rounds: int = setting(50, "T, rounds of averaging after the rows have passed; 0 evaluates the start", ge=0)
+    fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)
+    local: Local = setting(SGD(learning_rate=0.05, batch_size=16), "client optimiser: E, B, eta")
+    drops: bool = setting(
+        True,
+        'eta follows local.schedule = "steps" (Appendix D: a tenth after half of the rounds, a hundredth after four '
+        "fifths) if no other schedule is set; false: it stays",
+    )
+    protocol: str = setting("masked", "masked (ours) or permuted (the paper's)", choices=("masked", "permuted"))
+    encryption: str = setting(
+        "ckks", "ckks, or clear: a simulation in which the server sees the rows", choices=("ckks", "clear")
+    )
+    foundation: str = setting(
+        "",
+        'the distilled model ("nano-vit-fhe", or a folder of `fedfm distil`); only the server reads it',
+        required=True,
+        words='"nano-vit-fhe" or a folder that `fedfm distil` made',
+        metadata={"server_only": True},
+    )
+    rank: int = setting(8, "r, of the side adapters", ge=1, le=65_536)
+    released: str = setting(
+        "class",
+        "what clients see of each block: class (class token or mean), grid (also the means of four quadrants), tokens "
+        "(all, by a secret projection)",
+        choices=RELEASED,
+    )
+    projection: int = setting(32, 'released = "tokens": numbers a token', ge=1, le=65_536)
+    labels: str = setting(
+        "permuted",
+        "permuted protocol: the server returns the labels in its order (permuted) or the loss alone (loss_only, as "
+        "printed: nothing can be trained with it)",
+        choices=("permuted", "loss_only"),
+    )
+    link: str = setting(
+        "fast",
+        "the network to the clients: slow takes a larger ring, with a third of the messages, more bytes and more "
+        "computation a message",
+        choices=("fast", "slow"),
+    )
+    predict: bool = setting(
+        False, "no training: rows that silos name in their files pass, and each silo keeps their predictions"
+    )
+    trained: str = setting(
+        "",
+        "predict = true: the folder of a finished run, whose adapters predict; only the server reads it",
+        metadata={"server_only": True},
+    )
+    processes: int = setting(0, "of the server's encrypted computation; 0: one per core", ge=0)
+
+    @property
+    def ring(self) -> int:
+        """Degree of the ciphertexts' ring."""
+        return RINGS[self.link]
+
+    # --- server half --------------------------------------------------------------------------------------------------
+    def init(self, fed: Federation) -> Carried:
+        model = foundation_check.check(fed.model, self.foundation)
+        w = predictions.trained(self, fed, model) if self.predict else fed.initial
+        figures = self.passed(fed)
+        if self.predict:
+            figures["predicted"] = float(sum(fed.ask(self.predicted, w=w).values()))
+        return Carried(w, figures)
+
+    def passed(self, fed: Federation) -> dict[str, float]:
+        """Steps 1 to 4 of the protocol, once: all rows of all clients pass the model."""
+        if self.encryption == "clear":
+            return permuted_clear.passed(self, fed) if self.protocol == "permuted" else clear.passed(self, fed)
+        from fedfm.encrypted.protocol import masked  # need TenSEAL
+        from fedfm.encrypted.protocol import permuted as permuted_passes
+
+        return permuted_passes.passed(self, fed) if self.protocol == "permuted" else masked.passed(self, fed)
+
+    def step(self, fed: Federation, state: Carried, t: int) -> Carried:
+        cohort = fed.sample(self.fraction)
+        return replace(state, w=state.w + fed.mean(self.train, of=cohort, w=state.w))  # equation 7
+
+    def params_for(self, state: Carried, client: ClientId) -> Params:
+        return state.w
+
+    # --- client half --------------------------------------------------------------------------------------------------
+    @on_client
+    def train(self, client: Client, w: Params) -> Update:
+        mine = self.view(client)
+        w_k = client.trained = self.paced(mine, w)
+        return Update(w_k - w, len(mine.data.train), mine.metrics)
+
+    @cached_property
+    def paced(self) -> Local:
+        """The client optimiser with the paper's schedule, if it has none of its own."""
+        return replace(self.local, schedule="steps") if self.drops and self.local.schedule == "constant" else self.local
+
+    def view(self, client: Client) -> Client:
+        return self.held.view(client)
+
+    @on_client(kind="query")
+    def open(self, client: Client, told: Hello) -> Opened:
+        """Step 1: what the rows have to look like; the client's numbers of rows, and its keys."""
+        return self.held.open(client, told)
+
+    @on_client(kind="query")
+    def rows(self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False) -> Tensor:
+        """Step 2: a batch of rows, in the client's own order; ``go_on``: the server has its states from before."""
+        return self.held.rows(client, batch, session, go_on)
+
+    @on_client(kind="query", varying=("states",))
+    def keep(self, client: Client, batch: int, block: int, states: Tensor) -> int:
+        """Step 4: released states, which the client keeps for all rounds; it says how many rows they are of."""
+        return self.held.keep(client, batch, block, states)
+
+    @on_client(kind="query", varying=("message",))
+    def refresh(self, client: Client, message: Tensor) -> Tensor:
+        """Step 3: decrypt masked numbers, and encrypt them again."""
+        return self.held.refresh(client, message)
+
+    @on_client(kind="query")
+    def labelled(
+        self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False
+    ) -> dict[str, Tensor]:
+        """Permuted, step 1: a batch of rows with its labels; ``go_on``: the server has its states from before."""
+        return self.held.labelled(client, batch, session, go_on)
+
+    @on_client(kind="query", varying=("states",))
+    def turn(self, client: Client, batch: int, block: int, states: Tensor) -> Tensor:
+        """Permuted, step 3: the states of all tokens in a secret order, which the client keeps and returns."""
+        return self.held.turn(client, batch, block, states)
+
+    @on_client(kind="query", varying=("orders", "labels"))
+    def align(self, client: Client, batch: int, orders: Tensor, labels: Tensor) -> int:
+        """Permuted, steps 4 and 6: the orders from each block to the next, and the labels in the last one."""
+        return self.held.align(client, batch, orders, labels)
+
+    @on_client(kind="query")
+    def predicted(self, client: Client, w: Params) -> int:
+        """With ``predict``: keep the predictions of its rows; their number."""
+        return predictions.keep(client, self.view(client), w)
+
+    @cached_property
+    def held(self) -> Held:
+        """What this process knows of its clients' released states."""
+        return Held(self.protocol, self.encryption)
+
+    # --- what it needs and promises -----------------------------------------------------------------------------------
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        """The model is the server's; in the clear all parties are in one place."""
+        local = 'method.encryption = "clear"' if self.encryption == "clear" else ""
+        return Needs("side_adapter", ("side_adapter",), model="server", local=local)
+
+    @property
+    def asks(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The messages of the protocol."""
+        renewed = ("refresh",) if self.encryption == "ckks" else ()
+        if self.protocol == "permuted":
+            return ("open", "labelled", "turn", "align", *renewed)
+        return ("open", "rows", "keep", *renewed, *(("predicted",) if self.predict else ()))
+
+    @property
+    def sealed(self) -> tuple[str, ...]:
+        """Ciphertexts, keys and numbers of rows."""
+        return self.asks if self.encryption == "ckks" else ()
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Of the orders; of the agreement on keys."""
+        orders = ("orders",) if self.protocol == "permuted" else ()
+        return orders + (("channel",) if self.encryption == "ckks" else ())
+
+    @property
+    def predicts_only(self) -> bool:
+        """Whether rows without labels pass, which silos name in their files."""
+        return self.predict
+
+    @property
+    def hides_counts(self) -> bool:
+        """Rows to predict have no labels: no client is asked for scores."""
+        return self.predict
+
+    @property
+    def clients_judge(self) -> bool:
+        """With encrypted rows, test rows are the clients'."""
+        return self.encryption == "ckks"
+
+    def fidelity(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
+        return self.held.errors(seen, clear) if self.encryption == "ckks" else {}
+
+    def encoded(self, model: Model, rows: Rows) -> Rows:
+        if self.encryption == "clear":
+            return model.encode(rows)
+        from fedfm.encrypted.protocol import masked
+        from fedfm.encrypted.protocol import permuted as permuted_passes
+
+        twin = foundation_check.check(model, self.foundation)
+        alone = permuted_passes.in_one_place if self.protocol == "permuted" else masked.in_one_place
+        return alone(twin, rows, self.ring)
+
+    def model_table(self) -> dict[str, Any]:
+        adapt = {"name": "side_adapter", "rank": self.rank, "released": self.released, "projection": self.projection}
+        return {"name": self.foundation, "task": "classification", "adaptation": adapt}
+
+    def check_model(self) -> None:
+        foundation_check.check_place(self.foundation)
+        if self.encryption == "ckks":
+            from fedfm.encrypted.ckks import seal
+            from fedfm.encrypted.ckks.ring import Parameters
+
+            seal.ring_of(Parameters())  # says so if the extra is missing
+
+    def plan(self, model: Model, rows: Sequence[Sequence[int]]) -> Any:
+        twin = foundation_check.check(model, self.foundation)  # a simulation refuses what encryption would
+        if self.encryption == "clear":
+            return None
+        from fedfm.encrypted.inference import cost_estimate
+        from fedfm.encrypted.inference.messages import parameters_of
+
+        matrices = folded(twin.owned[0].module)
+        parameters = parameters_of(self.ring)
+        if self.protocol == "permuted":
+            return cost_estimate.plan(matrices, rows, self.released, permuted=len(model.classes), parameters=parameters)
+        counts = [sum(parts) for parts in rows]
+        return cost_estimate.plan(matrices, counts, self.released, projection=self.projection, parameters=parameters)
+
+    def details(self, state: Carried, judge: Judge | None) -> dict[str, Any]:
+        figures: dict[str, Any] = dict(state.figures)
+        if "statistical_distance" in figures:
+            from fedfm.encrypted.ckks.refresh import HOLDS_WHILE
+
+            figures["statistical_distance_holds"] = HOLDS_WHILE
+        if self.predict:
+            return figures
+        return figures | {"accuracy_clear": None if judge is None else judge(state.w).get("accuracy")}
+
+    def validate(self) -> None:
+        if self.predict and (self.rounds or self.protocol != "masked" or not self.trained):
+            raise InputError(
+                'method.predict = true trains nothing: expected rounds = 0, protocol = "masked", and in trained the '
+                "folder of a finished run"
+            )
+        if self.protocol != "permuted":
+            if self.labels != "permuted":
+                raise InputError(f'method.labels = "{self.labels}" belongs to protocol = "permuted"; drop it')
+            return
+        if self.released == "tokens":
+            raise InputError(
+                'method.released = "tokens" hides tokens by a projection, and protocol = "permuted" sends them whole: '
+                'expected "class" or "grid"'
+            )
+        if self.labels == "loss_only" and self.encryption == "ckks":
+            raise InputError(
+                'method.labels = "loss_only": encrypted clients judge on the labels that come back; expected '
+                'encryption = "clear", or labels = "permuted"'
+            )
+        if self.labels == "loss_only" and self.rounds:
+            raise InputError(
+                f'method.labels = "loss_only": a client that gets the loss alone has no gradient, so that nothing can '
+                f'be trained in {self.rounds} rounds; expected rounds = 0, or labels = "permuted"'
+            )

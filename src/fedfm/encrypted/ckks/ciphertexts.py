@@ -1,0 +1,357 @@
+"""Arrays of CKKS ciphertexts as residues, with arithmetic that looks after levels and scales.
+
+Sums, products with numbers and matrices, and the tensor product of two ciphertexts are computed here on the residues.
+What needs keys or a division by a prime comes from an :class:`KeyOperations`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedfm.encrypted.ckks import modular_kernels
+from fedfm.encrypted.ckks.ring import Residues, Ring
+from fedfm.errors import InputError
+
+SCALE_TOLERANCE = 2.0**-10  # of sums: the relative error that two scales in one sum may add
+_EXACT_FACTOR = 16  # whole numbers up to here multiply without a level
+_LEAST_BITS = 16  # a factor keeps at least so many bits at the scale of a narrow prime
+
+Refresh = Callable[["Ciphertexts"], "Ciphertexts"]
+
+
+class KeyOperations(Protocol):
+    """Operations with public keys.
+
+    Attributes:
+        floor: primes that a ciphertext must keep: the least with which it can still be refreshed.
+        refresh: gives fresh ciphertexts of the same numbers; None where there is no client to ask.
+    """
+
+    ring: Ring
+    floor: int
+    refresh: Refresh | None
+
+    def relinearise(self, x: Ciphertexts) -> Ciphertexts:
+        """Three polynomials to two."""
+
+    def rescale(self, x: Ciphertexts) -> Ciphertexts:
+        """Divide by the last prime and drop it."""
+
+    def rotate(self, x: Ciphertexts, steps: int) -> Ciphertexts:
+        """Slot i + steps to slot i."""
+
+    def zeros(self, count: int, limbs: int) -> Residues:
+        """Fresh encryptions of zero, (count, 2, limbs, N)."""
+
+
+class Ciphertexts:
+    """``count`` ciphertexts of one level and one scale.
+
+    Numbers and other ciphertexts (as many, or one) are added, subtracted and multiplied; a product of two is
+    relinearised and rescaled. The operand with more levels drops some. An operand without the levels that a product
+    needs is refreshed first, in place, where the evaluator can ask for it.
+
+    *Guarantee*: scales are followed exactly. In a sum they may differ by 2^-10 of their value; that is then the largest
+    relative error of the second operand.
+
+    Attributes:
+        limbs: residues in evaluation form, (count, polynomials, primes, N), uint64.
+        scale: the encrypted polynomial is the encoded one times this number.
+        evaluator: whose keys they need.
+
+    Raises:
+        InputError: shapes, scales or evaluators that do not go together, or no level is left.
+    """
+
+    __slots__ = ("evaluator", "limbs", "scale")
+
+    def __init__(self, limbs: NDArray[np.uint64], scale: float, evaluator: KeyOperations) -> None:
+        ring = evaluator.ring
+        if limbs.dtype != np.uint64 or limbs.ndim != 4 or limbs.shape[1] not in (2, 3):
+            raise InputError(f"limbs {limbs.dtype} {limbs.shape}: expected uint64 (count, 2 or 3, primes, N)")
+        if not (1 <= limbs.shape[2] <= ring.parameters.limbs and limbs.shape[3] == ring.degree):
+            raise InputError(
+                f"limbs of shape {limbs.shape}: expected 1 to {ring.parameters.limbs} primes, {ring.degree}"
+            )
+        if not (math.isfinite(scale) and scale >= 1):
+            raise InputError(f"scale {scale}: expected a finite number of at least 1")
+        self.limbs, self.scale, self.evaluator = limbs, float(scale), evaluator
+
+    # --- what they are ---------------------------------------------------------------------------------------------
+
+    @property
+    def level(self) -> int:
+        """Rescalings that are left: the number of primes minus one."""
+        return int(self.limbs.shape[2]) - 1
+
+    @property
+    def residues(self) -> Residues:
+        """The limbs as int64, the same memory."""
+        return self.limbs.view(np.int64)
+
+    def __len__(self) -> int:
+        return int(self.limbs.shape[0])
+
+    def __getitem__(self, which: slice | Sequence[int]) -> Ciphertexts:
+        """Some of them."""
+        return self._like(self.residues[which])
+
+    def __repr__(self) -> str:
+        return f"Ciphertexts({len(self)}, level {self.level}, scale 2^{math.log2(self.scale):.2f})"
+
+    def transparent(self) -> bool:
+        """Whether anyone can read one of them: all polynomials but the first are zero."""
+        return not bool(self.limbs[:, 1:].any(axis=(1, 2, 3)).all())
+
+    # --- arithmetic ------------------------------------------------------------------------------------------------
+
+    def __add__(self, other: Ciphertexts | float) -> Ciphertexts:
+        return self._sum(other, 1)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Ciphertexts | float) -> Ciphertexts:
+        return self._sum(other, -1)
+
+    def __rsub__(self, other: float) -> Ciphertexts:
+        return -self + other
+
+    def __neg__(self) -> Ciphertexts:
+        return self * -1
+
+    @overload
+    def __mul__(self, other: Ciphertexts) -> Ciphertexts: ...
+    @overload
+    def __mul__(self, other: float) -> Ciphertexts: ...
+    def __mul__(self, other: Ciphertexts | float) -> Ciphertexts:
+        if not isinstance(other, Ciphertexts):
+            number = float(other)
+            if number and number.is_integer() and abs(number) <= _EXACT_FACTOR:
+                return self._scaled(np.full(len(self), int(number), object), 1.0)
+            return self.times(np.full(len(self), number))
+        return finished(products(self, other))
+
+    __rmul__ = __mul__
+
+    def square(self) -> Ciphertexts:
+        """Each times itself: one level."""
+        return self * self
+
+    def plus(self, numbers: NDArray[np.floating[Any]]) -> Ciphertexts:
+        """Add a number of its own to each, (count,)."""
+        if numbers.shape != (len(self),):
+            raise InputError(f"{numbers.shape} numbers for {len(self)} ciphertexts")
+        shift = [self.evaluator.ring.constant(round(float(v) * self.scale), self.level + 1) for v in numbers]
+        one = np.ones((), np.int64)
+        out = self.residues.copy()
+        out[:, 0] = self.evaluator.ring.affine(np.ascontiguousarray(out[:, 0]), one, np.stack(shift))
+        return self._like(out)
+
+    def times(self, numbers: NDArray[np.floating[Any]]) -> Ciphertexts:
+        """Multiply each by a number of its own, (count,): one level."""
+        if numbers.shape != (len(self),):
+            raise InputError(f"{numbers.shape} numbers for {len(self)} ciphertexts")
+        if not (np.isfinite(numbers).all() and numbers.all()):
+            raise InputError("a product with zero or infinity would show its result to everyone")
+        x = self.for_plain(float(np.abs(numbers).min()))
+        scale = x.plain_scale()
+        factors = np.array([round(float(v) * scale) for v in numbers], object)
+        if not factors.all():
+            raise InputError(f"a product with {np.abs(numbers).min():g} vanishes at scale 2^{math.log2(scale):.0f}")
+        return x.evaluator.rescale(x._scaled(factors, scale))
+
+    def at(self, limbs: int) -> Ciphertexts:
+        """The same numbers with fewer primes."""
+        if limbs > self.level + 1:
+            raise InputError(f"{self.level + 1} primes are left, {limbs} are wanted; refresh the ciphertexts")
+        return self if limbs == self.level + 1 else self._like(self.residues[:, :, :limbs])
+
+    def rotate(self, steps: int) -> Ciphertexts:
+        """Slot i + steps to slot i, round the end."""
+        return self.evaluator.rotate(self, steps) if steps % (self.evaluator.ring.degree // 2) else self
+
+    def total(self) -> Ciphertexts:
+        """Their sum, one ciphertext."""
+        parts = self.residues
+        while len(parts) > 1:
+            half = len(parts) // 2
+            rest = parts[2 * half :]
+            parts = self.evaluator.ring.add(
+                np.ascontiguousarray(parts[:half]), np.ascontiguousarray(parts[half : 2 * half])
+            )
+            parts = np.concatenate([parts, rest]) if len(rest) else parts
+        return self._like(parts)
+
+    def refreshed(self) -> Ciphertexts:
+        """Fresh ciphertexts of the same numbers.
+
+        Raises:
+            InputError: the evaluator has no client to ask.
+        """
+        if self.evaluator.refresh is None:
+            raise InputError(f"level {self.level} is too low for the next product, and nobody refreshes")
+        return self.evaluator.refresh(self._usual().at(self.evaluator.floor))
+
+    def for_plain(self, smallest: float = 1.0) -> Ciphertexts:
+        """At the highest level where a plaintext fits, a narrow prime if it keeps enough bits; refreshed if needed."""
+        parameters, least = self.evaluator.ring.parameters, max(self.evaluator.floor, 1)
+        for attempt in range(2):
+            able = range(self.level + 1, least, -1)
+            narrow = [n for n in able if not parameters.wide(n)]
+            fits = (
+                narrow and smallest * parameters.scale * parameters.primes[narrow[0] - 1] >= self.scale * 2**_LEAST_BITS
+            )
+            if fits:
+                return self.at(narrow[0])
+            if wide := self._able():
+                return self.at(wide[0])
+            if attempt == 0 and self.evaluator.refresh is not None:
+                self._become(self.refreshed())
+            elif able:
+                return self.at(able[0])
+        raise InputError("the parameters have no level for a product with numbers")
+
+    def plain_scale(self) -> float:
+        """Of a plaintext, such that the product has the parameters' scale once it is rescaled."""
+        parameters = self.evaluator.ring.parameters
+        return parameters.scale * parameters.primes[self.level] / self.scale
+
+    def renew_with(self, *others: Ciphertexts) -> None:
+        """Refresh these and others in one message, in place, if one of them has no level for a product of two.
+
+        Those that have all levels stay out of it. The client keeps the whole numbers of a polynomial as they are, so
+        each array keeps its own scale.
+        """
+        parts = list({id(part): part for part in (self, *others)}.values())
+        spent = [part for part in parts if part.level + 1 < part.evaluator.ring.parameters.limbs]
+        if not spent or all(part._able() for part in parts):
+            return
+        usual = [part._usual().at(self.evaluator.floor) for part in spent]
+        together = np.concatenate([part.limbs for part in usual])
+        fresh = Ciphertexts(together, max(part.scale for part in usual), self.evaluator).refreshed()
+        start = 0
+        for part, told in zip(spent, usual, strict=True):
+            part.limbs, part.scale = np.ascontiguousarray(fresh.limbs[start : start + len(part)]), told.scale
+            start += len(part)
+
+    def over(self, number: float) -> Ciphertexts:
+        """Divided by a positive number, without a level: the scale takes it up.
+
+        The next factor by numbers is rounded at a scale that is as much smaller, and brings the usual scale back.
+        """
+        return self._like(self.residues, self.scale * number)
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _like(self, residues: Residues, scale: float | None = None) -> Ciphertexts:
+        limbs = np.ascontiguousarray(residues).view(np.uint64)
+        return Ciphertexts(limbs, self.scale if scale is None else scale, self.evaluator)
+
+    def _sum(self, other: Ciphertexts | float, sign: int) -> Ciphertexts:
+        if not isinstance(other, Ciphertexts):
+            return self.plus(np.full(len(self), sign * float(other)))
+        a, b = aligned(self, other)
+        if abs(a.scale / b.scale - 1) > SCALE_TOLERANCE:
+            raise InputError(f"scales 2^{math.log2(a.scale):.4f} and 2^{math.log2(b.scale):.4f} in one sum")
+        if a.limbs.shape[1] != b.limbs.shape[1]:
+            raise InputError("a product that is not relinearised in a sum with one that is")
+        x, y = (np.ascontiguousarray(np.broadcast_to(c.residues, _larger(a, b))) for c in (a, b))
+        return a._like(self.evaluator.ring.add(x, y, sign))
+
+    def _scaled(self, factors: NDArray[np.object_], scale: float) -> Ciphertexts:
+        """Times whole numbers, (count,), that stand for numbers at a scale."""
+        ring = self.evaluator.ring
+        rows = np.stack([ring.constant(int(f), self.level + 1) for f in factors])
+        rows = np.repeat(rows, self.limbs.shape[1], axis=0)
+        return self._like(ring.affine(self.residues, rows, np.zeros((), np.int64)), self.scale * scale)
+
+    def _usual(self) -> Ciphertexts:
+        """At the parameters' scale, if a narrow prime is left to bring it there: a mask covers as much as its bound."""
+        parameters, limbs = self.evaluator.ring.parameters, self.level + 1
+        if abs(self.scale / parameters.scale - 1) <= SCALE_TOLERANCE or limbs <= self.evaluator.floor:
+            return self
+        if parameters.wide(limbs):
+            return self.at(limbs - 1)._usual()
+        scale = self.plain_scale()
+        return self.evaluator.rescale(self._scaled(np.full(len(self), round(scale), object), round(scale)))
+
+    def _for_product(self) -> int:
+        """The most primes with which this can be multiplied by ciphertexts; refreshed if there are none."""
+        if not self._able():
+            self._become(self.refreshed())
+        if not (able := self._able()):
+            raise InputError("the parameters have no level for a product of ciphertexts")
+        return able[0]
+
+    def _able(self) -> list[int]:
+        """The numbers of primes, the most first, with which this can be multiplied by ciphertexts."""
+        parameters, least = self.evaluator.ring.parameters, max(self.evaluator.floor, 1)
+        return [n for n in range(self.level + 1, least, -1) if parameters.wide(n)]
+
+    def _become(self, fresh: Ciphertexts) -> None:
+        """Hold fresh ciphertexts of the same numbers: whoever uses this array again needs no second refresh."""
+        self.limbs, self.scale = fresh.limbs, fresh.scale
+
+
+def aligned(a: Ciphertexts, b: Ciphertexts) -> tuple[Ciphertexts, Ciphertexts]:
+    """Both with the primes that both have."""
+    if a.evaluator is not b.evaluator:
+        raise InputError("ciphertexts of two evaluators")
+    if len(a) != len(b) and 1 not in (len(a), len(b)):
+        raise InputError(f"{len(a)} and {len(b)} ciphertexts: expected as many, or one")
+    limbs = min(a.level, b.level) + 1
+    return a.at(limbs), b.at(limbs)
+
+
+def products(a: Ciphertexts, b: Ciphertexts) -> Ciphertexts:
+    """Products, one by one, of three polynomials each; :func:`finished` makes it a usual ciphertext."""
+    x, y = _factors(a, b)
+    count, _, limbs, degree = _larger(x, y)
+    out = np.empty((count, 3, limbs, degree), np.int64)
+    one_x, one_y = len(x) == 1, len(y) == 1
+    for i in range(count):
+        p, q = 0 if one_x else i, 0 if one_y else i
+        modular_kernels.tensor(x.residues[p : p + 1], y.residues[q : q + 1], out[i], x.evaluator.ring.primes)
+    return x._like(out, x.scale * y.scale)
+
+
+def inner(a: Ciphertexts, b: Ciphertexts) -> Ciphertexts:
+    """The sum of a_i b_i, of three polynomials: one ciphertext."""
+    if len(a) != len(b):
+        raise InputError(f"{len(a)} and {len(b)} ciphertexts in an inner product")
+    x, y = _factors(a, b)
+    out = np.empty((1, 3, *x.limbs.shape[2:]), np.int64)
+    modular_kernels.tensor(x.residues, y.residues, out[0], x.evaluator.ring.primes)
+    return x._like(out, x.scale * y.scale)
+
+
+def finished(product: Ciphertexts) -> Ciphertexts:
+    """Relinearise and rescale."""
+    return product.evaluator.rescale(product.evaluator.relinearise(product))
+
+
+def joined(parts: Sequence[Ciphertexts]) -> Ciphertexts:
+    """Several arrays one after another; they have the scale of the first."""
+    limbs = min(part.level for part in parts) + 1
+    if any(abs(part.scale / parts[0].scale - 1) > SCALE_TOLERANCE for part in parts):
+        raise InputError("arrays of several scales")
+    return parts[0]._like(np.concatenate([part.at(limbs).residues for part in parts]))
+
+
+def _factors(a: Ciphertexts, b: Ciphertexts) -> tuple[Ciphertexts, Ciphertexts]:
+    limbs = min(a._for_product(), b._for_product())
+    if not a.evaluator.ring.parameters.wide(limbs):  # pragma: no cover - both numbers are of wide primes
+        raise InputError("no common level")
+    x, y = aligned(a.at(limbs), b.at(limbs))
+    if x.limbs.shape[1] != 2 or y.limbs.shape[1] != 2:
+        raise InputError("factors must be relinearised")
+    return x, y
+
+
+def _larger(a: Ciphertexts, b: Ciphertexts) -> tuple[int, ...]:
+    return (max(len(a), len(b)), *a.limbs.shape[1:])

@@ -1,0 +1,202 @@
+"""Refresh: the client renews ciphertexts whose levels are spent, without seeing what is in them.
+
+The server adds to the encrypted polynomial v, whose coefficients are whole numbers, a mask r of whole numbers. The
+client decrypts v + r, keeps the whole numbers as they are, and encrypts them with all primes. The server subtracts r.
+Nothing is rounded: slots are never decoded.
+
+*Guarantee*: what the client decrypts is v + r, which differs from r alone by a statistical distance of at most
+sqrt(N) * bound * scale / M a ciphertext, with r uniform over M whole numbers; distances of all ciphertexts add up. For
+the distance of one coefficient is at most |v_j| / M, and sum |v_j| <= sqrt(N) |v|_2 <= sqrt(N) max |slot| * scale
+(Cauchy and Schwarz; the embedding is an isometry up to sqrt(N)). The rest of the ciphertext says nothing more: a fresh
+encryption of zero under the client's public key hides what the server's weights left in it.
+
+*Assumes*: slots are at most ``bound`` in magnitude, and ring learning with errors is hard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+from cryptography.hazmat.primitives.ciphers.modes import CTR
+
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
+from fedfm.encrypted.ckks.ring import WORD, Parameters, Residues, Ring
+from fedfm.encrypted.ckks.seal import ClientKeys
+from fedfm.errors import InputError, RunError
+from fedfm.privacy.crypto import keys
+
+MOST = 2.0**-40  # statistical distance of all that one client decrypts in a run
+# Stands wherever the figure does: nobody sees the slots of a ciphertext, so no code can make it hold.
+HOLDS_WHILE = "as long as every value stays within the intervals of the model's polynomials"
+_AT_A_TIME = 64  # ciphertexts: their masks stay small beside the ciphertexts
+
+
+def mask_bits(parameters: Parameters, limbs: int, scale: float, bound: float) -> int:
+    """B of the masks in [-2^(b-1), 2^(b-1)): the most for which v + r never reaches half the modulus.
+
+    Raises:
+        InputError: not one bit fits.
+    """
+    room = parameters.modulus(limbs) // 2 - math.ceil(bound * scale)
+    if room < 1:
+        raise InputError(f"values up to {bound:g} at scale 2^{math.log2(scale):.0f} leave no room for a mask")
+    return room.bit_length()
+
+
+def distance(parameters: Parameters, limbs: int, scale: float, bound: float) -> float:
+    """Statistical distance of one masked ciphertext from a mask alone; slots are at most ``bound`` in magnitude."""
+    largest = math.sqrt(parameters.degree) * bound * scale
+    return min(largest * 2.0 ** -mask_bits(parameters, limbs, scale, bound), 1.0)
+
+
+def least_limbs(parameters: Parameters, ciphertexts: int, bound: float, most: float = MOST) -> int:
+    """The fewest primes at which so many ciphertexts can be refreshed within the distance ``most``.
+
+    Raises:
+        InputError: there are not enough primes.
+    """
+    for limbs in range(2, parameters.limbs):
+        if ciphertexts * distance(parameters, limbs, parameters.scale, bound) <= most:
+            return limbs
+    raise InputError(
+        f"{ciphertexts} refreshed ciphertexts of values up to {bound:g} need a larger modulus than degree "
+        f"{parameters.degree} has for a distance of 2^{math.log2(most):.0f}"
+    )
+
+
+class Spending(Protocol):
+    """Where statistical distance is entered."""
+
+    def spend(self, count: int, each: float) -> None:
+        """Enter so many ciphertexts, ``each`` of this distance, before they are sent."""
+
+
+@dataclass
+class DistanceLedger:
+    """What the masks of one client's run have spent.
+
+    Attributes:
+        most: the distance that the run may not exceed.
+        spent: upper bound of the statistical distance so far.
+        ciphertexts: refreshed so far.
+        keep: writes the ledger where it outlives the process; called after every entry, before anything is sent, so
+            that a resumed run has forgotten nothing.
+    """
+
+    most: float = MOST
+    spent: float = 0.0
+    ciphertexts: int = 0
+    keep: Callable[[DistanceLedger], None] | None = field(default=None, repr=False, compare=False)
+
+    def spend(self, count: int, each: float) -> None:
+        """Enter so many ciphertexts before they are sent.
+
+        Raises:
+            RunError: the run would exceed ``most``; nothing is entered.
+        """
+        if self.spent + count * each > self.most:
+            raise RunError(
+                f"{count} more refreshed ciphertexts bring the statistical distance to "
+                f"2^{math.log2(self.spent + count * each):.1f}, above 2^{math.log2(self.most):.1f}: encrypt fewer rows"
+            )
+        self.spent += count * each
+        self.ciphertexts += count
+        if self.keep is not None:
+            self.keep(self)
+
+    def __str__(self) -> str:
+        shown = f"2^{math.log2(self.spent):.1f}" if self.spent else "0"
+        return f"{self.ciphertexts} refreshed ciphertexts, statistical distance at most {shown}, {HOLDS_WHILE}"
+
+
+@dataclass
+class Mask:
+    """A secret mask for one array of ciphertexts; it unmasks once."""
+
+    key: bytes = field(repr=False)
+    bits: int
+    count: int
+    scale: float
+    used: bool = False
+
+    def residues(self, start: int, stop: int, limbs: int, ring: Ring) -> Residues:
+        """Of the ciphertexts start to stop, in evaluation form: (stop - start, limbs, N)."""
+        words, degree = -(-self.bits // WORD), ring.degree
+        size = 4 * words * degree
+        counter = (start * size // 16).to_bytes(16, "big")  # N is a multiple of 4: each begins with a block
+        stream = Cipher(AES256(self.key), CTR(counter)).encryptor().update(bytes(size * (stop - start)))
+        numbers = np.frombuffer(stream, "<u4").reshape(stop - start, words, degree).astype(np.int64)
+        numbers &= (1 << WORD) - 1
+        numbers[:, -1] &= (1 << (self.bits - WORD * (words - 1))) - 1
+        return ring.forward(ring.whole(numbers, 1 << (self.bits - 1), limbs))
+
+
+class Masking:
+    """The server's half: hides what it sends to one client, and enters it into the ledger.
+
+    Attributes:
+        bound: of the magnitude of every slot; the ranges stored with the model give it.
+    """
+
+    def __init__(self, bound: float, ledger: Spending | None = None) -> None:
+        if not 0 < bound < math.inf:
+            raise InputError(f"bound {bound}: expected a positive number")
+        self.bound = bound
+        self.ledger: Spending = DistanceLedger() if ledger is None else ledger
+
+    def hide(self, x: Ciphertexts) -> tuple[Ciphertexts, Mask]:
+        """Masked ciphertexts for the client, and the mask to keep.
+
+        Raises:
+            RunError: the run's statistical distance would exceed its limit.
+        """
+        ring, limbs = x.evaluator.ring, x.level + 1
+        self.ledger.spend(len(x), distance(ring.parameters, limbs, x.scale, self.bound))
+        mask = Mask(keys.entropy(32), mask_bits(ring.parameters, limbs, x.scale, self.bound), len(x), x.scale)
+        out = ring.add(x.residues, x.evaluator.zeros(len(x), limbs))
+        _apply(mask, out, 1, ring)
+        return Ciphertexts(out.view(np.uint64), x.scale, x.evaluator), mask
+
+    def reveal(self, fresh: Ciphertexts, mask: Mask) -> Ciphertexts:
+        """The client's answer without the mask.
+
+        Raises:
+            InputError: another number of ciphertexts, another scale, or a mask that has served before.
+        """
+        if mask.used or len(fresh) != mask.count or fresh.scale != mask.scale:
+            raise InputError(f"{len(fresh)} ciphertexts for a mask of {mask.count}, or a mask that has served before")
+        mask.used = True
+        out = fresh.residues.copy()
+        _apply(mask, out, -1, fresh.evaluator.ring)
+        return Ciphertexts(out.view(np.uint64), fresh.scale, fresh.evaluator)
+
+
+def renewed(client: ClientKeys, masked: Residues, second: Residues | None = None) -> Residues:
+    """The client's half: fresh ciphertexts of the same whole numbers, with all primes.
+
+    Args:
+        masked: (count, 2, limbs, N).
+        second: second polynomials of the results, as for :meth:`ClientKeys.encrypted`.
+    """
+    limbs = client.parameters.limbs
+    out = np.empty((len(masked), 2, limbs, masked.shape[3]), np.int64)
+    for start in range(0, len(masked), _AT_A_TIME):
+        piece = slice(start, start + _AT_A_TIME)
+        known = client.ring.backward(client.opened(masked[piece]))
+        whole = np.concatenate([known, client.ring.lift(known, limbs)], axis=1)
+        out[piece] = client.encrypted(whole, None if second is None else second[piece])
+    return out
+
+
+def _apply(mask: Mask, residues: Residues, sign: int, ring: Ring) -> None:
+    """Add the mask to the first polynomials, or subtract it, in place."""
+    for start in range(0, len(residues), _AT_A_TIME):
+        piece = slice(start, min(start + _AT_A_TIME, len(residues)))
+        noise = mask.residues(piece.start, piece.stop, residues.shape[2], ring)
+        residues[piece, 0] = ring.add(np.ascontiguousarray(residues[piece, 0]), noise, sign)

@@ -1,0 +1,245 @@
+"""Rings of CKKS: parameters with their security, primes, number-theoretic transforms, exact changes of the modulus.
+
+A polynomial modulo X^N + 1 is an array (primes, N) of residues. It is in *evaluation form* (transformed, bit-reversed)
+unless a function says *coefficients*. Cheon, Kim, Kim, Song. Homomorphic encryption for arithmetic of
+approximate numbers. ASIACRYPT 2017.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedfm.encrypted.ckks import modular_kernels
+from fedfm.errors import InputError
+
+Residues = NDArray[np.int64]
+
+# Largest bits of all primes together at 128-bit security with a ternary secret. Albrecht et al. Homomorphic Encryption
+# Standard. HomomorphicEncryption.org, 2018, Table 1.
+SECURE_BITS = {1024: 27, 2048: 54, 4096: 109, 8192: 218, 16384: 438, 32768: 881}
+WORD = 30  # bits of a word of a whole number
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What client and server must agree on.
+
+    Attributes:
+        degree: N; a ciphertext has N / 2 slots.
+        bits: of the primes, in order; rescaling drops the last one.
+        special: bits of the prime for switching keys, at least as many as the others have.
+        scale_bits: log2 of the scale of fresh ciphertexts; a prime of at least that many bits is *wide*, other primes
+            are for products with plaintexts.
+
+    Raises:
+        InputError: less than 128-bit security, or primes that do not exist or are too large.
+    """
+
+    degree: int = 8192
+    bits: tuple[int, ...] = (43, 36, 36, 24, 36)
+    special: int = 43
+    scale_bits: int = 36
+
+    def __post_init__(self) -> None:
+        most = SECURE_BITS.get(self.degree)
+        if most is None:
+            raise InputError(f"degree {self.degree}: expected one of {sorted(SECURE_BITS)}")
+        total = sum(self.bits) + self.special
+        if total > most:
+            raise InputError(
+                f"primes of {total} bits at degree {self.degree} give less than 128-bit security: at most {most} bits"
+            )
+        if len(self.bits) < 2 or not all(20 <= b <= 49 for b in (*self.bits, self.special)):
+            raise InputError(f"primes of {self.bits} and {self.special} bits: expected two or more of 20 to 49 bits")
+        if self.special < max(self.bits) or not 16 <= self.scale_bits <= max(self.bits):
+            raise InputError(f"special prime of {self.special} bits, scale 2^{self.scale_bits}: too small or too large")
+
+    @cached_property
+    def primes(self) -> tuple[int, ...]:
+        """All primes, the special one last: of each size the largest below 2^bits, the smaller ones first."""
+        sizes = (*self.bits, self.special)
+        found = {b: iter(sorted(_primes(b, sizes.count(b), 2 * self.degree))) for b in set(sizes)}
+        return tuple(next(found[b]) for b in sizes)
+
+    @property
+    def slots(self) -> int:
+        """Numbers in a ciphertext."""
+        return self.degree // 2
+
+    @property
+    def scale(self) -> float:
+        """Of fresh ciphertexts."""
+        return 2.0**self.scale_bits
+
+    @property
+    def limbs(self) -> int:
+        """Primes of a fresh ciphertext."""
+        return len(self.bits)
+
+    def wide(self, limbs: int) -> bool:
+        """Whether the last of so many primes can follow a product of two ciphertexts."""
+        return self.bits[limbs - 1] >= self.scale_bits
+
+    def modulus(self, limbs: int) -> int:
+        """The product of the first primes."""
+        return math.prod(self.primes[:limbs])
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of degree, primes and scale."""
+        return hashlib.sha256(repr((self.degree, self.primes, self.scale_bits)).encode()).digest()
+
+
+SLOW_LINK = Parameters(16384, (44, 37, 24, 37, 37, 37, 37, 37, 37, 24, 37), 44, 37)  # 432 of 438 bits
+
+
+def _primes(bits: int, count: int, step: int) -> list[int]:
+    """The largest primes below 2^bits that are 1 modulo ``step``."""
+    found: list[int] = []
+    q = (1 << bits) - step + 1
+    while len(found) < count:
+        if q < 1 << (bits - 1):
+            raise InputError(f"there are not {count} primes of {bits} bits that are 1 modulo {step}")
+        if _is_prime(q):
+            found.append(q)
+        q -= step
+    return found
+
+
+def _is_prime(n: int) -> bool:
+    """Miller and Rabin's test; these bases decide below 3.3e24 (Sorenson, Webster 2015)."""
+    odd, twos = n - 1, 0
+    while odd % 2 == 0:
+        odd, twos = odd // 2, twos + 1
+    for base in (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41):
+        if n % base == 0:
+            return n == base
+        x = pow(base, odd, n)
+        if x in (1, n - 1):
+            continue
+        for _ in range(twos - 1):
+            x = x * x % n
+            if x == n - 1:
+                break
+        else:
+            return False
+    return True
+
+
+class Ring:
+    """Arithmetic on residues modulo the primes of one set of parameters. All arrays are (..., primes, N), int64."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        self.parameters, self.degree = parameters, parameters.degree
+        self.primes = np.array(parameters.primes, np.int64)
+        tables = [_table(int(q), self.degree) for q in self.primes]
+        self._roots = np.stack([forth for forth, _ in tables])
+        self._inverse_roots = np.stack([back for _, back in tables])
+        as_float = self.primes[:, None].astype(np.float64)
+        self._ratios, self._inverse_ratios = self._roots / as_float, self._inverse_roots / as_float
+        self._shrink = np.array([pow(self.degree, -1, int(q)) for q in self.primes], np.int64)
+
+    def forward(self, x: Residues, first: int = 0) -> Residues:
+        """Coefficients to evaluation form, in place; the primes of x begin with number ``first``."""
+        rows, at = self._rows(x), slice(first, first + x.shape[-2])
+        modular_kernels.forward(rows, self._roots[at], self._ratios[at], self.primes[at])
+        return x
+
+    def backward(self, x: Residues, first: int = 0) -> Residues:
+        """The inverse of :meth:`forward`, in place."""
+        rows, at = self._rows(x), slice(first, first + x.shape[-2])
+        modular_kernels.backward(
+            rows, self._inverse_roots[at], self._inverse_ratios[at], self._shrink[at], self.primes[at]
+        )
+        return x
+
+    def add(self, a: Residues, b: Residues, sign: int = 1) -> Residues:
+        """Sum a + b, or difference with ``sign`` -1."""
+        out = np.empty(a.shape, np.int64)
+        modular_kernels.add(self._rows(a), self._rows(b), sign, self._rows(out), self.primes)
+        return out
+
+    def affine(self, a: Residues, factor: Residues, shift: Residues) -> Residues:
+        """Multiply by ``factor``, add ``shift`` in all places: (primes,) or (rows, primes), rows all leading axes."""
+        rows = self._rows(a)
+        out = np.empty(rows.shape, np.int64)
+        wide = (rows.shape[0], rows.shape[1])
+        modular_kernels.affine(
+            rows, np.array(np.broadcast_to(factor, wide)), np.array(np.broadcast_to(shift, wide)), out, self.primes
+        )
+        return out.reshape(a.shape)
+
+    def dyadic(self, a: Residues, b: Residues, plus: Residues) -> Residues:
+        """Product a b plus ``plus``, place by place."""
+        out = np.empty(a.shape, np.int64)
+        modular_kernels.dyadic(*(self._rows(x) for x in (a, b, plus, out)), self.primes)
+        return out
+
+    def constant(self, value: int, limbs: int) -> Residues:
+        """A whole number modulo each prime, (limbs,)."""
+        return np.array([value % int(q) for q in self.primes[:limbs]], np.int64)
+
+    def whole(self, words: Residues, minus: int, limbs: int) -> Residues:
+        """Coefficients of whole numbers given in words of 30 bits: (rows, words, N) -> (rows, limbs, N)."""
+        out = np.empty((len(words), limbs, self.degree), np.int64)
+        modular_kernels.residues(words, WORD, self.constant(minus, limbs), out, self.primes)
+        return out
+
+    def lift(self, x: Residues, limbs: int) -> Residues:
+        """Centred whole numbers modulo the primes that follow: coefficients (rows, l, N) -> (rows, limbs - l, N).
+
+        With q the product of the first l primes, each number is the one in [-q/2, q/2).
+        """
+        have = x.shape[-2]
+        before, half, digits = self.mixed_radix(x)
+        products = np.array([[b % int(p) for b in before] for p in self.primes[have:limbs]], np.int64)
+        out = np.empty((len(x), limbs - have, self.degree), np.int64)
+        modular_kernels.from_digits(digits, self.constant(half, limbs)[have:], products, out, self.primes[have:])
+        return out
+
+    def mixed_radix(self, x: Residues) -> tuple[list[int], int, Residues]:
+        """Centred whole numbers, plus h = floor(q / 2), as sums of digits: coefficients (rows, l, N).
+
+        Returns the weights of the digits (1, q_1, q_1 q_2, ...), h, and the digits (rows, l, N).
+        """
+        have = x.shape[-2]
+        half = self.parameters.modulus(have) // 2
+        before = [math.prod(self.parameters.primes[:k]) for k in range(have)]
+        products = np.array([[b % int(p) for b in before] for p in self.primes[:have]], np.int64)
+        inverses = np.array([pow(b, -1, int(p)) for b, p in zip(before, self.primes[:have], strict=True)], np.int64)
+        digits = x.copy()
+        modular_kernels.digits(digits, self.constant(half, have), products, inverses, self.primes)
+        return before, half, digits
+
+    @staticmethod
+    def _rows(x: Residues) -> Any:
+        """A view (rows, primes, N)."""
+        if not x.flags.c_contiguous:
+            raise ValueError("residues must lie in one piece")
+        return x.reshape(-1, *x.shape[-2:])
+
+
+def _table(q: int, degree: int) -> tuple[Residues, Residues]:
+    """Powers of the least primitive 2N-th root of unity and of its inverse, (N,) each, in bit-reversed order."""
+    order = 2 * degree
+    some = next(w for g in range(2, q) if pow(w := pow(g, (q - 1) // order, q), degree, q) == q - 1)
+    square = some * some % q
+    powers, value = [], some
+    for _ in range(degree):  # the odd powers are all primitive roots
+        powers.append(value)
+        value = value * square % q
+    root = min(powers)
+    ladder = [1] * order
+    for i in range(1, order):
+        ladder[i] = ladder[i - 1] * root % q
+    bits = degree.bit_length() - 1
+    reverse = sum(((np.arange(degree) >> i) & 1) << (bits - 1 - i) for i in range(bits))
+    table = np.array(ladder, np.int64)
+    return table[reverse], table[(order - reverse) % order]

@@ -1,0 +1,356 @@
+"""CKKS with SEAL's keys and key switching, through ``tenseal.sealapi``: the only module that imports it.
+
+The client makes all keys and alone holds the secret one (:class:`ClientKeys`). The server gets the others as bytes and
+computes with them (:class:`ServerKeys`). Both show ciphertexts as residues (:mod:`~fedfm.encrypted.ckks.ciphertexts`).
+
+SEAL's own checks are few: a wrong key decrypts and a flipped bit is a ciphertext. Bytes from outside come through
+:mod:`~fedfm.encrypted.ckks.wire`, never straight to this module.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import tempfile
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedfm.encrypted.ckks import encoding, zero_encryptions
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, Refresh
+from fedfm.encrypted.ckks.ring import Parameters, Residues, Ring
+from fedfm.errors import InputError, MissingExtra, RunError
+from fedfm.privacy.crypto import keys
+
+_SIZE_AT, _DATA_AT = 13 * 8, 14 * 8  # of a ciphertext's numbers, in SEAL 4.1's object
+_MAGIC, _HEADER = 0xA15E, "<HBBBBHQ"  # of SEAL's streams: mark, header's size, version (2), compression, 0, length
+_AT_A_TIME = 64  # ciphertexts: what makes them stays small beside them
+_KEYS = "<4sQQQ"  # mark, sizes of the public, relinearisation and Galois keys
+
+
+@lru_cache(maxsize=1)
+def _seal() -> Any:
+    """SEAL's operations.
+
+    Raises:
+        MissingExtra: TenSEAL is not installed.
+    """
+    try:
+        from tenseal import sealapi
+    except ImportError:
+        raise MissingExtra('encrypted inference needs TenSEAL: pip install "fedfm[encrypted]"') from None
+    return sealapi
+
+
+@lru_cache(maxsize=4)
+def ring_of(parameters: Parameters) -> Ring:
+    """The ring of these parameters; its tables are made once."""
+    return Ring(parameters)
+
+
+class _Library:
+    """A SEAL context with room for ciphertexts, read and written as residues."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        s = _seal()
+        self.s, self.parameters = s, parameters
+        settings = s.EncryptionParameters(s.SCHEME_TYPE.CKKS)
+        settings.set_poly_modulus_degree(parameters.degree)
+        settings.set_coeff_modulus([s.Modulus(q) for q in parameters.primes])
+        self.context = s.SEALContext(settings, True, s.SEC_LEVEL_TYPE.TC128)
+        if not self.context.parameters_set():  # SEAL raises nothing itself
+            raise InputError(f"SEAL refuses these parameters: {self.context.parameters_error_message()}")
+        self.evaluator = s.Evaluator(self.context)
+        self.ids: dict[int, list[int]] = {}
+        data = self.context.first_context_data()
+        while data is not None:
+            self.ids[len(list(data.parms().coeff_modulus()))] = list(data.parms_id())
+            data = data.next_context_data()
+        self._templates: dict[tuple[int, int], Any] = {}
+        self.direct = False
+
+    def check_access(self, encryptor: Any) -> None:
+        """Find out whether residues can be reached by a pointer; else streams are used, which take longer."""
+        ciphertext = self.s.Ciphertext(self.context)
+        encryptor.encrypt_zero(self.ids[2], ciphertext)
+        self._version = self._stream_version(ciphertext)
+        self.direct = _pointer_fits(ciphertext)
+
+    def empty(self) -> Any:
+        """A SEAL ciphertext without content."""
+        return self.s.Ciphertext(self.context)
+
+    def read(self, ciphertext: Any) -> Residues:
+        """A copy of its residues, (polynomials, primes, N)."""
+        shape = (ciphertext.size(), ciphertext.coeff_modulus_size(), ciphertext.poly_modulus_degree())
+        if self.direct:
+            return _view(ciphertext).copy()
+        numbers = ciphertext.dyn_array()
+        return np.array([numbers.at(i) for i in range(numbers.size())], np.uint64).view(np.int64).reshape(shape)
+
+    def write(self, residues: Residues, scale: float) -> Any:
+        """A SEAL ciphertext of these residues; it lasts until the next one of this shape."""
+        key = residues.shape[:2]
+        if key not in self._templates:
+            self._templates[key] = self._from_stream(residues, scale)
+        ciphertext = self._templates[key]
+        if self.direct:
+            _view(ciphertext)[...] = residues
+        else:
+            ciphertext = self._templates[key] = self._from_stream(residues, scale)
+        ciphertext.scale = scale
+        return ciphertext
+
+    def _from_stream(self, residues: Residues, scale: float) -> Any:
+        polynomials, limbs, degree = residues.shape
+        numbers = np.ascontiguousarray(residues, "<i8").tobytes()
+        inner = struct.pack("<Q", residues.size) + numbers
+        inner = struct.pack(_HEADER, _MAGIC, 16, *self._version, 0, 0, 16 + len(inner)) + inner
+        body = struct.pack("<4Q", *self.ids[limbs]) + struct.pack("<BQQQdQ", 1, polynomials, degree, limbs, scale, 1)
+        header = struct.pack(_HEADER, _MAGIC, 16, *self._version, 0, 0, 16 + len(body) + len(inner))
+        ciphertext = self.empty()
+        load(ciphertext, header + body + inner, self.context)
+        return ciphertext
+
+    @staticmethod
+    def _stream_version(ciphertext: Any) -> tuple[int, int]:
+        _, _, major, minor, *_ = struct.unpack_from(_HEADER, saved(ciphertext))
+        return major, minor
+
+
+class ServerKeys:
+    """What the server computes with: the client's public, relinearisation and Galois keys. It can decrypt nothing.
+
+    Attributes:
+        floor: primes that ciphertexts keep; one without a refresh.
+        refresh: asks the client for fresh ciphertexts.
+
+    Raises:
+        InputError: the bytes are no keys for these parameters.
+    """
+
+    def __init__(self, parameters: Parameters, keys: bytes, *, floor: int = 1, refresh: Refresh | None = None) -> None:
+        self.parameters, self.ring, self.floor, self.refresh = parameters, ring_of(parameters), floor, refresh
+        self._library = library = _Library(parameters)
+        s = library.s
+        public, self._relinearisation, self._galois = s.PublicKey(), s.RelinKeys(), s.GaloisKeys()
+        try:
+            mark, *sizes = struct.unpack_from(_KEYS, keys)
+            if mark != b"FFK1" or sum(sizes) + struct.calcsize(_KEYS) != len(keys) or not all(sizes[:2]):
+                raise ValueError
+            at = struct.calcsize(_KEYS)
+            for key, size in zip((public, self._relinearisation, self._galois), sizes, strict=True):
+                if size:
+                    load(key, keys[at : at + size], library.context)
+                at += size
+        except (struct.error, ValueError, RuntimeError):
+            raise InputError("these bytes are no public keys for the parameters") from None
+        self._rotates = bool(sizes[2])
+        library.check_access(s.Encryptor(library.context, public))
+        self._public = library.read(public.data())
+
+    def zeros(self, count: int, limbs: int) -> Residues:
+        """Fresh encryptions of zero under the client's public key, (count, 2, limbs, N)."""
+        out = np.empty((count, 2, limbs, self.parameters.degree), np.int64)
+        for start in range(0, count, _AT_A_TIME):
+            piece = slice(start, min(start + _AT_A_TIME, count))
+            out[piece] = zero_encryptions.public_zeros(self._public, piece.stop - piece.start, limbs, self.ring)
+        return out
+
+    def encrypt(self, values: NDArray[np.floating[Any]], limbs: int | None = None) -> Ciphertexts:
+        """Real slots (count, N / 2) under the public key."""
+        limbs = self.parameters.limbs if limbs is None else limbs
+        plain = encoding.encode(np.asarray(values, np.float64), self.parameters.scale, self.parameters.degree)
+        out = self.zeros(len(plain), limbs)
+        out[:, 0] = self.ring.add(np.ascontiguousarray(out[:, 0]), encoding.to_residues(plain, limbs, self.ring))
+        return Ciphertexts(out.view(np.uint64), self.parameters.scale, self)
+
+    def relinearise(self, x: Ciphertexts) -> Ciphertexts:
+        """Three polynomials to two."""
+        if x.limbs.shape[1] == 2:
+            return x
+        evaluator, keys = self._library.evaluator, self._relinearisation
+        return self._each(x, lambda a, b: evaluator.relinearize(a, keys, b), x.level + 1, x.scale)
+
+    def rescale(self, x: Ciphertexts) -> Ciphertexts:
+        """Divide by the last prime, and drop it."""
+        if not x.level:
+            raise InputError("no level is left for a rescaling")
+        scale = x.scale / self.parameters.primes[x.level]
+        return self._each(x, self._library.evaluator.rescale_to_next, x.level, scale)
+
+    def can_rotate(self, steps: int) -> bool:
+        """Whether the client sent the key for this rotation."""
+        return self._rotates and bool(self._galois.has_key(galois_element(steps, self.parameters.degree)))
+
+    def rotate(self, x: Ciphertexts, steps: int) -> Ciphertexts:
+        """Slot i + steps to slot i.
+
+        Raises:
+            InputError: the client sent no key for this rotation.
+        """
+        slots = self.parameters.slots
+        if not self.can_rotate(steps):
+            raise InputError(f"there is no key for a rotation by {steps % slots} slots")
+        evaluator, keys = self._library.evaluator, self._galois
+
+        def apply(a: Any, b: Any) -> None:
+            evaluator.rotate_vector(a, (steps + slots // 2) % slots - slots // 2, keys, b)
+
+        return self._each(x, apply, x.level + 1, x.scale)
+
+    def _each(self, x: Ciphertexts, apply: Any, limbs: int, scale: float) -> Ciphertexts:
+        """One of SEAL's operations on each ciphertext."""
+        out = np.empty((len(x), 2, limbs, self.parameters.degree), np.int64)
+        target, residues = self._library.empty(), x.residues
+        for i in range(len(x)):
+            # The scale that SEAL sees only has to fit the modulus; ours is kept beside.
+            apply(self._library.write(residues[i], 2.0), target)
+            out[i] = self._library.read(target)
+        return Ciphertexts(out.view(np.uint64), scale, self)
+
+
+class ClientKeys:
+    """All keys of one client.
+
+    Args:
+        parameters: agreed with the server.
+        secret: what :attr:`secret` gave before; None makes new keys from the system's entropy.
+
+    Raises:
+        InputError: the bytes are no secret key for these parameters.
+    """
+
+    def __init__(self, parameters: Parameters, secret: bytes | None = None) -> None:
+        self.parameters, self.ring = parameters, ring_of(parameters)
+        self._library = library = _Library(parameters)
+        s = library.s
+        if secret is None:
+            self._generator = s.KeyGenerator(library.context)
+            self._secret = self._generator.secret_key()
+        else:
+            self._secret = s.SecretKey()
+            try:
+                load(self._secret, secret, library.context)
+            except (RuntimeError, ValueError):
+                raise InputError("these bytes are no secret key for the parameters") from None
+            self._generator = s.KeyGenerator(library.context, self._secret)
+        public = s.PublicKey()
+        self._generator.create_public_key(public)
+        self._public = saved(public)
+        library.check_access(s.Encryptor(library.context, public))
+        numbers = self._secret.data().dyn_array()
+        words = np.array([numbers.at(i) for i in range(numbers.size())], np.uint64).view(np.int64)
+        self._key: Residues = words.reshape(len(parameters.primes), parameters.degree)
+
+    @property
+    def secret(self) -> bytes:
+        """The secret key, for a file that only the client can read."""
+        return saved(self._secret)
+
+    def public(self, rotations: Iterable[int] = ()) -> bytes:
+        """Public, relinearisation and Galois keys, sent to the server once; without the secret key."""
+        elements = sorted({galois_element(r, self.parameters.degree) for r in rotations} - {1})
+        parts = [self._public, saved(self._generator.create_relin_keys())]
+        parts.append(saved(self._generator.create_galois_keys(elements)) if elements else b"")
+        return struct.pack(_KEYS, b"FFK1", *map(len, parts)) + b"".join(parts)
+
+    def encrypted(self, coefficients: Residues, second: Residues | None = None) -> Residues:
+        """Fresh ciphertexts of whole polynomials: coefficients (count, limbs, N) -> (count, 2, limbs, N).
+
+        ``second`` (count, limbs, N) becomes the second polynomial: uniform numbers that the receiver can make itself,
+        never used twice.
+        """
+        count, limbs, degree = coefficients.shape
+        if second is None:
+            second = zero_encryptions.uniform(keys.entropy(keys.KEY), count, limbs, self.parameters)
+        error = zero_encryptions.errors(count, degree)
+        plain = self.ring.forward(zero_encryptions.shifted(coefficients, error, self.ring))
+        masked = self.ring.dyadic(second, self._key_like(second), np.zeros_like(plain))
+        return np.ascontiguousarray(np.stack([self.ring.add(plain, masked, -1), second], axis=1))
+
+    def encrypt(self, values: NDArray[np.floating[Any]]) -> Residues:
+        """Real slots (count, N / 2) -> fresh ciphertexts (count, 2, limbs, N)."""
+        plain = encoding.encode(np.asarray(values, np.float64), self.parameters.scale, self.parameters.degree)
+        return self.encrypted(encoding.modulo(plain, self.parameters.limbs, self.ring))
+
+    def opened(self, residues: Residues) -> Residues:
+        """The encrypted polynomials with their noise: (count, 2 or 3, limbs, N) -> (count, limbs, N)."""
+        out = np.ascontiguousarray(residues[:, -1])
+        key = self._key_like(out)
+        for polynomial in range(residues.shape[1] - 2, -1, -1):  # Horner's rule in s
+            out = self.ring.dyadic(out, key, np.ascontiguousarray(residues[:, polynomial]))
+        return out
+
+    def decrypt(self, residues: Residues, scale: float) -> NDArray[np.float64]:
+        """Slots, (count, 2 or 3, limbs, N) -> (count, N / 2)."""
+        return encoding.decode(encoding.to_coefficients(self.opened(residues), self.ring), scale)
+
+    def decrypt_complex(self, residues: Residues, scale: float) -> NDArray[np.complex128]:
+        """Slots with their imaginary parts, as :meth:`decrypt`."""
+        return encoding.decode_complex(encoding.to_coefficients(self.opened(residues), self.ring), scale)
+
+    def _key_like(self, x: Residues) -> Residues:
+        return np.ascontiguousarray(np.broadcast_to(self._key[: x.shape[1]], x.shape))
+
+
+def galois_element(steps: int, degree: int) -> int:
+    """Of the automorphism that rotates by so many slots."""
+    return pow(3, steps % (degree // 2), 2 * degree)
+
+
+def saved(thing: Any) -> bytes:
+    """One of SEAL's objects as bytes."""
+    with tempfile.TemporaryFile() as file:
+        thing.save(_path(file))
+        file.seek(0)
+        return file.read()
+
+
+def load(thing: Any, data: bytes, context: Any) -> None:
+    """The inverse of :func:`saved`; SEAL checks that the content fits the context.
+
+    Raises:
+        ValueError, RuntimeError: it does not.
+    """
+    with tempfile.TemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        thing.load(context, _path(file))
+
+
+def _path(file: Any) -> str:
+    """A name for an unnamed file: SEAL opens files by name, and secrets should leave none behind."""
+    path = f"/proc/self/fd/{file.fileno()}"
+    if not os.path.exists(path):
+        raise RunError("encrypted inference needs /proc, to pass keys to SEAL without naming a file")
+    return path
+
+
+def _pointer_fits(ciphertext: Any) -> bool:
+    """Whether the object lies in memory as expected: its size first, then numbers compared with SEAL's own access."""
+    try:
+        count = ciphertext.size() * ciphertext.coeff_modulus_size() * ciphertext.poly_modulus_degree()
+        base = ctypes.c_void_p.from_address(id(ciphertext) + 16).value or 0
+        if ctypes.c_uint64.from_address(base + _SIZE_AT).value != count:
+            return False
+        flat = _view(ciphertext).reshape(-1)
+        places = range(0, count, max(count // 257, 1))
+        return all(int(flat[i]) == ciphertext[i] for i in places) and not flat.ctypes.data % 8
+    except (ValueError, TypeError):
+        return False
+
+
+def _view(ciphertext: Any) -> Residues:
+    """The residues in SEAL's memory, valid while the ciphertext lives and keeps its shape."""
+    base = ctypes.c_void_p.from_address(id(ciphertext) + 16).value or 0
+    address = ctypes.c_uint64.from_address(base + _DATA_AT).value
+    shape = (ciphertext.size(), ciphertext.coeff_modulus_size(), ciphertext.poly_modulus_degree())
+    if ctypes.c_uint64.from_address(base + _SIZE_AT).value != shape[0] * shape[1] * shape[2]:
+        raise RunError("a ciphertext of SEAL does not lie in memory as expected")
+    view: Residues = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_int64)), shape=shape)
+    return view

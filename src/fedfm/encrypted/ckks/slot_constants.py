@@ -1,0 +1,49 @@
+"""Numbers of their own for every slot: sums and products of ciphertexts with encoded plaintexts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedfm.encrypted.ckks import encoding, modular_kernels
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
+from fedfm.encrypted.ckks.ring import Residues, Ring
+from fedfm.errors import InputError
+
+
+def encoded(values: NDArray[np.floating[Any]], limbs: int, scale: float, ring: Ring) -> Residues:
+    """Real slots (count, N / 2) as polynomials in evaluation form, (count, limbs, N)."""
+    return encoding.to_residues(encoding.encode(np.asarray(values, np.float64), scale, ring.degree), limbs, ring)
+
+
+def plus_slots(x: Ciphertexts, values: NDArray[np.floating[Any]]) -> Ciphertexts:
+    """Add a number of its own to each slot of each ciphertext: (count,), (count, N / 2) -> (count,).
+
+    Raises:
+        InputError: another number of ciphertexts or slots.
+    """
+    if len(values) != len(x):
+        raise InputError(f"{len(values)} rows of numbers for {len(x)} ciphertexts")
+    ring = x.evaluator.ring
+    out = x.residues.copy()
+    plain = encoded(values, x.level + 1, x.scale, ring)
+    out[:, 0] = ring.add(np.ascontiguousarray(out[:, 0]), plain)
+    return Ciphertexts(out.view(np.uint64), x.scale, x.evaluator)
+
+
+def weighted_sum(x: Ciphertexts, plains: Residues, scale: float) -> Ciphertexts:
+    """The sum over i of x_i times plaintext i, slot by slot: (count,), (count, primes, N) -> one ciphertext.
+
+    The result is not rescaled: its scale is that of x times ``scale``, of the plaintexts.
+
+    Raises:
+        InputError: shapes that do not fit.
+    """
+    ring, (_, polynomials, limbs, degree) = x.evaluator.ring, x.limbs.shape
+    if plains.shape != (len(x), limbs, degree):
+        raise InputError(f"plaintexts {plains.shape} for {len(x)} ciphertexts of {limbs} primes")
+    out = np.empty((1, polynomials, limbs, degree), np.int64)
+    modular_kernels.weave(x.residues, plains, out[0], ring.primes)
+    return Ciphertexts(out.view(np.uint64), x.scale * scale, x.evaluator)

@@ -1,0 +1,123 @@
+"""Encrypted samples in another order: the same order in the slots of every token.
+
+Slot t B + s holds token t of sample s (:class:`~fedfm.encrypted.ckks.transformer_block.Packing`). With sample order[j]
+at place j, place j takes its number from order[j] - j slots further. So the result is a sum over the shifts k of
+
+    mask_k * (x rotated by k),   mask_k 1 in the slots of places j with order[j] - j = k, else 0,
+
+with shifts as k = g b + i in baby steps i and giant steps g (Halevi, Shoup. Algorithms in HElib. CRYPTO 2014). Baby
+steps are taken one after another, giant steps by Horner's rule, so that three rotation keys do for all orders. What is
+computed depends on the number of samples, not on their order. Slots of places beyond the samples become zero.
+
+Two features share a ciphertext: one in the real parts of the slots, the other, times sqrt(2), in the imaginary ones.
+X^(N/4) + X^(3N/4) is i sqrt(2) in every slot, so that this takes no level.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedfm.encrypted.ckks import encoding
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, KeyOperations, joined
+from fedfm.encrypted.ckks.ring import Residues, Ring
+from fedfm.encrypted.ckks.slot_constants import encoded, weighted_sum
+from fedfm.encrypted.ckks.transformer_block import Packing
+from fedfm.errors import InputError
+
+Order = NDArray[np.integer[Any]]
+Weigh = Callable[[Ciphertexts, int], Ciphertexts]  # baby steps, giant step -> the masked sum
+TOGETHER = math.sqrt(3)  # |a + i sqrt(2) b| is at most this times the larger of |a| and |b|
+
+
+def baby(layout: Packing) -> int:
+    """Baby steps: a power of two near the root of the samples."""
+    return 1 << (layout.samples.bit_length() // 2)
+
+
+def rotations(layout: Packing) -> set[int]:
+    """Steps for which the client has to send keys."""
+    slots, b = layout.parameters.slots, baby(layout)
+    return {1 % slots, b % slots, -b % slots} - {0}
+
+
+def giants(samples: int, layout: Packing) -> range:
+    """Giant steps for the shifts -(samples - 1) .. samples - 1."""
+    b = baby(layout)
+    return range((1 - samples) // b, (samples - 1) // b + 1)
+
+
+def paired(x: Ciphertexts) -> Ciphertexts:
+    """Two by two: (count,) -> (count / 2, rounded up,), a + i sqrt(2) b."""
+    ring, limbs = x.evaluator.ring, x.level + 1
+    whole = np.zeros((2, ring.degree), np.int64)
+    whole[0, 0] = whole[1, ring.degree // 4] = whole[1, 3 * ring.degree // 4] = 1
+    plains = encoding.to_residues(whole, limbs, ring)
+    two = (x[start : start + 2] for start in range(0, len(x), 2))
+    return joined([weighted_sum(pair, plains[: len(pair)], 1.0) for pair in two])
+
+
+def unpaired(slots: NDArray[np.complex128], count: int) -> NDArray[np.float64]:
+    """The inverse of :func:`paired`, on decrypted slots: (count / 2, N / 2) -> (count, N / 2)."""
+    parts = np.stack([slots.real, slots.imag / math.sqrt(2)], axis=1)
+    return np.ascontiguousarray(parts.reshape(-1, slots.shape[1])[:count])
+
+
+def masks(order: Order, layout: Packing, limbs: int, scale: float, ring: Ring) -> dict[int, Residues]:
+    """Plaintexts of an order by giant step, each (baby steps, limbs, N).
+
+    Raises:
+        InputError: it is no order, or of more samples than a ciphertext has.
+    """
+    places, b = np.asarray(order), baby(layout)
+    if places.ndim != 1 or len(places) > layout.samples or not np.array_equal(np.sort(places), np.arange(len(places))):
+        raise InputError(f"an order names every sample once, and up to {layout.samples} of them; this one does not")
+    shifts, out = places - np.arange(len(places)), {}
+    for g in giants(len(places), layout):
+        run = np.zeros((b, layout.samples))
+        here = np.flatnonzero(shifts // b == g)
+        run[shifts[here] % b, here] = 1
+        # The giant step comes after the product: the mask is rotated back beforehand.
+        out[g] = encoded(np.tile(np.roll(run, g * b, axis=1), layout.tokens), limbs, scale, ring)
+    return out
+
+
+def weighing(plains: dict[int, Residues], scale: float, keys: KeyOperations) -> Weigh:
+    """What :func:`routed` needs, with the plaintexts of :func:`masks`.
+
+    To each sum an encryption of zero is added: where an order has no shift, there is nothing else, and SEAL computes
+    with no ciphertext that anyone can read.
+    """
+    zero = keys.zeros(1, next(iter(plains.values())).shape[1])
+
+    def weigh(turned: Ciphertexts, g: int) -> Ciphertexts:
+        found = weighted_sum(turned, plains[g], scale)
+        return Ciphertexts(keys.ring.add(found.residues, zero).view(np.uint64), found.scale, keys)
+
+    return weigh
+
+
+def routed(x: Ciphertexts, samples: int, layout: Packing, weigh: Weigh) -> Ciphertexts:
+    """All of them in another order, of so many samples; not rescaled."""
+    rotate, b = x.evaluator.rotate, baby(layout)
+    below, above = [g for g in giants(samples, layout) if g < 0], [g for g in giants(samples, layout) if g >= 0]
+    done = []
+    for i in range(len(x)):
+        steps = [x[i : i + 1]]
+        while len(steps) < b:
+            steps.append(rotate(steps[-1], 1))
+        turned = joined(steps)
+        total = weigh(turned, above[-1])
+        for g in reversed(above[:-1]):
+            total = rotate(total, b) + weigh(turned, g)
+        if below:
+            other = weigh(turned, below[0])
+            for g in below[1:]:
+                other = rotate(other, -b) + weigh(turned, g)
+            total = total + rotate(other, -b)
+        done.append(total)
+    return joined(done)

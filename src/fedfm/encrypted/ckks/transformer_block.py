@@ -1,0 +1,228 @@
+"""A pre-norm transformer block on encrypted tokens of many samples at once.
+
+A ciphertext holds one feature: slot t B + s is token t of sample s, with B = N / 2 / T samples. So a linear layer is a
+product of its matrix with the array of ciphertexts, and token t + j moves to token t by a rotation of j B slots, which
+wraps round since T B is the number of slots. Attention takes the T diagonals j of the score matrix as g b + i in baby
+steps i and giant steps g (Halevi, Shoup. Algorithms in HElib. CRYPTO 2014, for matrices).
+
+The block takes centred tokens: the means of both norms are folded into the weights before them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, finished, inner, joined
+from fedfm.encrypted.ckks.matrices import linear
+from fedfm.encrypted.ckks.ring import Parameters
+from fedfm.errors import InputError
+
+Matrix = NDArray[np.floating[Any]]
+
+
+class Folding(Protocol):
+    """A polynomial: ``folded(a x + b)`` for (a, b) = ``fold``, of sums, products, products with numbers and squares."""
+
+    @property
+    def fold(self) -> tuple[float, float]:
+        """(a, b), which weights take up."""
+
+    def folded(self, u: Any, /) -> Any:
+        """The value."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Tokens and samples of a ciphertext.
+
+    Raises:
+        InputError: the tokens are no power of two: rotations would not wrap.
+    """
+
+    parameters: Parameters
+    tokens: int = 16
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.tokens & (self.tokens - 1) or self.tokens > self.parameters.slots:
+            raise InputError(f"{self.tokens} tokens: expected a power of two up to {self.parameters.slots}")
+
+    @property
+    def samples(self) -> int:
+        """B, samples of a ciphertext."""
+        return self.parameters.slots // self.tokens
+
+    @property
+    def baby(self) -> int:
+        """Baby steps; there are tokens / baby giant steps."""
+        return 1 << (self.tokens.bit_length() - 1) // 2
+
+    @property
+    def rotations(self) -> set[int]:
+        """Steps for which the client has to send keys."""
+        giants = range(self.baby, self.tokens, self.baby)
+        doubles = (1 << k for k in range(self.tokens.bit_length() - 1))
+        steps = {*range(1, self.baby), *giants, *(-g for g in giants), *doubles}
+        return {step * self.samples for step in steps}
+
+    def pack(self, x: Matrix) -> NDArray[np.float64]:
+        """(samples, tokens, features) -> (features, N / 2); missing samples are copies of the first."""
+        samples, tokens, features = x.shape
+        if tokens != self.tokens or not 1 <= samples <= self.samples:
+            raise InputError(f"rows of shape {x.shape}: expected up to {self.samples} samples of {self.tokens} tokens")
+        full = np.concatenate([x, np.repeat(x[:1], self.samples - samples, axis=0)]).astype(np.float64)
+        return np.ascontiguousarray(full.transpose(2, 1, 0)).reshape(features, -1)
+
+    def unpack(self, slots: Matrix, samples: int) -> NDArray[np.float64]:
+        """The inverse of :meth:`pack`."""
+        x = slots.reshape(len(slots), self.tokens, self.samples)
+        return np.ascontiguousarray(x.transpose(2, 1, 0)[:samples].astype(np.float64))
+
+
+@dataclass(frozen=True)
+class EncryptedBlock:
+    """x + W_o attention(norm(x)), then z + W_2 gelu(W_1 norm(z)).
+
+    Attributes:
+        weights: ``query``, ``key``, ``value``, ``output`` (d, d), ``up`` (m, d), ``down`` (d, m), and each with
+            ``_bias``. The query holds the factor 1 / sqrt(d / heads), query, key, value and up hold the scales and
+            shifts of the norms, output and down subtract the mean over the features.
+        norms: 1 / sqrt of the variance, before the attention and before the MLP.
+        exponential: in place of exp.
+        inverse: 1 / x of a row's sum times ``inverse_scales``.
+        inverse_scales: (heads,).
+        gelu: in place of GELU.
+        centred_keys: whether the mean over the tokens is subtracted from the keys, which leaves the softmax as it is.
+
+    Raises:
+        InputError: a matrix is missing or of another shape.
+    """
+
+    layout: Packing
+    heads: int
+    weights: Mapping[str, Matrix]
+    norms: tuple[Folding, Folding]
+    exponential: Folding
+    inverse: Folding
+    inverse_scales: Matrix
+    gelu: Folding
+    centred_keys: bool = True
+
+    def __post_init__(self) -> None:
+        d, m = self.features, len(self.weights["up"])
+        square = ("query", "key", "value", "output")
+        shapes: dict[str, tuple[int, ...]] = {"up": (m, d), "down": (d, m)}
+        shapes.update(dict.fromkeys(square, (d, d)))
+        shapes |= {f"{name}_bias": shape[:1] for name, shape in shapes.items()}
+        for name, shape in shapes.items():
+            if name not in self.weights or self.weights[name].shape != shape:
+                raise InputError(f"weights of an encrypted block: expected {name} of shape {shape}")
+        if d % self.heads or self.inverse_scales.shape != (self.heads,):
+            raise InputError(f"{d} features and {self.inverse_scales.shape} scales for {self.heads} heads")
+
+    @property
+    def features(self) -> int:
+        """D."""
+        return len(self.weights["query"])
+
+    def __call__(self, x: Ciphertexts) -> Ciphertexts:
+        """Encrypted features (d,) -> (d,)."""
+        if len(x) != self.features:
+            raise InputError(f"{len(x)} ciphertexts: expected {self.features}, one a feature")
+        z = x + linear(self.weights["output"], self.attention(self.norm(x, 0)), self.weights["output_bias"])
+        return z + self.mlp(self.norm(z, 1))
+
+    def norm(self, x: Ciphertexts, which: int) -> Ciphertexts:
+        """X over its standard deviation, of centred x."""
+        a, b = self.norms[which].fold
+        variance = finished(inner(x, x)).over(len(x) / a)
+        inverse: Ciphertexts = self.norms[which].folded(variance + b if b else variance)
+        return x * inverse
+
+    def mlp(self, y: Ciphertexts) -> Ciphertexts:
+        """W_2 gelu(W_1 y + b_1) + b_2."""
+        a, b = self.gelu.fold
+        hidden = linear(self.weights["up"] * a, y, self.weights["up_bias"] * a + b)
+        return linear(self.weights["down"], self.gelu.folded(hidden), self.weights["down_bias"])
+
+    def attention(self, y: Ciphertexts) -> Ciphertexts:
+        """The heads' outputs, one after another: (d,) -> (d,)."""
+        a, b = self.exponential.fold
+        tokens = self.layout.tokens
+        query = linear(self.weights["query"] * a, y, self.weights["query_bias"] * a)
+        value = linear(self.weights["value"], y, self.weights["value_bias"])
+        if self.centred_keys:
+            part = linear(self.weights["key"] / tokens, y, self.weights["key_bias"] / tokens)
+            total = part
+            for k in range(tokens.bit_length() - 1):
+                total = total + total.rotate(self.layout.samples << k)
+            key = _times_whole(part, tokens) - total
+        else:
+            key = linear(self.weights["key"], y, self.weights["key_bias"])
+        query, key, value = (x.refreshed() for x in (query, key, value))
+        powers = self.exponential.folded(self._scores(query, key) + b)
+        sums = self._row_sums(powers).times(self.inverse_scales)
+        inverses = self.inverse.folded(sums).times(self.inverse_scales)
+        # Refreshed here: the rotated copies are many.
+        return self._mixed(self._weighted(powers, inverses.refreshed()).refreshed(), value)
+
+    # Diagonal g b + i of head k is number k T + g b + i. It lies rotated by -g b tokens until rows are summed.
+
+    @property
+    def _giants(self) -> range:
+        return range(0, self.layout.tokens, self.layout.baby)
+
+    def _heads(self, x: Ciphertexts) -> list[Ciphertexts]:
+        size = len(x) // self.heads
+        return [x[k * size : (k + 1) * size] for k in range(self.heads)]
+
+    def _scores(self, query: Ciphertexts, key: Ciphertexts) -> Ciphertexts:
+        step, out = self.layout.samples, []
+        for q, k in zip(self._heads(query), self._heads(key), strict=True):
+            babies = [k.rotate(i * step) for i in range(self.layout.baby)]
+            for giant in self._giants:
+                turned = q.rotate(-giant * step)
+                out += [finished(inner(turned, moved)) for moved in babies]
+        return joined(out)
+
+    def _row_sums(self, powers: Ciphertexts) -> Ciphertexts:
+        step, b, out = self.layout.samples, self.layout.baby, []
+        for head in self._heads(powers):
+            total = head[:b].total()
+            for giant in self._giants[1:]:
+                total = total + head[giant : giant + b].total().rotate(giant * step)
+            out.append(total)
+        return joined(out)
+
+    def _weighted(self, powers: Ciphertexts, inverses: Ciphertexts) -> Ciphertexts:
+        """The attention weights: each diagonal times the inverse sums of its rows."""
+        step, b = self.layout.samples, self.layout.baby
+        turned = [inverses.rotate(-giant * step) for giant in self._giants]
+        rows = [turned[g][[k]] for k in range(self.heads) for g in range(len(turned)) for _ in range(b)]
+        return powers * joined(rows)
+
+    def _mixed(self, weights: Ciphertexts, value: Ciphertexts) -> Ciphertexts:
+        """Values under the attention weights."""
+        step, b, out = self.layout.samples, self.layout.baby, []
+        for head, values in zip(self._heads(weights), self._heads(value), strict=True):
+            for f in range(len(values)):
+                v = values[f : f + 1]
+                moved = joined([v.rotate(i * step) for i in range(b)])
+                parts = [finished(inner(head[giant : giant + b], moved)) for giant in self._giants]
+                total = parts[0]
+                for giant, part in zip(self._giants[1:], parts[1:], strict=True):
+                    total = total + part.rotate(giant * step)
+                out.append(total)
+        return joined(out)
+
+
+def _times_whole(x: Ciphertexts, factor: int) -> Ciphertexts:
+    """By a power of two, in factors that cost no level."""
+    for _ in range(round(math.log2(factor))):
+        x = x * 2
+    return x

@@ -1,0 +1,180 @@
+"""Ciphertexts as bytes between one client and the server, checked before anything is computed with them.
+
+CKKS has no integrity of its own: another key decrypts to noise, and every flipped bit is another ciphertext. So a
+message carries what it is for, and a tag (HMAC-SHA-256) of the key that both sides share; the receiver says what it
+expects. Residues take as many bits as their prime has. A seed replaces the second polynomials of fresh ciphertexts.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import struct
+from typing import Literal
+
+import numpy as np
+
+from fedfm.encrypted.ckks import modular_kernels, zero_encryptions
+from fedfm.encrypted.ckks.ring import Parameters, Residues
+from fedfm.errors import E_FORMAT, E_ROUND, E_SHAPE, E_SIZE, E_VERSION, ClientFault, InputError
+from fedfm.privacy.crypto.keys import KEY
+
+SESSION = 16  # bytes
+_HEADER = struct.Struct("<4sBBB16sQIBBd32s32s")
+_MARK, _VERSION, _TAG = b"FFCT", 1, 32
+_SESSION_AT = 7  # bytes before it in the header
+_FULL, _SEEDED, _BYTES = range(3)
+_LARGEST_SCALE = 2.0**120
+Sender = Literal["client", "server"]
+
+
+class Channel:
+    """One side of a session. Messages are numbered in each direction; each is accepted once and in order.
+
+    Args:
+        parameters: that both sides agreed on.
+        key: 32 bytes that both sides and nobody else have, e.g. of :func:`fedfm.privacy.crypto.keys.agree`.
+        session: 16 bytes, new for each session.
+        sender: this side.
+        most: ciphertexts in a message.
+
+    Raises:
+        InputError: a key or session of another length.
+    """
+
+    def __init__(
+        self, parameters: Parameters, key: bytes, session: bytes, sender: Sender, *, most: int = 1 << 14
+    ) -> None:
+        if len(key) != KEY or len(session) != SESSION:
+            raise InputError(f"a session needs a key of {KEY} bytes and a name of {SESSION} bytes")
+        self.parameters, self._key, self._session, self._most = parameters, key, session, most
+        self._side = int(sender == "server")
+        self.sent = self.received = 0
+
+    def pack(self, residues: Residues, scale: float, seed: bytes | None = None, note: bytes = b"") -> bytes:
+        """Ciphertexts (count, 2, limbs, N) as the next message; with a seed their second polynomials are left out.
+
+        The second polynomials must then be :func:`fedfm.encrypted.ckks.zero_encryptions.uniform` of that seed. A note
+        travels behind the ciphertexts (:func:`note_of`).
+        """
+        count, polynomials, limbs, degree = residues.shape
+        if polynomials != 2 or degree != self.parameters.degree or not 1 <= count <= self._most:
+            raise InputError(f"residues {residues.shape} do not fit a message")
+        sent = 1 if seed else 2
+        words = np.empty((count, sent, self._bytes(limbs) // 8), np.uint64)
+        bits = np.array(self.parameters.bits[:limbs], np.int64)
+        for i in range(count):
+            for polynomial in range(sent):
+                modular_kernels.pack(residues[i, polynomial], bits, words[i, polynomial])
+        kind = _SEEDED if seed else _FULL
+        return self._closed(kind, count, limbs, scale, seed or bytes(32), words.astype("<u8").tobytes() + note)
+
+    def pack_keys(self, data: bytes) -> bytes:
+        """Public keys as the next message."""
+        return self._closed(_BYTES, 1, 1, 1.0, bytes(32), data)
+
+    def unpack_keys(self, data: bytes) -> bytes:
+        """The inverse of :meth:`pack_keys`.
+
+        Raises:
+            ClientFault: as :meth:`unpack`.
+        """
+        kind, *_ = self._opened(data)
+        if kind != _BYTES:
+            raise ClientFault(E_FORMAT, "ciphertexts came where keys were expected")
+        self.received += 1
+        return data[_HEADER.size : -_TAG]
+
+    def unpack(
+        self, data: bytes, *, limbs: int, count: int | None = None, scale: float | None = None, note: int = 0
+    ) -> tuple[Residues, float]:
+        """Ciphertexts of the next message, (count, 2, limbs, N), and their scale. None: whatever the message says.
+
+        ``note`` is the size of the note behind them, in bytes.
+
+        Raises:
+            ClientFault: the message is damaged, altered, of another session, step or sender, for other parameters, of
+                another count, level or scale, or has residues that are none or ciphertexts that anyone can read.
+        """
+        kind, got_count, got_limbs, got_scale, seed = self._opened(data)
+        if kind == _BYTES:
+            raise ClientFault(E_FORMAT, "keys came where ciphertexts were expected")
+        if got_limbs != limbs:
+            raise ClientFault(E_SHAPE, f"ciphertexts of {got_limbs} primes came, {limbs} were expected")
+        if not 1 <= got_count <= self._most or (count is not None and got_count != count):
+            raise ClientFault(E_SHAPE, f"{got_count} ciphertexts came, {count or f'1 to {self._most}'} were expected")
+        if not (math.isfinite(got_scale) and 1 <= got_scale <= _LARGEST_SCALE) or scale not in (None, got_scale):
+            raise ClientFault(E_SHAPE, f"ciphertexts of scale {got_scale!r} came, {scale or 'at least 1'} was expected")
+        sent = 1 if kind == _SEEDED else 2
+        if len(data) != _HEADER.size + got_count * sent * self._bytes(limbs) + note + _TAG:
+            raise ClientFault(E_SIZE, f"a message of {len(data)} bytes does not hold {got_count} ciphertexts")
+        words = np.frombuffer(data, "<u8", (len(data) - _HEADER.size - note - _TAG) // 8, _HEADER.size).astype(
+            np.uint64
+        )
+        words = words.reshape(got_count, sent, -1)
+        bits = np.array(self.parameters.bits[:limbs], np.int64)
+        out = np.empty((got_count, 2, limbs, self.parameters.degree), np.int64)
+        for i in range(got_count):
+            for polynomial in range(sent):
+                modular_kernels.unpack(words[i, polynomial], bits, out[i, polynomial])
+        if kind == _SEEDED:
+            out[:, 1] = zero_encryptions.uniform(seed, got_count, limbs, self.parameters)
+        primes = np.array(self.parameters.primes[:limbs], np.int64)[:, None]
+        if not (out < primes).all():
+            raise ClientFault(E_FORMAT, "a residue is not below its prime")
+        if not out[:, 1].any(axis=(1, 2)).all():
+            raise ClientFault(E_FORMAT, "a ciphertext can be read without a key")
+        self.received += 1
+        return out, got_scale
+
+    def _bytes(self, limbs: int) -> int:
+        """Of a polynomial; N is a multiple of 64."""
+        return sum(self.parameters.bits[:limbs]) * self.parameters.degree // 8
+
+    def _closed(self, kind: int, count: int, limbs: int, scale: float, seed: bytes, content: bytes) -> bytes:
+        self.sent += 1
+        header = _HEADER.pack(
+            _MARK, _VERSION, kind, self._side, self._session, self.sent, count, limbs, 2, scale, self.parameters.digest,
+            seed,
+        )  # fmt: skip
+        body = header + content
+        return body + hmac.digest(self._key, body, "sha256")
+
+    def _opened(self, data: bytes) -> tuple[int, int, int, float, bytes]:
+        """Kind, count, limbs, scale and seed of a message that is the next one."""
+        if len(data) < _HEADER.size + _TAG:
+            raise ClientFault(E_SIZE, f"a message of {len(data)} bytes is cut off")
+        mark, version, kind, side, session, step, count, limbs, polynomials, scale, digest, seed = _HEADER.unpack_from(
+            data
+        )
+        if mark != _MARK:
+            raise ClientFault(E_FORMAT, "this is no message with ciphertexts")
+        if version != _VERSION:
+            raise ClientFault(E_VERSION, f"a message of version {version} came, {_VERSION} was expected")
+        if not hmac.compare_digest(hmac.digest(self._key, data[:-_TAG], "sha256"), data[-_TAG:]):
+            raise ClientFault(E_FORMAT, "a message was altered, cut off, or is of another key")
+        if digest != self.parameters.digest:
+            raise ClientFault(E_VERSION, "the other side uses other encryption parameters")
+        if session != self._session or side == self._side:
+            raise ClientFault(E_ROUND, "a message of another session, or one's own, came")
+        if step != self.received + 1:
+            raise ClientFault(E_ROUND, f"message {step} came, {self.received + 1} was expected")
+        if kind not in (_FULL, _SEEDED, _BYTES) or polynomials != 2:
+            raise ClientFault(E_FORMAT, "a message of unknown kind")
+        return kind, count, limbs, scale, seed
+
+
+def note_of(data: bytes, size: int) -> bytes:
+    """The note of a message that :meth:`Channel.unpack` has accepted with this size."""
+    return data[-_TAG - size : -_TAG]
+
+
+def session_of(data: bytes) -> bytes:
+    """The session that a message names, unchecked: to find the channel that checks it.
+
+    Raises:
+        ClientFault: the message is too short.
+    """
+    if len(data) < _HEADER.size + _TAG:
+        raise ClientFault(E_SIZE, f"a message of {len(data)} bytes is cut off")
+    return bytes(data[_SESSION_AT : _SESSION_AT + SESSION])

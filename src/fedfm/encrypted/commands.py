@@ -1,0 +1,78 @@
+"""Commands of the encrypted wing: ``fedfm distil``, and ``fedfm predict --engine deployment``."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedfm.api.command_registry import Command
+from fedfm.api.terminal import continuing, say, tell
+
+
+def distil(args: Any) -> int:
+    """``fedfm distil``."""
+    from fedfm.config.toml import parse_override
+    from fedfm.encrypted.student.distil import ABOUT, distil
+    from fedfm.encrypted.student.distil_spec import Distillation
+    from fedfm.encrypted.student.distil_table import table
+    from fedfm.encrypted.student.folding import MOST_OUTSIDE
+    from fedfm.runtime.progress_bar import Epochs
+
+    what = Distillation.load(args.experiment, dict(parse_override(text) for text in args.set))
+    result = continuing(args, ABOUT, lambda: distil(what, args.out, watcher=Epochs()))
+    if not result.get("outside", 0.0) <= MOST_OUTSIDE:
+        text = f"{result['outside']:.2%} of the arguments are outside their intervals, over {MOST_OUTSIDE:.1%}"
+        tell(f"fedfm: {text}: a double-blind run refuses this twin; distil it longer", sys.stderr)
+    return say(args, result, table(result))
+
+
+def predict_remote(path: Path, file: Path, progress: Any) -> dict[str, Any]:
+    """``fedfm predict --engine deployment``: see :func:`fedfm.encrypted.remote_prediction.predict_remote`."""
+    from fedfm.encrypted import remote_prediction
+
+    return remote_prediction.predict_remote(path, file, progress)
+
+
+def _distil_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("experiment", type=Path, help="TOML file with [data], [model] and [distil]")
+    parser.add_argument("--out", type=Path, required=True, help="the model's folder")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the file")
+
+
+_DISTIL_EXAMPLES = """examples:
+  fedfm distil twin.toml --out twin                    teacher and twin on held-out rows, intervals, depth of each block
+  fedfm distil twin.toml --out twin                    the same command again continues after a kill, with the same bits
+  fedfm run exp.toml --set model.name=twin             the twin is a model as any other, with every adaptation
+  fedfm run exp.toml --set method.foundation=twin      blindfed computes it on encrypted rows
+
+a distillation:
+  [data]
+  path = "auxiliary.npz"                               # of any domain; all rows in one place
+  [model]
+  name = "nano-vit"                                    # a ViT, DeiT, I-JEPA or BERT: built in, a folder, a hub id
+  [distil]
+  epochs = [3, 15, 15]                                 # exact functions but tame; then polynomials: states, outputs
+
+A twin has polynomials in place of softmax, LayerNorm and GELU. Scores, variances and row sums have to stay in intervals
+where a polynomial of low degree is near enough: the first stage sees to it, and too wide an interval is refused. The
+folder holds config.json with the polynomials and their intervals, model.safetensors, the image processor or tokenizer,
+and distil.json, which says how it was made. A head that is new for these classes is not kept.
+
+Of a model.name that is a twin already, epochs = [0, 0, 0] measures the intervals again on the rows of [data], and
+trains nothing: for rows of another kind than the twin was made of.
+"""
+
+COMMANDS = (
+    Command(
+        "distil",
+        distil,
+        "make a model's twin for encrypted rows, as a folder",
+        _DISTIL_EXAMPLES,
+        _distil_arguments,
+        json=True,
+    ),
+)
+ACTIONS: dict[tuple[str, str], Callable[..., Any]] = {("predict", "deployment"): predict_remote}

@@ -1,0 +1,299 @@
+"""What an encrypted run costs, before it starts: counted operations, times seconds that this machine takes for each."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from fedfm.encrypted.ckks import seal, slot_permutation
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, products
+from fedfm.encrypted.ckks.matrices import linear
+from fedfm.encrypted.ckks.refresh import HOLDS_WHILE, MOST, Masking, distance
+from fedfm.encrypted.ckks.remote_refresh import answered, sealed
+from fedfm.encrypted.ckks.ring import SECURE_BITS, Parameters
+from fedfm.encrypted.ckks.slot_constants import weighted_sum
+from fedfm.encrypted.ckks.transformer_block import Packing
+from fedfm.encrypted.ckks.wire import Channel, Sender
+from fedfm.encrypted.inference import messages
+from fedfm.encrypted.inference.folded_model import FoldedModel
+from fedfm.encrypted.inference.operation_count import Count, counted
+from fedfm.encrypted.inference.released_states import Released
+from fedfm.errors import InputError
+
+_AGAIN = 4  # ciphertexts and turns of a timed operation
+_WIDE = 32  # ciphertexts of a timed product; larger refreshes are timed once
+_SIDES: tuple[Sender, Sender] = ("client", "server")
+
+
+@dataclass(frozen=True)
+class EncryptedPlan:
+    """Costs of a run.
+
+    Attributes:
+        ring_dimension: N.
+        log_q: bits of all primes, with the special one.
+        security_bits: of the largest security of HomomorphicEncryption.org's tables that log_q reaches.
+        depth: multiplications one after another in the deepest block.
+        levels: rescalings between two refreshes.
+        batch: rows of a ciphertext.
+        batches: of all clients.
+        ciphertext_bytes: to the owner (seeded, all primes), back (primes of a refresh), and released (one prime).
+        key_bytes: of a client's evaluation keys, sent once.
+        wide, narrow: refreshes a block of at least d ciphertexts, and of fewer; the largest of all blocks.
+        refreshed: ciphertexts a batch, of all blocks.
+        messages: a batch, of all blocks, with rows and releases.
+        bytes_per_batch: of all messages; a batch of few rows takes as many as a full one.
+        bytes_per_sample: of all messages of the run, by its rows.
+        statistical_distance: of the client with most rows; it has to be at most 2^-40.
+        seconds_per_block: of a batch, on one core of this machine: owner, and a client on the same machine.
+        seconds: of all batches one after another on one core, owner and clients.
+    """
+
+    ring_dimension: int
+    log_q: int
+    security_bits: int
+    depth: int
+    levels: int
+    batch: int
+    batches: int
+    ciphertext_bytes: tuple[int, int, int]
+    key_bytes: int
+    wide: int
+    narrow: int
+    refreshed: int
+    messages: int
+    bytes_per_batch: int
+    bytes_per_sample: float
+    statistical_distance: float
+    seconds_per_block: tuple[float, float]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """By name, with the condition of the statistical distance."""
+        return asdict(self) | {"statistical_distance_holds": HOLDS_WHILE}
+
+    def table(self) -> str:
+        """For people."""
+        up, down, out = (f"{b / 1e3:,.0f} kB" for b in self.ciphertext_bytes)
+        shown = f"2^{math.log2(self.statistical_distance):.1f}" if self.statistical_distance else "0"
+        owner, client = self.seconds_per_block
+        each = f"{self.bytes_per_sample / 1e6:,.2f} MB a row of this run"
+        lines = [
+            ("ring", f"degree {self.ring_dimension}, {self.log_q} bits, {self.security_bits}-bit security"),
+            ("depth", f"{self.depth} a block, {self.levels} between refreshes"),
+            ("refreshes a block", f"{self.wide} wide, {self.narrow} narrow"),
+            ("ciphertext", f"{up} to the owner, {down} back, {out} released"),
+            ("keys", f"{self.key_bytes / 1e6:,.1f} MB a client, once"),
+            ("batches", f"{self.batches} of up to {self.batch} rows"),
+            (
+                "messages",
+                f"{self.messages} a batch, {self.bytes_per_batch / 1e6:,.0f} MB with any number of rows: {each}",
+            ),
+            ("statistical distance", f"at most {shown}, of the 2^{math.log2(MOST):.0f} allowed, {HOLDS_WHILE}"),
+            ("seconds a block", f"{owner:,.1f} owner, {client:,.1f} client, one core"),
+            ("all batches", f"{_span(self.seconds)} on one core"),
+        ]
+        width = max(len(name) for name, _ in lines)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def plan(
+    folded: FoldedModel,
+    rows: Sequence[int | Sequence[int]],
+    released: str,
+    *,
+    projection: int = 0,
+    permuted: int = 0,
+    parameters: Parameters = messages.SETS[0],
+) -> EncryptedPlan:
+    """Costs of passing so many rows of each client.
+
+    Args:
+        rows: of each client, or of each of its parts, if they pass one after the other.
+        projection: p of ``tokens``.
+        permuted: classes of the labels in the "permuted" protocol; 0: "masked".
+
+    Raises:
+        InputError: parameters of less than 128-bit security, or a run that would exceed the statistical distance.
+    """
+    tokens, d = folded.positions.shape
+    layout, floor = Packing(parameters, tokens), messages.floor_of(parameters)
+    matrix = np.ones((projection, d)) if released == "tokens" else None
+    kind = Released(released, tokens, d, matrix, folded.class_token)
+    counts = [
+        counted(layer, tokens, parameters, number == 0, bool(permuted)) for number, layer in enumerate(folded.blocks)
+    ]
+    full, low = (sum(parameters.bits[:n]) * parameters.degree // 8 for n in (parameters.limbs, floor))
+    rows_bytes = sum(parameters.bits[: messages.rows_limbs(parameters)]) * parameters.degree // 8
+    one = 2 * parameters.bits[0] * parameters.degree // 8
+    batches = [sum(-(-n // layout.samples) for n in ([parts] if isinstance(parts, int) else parts)) for parts in rows]
+    total = sum(parts if isinstance(parts, int) else sum(parts) for parts in rows)
+    refreshed = sum(sum(c.refreshes) for c in counts)
+    spent = max(batches, default=0) * refreshed * distance(parameters, floor, parameters.scale, folded.bound)
+    if spent > MOST:
+        raise InputError(
+            f"{max(batches)} batches of one client bring the masks' statistical distance to 2^{math.log2(spent):.1f}, "
+            f"above 2^{math.log2(MOST):.0f}: encrypt fewer rows"
+        )
+    out, again = (-(-d // 2), d * (len(counts) - 1)) if permuted else (kind.ciphertexts, 0)
+    sizes = refreshed * (full + 2 * low) + len(counts) * out * one + folded.embedding.shape[1] * rows_bytes
+    if permuted:
+        labels = -(-permuted // tokens)
+        sizes += again * full + labels * sum(parameters.bits[: messages.RELEASE_LIMBS]) * parameters.degree // 8
+        sizes += -(-labels // 2) * one
+    rotations = layout.rotations | (slot_permutation.rotations(layout) if permuted else set())
+    seconds, key_bytes = _seconds(folded, counts, layout, rotations, again)
+    log_q = sum(parameters.bits) + parameters.special
+    return EncryptedPlan(
+        ring_dimension=parameters.degree,
+        log_q=log_q,
+        security_bits=128 if log_q <= SECURE_BITS[parameters.degree] else 0,
+        depth=max(_depth(folded, number) for number in range(len(counts))),
+        levels=parameters.limbs - floor,
+        batch=layout.samples,
+        batches=sum(batches),
+        ciphertext_bytes=(full, 2 * low, one),
+        key_bytes=key_bytes,
+        wide=max(sum(n >= d for n in c.refreshes) for c in counts),
+        narrow=max(sum(n < d for n in c.refreshes) for c in counts),
+        refreshed=refreshed,
+        messages=1 + sum(2 * len(c.refreshes) + (2 if permuted else 1) for c in counts),
+        bytes_per_batch=sizes,
+        bytes_per_sample=sizes * sum(batches) / max(total, 1),
+        statistical_distance=spent,
+        seconds_per_block=seconds,
+        seconds=sum(batches) * len(counts) * sum(seconds),
+    )
+
+
+def _depth(folded: FoldedModel, number: int) -> int:
+    """Levels of a block: norms with square and product, W_qkv, scores, exp, inverse with scales, products, W_o, MLP."""
+    layer = folded.blocks[number]
+    known = [getattr(r, "depth", 0) for r in (*layer.norms, layer.exponential, layer.inverse, layer.gelu)]
+    first, second, exponential, inverse, gelu = known
+    return (2 + first) + (2 + second) + 2 + exponential + (2 + inverse) + 3 + (2 + gelu)
+
+
+def _seconds(
+    folded: FoldedModel, counts: Sequence[Count], layout: Packing, rotations: set[int], again: int
+) -> tuple[tuple[float, float], int]:
+    """(owner, client) of a mean block, from timed operations; bytes of the evaluation keys.
+
+    ``again``: ciphertexts that the client returns, of all blocks.
+    """
+    parameters, (tokens, d) = layout.parameters, folded.positions.shape
+    floor = messages.floor_of(parameters)
+    client = seal.ClientKeys(parameters)
+    public = client.public(rotations)
+    server = seal.ServerKeys(parameters, public, floor=floor)
+    x = Ciphertexts(client.encrypt(np.ones((_AGAIN, parameters.slots))).view(np.uint64), parameters.scale, server)
+    each: dict[tuple[str, int], float] = {}
+    operations: Counter[tuple[str, int]] = sum((c.operations for c in counts), Counter())
+    for name, limbs in operations:
+        y = x.at(limbs)
+        if name == "relinearise":
+            wide = Ciphertexts(np.repeat(y.limbs, 2, axis=1)[:, :3].copy(), y.scale, server)
+            each[name, limbs] = _timed(lambda wide=wide: server.relinearise(wide))  # type: ignore[misc]
+        elif name == "weigh":
+            plains = np.ones((len(y), limbs, parameters.degree), np.int64)
+            each[name, limbs] = _timed(lambda y=y, plains=plains: weighted_sum(y, plains, 1.0))  # type: ignore[misc]
+        elif name == "rescale":
+            each[name, limbs] = _timed(lambda y=y: server.rescale(y))  # type: ignore[misc]
+        else:
+            step = min(layout.rotations)
+            each[name, limbs] = _timed(lambda y=y, step=step: server.rotate(y, step))  # type: ignore[misc]
+    many = Ciphertexts(np.repeat(x.limbs, _WIDE // _AGAIN, axis=0), x.scale, server)
+    sizes = Counter(size for c in counts for size in c.refreshes)
+    theirs, ours = _refreshes(client, x, floor, folded.bound, sizes)
+    returned, taken = _returns(client) if again else (0.0, 0.0)
+    term = _timed(lambda: products(x, x))
+    matrix = _timed(lambda: linear(np.ones((_WIDE, _WIDE)), many), _WIDE**2)
+    m = np.mean([len(layer.weights["up"]) for layer in folded.blocks])
+    refreshed, again_each = sum(sum(c.refreshes) for c in counts) / len(counts), again / len(counts)
+    fixed = sum(count * each[key] for key, count in operations.items()) / len(counts)
+    terms = 2 * d * tokens + 4 * d + m
+    return (
+        float(fixed + refreshed * ours + again_each * taken + terms * term + (4 * d * d + 2 * d * m) * matrix),
+        float(refreshed * theirs + again_each * returned),
+    ), len(public)
+
+
+def _refreshes(
+    client: seal.ClientKeys, x: Ciphertexts, floor: int, bound: float, sizes: Mapping[int, int]
+) -> tuple[float, float]:
+    """(client, owner) seconds of a ciphertext in refreshes of these sizes, which occur so often.
+
+    A message of hundreds of ciphertexts takes up to twice the time a ciphertext of a small one: it does not fit the
+    cache, and the system has to clear its memory first.
+    """
+    parameters, masking = client.parameters, Masking(bound)
+    theirs = ours = 0.0
+    for size, often in sizes.items():
+        here, there = (Channel(parameters, bytes(32), bytes(16), side) for side in _SIDES)
+        many = Ciphertexts(np.repeat(x.limbs, -(-size // len(x)), axis=0)[:size], x.scale, x.evaluator)
+        hidden, _ = masking.hide(many.at(floor))
+        message = there.pack(hidden.residues, x.scale)
+
+        def answer(here: Channel = here, message: bytes = message) -> bytes:
+            here.received = here.sent = 0
+            return answered(client, here, message, floor)
+
+        reply = answer()
+
+        def ask(there: Channel = there, many: Ciphertexts = many, reply: bytes = reply) -> None:
+            there.received = there.sent = 0
+            covered, mask = masking.hide(many.at(floor))
+            there.pack(covered.residues, x.scale)
+            fresh, scale = there.unpack(reply, limbs=parameters.limbs)
+            masking.reveal(Ciphertexts(fresh.view(np.uint64), scale, x.evaluator), mask)
+
+        turns = 1 if size > _WIDE else _AGAIN
+        theirs += often * _timed(answer, 1, turns)
+        ours += often * _timed(ask, 1, turns)
+    total = sum(size * often for size, often in sizes.items())
+    return theirs / total, ours / total
+
+
+def _returns(client: seal.ClientKeys) -> tuple[float, float]:
+    """(client, owner) seconds of a ciphertext that the client encrypts afresh and sends."""
+    parameters = client.parameters
+    here, there = (Channel(parameters, bytes(32), bytes(16), side) for side in _SIDES)
+
+    def renew() -> bytes:
+        here.sent = 0
+        return sealed(client, here, np.ones((_WIDE, parameters.slots)))
+
+    fresh = renew()
+
+    def take() -> None:
+        there.received = 0
+        there.unpack(fresh, limbs=parameters.limbs)
+
+    return _timed(renew, _WIDE), _timed(take, _WIDE)
+
+
+def _timed(work: Callable[[], object], count: int = _AGAIN, turns: int = _AGAIN) -> float:
+    """CPU seconds of one of ``count`` ciphertexts: the least of some turns."""
+    work()  # compiles, and makes tables
+    best = math.inf
+    for _ in range(turns):
+        start = time.process_time()
+        work()
+        best = min(best, time.process_time() - start)
+    return best / count
+
+
+def _span(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 90
+        else f"{seconds / 60:.0f} min"
+        if seconds < 5400
+        else f"{seconds / 3600:.1f} h"
+    )

@@ -1,0 +1,157 @@
+"""Encrypted inference, the half of whoever has the rows: makes all keys, encrypts, renews, opens what is released."""
+
+from __future__ import annotations
+
+import math
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedfm.encrypted.ckks.remote_refresh import answered, sealed
+from fedfm.encrypted.ckks.ring import Parameters
+from fedfm.encrypted.ckks.seal import ClientKeys
+from fedfm.encrypted.ckks.transformer_block import Packing
+from fedfm.encrypted.ckks.wire import Channel, note_of, session_of
+from fedfm.encrypted.inference import messages
+from fedfm.encrypted.inference.released_states import KINDS, Numbers, Released
+from fedfm.errors import E_FORMAT, E_NONFINITE, E_NORM, E_ROUND, E_SHAPE, ClientFault, InputError
+from fedfm.linalg.kernels import buffers
+
+
+class OutOfRange(ClientFault):
+    """Released states are not what the model can give."""
+
+
+class Holder:
+    """The half of whoever has the rows: makes all keys, encrypts, renews, decrypts what is released.
+
+    It may hold several sessions at once; a message finds its own by the name in its header. A process that has lost
+    its sessions answers with a ``ClientFault``, and the owner begins another.
+
+    Args:
+        tokens: T of a sample.
+        parameters: of the encryption.
+        secret: the key of an earlier holder; None makes a new one from the system's entropy.
+    """
+
+    def __init__(self, tokens: int, parameters: Parameters, secret: bytes | None = None) -> None:
+        buffers.keep_all_freed()
+        self._floor = messages.floor_of(parameters)
+        self.layout, self._keys = Packing(parameters, tokens), ClientKeys(parameters, secret)
+        self._channels: dict[bytes, Channel] = {}
+        self._current: Channel | None = None
+
+    @classmethod
+    def new(cls, tokens: int, parameters: Parameters = messages.SETS[0]) -> Self:
+        """With new keys.
+
+        Raises:
+            InputError: the tokens are no power of two.
+        """
+        return cls(tokens, parameters)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """The inverse of :meth:`to_bytes`.
+
+        Raises:
+            ClientFault, InputError: these bytes are none.
+        """
+        parameters, tokens, secret = messages.opened(messages.SECRET, data)
+        return cls(tokens, parameters, secret)
+
+    def to_bytes(self) -> bytes:
+        """The secret key with its layout, for the holder's own storage: never to be sent."""
+        return messages.opening(messages.SECRET, self.layout.parameters, self.layout.tokens) + self._keys.secret
+
+    def public(self) -> bytes:
+        """Evaluation keys, to be sent once; every call makes others that fit as well."""
+        head = messages.opening(messages.PUBLIC, self.layout.parameters, self.layout.tokens)
+        return head + self._keys.public(self.rotations)
+
+    @property
+    def rotations(self) -> set[int]:
+        """Steps of the rotation keys that it sends."""
+        return self.layout.rotations
+
+    def begin(self, session: bytes, key: bytes, counts: tuple[int, int] = (0, 0)) -> None:
+        """Open a session: 16 bytes, and the key that both sides agreed on.
+
+        ``counts`` of :meth:`counts` continue a session in another process.
+        """
+        channel = Channel(self.layout.parameters, key, session, "client")
+        channel.sent, channel.received = counts
+        self._channels[session] = self._current = channel
+
+    def counts(self, session: bytes) -> tuple[int, int]:
+        """Messages of a session that were sent and received."""
+        channel = self._channel(session)
+        return channel.sent, channel.received
+
+    def end(self, session: bytes) -> None:
+        """Forget a session."""
+        self._channels.pop(session, None)
+
+    def rows(self, x: Numbers) -> bytes:
+        """Encrypted rows (n, T, F), n up to N / 2 / T, in the session begun last.
+
+        Raises:
+            InputError: another shape, or numbers that are not finite.
+        """
+        if self._current is None:
+            raise InputError("encrypted rows need a session: begin one")
+        limbs = messages.rows_limbs(self.layout.parameters)
+        return sealed(self._keys, self._current, self.layout.pack(np.asarray(x, np.float64)), limbs)
+
+    def refresh(self, message: bytes) -> bytes:
+        """The same masked numbers, encrypted again.
+
+        Raises:
+            ClientFault: the message is not the next one of an open session.
+        """
+        return answered(self._keys, self._channel(session_of(message)), message, self._floor)
+
+    def released(self, message: bytes, samples: int) -> NDArray[np.float32]:
+        """Released states of a block, (samples, P, width), over the block's scale; zeros for rows out of range.
+
+        Raises:
+            ClientFault: the message is not the next one of an open session.
+            OutOfRange: the first block's states of all rows are: the keys are not those of this holder.
+        """
+        tokens = self.layout.tokens
+        channel = self._channel(session_of(message))
+        residues, scale = channel.unpack(message, limbs=messages.RELEASE_LIMBS - 1, note=messages.NOTE.size)
+        kind, block, width, largest = messages.NOTE.unpack(note_of(message, messages.NOTE.size))
+        if kind >= len(KINDS) or not (math.isfinite(largest) and largest > 0):
+            raise ClientFault(E_FORMAT, "released states of an unknown kind came")
+        shape = Released.received(KINDS[kind], tokens, width)
+        if len(residues) != shape.ciphertexts or not 1 <= samples <= self.layout.samples:
+            raise ClientFault(E_SHAPE, f"{len(residues)} ciphertexts of released states: expected {shape.ciphertexts}")
+        states = shape.opened(self._keys.decrypt(residues, scale), samples)
+        return checked(states, largest, block).astype(np.float32)
+
+    def _channel(self, session: bytes) -> Channel:
+        if session not in self._channels:
+            raise ClientFault(E_ROUND, "a message of a session that is not open here")
+        return self._channels[session]
+
+
+def checked(states: NDArray[np.float64], largest: float, block: int) -> NDArray[np.float64]:
+    """States (samples, P, width), zeros for rows that are not finite or larger than the model's.
+
+    An argument of theirs left its interval, or the computation of their batch has overflowed.
+
+    Raises:
+        OutOfRange: that are all rows of the first block: the keys are not those of this holder, or it has overflowed.
+    """
+    worst = np.abs(states).max(axis=(1, 2))
+    bad = np.flatnonzero(~(worst <= largest))
+    if len(bad) == len(states) and block == 0:
+        finite = bool(np.isfinite(worst).all())
+        reason = f"released states of all rows of block 1: up to {worst.max():.4g}, expected at most {largest:.4g}"
+        why = "a row that is far outside the model's intervals has spoilt its batch, or the keys are others"
+        raise OutOfRange(E_NORM if finite else E_NONFINITE, f"{reason}: {why}")
+    out = states.copy()
+    out[bad] = 0
+    return out

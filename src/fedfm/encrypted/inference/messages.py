@@ -1,0 +1,120 @@
+"""What holder and owner agree on beforehand: parameters by number, primes of a message, notes, checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedfm.encrypted.ckks import modular_kernels
+from fedfm.encrypted.ckks.ring import SLOW_LINK, Parameters, Residues
+from fedfm.errors import E_FORMAT, E_VERSION, ClientFault, InputError, Lost
+
+SETS = (Parameters(), SLOW_LINK)  # their numbers go into keys; new sets are added at the end
+FLOORS = (3, 4)  # primes of ciphertexts that are refreshed: 2^-40 for 10^5 ciphertexts needs as many
+RELEASE_LIMBS = 2  # primes with which released states are picked; the message has one less
+SECRET, PUBLIC = b"FFHS", b"FFHP"  # what keys begin with
+_OPENING = struct.Struct("<4sBI")  # mark, number of the parameters, tokens
+NOTE = struct.Struct("<BHHd")  # kind, block, features, largest magnitude
+TURNED, LABELS = 16, 17  # kinds of notes of the "permuted" protocol, beside those of released states
+_CHECKPOINT = struct.Struct("<4sBHIBd")  # mark, parameters, blocks, count, primes, scale
+
+
+def number_of(parameters: Parameters) -> int:
+    """The number of a parameter set.
+
+    Raises:
+        InputError: it is none of :data:`SETS`.
+    """
+    if parameters not in SETS:
+        raise InputError("encryption parameters: expected those of degree 8192 or SLOW_LINK")
+    return SETS.index(parameters)
+
+
+def parameters_of(ring: int) -> Parameters:
+    """The parameter set of a ring of this degree."""
+    return next(parameters for parameters in SETS if parameters.degree == ring)
+
+
+def floor_of(parameters: Parameters) -> int:
+    """Primes of ciphertexts that are refreshed."""
+    return FLOORS[number_of(parameters)]
+
+
+def rows_limbs(parameters: Parameters) -> int:
+    """Primes of encrypted rows: the embedding needs one narrow prime and no more."""
+    return max(n for n in range(1, parameters.limbs + 1) if not parameters.wide(n))
+
+
+def opening(mark: bytes, parameters: Parameters, tokens: int) -> bytes:
+    """What keys begin with."""
+    return _OPENING.pack(mark, number_of(parameters), tokens)
+
+
+def opened(mark: bytes, data: bytes) -> tuple[Parameters, int, bytes]:
+    """Parameters, tokens and the rest of what begins with :func:`opening`.
+
+    Raises:
+        ClientFault: it begins with something else.
+    """
+    if len(data) < _OPENING.size:
+        raise ClientFault(E_FORMAT, "keys are cut off")
+    found, number, tokens = _OPENING.unpack_from(data)
+    if found != mark:
+        raise ClientFault(E_FORMAT, "these bytes are no keys")
+    if number >= len(SETS):
+        raise ClientFault(E_VERSION, "the other side uses other encryption parameters")
+    return SETS[number], tokens, data[_OPENING.size :]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where a later session goes on: the states after so many blocks, still under the client's key.
+
+    Attributes:
+        blocks: that are done and released.
+        scale: of the ciphertexts.
+        residues: (d, 2, primes, N).
+    """
+
+    blocks: int
+    scale: float
+    residues: Residues
+    parameters: Parameters
+
+    def to_bytes(self) -> bytes:
+        """With a checksum against damage; nobody but the owner can do without it or with it."""
+        count, _, limbs, _ = self.residues.shape
+        bits = np.array(self.parameters.bits[:limbs], np.int64)
+        words = np.empty((count, 2, int(bits.sum()) * self.parameters.degree // 64), np.uint64)
+        for i in range(count):
+            for polynomial in range(2):
+                modular_kernels.pack(self.residues[i, polynomial], bits, words[i, polynomial])
+        number = number_of(self.parameters)
+        head = _CHECKPOINT.pack(b"FFBC", number, self.blocks, count, limbs, self.scale)
+        body = head + words.astype("<u8").tobytes()
+        return body + hashlib.sha256(body).digest()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Checkpoint:
+        """The inverse of :meth:`to_bytes`.
+
+        Raises:
+            Lost: the bytes are damaged.
+        """
+        body, check = data[:-32], data[-32:]
+        if len(body) < _CHECKPOINT.size or hashlib.sha256(body).digest() != check:
+            raise Lost("a checkpoint of encrypted states is damaged: remove it, and its batch starts again")
+        mark, number, blocks, count, limbs, scale = _CHECKPOINT.unpack_from(body)
+        if mark != b"FFBC" or number >= len(SETS):
+            raise Lost("a checkpoint of encrypted states is of another version: remove it, and its batch starts again")
+        parameters = SETS[number]
+        bits = np.array(parameters.bits[:limbs], np.int64)
+        words = np.frombuffer(body, "<u8", -1, _CHECKPOINT.size).astype(np.uint64).reshape(count, 2, -1)
+        out = np.empty((count, 2, limbs, parameters.degree), np.int64)
+        for i in range(count):
+            for polynomial in range(2):
+                modular_kernels.unpack(words[i, polynomial], bits, out[i, polynomial])
+        return cls(blocks, scale, out, parameters)

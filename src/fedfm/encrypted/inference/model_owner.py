@@ -1,0 +1,198 @@
+"""The two halves of encrypted inference: the holder of the rows, and the owner of the model. No engine, no federation.
+
+*Protocol* (masked): the holder sends encrypted rows; the owner computes block after block, asks the holder to refresh
+masked ciphertexts, and sends the released states of every block. Rows and secret key stay with the holder, weights
+with the owner. Both semi-honest.
+
+*What leaves the owner*: masked ciphertexts (:mod:`~fedfm.encrypted.ckks.refresh`, with a statistical distance that the
+ledger adds up), and released states. To a released ciphertext an encryption of zero under the holder's public key is
+added, and uniform noise on every coefficient. The encryption of zero hides the second polynomial, which would else give
+a linear layer's weights exactly, under ring learning with errors. The noise gives **no** useful statistical distance:
+precision of 1e-3 allows noise of 2^-14 a slot (rms), about as much as the computation has itself, where a distance of
+2^-40 would need 2^40 times that. So a holder sees the released numbers with the computation's rounding, which depends
+on the weights as the released numbers themselves do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedfm.encrypted.ckks import encoding
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
+from fedfm.encrypted.ckks.matrices import linear, matrix_product
+from fedfm.encrypted.ckks.refresh import Masking, Spending
+from fedfm.encrypted.ckks.remote_refresh import RemoteRefresh
+from fedfm.encrypted.ckks.seal import ServerKeys
+from fedfm.encrypted.ckks.slot_constants import encoded, plus_slots, weighted_sum
+from fedfm.encrypted.ckks.transformer_block import Packing
+from fedfm.encrypted.ckks.wire import Channel
+from fedfm.encrypted.inference import messages
+from fedfm.encrypted.inference.folded_model import FoldedModel, block_of
+from fedfm.encrypted.inference.key_holder import Holder, OutOfRange
+from fedfm.encrypted.inference.messages import RELEASE_LIMBS, Checkpoint
+from fedfm.encrypted.inference.released_states import KINDS, Numbers, Released
+from fedfm.errors import E_FORMAT, E_SHAPE, ClientFault, InputError
+from fedfm.privacy.crypto import keys
+
+__all__ = ["FLOOD", "Checkpoint", "Holder", "OutOfRange", "Owner"]
+
+FLOOD = 2.0**-14  # rms of the noise in a released slot
+
+
+class Owner:
+    """The half of whoever has the model, for one session with one holder.
+
+    Args:
+        folded: the model.
+        released: ``class``, ``grid`` or ``tokens``.
+        public: the holder's evaluation keys.
+        session: 16 bytes, new for this session.
+        key: 32 bytes, agreed on with the holder.
+        ledger: of the masks' statistical distance, one for all sessions with this holder.
+        projection: (p, d), for ``tokens``.
+
+    Raises:
+        ClientFault: the keys are damaged, or for other parameters or tokens.
+        InputError: a model that cannot run encrypted, or a kind that it does not allow.
+    """
+
+    def __init__(
+        self,
+        folded: FoldedModel,
+        released: str,
+        public: bytes,
+        session: bytes,
+        key: bytes,
+        ledger: Spending,
+        *,
+        projection: Numbers | None = None,
+    ) -> None:
+        self.folded = folded
+        tokens, features = folded.positions.shape
+        parameters, found, rest = messages.opened(messages.PUBLIC, public)
+        if found != tokens:
+            raise ClientFault(E_SHAPE, f"keys for {found} tokens came, the model has {tokens}")
+        self.layout = Packing(parameters, tokens)
+        self.kind = Released(released, tokens, features, projection, folded.class_token)
+        self._blocks = [block_of(layer, self.layout) for layer in folded.blocks]
+        self._floor = messages.floor_of(parameters)
+        try:
+            self.keys = ServerKeys(parameters, rest, floor=self._floor)
+        except InputError as error:
+            raise ClientFault(E_FORMAT, str(error)) from None
+        if not all(self.keys.can_rotate(r) for r in self.layout.rotations):
+            raise ClientFault(E_FORMAT, "a rotation key is missing")
+        self._channel = Channel(parameters, key, session, "server")
+        self._masking = Masking(folded.bound, ledger)
+        self.link: RemoteRefresh | None = None
+
+    def run(
+        self,
+        rows: bytes,
+        exchange: Callable[[bytes], bytes],
+        release: Callable[[int, bytes], object],
+        start: Checkpoint | None = None,
+        save: Callable[[Checkpoint], None] | None = None,
+    ) -> None:
+        """All blocks of one batch.
+
+        Args:
+            rows: of :meth:`Holder.rows`; not looked at if there is a checkpoint.
+            exchange: carries a refresh to the holder and brings its answer.
+            release: sends the released states of block 0, 1, ...
+            start: where an earlier session of this batch ended.
+            save: keeps a checkpoint, after the states of its last block were sent.
+
+        Raises:
+            ClientFault: the holder sent something else than what it was asked for.
+            RunError: the run's statistical distance is spent.
+        """
+        self.link = self.keys.refresh = RemoteRefresh(self._masking, self._channel, exchange)
+        first = 0 if start is None else start.blocks
+        x = self._embedded(rows) if start is None else self._resumed(start)
+        for number in range(first, len(self._blocks)):
+            x = self._blocks[number](x)
+            x = x.at(min(self._floor, x.level + 1))
+            release(number, self.release(number, x))
+            if save is not None:
+                save(Checkpoint(number + 1, x.scale, x.residues, self.layout.parameters))
+
+    def release(self, block: int, x: Ciphertexts) -> bytes:
+        """The message with the released states of a block, of its encrypted states (d,)."""
+        largest = float(self.folded.ranges[block] / self.folded.scales[block]) * self.kind.gain()
+        chosen = self._chosen(x.at(RELEASE_LIMBS), float(self.folded.scales[block]), largest)
+        return self._clean(chosen, messages.NOTE.pack(KINDS.index(self.kind.kind), block, self.kind.width, largest))
+
+    def _clean(self, chosen: Ciphertexts, note: bytes) -> bytes:
+        """The message of ciphertexts that the holder may decrypt, with an encryption of zero and noise."""
+        out = chosen.residues.copy()
+        ring = self.keys.ring
+        out = ring.add(out, self.keys.zeros(len(out), out.shape[2]))
+        out[:, 0] = ring.add(np.ascontiguousarray(out[:, 0]), self._noise(len(out), chosen.scale))
+        return self._channel.pack(out, chosen.scale, note=note)
+
+    def _embedded(self, rows: bytes) -> Ciphertexts:
+        """Encrypted tokens, with their positions."""
+        parameters, folded = self.layout.parameters, self.folded
+        limbs = messages.rows_limbs(parameters)
+        residues, scale = self._channel.unpack(
+            rows, limbs=limbs, count=folded.embedding.shape[1], scale=parameters.scale
+        )
+        x = Ciphertexts(residues.view(np.uint64), scale, self.keys)
+        added = (folded.positions + folded.bias).T
+        return plus_slots(linear(folded.embedding, x), np.repeat(added, self.layout.samples, axis=1))
+
+    def _resumed(self, start: Checkpoint) -> Ciphertexts:
+        parameters, features = self.layout.parameters, self.folded.positions.shape[1]
+        if start.parameters != parameters or len(start.residues) != features or start.blocks > len(self._blocks):
+            raise InputError("a checkpoint of another model or of other encryption parameters")
+        return Ciphertexts(start.residues.view(np.uint64), start.scale, self.keys)
+
+    def _chosen(self, x: Ciphertexts, over: float, largest: float) -> Ciphertexts:
+        """The released numbers, over the block's scale, at one prime; all other slots are zero."""
+        ring, step, factor = self.keys.ring, self.layout.samples, self._factor(x, largest)
+        if self.kind.projection is not None:
+            rounded = np.rint(self.kind.projection * (factor / over))
+            picked = matrix_product(rounded, x.residues, ring)
+            return self.keys.rescale(Ciphertexts(picked.view(np.uint64), x.scale * factor, self.keys))
+        plains = {
+            j: encoded(np.repeat(w / over, step, axis=1), RELEASE_LIMBS, factor, ring)
+            for j, w in self.kind.weights().items()
+        }
+        out = []
+        for start in range(0, len(x), self.kind.together):
+            part = x[start : start + self.kind.together]
+            sums = {j: weighted_sum(part, p[: len(part)], factor) for j, p in plains.items()}
+            out.append(self._turned(sums).residues)
+        whole = np.concatenate(out).view(np.uint64)
+        return self.keys.rescale(Ciphertexts(whole, x.scale * factor, self.keys))
+
+    def _factor(self, x: Ciphertexts, largest: float) -> float:
+        """The scale of a plaintext with which the products, slots of at most this magnitude, fit the last prime."""
+        parameters = self.layout.parameters
+        # Half the last modulus has to exceed every coefficient, which no slot's magnitude times the scale falls below.
+        target = min(parameters.scale, 2.0 ** math.floor(math.log2(parameters.primes[0] / 4 / largest)))
+        return target * parameters.primes[RELEASE_LIMBS - 1] / x.scale
+
+    def _turned(self, sums: dict[int, Ciphertexts]) -> Ciphertexts:
+        """The sum of ciphertexts, each rotated by its number of tokens: by one bit of all numbers after another."""
+        for bit in range(self.layout.tokens.bit_length() - 1):
+            halves: dict[int, Ciphertexts] = {}
+            for j, x in sorted(sums.items()):
+                moved = x.rotate(self.layout.samples << bit) if j & 1 else x
+                halves[j >> 1] = halves[j >> 1] + moved if j >> 1 in halves else moved
+            sums = halves
+        return sums[0]
+
+    def _noise(self, count: int, scale: float) -> NDArray[np.int64]:
+        """Uniform coefficients whose slots have the rms :data:`FLOOD`, in evaluation form (count, 1, N)."""
+        parameters = self.layout.parameters
+        reach = FLOOD * scale * math.sqrt(3 / parameters.degree)
+        bits = max(1, round(math.log2(reach)) + 1)  # of uniform numbers in [-2^(bits - 1), 2^(bits - 1))
+        words = np.frombuffer(keys.entropy(8 * count * parameters.degree), "<u8") & np.uint64((1 << bits) - 1)
+        noise = words.astype(np.int64).reshape(count, -1) - (1 << (bits - 1))
+        return encoding.to_residues(noise, RELEASE_LIMBS - 1, self.keys.ring)

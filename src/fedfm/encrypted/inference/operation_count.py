@@ -1,0 +1,105 @@
+"""Operations of an encrypted block, counted by running it on ciphertexts of a few coefficients, without keys."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, Refresh
+from fedfm.encrypted.ckks.ring import Parameters, Residues, Ring
+from fedfm.encrypted.ckks.slot_permutation import routed
+from fedfm.encrypted.ckks.transformer_block import Packing
+from fedfm.encrypted.inference import messages
+from fedfm.encrypted.inference.folded_model import FoldedLayer, block_of
+
+
+class _Short:
+    """Parameters with as many slots as tokens."""
+
+    def __init__(self, parameters: Parameters, tokens: int) -> None:
+        self._parameters, self.degree, self.slots = parameters, 2 * tokens, tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parameters, name)
+
+
+@dataclass
+class Count:
+    """An evaluator that computes nothing and counts, in place of ``ServerKeys``.
+
+    Attributes:
+        operations: (name, primes) -> how often; names are ``relinearise``, ``rescale``, ``rotate``, and ``weigh`` for a
+            product with a plaintext in a sum.
+        refreshes: ciphertexts of each refresh, in order.
+    """
+
+    ring: Ring
+    floor: int
+    operations: Counter[tuple[str, int]] = field(default_factory=Counter)
+    refreshes: list[int] = field(default_factory=list)
+
+    def relinearise(self, x: Ciphertexts) -> Ciphertexts:
+        """Three polynomials to two."""
+        if x.limbs.shape[1] == 2:
+            return x
+        return self._like("relinearise", x, x.level + 1, x.scale)
+
+    def rescale(self, x: Ciphertexts) -> Ciphertexts:
+        """One prime less."""
+        return self._like("rescale", x, x.level, x.scale / self.ring.parameters.primes[x.level])
+
+    def rotate(self, x: Ciphertexts, steps: int) -> Ciphertexts:
+        """As many ciphertexts."""
+        return self._like("rotate", x, x.level + 1, x.scale)
+
+    def zeros(self, count: int, limbs: int) -> Residues:
+        """Anything."""
+        return np.ones((count, 2, limbs, self.ring.degree), np.int64)
+
+    def __post_init__(self) -> None:
+        self.refresh: Refresh | None = self._fresh
+
+    def _fresh(self, x: Ciphertexts) -> Ciphertexts:
+        self.refreshes.append(len(x))
+        return self.made(len(x), self.ring.parameters.limbs, x.scale)
+
+    def made(self, count: int, limbs: int, scale: float) -> Ciphertexts:
+        """Ciphertexts of ones."""
+        return Ciphertexts(self.zeros(count, limbs).view(np.uint64), scale, self)
+
+    def _like(self, name: str, x: Ciphertexts, limbs: int, scale: float) -> Ciphertexts:
+        self.operations[name, x.level + 1] += len(x)
+        return self.made(len(x), limbs, scale)
+
+
+def counted(layer: FoldedLayer, tokens: int, parameters: Parameters, first: bool = False, fresh: bool = False) -> Count:
+    """Operations of a block; the first one's input has the primes that the embedding leaves.
+
+    Args:
+        fresh: "permuted": the other ones' inputs have all primes, and what a block gives comes in another order.
+    """
+    short = cast(Parameters, _Short(parameters, tokens))
+    ring = Ring.__new__(Ring)
+    ring.parameters, ring.degree, ring.primes = short, short.degree, np.array(parameters.primes, np.int64)
+    floor = messages.floor_of(parameters)
+    count = Count(ring, floor)
+    block = block_of(layer, Packing(short, tokens))
+    begun = messages.rows_limbs(parameters) - 1 if first else parameters.limbs if fresh else floor
+    block(count.made(block.features, begun, parameters.scale))
+    if fresh:
+        reordered(count, block.features, Packing(parameters, tokens))
+    return count
+
+
+def reordered(count: Count, features: int, layout: Packing) -> None:
+    """Count what it takes to bring so many features of a full batch to another order, two by two."""
+
+    def weigh(turned: Ciphertexts, giant: int) -> Ciphertexts:
+        count.operations["weigh", turned.level + 1] += len(turned)
+        return turned[:1]
+
+    x = count.made(-(-features // 2), messages.RELEASE_LIMBS, layout.parameters.scale)
+    count.rescale(routed(x, layout.samples, layout, weigh))

@@ -1,0 +1,128 @@
+"""Encrypted inference by the paper's protocol of BlindFed ("permuted"), the half of whoever has the model.
+
+After block l the holder gets E(B_l) Pi_l: the states of all tokens, its samples in a secret order. It returns fresh
+encryptions of them in that order, with all primes, which takes the place of the refresh between two blocks. Blocks
+compute each sample by itself, so the owner goes on in the order Pi_l and brings the next states from there to
+Pi_{l+1}; nothing is ever undone. In the end the encrypted labels, which the holder sent in its own order, go back in
+order Pi_{L+1}.
+
+What leaves the owner is cleaned as released states are (:mod:`~fedfm.encrypted.inference.model_owner`). Here the noise
+comes back with the states, so that errors of later blocks are a little larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedfm.encrypted.ckks import slot_permutation
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
+from fedfm.encrypted.ckks.remote_refresh import RemoteRefresh
+from fedfm.encrypted.ckks.slot_permutation import Order, masks, paired, routed, weighing
+from fedfm.encrypted.inference import messages
+from fedfm.encrypted.inference.messages import RELEASE_LIMBS, Checkpoint
+from fedfm.encrypted.inference.model_owner import Owner
+from fedfm.errors import E_FORMAT, ClientFault, InputError
+
+
+class PermutedOwner(Owner):
+    """As :class:`~fedfm.encrypted.inference.model_owner.Owner`, for one batch.
+
+    Args:
+        orders: Pi_1 ... Pi_{L+1}, each (n,): at place j stands sample order[j] of the holder's own order.
+
+    Raises:
+        ClientFault: the keys are damaged, for other parameters, or too few.
+        InputError: a model that cannot run encrypted, or another number of orders.
+    """
+
+    def __init__(self, *about: Any, orders: Sequence[Order]) -> None:
+        super().__init__(*about)
+        if len(orders) != len(self._blocks) + 1:
+            raise InputError(f"{len(orders)} orders for {len(self._blocks)} blocks: expected one more than blocks")
+        self.orders = [np.asarray(order) for order in orders]
+        if not all(self.keys.can_rotate(r) for r in slot_permutation.rotations(self.layout)):
+            raise ClientFault(E_FORMAT, "a rotation key is missing")
+
+    def run(
+        self,
+        rows: bytes,
+        exchange: Callable[[bytes], bytes],
+        release: Callable[[int, bytes], Any],
+        start: Checkpoint | None = None,
+        save: Callable[[Checkpoint], None] | None = None,
+    ) -> None:
+        """All blocks of one batch.
+
+        Args:
+            rows: of :meth:`PermutedHolder.rows` and :meth:`~PermutedHolder.labels`, :func:`both`; with a checkpoint
+                the rows are empty.
+            exchange: carries a refresh to the holder and brings its answer.
+            release: sends the states of block 0, 1, ... and brings the holder's fresh encryptions of them (after the
+                last block: anything); as block L it sends the labels.
+            start: where an earlier session of this batch ended.
+            save: keeps a checkpoint, after every block but the last.
+
+        Raises:
+            ClientFault: the holder sent something else than what it was asked for.
+            RunError: the run's statistical distance is spent.
+        """
+        self.link = self.keys.refresh = RemoteRefresh(self._masking, self._channel, exchange)
+        first, own = 0 if start is None else start.blocks, np.arange(len(self.orders[0]))
+        sent, labels = parted(rows)
+        x = self._embedded(sent) if start is None else self._resumed(start)
+        residues, scale = self._channel.unpack(labels, limbs=RELEASE_LIMBS, scale=self.layout.parameters.scale)
+        known = Ciphertexts(residues.view(np.uint64), scale, self.keys)
+        before, last = own if start is None else self.orders[first - 1], len(self._blocks) - 1
+        for number in range(first, last + 1):
+            x = self._blocks[number](x)
+            answer = release(number, self.ordered(number, x, np.argsort(before)[self.orders[number]]))
+            before = self.orders[number]
+            if number < last:
+                x = self._returned(answer)
+                if save is not None:
+                    save(Checkpoint(number + 1, x.scale, x.residues, self.layout.parameters))
+        release(last + 1, self.ordered(last + 1, known, self.orders[-1]))
+
+    def ordered(self, block: int, x: Ciphertexts, order: Order) -> bytes:
+        """The message with the states of a block, of its encrypted states (d,), brought to another order.
+
+        As block L: encrypted labels.
+        """
+        states = block < len(self._blocks)
+        largest = float(self.folded.ranges[block]) if states else 1.0
+        x = x.at(RELEASE_LIMBS)
+        factor = self._factor(x, largest * slot_permutation.TOGETHER)
+        plains = masks(order, self.layout, RELEASE_LIMBS, factor, self.keys.ring)
+        found = routed(paired(x), len(order), self.layout, weighing(plains, factor, self.keys))
+        kind = messages.TURNED if states else messages.LABELS
+        return self._clean(self.keys.rescale(found), messages.NOTE.pack(kind, block, len(x), largest))
+
+    def _returned(self, answer: bytes) -> Ciphertexts:
+        """The holder's fresh encryptions."""
+        parameters, features = self.layout.parameters, self.folded.positions.shape[1]
+        residues, scale = self._channel.unpack(answer, limbs=parameters.limbs, count=features, scale=parameters.scale)
+        return Ciphertexts(residues.view(np.uint64), scale, self.keys)
+
+
+def order_bytes(orders: Sequence[Order]) -> bytes:
+    """Orders as bytes, for the processes that compute; :func:`orders_of` is the inverse."""
+    return len(orders).to_bytes(8, "little") + np.stack(orders).astype("<i8").tobytes()
+
+
+def orders_of(data: bytes) -> list[Order]:
+    """Pi_1 ... Pi_{L+1}."""
+    return list(np.frombuffer(data, "<i8", -1, 8).reshape(int.from_bytes(data[:8], "little"), -1))
+
+
+def both(rows: bytes, labels: bytes) -> bytes:
+    """Two messages in one; :func:`parted` is the inverse."""
+    return len(rows).to_bytes(8, "little") + rows + labels
+
+
+def parted(message: bytes) -> tuple[bytes, bytes]:
+    """Rows and labels."""
+    end = 8 + int.from_bytes(message[:8], "little")
+    return message[8:end], message[end:]

@@ -1,0 +1,106 @@
+"""A process of the owner's encrypted computation: jobs come on its standard input, questions go to its output.
+
+Started by :mod:`~fedfm.encrypted.inference.worker_pool`. It ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import BinaryIO
+
+import numpy as np
+
+from fedfm.encrypted.inference import framing
+from fedfm.encrypted.inference.model_owner import Checkpoint, Owner
+from fedfm.encrypted.inference.model_serialization import CarriedModel, model_of
+from fedfm.encrypted.inference.permuted_model_owner import PermutedOwner, orders_of
+from fedfm.encrypted.inference.released_states import Numbers
+from fedfm.errors import ClientFault, FedfmError, RunError
+from fedfm.linalg.kernels import buffers
+
+
+class Questions:
+    """Questions to the process that talks to clients, each answered before the next.
+
+    Also the ledger of a job: distance is entered there, where it is kept.
+    """
+
+    def __init__(self, source: BinaryIO, target: BinaryIO) -> None:
+        self._source, self._target = source, target
+
+    def ask(self, kind: int, *parts: bytes) -> bytes:
+        """The answer.
+
+        Raises:
+            ClientFault: the client failed; the job is given up.
+        """
+        framing.write(self._target, kind, *parts)
+        answer, found = framing.read(self._source)
+        if answer == framing.FAULT:
+            raise ClientFault(found[0].decode(), found[1].decode())
+        return found[0]
+
+    def spend(self, count: int, each: float) -> None:
+        """Enter a distance; an answer means that it is kept."""
+        self.ask(framing.SPEND, framing.SPENT.pack(count, each))
+
+
+def serve(source: BinaryIO, target: BinaryIO) -> None:
+    """Work until the source ends."""
+    link = Questions(source, target)
+    model: CarriedModel | None = None
+    projection: Numbers | None = None
+    released = ""
+    while True:
+        try:
+            kind, parts = framing.read(source)
+        except EOFError:
+            return
+        try:
+            if kind == framing.MODEL:
+                model, released = model_of(parts[0]), parts[1].decode()
+                projection = np.frombuffer(parts[2], "<f8").reshape(-1, model.positions.shape[1]) if parts[2] else None
+                continue
+            if kind != framing.JOB or model is None:
+                raise RunError("a process of the encrypted computation was asked for something unknown")
+            public, session, key, rows, start, orders = parts
+            owner: Owner = (
+                PermutedOwner(model, released, public, session, key, link, orders=orders_of(orders))
+                if orders
+                else Owner(model, released, public, session, key, link, projection=projection)
+            )
+            owner.run(
+                rows,
+                lambda message: link.ask(framing.REFRESH, message),
+                lambda block, message: link.ask(framing.RELEASE, str(block).encode(), message),
+                Checkpoint.from_bytes(start) if start else None,
+                lambda checkpoint: _unit(link.ask(framing.SAVE, checkpoint.to_bytes())),
+            )
+            framing.write(target, framing.DONE)
+        except ClientFault as fault:
+            framing.write(target, framing.FAILED, fault.code.encode(), fault.reason.encode())
+        except EOFError:
+            return
+        except FedfmError as error:
+            framing.write(target, framing.BROKEN, str(error).encode())
+
+
+def _unit(answer: bytes) -> None:
+    """An acknowledgement."""
+
+
+def main() -> None:
+    """Frames get the standard output for themselves; whatever else prints goes to the error output."""
+    buffers.keep_all_freed()
+    with os.fdopen(os.dup(1), "wb") as target:
+        os.dup2(2, 1)
+        sys.stdout = sys.stderr
+        try:
+            serve(sys.stdin.buffer, target)
+        except BrokenPipeError:
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The "masked" protocol of BlindFed without encryption: the same messages, in which the server sees the rows.
+
+A simulation, of what the clients learn with and of how well: only the encrypted protocol hides rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedfm.core.federation import Federation
+from fedfm.encrypted.protocol.foundation_check import check
+from fedfm.encrypted.protocol.handshake import spans
+from fedfm.encrypted.protocol.server import Passing, clear_states, rows_of
+from fedfm.models.side_adapter import with_numbers
+
+if TYPE_CHECKING:
+    from fedfm.encrypted.blindfed import BlindFed
+
+NOTICE = 'encryption = "clear" is a simulation: the server saw all rows; only "ckks" hides them'
+
+
+def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
+    """All rows pass the server's model: a batch of every client at a time."""
+    passing = Passing.begin(fed, check(fed.model, method.foundation))
+    fed.notice(NOTICE)
+    passing.opened = fed.ask(method.open, told=passing.hello())
+    passing.count_bytes()
+    batches = {client: len(spans(o.rows, passing.batch)) for client, o in passing.opened.items()}
+    lost = dict[str, int]()
+    for batch in range(max(batches.values(), default=0)):
+        left = [c for c, count in batches.items() if batch < count and batch not in passing.done.get(c, ())]
+        if not left:
+            continue
+        rows = fed.ask(method.rows, of=left, least=0, batch=batch)
+        passing.count_bytes()
+        if not rows:
+            continue
+        states = clear_states(passing.model, rows)
+        for client in states:
+            lost[client] = lost.get(client, 0) + int((~with_numbers(states[client])).sum())
+        kept = fed.ask(method.keep, of=rows, least=0, batch=batch, block=1, states=states)
+        passing.finished(kept, batch)
+        passing.tell((batch + 1) / max(batches.values()), "rows pass the server's model")
+    for client, count in sorted(lost.items()):
+        if count:
+            fed.notice(
+                f"{count} of {rows_of(passing.opened[client])} rows of {client} left the intervals of the model's "
+                "polynomials: training goes without them, and test rows count as rows of which nothing is known"
+            )
+    return {}

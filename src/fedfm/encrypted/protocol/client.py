@@ -1,0 +1,284 @@
+"""Client half of BlindFed's passes: rows as the server's model takes them, and the states that it released, on disk.
+
+What is kept is written when it comes, in the client's own store: a run that was killed goes on after the last batch
+and block, and every round trains on what came once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from fedfm.core.client import Client, ClientData
+from fedfm.core.rows import Rows
+from fedfm.encrypted.inference.serialization import of_bytes, pack, unpack
+from fedfm.encrypted.protocol import out_of_range, permutations
+from fedfm.encrypted.protocol.handshake import PARTS, Hello, Opened, spans, spans_by_part
+from fedfm.encrypted.student.folding import Patches
+from fedfm.errors import E_FIELD, E_LOST, E_NONFINITE, E_SHAPE, ClientFault
+from fedfm.models import inputs
+from fedfm.models.pictures import pixels
+from fedfm.models.side_adapter import STATES, Release, SideModel, of_states
+
+if TYPE_CHECKING:
+    from fedfm.encrypted.protocol.client_sessions import PermutedSessions, Sessions
+
+
+@dataclass(frozen=True)
+class SeenRows:
+    """A client's released states as rows; of all its rows of a part (n,), which have numbers (:mod:`.left_out`)."""
+
+    data: ClientData
+    whole: dict[str, Tensor]
+
+
+@dataclass
+class Held:
+    """The client half, for all clients of this process.
+
+    Attributes:
+        protocol, encryption: of the method.
+    """
+
+    protocol: str
+    encryption: str
+    _sessions: list[Any] = field(default_factory=list)
+    _models: dict[tuple[Any, ...], SideModel] = field(default_factory=dict)
+    _views: dict[tuple[str, str], SeenRows] = field(default_factory=dict)
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+    def open(self, client: Client, told: Hello) -> Opened:
+        """Keep what was told; the numbers of rows.
+
+        Raises:
+            ClientFault: the server has no key although the experiment says that rows leave encrypted, or has one.
+        """
+        if (told.key is None) != (self.encryption == "clear"):
+            raise ClientFault(E_FIELD, f'a server that does not agree on encryption = "{self.encryption}"')
+        client.store["told"] = pack(told)
+        key, evaluation = None, None
+        if told.key is not None:
+            key, evaluation = self.sessions.open(client, told.session, told.tokens, told.ring, told.key)
+        return Opened(counts(client), key, evaluation)
+
+    def rows(self, client: Client, batch: int, session: Tensor | None, go_on: bool) -> Tensor:
+        """Pixel values (n, 3, H, W) of a batch; in a session ciphertexts, or nothing if its states are known."""
+        told = told_to(client)
+        if session is not None and go_on:
+            self.sessions.begin(client, session)
+            return of_bytes(b"")
+        pictures, _ = self._batch(client, told, batch)
+        pixels = prepared(pictures, told)
+        if session is None and told.key is None:
+            return pixels
+        if session is None or told.key is None:
+            raise ClientFault(E_FIELD, "rows leave encrypted, or not at all: a session and a key belong together")
+        patches = Patches((told.patch[0], told.patch[1]), told.extra)
+        return self.sessions.rows(client, told.session, told.key, session, pixels, patches)
+
+    def keep(self, client: Client, batch: int, block: int, states: Tensor) -> int:
+        """Keep released states (n, k, P, d) of the blocks from ``block`` on."""
+        told = told_to(client)
+        n = len(self._batch(client, told, batch)[0])
+        if told.key is not None:
+            message = states
+            states = self.sessions.released(client, told.session, told.key, message, n)[:, None]
+            if block == told.blocks:
+                self.sessions.end(client, message)
+        shape = (n, states.shape[1] if states.dim() == 4 else 0, told.positions, told.width)
+        if tuple(states.shape) != shape or not 1 <= block <= block + shape[1] - 1 <= told.blocks:
+            raise ClientFault(E_SHAPE, f"states {tuple(states.shape)} of block {block}: expected {shape}")
+        if not bool(torch.isfinite(states).all()):
+            raise ClientFault(E_NONFINITE, f"released states of block {block} are not finite")
+        client.store[f"states-{batch}-{block}"] = pack(states)
+        self._views.pop((client.id, told.session), None)
+        return n
+
+    def refresh(self, client: Client, message: Tensor) -> Tensor:
+        """Masked numbers, encrypted again."""
+        told = told_to(client)
+        if told.key is None:
+            raise ClientFault(E_FIELD, "there is no encryption in this run")
+        return self.sessions.refresh(client, told.session, told.key, message)
+
+    def labelled(self, client: Client, batch: int, session: Tensor | None, go_on: bool) -> dict[str, Tensor]:
+        """Permuted: a batch as :meth:`rows` gives it, and its labels; in a session ciphertexts."""
+        rows, told = self.rows(client, batch, session, go_on), told_to(client)
+        _, labels = self._batch(client, told, batch)
+        if session is not None and told.key is not None:
+            labels = self.ordered.labels(client, told.session, told.key, session, labels, len(told.classes))
+        return {"rows": rows, "labels": labels}
+
+    def turn(self, client: Client, batch: int, block: int, states: Tensor) -> Tensor:
+        """Permuted: keep the states (n, T, d) of a block, in the order in which they came; return them, encrypted."""
+        told = told_to(client)
+        n, answer = len(self._batch(client, told, batch)[0]), states
+        if told.key is not None:
+            last = block == told.blocks
+            states, answer = self.ordered.turned(client, told.session, told.key, states, n, last)
+        if tuple(states.shape) != (n, told.tokens, told.width) or not 1 <= block <= told.blocks:
+            raise ClientFault(E_SHAPE, f"states {tuple(states.shape)}: expected {(n, told.tokens, told.width)}")
+        client.store[f"turned-{batch}-{block}"] = pack(states)
+        return answer
+
+    def align(self, client: Client, batch: int, relative: Tensor, labels: Tensor) -> int:
+        """Permuted: keep the relative orders (L + 1, n) and the labels (n,) in the last order."""
+        told = told_to(client)
+        n = len(self._batch(client, told, batch)[0])
+        if told.key is not None:
+            labels = self.ordered.labels_of(client, told.session, told.key, labels, n, len(told.classes))
+        if tuple(relative.shape) != (told.blocks + 1, n) or tuple(labels.shape) not in ((n,), (0,)):
+            raise ClientFault(E_SHAPE, f"orders {tuple(relative.shape)}: expected {(told.blocks + 1, n)}")
+        for order in relative:
+            permutations.check(order)
+        client.store[f"orders-{batch}"] = pack({"relative": relative, "labels": labels})
+        self._views.pop((client.id, told.session), None)
+        return n
+
+    @property
+    def sessions(self) -> Sessions:
+        """Of the encryption; needs TenSEAL."""
+        from fedfm.encrypted.protocol.client_sessions import PermutedSessions, Sessions
+
+        if not self._sessions:
+            self._sessions.append(PermutedSessions() if self.protocol == "permuted" else Sessions())
+        return self._sessions[0]  # type: ignore[no-any-return]
+
+    @property
+    def ordered(self) -> PermutedSessions:
+        """Of the permuted protocol."""
+        return cast("PermutedSessions", self.sessions)
+
+    # --- training -----------------------------------------------------------------------------------------------------
+    def view(self, client: Client) -> Client:
+        """The client with its released states as rows, and with side adapters as its model.
+
+        Raises:
+            ClientFault: its rows have not passed the server's model.
+        """
+        told = told_to(client)
+        key = client.id, told.session
+        if key not in self._views:
+            self._views[key] = self._read(client, told)
+        return replace(client, model=self._model(told), data=self._views[key].data)
+
+    def errors(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
+        """The largest difference of a released number from that in the clear; how many rows have no numbers."""
+        most = 0.0
+        whole = next(view.whole for view in self._views.values() if view.data is seen)
+        for part in PARTS:
+            states = getattr(seen, part).tensors[STATES]
+            states = states[whole[part]] if part == "test" else states
+            if len(states):
+                true = clear(part).tensors[STATES][whole[part]]
+                if self.protocol == "permuted":  # nobody but the server knows which row is which: the closest one
+                    true = true[torch.cdist(states.flatten(1), true.flatten(1)).argmin(1)]
+                most = max(most, float((states - true).abs().max()))
+        return {"max_error": most, "most_rows_left_out": float(sum(int((~mask).sum()) for mask in whole.values()))}
+
+    def _model(self, told: Hello) -> SideModel:
+        shape = told.blocks, told.positions, told.width, told.rank, tuple(told.classes)
+        if shape not in self._models:
+            self._models[shape] = of_states(*shape)
+        model = self._models[shape]
+        model.kernels = told.kernels
+        return model
+
+    def _read(self, client: Client, told: Hello) -> SeenRows:
+        have = counts(client)
+        try:
+            read = _aligned if self.protocol == "permuted" else _released
+            parts, whole = out_of_range.kept(client, read(client, told, have))
+        except KeyError as error:
+            raise ClientFault(E_LOST, f"the rows have not passed the server's model: {error} is missing") from None
+        train, val, test = (parts[part] for part in PARTS)
+        return SeenRows(ClientData(lambda: train, lambda: val, lambda: test), whole)
+
+    def _batch(self, client: Client, told: Hello, batch: int) -> tuple[list[Any], Tensor]:
+        """Pictures and labels of a batch."""
+        of = (spans_by_part if self.protocol == "permuted" else spans)(counts(client), told.batch)
+        if not 0 <= batch < len(of):
+            raise ClientFault(E_FIELD, f"batch {batch}: there are {len(of)}")
+        span = of[batch]
+        parts = [getattr(client.data, part) for part in ([span.part] if span.part else PARTS)]
+        parts = [rows for rows in parts if len(rows)]
+        # Rows to predict have no labels.
+        labels = torch.cat([torch.full((len(r),), -1) if r.labels is None else r.labels for r in parts])
+        pictures = itertools.chain.from_iterable(map(pictures_of, parts))
+        return list(itertools.islice(pictures, span.start, span.stop)), labels[span.start : span.stop]
+
+
+def counts(client: Client) -> dict[str, int]:
+    """Its numbers of rows."""
+    return {part: len(getattr(client.data, part)) for part in PARTS}
+
+
+def told_to(client: Client) -> Hello:
+    """What the server told this client.
+
+    Raises:
+        ClientFault: nothing.
+    """
+    if "told" not in client.store:
+        raise ClientFault(E_LOST, "the server has not opened this run")
+    found: Hello = unpack(client.store["told"], Hello)
+    return found
+
+
+def pictures_of(rows: Rows) -> Iterable[Any]:
+    """Pictures uint8 (H, W, C), or paths or encoded pictures.
+
+    Raises:
+        ClientFault: the rows are no pictures.
+    """
+    if rows.pictures is not None:
+        return rows.pictures
+    if "pixels" not in rows.tensors:
+        raise ClientFault(E_FIELD, f"rows of {', '.join(rows.tensors) or 'text'}: the server's model takes pictures")
+    return iter(rows.tensors["pixels"].numpy())
+
+
+def prepared(pictures: Sequence[Any], told: Hello) -> Tensor:
+    """Pictures as pixel values (n, 3, H', W'), resized and normalised as the server says."""
+    return pixels(pictures, inputs.from_told(told.picture))
+
+
+def _released(client: Client, told: Hello, have: Mapping[str, int]) -> dict[str, Rows]:
+    """Masked: rows of released states, by part."""
+    done = [torch.zeros(0, told.blocks, told.positions, told.width)]
+    for batch in range(len(spans(have, told.batch))):
+        levels: list[Tensor] = []
+        while (block := sum(x.shape[1] for x in levels) + 1) <= told.blocks:
+            levels.append(unpack(client.store[f"states-{batch}-{block}"], Tensor))
+        done.append(torch.cat(levels, 1))
+    states, found, at = torch.cat(done), {}, 0
+    for part in PARTS:
+        labels = getattr(client.data, part).labels
+        found[part] = Rows({STATES: states[at : at + have[part]]}, labels=labels)
+        at += have[part]
+    return found
+
+
+def _aligned(client: Client, told: Hello, have: Mapping[str, int]) -> dict[str, Rows]:
+    """Permuted: every block's states in the last order, by the relative orders, and the labels in that order."""
+    if told.release is None or told.scales is None:
+        raise ClientFault(E_FIELD, "release and scales are missing")
+    release = Release(told.release)
+    states: dict[str, list[Tensor]] = {part: [torch.zeros(0, told.blocks, *_shape(told))] for part in PARTS}
+    labels: dict[str, list[Tensor]] = {part: [torch.zeros(0, dtype=torch.int64)] for part in PARTS}
+    for batch, span in enumerate(spans_by_part(have, told.batch)):
+        came = unpack(client.store[f"orders-{batch}"], dict[str, Tensor])
+        turned = [unpack(client.store[f"turned-{batch}-{b}"], Tensor) for b in range(1, told.blocks + 1)]
+        levels = torch.stack(permutations.to_last(turned, came["relative"]), 1)  # (n, L, T, d)
+        states[span.part].append(release(levels / told.scales[:, None, None]))
+        labels[span.part].append(came["labels"])
+    return {part: Rows({STATES: torch.cat(states[part])}, labels=torch.cat(labels[part])) for part in PARTS}
+
+
+def _shape(told: Hello) -> Sequence[int]:
+    return told.positions, told.width

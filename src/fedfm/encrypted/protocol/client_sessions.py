@@ -1,0 +1,167 @@
+"""Client half of BlindFed under CKKS: the key that never leaves, and the sessions of the batches.
+
+A message may reach another process of the client than the one before: the numbers of a session's messages are in the
+client's store, so that any process goes on with it and none accepts a message twice.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import ClassVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedfm.core.client import Client
+from fedfm.encrypted.ckks.wire import Channel, Sender, session_of
+from fedfm.encrypted.inference.key_holder import Holder
+from fedfm.encrypted.inference.messages import SETS, parameters_of
+from fedfm.encrypted.inference.permuted_key_holder import PermutedHolder
+from fedfm.encrypted.inference.serialization import of_bytes, to_bytes
+from fedfm.encrypted.student.folding import Patches
+from fedfm.errors import E_FORMAT, E_ROUND, E_VERSION, ClientFault
+from fedfm.privacy.crypto import keys
+
+_KEY = "ckks"  # in the client's store; "channel" is its secret for key agreements
+
+
+@dataclass
+class Sessions:
+    """The clients' keys in this process.
+
+    Attributes:
+        kind: of the holders.
+    """
+
+    kind: ClassVar[type[Holder]] = Holder
+    _holders: dict[tuple[str, str], Holder] = field(default_factory=dict)
+
+    def open(self, client: Client, run: str, tokens: int, ring: int, server: Tensor) -> tuple[Tensor, Tensor]:
+        """The public key for agreements, and a message with the evaluation keys; the secret key is made once and kept.
+
+        Raises:
+            ClientFault: the ring is none that fedfm has parameters of 128-bit security for.
+        """
+        if ring not in [parameters.degree for parameters in SETS]:
+            raise ClientFault(E_VERSION, f"a ring of degree {ring} is wanted, which this side does not have")
+        if _KEY not in client.store:
+            client.store[_KEY] = self.kind.new(tokens, parameters_of(ring)).to_bytes()
+        holder = self._holder(client, run)
+        own = client.secret("channel")
+        message = keys_channel(own, to_bytes(server), run, ring, "client").pack_keys(holder.public())
+        return of_bytes(keys.public_of(own)), of_bytes(message)
+
+    def rows(
+        self, client: Client, run: str, server: Tensor, session: Tensor, pixels: Tensor, patches: Patches
+    ) -> Tensor:
+        """Encrypted rows of pixel values, in a new session."""
+        self.begin(client, session)
+        holder, name = self._resumed(client, run, server, to_bytes(session))
+        message = holder.rows(patches(pixels).double().numpy())
+        self._keep(client, holder, name)
+        return of_bytes(message)
+
+    def begin(self, client: Client, session: Tensor) -> None:
+        """A new session."""
+        client.store[_place(to_bytes(session))] = json.dumps([0, 0]).encode()
+
+    def end(self, client: Client, message: Tensor) -> None:
+        """The session of this message is over."""
+        client.store.pop(_place(session_of(to_bytes(message))), None)
+
+    def refresh(self, client: Client, run: str, server: Tensor, message: Tensor) -> Tensor:
+        """The same masked numbers, encrypted again."""
+        asked = to_bytes(message)
+        holder, name = self._resumed(client, run, server, session_of(asked))
+        answer = holder.refresh(asked)
+        self._keep(client, holder, name)
+        return of_bytes(answer)
+
+    def released(self, client: Client, run: str, server: Tensor, message: Tensor, samples: int) -> Tensor:
+        """Released states (n, P, d)."""
+        came = to_bytes(message)
+        holder, name = self._resumed(client, run, server, session_of(came))
+        states = holder.released(came, samples)
+        self._keep(client, holder, name)
+        return torch.from_numpy(states)
+
+    def _holder(self, client: Client, run: str) -> Holder:
+        key = client.id, run
+        if key not in self._holders:
+            self._holders[key] = self.kind.from_bytes(client.store[_KEY])
+        return self._holders[key]
+
+    def _resumed(self, client: Client, run: str, server: Tensor, name: bytes) -> tuple[Holder, bytes]:
+        """The holder with this session open, as far as its messages have come."""
+        if _place(name) not in client.store:
+            raise ClientFault(E_ROUND, "a message of a session that is not open")
+        holder, (sent, received) = self._holder(client, run), json.loads(client.store[_place(name)])
+        key = keys.agree(client.secret("channel"), to_bytes(server), name)
+        holder.begin(name, key, (sent, received))
+        return holder, name
+
+    def _keep(self, client: Client, holder: Holder, name: bytes) -> None:
+        client.store[_place(name)] = json.dumps(list(holder.counts(name))).encode()
+        holder.end(name)
+
+
+class PermutedSessions(Sessions):
+    """As :class:`Sessions`, for :class:`PermutedHolder`."""
+
+    kind: ClassVar[type[Holder]] = PermutedHolder
+
+    def labels(self, client: Client, run: str, server: Tensor, session: Tensor, labels: Tensor, classes: int) -> Tensor:
+        """Encrypted labels of a batch, in the session that its rows or :meth:`begin` opened."""
+        holder, name = self._permuted(client, run, server, to_bytes(session))
+        message = holder.labels(name, labels.numpy(), classes)
+        self._keep(client, holder, name)
+        return of_bytes(message)
+
+    def turned(
+        self, client: Client, run: str, server: Tensor, message: Tensor, samples: int, last: bool
+    ) -> tuple[Tensor, Tensor]:
+        """States (n, T, d), and fresh encryptions of them; after the last block there is nothing to go on with."""
+        came = to_bytes(message)
+        holder, name = self._permuted(client, run, server, session_of(came))
+        states = holder.turned(came, samples)
+        answer = b"" if last else holder.again(name, states)
+        self._keep(client, holder, name)
+        return torch.from_numpy(states.astype(np.float32)), of_bytes(answer)
+
+    def labels_of(
+        self, client: Client, run: str, server: Tensor, message: Tensor, samples: int, classes: int
+    ) -> Tensor:
+        """Labels (n,) in the server's last order; the session is over."""
+        came = to_bytes(message)
+        holder, name = self._permuted(client, run, server, session_of(came))
+        labels = holder.labels_of(came, samples, classes)
+        self._keep(client, holder, name)
+        self.end(client, message)
+        return torch.from_numpy(labels)
+
+    def _permuted(self, client: Client, run: str, server: Tensor, name: bytes) -> tuple[PermutedHolder, bytes]:
+        holder, name = self._resumed(client, run, server, name)
+        return cast(PermutedHolder, holder), name
+
+
+def keys_channel(own: bytes, other: bytes, run: str, ring: int, side: Sender) -> Channel:
+    """The channel of one message, with the evaluation keys and a tag; its session is the run's.
+
+    Args:
+        own, other: this side's secret and the other side's public key for agreements.
+        run: :attr:`~fedfm.encrypted.protocol.handshake.Hello.session`.
+
+    Raises:
+        ClientFault: the other side's key is none.
+    """
+    session = bytes.fromhex(run)
+    try:
+        return Channel(parameters_of(ring), keys.agree(own, other, session), session, side)
+    except ValueError:
+        raise ClientFault(E_FORMAT, "the key for agreements is none") from None
+
+
+def _place(session: bytes) -> str:
+    return f"session-{session.hex()}"

@@ -1,0 +1,54 @@
+"""The server's foundation model of BlindFed: a twin whose functions are polynomials."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from fedfm.encrypted.student.conversion import KEY, folded, is_twin
+from fedfm.errors import InputError
+from fedfm.models.model import Model
+from fedfm.models.names import locate
+from fedfm.models.side_adapter import SideModel
+
+
+def check(model: Model, name: str) -> SideModel:
+    """The server's model, if it is a twin with side adapters.
+
+    Raises:
+        InputError: it is another one, or one that cannot compute on encrypted rows, with the reason.
+    """
+    if not isinstance(model, SideModel) or model.backbone is None or not is_twin(model.backbone.module):
+        raise _refusal(name)
+    try:
+        folded(model.backbone.module)
+    except InputError as error:
+        raise InputError(f'method.foundation = "{name}": {error}') from None
+    return model
+
+
+def check_place(name: str) -> None:
+    """Check a model's name, and the configuration of a folder, without loading it.
+
+    Raises:
+        InputError: there is no such model, or it is no twin.
+    """
+    try:
+        place = locate(name)
+    except InputError as error:
+        raise InputError(str(error).replace("model.name", "method.foundation", 1)) from None
+    if not isinstance(place, Path):
+        return  # on the hub: `check` looks at what was loaded
+    try:
+        config = json.loads((place / "config.json").read_text(encoding="utf-8")) if place.is_dir() else {}
+    except (OSError, ValueError) as error:
+        raise InputError(f"method.foundation: {place}/config.json cannot be read: {error}") from None
+    if KEY not in config:
+        raise _refusal(name)
+
+
+def _refusal(name: str) -> InputError:
+    return InputError(
+        f'method.foundation = "{name}": its functions are no polynomials, so it cannot compute on encrypted rows; '
+        'expected "nano-vit-fhe", or a folder that `fedfm distil` made of it'
+    )

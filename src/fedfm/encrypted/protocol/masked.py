@@ -1,0 +1,268 @@
+"""The "masked" protocol of BlindFed under CKKS, server half: encrypted rows pass the model, batch after batch.
+
+A batch is a session of its own. Its encrypted states are on the server's disk after every block, so that a killed run
+goes on there; a session that goes on has new masks and a new name. The masks' statistical distance is entered before
+anything is sent, and is never forgotten.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedfm.core.client import ClientId, each
+from fedfm.core.federation import Federation
+from fedfm.core.rows import Rows
+from fedfm.encrypted.ckks.refresh import DistanceLedger
+from fedfm.encrypted.inference.messages import parameters_of
+from fedfm.encrypted.inference.model_owner import Checkpoint, Holder, Owner
+from fedfm.encrypted.inference.serialization import of_bytes, pack, to_bytes, unpack
+from fedfm.encrypted.inference.worker_pool import EncryptedBatch, run_all
+from fedfm.encrypted.protocol.client_sessions import keys_channel
+from fedfm.encrypted.protocol.foundation_check import check
+from fedfm.encrypted.protocol.handshake import Hello, Opened, RowSpan, spans
+from fedfm.encrypted.protocol.server import Passing
+from fedfm.encrypted.student.folding import folded
+from fedfm.errors import E_CLIENT, ClientFault, InputError
+from fedfm.models.side_adapter import STATES, Release, SideModel
+from fedfm.privacy.crypto import keys
+
+if TYPE_CHECKING:
+    from fedfm.encrypted.blindfed import BlindFed
+
+
+_SILENT = "it gave no valid reply"
+
+
+def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
+    """All rows pass the server's model, encrypted; figures for the result."""
+    return EncryptedPasses(method, fed, Passing.begin(fed, check(fed.model, method.foundation), method.ring)).go()
+
+
+@dataclass
+class EncryptedPasses:
+    """The passes of all clients; carries the messages of the processes that compute (:class:`.processes.Relay`).
+
+    Attributes:
+        figures: seconds, bytes, refreshes and rows so far, of this process and of killed ones before it.
+        gone: clients that gave no valid reply: they take no further part.
+    """
+
+    method: BlindFed
+    fed: Federation
+    passing: Passing
+    figures: dict[str, float] = field(default_factory=dict)
+    gone: set[ClientId] = field(default_factory=set)
+    _begun: float = 0.0
+    _blocks: int = 0
+    _sent: int = 0
+
+    def go(self) -> dict[str, float]:
+        """Every batch that has not passed yet."""
+        fed, passing = self.fed, self.passing
+        self._open()
+        if "figures" in fed.store:
+            self.figures = json.loads(fed.store["figures"])
+        ledgers = {client: self._ledger(client) for client in passing.opened}
+        jobs = [
+            self._job(client, batch, ledgers[client])
+            for client in sorted(passing.opened)
+            for batch in range(len(self._spans(client)))
+            if batch not in passing.done.get(client, ())
+        ]
+        self._begun, self._blocks = time.monotonic(), len(jobs) * passing.model.net.shape[0]
+        backbone, release, _ = passing.model.owned
+        count = self.method.processes or os.cpu_count() or 1
+        kind = passing.model.adaptation_spec.released
+        run_all(jobs, self, count, folded=folded(backbone.module), released=kind, projection=_rows_of(release))
+        return self._result()
+
+    def _open(self) -> None:
+        """Numbers of rows and evaluation keys; a resumed run has those that were sent."""
+        fed, passing = self.fed, self.passing
+        known = {c: fed.store[f"opened-{c}"] for c in fed.clients if f"opened-{c}" in fed.store}
+        passing.opened = {client: unpack(data, Opened) for client, data in known.items()}
+        if new := [client for client in fed.clients if client not in known]:
+            public = of_bytes(keys.public_of(fed.secret("channel")))
+            least = max(0, fed.enough(len(fed.clients)) - len(known))
+            told = self._told(public)
+            ask = partial(fed.ask, self.method.open, of=new, least=least, form="encrypted", check=self._check_keys)
+            for client, opened in ask(told=told).items():
+                fed.store[f"opened-{client}"] = pack(opened)
+                passing.opened[client] = opened
+            passing.count_bytes()
+
+    def _check_keys(self, opened: Opened) -> None:
+        self._public_keys(opened)
+
+    def _public_keys(self, opened: Opened) -> bytes:
+        """A client's evaluation keys.
+
+        Raises:
+            ClientFault: they, or the key for agreements, are not what it sent.
+        """
+        own, session = self.fed.secret("channel"), self.passing.session.hex()
+        return keys_channel(own, to_bytes(opened.key), session, self.passing.ring, "server").unpack_keys(
+            to_bytes(opened.keys)
+        )
+
+    def _told(self, public: Tensor) -> Hello:
+        return self.passing.hello(key=public)
+
+    def _spans(self, client: ClientId) -> list[RowSpan]:
+        return spans(self.passing.opened[client].rows, self.passing.batch)
+
+    def _job(self, client: ClientId, batch: int, ledger: DistanceLedger) -> EncryptedBatch:
+        opened, place, session = self.passing.opened[client], _place(client, batch), os.urandom(16)
+        key = keys.agree(self.fed.secret("channel"), to_bytes(opened.key), session)
+        start = Checkpoint.from_bytes(self.fed.store[place]) if place in self.fed.store else None
+        return EncryptedBatch(client, batch, self._public_keys(opened), session, key, ledger, start)
+
+    # --- of the processes ---------------------------------------------------------------------------------------------
+    def rows(self, job: EncryptedBatch) -> bytes:
+        """Begin the session; encrypted rows, unless their states are known."""
+        session, go_on = of_bytes(job.session), job.start is not None
+        return to_bytes(self._ask(job, self.method.rows, batch=job.batch, session=session, go_on=go_on))
+
+    def refresh(self, job: EncryptedBatch, message: bytes) -> bytes:
+        """Carry a refresh to the client, and its answer back."""
+        self.figures["refreshes"] = self.figures.get("refreshes", 0) + 1
+        return to_bytes(self._ask(job, self.method.refresh, down="encrypted", message=of_bytes(message)))
+
+    def refreshes(self, asked: Sequence[tuple[EncryptedBatch, bytes]]) -> list[bytes | ClientFault]:
+        """Carry refreshes of several batches together, one of each client in a message."""
+        answers: list[bytes | ClientFault] = [ClientFault(E_CLIENT, _SILENT)] * len(asked)
+        left = list(range(len(asked)))
+        while left:
+            turn = {asked[i][0].client: i for i in reversed(left)}
+            left = [i for i in left if i not in turn.values()]
+            here = {c: of_bytes(asked[i][1]) for c, i in turn.items() if c not in self.gone}
+            if not here:
+                continue
+            found = self.fed.ask(
+                self.method.refresh, of=here, least=0, form="encrypted", down="encrypted", message=each(here)
+            )
+            self.gone |= here.keys() - found.keys()
+            self._count(here.values(), found.values())
+            self.figures["refreshes"] = self.figures.get("refreshes", 0) + len(found)
+            self.figures["exchanges"] = self.figures.get("exchanges", 0) + 1
+            for client, answer in found.items():
+                answers[turn[client]] = to_bytes(answer)
+        return answers
+
+    def release(self, job: EncryptedBatch, block: int, message: bytes) -> bytes | None:
+        """Send a block's released states; with the last block the batch has passed."""
+        self._ask(job, self.method.keep, down="encrypted", batch=job.batch, block=block + 1, states=of_bytes(message))
+        if block + 1 == self.passing.model.net.shape[0]:
+            self._finished(job)
+        return None
+
+    def _finished(self, job: EncryptedBatch) -> None:
+        span = self._spans(job.client)[job.batch]
+        self.figures["rows"] = self.figures.get("rows", 0) + span.stop - span.start
+        self.passing.finished([job.client], job.batch)
+        self.fed.store.pop(_place(job.client, job.batch), None)
+        self._note()
+
+    def save(self, job: EncryptedBatch, checkpoint: bytes) -> None:
+        """Keep the encrypted states, with what they have cost."""
+        if job.batch not in self.passing.done.get(job.client, ()):
+            self.fed.store[_place(job.client, job.batch)] = checkpoint
+        self._note()
+        self._sent += 1
+        self.passing.tell(self._sent / self._blocks, "encrypted rows pass the server's model")
+
+    def _ask(self, job: EncryptedBatch, handler: Callable[..., Any], **payload: Any) -> Any:
+        client = job.client
+        if client in self.gone:
+            raise ClientFault(E_CLIENT, "it gave no valid reply before")
+        found = self.fed.ask(handler, of=[client], least=0, form="encrypted", **payload)
+        if client not in found:
+            self.gone.add(client)
+            raise ClientFault(E_CLIENT, _SILENT)
+        came = found[client]
+        self._count(payload.values(), came.values() if isinstance(came, dict) else [came])
+        return found[client]
+
+    def _count(self, *sides: Iterable[Any]) -> None:
+        crossed = sum(x.nbytes for side in sides for x in side if isinstance(x, Tensor))
+        self.figures["bytes"] = self.figures.get("bytes", 0) + crossed
+        self.passing.count_bytes()
+
+    # --- figures ------------------------------------------------------------------------------------------------------
+    def _note(self) -> None:
+        now = time.monotonic()
+        self.figures["seconds"] = self.figures.get("seconds", 0) + now - self._begun
+        self._begun = now
+        self.fed.store["figures"] = json.dumps(self.figures).encode()
+
+    def _ledger(self, client: ClientId) -> DistanceLedger:
+        """The client's, as far as it was spent."""
+        place, store = f"distance-{client}", self.fed.store
+        found = json.loads(store[place]) if place in store else {"spent": 0.0, "ciphertexts": 0}
+
+        def keep(ledger: DistanceLedger) -> None:
+            store[place] = json.dumps({"spent": ledger.spent, "ciphertexts": ledger.ciphertexts}).encode()
+
+        return DistanceLedger(spent=found["spent"], ciphertexts=int(found["ciphertexts"]), keep=keep)
+
+    def _result(self) -> dict[str, float]:
+        found, rows = self.figures, max(self.figures.get("rows", 0), 1)
+        spent = [self._ledger(client).spent for client in self.passing.opened]
+        return {
+            "seconds_per_sample": found.get("seconds", 0.0) / rows,
+            "ciphertext_bytes": found.get("bytes", 0.0) / rows,
+            "refreshes": found.get("refreshes", 0.0),
+            "exchanges": found.get("exchanges", 0.0),
+            "encrypted_rows": found.get("rows", 0.0),
+            "statistical_distance": max(spent, default=0.0),
+        }
+
+
+def _rows_of(release: Release) -> np.ndarray | None:
+    """(p, d) of a projection."""
+    return None if release.projection is None else np.ascontiguousarray(release.projection.double().numpy().T)
+
+
+def _place(client: ClientId, batch: int) -> str:
+    return f"states-{client}-{batch}"
+
+
+def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
+    """Rows of pixel values as released states, by the whole protocol between a new holder and the owner.
+
+    Raises:
+        InputError: the rows are no pictures.
+    """
+    if "pixel_values" not in rows.names:
+        raise InputError("encrypted passes take pictures")
+    backbone, released, _ = model.owned
+    matrices, kind, projection = folded(backbone.module), model.adaptation_spec.released, _rows_of(released)
+    holder = Holder.new(len(matrices.positions), parameters_of(ring))
+    public, ledger, blocks = holder.public(), DistanceLedger(), model.net.shape[0]
+    done = [torch.zeros(0, *model.net.shape)]
+    for part in Rows(rows.tensors, deferred=rows.deferred).batches(holder.layout.samples):
+        session, key = os.urandom(16), os.urandom(32)
+        holder.begin(session, key)
+        x = matrices.patch(part["pixel_values"]).double().numpy()
+        states: list[np.ndarray] = []
+
+        def release(block: int, message: bytes, n: int = len(x), states: list[np.ndarray] = states) -> None:
+            states.append(holder.released(message, n))
+
+        owner = Owner(matrices, kind, public, session, key, ledger, projection=projection)
+        owner.run(holder.rows(x), holder.refresh, release)
+        holder.end(session)
+        if len(states) != blocks:
+            raise InputError(f"{len(states)} of {blocks} blocks were released")
+        done.append(torch.from_numpy(np.stack(states, 1)))
+    return Rows({STATES: torch.cat(done)}, labels=rows.labels)

@@ -1,0 +1,127 @@
+"""The paper's protocol of BlindFed, Sections 3.2 and 3.3, under CKKS, server half: secret orders of encrypted rows.
+
+As :mod:`~fedfm.encrypted.protocol.masked`: a batch is a session, its states are on the server's disk after every block,
+and refreshes inside a block are masked. After a block the client gets its rows' states of all tokens in a secret order
+and returns fresh encryptions of them; then the relative orders, and its labels in the last order. The server sees
+neither rows nor labels.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedfm.core.client import ClientId
+from fedfm.core.federation import Federation
+from fedfm.core.rows import Rows
+from fedfm.encrypted.ckks.refresh import DistanceLedger
+from fedfm.encrypted.inference.messages import parameters_of
+from fedfm.encrypted.inference.permuted_key_holder import PermutedHolder
+from fedfm.encrypted.inference.permuted_model_owner import PermutedOwner, both, order_bytes
+from fedfm.encrypted.inference.serialization import of_bytes, to_bytes
+from fedfm.encrypted.inference.worker_pool import EncryptedBatch
+from fedfm.encrypted.protocol import permutations
+from fedfm.encrypted.protocol.foundation_check import check
+from fedfm.encrypted.protocol.handshake import Hello, RowSpan, spans_by_part
+from fedfm.encrypted.protocol.masked import EncryptedPasses
+from fedfm.encrypted.protocol.server import Passing
+from fedfm.encrypted.student.folding import folded
+from fedfm.errors import InputError
+from fedfm.models.side_adapter import STATES, SideModel
+
+if TYPE_CHECKING:
+    from fedfm.encrypted.blindfed import BlindFed
+
+
+def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
+    """All rows pass the server's model, encrypted and in secret orders; figures for the result."""
+    return PermutedPasses(method, fed, Passing.begin(fed, check(fed.model, method.foundation), method.ring)).go()
+
+
+@dataclass
+class PermutedPasses(EncryptedPasses):
+    """The passes of all clients in secret orders."""
+
+    def rows(self, job: EncryptedBatch) -> bytes:
+        """Begin the session; encrypted rows, unless their states are known, and labels."""
+        session, go_on = of_bytes(job.session), job.start is not None
+        sent = self._ask(job, self.method.labelled, batch=job.batch, session=session, go_on=go_on)
+        return both(to_bytes(sent["rows"]), to_bytes(sent["labels"]))
+
+    def release(self, job: EncryptedBatch, block: int, message: bytes) -> bytes | None:
+        """Send a block's states; as the last one labels and relative orders, and the batch has passed."""
+        sent = of_bytes(message)
+        if block < self._levels:
+            answer = self._ask(job, self.method.turn, down="encrypted", batch=job.batch, block=block + 1, states=sent)
+            return to_bytes(answer)
+        steps = permutations.steps(self._orders(job.client, job.batch))
+        self._ask(job, self.method.align, batch=job.batch, orders=steps, labels=sent)
+        self._finished(job)
+        return None
+
+    @property
+    def _levels(self) -> int:
+        return self.passing.model.net.shape[0]
+
+    def _told(self, public: Tensor) -> Hello:
+        _, released, scales = self.passing.model.owned
+        return self.passing.hello(key=public, release=released.positions, scales=scales)
+
+    def _spans(self, client: ClientId) -> list[RowSpan]:
+        return spans_by_part(self.passing.opened[client].rows, self.passing.batch)
+
+    def _job(self, client: ClientId, batch: int, ledger: DistanceLedger) -> EncryptedBatch:
+        told = order_bytes([order.numpy() for order in self._orders(client, batch)])
+        return replace(super()._job(client, batch, ledger), orders=told)
+
+    def _orders(self, client: ClientId, batch: int) -> list[Tensor]:
+        span = self._spans(client)[batch]
+        return permutations.drawn(self.fed.secret("orders"), client, batch, self._levels, span.stop - span.start)
+
+
+def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
+    """Rows of pixel values as released states, by the whole protocol between a new holder and the owner.
+
+    The holder is told the last order as well: else it would not know which states are of which row.
+
+    Raises:
+        InputError: the rows are no pictures, or there is one: it has no secret order.
+    """
+    if "pixel_values" not in rows.names:
+        raise InputError("encrypted passes take pictures")
+    if len(rows) == 1:
+        raise InputError('1 row: with protocol = "permuted" a batch in a secret order needs at least 2')
+    backbone, released, scales = model.owned
+    matrices, kind, levels = folded(backbone.module), model.adaptation_spec.released, model.net.shape[0]
+    holder = PermutedHolder.new(len(matrices.positions), parameters_of(ring))
+    public, ledger, secret = holder.public(), DistanceLedger(), os.urandom(32)
+    done = [torch.zeros(0, *model.net.shape)]
+    for number, span in enumerate(spans_by_part({"train": len(rows), "val": 0, "test": 0}, holder.layout.samples)):
+        part = rows.take(range(span.start, span.stop)).computed()
+        x = matrices.patch(part.tensors["pixel_values"]).double().numpy()
+        pi = permutations.drawn(secret, "", number, levels, len(x))
+        session, key, turned = os.urandom(16), os.urandom(32), list[Tensor]()
+        holder.begin(session, key)
+
+        def release(
+            block: int, message: bytes, n: int = len(x), turned: list[Tensor] = turned, session: bytes = session
+        ) -> bytes:
+            if block == levels:
+                holder.labels_of(message, n, 1)
+                return b""
+            states = holder.turned(message, n)
+            turned.append(torch.from_numpy(states.astype(np.float32)))
+            return b"" if block + 1 == levels else holder.again(session, states)
+
+        owner = PermutedOwner(matrices, kind, public, session, key, ledger, orders=[order.numpy() for order in pi])
+        sent = both(holder.rows(x), holder.labels(session, np.zeros(len(x), np.int64), 1))
+        owner.run(sent, holder.refresh, release)
+        holder.end(session)
+        came = torch.stack(permutations.to_last(turned, permutations.steps(pi)), 1)[torch.argsort(pi[-1])]
+        done.append(released(came / scales[:, None, None]))
+    return Rows({STATES: torch.cat(done)}, labels=rows.labels)

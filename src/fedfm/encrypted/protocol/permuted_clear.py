@@ -1,0 +1,62 @@
+"""The paper's protocol of BlindFed, Sections 3.2 and 3.3, without encryption: a simulation.
+
+Every batch has fresh secret orders Pi_1 ... Pi_{L+1}. The client gets block l's states of all tokens in order Pi_l,
+and the relative orders Pi_{l-1}^-1 Pi_l, with which it takes its own computation from one list to the next. As
+printed the server returns the mean loss under encryption, which has no gradient; here it returns the labels in order
+Pi_{L+1}. The states are those of a frozen model: they come once, not in every round.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fedfm.core.client import ClientId
+from fedfm.core.federation import Federation
+from fedfm.encrypted.protocol import permutations
+from fedfm.encrypted.protocol.clear import NOTICE
+from fedfm.encrypted.protocol.foundation_check import check
+from fedfm.encrypted.protocol.handshake import spans_by_part
+from fedfm.encrypted.protocol.server import Passing, token_states
+
+if TYPE_CHECKING:
+    from fedfm.encrypted.blindfed import BlindFed
+
+
+def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
+    """All rows pass the server's model, in secret orders."""
+    passing = Passing.begin(fed, check(fed.model, method.foundation))
+    fed.notice(NOTICE)
+    _, released, scales = passing.model.owned
+    told = passing.hello(release=released.positions, scales=scales)
+    passing.opened = fed.ask(method.open, told=told)
+    passing.count_bytes()
+    for client, opened in passing.opened.items():
+        for batch in range(len(spans_by_part(opened.rows, passing.batch))):
+            if batch in passing.done.get(client, ()):
+                continue
+            if not _batch(method, fed, passing, client, batch):
+                break
+            passing.finished([client], batch)
+    return {}
+
+
+def _batch(method: BlindFed, fed: Federation, passing: Passing, client: ClientId, batch: int) -> bool:
+    """One batch of one client; whether the client has answered everything."""
+    sent = fed.ask(method.labelled, of=[client], least=0, batch=batch)
+    passing.count_bytes()
+    if client not in sent:
+        return False
+    rows, labels = sent[client]["rows"], sent[client]["labels"]
+    levels = token_states(passing.model, rows)  # (n, L, T, d)
+    n, blocks = levels.shape[:2]
+    pi = permutations.drawn(fed.secret("orders"), client, batch, blocks, n)
+    for block in range(1, blocks + 1):
+        turned = levels[:, block - 1][pi[block - 1]]  # B_l Pi_l
+        if not fed.ask(method.turn, of=[client], least=0, batch=batch, block=block, states=turned):
+            return False
+        passing.count_bytes()
+    seen: Tensor = labels[pi[-1]] if method.labels == "permuted" else labels[:0]
+    steps = permutations.steps(pi)
+    return bool(fed.ask(method.align, of=[client], least=0, batch=batch, orders=steps, labels=seen))

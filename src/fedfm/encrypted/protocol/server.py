@@ -1,0 +1,151 @@
+"""Server half of BlindFed's passes: who takes part, which batches are left, how long it takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedfm.core.client import ClientId, each
+from fedfm.core.federation import Federation
+from fedfm.core.transcript import Crossing
+from fedfm.encrypted.protocol.handshake import PARTS, Hello, Opened
+from fedfm.encrypted.student.folding import Patches, folded
+from fedfm.models import inputs
+from fedfm.models.side_adapter import SideModel
+
+SLOTS = 4096  # rows times tokens of a batch, with a ring of degree 8192
+_SESSION, _DONE, _CROSSED = "session", "done", "crossed-"  # in the server's store
+_PAGE = 64  # crossings of one entry of the store, which is written again with each message
+_OFTEN = 5.0  # seconds between two words on how far it is
+
+
+@dataclass
+class Passing:
+    """The server's side of all clients' passes.
+
+    Attributes:
+        fed: the federation.
+        model: the twin with side adapters.
+        session: 16 bytes, the same after a resume.
+        ring: degree of the ciphertexts' ring; in the clear it says how many rows pass together.
+        opened: what the clients answered.
+        done: batches that have passed, by client; on the disk before the next one begins.
+    """
+
+    fed: Federation
+    model: SideModel
+    session: bytes
+    ring: int = 8192
+    opened: dict[ClientId, Opened] = field(default_factory=dict)
+    done: dict[ClientId, list[int]] = field(default_factory=dict)
+    _begun: float = field(default_factory=time.monotonic)
+    _told: float = 0.0
+    _full: int = 0
+
+    @classmethod
+    def begin(cls, fed: Federation, model: SideModel, ring: int = 8192) -> Passing:
+        """A session, or that of the killed run that goes on."""
+        if _SESSION not in fed.store:
+            fed.store[_SESSION] = os.urandom(16)
+        done = json.loads(fed.store[_DONE]) if _DONE in fed.store else {}
+        for key in sorted(key for key in fed.store if key.startswith(_CROSSED)):  # before this process
+            for values in json.loads(fed.store[key]):
+                fed.transcript.add(Crossing(*values))
+        return cls(fed, model, fed.store[_SESSION], ring, done=done)
+
+    @property
+    def tokens(self) -> int:
+        """T of a row."""
+        return len(folded(self.model.owned[0].module).positions)
+
+    @property
+    def batch(self) -> int:
+        """Rows that pass together."""
+        return max(SLOTS * self.ring // 8192 // self.tokens, 1)
+
+    def hello(self, **more: Any) -> Hello:
+        """What every client is told."""
+        model, patches = self.model, folded(self.model.owned[0].module).patch
+        if not isinstance(patches, Patches):
+            raise TypeError(f"clients cannot cut pictures as {patches!r} does")
+        blocks, positions, width = model.net.shape
+        told: dict[str, Any] = {
+            "session": self.session.hex(),
+            "blocks": blocks,
+            "positions": positions,
+            "width": width,
+            "rank": model.adaptation_spec.rank,
+            "classes": list(model.classes),
+            "kernels": model.kernels,
+            "batch": self.batch,
+            "tokens": self.tokens,
+            "patch": list(patches.size),
+            "extra": patches.extra,
+            "picture": inputs.told(model.tools.processor),
+            "digest": model.fingerprint,
+            "ring": self.ring,
+        }
+        return Hello(**(told | more))
+
+    def finished(self, clients: Iterable[ClientId], batch: int) -> None:
+        """The batch of these clients is kept by them."""
+        for client in clients:
+            self.done.setdefault(client, []).append(batch)
+        self.fed.store[_DONE] = json.dumps(self.done).encode()
+        self.count_bytes()
+
+    def count_bytes(self) -> None:
+        """Keep what has crossed: a killed run forgets no message that was answered."""
+        pending = self.fed.transcript.pending  # of round 0, which is not committed
+        while len(pending) > self._full * _PAGE:
+            page = pending[self._full * _PAGE :][:_PAGE]
+            self.fed.store[f"{_CROSSED}{self._full:06}"] = json.dumps(page).encode()
+            if len(page) < _PAGE:
+                return
+            self._full += 1
+
+    def tell(self, part: float, what: str) -> None:
+        """Say how far it is, now and then, with the time that is left."""
+        now = time.monotonic()
+        if part > 0 and now - self._told > _OFTEN and now - self._begun > _OFTEN:
+            self._told = now
+            left = (now - self._begun) * (1 - part) / part
+            self.fed.tell(f"{what}: {part:.0%}, about {_span(left)} left")
+
+
+def rows_of(opened: Opened) -> int:
+    """All rows of a client."""
+    return sum(opened.rows[part] for part in PARTS)
+
+
+def clear_states(model: SideModel, pixels: Mapping[ClientId, Tensor]) -> each:
+    """Released states (n, L, P, d) of each client's rows, by the model in the clear."""
+    from fedfm.core.rows import Rows
+
+    return each({client: model.states(Rows({"pixel_values": x})) for client, x in pixels.items()})
+
+
+def token_states(model: SideModel, pixels: Tensor) -> Tensor:
+    """States of all tokens of all blocks (n, L, T, d), by the model in the clear; zeros for rows beyond its ranges."""
+    from fedfm.core.rows import Rows
+
+    levels = torch.stack(model.blocks(Rows({"pixel_values": pixels}))[1:], 1)
+    _, _, scales = model.owned
+    return model.within_ranges(levels, unit=scales)
+
+
+def _span(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 90
+        else f"{seconds / 60:.0f} min"
+        if seconds < 5400
+        else f"{seconds / 3600:.1f} h"
+    )

@@ -1,0 +1,1 @@
+"""The polynomial student: a model whose softmax, LayerNorm and GELU are polynomials, and its distillation."""

@@ -1,0 +1,169 @@
+"""Twins: models whose softmax, LayerNorm and GELU are polynomials, for computation on encrypted numbers.
+
+A twin is a folder as any other of transformers, with one more key in ``config.json``: which polynomials stand where and
+the intervals that were measured for them. :func:`install` puts them into the loaded module. Without this package the
+folder loads too, with the exact functions in place of their polynomials.
+
+Only the functions inside the blocks are replaced. The final norm and the head are for whoever has the last states in
+the clear. LayerNorm subtracts a mean over features; that is free where the weights before it are centred
+(:func:`centre`), so a twin's are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedfm.encrypted.student.fit_polynomials import apply
+from fedfm.encrypted.student.folding import KEY, MOST_OUTSIDE, PRE_NORM, Folded, FoldedBlock, block_states, folded
+from fedfm.encrypted.student.modules import (
+    ATTENTION,
+    Functions,
+    PolynomialGelu,
+    PolynomialNorm,
+    PolynomialSoftmax,
+    Replaced,
+    register,
+)
+from fedfm.errors import InputError
+from fedfm.models import families
+
+VERSION = 1  # of the table in config.json
+
+__all__ = [
+    "KEY",
+    "MOST_OUTSIDE",
+    "VERSION",
+    "Folded",
+    "FoldedBlock",
+    "block_states",
+    "centre",
+    "depth",
+    "folded",
+    "forget",
+    "install",
+    "is_twin",
+    "pre_norm",
+    "prepare",
+]
+
+
+def is_twin(module: Any) -> bool:
+    """Whether a module of transformers, also under PEFT, is one by its configuration."""
+    return getattr(getattr(families.unwrapped(module), "config", None), KEY, None) is not None
+
+
+def install(module: nn.Module, config: Any) -> None:
+    """Put the polynomials of ``config.json`` into a module with exact functions.
+
+    Raises:
+        InputError: the key is damaged, or is of another model.
+    """
+    table = getattr(config, KEY)
+    try:
+        if table["version"] != VERSION:
+            raise ValueError(f"version {table['version']}, this fedfm reads {VERSION}")
+        made = prepare(module)
+        if len(made) != len(table["blocks"]):
+            raise ValueError(f"{len(table['blocks'])} blocks, the model has {len(made)}")
+        for block, entry in zip(made, table["blocks"], strict=True):
+            apply(block, entry)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"model.name: {KEY} in config.json is not as `fedfm distil` writes it: {error}") from None
+
+
+def prepare(module: nn.Module) -> tuple[Functions, ...]:
+    """Replace the functions of every block by modules that are exact until they get a polynomial.
+
+    Those of a twin stay as they are.
+
+    Raises:
+        InputError: a block has other functions than a softmax, two LayerNorms and a GELU.
+    """
+    inner: Any = families.unwrapped(module)
+    blocks = families.find(inner, inner.config.model_type).blocks
+    if not blocks:
+        raise InputError(f"model.name: no blocks are known of a model of type {inner.config.model_type!r}")
+    register()
+    made = tuple(_prepared(block, inner.config.model_type) for _, block in blocks)
+    inner.config._attn_implementation = ATTENTION
+    return made
+
+
+def _prepared(block: nn.Module, model_type: str) -> Functions:
+    if any(isinstance(m, Replaced) for m in block.modules()):
+        return Functions.of(block)
+    attentions: list[Any] = [m for m in block.modules() if hasattr(m, "is_causal") and hasattr(m, "scaling")]
+    places = [(parent, name, m) for parent in block.modules() for name, m in parent.named_children()]
+    norms = [(parent, name, m) for parent, name, m in places if isinstance(m, nn.LayerNorm)]
+    gelus = [place for place in places if "GELU" in type(place[2]).__name__ and not any(place[2].parameters())]
+    causal = any(m.is_causal for m in attentions)
+    if len(attentions) != 1 or len(norms) != 2 or len(gelus) != 1 or causal:
+        raise InputError(
+            f"model.name: a block of type {model_type!r} has {len(attentions)} attentions, {len(norms)} LayerNorms and "
+            f"{len(gelus)} GELUs{', and is causal' if causal else ''}: polynomials stand for one softmax over all "
+            "tokens, two LayerNorms and one GELU"
+        )
+    attentions[0].softmax = PolynomialSoftmax(attentions[0].num_attention_heads)
+    for parent, name, norm in norms:
+        setattr(parent, name, PolynomialNorm(norm))
+    parent, name, exact = gelus[0]
+    setattr(parent, name, PolynomialGelu(exact))
+    made = Functions.of(block)
+    for module in made:
+        module.train(block.training)
+    return made
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+def pre_norm(module: Any) -> bool:
+    """Whether its blocks are those of a ViT: norm, attention, sum, norm, MLP, sum."""
+    return families.type_of(families.unwrapped(module)) in PRE_NORM
+
+
+@torch.no_grad()
+def centre(module: nn.Module) -> None:
+    """Subtract the mean over features from all that is added to the tokens: embedding, attention output, MLP output.
+
+    LayerNorm subtracts it anyway, so no output of a pre-norm model changes. Post-norm models are left as they are.
+    """
+    inner: Any = families.unwrapped(module)
+    if not pre_norm(inner):
+        return
+    parts = families.find(inner, inner.config.model_type)
+    embedding: Any = parts.embedding
+    maps: list[Any] = [embedding.patch_embeddings.projection]
+    blocks: list[Any] = [block for _, block in parts.blocks]
+    for block in blocks:
+        maps += [block.attention.o_proj, block.mlp.fc2]
+    for linear in maps:
+        for tensor in (linear.weight, linear.bias):
+            if tensor is not None:
+                tensor.sub_(tensor.mean(0, keepdim=True))
+    for name in ("position_embeddings", "cls_token", "distillation_token", "mask_token"):
+        token = getattr(embedding, name, None)
+        if token is not None:
+            token.sub_(token.mean(-1, keepdim=True))
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+def forget(module: nn.Module) -> None:
+    """Start the counts of :func:`~fedfm.models.derived_modules.violations` again."""
+    for m in module.modules():
+        if isinstance(m, Replaced):
+            m.forget()
+
+
+def depth(block: Functions) -> int:
+    """Levels of one block: two norms (each with its square and its product), the maps to queries, keys and values, the
+    scores, exp, the inverse, two products after it, and the three levels of the MLP.
+
+    Raises:
+        ValueError: a function is exact.
+    """
+    s, norms = block.softmax, [norm.inverse for norm in block.norms]
+    if s.exponential is None or s.inverse is None or None in norms:
+        raise ValueError("a block has exact functions left")
+    return sum(2 + n.depth for n in norms if n is not None) + 2 + s.exponential.depth + s.inverse.depth + 2 + 3

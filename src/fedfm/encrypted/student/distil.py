@@ -1,0 +1,252 @@
+"""Distillation of a model into its twin with polynomials, into a folder that experiments can name.
+
+As a pretraining (:mod:`fedfm.runtime.pretrain`) it resumes with the same bits, and its folder loads only once it is
+finished. ``distil.json`` records how the twin was made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedfm import seeds
+from fedfm.core import storage
+from fedfm.core.libraries import refuse
+from fedfm.core.rows import Rows
+from fedfm.data.load import load_table
+from fedfm.data.table import Table, fingerprint
+from fedfm.encrypted.student import conversion, token_grid
+from fedfm.encrypted.student.distil_rows import AT_ONCE, Lessons
+from fedfm.encrypted.student.distil_spec import Distillation
+from fedfm.encrypted.student.distillation_loss import OUTPUTS, STAGES, STATES, TAME, Distiller, save
+from fedfm.encrypted.student.folding import check_tokens
+from fedfm.encrypted.student.interval_table import finish
+from fedfm.encrypted.student.recalibrate import widened
+from fedfm.encrypted.student.recalibrate_run import measure_again
+from fedfm.encrypted.student.scores import PROBED, Outputs, compare, outputs, quick
+from fedfm.errors import InputError, RunError
+from fedfm.linalg.params import sha256_of
+from fedfm.linalg.threads import torch_threads
+from fedfm.models.load import load_model
+from fedfm.models.model import Model
+from fedfm.models.quiet import quiet
+from fedfm.runtime.model_folder import ModelFolder, claim, held_out
+from fedfm.runtime.progress import EpochProgress
+from fedfm.training import Adam
+from fedfm.training.loop import flat_of
+from fedfm.training.update_rules import Rule
+
+ABOUT = "distil.json"
+_TAMED, _START, _WRITTEN = "tamed.safetensors", "start", "written"  # in the checkpoint's folder
+_OURS = (ABOUT, "checkpoint", "export")
+
+
+@refuse("model.name: a library fails on this model and these rows")
+def distil(
+    what: str | Path | Mapping[str, Any] | Distillation, out: str | Path, *, watcher: EpochProgress | None = None
+) -> dict[str, Any]:
+    """Make the twin of a model and write its folder; resume if a killed distillation with the same tables began it.
+
+    Args:
+        what: a TOML file, nested tables, or a :class:`Distillation`.
+        out: the folder: absent, empty, or begun by this distillation.
+
+    Returns:
+        ``folder``, ``epochs``, ``parameters``, ``seconds``, ``params_sha256``; on held-out rows (the source's val rows
+        if it has some, else test rows) ``teacher_accuracy``, ``accuracy``, ``agreement``, ``distance`` and ``outside``;
+        ``blocks`` with depth, polynomials and violations. A head that is new for these classes is fitted on the frozen
+        features of teacher and twin. Of a model that is a twin already: :func:`measured_again.measure_again`.
+
+    Raises:
+        InputError: tables, data or model are wrong, the folder holds something else, or the arguments of some function
+            spread too far for a polynomial.
+        RunError: the loss is NaN or infinite.
+    """
+    if not isinstance(what, Distillation):
+        what = Distillation.from_dict(what) if isinstance(what, Mapping) else Distillation.load(what)
+    watcher = watcher or EpochProgress()
+    with claim(Path(out), ABOUT, "distillation", what.to_dict(), what.spec.threads, _OURS) as place:
+        try:
+            return _DistilWork(place, what).go(watcher)
+        finally:
+            watcher.finished()
+
+
+class _DistilWork:
+    """One distillation in its folder."""
+
+    def __init__(self, place: ModelFolder, what: Distillation) -> None:
+        self.place, self.what, self.state = place, what, place.state
+
+    def go(self, watcher: EpochProgress) -> dict[str, Any]:
+        """Train from the newest undamaged checkpoint to the end."""
+        if self.state["result"] is not None:
+            return dict(self.state["result"])
+        began = time.perf_counter()
+        with torch_threads(self.state["threads"]):
+            table = load_table(self.what.data, seed=self.what.spec.seed, task="classification")
+            teacher = self._model(table)
+            self.place.same("data", fingerprint(table))
+            self.place.same("model", teacher.fingerprint)
+            index, held = table.rows("train"), held_out(table)
+            if not len(index) or not len(held):
+                raise InputError(f"{table.source}: distillation needs rows to train on and rows to judge by")
+            if conversion.is_twin(teacher.module):
+                return measure_again(self.place, self.what.spec, table, teacher, watcher)
+            student = self._student(table)
+            if conversion.pre_norm(student.module):  # a twin of another type computes in clear alone
+                check_tokens(student.parts.embedding)
+            if self.what.spec.views > 1 and table.kind != "image":
+                raise InputError(f"distil.views = {self.what.spec.views}: {table.source} holds no pictures")
+            spec = self.what.spec
+            distiller = Distiller(teacher, student, spec, new_head=bool(teacher.new), low=spec.bfloat16)
+            lessons = Lessons(
+                self._temporary,
+                table,
+                distiller.teacher,
+                student,
+                index,
+                views=spec.views,
+                seed=spec.seed,
+                low=spec.bfloat16,
+            )
+            theirs, judged = (
+                outputs(distiller.teacher, teacher.prepare(table, held), len(held)),
+                student.prepare(table, held),
+            )
+            self._train(table, distiller, lessons, judged, theirs, watcher, began)
+            return self._finish(distiller, lessons, judged, theirs)
+
+    @property
+    def _temporary(self) -> Path:
+        return self.place.folder / "checkpoint"
+
+    def _model(self, table: Table, name: str | None = None) -> Model:
+        what = self.what.model if name is None else dataclasses.replace(self.what.model, name=name)
+        return load_model(what, classes=table.classes, kind=table.kind, seed=self.what.spec.seed, keep_head=True)
+
+    def _student(self, table: Table) -> Model:
+        """The model, with other tokens if they are asked for."""
+        spec, folder = self.what.spec, self._temporary / _START
+        if spec.image_size is None and spec.class_token:
+            return self._model(table)
+        if not (folder / _WRITTEN).exists():
+            teacher = self._model(table)
+            made: Any = token_grid.with_tokens(teacher, spec.image_size, spec.class_token)
+            with quiet():
+                made.save_pretrained(str(folder))
+                token_grid.processor_for(teacher.tools.processor, spec.image_size).save_pretrained(str(folder))
+            (folder / _WRITTEN).touch()
+        return self._model(table, str(folder))
+
+    def _train(
+        self,
+        table: Table,
+        distiller: Distiller,
+        lessons: Lessons,
+        judged: Rows,
+        theirs: Outputs,
+        watcher: EpochProgress,
+        began: float,
+    ) -> None:
+        spec, n, student = self.what.spec, len(lessons), distiller.student.model
+        distiller.scale_class_tokens(lessons.view(0).batch(np.arange(min(n, AT_ONCE))))
+        ends, flat = np.cumsum(spec.epochs), flat_of(student)
+        rule, steps = Rule(Adam(), flat.p), -(-n // spec.batch_size)
+        done = self.place.restore(student, rule)
+        watcher.started(int(ends[-1]), done, steps)
+        spent = self.state["history"][-1]["seconds"] if done else 0.0
+        if done > ends[TAME]:
+            self._swap(table, distiller, lessons)
+        if done > ends[STATES]:
+            self._widen(distiller, lessons, STATES)
+        for epoch in range(done + 1, int(ends[-1]) + 1):
+            stage = int(np.searchsorted(ends, epoch))
+            if epoch == ends[TAME] + 1:
+                self._swap(table, distiller, lessons)
+            if stage == OUTPUTS and epoch == ends[STATES] + 1:
+                self._widen(distiller, lessons, STATES)
+            if epoch - 1 in ends:
+                rule = Rule(Adam(), flat.p)
+            before = epoch - 1 - (int(ends[stage]) - spec.epochs[stage])  # epochs of this stage
+            order = seeds.generator(spec.seed, "distil", epoch).permutation(n)
+            rows, total = lessons.of(epoch), 0.0
+            student.train_mode()
+            for step, start in enumerate(range(0, n, spec.batch_size)):
+                index = order[start : start + spec.batch_size]
+                part = (before + step / steps) / spec.epochs[stage]
+                rate = spec.rate(stage, part)
+                rule.eta = rate
+                loss: Any = distiller.loss(stage, rows.batch(index), part)
+                loss.backward()
+                rule.step(flat.p, flat.g)
+                flat.g.zero_()
+                total += float(loss.detach()) * len(index)
+                watcher.step()
+            student.eval_mode()
+            if not math.isfinite(total):
+                raise RunError(
+                    f"epoch {epoch}: the loss is no longer a number; lower distil.learning_rates, train longer in the "
+                    "tame stage, and give another --out"
+                )
+            line = {"epoch": epoch, "stage": STAGES[stage], "learning_rate": rate}
+            line |= {"train_loss": total / n, **quick(distiller, theirs, judged)}
+            line["seconds"] = round(spent + time.perf_counter() - began, 3)
+            self.state["history"].append(line)
+            self.place.commit(epoch, student, rule)
+            watcher.epoch(line)
+        if not distiller.entries:
+            self._swap(table, distiller, lessons)
+
+    def _swap(self, table: Table, distiller: Distiller, lessons: Lessons) -> None:
+        """The polynomials take over, those of the killed process if it had chosen them."""
+        path, student = self._temporary / _TAMED, distiller.student.model
+        if "polynomials" not in self.state:
+            entries = distiller.measure(lessons.measured)
+            storage.save(path, student.params())
+            self.state["polynomials"] = entries
+            self.place.write()
+        w = storage.load(path)
+        if w is None:
+            raise RunError(f"{path} is damaged: this distillation cannot go on; give another --out")
+        tamed = self._student(table)
+        tamed.load(w)
+        distiller.swap(self.state["polynomials"], tamed)
+
+    def _widen(self, distiller: Distiller, lessons: Lessons, stage: int) -> None:
+        """The intervals after a stage, those of the killed process if it had measured them."""
+        spec = self.what.spec
+        if not spec.widen:
+            return
+        known = self.state.setdefault("widened", {})
+        if STAGES[stage] not in known:
+            found = widened(distiller.student, distiller.entries, spec.polynomials, lessons.measured)
+            known[STAGES[stage]] = found
+            self.place.write()
+        distiller.put(known[STAGES[stage]])
+
+    def _finish(self, distiller: Distiller, lessons: Lessons, judged: Rows, theirs: Outputs) -> dict[str, Any]:
+        """Write the model's files and the result."""
+        student = distiller.student.model
+        conversion.centre(student.module)
+        self._widen(distiller, lessons, OUTPUTS)
+        rows = lessons.view(0)
+        logits, features, labels = (x[:PROBED] for x in rows.known)
+        figures = compare(distiller, rows, judged, theirs, (logits, features, labels))
+        finish(distiller, lessons.measured, figures["outside"])
+        save(student, self.place.half(), new_head=distiller.new_head)
+        result = {
+            "folder": str(self.place.folder),
+            "epochs": sum(self.what.spec.epochs),
+            "parameters": sum(p.numel() for p in student.module.parameters()),
+            **figures,
+            "seconds": round((self.state["history"] or [{"seconds": 0.0}])[-1]["seconds"], 3),
+            "params_sha256": sha256_of({"": student.params()}),
+        }
+        return self.place.close(result, ("checkpoint", "export"))

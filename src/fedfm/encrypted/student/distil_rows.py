@@ -1,0 +1,179 @@
+"""Rows of a distillation: views of pictures, and what the teacher says of them, computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedfm import seeds
+from fedfm.core import storage
+from fedfm.core.rows import Batch, Rows
+from fedfm.data.table import Table
+from fedfm.encrypted.student.distillation_loss import TAUGHT, Taps
+from fedfm.encrypted.student.scores import Outputs, outputs
+from fedfm.errors import RunError
+from fedfm.models import inputs
+from fedfm.models.model import Model
+from fedfm.runtime.model_folder import fits, prepared
+
+MEASURED = 8192  # rows of which the intervals are measured
+AT_ONCE = 64  # rows of a batch that is not trained on
+_LEAST = 0.4  # of a picture's area, in a crop
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a picture: left, top and side, from 0 to 1 of its width and height, and whether it is mirrored."""
+
+    left: float
+    top: float
+    side: float
+    mirrored: bool
+
+    def cut(self, picture: Any) -> Any:
+        """Of a PIL picture."""
+        w, h = picture.size
+        ends = (self.left * w, self.top * h, (self.left + self.side) * w, (self.top + self.side) * h)
+        x0, y0, x1, y1 = (round(v) for v in ends)
+        part = picture.crop((x0, y0, max(x1, x0 + 1), max(y1, y0 + 1)))
+        return part.transpose(0) if self.mirrored else part  # FLIP_LEFT_RIGHT
+
+
+def boxes_of(seed: int, view: int, count: int) -> list[Box]:
+    """Random boxes of a view of ``count`` pictures, the same on every machine."""
+    rng = seeds.generator(seed, "distil", "view", view)
+    side = np.sqrt(rng.uniform(_LEAST, 1.0, count))
+    left, top = rng.uniform(size=count) * (1 - side), rng.uniform(size=count) * (1 - side)
+    mirrored = rng.uniform(size=count) < 0.5
+    found = zip(left.tolist(), top.tolist(), side.tolist(), mirrored.tolist(), strict=True)
+    return [Box(*box) for box in found]
+
+
+def looked(model: Model, table: Table, index: np.ndarray, boxes: Sequence[Box]) -> Rows:
+    """The boxes of these pictures as rows of a model."""
+    left, image = iter(boxes), model.tools.image
+    cut = None if image is None else lambda pictures: image([next(left).cut(p) for p in pictures])
+    return inputs.prepare(table, index, classes=model.classes, image=cut)
+
+
+@dataclass(frozen=True)
+class LazyBoxes:
+    """Parts of pictures, prepared batch by batch."""
+
+    model: Model
+    table: Table
+    index: np.ndarray
+    boxes: Sequence[Box]
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def batch(self, index: np.ndarray) -> Batch:
+        """The rows ``index`` of these."""
+        chosen = [self.boxes[i] for i in index]
+        return looked(self.model, self.table, self.index[index], chosen).batch(range(len(index)))
+
+
+@dataclass(frozen=True)
+class Taught:
+    """Rows of the student, with the teacher's outputs.
+
+    Attributes:
+        known: its logits (n, C), inputs of its head (n, d), and labels.
+    """
+
+    rows: Rows | LazyBoxes
+    known: Outputs
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batch(self, index: Sequence[int] | np.ndarray) -> Batch:
+        """These rows."""
+        taught = {name: x[torch.as_tensor(index)] for name, x in zip(TAUGHT, self.known[:2], strict=True)}
+        return self.rows.batch(np.asarray(index)) | taught
+
+
+class Lessons:
+    """Training rows in their views.
+
+    Args:
+        folder: where the teacher's outputs are kept.
+        index: of the table's training rows.
+        views: 1: the rows as they are.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        table: Table,
+        teacher: Taps,
+        student: Model,
+        index: np.ndarray,
+        *,
+        views: int,
+        seed: int,
+        low: bool,
+    ) -> None:
+        self._folder, self._table, self._teacher, self._student = folder, table, teacher, student
+        self._index, self._views, self._seed, self._low = index, views, seed, low
+        self._last: tuple[int, Taught] | None = None
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def of(self, epoch: int) -> Taught:
+        """The view of an epoch, 1, 2, ..."""
+        return self.view((epoch - 1) % self._views)
+
+    def view(self, number: int) -> Taught:
+        """0: the rows as they are."""
+        if self._last is None or self._last[0] != number:
+            self._last = None  # its rows make room
+            boxes = boxes_of(self._seed, number, len(self)) if number else None
+            self._last = number, Taught(self._rows(boxes), self._known(number, boxes))
+        return self._last[1]
+
+    def _rows(self, boxes: list[Box] | None) -> Rows | LazyBoxes:
+        student, table, index = self._student, self._table, self._index
+        if boxes is None:
+            return prepared(student, table, index)
+        if fits(student, table, index):
+            return looked(student, table, index, boxes)
+        return LazyBoxes(student, table, index, boxes)
+
+    def measured(self) -> Iterator[Batch]:
+        """Rows to measure intervals on, of as many views as there have to be."""
+        left = MEASURED
+        for number in range(self._views):
+            rows = self.view(number)
+            n = min(len(rows), left)
+            left -= n
+            for start in range(0, n, AT_ONCE):
+                yield rows.batch(np.arange(start, min(start + AT_ONCE, n)))
+
+    def _known(self, number: int, boxes: list[Box] | None) -> Outputs:
+        path = self._folder / f"teacher-{number:03d}.safetensors"
+        found: Any = storage.load(path)
+        if found is None:
+            parts = [self._asked(start, boxes) for start in range(0, len(self), AT_ONCE)]
+            logits, features, labels = (torch.cat(x) for x in zip(*parts, strict=True))
+            if not features.isfinite().all():
+                raise RunError("the teacher's outputs on some rows are no numbers")
+            found = {"logits": logits, "features": features, "labels": labels}
+            storage.save(path, found)
+        return found["logits"], found["features"], found["labels"]
+
+    def _asked(self, start: int, boxes: list[Box] | None) -> Outputs:
+        model, index = self._teacher.model, self._index[start : start + AT_ONCE]
+        if boxes is None:
+            rows = model.prepare(self._table, index)
+        else:
+            rows = looked(model, self._table, index, boxes[start : start + AT_ONCE])
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._low):
+            return outputs(self._teacher, rows, len(rows))

@@ -1,0 +1,356 @@
+"""Distillation of a model into its twin with polynomials (BlindFed, arXiv:2502.01289, Section 3.1 and Appendix E).
+
+Three stages train one student, which starts as a copy of the teacher with centred weights:
+
+0. *Tame*, with the exact functions: keep the outputs and penalise what no polynomial can follow, i.e. scores, inputs of
+   GELU, row sums of exp and variances that spread far. Ours; without it the twin of a usual ViT gives NaN.
+   Then the arguments are measured on the training rows, and the polynomials take over (:meth:`Distiller.swap`).
+1. Scores and states of every block as the tamed model's: L_a + L_h (equations 10 to 14), each a mean square over the
+   teacher's variance, summed over the blocks; H is a block's output.
+2. Outputs as the teacher's: tau^2 KL(T || S), tau = 5 (equation 15), and the cross-entropy of the labels.
+
+A teacher whose head is new for these classes, such as a headless backbone, has no logits. Then the outputs are the
+head's inputs: their mean square over the teacher's variance, one dimension at a time, stands for the KL divergence and
+the cross-entropy, and no labels are used.
+
+In stages 1 and 2 a penalty grows from 80 % of each interval, and arguments are clamped. After each of the two the
+arguments are measured again without clamps (:mod:`fedfm.encrypted.student.recalibrate`). The quadratic in place of GELU
+is trained as far as the maps around it are: they express every a > 0, b and c.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedfm.core.fields import setting
+from fedfm.core.rows import Batch
+from fedfm.encrypted.student import conversion, fit_polynomials
+from fedfm.encrypted.student.modules import Replaced
+from fedfm.errors import InputError
+from fedfm.models.derived_modules import hinge, penalties
+from fedfm.models.model import Model
+from fedfm.models.quiet import quiet
+
+TAME, STATES, OUTPUTS = 0, 1, 2
+STAGES = ("tame", "states", "outputs")
+TAUGHT = ("teacher_logits", "teacher_features")  # of a batch: the teacher's outputs, if they are known
+SCORES, HIDDEN, SPREAD = 5.0, 3.5, 0.8  # of the tame stage: beyond these the penalties begin
+_KEEP, _SOFT = 4.0, 2.0  # weight and temperature of the KL divergence in the tame stage
+_EPSILON = 1e-6
+_FAINT = 1e-3  # of the weight of penalties, where they begin to grow
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model becomes its twin."""
+
+    epochs: tuple[int, ...] = setting(
+        (3, 15, 15),
+        "epochs of the stages: tame, states, outputs",
+        ge=0,
+        least=3,
+        most=3,
+        words="three whole numbers of at least 0",
+    )
+    learning_rates: tuple[float, ...] = setting(
+        (2e-3, 1e-3, 1e-5),
+        "Adam's learning rate in each stage; less for large models",
+        gt=0,
+        finite=True,
+        least=3,
+        most=3,
+        words="three finite numbers above 0",
+    )
+    batch_size: int = setting(16, "rows a step", ge=1)
+    temperature: float = setting(5.0, "tau of the outputs stage", gt=0, finite=True)
+    polynomials: str = setting(
+        "scaled",
+        "scaled: exp by T_degree(x / 2^squarings)^(2^squarings), 1 / sqrt(x) by Newton's iteration, fitted quadratics; "
+        "paper: exp by T_6, 1 / x scaled by its maximum with 7 steps, also for norms, GELU by 0.125 x^2 + 0.25 x + 0.5",
+        choices=fit_polynomials.KINDS,
+    )
+    degree: int = setting(2, "scaled: even degree of the polynomial of exp", ge=2, le=16)
+    squarings: int = setting(3, "scaled: how often the polynomial of exp is squared", ge=0, le=8)
+    decay: float = setting(
+        1.0, "share of its learning rate with which a stage ends; it falls in a straight line", gt=0, le=1
+    )
+    tameness: float = setting(5.0, "weight of the penalties of the tame stage", ge=0, finite=True)
+    ramp: float = setting(
+        0.0,
+        "share of the tame stage over which its penalties grow a thousandfold, to tameness; from the start they can "
+        "wipe out what a large model knows",
+        ge=0,
+        le=1,
+    )
+    forced: float = setting(
+        0.0,
+        "share of the states stage in which each block starts from the tamed model's state, so that no block drives "
+        "the next ones out of their intervals; for deep models",
+        ge=0,
+        le=1,
+    )
+    penalty: float = setting(10.0, "weight of the penalty from 80 % of an interval", ge=0, finite=True)
+    widen: bool = setting(
+        True,
+        "measure again after the states stage and at the end, and give arguments that have moved wider intervals; "
+        "1 / x and 1 / sqrt(x) may take a step more",
+    )
+
+    def rate(self, stage: int, part: float) -> float:
+        """The learning rate after this part of a stage, from 0 to 1."""
+        return self.learning_rates[stage] * (1 - (1 - self.decay) * part)
+
+    def weight(self, part: float) -> float:
+        """Of the tame stage's penalties, after this part of the stage."""
+        return self.tameness * (_FAINT ** (1 - part / self.ramp) if part < self.ramp else 1.0)
+
+    def validate(self) -> None:
+        """Raise an InputError for an odd degree."""
+        if self.degree % 2:
+            raise InputError(
+                f"distil.degree = {self.degree}: expected an even number; an odd Taylor polynomial of exp is negative "
+                "somewhere"
+            )
+
+
+class Taps:
+    """A model whose block outputs, head inputs and arguments of functions can be read after each forward pass.
+
+    Attributes:
+        functions: the replaced functions of each block.
+        states: the last outputs of the blocks, each (n, T, d), with the mean over features subtracted for pre-norm.
+        features: the last inputs of the head, (n, d).
+
+    Raises:
+        InputError: the model has no head, or blocks with other functions.
+    """
+
+    def __init__(self, model: Model) -> None:
+        if model.head is None or model.task != "classification":
+            raise InputError(f"model.name: {model.spec.name!r} has no classification head, hence no features to keep")
+        self.model, self.functions = model, conversion.prepare(model.module)
+        self.states: list[Tensor] = []
+        self.features = torch.empty(0)
+        self._centred = conversion.pre_norm(model.module)
+        for _, block in model.parts.blocks:
+            block.register_forward_hook(self._block)
+        model.head.register_forward_pre_hook(self._head)
+
+    def _block(self, _: Any, __: Any, y: Any) -> None:
+        y = y[0] if isinstance(y, tuple) else y
+        self.states.append(y - y.mean(-1, keepdim=True) if self._centred else y)
+
+    def _head(self, _: Any, args: tuple[Tensor, ...]) -> None:
+        self.features = args[0].float()
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Logits (n, C)."""
+        self.states.clear()
+        hinge(self.modules())
+        return self.model.logits(batch).float()
+
+    def modules(self) -> list[Replaced]:
+        """All replaced functions."""
+        return [module for block in self.functions for module in block]
+
+    @contextmanager
+    def starting(self, states: list[Tensor]) -> Iterator[None]:
+        """Context manager: the blocks after the first get these states (n, T, d) in place of the last block's."""
+        blocks = [block for _, block in self.model.parts.blocks]
+        hooks = [
+            block.register_forward_pre_hook(lambda _, args, x=x: (x, *args[1:]))
+            for block, x in zip(blocks[1:], states, strict=False)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Context manager: the functions keep their arguments."""
+        for module in self.modules():
+            module.recording = True
+        try:
+            yield
+        finally:
+            for module in self.modules():
+                module.recording, module.seen = False, {}
+
+
+class Distiller:
+    """Losses of the three stages, and the swap between the first two.
+
+    Args:
+        teacher, student: two loads of one model, adaptation ``full``; the student is changed.
+        new_head: the teacher's head is new, so that the head's inputs are kept instead of the logits.
+        low: whether the maps multiply in bfloat16 in training.
+    """
+
+    def __init__(self, teacher: Model, student: Model, recipe: Recipe, *, new_head: bool, low: bool = False) -> None:
+        self.recipe, self.new_head, self.low = recipe, new_head, low
+        self.teacher, self.student = Taps(teacher), Taps(student)
+        self.tamed = self.teacher  # until the swap
+        self.entries: list[dict[str, Any]] = []
+        student.train_too = [*student.train_too, *self.student.modules()]
+        conversion.centre(student.module)
+
+    @torch.no_grad()
+    def scale_class_tokens(self, batch: Batch) -> None:
+        """Give the class tokens of the student the mean variance of its patches, if it has some."""
+        embedding: Any = self.student.model.parts.embedding
+        names = [n for n in ("cls_token", "distillation_token") if hasattr(embedding, n)]
+        if not names:
+            return
+        caught: list[Tensor] = []
+        hook = embedding.register_forward_hook(lambda _, __, y: caught.append(y))
+        try:
+            self.student(batch)
+        finally:
+            hook.remove()
+        variance = caught[0].var(-1, correction=0).mean(0)  # (T,)
+        for i, name in enumerate(names):
+            factor = (variance[len(names) :].mean() / variance[i].clamp_min(_EPSILON)).sqrt()
+            getattr(embedding, name).mul_(factor)
+            embedding.position_embeddings[:, i].mul_(factor)
+
+    # --- losses -------------------------------------------------------------------------------------------------------
+    def loss(self, stage: int, batch: Batch, part: float = 1.0) -> Tensor:
+        """Mean loss of a batch in a stage, a scalar with gradients to the student.
+
+        Args:
+            part: of the stage that is done, from 0 to 1.
+        """
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.low):
+            if stage == TAME:
+                with self.student.recording():
+                    logits = self._teach(batch)
+                    return self._outputs(logits, batch, _SOFT, _KEEP) + self.recipe.weight(part) * self._tameness()
+            if stage == STATES:
+                return self._states(batch, forced=part < self.recipe.forced) + self._hinge()
+            tau = self.recipe.temperature
+            return self._outputs(self._teach(batch), batch, tau, tau**2) + self._hinge()
+
+    def _teach(self, batch: Batch) -> Tensor:
+        """The student's logits; the teacher has seen the same rows, now or before."""
+        if TAUGHT[1] in batch:
+            self._target, self._kept = (
+                batch.get(name, torch.empty(0)).to(self.teacher.model.device) for name in TAUGHT
+            )
+        else:
+            with torch.no_grad():
+                self._target = self.teacher(batch)
+                self._kept = self.teacher.features
+        return self.student(batch)
+
+    def _outputs(self, logits: Tensor, batch: Batch, tau: float, weight: float) -> Tensor:
+        if self.new_head:
+            return weight * nearness(self.student.features, self._kept, each=True)
+        soft = F.log_softmax(logits / tau, -1), F.log_softmax(self._target / tau, -1)
+        kl = F.kl_div(*soft, log_target=True, reduction="batchmean")
+        return weight * kl + F.cross_entropy(logits, batch["labels"].to(logits.device))
+
+    def _tameness(self) -> Tensor:
+        """Penalties of what the functions saw."""
+        terms = []
+        for block in self.student.functions:
+            log_sums = block.softmax.seen["log_sums"]  # (n, heads, T, 1)
+            away = (log_sums - log_sums.mean((0, 2, 3), keepdim=True)).abs()
+            terms += [3 * (away - SPREAD), block.softmax.seen["scores"].abs() - SCORES]
+            terms.append(block.gelu.seen["hidden"].abs() - HIDDEN)
+            for norm in block.norms:
+                log_variance = (norm.seen["variance"] + norm.eps).log()
+                terms.append(3 * ((log_variance - log_variance.mean()).abs() - SPREAD))
+        return torch.stack([term.clamp_min(0).square().mean() for term in terms]).sum()
+
+    def _states(self, batch: Batch, *, forced: bool) -> Tensor:
+        """L_a + L_h."""
+        with torch.no_grad(), self.tamed.recording():
+            self.tamed(batch)
+            scores = [block.softmax.seen["scores"] for block in self.tamed.functions]
+        with self.student.recording(), self.student.starting(self.tamed.states if forced else []):
+            self.student(batch)
+            mine = [block.softmax.seen["scores"] for block in self.student.functions]
+        states = zip(self.student.states, self.tamed.states, strict=True)
+        pairs = [*zip(mine, scores, strict=True), *states]
+        return torch.stack([nearness(s, t) for s, t in pairs]).sum()
+
+    def _hinge(self) -> Tensor:
+        return self.recipe.penalty * penalties(self.student.modules())
+
+    # --- the swap -----------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def measure(self, batches: Callable[[], Iterable[Batch]]) -> list[dict[str, Any]]:
+        """The polynomials of each block for the student's arguments on these rows; they are not put in yet.
+
+        Raises:
+            InputError: some spread too far.
+        """
+        conversion.centre(self.student.model.module)
+        exponential = fit_polynomials.exponential_of(self.recipe.polynomials, self.recipe.degree, self.recipe.squarings)
+        measured = [fit_polynomials.Measured() for _ in self.student.functions]
+        for block in self.student.functions:
+            block.softmax.exponential = exponential
+        try:
+            with self.student.model.evaluating(), self.student.recording():
+                for batch in batches():
+                    self.student(batch)
+                    for one, block in zip(measured, self.student.functions, strict=True):
+                        one.add(block)
+        finally:
+            for block in self.student.functions:
+                block.softmax.exponential = None
+                for module in block:
+                    module.forget()
+        return [
+            fit_polynomials.entry(one, self.recipe.polynomials, exponential, f"block {i}")
+            for i, one in enumerate(measured, 1)
+        ]
+
+    def swap(self, entries: list[dict[str, Any]], tamed: Model) -> None:
+        """Put the polynomials in; ``tamed`` is a third load of the model, with the tamed weights."""
+        self.put(entries)
+        self.tamed = Taps(tamed)
+
+    def put(self, entries: list[dict[str, Any]]) -> None:
+        """Give the student's blocks these polynomials."""
+        self.entries = entries
+        for block, entry in zip(self.student.functions, entries, strict=True):
+            fit_polynomials.apply(block, entry)
+
+
+def nearness(student: Tensor, teacher: Tensor, each: bool = False) -> Tensor:
+    """Mean square of the difference over the teacher's variance, with ``each`` of each of the last axis's entries."""
+    student, teacher = student.float(), teacher.float()
+    square = (student - teacher).square()
+    if not each:
+        return square.mean() / teacher.var(correction=0).clamp_min(_EPSILON)
+    dims = tuple(range(square.dim() - 1))
+    return (square.mean(dims) / teacher.var(dims, correction=0).clamp_min(_EPSILON)).mean()
+
+
+def save(model: Model, folder: Path, *, new_head: bool) -> None:
+    """Write a student as a folder of transformers, with its processor or tokenizer; without a new head."""
+    module: Any = model.module
+    config = copy.deepcopy(module.config)
+    if new_head:
+        module = getattr(module, module.base_model_prefix)
+        module.config.num_labels = 2  # transformers' default: the folder names no classes
+    try:
+        with quiet():
+            module.save_pretrained(str(folder))
+            for tool in (model.tools.processor, model.tools.tokenizer):
+                if tool is not None:
+                    tool.save_pretrained(str(folder))
+    finally:
+        model.module.config = config

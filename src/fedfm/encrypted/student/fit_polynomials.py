@@ -1,0 +1,223 @@
+"""Polynomials for the functions of a block, from the extremes of their arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedfm.encrypted.student.modules import Functions
+from fedfm.encrypted.student.polynomials import WIDEST, Exponential, Inverse, InverseSquareRoot, Quadratic
+from fedfm.errors import InputError
+
+KINDS = ("scaled", "paper")
+WIDER = 1.3  # factor of measured intervals
+ROOM = 1.1  # least room around arguments that are measured again
+_ROUNDING = 1e-9
+_NORMS = {"first": "variances before the attention", "second": "variances before the MLP"}
+ERROR = 5e-3  # largest relative error of 1 / x and 1 / sqrt(x) in their intervals
+
+
+class Measured:
+    """Extremes of the arguments of one block's functions, over all rows that were seen.
+
+    Attributes:
+        extremes: lows and highs (2,) of ``scores``, ``hidden``, ``first`` and ``second`` (the variances), (2, heads) of
+            ``sums``, the row sums of the polynomial of exp.
+        moments, targets: sums of x^0 .. x^4 and of gelu(x) x^0 .. x^2 before GELU, for least squares.
+    """
+
+    def __init__(self) -> None:
+        self.extremes: dict[str, Tensor] = {}
+        self.moments = torch.zeros(5, dtype=torch.float64)
+        self.targets = torch.zeros(3, dtype=torch.float64)
+
+    def add(self, block: Functions) -> None:
+        """Take up what the block's functions recorded of their last batch."""
+        seen = block.softmax.seen
+        self._extend("scores", seen["scores"].flatten())
+        self._extend("sums", seen["sums"].transpose(0, 1).flatten(1))
+        for name, norm in zip(("first", "second"), block.norms, strict=True):
+            self._extend(name, norm.seen["variance"].flatten())
+        x = block.gelu.seen["hidden"].double().flatten()
+        self._extend("hidden", x)
+        y = nn.functional.gelu(x)
+        self.moments += torch.stack([(x**i).sum() for i in range(5)]).cpu()
+        self.targets += torch.stack([(y * x**i).sum() for i in range(3)]).cpu()
+
+    def _extend(self, name: str, x: Tensor) -> None:
+        low, high = x.amin(-1).double().cpu(), x.amax(-1).double().cpu()
+        if name in self.extremes:
+            old = self.extremes[name]
+            low, high = torch.minimum(low, old[0]), torch.maximum(high, old[1])
+        self.extremes[name] = torch.stack([low, high])
+
+    def quadratic(self) -> tuple[float, float, float]:
+        """(a, b, c) of the least squares fit of GELU."""
+        gram = torch.stack([self.moments[i : i + 3] for i in range(3)])
+        c, b, a = torch.linalg.solve(gram, self.targets).tolist()
+        return a, b, c
+
+    def around(self, name: str) -> tuple[float, float]:
+        """The extremes, away from their middle by the factor :data:`WIDER`."""
+        low, high = self.extremes[name].tolist()
+        middle, half = (low + high) / 2, (high - low) / 2 * WIDER
+        return middle - half, middle + half
+
+    def positive(self, name: str) -> Tensor:
+        """The extremes (2, ...) of positive numbers, over and times :data:`WIDER`, or less: as far as the ratio that
+        1 / x and 1 / sqrt(x) allow.
+        """
+        low, high = self.extremes[name]
+        factor = (WIDEST * (1 - _ROUNDING) * low / high).clamp_min(1).sqrt().clamp_max(WIDER)
+        return torch.stack([low / factor, high * factor])
+
+
+def exponential_of(kind: str, degree: int, squarings: int) -> Exponential:
+    """In place of exp: the paper's T_6, or T_degree(x / 2^squarings)^(2^squarings)."""
+    return Exponential(6, 0) if kind == "paper" else Exponential(degree, squarings)
+
+
+def entry(measured: Measured, kind: str, exponential: Exponential, where: str) -> dict[str, Any]:
+    """The polynomials of one block, for :func:`apply` and ``config.json``.
+
+    Raises:
+        InputError: the arguments of 1 / x or 1 / sqrt(x) spread too far, or GELU's give no quadratic with a > 0.
+    """
+    a, b, c = (0.125, 0.25, 0.5) if kind == "paper" else measured.quadratic()
+    try:
+        inverse = _inverse(measured.positive("sums"), kind)
+        norms = [_norm(measured.positive(name), kind, name) for name in _NORMS]
+        exponential = dataclasses.replace(exponential, interval=measured.around("scores"))
+        quadratic = Quadratic(a, b, c, measured.around("hidden"))
+    except ValueError as error:
+        raise InputError(
+            f"{where}: {error}; train longer, or at a higher rate, in the tame stage (the first of distil.epochs)"
+        ) from None
+    return {
+        "exp": {
+            "degree": exponential.degree,
+            "squarings": exponential.squarings,
+            "interval": list(exponential.interval),
+        },
+        "inverse": inverse,
+        "norms": norms,
+        "gelu": {"a": quadratic.a, "b": quadratic.b, "c": quadratic.c, "interval": list(quadratic.interval)},
+    }
+
+
+def renewed(
+    entry: Mapping[str, Any], measured: Measured, kind: str, name: str, *, keep: bool = False
+) -> dict[str, Any] | None:
+    """A block's entry with one argument's polynomials chosen again; None where its interval still has room.
+
+    exp and GELU keep their coefficients, which were trained; only their intervals are those of the new measurement.
+
+    Args:
+        measured: the arguments of these polynomials.
+        name: ``sums``, ``first``, ``second``, ``scores`` or ``hidden``, as in :class:`Measured`.
+        keep: the new interval holds the old one too. Where 1 / x or 1 / sqrt(x) allow no such ratio, it ends at the
+            largest argument: beyond that end the iterations diverge, below the other they only fall short.
+
+    Raises:
+        ValueError: the arguments spread too far.
+    """
+    low, high = measured.extremes[name]
+    if name in _NORMS:
+        place = list(_NORMS).index(name)
+        old = torch.tensor(entry["norms"][place]["interval"], dtype=torch.float64)
+        if _inside(low, high, old):
+            return None
+        norms = list(entry["norms"])
+        norms[place] = _norm(_joined(measured.positive(name), old if keep else None), kind, name)
+        return {**entry, "norms": norms}
+    if name == "sums":
+        scales = torch.tensor(entry["inverse"]["scales"], dtype=torch.float64)
+        old = torch.tensor(entry["inverse"]["interval"], dtype=torch.float64)
+        if _inside(low * scales, high * scales, old):
+            return None
+        found = _joined(measured.positive(name), old[:, None] / scales if keep else None)
+        return {**entry, "inverse": _inverse(found, kind)}
+    part = {"scores": "exp", "hidden": "gelu"}[name]
+    first, last = entry[part]["interval"]
+    if first <= low and high <= last:
+        return None
+    low, high = measured.around(name)
+    interval = [min(low, first), max(high, last)] if keep else [low, high]
+    return {**entry, part: {**entry[part], "interval": interval}}
+
+
+def _joined(found: Tensor, old: Tensor | None) -> Tensor:
+    """Both ranges of positive arguments (2, ...), as far as the ratio allows from the upper end."""
+    if old is None:
+        return found
+    low, high = torch.minimum(found[0], old[0]), torch.maximum(found[1], old[1])
+    return torch.stack([torch.maximum(low, high / (WIDEST * (1 - _ROUNDING))), high])
+
+
+def _inside(low: Tensor, high: Tensor, interval: Tensor) -> bool:
+    """Whether positive arguments are in an interval, with room for rows that were not seen."""
+    return bool(interval[0] * ROOM <= low.min()) and bool(high.max() * ROOM <= interval[1])
+
+
+def _inverse(found: Tensor, kind: str) -> dict[str, Any]:
+    """1 / x of the row sums of exp, from ``found`` (2, heads): a scale for each head brings all into one interval."""
+    lows, highs = found
+    scales = 1 / highs if kind == "paper" else 2 / (lows + highs)
+    interval = (float((lows * scales).min()), float((highs * scales).max()))
+    check_ratio(interval, "row sums of exp")
+    steps = 7 if kind == "paper" else next(s for s in range(1, 64) if Inverse(s, interval, 1.0).error() <= ERROR)
+    return {"steps": steps, "interval": list(interval), "scales": scales.tolist()}
+
+
+def _norm(found: Tensor, kind: str, name: str) -> dict[str, Any]:
+    low, high = found.tolist()
+    interval = (low, high)
+    check_ratio(interval, _NORMS[name])
+    if kind == "paper":
+        return {"kind": "inverse", "steps": 7, "scale": 1 / interval[1], "interval": list(interval)}
+    steps = InverseSquareRoot.within(ERROR, interval).steps
+    return {"kind": "inverse_square_root", "steps": steps, "interval": list(interval)}
+
+
+def apply(block: Functions, entry: Mapping[str, Any]) -> None:
+    """Give one block the polynomials of its entry.
+
+    Raises:
+        KeyError, TypeError, ValueError: the entry is damaged, or no polynomial is near enough in its intervals.
+    """
+    exp, inverse, gelu = entry["exp"], entry["inverse"], entry["gelu"]
+    scales = torch.tensor(inverse["scales"], dtype=torch.float64)
+    if scales.shape != block.softmax.scales.shape:
+        raise ValueError(f"{len(scales)} scales for {len(block.softmax.scales)} heads")
+    block.softmax.exponential = Exponential(exp["degree"], exp["squarings"], _pair(exp["interval"]))
+    check_ratio(_pair(inverse["interval"]), "row sums of exp")
+    block.softmax.inverse = Inverse(inverse["steps"], _pair(inverse["interval"]), 1.0)
+    block.softmax.scales.copy_(scales)
+    for norm, spec in zip(block.norms, entry["norms"], strict=True):
+        interval = _pair(spec["interval"])
+        check_ratio(interval, "variances")
+        root = spec["kind"] == "inverse_square_root"
+        norm.inverse = (
+            InverseSquareRoot(spec["steps"], interval) if root else Inverse(spec["steps"], interval, spec["scale"])
+        )
+    block.gelu.quadratic = Quadratic(gelu["a"], gelu["b"], gelu["c"], _pair(gelu["interval"]))
+
+
+def _pair(values: Any) -> tuple[float, float]:
+    low, high = map(float, values)
+    if not low <= high:
+        raise ValueError(f"interval {values}: expected low <= high")
+    return low, high
+
+
+def check_ratio(interval: tuple[float, float], what: str) -> None:
+    """Raise a ValueError if an interval of 1 / x or 1 / sqrt(x) is not positive, or too wide."""
+    low, high = interval
+    if not low > 0 or high / low > WIDEST:
+        raise ValueError(
+            f"{what} from {low:.3g} to {high:.3g}: expected positive ones in a ratio of at most {WIDEST:g}"
+        )

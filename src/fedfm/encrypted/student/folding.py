@@ -1,0 +1,310 @@
+"""A twin's blocks as matrices and polynomials, with everything affine folded into the matrices.
+
+What a computation on encrypted tokens takes: scales and shifts of the norms are in the maps after them, the factor of
+the scores is in the queries, and the mean over features is subtracted by the maps that add to the tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedfm.encrypted.student.modules import Functions
+from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSquareRoot, Polynomial, Quadratic
+from fedfm.errors import InputError
+from fedfm.models import families
+
+KEY = "fedfm_polynomials"  # of config.json
+PRE_NORM = ("vit", "deit", "ijepa")  # types whose blocks are norm, attention, sum, norm, MLP, sum
+MOST_OUTSIDE = 1e-3  # share of arguments outside their intervals in evaluation
+_GRID = 2001  # points of an interval at which the values inside a polynomial are measured
+
+Matrix = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class FoldedBlock:
+    """x + W_o attention(norm(x)), then z + W_2 gelu(W_1 norm(z)), of centred x.
+
+    Attributes:
+        weights: ``query``, ``key``, ``value``, ``output`` (d, d), ``up`` (m, d), ``down`` (d, m), and each with
+            ``_bias``: float64. The query holds the factor of the scores.
+        norms: in place of 1 / sqrt of the variance, before the attention and before the MLP.
+        exponential, inverse, inverse_scales, gelu: as :class:`fedfm.encrypted.student.modules.PolynomialSoftmax`;
+            ``inverse_scales`` (heads,) multiplies the row sums before ``inverse`` and its result.
+        centred_keys: the mean over the tokens is subtracted from the keys.
+    """
+
+    weights: Mapping[str, Matrix]
+    heads: int
+    norms: tuple[InverseSquareRoot | Inverse, InverseSquareRoot | Inverse]
+    exponential: Exponential
+    inverse: Inverse
+    inverse_scales: Matrix
+    gelu: Quadratic
+    centred_keys: bool = True
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A twin from its pictures to b_1 .. b_L.
+
+    Attributes:
+        embedding: (d, F), of a token's pixels; ``bias`` (d,), ``positions`` (T, d).
+        scales: (L,), b_l is released over its own: the root mean square on the data of the distillation.
+        ranges: (L,), the largest ``|b_l|`` before that; a released value outside means that the arithmetic failed.
+        bound: the largest magnitude of any number on the way, in the intervals that the twin stores.
+        patch: pixel_values (n, 3, H, W) -> (n, T, F), what a client sends; a class token is zeros.
+        class_token: whether token 0 is one.
+    """
+
+    embedding: Matrix
+    bias: Matrix
+    positions: Matrix
+    blocks: tuple[FoldedBlock, ...]
+    scales: Matrix
+    ranges: Matrix
+    bound: float
+    patch: Callable[[Tensor], Tensor]
+    class_token: bool = False
+
+
+@dataclass(frozen=True)
+class Patches:
+    """The map from pictures to tokens of pixels.
+
+    Attributes:
+        size: (height, width) of a patch.
+        extra: class tokens in front.
+    """
+
+    size: tuple[int, int]
+    extra: int = 0
+
+    def __call__(self, pixel_values: Tensor) -> Tensor:
+        """(n, 3, H, W) -> (n, T, F)."""
+        x = F.unfold(pixel_values, self.size, stride=self.size).transpose(1, 2)
+        return F.pad(x, (0, 0, self.extra, 0))
+
+
+def check_tokens(embedding: Any) -> None:
+    """Refuse an embedding of pictures whose number of tokens no encrypted rotation takes.
+
+    Raises:
+        InputError: it is no power of two; with the settings of `fedfm distil` that make it one.
+    """
+    tokens, patches = embedding.position_embeddings.shape[1], embedding.patch_embeddings
+    if not tokens & (tokens - 1):
+        return
+    count = patches.num_patches
+    extra = tokens - count
+    cure = ["distil.class_token = false"] if extra else []
+    if count & (count - 1):
+        side = 1 << (math.isqrt(count).bit_length() - 1)  # patches a side, the next power of two below
+        cure.append(f"distil.image_size = {side * math.lcm(*patches.patch_size)}")
+    raise InputError(
+        f"{tokens} tokens, {extra} of them class tokens: encrypted rotations need a power of two; make the twin with "
+        f"{' and '.join(cure)}"
+    )
+
+
+def folded(module: nn.Module) -> Folded:
+    """The matrices and polynomials of a twin, float64.
+
+    Raises:
+        InputError: the module is no twin, or cannot run encrypted; with the reason.
+    """
+    inner: Any = families.unwrapped(module)
+    table = getattr(inner.config, KEY, None)
+    kind = getattr(inner.config, "model_type", "")
+    if table is None:
+        raise InputError("the model has no polynomials: make its twin with `fedfm distil`")
+    if kind not in PRE_NORM:
+        raise InputError(f"a model of type {kind!r} cannot run encrypted: expected a ViT, a DeiT or an I-JEPA")
+    if inner is not module:
+        raise InputError("the model has adapters: merge them into its weights first")
+    if not table["outside"] <= MOST_OUTSIDE:
+        raise InputError(
+            f"{table['outside']:.2%} of the arguments of the model's functions were outside their intervals on "
+            f"held-out rows, over {MOST_OUTSIDE:.1%}: distil it longer"
+        )
+    parts = families.find(inner, kind)
+    embedding: Any = parts.embedding
+    projection = embedding.patch_embeddings.projection
+    positions = _array(embedding.position_embeddings[0])
+    check_tokens(embedding)
+    weight = _array(projection.weight).reshape(len(projection.weight), -1)
+    bias = np.zeros(len(weight)) if projection.bias is None else _array(projection.bias)
+    front = [getattr(embedding, name) for name in ("cls_token", "distillation_token") if hasattr(embedding, name)]
+    for i, token in enumerate(front):
+        positions[i] += _array(token[0, 0]) - bias  # its pixels are zeros, to which the bias is added
+    blocks = tuple(folded_block(block) for _, block in parts.blocks)
+    largest = max(entry["largest"] for entry in table["blocks"])
+    return Folded(
+        embedding=_centred(weight),
+        bias=_centred(bias),
+        positions=positions - positions.mean(-1, keepdims=True),
+        blocks=blocks,
+        scales=np.array([entry["scale"] for entry in table["blocks"]]),
+        ranges=np.array([entry["range"] for entry in table["blocks"]]),
+        bound=max([largest, *map(largest_inside, blocks)]),
+        patch=Patches(tuple(projection.kernel_size), len(front)),
+        class_token=bool(front),
+    )
+
+
+def folded_block(block: Any) -> FoldedBlock:
+    """Of a block of a ViT, a DeiT or an I-JEPA with polynomials."""
+    functions = Functions.of(block)
+    softmax, norms, gelu = functions.softmax, functions.norms, functions.gelu
+    attention = block.attention
+    exponential, inverse, quadratic = softmax.exponential, softmax.inverse, gelu.quadratic
+    first, second = (norm.inverse for norm in norms)
+    if exponential is None or inverse is None or quadratic is None or first is None or second is None:
+        raise InputError("a block has exact functions left")
+    maps = {
+        "query": (attention.q_proj, norms[0]),
+        "key": (attention.k_proj, norms[0]),
+        "value": (attention.v_proj, norms[0]),
+        "up": (block.mlp.fc1, norms[1]),
+        "output": (attention.o_proj, None),
+        "down": (block.mlp.fc2, None),
+    }
+    weights: dict[str, Matrix] = {}
+    for name, (linear, norm) in maps.items():
+        w = _array(linear.weight)
+        b = np.zeros(len(w)) if linear.bias is None else _array(linear.bias)
+        if norm is None:
+            w, b = _centred(w), _centred(b)
+        else:
+            # folded() of 1 / x leaves the product with its scale to the weights.
+            scale = norm.inverse.fold[0] if isinstance(norm.inverse, Inverse) else 1.0
+            w, b = w * (_array(norm.weight) * scale), b + w @ _array(norm.bias)
+        factor = attention.scaling if name == "query" else 1.0
+        weights[name], weights[f"{name}_bias"] = w * factor, b * factor
+    return FoldedBlock(
+        weights=weights,
+        heads=int(attention.num_attention_heads),
+        norms=(first, second),
+        exponential=exponential,
+        inverse=inverse,
+        inverse_scales=_array(softmax.scales),
+        gelu=quadratic,
+    )
+
+
+def block_states(module: nn.Module, pixel_values: Tensor) -> Tensor:
+    """b_1 .. b_L of pictures (n, 3, H, W), in the clear: (n, L, T, d), with the mean over features subtracted.
+
+    Raises:
+        InputError: the blocks of the model are unknown.
+    """
+    inner: Any = families.unwrapped(module)
+    blocks = families.find(inner, inner.config.model_type).blocks
+    if not blocks:
+        raise InputError(f"no blocks are known of a model of type {inner.config.model_type!r}")
+    caught: list[Tensor] = []
+
+    def keep(_: nn.Module, __: Any, y: Any) -> None:
+        y = y[0] if isinstance(y, tuple) else y
+        caught.append(y - y.mean(-1, keepdim=True))
+
+    hooks = [block.register_forward_hook(keep) for _, block in blocks]
+    try:
+        inner(pixel_values=pixel_values)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(caught, 1)
+
+
+# --- magnitudes -------------------------------------------------------------------------------------------------------
+@dataclass
+class _Watched:
+    """An array that notes the largest magnitude of all that is computed from it."""
+
+    value: Matrix
+    most: list[float]
+
+    def __post_init__(self) -> None:
+        self.most[0] = max(self.most[0], float(np.abs(self.value).max()))
+
+    def __add__(self, other: Any) -> _Watched:
+        return _Watched(self.value + getattr(other, "value", other), self.most)
+
+    def __mul__(self, other: Any) -> _Watched:
+        return _Watched(self.value * getattr(other, "value", other), self.most)
+
+    def square(self) -> _Watched:
+        return self * self
+
+
+def _inside(polynomial: Polynomial) -> float:
+    """The largest magnitude of a number in the recipe of a polynomial, over its interval."""
+    most = [0.0]
+    a, b = polynomial.fold
+    polynomial.folded(_Watched(a * np.linspace(*polynomial.interval, _GRID) + b, most))
+    return most[0]
+
+
+def largest_inside(block: FoldedBlock) -> float:
+    """The largest magnitude of a number inside a block's polynomials, of its row sums and of their inverses."""
+    low, high = block.inverse.interval
+    c = block.inverse_scales
+    polynomials = (*block.norms, block.exponential, block.inverse, block.gelu)
+    return max(*map(_inside, polynomials), high / float(c.min()), float(c.max()) / low)
+
+
+def largest_between(block: FoldedBlock, x: Tensor) -> float:
+    """The largest magnitude of the tokens and the maps of a block: centred tokens x (n, T, d), in float64.
+
+    These have no interval, so they are measured.
+    """
+    w = {name: torch.from_numpy(matrix) for name, matrix in block.weights.items()}
+    n, tokens, d = x.shape
+    most = 0.0
+
+    def seen(y: Tensor) -> Tensor:
+        nonlocal most
+        most = max(most, float(y.abs().max()))
+        return y
+
+    def linear(name: str, y: Tensor) -> Tensor:
+        return seen(y @ w[name].T + w[f"{name}_bias"])
+
+    def norm(y: Tensor, polynomial: Polynomial) -> Tensor:
+        a, b = polynomial.fold
+        return seen(y * polynomial.folded(a * seen(y.square().mean(-1, keepdim=True)) + b))
+
+    def heads(y: Tensor) -> Tensor:
+        return y.reshape(n, tokens, block.heads, -1).transpose(1, 2)
+
+    y = norm(seen(x), block.norms[0])
+    q, k, v = (heads(linear(name, y)) for name in ("query", "key", "value"))
+    if block.centred_keys:
+        k = seen(k - k.mean(-2, keepdim=True))
+    powers = block.exponential(q @ k.transpose(-1, -2))
+    c = torch.from_numpy(block.inverse_scales)[:, None, None]
+    weights = seen(powers * (block.inverse.folded(powers.sum(-1, keepdim=True) * c) * c))
+    z = seen(x + linear("output", seen(weights @ v).transpose(1, 2).reshape(n, tokens, d)))
+    hidden = seen(block.gelu(linear("up", norm(z, block.norms[1]))))
+    seen(z + linear("down", hidden))
+    return most if math.isfinite(most) else math.inf
+
+
+def _array(x: Tensor) -> Matrix:
+    return np.asarray(x.detach().cpu().double().numpy().copy(), dtype=np.float64)
+
+
+def _centred(x: Matrix) -> Matrix:
+    """Minus the mean over features, the first axis."""
+    centred: Matrix = x - x.mean(0)
+    return centred

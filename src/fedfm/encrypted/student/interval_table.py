@@ -1,0 +1,73 @@
+"""What a twin's ``config.json`` says of its blocks: their polynomials, and how large their states become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedfm.core.rows import Batch
+from fedfm.encrypted.student import conversion, fit_polynomials, folding
+from fedfm.encrypted.student.distillation_loss import Distiller, Taps
+
+
+def finish(distiller: Distiller, batches: Callable[[], Iterable[Batch]], outside: float) -> dict[str, Any]:
+    """Centre the student, and put its table into its configuration; the arguments are those of :func:`table_of`."""
+    model = distiller.student.model
+    conversion.centre(model.module)
+    table = table_of(distiller.student, distiller.entries, distiller.recipe.polynomials, batches, outside)
+    setattr(model.module.config, conversion.KEY, table)
+    return table
+
+
+@torch.no_grad()
+def table_of(
+    taps: Taps, entries: list[dict[str, Any]], kind: str, batches: Callable[[], Iterable[Batch]], outside: float
+) -> dict[str, Any]:
+    """The table of a twin, with the magnitudes of its states on these rows.
+
+    Args:
+        taps: the twin, centred, with the polynomials of ``entries``.
+        kind: of the polynomials, as in :data:`choose_polynomials.KINDS`.
+        batches: the rows; those of which a state is no number are left out.
+        outside: the share of arguments outside their intervals on held-out rows.
+    """
+    model = taps.model
+    blocks = [block for _, block in model.parts.blocks]
+    folds = [folding.folded_block(b) for b in blocks] if conversion.pre_norm(model.module) else None
+    n, squares = 0, [0.0] * len(entries)
+    highest, largest = [0.0] * len(entries), [0.0] * len(entries)
+    inputs: list[Tensor] = []
+    hook = blocks[0].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    try:
+        with model.evaluating():
+            for batch in batches():
+                inputs.clear()
+                taps(batch)
+                states = _finite([inputs[0], *taps.states])
+                if not len(states[0]):
+                    continue
+                n += 1
+                for i, (before, state) in enumerate(pairwise(states)):
+                    squares[i] += float(state.double().square().mean())
+                    highest[i] = max(highest[i], float(state.abs().max()))
+                    if folds is not None:
+                        x = before.double()
+                        x = x - x.mean(-1, keepdim=True)
+                        largest[i] = max(largest[i], folding.largest_between(folds[i], x))
+    finally:
+        hook.remove()
+    table: dict[str, Any] = {"version": conversion.VERSION, "kind": kind, "outside": outside, "blocks": []}
+    for entry, square, high, most in zip(entries, squares, highest, largest, strict=True):
+        sizes = {"scale": (square / max(n, 1)) ** 0.5, "range": high * fit_polynomials.WIDER}
+        table["blocks"].append({**entry, **sizes, "largest": most * fit_polynomials.WIDER})
+    return table
+
+
+def _finite(states: list[Tensor]) -> list[Tensor]:
+    """The rows of which every number is finite in all states."""
+    kept = torch.stack([state.isfinite().flatten(1).all(1) for state in states]).all(0)
+    return states if bool(kept.all()) else [state[kept] for state in states]

@@ -1,0 +1,206 @@
+"""Softmax, LayerNorm and GELU as modules that compute the exact function until they have a polynomial.
+
+Each keeps the weights of what it replaces under the same names. In training mode it clamps the argument of its
+polynomial into the interval and gives a penalty from 80 % of the interval on. In evaluation nothing is clamped, as
+nothing can be on encrypted numbers; the arguments outside the interval are counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSquareRoot, Polynomial, Quadratic
+from fedfm.models.derived_modules import Bounded
+
+ATTENTION = "fedfm_polynomial"  # in transformers' registry
+HINGE = 0.8  # share of the half interval from which the penalty grows
+NO_KEY = -math.inf  # the exact score of a key that is masked
+
+
+class Replaced(Bounded):
+    """What the three have in common.
+
+    Attributes:
+        recording: keep the last arguments in ``seen``, for penalties and measurements.
+        seen: the last argument of each name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recording = False
+        self.seen: dict[str, Tensor] = {}
+
+    def forget(self) -> None:
+        """Start the counts again, and drop what was recorded."""
+        self.seen, self.penalty, self.outside, self.total = {}, None, 0, 0
+
+    def _record(self, name: str, x: Tensor) -> None:
+        if self.recording:
+            self.seen[name] = x
+
+    def _take(self, polynomial: Polynomial, x: Tensor, among: Tensor | None = None) -> Tensor:
+        """The argument of a polynomial; ``among``: those of x that count."""
+        if not self.training:
+            outside = polynomial.outside(x.detach())
+            if among is not None:
+                outside = outside & among
+            self.outside += int(outside.sum())
+            self.total += x.numel() if among is None else int(among.expand_as(x).sum())
+            return x
+        if self.hinged:
+            excess = (_place(polynomial, x) - HINGE).clamp_min(0).square()
+            if among is not None:
+                excess = excess * among
+            self.penalty = excess.mean() if self.penalty is None else self.penalty + excess.mean()
+        return x.clamp(*polynomial.interval)
+
+
+def _place(polynomial: Polynomial, x: Tensor) -> Tensor:
+    """Distance from the middle of the interval over half its length, of positive intervals on a scale of logarithms."""
+    low, high = polynomial.interval
+    if isinstance(polynomial, (Inverse, InverseSquareRoot)):
+        low, high, x = math.log(low), math.log(high), x.clamp_min(low * 1e-3).log()
+    return (x - (low + high) / 2).abs() / ((high - low) / 2)
+
+
+class PolynomialSoftmax(Replaced):
+    """The weights of an attention: softmax, or exp / sum(exp) by polynomials.
+
+    Keys are centred over the tokens, which changes no softmax: scores then spread around zero.
+
+    Attributes:
+        exponential, inverse: the softmax is exact until it has both; the row sums of ``exponential`` are recorded.
+        scales: (heads,), of the row sums of exp before ``inverse``, and of its result.
+    """
+
+    scales: Tensor
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.exponential: Exponential | None = None
+        self.inverse: Inverse | None = None
+        self.register_buffer("scales", torch.ones(heads), persistent=False)
+
+    def forward(self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+        """(n, heads, T, d / heads) twice, and which keys count, (n, 1, T or 1, T) or None -> (n, heads, T, T)."""
+        if mask is None:
+            key = key - key.mean(-2, keepdim=True)
+        else:
+            real = mask[:, :, -1, :, None].to(key.dtype)
+            key = key - (key * real).sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp_min(1)
+        scores = wide((query * scaling) @ key.transpose(-1, -2))
+        self._record("scores", scores)
+        masked = scores if mask is None else scores.masked_fill(~mask, NO_KEY)
+        if self.exponential is None:
+            if self.recording:
+                self._record("log_sums", masked.logsumexp(-1, keepdim=True))
+            return masked.softmax(-1).to(query.dtype)
+        taken = scores if mask is None else scores.masked_fill(~mask, 0.0)  # no polynomial of a masked score overflows
+        powers = self.exponential(self._take(self.exponential, taken, mask))
+        if mask is not None:
+            powers = powers * mask
+        sums = powers.sum(-1, keepdim=True)
+        self._record("sums", sums)
+        if self.inverse is None:
+            return masked.softmax(-1).to(query.dtype)
+        c = self.scales.to(powers.dtype)[:, None, None]
+        sums = self._take(self.inverse, sums * c)
+        return (powers * (self.inverse.folded(sums) * c)).to(query.dtype)
+
+
+class PolynomialNorm(Replaced):
+    """LayerNorm, or with a polynomial of the variance in place of 1 / sqrt.
+
+    ``Inverse`` in place of ``InverseSquareRoot`` divides by the variance itself, as BlindFed's paper does.
+    """
+
+    def __init__(self, norm: nn.LayerNorm) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
+        self.inverse: InverseSquareRoot | Inverse | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d) -> (..., d)."""
+        weight, bias = self.weight, self.bias
+        centred = wide(x)
+        centred = centred - centred.mean(-1, keepdim=True)
+        variance = centred.square().mean(-1, keepdim=True)
+        self._record("variance", variance)
+        if self.inverse is None:
+            scale = torch.rsqrt(variance + self.eps)
+        else:
+            scale = self.inverse(self._take(self.inverse, variance))
+        return (centred * scale).to(x.dtype) * weight + bias
+
+
+class PolynomialGelu(Replaced):
+    """GELU, or a quadratic."""
+
+    def __init__(self, exact: nn.Module) -> None:
+        super().__init__()
+        self.exact = exact
+        self.quadratic: Quadratic | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Elementwise."""
+        self._record("hidden", x)
+        if self.quadratic is None:
+            return self.exact(x)  # type: ignore[no-any-return]
+        return self.quadratic(self._take(self.quadratic, wide(x))).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The replaced functions of one block."""
+
+    softmax: PolynomialSoftmax
+    norms: tuple[PolynomialNorm, PolynomialNorm]
+    gelu: PolynomialGelu
+
+    @classmethod
+    def of(cls, block: nn.Module) -> Functions:
+        """Those in a block, which lists both norms in the order of their use."""
+        found = list(block.modules())
+        first, second = (m for m in found if isinstance(m, PolynomialNorm))
+        softmax = next(m for m in found if isinstance(m, PolynomialSoftmax))
+        return cls(softmax, (first, second), next(m for m in found if isinstance(m, PolynomialGelu)))
+
+    def __iter__(self) -> Iterator[Replaced]:
+        return iter((self.softmax, *self.norms, self.gelu))
+
+
+def wide(x: Tensor) -> Tensor:
+    """In at least float32: polynomials lose too many bits in half precision."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """An attention function of transformers, with the module's own :class:`PolynomialSoftmax`."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    weights = module.softmax(query, key, attention_mask, scaling)
+    dropped = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return (dropped @ value).transpose(1, 2).contiguous(), weights
+
+
+def register() -> None:
+    """Make :data:`ATTENTION` known to transformers; its masks say by true which keys count."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(ATTENTION, attend)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
