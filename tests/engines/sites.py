@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from processes import ENV, fedfm, mentioning, rounds, until
 
-from fedfm.engines.flower import kits
+from fedfm.engines.flower import kit_manifest
 
 SILOS = ("hospital-a", "hospital-b")
 BIN = Path(sys.executable).parent / "fedfm"
@@ -52,8 +52,8 @@ class Sites:
     def provision(self, *args: str) -> None:
         fedfm("provision", self.folder / "federation.toml", "--out", self.kits, *args)
 
-    def server(self) -> kits.Kit:
-        return kits.load(self.kits / "server")
+    def server(self) -> kit_manifest.Kit:
+        return kit_manifest.load(self.kits / "server")
 
     def start(self, *names: str) -> None:
         """Run the kits' scripts."""

@@ -26,7 +26,7 @@ from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models.load import load_model
 from fedfm.models.spec import ModelSpec
-from fedfm.runtime import silo_file
+from fedfm.runtime import own_rows, silo_file
 from small import tiny_vit
 
 CLASSES = ["no", "yes"]
@@ -298,11 +298,11 @@ def test_a_model_that_the_silo_lists_is_its_own_copy(tmp_path):
     there = tiny_vit(tmp_path)
     mine = silo_file.load(silo(tmp_path / "silo", models=["../tiny-vit", "org/other"]))
     assert mine.models == (str(there.resolve()), "org/other")
-    assert silo_file.listed_model(mine, spec).name == str(there.resolve())
-    assert silo_file.listed_model(mine, ModelSpec("org/other")).name == "org/other"
-    assert silo_file.listed_model(mine, ModelSpec("nano-vit")).name == "nano-vit"
+    assert own_rows.listed_model(mine.rows, spec).name == str(there.resolve())
+    assert own_rows.listed_model(mine.rows, ModelSpec("org/other")).name == "org/other"
+    assert own_rows.listed_model(mine.rows, ModelSpec("nano-vit")).name == "nano-vit"
     with pytest.raises(InputError, match="not among the models"):
-        silo_file.listed_model(mine, ModelSpec("org/another"))
+        own_rows.listed_model(mine.rows, ModelSpec("org/another"))
 
 
 def test_rows_are_read_from_nowhere_else(tmp_path):

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedfm import __version__
 from fedfm.cli import main
-from fedfm.engines.flower import authority, kits, supervisor
+from fedfm.engines.flower import authority, kit_manifest, supervisor
 
 SILOS = ("hospital-a", "hospital-b")
 
@@ -204,7 +204,7 @@ def rows(place: Path, seed: int = 0) -> None:
 
 
 @contextlib.contextmanager
-def answering(kit: kits.Kit, ahead: float):
+def answering(kit: kit_manifest.Kit, ahead: float):
     """A server with the kit's certificate at the kit's port, whose clock is ahead by these seconds."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -251,7 +251,7 @@ def test_check_says_what_differs(tmp_path, capsys):
     assert code == 1
     assert [what for what, (status, _) in found.items() if status == "differs"] == ["server"]
     capsys.readouterr()
-    with answering(kits.load(out / "server"), 0.0):
+    with answering(kit_manifest.load(out / "server"), 0.0):
         code, found = examined(capsys, kit, exp)
         assert code == 0, found
         assert main(["silo", "check", str(kit), str(exp)]) == 0
@@ -268,7 +268,7 @@ def test_check_says_what_differs(tmp_path, capsys):
         (kit / "silo.toml").write_text(silo)
         code, found = examined(capsys, kit, exp)
         assert "the experiment needs 000000" in found["model"][1]
-    with answering(kits.load(out / "server"), 400.0):
+    with answering(kit_manifest.load(out / "server"), 400.0):
         code, found = examined(capsys, kit, exp)
         assert found["clock"] == ("differs", found["clock"][1])
         seconds = re.search(r"(\d+) s behind the server's", found["clock"][1])
@@ -309,10 +309,10 @@ def test_server_and_silo_print_the_same_fingerprint(tmp_path, capsys):
 def test_check_names_a_server_of_another_federation(tmp_path, capsys):
     out = provision(tmp_path)
     (tmp_path / "b").mkdir()
-    port = kits.load(out / "server").port
+    port = kit_manifest.load(out / "server").port
     other = provision(tmp_path / "b", server=f"127.0.0.1:{port}")
     rows(out / "hospital-a")
-    with answering(kits.load(other / "server"), 0.0):
+    with answering(kit_manifest.load(other / "server"), 0.0):
         code, found = examined(capsys, out / "hospital-a")
     assert code == 1
     assert "certificate is of another federation" in found["server"][1]
@@ -410,7 +410,7 @@ def test_compose_reads_the_files_and_finds_kit_and_port(tmp_path, server, more, 
         assert (source, target) == (str(out / name), "/kit")
         if "ports" in network and name == "server":
             (port,) = service["ports"]
-            assert (int(port["published"]), port["target"]) == (kits.load(out / name).port, network["ports"])
+            assert (int(port["published"]), port["target"]) == (kit_manifest.load(out / name).port, network["ports"])
         else:
             assert "ports" not in service
         if "network_mode" in network and (name == "server" or not more):
@@ -427,7 +427,7 @@ def test_the_fragment_listens_where_the_silos_connect_and_passes_on_to_loopback(
         )
     ):
         (tmp_path / str(number)).mkdir()
-        kit = kits.load(provision(tmp_path / str(number), more, server=server) / "server")
+        kit = kit_manifest.load(provision(tmp_path / str(number), more, server=server) / "server")
         text = (kit.folder / "nginx.conf").read_text()
         assert f"listen {listen.format(port=kit.server.rpartition(':')[2])} ssl;" in text
         assert f"server_name {name};" in text
@@ -447,7 +447,7 @@ def test_the_fragment_listens_where_the_silos_connect_and_passes_on_to_loopback(
     ],
 )
 def test_the_superlink_listens_where_the_silos_connect(tmp_path, capsys, server, more, listens, local):
-    kit = kits.load(provision(tmp_path, more, server=server) / "server")
+    kit = kit_manifest.load(provision(tmp_path, more, server=server) / "server")
     assert (kit.listens, kit.local) == (listens, local)
     rehearsal = "no other machine reaches a server there"
     assert (rehearsal in capsys.readouterr().out) == kit.loopback == (server[:3] in ("[::", "loc", "127"))
@@ -478,7 +478,7 @@ def test_a_silo_says_why_it_cannot_connect_and_starts_no_node_before(tmp_path):
     out = provision(tmp_path)
     (tmp_path / "b").mkdir()
     kit = out / "hospital-a"
-    other = provision(tmp_path / "b", server=kits.load(kit).server)
+    other = provision(tmp_path / "b", server=kit_manifest.load(kit).server)
     rows(kit)
     told = list[str]()
     node = kit / ".fedfm/logs/supernode.log"
@@ -492,7 +492,7 @@ def test_a_silo_says_why_it_cannot_connect_and_starts_no_node_before(tmp_path):
         (out, 320.0, "behind the server's, which refuses more than 305 s: set it"),
         (out, -20.0, "ahead of the server's, which refuses more than 5 s: set it"),
     ):
-        with answering(kits.load(server / "server"), ahead):
+        with answering(kit_manifest.load(server / "server"), ahead):
             supervisor.start(kit, told.append, until(lambda says=says: any(says in line for line in told)))
         assert sum(says in line for line in told) == 1
         assert says in (kit / ".fedfm/silo.log").read_text()

@@ -33,7 +33,7 @@ from fedfm.engines.flower import (
 )
 from fedfm.engines.flower.processes import Children
 from fedfm.errors import ClientFault, InputError, RunError
-from fedfm.runtime import silo_file
+from fedfm.runtime import own_rows, silo_file
 from fedfm.runtime.run_directory import Run
 
 
@@ -198,11 +198,11 @@ def test_a_silos_classes_are_those_of_the_server(tmp_path):
     features(tmp_path / "rows.npz", ["cat", "dog"])
     experiment = Experiment.from_dict(table("elsewhere.npz"))
     mine = silo_file.load(silo(tmp_path, 'name = "north"\ndata = "rows.npz"'))
-    own = silo_file.populate(mine, experiment, ["cat", "dog"])
+    own = own_rows.populate(mine.rows, experiment, ["cat", "dog"])
     with pytest.raises(InputError, match='the server\'s classes are "cat", "cow", and this silo\'s "cat", "dog"'):
-        silo_file.populate(mine, experiment, ["cat", "cow"])
+        own_rows.populate(mine.rows, experiment, ["cat", "cow"])
     agreed = silo_file.load(silo(tmp_path, 'name = "north"\ndata = "rows.npz"\nclasses = ["ant", "cat", "dog"]'))
-    theirs = silo_file.populate(agreed, experiment, ["ant", "cat", "dog"])
+    theirs = own_rows.populate(agreed.rows, experiment, ["ant", "cat", "dog"])
     assert theirs.model.classes == ("ant", "cat", "dog")
     assert (theirs.data("north").train.labels == own.data("north").train.labels + 1).all()
 

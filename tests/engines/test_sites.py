@@ -11,7 +11,7 @@ import pytest
 from processes import fedfm, rounds, until
 from sites import bits, once, passed, relayed, sites
 
-from fedfm.engines.flower import kits
+from fedfm.engines.flower import kit_manifest, kits
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a kit's processes are found in Linux's /proc")
 
@@ -36,7 +36,7 @@ def test_kits_start_and_give_the_bits_of_the_local_engine(tmp_path):
 @pytest.mark.deployment
 def test_a_silo_whose_port_another_program_has_says_so_and_starts_when_it_is_free(tmp_path):
     with sites(tmp_path) as at:
-        port = kits.load(at.kits / "hospital-a").port
+        port = kit_manifest.load(at.kits / "hospital-a").port
         with socket.create_server(("127.0.0.1", port)):
             at.start("hospital-a")
             told = f"another program listens at port {port} of this machine: end it, or change port in kit.json"

@@ -14,7 +14,7 @@ from fedfm.core import storage
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.models import devices
-from fedfm.runtime import silo_file
+from fedfm.runtime import own_rows, silo_file
 from fedfm.runtime.run_directory import Run
 
 TABLES = {
@@ -137,12 +137,12 @@ def test_a_silos_own_device_wins(tmp_path):
     experiment = Experiment.from_dict(
         TABLES | {"data": {"path": str(tmp_path / "rows.npz")}, "model": {"name": "features", "device": "mps"}}
     )
-    classes = silo_file.deal(silo(tmp_path), experiment.data, seed=0, task=None).table.classes
-    found = silo_file.populate(silo(tmp_path, device="cpu"), experiment, classes)
+    classes = own_rows.deal(silo(tmp_path).rows, experiment.data, seed=0, task=None).table.classes
+    found = own_rows.populate(silo(tmp_path, device="cpu").rows, experiment, classes)
     assert found.model.device == torch.device("cpu")
     if not torch.backends.mps.is_available():
         with pytest.raises(InputError, match="'mps' is not available here"):
-            silo_file.populate(silo(tmp_path), experiment, classes)
+            own_rows.populate(silo(tmp_path).rows, experiment, classes)
     with pytest.raises(InputError, match=r'device = "tpu": expected "auto"'):
         silo(tmp_path, device="tpu")
 

@@ -1,6 +1,7 @@
 """Commands as values: a wing lists its own, and the command line adds them without importing more of the wing.
 
-A named tuple, since ``fedfm --help`` shall not wait for dataclasses."""
+A named tuple, since ``fedfm --help`` shall not wait for dataclasses.
+"""
 
 from __future__ import annotations
 

@@ -13,10 +13,11 @@ from fedfm.aggregation.base import Aggregator
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.capabilities import Joining
-from fedfm.core.fields import check
+from fedfm.core.fields import shown
 from fedfm.core.libraries import refuse
 from fedfm.core.messages import Request
 from fedfm.core.method import Method
+from fedfm.core.text import NAME_WORDS, is_name
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
@@ -26,9 +27,9 @@ from fedfm.reports import dossier
 from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
 from fedfm.runtime.disclosure import JOINED, check_same
+from fedfm.runtime.own_rows import COLUMNS, OwnRows, populate
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.run_directory import Run
-from fedfm.runtime.silo_file import COLUMNS, Silo, populate
 from fedfm.training import TrainsLocally, any_rank
 
 NAME = "newcomer"
@@ -67,9 +68,10 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
     classes, models = tuple(run.manifest["model"]["classes"]), (experiment.model.name,)
     with torch_threads(1), run.lock(), tempfile.TemporaryDirectory() as memory:
         name = _free(run, client)  # another process may have given the run a newcomer
-        silo = Silo(name, str(Path(data).resolve()), classes=classes, models=models, **columns)
-        check(silo, "")  # a folder gets the name
-        population = populate(silo, experiment, run.manifest["model"]["classes"])
+        if not is_name(name):  # a folder gets it
+            raise InputError(f"name = {shown(name)}: expected {NAME_WORDS}")
+        brought = OwnRows(name, str(Path(data).resolve()), classes=classes, models=models, columns=columns)
+        population = populate(brought, experiment, run.manifest["model"]["classes"])
         _check_kind(run, population, data)
         model = population.model
         population.encode = partial(predictions.encoded, method, model)

@@ -17,17 +17,17 @@ def known_clients(experiment: Experiment) -> tuple[list[str], str] | None:
     """
     spec = experiment.run
     if spec.engine == "folder" and spec.roster is not None:
-        from fedfm.runtime.silo_identity import roster_in
+        from fedfm.runtime.rosters import roster_in
 
         try:
             return sorted(roster_in(Path(spec.roster).expanduser())), f"the roster {spec.roster}"
         except InputError as error:
             raise InputError(f"run.{error}") from None
     if spec.engine == "deployment" and spec.superlink is not None and Path(spec.superlink).is_dir():
-        from fedfm.engines.flower import kits
+        from fedfm.engines.flower import kit_manifest
 
-        kit = kits.load(Path(spec.superlink))
-        return (kits.silos_of(kit), f"the kit {spec.superlink}") if kit.serves else None
+        kit = kit_manifest.load(Path(spec.superlink))
+        return (kit_manifest.silos_of(kit), f"the kit {spec.superlink}") if kit.serves else None
     return None
 
 

@@ -38,33 +38,24 @@ from __future__ import annotations
 import json
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from fedfm.config.experiment import Experiment
 from fedfm.config.faults import read_all
 from fedfm.config.own_code import admit_function, is_function
 from fedfm.config.registry import admit_any, available
 from fedfm.config.toml import build
-from fedfm.core.capabilities import Foretelling
 from fedfm.core.fields import check as check_fields
 from fedfm.core.fields import setting
 from fedfm.core.text import NAME, NAME_WORDS
 from fedfm.data.class_names import check_list
-from fedfm.data.load import read_inputs
-from fedfm.data.sources._files import listing
-from fedfm.data.spec import WITHHELD, DataSpec
-from fedfm.data.table import ClientRows, FederatedData, Table
+from fedfm.data.spec import DataSpec
 from fedfm.errors import Faults, InputError, close, listed
-from fedfm.models.names import BUILT_IN
-from fedfm.models.spec import ModelSpec
 from fedfm.privacy.policy import WORDS, Budget, Policy, Requirements
-from fedfm.runtime import own_population, silo_identity
-from fedfm.runtime.population import Partitioned, augmentation, model_of
+from fedfm.runtime import silo_identity
+from fedfm.runtime.own_rows import COLUMNS, OwnRows, agreed, deal
 
 EXPOSED = {
     "mean": "its update, in a mean",
@@ -73,10 +64,6 @@ EXPOSED = {
     "reveal": "its own final model",
 }
 _ENDLESS = "gives any number of answers: budget.rounds or budget.epsilon would end them"
-COLUMNS = (
-    *("text", "image", "label", "label_name", "split"),
-    *("instruction", "input", "output", "messages", "tools", "prompt", "chosen", "rejected"),
-)
 
 
 def _column(name: str) -> Any:
@@ -147,6 +134,12 @@ class Silo:
     rejected: str = _column("rejected")
 
     @property
+    def rows(self) -> OwnRows:
+        """What it says of its rows and models."""
+        columns = {name: getattr(self, name) for name in COLUMNS}
+        return OwnRows(self.name, self.data, self.classes, self.models, self.device, self.predict, columns)
+
+    @property
     def policy(self) -> Policy:
         return Policy(self.allow, self.allow_by_method)
 
@@ -208,107 +201,6 @@ def admit_methods(silo: Silo, path: Path) -> None:
         admit_any(name, f"{path}: methods")
 
 
-def deal(silo: Silo, spec: DataSpec, *, seed: int, task: str | None) -> Any:
-    """The silo's rows as a federation of one client; of the experiment's [data] only scale and splits apply."""
-    from fedfm.data.load import load_table
-    from fedfm.data.partition import deal as dealt
-
-    if is_function(silo.data):
-        return own_population.of_silo(silo.name, silo.data, spec, seed).federated
-    columns = {name: getattr(silo, name) for name in COLUMNS}
-    kept = {key: getattr(spec, key) for key in ("test_fraction", "val_fraction", "scale")}
-    own = DataSpec(clients={silo.name: silo.data}, **columns, **kept)
-    return dealt(load_table(own, seed=seed, task=task), own, seed=seed)
-
-
-def listed_model(silo: Silo, spec: ModelSpec) -> ModelSpec:
-    """The silo's copy of the model that an experiment names: a built-in model, or one that the silo lists.
-
-    The last part of a folder's path suffices, since paths differ at the server. The server compares the fingerprints.
-
-    Raises:
-        InputError: the silo lists no such model.
-    """
-    if spec.name == "features" or spec.name in BUILT_IN:
-        return spec
-    for model in silo.models:
-        if spec.name == model or Path(spec.name).name == Path(model).name:
-            return replace(spec, name=model)
-    known = listing(silo.models) if silo.models else "none"
-    raise InputError(f'model.name = "{spec.name}": not among the models of this silo\'s file, which lists {known}')
-
-
-def populate(silo: Silo, experiment: Experiment, classes: Sequence[str]) -> Partitioned:
-    """The silo's rows and a model that it lists, for the classes that the server names.
-
-    Raises:
-        InputError: the experiment's model, classes or task do not fit the silo.
-    """
-    if isinstance(experiment.method, Foretelling) and experiment.method.predicts_only:
-        return Partitioned(_to_predict(silo, tuple(classes)), None)
-    if experiment.own_code or is_function(silo.data):
-        return _own(silo, experiment, tuple(classes))
-    federated = deal(silo, experiment.data, seed=experiment.run.seed, task=experiment.model.task)
-    table = _with_classes(silo, federated.table, tuple(classes))
-    model, augment = None, tuple[str, ...]()
-    if experiment.model.name != WITHHELD:
-        spec = listed_model(silo, experiment.model)
-        here = replace(spec, device=silo.device or spec.device)
-        model = model_of(replace(experiment, model=here), table)
-        augment = augmentation(experiment, table, model)
-    return Partitioned(replace(federated, table=table), model, augment=augment)
-
-
-def _own(silo: Silo, experiment: Experiment, classes: tuple[str, ...]) -> Partitioned:
-    """The module and the rows that the silo's own function brings; what the server names is never imported."""
-    if not (experiment.own_code and is_function(silo.data)):
-        has, wants = ("a file", "a function") if experiment.own_code else ("a function", "a file or folder")
-        raise InputError(
-            f'data = "{silo.data}": {has}, and data and model of this experiment ("{experiment.model.name}") take '
-            f"{wants} of the silo's own"
-        )
-    found = own_population.of_silo(silo.name, silo.data, experiment.data, experiment.run.seed)
-    table = _with_classes(silo, found.federated.table, classes)
-    return Partitioned(replace(found.federated, table=table), found.model)
-
-
-def _to_predict(silo: Silo, classes: tuple[str, ...]) -> FederatedData:
-    """The rows that the silo wants to have predicted, as test rows of one client.
-
-    Raises:
-        InputError: its file names none.
-    """
-    if not silo.predict:
-        raise InputError("the run predicts, and this silo's file names no rows for it: set predict to a file or folder")
-    columns = DataSpec(path=silo.predict, **{name: getattr(silo, name) for name in COLUMNS})
-    table = replace(read_inputs(silo.predict, columns, kind="image"), classes=classes)
-    none, every = np.arange(0), np.arange(len(table))
-    return FederatedData(table, {silo.name: ClientRows(none, none, every)}, every)
-
-
-def _with_classes(silo: Silo, table: Table, classes: tuple[str, ...]) -> Table:
-    """The rows with labels that index the federation's classes, if the silo agreed to these classes."""
-    known = agreed(silo, table)
-    if classes != known:
-        raise InputError(
-            f"the server's classes are {listing(classes, 20)}, and this silo's {listing(known, 20)}: if they are "
-            "agreed, write them into silo.toml as classes = [...], in this order"
-        )
-    if table.labels is None or table.classes == known:
-        return table
-    code = {name: index for index, name in enumerate(known)}
-    labels = np.array([code[name] for name in table.classes], dtype=np.int64)[table.labels]
-    return replace(table, labels=labels, classes=known)
-
-
-def agreed(silo: Silo, table: Table) -> tuple[str, ...]:
-    """The federation's classes in the silo's file, else those of its rows."""
-    known = table.classes if silo.classes is None or table.labels is None else silo.classes
-    if unknown := [name for name in table.classes if name not in known]:
-        raise InputError(f"{silo.data}: rows of class {listing(unknown, 8)}, which classes does not list")
-    return known
-
-
 def report(path: Path) -> dict[str, Any]:
     """Output of ``fedfm silo check``: name, rows, classes, and what the policy allows."""
     from fedfm.runtime.description import spellings
@@ -316,13 +208,13 @@ def report(path: Path) -> dict[str, Any]:
     silo = load(path)
     admit_methods(silo, path)
     identity = silo_identity.of(silo, create=True)
-    federated = deal(silo, DataSpec(), seed=0, task=None)
+    federated = deal(silo.rows, DataSpec(), seed=0, task=None)
     rows = federated.clients[silo.name]
     return {
         "name": silo.name,
         "data": silo.data,
         "rows": {"train": len(rows.train), "val": len(rows.val), "test": len(rows.test)},
-        "classes": list(agreed(silo, federated.table)),
+        "classes": list(agreed(silo.rows, federated.table)),
         "models": list(silo.models),
         "methods": list(silo.methods),
         "device": silo.device or None,

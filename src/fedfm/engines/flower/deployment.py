@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedfm.config.cohorts import enough
-from fedfm.engines.flower import app_writer, kits, server_app
+from fedfm.engines.flower import app_writer, kit_manifest, server_app
 from fedfm.engines.flower.loopback import Fleet, loopback
 from fedfm.engines.flower.node_status import Missing
 from fedfm.engines.flower.private_api import Control
@@ -71,7 +71,7 @@ def _attach(run: Run, folder: Path, stop: Callable[[], bool], progress: Progress
     wait = 0.0
     address, given = str(spec.superlink), spec.root_certificates or os.environ.get("FEDFM_ROOT_CERTIFICATES", "")
     if Path(address).is_dir():  # the server's kit, on this machine
-        kit = kits.load(Path(address))
+        kit = kit_manifest.load(Path(address))
         if not kit.serves:
             raise InputError(
                 f'run.superlink = "{address}": the kit of a silo; expected that of the server, or host:port'

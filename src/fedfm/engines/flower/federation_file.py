@@ -22,11 +22,11 @@ from fedfm.core.fields import check as check_fields
 from fedfm.core.fields import setting
 from fedfm.core.text import NAME, NAME_WORDS
 from fedfm.data.class_names import check_list
+from fedfm.engines.flower.kit_manifest import SERVER
 from fedfm.errors import Faults, InputError
 
 PORT = 8443  # of a server whose address names none
 _HOST = r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)"
-SERVER = "server"  # name of the server's kit, which no silo can have
 _THIS_NETWORK = ipaddress.IPv4Network("0.0.0.0/8")
 AUTHORITY = "authority"  # folder of the keys that sign certificates
 

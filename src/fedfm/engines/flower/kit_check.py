@@ -10,9 +10,9 @@ from typing import Any
 
 from fedfm.config.experiment import Experiment
 from fedfm.engines.flower import authority, kits, server_seen
-from fedfm.engines.flower.kits import Kit
+from fedfm.engines.flower.kit_manifest import Kit, load
 from fedfm.errors import InputError, first_line
-from fedfm.runtime import silo_file, silo_identity, silo_terms
+from fedfm.runtime import own_rows, silo_file, silo_identity, silo_terms
 from fedfm.runtime.description import of_silo
 
 _SOON = 30  # days before its end at which a certificate is told of
@@ -32,7 +32,7 @@ def examine(folder: Path, experiment: Path | None) -> dict[str, Any]:
     """
     needed = None if experiment is None else Experiment.load(experiment)
     if folder.is_dir():
-        kit = kits.load(folder)
+        kit = load(folder)
         name, checks = kit.name, [*_of_kit(kit)]
         file = None if kit.serves else folder / "silo.toml"
     else:
@@ -158,7 +158,7 @@ def _of_silo(name: str, file: Path, needed: Experiment | None) -> Iterator[Line]
 def _rows(silo: silo_file.Silo) -> str:
     from fedfm.data.spec import DataSpec
 
-    rows = silo_file.deal(silo, DataSpec(), seed=0, task=None).clients[silo.name]
+    rows = own_rows.deal(silo.rows, DataSpec(), seed=0, task=None).clients[silo.name]
     return f"{len(rows.train)} training and {len(rows.test)} test rows"
 
 
@@ -183,8 +183,8 @@ def _classes(silo: silo_file.Silo, needed: Experiment) -> Line:
     from fedfm.data.load import load_table
 
     try:
-        federated = silo_file.deal(silo, needed.data, seed=needed.run.seed, task=needed.model.task)
-        mine = silo_file.agreed(silo, federated.table)
+        federated = own_rows.deal(silo.rows, needed.data, seed=needed.run.seed, task=needed.model.task)
+        mine = own_rows.agreed(silo.rows, federated.table)
     except InputError as error:
         return _line("rows", DIFFERS, first_line(error, 500))
     spec = needed.data
@@ -212,9 +212,9 @@ def _model(silo: silo_file.Silo, needed: Experiment, notices: list[str]) -> str:
     Args:
         notices: gets what the silo's log would be told.
     """
-    federated = silo_file.deal(silo, needed.data, seed=needed.run.seed, task=needed.model.task)
-    mine = silo_file.agreed(silo, federated.table)
-    population = silo_file.populate(silo, needed, mine)
+    federated = own_rows.deal(silo.rows, needed.data, seed=needed.run.seed, task=needed.model.task)
+    mine = own_rows.agreed(silo.rows, federated.table)
+    population = own_rows.populate(silo.rows, needed, mine)
     found = population.model
     notices += of_silo(needed.method, population)
     if found is None:

@@ -9,7 +9,7 @@ from fedfm.version import __version__
 
 if TYPE_CHECKING:
     from fedfm.engines.flower.federation_file import FederationFile
-    from fedfm.engines.flower.kits import Kit
+    from fedfm.engines.flower.kit_manifest import Kit
 
 
 def of_server(kit: Kit) -> dict[str, str]:

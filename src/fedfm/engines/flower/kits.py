@@ -9,95 +9,17 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fedfm.core import storage
 from fedfm.core.locks import alone_in
 from fedfm.engines.flower import authority, keys, kit_files
-from fedfm.engines.flower.federation_file import AUTHORITY, SERVER, FederationFile
+from fedfm.engines.flower.federation_file import AUTHORITY, FederationFile
+from fedfm.engines.flower.kit_manifest import FILE, NODES, SCHEMA, SERVER, Kit, load
 from fedfm.engines.flower.private_api import OPERATOR
 from fedfm.errors import InputError
-
-FILE = "kit.json"
-NODES = "silos"  # in the server's kit: the silos' public keys
-_SCHEMA = 1
-
-
-@dataclass(frozen=True)
-class Kit:
-    """A kit's ``kit.json``.
-
-    Attributes:
-        name: the silo's name, or "server".
-        server: host:port at which silos reach the server.
-        port: of this kit's own process: the SuperLink's, or the SuperNode's on loopback.
-        loopback: whether the whole federation is on one machine.
-        proxy: the server's process listens on loopback only.
-        folder: where the kit is.
-    """
-
-    name: str
-    server: str
-    port: int
-    loopback: bool
-    proxy: bool
-    folder: Path
-
-    @property
-    def serves(self) -> bool:
-        """Whether it is the server's."""
-        return self.name == SERVER
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files without which it is not whole; those of keys and secrets are their owner's alone."""
-        of_server = ("ca.crt", "server.pem", "server.key", "superexec.secret", OPERATOR)
-        return of_server if self.serves else ("ca.crt", "node.key")
-
-    @property
-    def listens(self) -> str:
-        """The address at which the SuperLink listens."""
-        host = self.server.rpartition(":")[0].strip("[]")
-        if self.proxy:
-            return "127.0.0.1"
-        if self.loopback:
-            return host if ":" in host or host.startswith("127.") else "127.0.0.1"
-        return "::" if ":" in host else "0.0.0.0"  # noqa: S104 - silos are on other machines; the gate keeps others out
-
-    @property
-    def local(self) -> str:
-        """host:port at which processes on the server's machine reach the SuperLink."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.listens, self.listens)  # noqa: S104 - the same
-        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
-
-
-def load(folder: Path) -> Kit:
-    """Read a kit.
-
-    Raises:
-        InputError: the folder has none, or another release wrote it.
-    """
-    path = folder / FILE
-    try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{folder}: no kit here ({FILE} is missing); `fedfm provision` makes kits") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
-    known = {"name": str, "server": str, "port": int, "loopback": bool, "proxy": bool}
-    if not isinstance(told, dict) or told.pop("schema", None) != _SCHEMA or told.keys() != known.keys():
-        raise InputError(f"{path}: another release wrote it, or it is damaged; this one reads schema {_SCHEMA}")
-    for key, kind in known.items():
-        if type(told[key]) is not kind:
-            raise InputError(f"{path}: {key} = {told[key]!r:.80} is not {kind.__name__}")
-    return Kit(**told, folder=folder)
-
-
-def silos_of(kit: Kit) -> list[str]:
-    """Names of the silos that the server's kit lets in, sorted."""
-    return sorted(path.stem for path in (kit.folder / NODES).glob("*.pub"))
 
 
 def provision(federation: FederationFile, out: Path, *, renew: bool = False) -> dict[str, Any]:
@@ -256,5 +178,5 @@ def _write(kit: Kit, out: Path, files: dict[str, str]) -> None:
         path = kit.folder / name
         path.write_text(text, encoding="utf-8")
         path.chmod(0o755 if name.endswith(".sh") else 0o644)
-    told = {"schema": _SCHEMA} | {key: value for key, value in asdict(kit).items() if key != "folder"}
+    told = {"schema": SCHEMA} | {key: value for key, value in asdict(kit).items() if key != "folder"}
     storage.write_atomic(kit.folder / FILE, json.dumps(told, indent=1).encode() + b"\n")

@@ -6,51 +6,27 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
-from fedfm.core.wire import codec, payload
+from fedfm.core.wire import codec
 from fedfm.engines.flower import client_stub
 from fedfm.engines.flower.silo_log import SiloLog
 from fedfm.errors import E_REFUSED, OF_NO_ROW, ClientFault, InputError, first_line
 from fedfm.privacy.policy import EXPOSES, HELLO
 from fedfm.runtime import silo_file, silo_identity, silo_terms
 from fedfm.runtime.description import of_silo
-from fedfm.runtime.late_scores import PARTS
+from fedfm.runtime.own_rows import populate
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.release_cost import ReleaseCosts
 from fedfm.runtime.silo_ledger import NOTHING, Entry, Ledger, epsilon_alone, now
+from fedfm.runtime.site_policy import Question
 
 _FRAME = '{"m":{"round":"i","call":"i","body":'  # of a reply's head, before the answer's own; see codec.envelope
 _REFUSAL = 1 << 10  # bytes of a message that refuses, at most
-
-
-@dataclass(frozen=True)
-class Question:
-    """What a server asks of the silo's rows.
-
-    Attributes:
-        at: round and call.
-        asked, part: as of :class:`fedfm.runtime.silo_ledger.Entry`.
-    """
-
-    handler: str
-    at: tuple[int, int]
-    asked: str
-    part: str = ""
-
-    @classmethod
-    def of(cls, handler: str, at: tuple[int, int], body: Mapping[str, Any]) -> Question:
-        """The question of a message's body."""
-        head, pieces = payload.encode(body)
-        digest = hashlib.sha256(f"{handler}\n{len(head)}\n{head}".encode())
-        for piece in pieces:
-            digest.update(piece)
-        part = body.get("part", "")
-        return cls(handler, at, digest.hexdigest(), part if part in PARTS else "")  # no place of a server's making
 
 
 class Own:
@@ -120,7 +96,7 @@ class Own:
             InputError: the experiment does not fit the silo.
         """
         silo_terms.check(self._silo, experiment)
-        found = silo_file.populate(self._silo, experiment, classes)
+        found = populate(self._silo.rows, experiment, classes)
         self._rows = sum(len(rows.train) for rows in found.federated.clients.values())
         silo_terms.check(self._silo, experiment, self._rows)
         for notice in of_silo(experiment.method, found):
@@ -145,6 +121,14 @@ class Own:
         storage.write_atomic(self._folder / "site.json", text.encode(), 0o600)
         self.log.fits(self._question(classes))
         self.log.note(f"takes part in run {self._folder.parent.name}: {what}")
+
+    def misfit(self, reason: str) -> None:
+        """Log why the silo does not take part."""
+        self.log.misfit(reason)
+
+    def note(self, text: str) -> None:
+        """Log a line."""
+        self.log.note(text)
 
     def admit(self, question: Question, experiment: Experiment) -> None:
         """Check before rows are read whether the silo answers.

@@ -24,7 +24,6 @@ from fedfm.core.toml_text import check_depth
 from fedfm.core.wire import codec, flower_records, payload
 from fedfm.engines.flower import client_stub, recall
 from fedfm.engines.flower.held import NAMES, Retained, unreferred
-from fedfm.engines.flower.own_silo import Own, Question
 from fedfm.errors import (
     E_EXCEPTION,
     E_EXPERIMENT,
@@ -41,6 +40,7 @@ from fedfm.privacy.policy import HELLO, WORDS
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import CALLS, ROUNDS
 from fedfm.runtime.population import Partitioned, populate, record_error
+from fedfm.runtime.site_policy import Question, SitePolicy, session
 from fedfm.version import __version__
 
 _MISFIT = "the silo does not take part in this experiment; its log says why"
@@ -65,7 +65,7 @@ class Site:
         population: Callable[[Experiment, Sequence[str]], Partitioned],
         *,
         on_error: Callable[[ClientId, str], None] = lambda client, text: None,
-        own: Own | None = None,
+        own: SitePolicy | None = None,
         answers: Path | None = None,
     ) -> None:
         self._answers = None if answers is None else recall.LastAnswer(answers)
@@ -98,7 +98,7 @@ class Site:
         except InputError as error:
             if self._own is None:
                 raise
-            self._own.log.note(f"the run does not fit any more: {first_line(error, 2_000)}")
+            self._own.note(f"the run does not fit any more: {first_line(error, 2_000)}")
             raise ClientFault(E_EXPERIMENT, _MISFIT) from None
 
     def _silos(self, classes: Sequence[str]) -> Silos:
@@ -267,7 +267,7 @@ class Site:
         model = self.silos.population.client_model
         return None if model is None else model.params()
 
-    def _agree(self, name: ClientId, own: Own, classes: Sequence[str]) -> None:
+    def _agree(self, name: ClientId, own: SitePolicy, classes: Sequence[str]) -> None:
         """Agree to the run or refuse it; only the silo's log says why the experiment does not fit."""
         own.asked(classes)
         if own.classes is not None:
@@ -278,7 +278,7 @@ class Site:
             self.__dict__["silos"] = self._silos(classes)
         except Exception as error:
             self._on_error(name, "".join(traceback.format_exception(error)))
-            own.log.misfit(f"{type(error).__name__}: {first_line(error, 2_000)}")
+            own.misfit(f"{type(error).__name__}: {first_line(error, 2_000)}")
             raise ClientFault(E_EXPERIMENT, _MISFIT) from None
         experiment = self.experiment
         own.agree(classes, f"method {experiment.method_name}, model {experiment.model.name}")
@@ -327,7 +327,7 @@ def of_folder(folder: Path) -> tuple[Site, ClientId | int]:
     answers = folder / "private" / recall.FILE
     if not told["silo"]:
         return of_experiment(partial(experiment, True), folder / "memory", folder, answers), told["client"]
-    own = Own(folder, told)
+    own = session(folder, told)
     site = Site(
         partial(experiment, False),
         folder / "memory",

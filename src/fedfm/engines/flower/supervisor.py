@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from fedfm.engines.flower import authority, client_stub, keys, loopback, operator_home
-from fedfm.engines.flower.kits import NODES, Kit, free, load
+from fedfm.engines.flower.kit_manifest import NODES, Kit, load
+from fedfm.engines.flower.kits import free
 from fedfm.engines.flower.node_status import NodeStatus
 from fedfm.engines.flower.private_api import OPERATOR, QUICK_EXECUTOR, Control, NodeView
 from fedfm.engines.flower.processes import Children

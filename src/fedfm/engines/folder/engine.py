@@ -28,8 +28,8 @@ from fedfm.runtime.description import describe
 from fedfm.runtime.disclosure import tell
 from fedfm.runtime.evaluation import judge
 from fedfm.runtime.population import populate
+from fedfm.runtime.rosters import key_in, roster_in
 from fedfm.runtime.server import Server
-from fedfm.runtime.silo_identity import key_in, roster_in
 
 if TYPE_CHECKING:
     from fedfm.config.run_spec import RunSpec

@@ -1,0 +1,152 @@
+"""The rows that one client brings from its own file, and a model that it knows: of a silo, or of a newcomer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedfm.config.experiment import Experiment
+from fedfm.config.own_code import is_function
+from fedfm.core.capabilities import Foretelling
+from fedfm.data.load import read_inputs
+from fedfm.data.sources._files import listing
+from fedfm.data.spec import WITHHELD, DataSpec
+from fedfm.data.table import ClientRows, FederatedData, Table
+from fedfm.errors import InputError
+from fedfm.models.names import BUILT_IN
+from fedfm.models.spec import ModelSpec
+from fedfm.runtime import own_population
+from fedfm.runtime.population import Partitioned, augmentation, model_of
+
+COLUMNS = (
+    *("text", "image", "label", "label_name", "split"),
+    *("instruction", "input", "output", "messages", "tools", "prompt", "chosen", "rejected"),
+)
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """What a client says of its rows and models.
+
+    Attributes:
+        name: the client.
+        data: file or folder of its rows; or "module:function" of its own, which brings rows and module.
+        classes: names that the federation agreed on, in order; None: those of the rows.
+        models: folders and hub ids that experiments may name, besides the built-in models.
+        device: where its model is; "": as the experiment says.
+        predict: rows to predict; "": none.
+        columns: of ``COLUMNS`` each name.
+    """
+
+    name: str
+    data: str
+    classes: tuple[str, ...] | None = None
+    models: tuple[str, ...] = ()
+    device: str = ""
+    predict: str = ""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+def deal(rows: OwnRows, spec: DataSpec, *, seed: int, task: str | None) -> Any:
+    """The silo's rows as a federation of one client; of the experiment's [data] only scale and splits apply."""
+    from fedfm.data.load import load_table
+    from fedfm.data.partition import deal as dealt
+
+    if is_function(rows.data):
+        return own_population.of_silo(rows.name, rows.data, spec, seed).federated
+    columns = rows.columns
+    kept = {key: getattr(spec, key) for key in ("test_fraction", "val_fraction", "scale")}
+    own = DataSpec(clients={rows.name: rows.data}, **columns, **kept)
+    return dealt(load_table(own, seed=seed, task=task), own, seed=seed)
+
+
+def listed_model(rows: OwnRows, spec: ModelSpec) -> ModelSpec:
+    """The silo's copy of the model that an experiment names: a built-in model, or one that the silo lists.
+
+    The last part of a folder's path suffices, since paths differ at the server. The server compares the fingerprints.
+
+    Raises:
+        InputError: the silo lists no such model.
+    """
+    if spec.name == "features" or spec.name in BUILT_IN:
+        return spec
+    for model in rows.models:
+        if spec.name == model or Path(spec.name).name == Path(model).name:
+            return replace(spec, name=model)
+    known = listing(rows.models) if rows.models else "none"
+    raise InputError(f'model.name = "{spec.name}": not among the models of this silo\'s file, which lists {known}')
+
+
+def populate(rows: OwnRows, experiment: Experiment, classes: Sequence[str]) -> Partitioned:
+    """The silo's rows and a model that it lists, for the classes that the server names.
+
+    Raises:
+        InputError: the experiment's model, classes or task do not fit the rows.
+    """
+    if isinstance(experiment.method, Foretelling) and experiment.method.predicts_only:
+        return Partitioned(_to_predict(rows, tuple(classes)), None)
+    if experiment.own_code or is_function(rows.data):
+        return _own(rows, experiment, tuple(classes))
+    federated = deal(rows, experiment.data, seed=experiment.run.seed, task=experiment.model.task)
+    table = _with_classes(rows, federated.table, tuple(classes))
+    model, augment = None, tuple[str, ...]()
+    if experiment.model.name != WITHHELD:
+        spec = listed_model(rows, experiment.model)
+        here = replace(spec, device=rows.device or spec.device)
+        model = model_of(replace(experiment, model=here), table)
+        augment = augmentation(experiment, table, model)
+    return Partitioned(replace(federated, table=table), model, augment=augment)
+
+
+def _own(rows: OwnRows, experiment: Experiment, classes: tuple[str, ...]) -> Partitioned:
+    """The module and the rows that the silo's own function brings; what the server names is never imported."""
+    if not (experiment.own_code and is_function(rows.data)):
+        has, wants = ("a file", "a function") if experiment.own_code else ("a function", "a file or folder")
+        raise InputError(
+            f'data = "{rows.data}": {has}, and data and model of this experiment ("{experiment.model.name}") take '
+            f"{wants} of the silo's own"
+        )
+    found = own_population.of_silo(rows.name, rows.data, experiment.data, experiment.run.seed)
+    table = _with_classes(rows, found.federated.table, classes)
+    return Partitioned(replace(found.federated, table=table), found.model)
+
+
+def _to_predict(rows: OwnRows, classes: tuple[str, ...]) -> FederatedData:
+    """The rows that the silo wants to have predicted, as test rows of one client.
+
+    Raises:
+        InputError: its file names none.
+    """
+    if not rows.predict:
+        raise InputError("the run predicts, and this silo's file names no rows for it: set predict to a file or folder")
+    columns = DataSpec(path=rows.predict, **rows.columns)
+    table = replace(read_inputs(rows.predict, columns, kind="image"), classes=classes)
+    none, every = np.arange(0), np.arange(len(table))
+    return FederatedData(table, {rows.name: ClientRows(none, none, every)}, every)
+
+
+def _with_classes(rows: OwnRows, table: Table, classes: tuple[str, ...]) -> Table:
+    """The rows with labels that index the federation's classes, if the silo agreed to these classes."""
+    known = agreed(rows, table)
+    if classes != known:
+        raise InputError(
+            f"the server's classes are {listing(classes, 20)}, and this silo's {listing(known, 20)}: if they are "
+            "agreed, write them into silo.toml as classes = [...], in this order"
+        )
+    if table.labels is None or table.classes == known:
+        return table
+    code = {name: index for index, name in enumerate(known)}
+    labels = np.array([code[name] for name in table.classes], dtype=np.int64)[table.labels]
+    return replace(table, labels=labels, classes=known)
+
+
+def agreed(rows: OwnRows, table: Table) -> tuple[str, ...]:
+    """The federation's classes in the silo's file, else those of its rows."""
+    known = table.classes if rows.classes is None or table.labels is None else rows.classes
+    if unknown := [name for name in table.classes if name not in known]:
+        raise InputError(f"{rows.data}: rows of class {listing(unknown, 8)}, which classes does not list")
+    return known

@@ -1,0 +1,92 @@
+"""Files of keys that outlast a run: one's own private key, and a roster of the public keys of others.
+
+A roster is agreed without the server. A server that puts itself between the silos, or invents some, does not fit it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedfm.config.faults import read_all
+from fedfm.core import storage
+from fedfm.core.fields import shown
+from fedfm.core.text import NAME_WORDS, is_name
+from fedfm.errors import Faults, InputError
+from fedfm.privacy.crypto import keys
+
+_KEY = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What signs for a silo, and whom it knows.
+
+    Attributes:
+        key: private Ed25519 key; None: each run has its own.
+        roster: public keys by name, of all silos that the roster lists; None: there is no roster.
+    """
+
+    key: bytes | None
+    roster: dict[str, bytes] | None
+
+    @property
+    def public(self) -> str | None:
+        """Public key, 64 hexadecimal digits."""
+        return None if self.key is None else keys.identity_of(self.key).hex()
+
+
+def key_in(path: Path, create: bool) -> bytes:
+    """The private key in a file.
+
+    Args:
+        create: make it if the file is absent.
+
+    Raises:
+        InputError: the file is absent, open to others or malformed.
+    """
+    if create and not path.exists():
+        storage.write_atomic(path, keys.entropy(keys.KEY).hex().encode() + b"\n", 0o600)
+    try:
+        text, mode = path.read_text(encoding="ascii").strip(), path.stat().st_mode
+    except FileNotFoundError:
+        raise InputError(f"identity: {path} does not exist; `fedfm silo check` creates it") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"identity: {path} cannot be read: {error}") from None
+    if mode & 0o077:
+        raise InputError(f"identity: {path} is open to other users; chmod 600")
+    if not _KEY.fullmatch(text):
+        raise InputError(f"identity: {path} is not 64 hexadecimal digits")
+    return bytes.fromhex(text)
+
+
+def roster_in(path: Path) -> dict[str, bytes]:
+    """Public keys by name.
+
+    Raises:
+        InputError: the file is absent or malformed; a line for each fault.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"roster: {path} cannot be read: {error}") from None
+    if not isinstance(table, dict) or not table:
+        raise InputError(f'roster: {path} has no silos; a line of each: name = "public key"')
+    return read_all(f"roster: {path}", table, _keys)
+
+
+def _keys(table: Mapping[str, Any]) -> dict[str, bytes]:
+    faults = Faults()
+    for name, key in table.items():
+        if not is_name(name):
+            faults.say(f"{shown(name)} is no name of a silo: expected {NAME_WORDS}")
+        elif not isinstance(key, str) or not _KEY.fullmatch(key):
+            faults.say(f"the key of {name} is not 64 hexadecimal digits; quote names with dots")
+    faults.refuse()
+    return {name: bytes.fromhex(key) for name, key in table.items()}

@@ -1,0 +1,104 @@
+"""What a client asks of the site that it runs at, where a site has a file of its own: the socket of ``fedfm.sites``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from fedfm.config.experiment import Experiment
+from fedfm.core.wire import payload
+from fedfm.errors import ClientFault
+from fedfm.privacy.policy import Policy
+from fedfm.runtime.late_scores import PARTS
+from fedfm.runtime.population import Partitioned
+
+_SESSION = "fedfm.engines.flower.own_silo"  # has the class Own
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a server asks of the silo's rows.
+
+    Attributes:
+        at: round and call.
+        asked, part: which request, and which part of its answer, as the silo's ledger enters them.
+    """
+
+    handler: str
+    at: tuple[int, int]
+    asked: str
+    part: str = ""
+
+    @classmethod
+    def of(cls, handler: str, at: tuple[int, int], body: Mapping[str, Any]) -> Question:
+        """The question of a message's body."""
+        head, pieces = payload.encode(body)
+        digest = hashlib.sha256(f"{handler}\n{len(head)}\n{head}".encode())
+        for piece in pieces:
+            digest.update(piece)
+        part = body.get("part", "")
+        return cls(handler, at, digest.hexdigest(), part if part in PARTS else "")  # no place of a server's making
+
+
+class SitePolicy(Protocol):
+    """A silo in one run: its rows, the limits of its file, its agreement to the run, its log and its ledger.
+
+    Attributes:
+        name: the silo's name.
+        policy: what its requests may expose.
+        classes: the server's class names once a hello with them has fitted.
+    """
+
+    name: str
+    policy: Policy
+    classes: tuple[str, ...] | None
+
+    @property
+    def of_client(self) -> dict[str, Any]:
+        """What the silo's file says of its :class:`~fedfm.core.client.Client`."""
+
+    def changed(self) -> bool:
+        """Whether the silo's file was changed since it was read; it is then read again. Raises a ClientFault."""
+
+    def populate(self, experiment: Experiment, classes: Sequence[str]) -> Partitioned:
+        """The silo's rows and model. Raises an InputError if the experiment does not fit."""
+
+    def asked(self, classes: Sequence[str]) -> None:
+        """Count a hello before it is answered. Raises a ClientFault."""
+
+    def agree(self, classes: Sequence[str], what: str) -> None:
+        """Take part in the run from now on."""
+
+    def misfit(self, reason: str) -> None:
+        """Log why the silo does not take part."""
+
+    def note(self, text: str) -> None:
+        """Log a line."""
+
+    def admit(self, question: Question, experiment: Experiment) -> None:
+        """Check before rows are read whether the silo answers. Raises a ClientFault."""
+
+    def leaves(self, question: Question, reply: tuple[str, bytes], experiment: Experiment, fault: str = "") -> None:
+        """Enter a reply into the silo's ledger before it leaves. Raises a ClientFault."""
+
+    def refuses(self, question: Question, fault: ClientFault, experiment: Experiment) -> ClientFault:
+        """What the silo says of a failure after its rows were read."""
+
+    def refused(self, handler: str, fault: ClientFault) -> None:
+        """Log a request that was not answered."""
+
+
+def session(folder: Path, site: Mapping[str, Any]) -> SitePolicy:
+    """The silo in the run of a folder.
+
+    Args:
+        site: the folder's ``site.json``, which names the silo's file.
+
+    Raises:
+        InputError: the silo's file is wrong.
+    """
+    return import_module(_SESSION).Own(folder, site)  # type: ignore[no-any-return]
