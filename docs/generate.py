@@ -30,7 +30,7 @@ from fedfm.config.registry import available, resolve
 from fedfm.config.run_spec import AsynchronousSpec, RunSpec
 from fedfm.core.fields import bounds_of, is_required, leaf, plain_type, settings_of
 from fedfm.data.spec import DataSpec, PartitionSpec
-from fedfm.engines.flower.federation_file import FederationFile
+from fedfm.sites.federation_config import FederationFile
 from fedfm.errors import InputError
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.privacy.policy import Budget, Requirements
@@ -38,7 +38,7 @@ from fedfm.privacy.spec import PrivacySpec
 from fedfm.encrypted.student.distil_spec import DistilSpec
 from fedfm.runtime.predictions import kept
 from fedfm.runtime.pretrain_spec import PretrainSpec
-from fedfm.runtime.silo_file import Silo
+from fedfm.sites.silo_config import Silo
 from fedfm.training import BY_NAME, Local
 
 DOCS = Path(__file__).parent

@@ -24,12 +24,12 @@ from fedfm.core import capabilities
 from fedfm.core.method import Method
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.encrypted.student.distil_spec import DistilSpec
-from fedfm.engines.flower.federation_file import FederationFile
 from fedfm.errors import InputError
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.privacy.spec import PrivacySpec
 from fedfm.runtime.pretrain_spec import PretrainSpec
-from fedfm.runtime.silo_file import Silo
+from fedfm.sites.federation_config import FederationFile
+from fedfm.sites.silo_config import Silo
 from fedfm.training import BY_NAME
 
 ROOT = Path(__file__).resolve().parents[2]

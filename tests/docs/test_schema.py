@@ -27,7 +27,7 @@ from fedfm.data.spec import check as check_data
 from fedfm.errors import InputError
 from fedfm.models.spec import ModelSpec
 from fedfm.privacy.spec import PrivacySpec
-from fedfm.runtime import silo_file
+from fedfm.sites import silo_config
 from small import experiment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -280,7 +280,7 @@ def test_a_silos_file(change, tmp_path):
     tables = {"name": "north", "data": "rows.csv"} | change
     (tmp_path / "silo.toml").write_text("\n".join(f"{key} = {json.dumps(value)}" for key, value in tables.items()))
     try:
-        silo_file.load(tmp_path / "silo.toml")
+        silo_config.load(tmp_path / "silo.toml")
     except InputError:
         assert not schema_accepts(tables, "silo")
     else:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import fedfm
-from fedfm.engines.folder.serve import SiloDesk
 from fedfm.privacy.crypto import keys
-from fedfm.runtime import silo_file
+from fedfm.sites import silo_config
+from fedfm.sites.folder_server import SiloDesk
 from small import features
 
 NAMES = ("north", "south")
@@ -52,7 +52,7 @@ class Carried:
             self.file(name).write_text(
                 f'name = "{name}"\ndata = "rows.npz"\nidentity = "silo.key"\nserver = "{self.server}"\n{tables}'
             )
-            roster += f'{name} = "{silo_file.report(self.file(name))["public_key"]}"\n'
+            roster += f'{name} = "{silo_config.report(self.file(name))["public_key"]}"\n'
         (root / "roster.toml").write_text(roster)
         self.desks = {name: self.desk(name) for name in names}
 

@@ -12,8 +12,9 @@ from fedfm.cli import main
 from fedfm.config.experiment import Experiment
 from fedfm.core.capabilities import PREDICTIONS
 from fedfm.errors import InputError
-from fedfm.runtime import own_rows, silo_file
+from fedfm.runtime import own_rows
 from fedfm.runtime.client_memory import Store
+from fedfm.sites import silo_config
 from small import pictures
 
 
@@ -79,10 +80,12 @@ def test_a_silo_names_the_rows_and_its_file_stays_the_law(folder, tmp_path):
     lines = ['name = "h"', f"data = {json.dumps(str(folder / 'pictures.npz'))}"]
     (tmp_path / "silo.toml").write_text("\n".join(lines))
     with pytest.raises(InputError, match="set predict to a file"):
-        own_rows.populate(silo_file.load(tmp_path / "silo.toml").rows, told, ["ant", "bee", "cow", "dog"])
+        own_rows.populate(silo_config.load(tmp_path / "silo.toml").rows, told, ["ant", "bee", "cow", "dog"])
     lines.append(f"predict = {json.dumps(str(folder / 'new.npz'))}")
     (tmp_path / "silo.toml").write_text("\n".join(lines))
-    found = own_rows.populate(silo_file.load(tmp_path / "silo.toml").rows, told, ["ant", "bee", "cow", "dog"]).data("h")
+    found = own_rows.populate(silo_config.load(tmp_path / "silo.toml").rows, told, ["ant", "bee", "cow", "dog"]).data(
+        "h"
+    )
     assert (len(found.train), len(found.val), len(found.test)) == (0, 0, 6)
     assert found.test.labels is None
 

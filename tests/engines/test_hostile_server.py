@@ -18,7 +18,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedfm.config.experiment import Experiment
 from fedfm.core.wire import codec, flower_records, payload
-from fedfm.engines.flower import apps, client_stub, loopback, silo_log, site_worker
+from fedfm.engines.flower import apps, client_stub, loopback, site_worker
 from fedfm.engines.flower import site as sites
 from fedfm.engines.flower.link import HELLO
 from fedfm.engines.flower.private_api import identity
@@ -26,7 +26,8 @@ from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models.load import load_model
 from fedfm.models.spec import ModelSpec
-from fedfm.runtime import own_rows, silo_file
+from fedfm.runtime import own_rows
+from fedfm.sites import request_log, silo_config, silo_session
 from small import tiny_vit
 
 CLASSES = ["no", "yes"]
@@ -203,7 +204,7 @@ def test_every_month_cannot_be_listed(tmp_path):
         text = experiment(data={"label": "month"}, model={"name": "nano-gpt2"})
         answers.add(Server(path, text, key=f"run-{number}").hello([guess, "other"]))
     assert answers == {"E_EXPERIMENT", "E_REFUSED"}  # of a month that is there as of one that is not
-    assert log_of(path).count("a hello did not fit") == silo_log.MISFITS
+    assert log_of(path).count("a hello did not fit") == request_log.MISFITS
     assert "no hello is answered from here on, until silo.toml is changed" in log_of(path)
     honest = experiment(model={"name": "nano-gpt2"})
     assert Server(path, honest, key="honest").hello() == "E_REFUSED"
@@ -213,9 +214,9 @@ def test_every_month_cannot_be_listed(tmp_path):
 
 def test_the_same_question_counts_once_and_a_fit_does_not_count(tmp_path):
     path = silo(tmp_path)
-    for number in range(2 * silo_log.MISFITS):
+    for number in range(2 * request_log.MISFITS):
         assert Server(path, key=f"run-{number}").hello(["a", "b"]) == "E_EXPERIMENT"
-    for number in range(2 * silo_log.MISFITS):
+    for number in range(2 * request_log.MISFITS):
         assert Server(path, experiment(run={"seed": number}), key=f"fit-{number}").hello() == "fits"
 
 
@@ -225,8 +226,8 @@ def test_a_hello_that_kills_the_worker_counts(tmp_path, monkeypatch):
     def killed(*_):
         raise KeyboardInterrupt  # past every except in the site
 
-    monkeypatch.setattr(silo_file, "populate", killed)
-    for number in range(silo_log.MISFITS):
+    monkeypatch.setattr(silo_session, "populate", killed)
+    for number in range(request_log.MISFITS):
         with pytest.raises(KeyboardInterrupt):
             Server(path, experiment(run={"seed": number}), key=str(number)).hello()
     monkeypatch.undo()
@@ -244,7 +245,7 @@ def test_hello_is_subject_to_the_policy(tmp_path):
     server = Server(silo(tmp_path, allow=[]))
     assert server.hello() == "E_REFUSED"
     assert server.train()["fault"]["code"] == "E_REFUSED"
-    assert not silo_file.report(tmp_path / "silo.toml")["takes_part"]
+    assert not silo_config.report(tmp_path / "silo.toml")["takes_part"]
 
 
 def test_nothing_is_answered_before_a_hello_fits(tmp_path):
@@ -296,7 +297,7 @@ def test_models_that_the_silo_does_not_list_are_not_looked_for(tmp_path):
 def test_a_model_that_the_silo_lists_is_its_own_copy(tmp_path):
     spec = ModelSpec("/home/operator/models/tiny-vit")
     there = tiny_vit(tmp_path)
-    mine = silo_file.load(silo(tmp_path / "silo", models=["../tiny-vit", "org/other"]))
+    mine = silo_config.load(silo(tmp_path / "silo", models=["../tiny-vit", "org/other"]))
     assert mine.models == (str(there.resolve()), "org/other")
     assert own_rows.listed_model(mine.rows, spec).name == str(there.resolve())
     assert own_rows.listed_model(mine.rows, ModelSpec("org/other")).name == "org/other"

@@ -415,9 +415,9 @@ def messages_that_are_sent_again(silo: Silo, w: Params) -> None:
 
 
 def _rounds(silo: Silo) -> int:
-    from fedfm.runtime import silo_show
+    from fedfm.sites import ledger_summary
 
-    total: int = silo_show.report(silo.path)["total"]["rounds"]
+    total: int = ledger_summary.report(silo.path)["total"]["rounds"]
     return total
 
 

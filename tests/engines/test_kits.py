@@ -25,7 +25,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedfm import __version__
 from fedfm.cli import main
-from fedfm.engines.flower import authority, kit_manifest, supervisor
+from fedfm.engines.flower import kit_manifest
+from fedfm.sites import certificate_authority, supervisor
 
 SILOS = ("hospital-a", "hospital-b")
 
@@ -468,7 +469,7 @@ def test_a_servers_kit_without_an_operators_secret_gets_one_and_does_not_start_b
 def test_a_server_whose_certificate_has_ended_does_not_start(tmp_path, capsys, monkeypatch):
     out = provision(tmp_path)
     until = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=2)
-    monkeypatch.setattr(authority, "validity", lambda path: (until, until))
+    monkeypatch.setattr(certificate_authority, "validity", lambda path: (until, until))
     assert main(["start", str(out / "server")]) == 2
     assert f"the certificate ended on {until:%Y-%m-%d}" in capsys.readouterr().err
 

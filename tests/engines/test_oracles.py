@@ -28,7 +28,7 @@ from fedfm.engines.flower import site as sites
 from fedfm.errors import ClientFault
 from fedfm.linalg.params import Params
 from fedfm.privacy.policy import HELLO
-from fedfm.runtime import silo_show
+from fedfm.sites import ledger_summary
 
 TRAIN, SCORES = "train.FedAvg_train", "scores.Evaluation_evaluate"
 ASKS, REPLIES = "train.Threshold_train", "query.Replying_reply"
@@ -102,7 +102,7 @@ class Silo:
         return [one for one in map(json.loads, lines) if handler in (one["handler"], "")]
 
     def rounds(self) -> int:
-        return int(silo_show.report(self.path)["total"]["rounds"])
+        return int(ledger_summary.report(self.path)["total"]["rounds"])
 
 
 def head(bias: float, weight: float = 0.0) -> Params:

@@ -33,8 +33,9 @@ from fedfm.engines.flower import (
 )
 from fedfm.engines.flower.processes import Children
 from fedfm.errors import ClientFault, InputError, RunError
-from fedfm.runtime import own_rows, silo_file
+from fedfm.runtime import own_rows
 from fedfm.runtime.run_directory import Run
+from fedfm.sites import silo_config
 
 
 def features(path, names, n=30, seed=0):
@@ -154,24 +155,24 @@ def silo(folder, text):
 )
 def test_a_silos_file_that_makes_no_sense_is_refused(tmp_path, text, word):
     with pytest.raises(InputError, match=word):
-        silo_file.load(silo(tmp_path, text))
+        silo_config.load(silo(tmp_path, text))
     with pytest.raises(InputError, match="no such file"):
-        silo_file.load(tmp_path / "none.toml")
+        silo_config.load(tmp_path / "none.toml")
 
 
 def test_a_silo_reports_its_rows_and_its_policy(tmp_path):
     features(tmp_path / "rows.npz", ["a", "b"])
     text = 'name = "north"\ndata = "rows.npz"\nallow = ["mean", "scores"]'
-    told = silo_file.report(silo(tmp_path, text))
+    told = silo_config.report(silo(tmp_path, text))
     assert told["rows"] == {"train": 24, "val": 0, "test": 6}
     assert (told["takes_part"], told["shows_single_replies"]) == (True, False)
-    assert "exposes: its update, in a mean, scores on its own rows\n" in silo_file.described(told)
-    told = silo_file.report(silo(tmp_path, text + '\nallow_by_method = { fedpft = ["reply"], fedavg = [] }'))
+    assert "exposes: its update, in a mean, scores on its own rows\n" in silo_config.described(told)
+    told = silo_config.report(silo(tmp_path, text + '\nallow_by_method = { fedpft = ["reply"], fedavg = [] }'))
     assert told["shows_single_replies"]
-    said = silo_file.described(told)
+    said = silo_config.described(told)
     assert "exposes of method fedpft: single replies, which the server sees one by one\n" in said
     assert "exposes of method fedavg: nothing\n" in said
-    told = silo_file.report(silo(tmp_path, 'name = "north"\ndata = "rows.npz"\nallow = []'))
+    told = silo_config.report(silo(tmp_path, 'name = "north"\ndata = "rows.npz"\nallow = []'))
     assert not told["takes_part"]
 
 
@@ -190,18 +191,20 @@ def test_a_silo_reports_its_rows_and_its_policy(tmp_path):
 def test_patterns_of_handlers_are_refused_with_the_words_to_write(tmp_path, patterns, words):
     path = silo(tmp_path, f'name = "a"\ndata = "x.npz"\nallow = {json.dumps(patterns)}')
     with pytest.raises(InputError, match=re.escape(f"here allow = {json.dumps(words)}")):
-        silo_file.load(path)
-    assert silo_file.load(silo(tmp_path, f'name = "a"\ndata = "x.npz"\nallow = {json.dumps(words)}')).allow == (*words,)
+        silo_config.load(path)
+    assert silo_config.load(silo(tmp_path, f'name = "a"\ndata = "x.npz"\nallow = {json.dumps(words)}')).allow == (
+        *words,
+    )
 
 
 def test_a_silos_classes_are_those_of_the_server(tmp_path):
     features(tmp_path / "rows.npz", ["cat", "dog"])
     experiment = Experiment.from_dict(table("elsewhere.npz"))
-    mine = silo_file.load(silo(tmp_path, 'name = "north"\ndata = "rows.npz"'))
+    mine = silo_config.load(silo(tmp_path, 'name = "north"\ndata = "rows.npz"'))
     own = own_rows.populate(mine.rows, experiment, ["cat", "dog"])
     with pytest.raises(InputError, match='the server\'s classes are "cat", "cow", and this silo\'s "cat", "dog"'):
         own_rows.populate(mine.rows, experiment, ["cat", "cow"])
-    agreed = silo_file.load(silo(tmp_path, 'name = "north"\ndata = "rows.npz"\nclasses = ["ant", "cat", "dog"]'))
+    agreed = silo_config.load(silo(tmp_path, 'name = "north"\ndata = "rows.npz"\nclasses = ["ant", "cat", "dog"]'))
     theirs = own_rows.populate(agreed.rows, experiment, ["ant", "cat", "dog"])
     assert theirs.model.classes == ("ant", "cat", "dog")
     assert (theirs.data("north").train.labels == own.data("north").train.labels + 1).all()

@@ -12,7 +12,8 @@ from fedfm.cli.entry import main
 from fedfm.engines.flower.private_api import identity
 from fedfm.errors import InputError, RunError
 from fedfm.privacy.crypto import keys
-from fedfm.runtime import silo_file, silo_identity
+from fedfm.sites import identity as silo_identity
+from fedfm.sites import silo_config
 
 KEYS = {"identity": "silo.key", "roster": "../roster.toml"}
 
@@ -28,7 +29,7 @@ def agreed(folder, **other):
     federation = Federation(folder, identity="silo.key")
     public = {}
     for name in NAMES:
-        public[name] = silo_file.report(folder / name / "silo.toml")["public_key"]
+        public[name] = silo_config.report(folder / name / "silo.toml")["public_key"]
         federation.write(name, **KEYS)
     (folder / "roster.toml").write_text("".join(f'{n} = "{key}"\n' for n, key in (public | other).items()))
     return federation, public
@@ -43,18 +44,18 @@ def test_the_key_is_made_once_and_for_its_owner_only(tmp_path, capsys):
     key = tmp_path / "north" / "keys" / "silo.key"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     assert keys.identity_of(bytes.fromhex(key.read_text().strip())).hex() == first
-    assert silo_file.report(path)["public_key"] == first
-    found = silo_file.described(silo_file.report(path))
+    assert silo_config.report(path)["public_key"] == first
+    found = silo_config.described(silo_config.report(path))
     assert f"signs as {first}" in found
     assert "trusts the other silos' keys on first use" in found
     federation.write("north")
-    assert "signs as another one in each run" in silo_file.described(silo_file.report(path))
+    assert "signs as another one in each run" in silo_config.described(silo_config.report(path))
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path):
     agreed(tmp_path)
     path, key, roster = tmp_path / "north" / "silo.toml", tmp_path / "north" / "silo.key", tmp_path / "roster.toml"
-    silo = silo_file.load(path)
+    silo = silo_config.load(path)
     assert sorted(silo_identity.of(silo).roster) == sorted(NAMES)
     table = {name: value.hex() for name, value in silo_identity.of(silo).roster.items()}
     (tmp_path / "roster.json").write_text(json.dumps(table))
@@ -64,7 +65,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path):
         with pytest.raises(InputError, match=reason):
             silo_identity.of(silo)
 
-    as_json = silo_file.load(path).__class__(**vars(silo) | {"roster": str(tmp_path / "roster.json")})
+    as_json = silo_config.load(path).__class__(**vars(silo) | {"roster": str(tmp_path / "roster.json")})
     assert silo_identity.of(as_json) == silo_identity.of(silo)
     text = roster.read_text()
     for bad, reason in (

@@ -10,7 +10,7 @@ from test_kits import examined, provision
 
 from fedfm.config.experiment import Experiment
 from fedfm.config.toml import to_toml
-from fedfm.engines.flower.own_silo import Own
+from fedfm.sites.silo_session import Own
 
 FUNCTION = "ward_of_notices:ward"
 OWN = """

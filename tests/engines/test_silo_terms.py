@@ -20,8 +20,8 @@ from fedfm.engines.flower.private_api import identity
 from fedfm.engines.flower.server_app import host
 from fedfm.engines.flower.site import of_folder
 from fedfm.errors import InputError, RunError
-from fedfm.runtime import silo_show
 from fedfm.runtime.run_directory import Run
+from fedfm.sites import ledger_summary
 from grid import InProcessGrid
 from small import features
 
@@ -91,7 +91,7 @@ class Federation:
         return [json.loads(line) for line in (self.folder / name / "silo.ledger.jsonl").read_text().splitlines()]
 
     def shown(self, name: str) -> dict[str, Any]:
-        return silo_show.report(self.folder / name / "silo.toml")
+        return ledger_summary.report(self.folder / name / "silo.toml")
 
     def log(self, name: str) -> str:
         return (self.folder / name / ".fedfm" / "silo.log").read_text()

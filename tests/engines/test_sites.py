@@ -11,7 +11,8 @@ import pytest
 from processes import fedfm, rounds, until
 from sites import bits, once, passed, relayed, sites
 
-from fedfm.engines.flower import kit_manifest, kits
+from fedfm.engines.flower import kit_manifest
+from fedfm.sites import kits
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a kit's processes are found in Linux's /proc")
 

@@ -22,10 +22,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedfm.config.experiment import Experiment
-from fedfm.engines.flower import app_writer, authority, bundle, client_stub, gate, private_api, server_seen
+from fedfm.engines.flower import app_writer, bundle, client_stub, gate, private_api, server_seen
 from fedfm.engines.flower.registry import Registry
 from fedfm.engines.flower.run_watch import RunWatch
 from fedfm.errors import InputError
+from fedfm.sites import certificate_authority
 from grid import InProcessGrid
 
 SECRET = b"s" * 64
@@ -187,7 +188,7 @@ def test_a_silo_runs_fedfms_bundle_and_none_that_brings_or_names_code(tmp_path):
 @pytest.fixture(scope="module")
 def signer(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("authority")
-    authority.found(folder, "here")
+    certificate_authority.found(folder, "here")
     return folder
 
 
@@ -241,7 +242,7 @@ def seen(kit: Path | None, ca: Path, answer: bytes = b"HTTP/1.1 200 OK\r\nconten
 
 def test_each_way_in_which_a_server_is_the_wrong_one_has_its_line(tmp_path, signer):
     other = tmp_path / "other"
-    authority.found(other, "elsewhere")
+    certificate_authority.found(other, "elsewhere")
     good = certificate(signer, tmp_path / "good", "127.0.0.1", -1, 1)
     assert seen(good, signer) == ""
     assert "certificate is of another federation" in seen(good, other)

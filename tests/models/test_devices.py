@@ -14,8 +14,9 @@ from fedfm.core import storage
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.models import devices
-from fedfm.runtime import own_rows, silo_file
+from fedfm.runtime import own_rows
 from fedfm.runtime.run_directory import Run
+from fedfm.sites import silo_config
 
 TABLES = {
     "data": {"name": "digits", "limit": 80, "partition": {"name": "iid", "clients": 2}},
@@ -130,7 +131,7 @@ def silo(folder, **keys):
     np.savez(folder / "rows.npz", x=np.random.default_rng(0).normal(size=(20, 4)).astype("f4"), y=np.arange(20) % 2)
     lines = ['name = "a"', 'data = "rows.npz"', *(f'{k} = "{v}"' for k, v in keys.items())]
     (folder / "silo.toml").write_text("\n".join(lines))
-    return silo_file.load(folder / "silo.toml")
+    return silo_config.load(folder / "silo.toml")
 
 
 def test_a_silos_own_device_wins(tmp_path):

@@ -21,7 +21,7 @@ from fedfm.privacy.cohorts import rotation
 from fedfm.privacy.composition import noise_multiplier_for
 from fedfm.privacy.correlated import Strategy, strategy
 from fedfm.runtime import client_memory
-from fedfm.runtime.release_cost import ReleaseCosts
+from fedfm.sites.release_cost import ReleaseCosts
 from small import experiment as small
 from small import pictures, tiny_vit
 from toy import Quadratic

@@ -39,10 +39,11 @@ from fedfm.errors import E_FORMAT, E_TIMEOUT, ClientFault, FedfmError, close
 from fedfm.linalg.params import Params
 from fedfm.models.spec import ModelSpec
 from fedfm.reports import compare, dossier, html, text
-from fedfm.runtime import logs, signature, silo_ledger
+from fedfm.runtime import logs, signature
 from fedfm.runtime.progress import Progress
-from fedfm.runtime.silo_file import Silo
 from fedfm.runtime.trackers import tracker
+from fedfm.sites import ledger as silo_ledger
+from fedfm.sites.silo_config import Silo
 from fedfm.version import __version__
 from small import experiment
 

@@ -6,11 +6,11 @@ import fedfm
 import small
 from fedfm.cli.entry import main
 from fedfm.config.experiment import Experiment
-from fedfm.engines.flower import federation_file, kits
 from fedfm.engines.known_clients import check_known
 from fedfm.errors import InputError
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.who_scores import unscored
+from fedfm.sites import federation_config, kits
 
 SECAGG = {"privacy": {"aggregator": "secagg"}}
 NOISE = {"unit": "client", "noise_multiplier": 1.0, "clip_norm": 1.0, "delta": 1e-5}
@@ -34,7 +34,7 @@ def provisioned(folder, silos):
     """The server's kit of a federation of so many silos."""
     names = [f"silo-{i}" for i in range(silos)]
     (folder / "federation.toml").write_text(f'server = "127.0.0.1:0"\nsilos = {names}\n')
-    kits.provision(federation_file.load(folder / "federation.toml"), folder / "kits")
+    kits.provision(federation_config.load(folder / "federation.toml"), folder / "kits")
     return folder / "kits" / "server"
 
 
@@ -63,7 +63,7 @@ def test_a_kit_with_too_few_silos_is_refused_before_anything_starts(rule, tmp_pa
     assert str(again.value) == str(error.value)
     assert not (tmp_path / "run").exists()
     kits.provision(
-        federation_file.FederationFile("127.0.0.1:0", tuple(f"silo-{i}" for i in range(8))), tmp_path / "kits"
+        federation_config.FederationFile("127.0.0.1:0", tuple(f"silo-{i}" for i in range(8))), tmp_path / "kits"
     )
     check_known(Experiment.from_dict(found))
 

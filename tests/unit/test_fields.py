@@ -22,7 +22,7 @@ from fedfm.methods.fedprox import FedProx
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.privacy.spec import PrivacySpec
 from fedfm.runtime.pretrain_spec import PretrainSpec
-from fedfm.runtime.silo_file import Silo
+from fedfm.sites.silo_config import Silo
 from fedfm.training import SGD
 from fedfm.training.fit_head import HeadSpec
 

@@ -26,7 +26,7 @@ from scipy.stats import norm
 
 from fedfm.errors import ClientFault, InputError
 from fedfm.privacy.policy import Budget
-from fedfm.runtime.silo_ledger import NOTHING, UNBOUNDED, Cost, Entry, Ledger, entries
+from fedfm.sites.ledger import NOTHING, UNBOUNDED, Cost, Entry, Ledger, entries
 
 DELTA = 1e-5
 

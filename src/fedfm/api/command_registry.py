@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fedfm.errors import InputError
 
-WINGS = ("fedfm.encrypted.commands", "fedfm.cli.site_commands")  # modules with COMMANDS, and ACTIONS of other commands
+WINGS = ("fedfm.encrypted.commands", "fedfm.sites.commands")  # modules with COMMANDS, and ACTIONS of other commands
 
 
 def no_arguments(_: ArgumentParser) -> None:

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedfm.cli.commands import experiment_of, say
+from fedfm.api.terminal import say
+from fedfm.cli.commands import experiment_of
 from fedfm.errors import InputError
 
 if TYPE_CHECKING:

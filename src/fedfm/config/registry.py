@@ -40,7 +40,7 @@ def available(kind: str) -> dict[str, str]:
     """Name -> module or entry point, for everything of a kind ("methods"): fedfm's own, then installed entry points."""
     if kind in _HELD:
         return {name: cls.__module__ for name, cls in _attribute(_HELD[kind]).items()}
-    found = {}
+    found: dict[str, str] = {}
     for place in (f"fedfm.{kind}", *_WINGS.get(kind, ())):
         found |= _modules_in(place, _NOT_NAMED.get(kind, ()))
     return dict(sorted(found.items())) | {point.name: point.value for point in _points(kind)}

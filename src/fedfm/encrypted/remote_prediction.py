@@ -15,9 +15,9 @@ from fedfm.api.execute import drive, load_run
 from fedfm.config.experiment import Experiment
 from fedfm.core.capabilities import Foretelling
 from fedfm.errors import InputError, RunError
-from fedfm.runtime import silo_predictions
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
+from fedfm.sites import predictions
 
 HOLDER = "holder"  # the silo's name
 
@@ -63,7 +63,7 @@ def predict_remote(path: str | Path, file: str | Path, progress: Progress | None
         silo.write_text("\n".join([*lines, 'allow = ["reply"]']), encoding="utf-8")
         asked = Run.create(experiment, Path(folder) / "run")
         drive(asked, progress or Progress(), fresh=True, silos={HOLDER: silo})
-        found = silo_predictions.report(silo)["runs"]
+        found = predictions.report(silo)["runs"]
         if not found:
             raise RunError(f"{path}: the rows of {file} got no predictions")
         lines_of = found[-1]["predictions"]

@@ -16,7 +16,7 @@ from fedfm.privacy.policy import Policy
 from fedfm.runtime.late_scores import PARTS
 from fedfm.runtime.population import Partitioned
 
-_SESSION = "fedfm.engines.flower.own_silo"  # has the class Own
+_SESSION = "fedfm.sites.silo_session"  # has the class Own
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from fedfm.core import storage
 from fedfm.core.text import visible
 from fedfm.engines.flower import client_stub
-from fedfm.engines.flower.silo_log import SiloLog
 from fedfm.engines.folder.letters import Content, Header, digest, shared_key
 from fedfm.engines.folder.mailbox import mailboxes
 from fedfm.errors import E_REFUSED, ClientFault, InputError, first_line
+from fedfm.sites.request_log import SiloLog
 
 if TYPE_CHECKING:
     from fedfm.engines.flower.site import Site
@@ -43,10 +43,11 @@ class SiloDesk:
     """
 
     def __init__(self, path: Path, root: Path, tell: Callable[[str], None] = lambda text: None) -> None:
-        from fedfm.runtime import silo_file, silo_identity
+        from fedfm.sites import identity as silo_identity
+        from fedfm.sites import silo_config
 
         self._path, self._tell = path.resolve(), tell
-        silo = silo_file.load(self._path)
+        silo = silo_config.load(self._path)
         identity = silo_identity.of(silo)
         if identity.key is None:
             raise InputError(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from fedfm.version import __version__
 
 if TYPE_CHECKING:
-    from fedfm.engines.flower.federation_file import FederationFile
     from fedfm.engines.flower.kit_manifest import Kit
+    from fedfm.sites.federation_config import FederationFile
 
 
 def of_server(kit: Kit) -> dict[str, str]:

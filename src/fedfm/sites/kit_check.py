@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedfm.config.experiment import Experiment
-from fedfm.engines.flower import authority, kits, server_seen
+from fedfm.engines.flower import server_seen
 from fedfm.engines.flower.kit_manifest import Kit, load
 from fedfm.errors import InputError, first_line
-from fedfm.runtime import own_rows, silo_file, silo_identity, silo_terms
+from fedfm.runtime import own_rows
 from fedfm.runtime.description import of_silo
+from fedfm.sites import certificate_authority, consent_rules, identity, kits, silo_config
 
 _SOON = 30  # days before its end at which a certificate is told of
 OK, DIFFERS, NOTE = "ok", "differs", "note"
@@ -36,7 +38,7 @@ def examine(folder: Path, experiment: Path | None) -> dict[str, Any]:
         name, checks = kit.name, [*_of_kit(kit)]
         file = None if kit.serves else folder / "silo.toml"
     else:
-        name, file, checks = silo_file.load(folder).name, folder, []
+        name, file, checks = silo_config.load(folder).name, folder, []
     if file is not None:
         checks += _of_silo(name, file, needed)
     elif needed is not None:
@@ -70,7 +72,7 @@ def _of_kit(kit: Kit) -> Iterator[Line]:
     yield _try("files", lambda: _files(kit))
     now = datetime.datetime.now(datetime.UTC)
     for name in ("ca.crt", "server.pem") if kit.serves else ("ca.crt",):
-        yield _try(f"certificate {name}", lambda name=name: _valid(*authority.validity(kit.folder / name), now))  # type: ignore[misc]
+        yield _try(f"certificate {name}", partial(_certificate, kit.folder / name, now))
     if kit.serves:
         yield _line("port", OK if kits.free(kit.port) else NOTE, f"{kit.port} is {_used(kit.port)}")
         return
@@ -90,6 +92,10 @@ def _files(kit: Kit) -> str:
         if path.suffix in (".key", ".secret") and path.stat().st_mode & 0o077:
             raise InputError(f"{name} is open to other users; chmod 600 {path}")
     return "all there, keys for their owner only"
+
+
+def _certificate(path: Path, now: datetime.datetime) -> str:
+    return _valid(*certificate_authority.validity(path), now)
 
 
 def _valid(begin: datetime.datetime, end: datetime.datetime, now: datetime.datetime) -> str:
@@ -133,11 +139,11 @@ def _of_server(needed: Experiment) -> Iterator[Line]:
 
 def _of_silo(name: str, file: Path, needed: Experiment | None) -> Iterator[Line]:
     try:
-        silo = silo_file.load(file)
-        silo_file.admit_methods(silo, file)
+        silo = silo_config.load(file)
+        silo_config.admit_methods(silo, file)
         if silo.name != name:
             raise InputError(f'name = "{silo.name}", and the kit is of {name}')
-        silo_identity.of(silo)
+        identity.of(silo)
     except InputError as error:
         for fault in str(error).splitlines():
             yield _line(file.name, DIFFERS, fault[:500])
@@ -155,30 +161,30 @@ def _of_silo(name: str, file: Path, needed: Experiment | None) -> Iterator[Line]
         yield from (_line("notice", NOTE, notice) for notice in notices)
 
 
-def _rows(silo: silo_file.Silo) -> str:
+def _rows(silo: silo_config.Silo) -> str:
     from fedfm.data.spec import DataSpec
 
     rows = own_rows.deal(silo.rows, DataSpec(), seed=0, task=None).clients[silo.name]
     return f"{len(rows.train)} training and {len(rows.test)} test rows"
 
 
-def _policy(silo: silo_file.Silo, needed: Experiment) -> Iterator[Line]:
+def _policy(silo: silo_config.Silo, needed: Experiment) -> Iterator[Line]:
     def terms() -> str:
-        silo_terms.check(silo, needed)
+        consent_rules.check(silo, needed)
         return "the experiment promises what the silo requires"
 
     yield _try("terms", terms)
     method, allowed = needed.method, silo.policy.of(needed.method_name)
     for used, word in ((method.means, "mean"), (method.asks, "reply")):
         if used and word not in allowed:
-            told = f'{needed.method_name} needs "{word}" ({silo_file.EXPOSED[word]}), and allow is {list(allowed)}'
+            told = f'{needed.method_name} needs "{word}" ({silo_config.EXPOSED[word]}), and allow is {list(allowed)}'
             yield _line("policy", DIFFERS, told)
             return
     scored = "scores" in allowed
     yield _line("policy", OK, "allows what the method asks" if scored else "no scores of this silo will be seen")
 
 
-def _classes(silo: silo_file.Silo, needed: Experiment) -> Line:
+def _classes(silo: silo_config.Silo, needed: Experiment) -> Line:
     """The class names of the experiment, if the server's data are here, and those of the silo."""
     from fedfm.data.load import load_table
 
@@ -206,7 +212,7 @@ def _difference(theirs: tuple[str, ...], mine: tuple[str, ...]) -> str:
     return ", ".join([*found, *(f"with {name!r} besides" for name in mine if name not in theirs)])
 
 
-def _model(silo: silo_file.Silo, needed: Experiment, notices: list[str]) -> str:
+def _model(silo: silo_config.Silo, needed: Experiment, notices: list[str]) -> str:
     """The silo's copy of the model, compared with the experiment's where that is here, and with the pinned hash.
 
     Args:

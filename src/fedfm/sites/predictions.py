@@ -9,8 +9,8 @@ from typing import Any
 
 from fedfm.core.capabilities import PREDICTIONS
 from fedfm.core.text import visible
-from fedfm.runtime import silo_file
 from fedfm.runtime.client_memory import Store
+from fedfm.sites import silo_config
 
 _RUNS = ".fedfm/runs"  # beside the silo's file: see fedfm.engines.flower.client_stub
 
@@ -21,7 +21,7 @@ def report(path: Path) -> dict[str, Any]:
     Raises:
         InputError: the silo's file is wrong.
     """
-    silo, found = silo_file.load(path), []
+    silo, found = silo_config.load(path), []
     folders = [p for p in (path.resolve().parent / _RUNS).glob("*/silo/memory") if p.is_dir()]
     for folder in sorted(folders, key=lambda p: p.stat().st_mtime_ns):
         store = Store(folder, silo.name)

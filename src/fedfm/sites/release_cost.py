@@ -12,7 +12,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.core.capabilities import Private
 from fedfm.privacy.accountant import Accountant, together
 from fedfm.privacy.composition import Releases, epsilon_of
-from fedfm.runtime.silo_ledger import NOTHING, UNBOUNDED, Cost
+from fedfm.sites.ledger import NOTHING, UNBOUNDED, Cost
 
 _AT_SILOS = ("distributed_gaussian", "dp_sgd")  # mechanisms whose noise the silos add
 _ALMOST = 1 - 1e-6  # digits of an epsilon

@@ -16,16 +16,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from fedfm.engines.flower import authority, client_stub, keys, loopback, operator_home
+from fedfm.engines.flower import client_stub, keys, loopback, operator_home
 from fedfm.engines.flower.kit_manifest import NODES, Kit, load
-from fedfm.engines.flower.kits import free
 from fedfm.engines.flower.node_status import NodeStatus
 from fedfm.engines.flower.private_api import OPERATOR, QUICK_EXECUTOR, Control, NodeView
 from fedfm.engines.flower.processes import Children
 from fedfm.engines.flower.run_watch import RunWatch
 from fedfm.engines.flower.server_seen import Lookout
-from fedfm.engines.flower.silo_log import SiloLog
 from fedfm.errors import InputError, RunError
+from fedfm.sites import certificate_authority
+from fedfm.sites.kits import free
+from fedfm.sites.request_log import SiloLog
 
 _POLL = 0.2
 _LOOK = 3.0  # seconds between looks at certificate and silos
@@ -62,16 +63,16 @@ def _check(kit: Kit) -> None:
         if path.suffix in (".key", ".secret") and path.stat().st_mode & 0o077:
             raise InputError(f"{path} is open to other users; chmod 600")
     if kit.serves:
-        end = authority.validity(kit.folder / "server.pem")[1]
+        end = certificate_authority.validity(kit.folder / "server.pem")[1]
         if end < datetime.datetime.now(datetime.UTC):
             raise InputError(
                 f"{kit.folder / 'server.pem'}: the certificate ended on {end:%Y-%m-%d}, so that no silo connects: "
                 "`fedfm provision FILE --out KITS --renew` makes a new one"
             )
     else:
-        from fedfm.runtime import silo_file
+        from fedfm.sites import silo_config
 
-        silo = silo_file.load(kit.folder / "silo.toml")
+        silo = silo_config.load(kit.folder / "silo.toml")
         if silo.name != kit.name:
             raise InputError(f'{kit.folder / "silo.toml"}: name = "{silo.name}", and the kit is of {kit.name}')
         if not Path(silo.data).exists():

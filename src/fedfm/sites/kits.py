@@ -15,11 +15,12 @@ from typing import Any
 
 from fedfm.core import storage
 from fedfm.core.locks import alone_in
-from fedfm.engines.flower import authority, keys, kit_files
-from fedfm.engines.flower.federation_file import AUTHORITY, FederationFile
+from fedfm.engines.flower import keys
 from fedfm.engines.flower.kit_manifest import FILE, NODES, SCHEMA, SERVER, Kit, load
 from fedfm.engines.flower.private_api import OPERATOR
 from fedfm.errors import InputError
+from fedfm.sites import certificate_authority, kit_templates
+from fedfm.sites.federation_config import AUTHORITY, FederationFile
 
 
 def provision(federation: FederationFile, out: Path, *, renew: bool = False) -> dict[str, Any]:
@@ -43,17 +44,17 @@ def _made(federation: FederationFile, out: Path, renew: bool) -> dict[str, Any]:
     server, made, kept = out / SERVER, list[str](), list[str]()
     old = load(server) if (server / FILE).exists() else None
     address, port = _address(federation, old, out)
-    authority.found(out / AUTHORITY, federation.host)
+    certificate_authority.found(out / AUTHORITY, federation.host)
     out.chmod(0o700)
     if old is None or renew:
         server.mkdir(mode=0o700, exist_ok=True)
         hosts = list(dict.fromkeys([federation.host, *federation.hosts, "localhost", "127.0.0.1", "::1"]))
-        authority.issue(out / AUTHORITY, server, hosts, federation.days)
+        certificate_authority.issue(out / AUTHORITY, server, hosts, federation.days)
     kit = Kit(SERVER, address, port, federation.on_loopback, federation.proxy, server)
     if old is None:
         keys.write_secret(server / "superexec.secret")
         (server / NODES).mkdir()
-        _write(kit, out, kit_files.of_server(kit))
+        _write(kit, out, kit_templates.of_server(kit))
     if not (server / OPERATOR).exists():  # a kit of an older release had none
         keys.write_secret(server / OPERATOR)
     (made if old is None else kept).append(SERVER)
@@ -70,13 +71,13 @@ def _made(federation: FederationFile, out: Path, renew: bool) -> dict[str, Any]:
         public = keys.write_node_key(folder / "node.key")
         for place in (folder / "node.pub", server / NODES / f"{name}.pub"):
             place.write_bytes(public)
-        _write(own, out, kit_files.of_silo(own, federation))
+        _write(own, out, kit_templates.of_silo(own, federation))
         made.append(name)
     rehearsal = f"{federation.host} is this machine's own address: no other machine reaches a server there"
     return {
         "out": str(out),
         "server": address,
-        "valid_until": authority.validity(server / "server.pem")[1].isoformat(timespec="seconds"),
+        "valid_until": certificate_authority.validity(server / "server.pem")[1].isoformat(timespec="seconds"),
         "made": made,
         "kept": kept,
         "renewed": bool(renew and old is not None),

@@ -10,10 +10,10 @@ from typing import Any
 
 from fedfm.core.text import visible
 from fedfm.privacy.policy import Budget
-from fedfm.runtime import silo_file
-from fedfm.runtime.silo_ledger import Entry, Totals, entries
+from fedfm.sites import silo_config
+from fedfm.sites.ledger import Entry, Totals, entries
 
-_WHAT = silo_file.EXPOSED | {"hello": "hello (its name, versions and model)"}
+_WHAT = silo_config.EXPOSED | {"hello": "hello (its name, versions and model)"}
 _HEAD = ("run", "method", "rounds", "messages", "bytes", "epsilon", "what the server got")
 
 
@@ -26,7 +26,7 @@ def report(path: Path) -> dict[str, Any]:
     Raises:
         InputError: the silo's file is wrong, or its ledger is damaged.
     """
-    silo = silo_file.load(path)
+    silo = silo_config.load(path)
     left = entries(Path(silo.ledger))
     runs = [_sums(silo.budget, [e for e in left if e.run == run]) for run in dict.fromkeys(e.run for e in left)]
     total = _sums(silo.budget, left)

@@ -18,15 +18,15 @@ from fedfm.errors import InputError
 
 def provision(args: Any) -> int:
     """``fedfm provision``."""
-    from fedfm.engines.flower import federation_file, kits
+    from fedfm.sites import federation_config, kits
 
-    found = kits.provision(federation_file.load(args.federation), args.out, renew=args.renew)
+    found = kits.provision(federation_config.load(args.federation), args.out, renew=args.renew)
     return say(args, found, kits.described(found))
 
 
 def start(args: Any) -> int:
     """``fedfm start``."""
-    from fedfm.engines.flower import supervisor
+    from fedfm.sites import supervisor
 
     supervisor.start(args.kit, lambda text: tell(f"fedfm: {visible(text)}", sys.stderr))
     return 0
@@ -38,17 +38,17 @@ def silo(args: Any) -> int:
         return _serve(args)
     if args.folder is not None or args.once:
         raise InputError(f"--folder and --once are for `fedfm silo serve`; `fedfm silo {args.what}` takes neither")
-    from fedfm.runtime import silo_file, silo_predictions, silo_show
+    from fedfm.sites import ledger_summary, predictions, silo_config
 
     if args.what == "check" and (args.experiment is not None or (args.file / "kit.json").exists()):
-        from fedfm.engines.flower import kit_check
+        from fedfm.sites import kit_check
 
         checked = kit_check.examine(args.file, args.experiment)
         say(args, checked, kit_check.described(checked))
         return 0 if checked["fits"] else 1
     if args.experiment is not None:
         raise InputError(f"{args.experiment}: only `fedfm silo check KIT EXPERIMENT` takes an experiment")
-    of: Any = {"check": silo_file, "show": silo_show, "predictions": silo_predictions}[args.what]
+    of: Any = {"check": silo_config, "show": ledger_summary, "predictions": predictions}[args.what]
     found = of.report(args.file)
     return say(args, found, of.described(found))
 
@@ -58,7 +58,7 @@ def _serve(args: Any) -> int:
     if args.folder is None:
         raise InputError("silo serve: give the folder that carries the messages: --folder DIR")
     _offline(args.file)
-    from fedfm.engines.folder.serve import serve
+    from fedfm.sites.folder_server import serve
 
     found = serve(args.file, args.folder, once=args.once, tell=lambda text: tell(f"fedfm: {text}", sys.stderr))
     return say(args, found, f"{found['name']}: answered {found['answered']}")

@@ -15,7 +15,7 @@ from fedfm.errors import InputError
 from fedfm.runtime.rosters import Identity, key_in, roster_in
 
 if TYPE_CHECKING:
-    from fedfm.runtime.silo_file import Silo
+    from fedfm.sites.silo_config import Silo
 
 
 def of(silo: Silo, *, create: bool = False) -> Identity:

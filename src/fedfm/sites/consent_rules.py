@@ -11,8 +11,8 @@ from fedfm.config.experiment import Experiment
 from fedfm.core.fields import shown
 from fedfm.errors import InputError, listed
 from fedfm.privacy.policy import TOLERANCE, Requirements
-from fedfm.runtime.release_cost import ReleaseCosts
-from fedfm.runtime.silo_file import Silo
+from fedfm.sites.release_cost import ReleaseCosts
+from fedfm.sites.silo_config import Silo
 
 _MOST = 0.5  # largest share of the rows that an experiment may hold out for tests, and for validation
 

@@ -14,16 +14,16 @@ from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.wire import codec
 from fedfm.engines.flower import client_stub
-from fedfm.engines.flower.silo_log import SiloLog
 from fedfm.errors import E_REFUSED, OF_NO_ROW, ClientFault, InputError, first_line
 from fedfm.privacy.policy import EXPOSES, HELLO
-from fedfm.runtime import silo_file, silo_identity, silo_terms
 from fedfm.runtime.description import of_silo
 from fedfm.runtime.own_rows import populate
 from fedfm.runtime.population import Partitioned
-from fedfm.runtime.release_cost import ReleaseCosts
-from fedfm.runtime.silo_ledger import NOTHING, Entry, Ledger, epsilon_alone, now
 from fedfm.runtime.site_policy import Question
+from fedfm.sites import consent_rules, identity, silo_config
+from fedfm.sites.ledger import NOTHING, Entry, Ledger, epsilon_alone, now
+from fedfm.sites.release_cost import ReleaseCosts
+from fedfm.sites.request_log import SiloLog
 
 _FRAME = '{"m":{"round":"i","call":"i","body":'  # of a reply's head, before the answer's own; see codec.envelope
 _REFUSAL = 1 << 10  # bytes of a message that refuses, at most
@@ -57,10 +57,10 @@ class Own:
 
     def _load(self) -> None:
         self._bytes = self._path.read_bytes()
-        self._silo = silo_file.load(self._path)
-        silo_file.admit_methods(self._silo, self._path)
+        self._silo = silo_config.load(self._path)
+        silo_config.admit_methods(self._silo, self._path)
         self.name, self.policy, self.require = self._silo.name, self._silo.policy, self._silo.require
-        self._identity = silo_identity.of(self._silo)
+        self._identity = identity.of(self._silo)
         self.ledger = Ledger(Path(self._silo.ledger), self._silo.budget)
 
     @property
@@ -95,10 +95,10 @@ class Own:
         Raises:
             InputError: the experiment does not fit the silo.
         """
-        silo_terms.check(self._silo, experiment)
+        consent_rules.check(self._silo, experiment)
         found = populate(self._silo.rows, experiment, classes)
         self._rows = sum(len(rows.train) for rows in found.federated.clients.values())
-        silo_terms.check(self._silo, experiment, self._rows)
+        consent_rules.check(self._silo, experiment, self._rows)
         for notice in of_silo(experiment.method, found):
             self.log.note(f"run {self._folder.parent.name}: {notice}")
         return found

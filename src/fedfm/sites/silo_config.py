@@ -12,7 +12,7 @@
     allow_methods = ["fedavg", "fedpft"]    # the only methods that experiments may name; absent: all
     ledger = "silo.ledger.jsonl"            # lists what left; this is the default
     predict = "new.npz"                     # rows without labels, for runs that predict
-    identity = "silo.key"                   # the key that signs for the silo, see fedfm.runtime.silo_identity
+    identity = "silo.key"                   # the key that signs for the silo, see fedfm.sites.identity
     roster = "roster.toml"                  # the other silos' public keys
     server = "64 hexadecimal digits"        # the server's public key, where messages come as files
 
@@ -54,8 +54,8 @@ from fedfm.data.class_names import check_list
 from fedfm.data.spec import DataSpec
 from fedfm.errors import Faults, InputError, close, listed
 from fedfm.privacy.policy import WORDS, Budget, Policy, Requirements
-from fedfm.runtime import silo_identity
 from fedfm.runtime.own_rows import COLUMNS, OwnRows, agreed, deal
+from fedfm.sites import identity as silo_identity
 
 EXPOSED = {
     "mean": "its update, in a mean",
