@@ -41,14 +41,14 @@ test-proofs: $(STAMP) ## tests that take long: encrypted runs, attacks by repeat
 	$(BIN)/python -m pytest -m proof -n 2 --dist worksteal
 
 test-engines: $(VENV)/.stamp-engines ## tests on Flower's simulation and on a SuperLink with SuperNodes
-	$(BIN)/python -m pytest -m 'simulation or deployment' tests/engines
+	$(BIN)/python -m pytest -m 'simulation or deployment' tests/engines tests/sites tests/encrypted
 
 test-models: $(STAMP) ## all families of models with all tasks and adaptations, about 15 minutes, into docs/reference/models.md
 	$(BIN)/python -m pytest -m 'models or not models' tests/zoo -n 2 --dist worksteal --zoo-results tests/zoo/results.json; \
 	found=$$?; $(BIN)/python docs/generate.py && exit $$found
 
 test-outages: $(STAMP) ## silos and servers that are killed and come back, about 20 minutes
-	$(BIN)/python -m pytest -m outage tests/engines
+	$(BIN)/python -m pytest -m outage tests/engines tests/sites
 
 test-gpu: $(STAMP) ## what only a GPU shows, where there is one
 	FEDFM_TESTS_SEE_GPUS=1 $(BIN)/python -m pytest -m gpu tests/gpu

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import processes
 from gate import Gate, Outcome, scaled
+
+import processes
 from processes import begin, experiment, fedfm, rounds, same, until
 
 JUMPS = (3600, -3600, 0, 86400, -7200)  # seconds
@@ -67,7 +68,7 @@ def one_process(folder: Path, found: Outcome, times: int) -> None:
 
 def federation(folder: Path, found: Outcome, alone_at: str | None) -> None:
     """Kits whose clocks jump: those of all, or of one silo alone, which is right again after a while."""
-    import sites as kits
+    import kit_sites as kits
 
     made, clock = library(folder), folder / "clock"
     clock.write_text("0")

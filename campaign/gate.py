@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-for _folder in ("tests", "tests/engines", "tests/aggregation", "tests/properties"):
+for _folder in ("tests", "tests/engines", "tests/sites", "tests/aggregation", "tests/properties"):
     sys.path.append(str(ROOT / _folder))
 for _name in ("FLWR_TELEMETRY_ENABLED", "RAY_USAGE_STATS_ENABLED"):
     os.environ.setdefault(_name, "0")

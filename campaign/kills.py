@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 from gate import Gate, Outcome, scaled
-from processes import SAME, fedfm, rounds
 
 import fedfm as library
 from every_method import experiment_of
 from fedfm.runtime import client_memory
+from processes import SAME, fedfm, rounds
 
 KILLS, DAMAGED, FLOWER = 450, 100, 50
 PRIVATE = {"unit": "record", "mechanism": "dp_sgd", "clip_norm": 1.0, "target_epsilon": 8.0, "delta": 1e-5}
@@ -183,7 +183,7 @@ def compare(name: str, result: Mapping[str, Any], alone: Mapping[str, Any], foun
 
 def on_flower(kills: int, folder: Path, found: Outcome, rng: random.Random, progress: Callable[[str], None]) -> None:
     """So many kills of the processes of one federation of kits."""
-    from sites import SILOS, bits, sites
+    from kit_sites import SILOS, bits, sites
 
     while kills > 0:
         (place := folder / f"kits-{kills}").mkdir(parents=True)

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gate import Gate, Outcome, scaled
+
+from kit_sites import Relay, bits, reset, sites
 from processes import fedfm
-from sites import Relay, bits, reset, sites
 
 CUTS = 60
 

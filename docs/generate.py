@@ -43,8 +43,8 @@ from fedfm.training import BY_NAME, Local
 
 DOCS = Path(__file__).parent
 REFERENCE = DOCS / "reference"
-METHODS = DOCS.parent / "src" / "fedfm" / "methods"
-FOLDER = METHODS.parent / "config" / "schemas"
+SOURCES = DOCS.parent / "src"
+FOLDER = SOURCES / "fedfm" / "config" / "schemas"
 _GENERATED = "<!-- Written by docs/generate.py from the code: change the code, then run it again. -->"
 _HEAD = f"""# The experiment file
 
@@ -225,7 +225,7 @@ def methods() -> str:
         first, _, rest = (module.__doc__ or "").strip().partition("\n\n")
         source = Path(str(module.__file__))
         lines = len(source.read_text(encoding="utf-8").splitlines())
-        link = f"[{source.name}](../../src/fedfm/methods/{source.relative_to(METHODS)})"
+        link = f"[{source.name}](../../src/{source.relative_to(SOURCES)})"
         paper = " ".join([*first.split(), *_arxiv(rest)])
         rows.append(f"| `{name}` | {paper} | {link} | {lines} |")
     return _METHODS + "\n" + "\n".join(rows) + "\n\n" + papers()

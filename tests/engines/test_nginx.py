@@ -9,11 +9,11 @@ import threading
 import time
 
 import pytest
-from nginx import needed, nginx
-from processes import fedfm, rounds, until
-from sites import bits, once, passed, sites
 
 from fedfm.engines.flower import keys
+from kit_sites import bits, once, passed, sites
+from nginx import needed, nginx
+from processes import fedfm, rounds, until
 
 pytestmark = needed
 PROXY = "proxy = true\n"

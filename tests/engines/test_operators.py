@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import ENV, until
-from sites import SILOS, sites
 
 from fedfm.engines.flower import client_stub, keys, loopback
 from fedfm.engines.flower.private_api import Control
 from fedfm.errors import InputError
+from kit_sites import SILOS, sites
+from processes import ENV, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a kit's processes are found in Linux's /proc")
 PROJECT = """[project]

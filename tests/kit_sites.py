@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from processes import ENV, fedfm, mentioning, rounds, until
 
 from fedfm.engines.flower import kit_manifest
+from processes import ENV, fedfm, mentioning, rounds, until
 
 SILOS = ("hospital-a", "hospital-b")
 BIN = Path(sys.executable).parent / "fedfm"

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from processes import until
 
 PROGRAM = shutil.which("nginx", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"]))

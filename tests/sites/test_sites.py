@@ -8,11 +8,11 @@ import sys
 import time
 
 import pytest
-from processes import fedfm, rounds, until
-from sites import bits, once, passed, relayed, sites
 
 from fedfm.engines.flower import kit_manifest
 from fedfm.sites import kits
+from kit_sites import bits, once, passed, relayed, sites
+from processes import fedfm, rounds, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a kit's processes are found in Linux's /proc")
 
