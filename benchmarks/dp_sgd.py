@@ -30,11 +30,11 @@ from fedfm.data.table import Table
 from fedfm.models.families import Parts
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
+from fedfm.models.preprocessors import Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.models.tools import Tools
 from fedfm.privacy.dp_sgd import DescentPlan
 from fedfm.training import SGD, private
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 
 CLASSES = tuple(map(str, range(10)))
 BATCH = 32

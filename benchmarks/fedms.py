@@ -41,7 +41,7 @@ from fedfm.models.layers import layers
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training import AdamW
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 
 CLASSES = ("plane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 BATCH = 32

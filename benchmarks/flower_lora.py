@@ -38,7 +38,7 @@ from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 from fedfm.runtime.client import Silos
 from fedfm.training import AdamW
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 
 LOCAL = AdamW(0.001, batch_size=16)
 

@@ -37,11 +37,11 @@ from fedfm.core.rows import Rows
 from fedfm.engines.local.engine import LocalLink
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
-from fedfm.models.side_adapter import STATES, of_states
+from fedfm.models.adapters.side_adapter import STATES, of_states
 from fedfm.runtime.client import Silos
 from fedfm.runtime.population import populate
-from fedfm.training import SGD, loop, side
-from fedfm.training.job import Job
+from fedfm.training import SGD, loop, side_adapter
+from fedfm.training.local_job import Job
 
 ROUNDS = 5  # a turn
 
@@ -267,7 +267,7 @@ def side_adapters(turns: int) -> list[dict[str, Any]]:
             rows = Rows({STATES: x}, labels=torch.from_numpy(rng.integers(0, 10, 96)))
             jobs.append(Job(Client(f"c{k}", ClientData(lambda rows=rows: rows, Rows, Rows), model, {}, k), w, local))
         ways: dict[str, Callable[[Sequence[Job]], list[Params]]] = {
-            "ours": side.train,
+            "ours": side_adapter.train,
             "loop": loop.train,
             "stacked": stacked,
         }

@@ -23,8 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from fedfm.models import families
 from fedfm.models.adapters import adaptation
 from fedfm.models.adapters.stacked import stacks
-from fedfm.models.loss_in_pieces import PIECE
-from fedfm.models.names import DTYPES
+from fedfm.models.language.chunked_loss import PIECE
+from fedfm.models.locate import DTYPES
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec
 

@@ -32,13 +32,13 @@ from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.linalg.running_mean import weighted_mean
-from fedfm.models import inputs
+from fedfm.models import preprocessing
+from fedfm.models.images import pixels
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
-from fedfm.models.pictures import pixels
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training import SGD, AdamW, Local, loop, packed
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 from fedfm.training.packed import linear
 
 PRODUCTS = "its products alone"
@@ -67,7 +67,7 @@ def minilm(layers: int | None) -> tuple[Model, Callable[[int], Rows]]:
     names = sorted({row["label_name"] for row in rows})
     adaptation = AdaptationSpec("lora", rank=8, layers=layers)
     model = load_model(ModelSpec(str(folder), adaptation=adaptation), classes=names, kind="text")
-    tokens = inputs.texts([row["text"] for row in rows], model.tools.tokenizer, 128)
+    tokens = preprocessing.texts([row["text"] for row in rows], model.tools.tokenizer, 128)
     labels = torch.tensor([names.index(row["label_name"]) for row in rows])
     order = seeds.generator(0, "benchmark").permutation(len(rows))
     everything = Rows(tokens=tuple(tokens), labels=labels, pad=int(model.tools.tokenizer.pad_token_id))

@@ -22,6 +22,7 @@ import json_schema
 import models_page
 import results_index
 
+from fedfm.api.pretrain_spec import PretrainSpec
 from fedfm.cli.parser import build
 from fedfm.config.catalogue import SCHEMAS, value
 from fedfm.config.experiment import Experiment
@@ -30,14 +31,13 @@ from fedfm.config.registry import available, resolve
 from fedfm.config.run_spec import AsynchronousSpec, RunSpec
 from fedfm.core.fields import bounds_of, is_required, leaf, plain_type, settings_of
 from fedfm.data.spec import DataSpec, PartitionSpec
-from fedfm.sites.federation_config import FederationFile
+from fedfm.encrypted.student.distil_spec import DistilSpec
 from fedfm.errors import InputError
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.privacy.policy import Budget, Requirements
 from fedfm.privacy.spec import PrivacySpec
-from fedfm.encrypted.student.distil_spec import DistilSpec
 from fedfm.runtime.predictions import kept
-from fedfm.runtime.pretrain_spec import PretrainSpec
+from fedfm.sites.federation_config import FederationFile
 from fedfm.sites.silo_config import Silo
 from fedfm.training import BY_NAME, Local
 

@@ -34,16 +34,16 @@ import torch
 from torch.nn import Parameter
 
 from fedfm.api import execute, predict
+from fedfm.api.pretrain import pretrain
+from fedfm.api.pretrain_spec import Pretraining
 from fedfm.config.experiment import Experiment
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
 from fedfm.encrypted.student.distil import distil
 from fedfm.encrypted.student.distil_spec import Distillation
 from fedfm.models.load import load_model
-from fedfm.models.names import BUILT_IN
+from fedfm.models.locate import BUILT_IN
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.runtime.pretrain import pretrain
-from fedfm.runtime.pretrain_spec import Pretraining
 
 HERE = Path(__file__).resolve().parent
 MADE = HERE / ".data"

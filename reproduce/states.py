@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import to_bytes
+from fedfm.models.adapters.side_adapter import SideModel
 from fedfm.models.model import Model
-from fedfm.models.side_adapter import SideModel
 
 _of_blocks, _of_heads = SideModel.states, Model.features
 _kept: dict[tuple[Any, ...], Tensor] = {}

@@ -20,8 +20,8 @@ from twin import HERE, MADE, PAGE, ROOT, Sets, probe, put
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
 from fedfm.linalg.threads import torch_threads
+from fedfm.models.adapters.side_adapter import SideModel
 from fedfm.models.load import load_model
-from fedfm.models.side_adapter import SideModel
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 STORE = PAGE.with_name("blindfed-readable.json")

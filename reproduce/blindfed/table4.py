@@ -29,8 +29,8 @@ from page import table, write
 from torch import Tensor, nn
 from transformers import ViTConfig, ViTForImageClassification
 
+from fedfm.models.adapters.side_adapter import SideAdapter, release
 from fedfm.models.load import load_model
-from fedfm.models.side_adapter import SideAdapter, release
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 MEGA = 2**20

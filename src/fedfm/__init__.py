@@ -39,9 +39,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from fedfm.api.audit_and_compare import audit, compare, report
     from fedfm.api.execute import load_run, resume, run
     from fedfm.api.federate import federate
-    from fedfm.api.finished import audit, compare, report
     from fedfm.api.join import join
     from fedfm.api.predict import export, predict
     from fedfm.config.experiment import Experiment

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from fedfm.api import execute
+from fedfm.api.pretrain import pretrain
+from fedfm.api.pretrain_spec import Pretraining
 from fedfm.cli import main
 from fedfm.config.toml import to_toml
 from fedfm.errors import InputError
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.runtime.pretrain import pretrain
-from fedfm.runtime.pretrain_spec import Pretraining
 from fedfm.runtime.progress import EpochProgress
 
 TABLES = {
@@ -274,7 +274,7 @@ def test_a_loss_that_explodes_is_said(tmp_path, capsys):
 
 
 def test_many_pictures_are_prepared_batch_by_batch(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedfm.runtime.model_folder.IN_ADVANCE", 1000)
+    monkeypatch.setattr("fedfm.api.model_folder.IN_ADVANCE", 1000)
     assert pretrain(tables(), tmp_path / "net")["params_sha256"] == whole[1]["params_sha256"]
 
 

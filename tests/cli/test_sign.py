@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedfm.api import execute
+from fedfm.api.signature import sign, verify
 from fedfm.cli import main
 from fedfm.config.toml import to_toml
 from fedfm.errors import InputError
 from fedfm.reports import html
-from fedfm.runtime.signature import sign, verify
 from small import experiment
 
 

@@ -16,7 +16,7 @@ from fedfm.errors import E_NONFINITE, InputError
 from fedfm.methods.fedpft import private as fedpft
 from fedfm.methods.fedpft.release_plan import too_noisy
 from fedfm.methods.fedpft.settings import pools, unfit_for_one
-from fedfm.runtime.hindsight import overtrained
+from fedfm.runtime.after_run_checks import overtrained
 
 BASE = {
     "data": {"name": "digits", "partition": {"name": "iid", "clients": 8}},

@@ -3,17 +3,17 @@
 import re
 
 import pytest
+from fedfm.runtime.silo_identity import roster_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedfm.api.pretrain_spec import Pretraining
 from fedfm.config.experiment import Experiment
 from fedfm.core.toml_text import put, to_toml
 from fedfm.encrypted.student.distil_spec import Distillation
 from fedfm.engines.flower import federation_file
 from fedfm.errors import InputError
 from fedfm.runtime import silo_file
-from fedfm.runtime.pretrain_spec import Pretraining
-from fedfm.runtime.silo_identity import roster_in
 
 GOOD = {
     "data": {"name": "digits", "partition": {"name": "dirichlet", "alpha": 0.5, "clients": 4}},

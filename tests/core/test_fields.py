@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedfm.api.pretrain_spec import PretrainSpec
 from fedfm.attacks.backdoor import Backdoor
 from fedfm.config.registry import ours, resolve
 from fedfm.config.run_spec import RunSpec
@@ -21,7 +22,6 @@ from fedfm.methods.fedbaf.fedbaf import FedBaF
 from fedfm.methods.fedprox import FedProx
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.privacy.spec import PrivacySpec
-from fedfm.runtime.pretrain_spec import PretrainSpec
 from fedfm.sites.silo_config import Silo
 from fedfm.training import SGD
 from fedfm.training.fit_head import HeadSpec

@@ -13,15 +13,14 @@ import numpy as np
 import pytest
 
 import fedfm
-from fedfm.api import execute, predict, studies
+from fedfm.api import execute, predict, signature, studies
+from fedfm.api.model_folder import claim
 from fedfm.cli.entry import main
 from fedfm.config.experiment import Experiment
 from fedfm.config.toml import to_toml
 from fedfm.core import storage
 from fedfm.core.locks import Lock, alone_in
 from fedfm.errors import InputError, RunError
-from fedfm.runtime import signature
-from fedfm.runtime.model_folder import claim
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
 from small import experiment

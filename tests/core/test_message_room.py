@@ -10,8 +10,8 @@ import torch
 from fedfm.aggregation.base import Aggregator
 from fedfm.core.messages import Request
 from fedfm.core.wire import codec, limits, payload
+from fedfm.engines.flower.message_codec import Underway, reply_of
 from fedfm.engines.flower.private_api import over_the_wire
-from fedfm.engines.flower.sending import Underway, reply_of
 from fedfm.engines.local.engine import LocalLink
 from fedfm.errors import ClientFault
 from fedfm.linalg.params import Params, layout_of

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from fedfm.core.rows import Rows
-from fedfm.models.pictures import Pictures
+from fedfm.models.images import Pictures
 
 BASE = {"tensors": {"a": torch.arange(6.0).view(3, 2)}, "labels": torch.tensor([0, 1, 2])}
 

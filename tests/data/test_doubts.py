@@ -12,7 +12,7 @@ from fedfm.data.doubts import doubts
 from fedfm.data.load import load_table
 from fedfm.data.partition import deal
 from fedfm.data.spec import DataSpec, PartitionSpec
-from fedfm.runtime.description import spellings
+from fedfm.runtime.run_manifest import spellings
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from fedfm.data.load import load_table, read_inputs
 from fedfm.data.pictures import decode, look, rgb, upright
 from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError
-from fedfm.models.pictures import pixels
+from fedfm.models.images import pixels
 
 # How an upright picture (H, W, ...) is stored under each EXIF orientation, which says where row 0 and column 0 lie.
 STORED: dict[int, Callable[[np.ndarray], np.ndarray]] = {

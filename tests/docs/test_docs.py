@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from fedfm.api.pretrain_spec import Pretraining
 from fedfm.cli import main
 from fedfm.config.experiment import Experiment
 from fedfm.encrypted.student.distil_spec import Distillation
-from fedfm.runtime.pretrain_spec import Pretraining
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(p for kind in ("tutorial", "how-to") for p in (ROOT / "docs" / kind).glob("*.md"))]

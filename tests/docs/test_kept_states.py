@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from fedfm.core.rows import Rows
+from fedfm.models.adapters.side_adapter import SideModel
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
-from fedfm.models.side_adapter import SideModel
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 ROOT = Path(__file__).parents[2]

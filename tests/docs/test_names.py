@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from fedfm import errors
+from fedfm.api.pretrain_spec import PretrainSpec
 from fedfm.cli import main
 from fedfm.cli.parser import build
 from fedfm.config.experiment import Experiment
@@ -27,7 +28,6 @@ from fedfm.encrypted.student.distil_spec import DistilSpec
 from fedfm.errors import InputError
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.privacy.spec import PrivacySpec
-from fedfm.runtime.pretrain_spec import PretrainSpec
 from fedfm.sites.federation_config import FederationFile
 from fedfm.sites.silo_config import Silo
 from fedfm.training import BY_NAME

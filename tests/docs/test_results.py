@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from fedfm.api.pretrain_spec import Pretraining
 from fedfm.config.experiment import Experiment
 from fedfm.encrypted.student.distil_spec import Distillation
-from fedfm.runtime.pretrain_spec import Pretraining
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = [p.parent for p in sorted((ROOT / "reproduce").glob("**/tables.json"))]

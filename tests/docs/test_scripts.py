@@ -50,5 +50,5 @@ def test_a_name_that_has_moved_is_found():
     tree = ast.parse("from fedfm.models import inputs, nothing\ninputs.pixels(1)\ninputs.told(2)\n")
     assert [found for found in used(tree) if not there(*found)] == [
         ("fedfm.models", "nothing"),
-        ("fedfm.models.inputs", "pixels"),
+        ("fedfm.models.preprocessing", "pixels"),
     ]

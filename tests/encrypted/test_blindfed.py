@@ -17,7 +17,7 @@ from fedfm.encrypted.protocol import permutations
 from fedfm.encrypted.protocol.client import Held
 from fedfm.encrypted.protocol.handshake import Hello, spans, spans_by_part
 from fedfm.errors import ClientFault, InputError
-from fedfm.models.side_adapter import STATES
+from fedfm.models.adapters.side_adapter import STATES
 from fedfm.runtime.population import populate
 from fedfm.training import SGD
 from small import pictures

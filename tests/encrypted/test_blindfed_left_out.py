@@ -10,7 +10,7 @@ from fedfm.core.client import Client
 from fedfm.core.rows import Rows
 from fedfm.encrypted.protocol.out_of_range import kept
 from fedfm.errors import ClientFault
-from fedfm.models.side_adapter import STATES
+from fedfm.models.adapters.side_adapter import STATES
 from small import pictures
 
 LOCAL = {"learning_rate": 0.2, "epochs": 5, "batch_size": 16}

@@ -219,7 +219,7 @@ def test_predictions_of_an_encrypted_run_go_by_ciphertexts(encrypted, clear, tmp
 @pytest.mark.proof
 def test_a_newcomer_s_rows_pass_by_ciphertexts_too(encrypted, clear, tmp_path, monkeypatch):
     from fedfm.encrypted.protocol import masked
-    from fedfm.models.side_adapter import SideModel
+    from fedfm.models.adapters.side_adapter import SideModel
 
     secrets, received = [], []
 

@@ -150,7 +150,7 @@ def test_crops_of_many_pictures_are_made_batch_by_batch(place, tmp_path, monkeyp
     table = load_table(DataSpec(path=str(place / "pictures.npz")), seed=0, task="classification")
     model, index = of_pictures(place / "start"), table.rows("train")[:6]
     want = looked(model, table, index, boxes_of(0, 1, 6)).batch([5, 2])
-    monkeypatch.setattr("fedfm.runtime.model_folder.IN_ADVANCE", 1)
+    monkeypatch.setattr("fedfm.api.model_folder.IN_ADVANCE", 1)
     lessons = Lessons(tmp_path, table, Taps(of_pictures(place / "start")), model, index, views=2, seed=0, low=False)
     got = lessons.view(1)
     assert isinstance(got.rows, distil_rows.LazyBoxes)

@@ -13,9 +13,9 @@ from fedfm.encrypted.student.modules import Replaced
 from fedfm.models import derived_modules
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.runtime.hindsight import outside
+from fedfm.runtime.after_run_checks import outside
 from fedfm.training import SGD, loop
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 from tiny_twins import CLASSES, make_twin
 
 

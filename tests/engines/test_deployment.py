@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import ENV, begin, experiment, fedfm, mentioning, rounds, same, until
 
-from fedfm.engines.flower import keys, loopback
+from fedfm.engines.flower import loopback, loopback_keys
+from processes import ENV, begin, experiment, fedfm, mentioning, rounds, same, until
 
 pytestmark = pytest.mark.deployment
 BIN = Path(sys.executable).parent
@@ -159,7 +159,7 @@ def test_a_stop_ends_every_process(tmp_path):
 def test_a_failed_start_says_why(tmp_path):
     exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 1', run='superlink = "127.0.0.1:9"')
     assert "root_certificates" in fedfm("run", exp, "--engine", "deployment", "--out", tmp_path / "a", code=2)["stderr"]
-    keys.write_certificates(tmp_path)
+    loopback_keys.write_certificates(tmp_path)
     told = fedfm(
         *("run", exp, "--engine", "deployment", "--out", tmp_path / "b"),
         *("--set", f"run.root_certificates={tmp_path / 'ca.crt'}"),
@@ -213,8 +213,8 @@ def test_silos_with_their_own_rows_and_policies_on_a_superlink_that_is_there(tmp
     try:
         with loopback.loopback(tmp_path, [], {}, lambda: False) as there:
             for place in places:
-                there.control.register(keys.write_node_key(place / "silo.key"), place.name)
-            keys.write_node_key(stranger / "silo.key")
+                there.control.register(loopback_keys.write_node_key(place / "silo.key"), place.name)
+            loopback_keys.write_node_key(stranger / "silo.key")
             nodes = [supernode(tmp_path, place, there.address) for place in (*places, stranger)]
             until(lambda: len(there.control.online()) == 3)
             exp = tmp_path / "exp.toml"

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from fedfm.engines.flower import keys
+from fedfm.engines.flower import loopback_keys
 from kit_sites import bits, once, passed, sites
 from nginx import needed, nginx
 from processes import fedfm, rounds, until
@@ -114,7 +114,7 @@ def test_another_program_at_the_superlinks_port_gets_no_request(tmp_path):
     with sites(tmp_path, PROXY) as at:
         other = tmp_path / "other"
         other.mkdir()
-        keys.write_certificates(other)
+        loopback_keys.write_certificates(other)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(other / "server.pem", other / "server.key")
         got = list[bytes]()

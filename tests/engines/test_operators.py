@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedfm.engines.flower import client_stub, keys, loopback
+from fedfm.engines.flower import client_stub, loopback, loopback_keys
 from fedfm.engines.flower.private_api import Control
 from fedfm.errors import InputError
 from kit_sites import SILOS, sites
@@ -153,7 +153,7 @@ def test_the_operator_alone_submits_silos_run_fedfms_app_alone_and_bear_their_ow
         assert f"hospital-b does not take part: E_CLIENT: {why}" in told["notices"]
 
         # A new key takes the place of the old one.
-        public = keys.write_node_key(at.kits / "hospital-b/node.key")
+        public = loopback_keys.write_node_key(at.kits / "hospital-b/node.key")
         (at.kits / "server/silos/hospital-b.pub").write_bytes(public)
         until(lambda: "hospital-b has a new key; its old one is admitted no more" in at.logs(), 60)
         until(lambda: at.logs().count("hospital-b may connect") == 2, 60)

@@ -23,8 +23,9 @@ from fedfm.core.client import TOLD
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import payload
-from fedfm.engines.flower import client_stub, recall
+from fedfm.engines.flower import client_stub
 from fedfm.engines.flower import site as sites
+from fedfm.engines.flower.recovery import last_reply
 from fedfm.errors import ClientFault
 from fedfm.linalg.params import Params
 from fedfm.privacy.policy import HELLO
@@ -371,7 +372,7 @@ def test_a_server_that_asks_for_an_answer_again_pays_for_its_bytes_only(tmp_path
     sent, pieces = payload.encode({"round": 1, "call": 1, "body": {"w": head(0.0)}})
     data = b"".join(pieces)
     first = silo.raw(TRAIN, sent, data)
-    asked = recall.reference(recall.name_of(TRAIN, sent, data))
+    asked = last_reply.reference(last_reply.name_of(TRAIN, sent, data))
     again = silo.send(TRAIN, asked, 2, 3)
     assert again["body"]["delta"].sha256() == first["body"]["delta"].sha256()
     assert silo.rounds() == 1

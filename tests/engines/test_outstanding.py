@@ -21,16 +21,16 @@ from fedfm.core.messages import Reply
 from fedfm.core.rows import Rows
 from fedfm.core.transport import linked
 from fedfm.core.wire import codec
-from fedfm.engines.flower.outstanding import Outstanding, SentRequest
+from fedfm.engines.flower.async_link import FlowerStream
 from fedfm.engines.flower.private_api import identity
-from fedfm.engines.flower.recall import FILE, LastAnswer, asked
+from fedfm.engines.flower.recovery.last_reply import FILE, LastAnswer, asked
+from fedfm.engines.flower.recovery.pending_requests import Outstanding, SentRequest
 from fedfm.engines.flower.registry import NAMELESS
 from fedfm.engines.flower.site import Site
-from fedfm.engines.flower.stream import FlowerStream
 from fedfm.errors import RunError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
-from fedfm.runtime.late_scores import Newest
+from fedfm.runtime.async_scores import Newest
 from fedfm.training import SGD
 from grid import InProcessGrid
 from toy import Quadratic, Toys
@@ -153,8 +153,8 @@ class Next(set):
 
 
 def test_an_answer_that_was_lost_on_the_way_is_found_at_its_site_while_the_server_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedfm.engines.flower.probes.FIRST", 0.2)
-    monkeypatch.setattr("fedfm.engines.flower.presence._LOOK", 0.0)
+    monkeypatch.setattr("fedfm.engines.flower.recovery.lost_messages.FIRST", 0.2)
+    monkeypatch.setattr("fedfm.engines.flower.recovery.node_presence._LOOK", 0.0)
     world, told = World(tmp_path), []
     fed, step, sent = world.serve(lost=Next("abc"), returns=True, notice=told.append)
     w = fed.initial
@@ -447,7 +447,7 @@ def test_a_full_disk_keeps_nothing_and_stops_nothing(tmp_path, monkeypatch):
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     assert fed.excluded == []
     monkeypatch.undo()
-    monkeypatch.setattr("fedfm.engines.flower.outstanding._MOST", 1)  # bytes of answers at the server
+    monkeypatch.setattr("fedfm.engines.flower.recovery.pending_requests._MOST", 1)  # bytes of answers at the server
     world = World(tmp_path / "other")
     fed, step, _ = world.serve()
     w = step(step(fed.initial, 1), 2)

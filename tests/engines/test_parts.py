@@ -20,18 +20,18 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from fedfm.config.experiment import Experiment
 from fedfm.core.messages import Excluded
 from fedfm.core.wire import codec, payload
+from fedfm.engines.child_processes import Children
 from fedfm.engines.flower import (
     app_writer,
     client_stub,
     deployment,
-    keys,
     loopback,
+    loopback_keys,
+    orphan_cleanup,
     private_api,
-    reaper,
     run_config,
     server_app,
 )
-from fedfm.engines.flower.processes import Children
 from fedfm.errors import ClientFault, InputError, RunError
 from fedfm.runtime import own_rows
 from fedfm.runtime.run_directory import Run
@@ -215,15 +215,15 @@ def test_a_silos_classes_are_those_of_the_server(tmp_path):
 
 def test_keys_are_private_fresh_and_of_the_right_kind(tmp_path):
     os.umask(0o022)
-    keys.write_certificates(tmp_path)
-    public = keys.write_node_key(tmp_path / "node.key")
+    loopback_keys.write_certificates(tmp_path)
+    public = loopback_keys.write_node_key(tmp_path / "node.key")
     assert public.startswith(b"-----BEGIN PUBLIC KEY-----")
     key = load_ssh_private_key((tmp_path / "node.key").read_bytes(), None)
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     assert key.curve.name == "secp384r1"
     root, leaf = (x509.load_pem_x509_certificate((tmp_path / n).read_bytes()) for n in ("ca.crt", "server.pem"))
     leaf.verify_directly_issued_by(root)
-    assert len(keys.write_secret(tmp_path / "s").read_bytes()) == 64
+    assert len(loopback_keys.write_secret(tmp_path / "s").read_bytes()) == 64
     assert {stat.S_IMODE(p.stat().st_mode) for p in tmp_path.iterdir()} == {0o600}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ca.crt", "node.key", "s", "server.key", "server.pem"]
 
@@ -267,7 +267,7 @@ def test_children_end_with_us_and_tell_how_they_ended(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="the system ties a process to its parent on Linux only")
 def test_a_killed_parent_takes_its_children_along(tmp_path):
     code = (
-        "import os, sys, time; from pathlib import Path; from fedfm.engines.flower.processes import Children;"
+        "import os, sys, time; from pathlib import Path; from fedfm.engines.child_processes import Children;"
         f"c = Children(Path({str(tmp_path)!r}), os.environ);"
         f"print(c.start('x', [sys.executable, '-c', {STUBBORN!r}]), flush=True); time.sleep(600)"
     )
@@ -288,7 +288,7 @@ def test_what_a_simulation_started_is_gone_before_its_folder_is(tmp_path):
         subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"WITH": where})
         for where in (f"{folder}/flwr", "elsewhere")
     ]
-    reaper.end_all(str(folder))
+    orphan_cleanup.end_all(str(folder))
     assert children[0].wait(timeout=60) == -signal.SIGKILL
     assert not folder.exists()
     assert children[1].poll() is None

@@ -26,7 +26,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedfm.core.wire import codec
-from fedfm.engines.flower import keys, operator_home, private_api, private_programs
+from fedfm.engines.flower import loopback_keys, operator_home, private_api, private_programs
 from fedfm.errors import RunError
 
 ROOT = Path(__file__).parents[2]
@@ -184,7 +184,7 @@ def an_operator_connects_over_http(client: Any, interceptor: Any) -> None:
     )
     assert callable(client.close)
     with tempfile.TemporaryDirectory() as folder:
-        keys.write_certificates(Path(folder))
+        loopback_keys.write_certificates(Path(folder))
         control = private_api.Control("127.0.0.1:1", Path(folder) / "ca.crt")
         with pytest.raises(RunError, match=r"127\.0\.0\.1:1 cannot be reached"):
             control.online()
@@ -277,8 +277,8 @@ def a_node_asks_whether_a_run_has_ended(client: Any, signs: Any, version_of: Any
     assert request(node=node(node_id=3), run_id=4).run_id == 4
     call(client, "GetRun", request)
     with tempfile.TemporaryDirectory() as folder:
-        keys.write_certificates(Path(folder))
-        keys.write_node_key(Path(folder) / "node.key")
+        loopback_keys.write_certificates(Path(folder))
+        loopback_keys.write_node_key(Path(folder) / "node.key")
         view = private_api.NodeView("127.0.0.1:1", Path(folder) / "ca.crt", Path(folder) / "node.key")
         assert view.over(3, 4) is None
         view.close()

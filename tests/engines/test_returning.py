@@ -11,10 +11,10 @@ from test_apps import ROWS, sites
 from fedfm.aggregation.base import Aggregator
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Reply, Request
-from fedfm.engines.flower import held
-from fedfm.engines.flower.answered import Answered
 from fedfm.engines.flower.link import FlowerLink
 from fedfm.engines.flower.private_api import error_codes, identity, push_error
+from fedfm.engines.flower.recovery import parameter_cache
+from fedfm.engines.flower.recovery.round_replies import Answered
 from fedfm.errors import ClientFault
 from fedfm.linalg.params import Params
 from fedfm.methods.scaffold import Scaffold
@@ -28,7 +28,7 @@ METHOD = Scaffold(local=SGD(batch_size=2))
 
 @pytest.fixture(autouse=True)
 def _identity(monkeypatch):
-    monkeypatch.setattr("fedfm.engines.flower.presence._LOOK", 0.0)
+    monkeypatch.setattr("fedfm.engines.flower.recovery.node_presence._LOOK", 0.0)
     with identity():
         yield
 
@@ -145,7 +145,7 @@ HELLO, TRAIN = "query.hello", "train.Scaffold_train"
     ],
 )
 def test_what_is_swallowed_on_the_way_is_noticed_by_a_hello_and_sent_again(tmp_path, monkeypatch, drop, asked, answers):
-    monkeypatch.setattr("fedfm.engines.flower.probes.FIRST", 0.2)
+    monkeypatch.setattr("fedfm.engines.flower.recovery.lost_messages.FIRST", 0.2)
     told = []
     fed = over(grid := Swallowed(sites(METHOD, tmp_path / "a"), drop, answers), notice=told.append)
     state = run(METHOD, fed, 2)[-1]
@@ -160,7 +160,7 @@ def test_what_is_swallowed_on_the_way_is_noticed_by_a_hello_and_sent_again(tmp_p
 
 def test_a_node_that_is_only_slow_is_asked_once(tmp_path, monkeypatch):
     """The answer to the hello comes in the same pull as the one that was waited for, as at a node that works."""
-    monkeypatch.setattr("fedfm.engines.flower.probes.FIRST", 0.2)
+    monkeypatch.setattr("fedfm.engines.flower.recovery.lost_messages.FIRST", 0.2)
 
     class Slow(Swallowed):
         held: ClassVar = []
@@ -295,7 +295,7 @@ def test_a_round_with_too_many_bytes_and_a_full_disk_keep_nothing_and_stop_nothi
     kept = Answered(tmp_path / "answered")
     kept.keep(first, reply)
     assert Answered(tmp_path / "answered").find(first).value["delta"].sha256() == reply.value["delta"].sha256()
-    monkeypatch.setattr("fedfm.engines.flower.answered._MOST", 30)
+    monkeypatch.setattr("fedfm.engines.flower.recovery.round_replies._MOST", 30)
     kept.keep(second, reply)
     assert kept.find(first) is None
     monkeypatch.undo()
@@ -307,7 +307,7 @@ def test_a_round_with_too_many_bytes_and_a_full_disk_keep_nothing_and_stop_nothi
 
 def test_a_site_that_holds_nothing_says_so_when_a_message_refers_to_parameters():
     body = {"w": Params({"w": torch.zeros(3)}), "more": [1, "x"]}
-    assert held.unreferred(body) is body
+    assert parameter_cache.unreferred(body) is body
     with pytest.raises(ClientFault, match="holds none") as told:
-        held.unreferred({"w": {held.KEY: "0" * 64}})
+        parameter_cache.unreferred({"w": {parameter_cache.KEY: "0" * 64}})
     assert told.value.code == "E_HELD"

@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from processes import begin, experiment, fedfm, mentioning, rounds, same, until
 
-from fedfm.engines.flower.reaper import marked
+from fedfm.engines.flower.orphan_cleanup import marked
+from processes import begin, experiment, fedfm, mentioning, rounds, same, until
 
 pytestmark = pytest.mark.simulation
 SCAFFOLD = 'name = "scaffold"\nrounds = 2\nlocal = { learning_rate = 0.03, epochs = 2 }'

@@ -160,7 +160,7 @@ def test_logits_in_pieces_take_less_memory_and_come_to_the_same(tmp_path, monkey
     tables["method"]["local"]["batch_size"] = 64
     losses, peaks = [], []
     for name, piece in (("whole", 1 << 40), ("pieces", 1 << 24)):
-        monkeypatch.setattr("fedfm.models.loss_in_pieces.PIECE", piece)
+        monkeypatch.setattr("fedfm.models.language.chunked_loss.PIECE", piece)
         result, peak = peak_of(tables, tmp_path / name)
         losses.append(result["loss"])
         peaks.append(peak)

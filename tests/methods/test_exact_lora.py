@@ -215,7 +215,7 @@ def test_a_low_rank_in_a_larger_model_trains_like_a_truly_smaller_adapter(folder
     trained = [parameters[name] for name in start]
     eta = local.learning_rate
     optimiser = torch.optim.SGD(trained, eta) if type(local) is SGD else torch.optim.AdamW(trained, eta, weight_decay=0)
-    from fedfm.training.job import Job
+    from fedfm.training.local_job import Job
 
     for index in Job(client, start, local).orders():
         batch = rows.batch(index)

@@ -35,7 +35,7 @@ from fedfm.methods.fedyogi import FedYogi
 from fedfm.methods.scaffold import Scaffold
 from fedfm.methods.weight_init import WeightInit
 from fedfm.runtime.client import Silos
-from fedfm.runtime.kept_files import read_secret
+from fedfm.runtime.file_integrity import read_secret
 from fedfm.training import SGD
 from small import checked
 

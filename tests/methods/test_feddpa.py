@@ -32,7 +32,7 @@ from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.runtime import predictions
 from fedfm.training import SGD, AdamW, DualAdapter
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 from small import pictures, tiny_vit
 from tiny_text import COMMON
 

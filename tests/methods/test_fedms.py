@@ -145,7 +145,7 @@ def test_a_local_pass_is_that_of_a_loop_that_computes_both_experts_whole(place):
     live = {n: p for n, p in model.live().items() if any(f"{t}." in n for t in top)}
     gate = Gate(model.dual.width).load(Z).train()
     both = [torch.optim.AdamW(x, lr=0.01, weight_decay=0.0, eps=1e-4) for x in (live.values(), gate.parameters())]
-    from fedfm.training.job import Job
+    from fedfm.training.local_job import Job
 
     total = seen = 0
     for index in Job(client, W_g, method.local).orders():

@@ -19,7 +19,7 @@ from fedfm.models.export import load_adapter
 from fedfm.models.quiet import quiet
 from fedfm.runtime.population import populate
 from fedfm.training import DittoOptimiser
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 from tiny_clip import pictures, save, tokenizer
 
 M = 4  # context vectors

@@ -30,7 +30,7 @@ from fedfm.models.spec import ModelSpec
 from fedfm.runtime.client import Silos
 from fedfm.training import SGD
 from fedfm.training.fit_head import NOBODY, HeadSpec, fit_rows
-from fedfm.training.job import mini_batches
+from fedfm.training.local_job import mini_batches
 from small import checked, experiment, features
 from toy import LINKS, run
 

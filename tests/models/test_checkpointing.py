@@ -9,7 +9,7 @@ from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.models.export import merged
 from fedfm.training import SGD, loop, private
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 
 
 def trained(model, table):

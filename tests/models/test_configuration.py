@@ -9,7 +9,7 @@ from tiny_models import OTHER_IMAGE, TEXT, load, table_for
 
 from fedfm.errors import InputError
 from fedfm.models.export import export
-from fedfm.models.names import ADAPTER, locate
+from fedfm.models.locate import ADAPTER, locate
 
 
 @pytest.fixture

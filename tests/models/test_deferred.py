@@ -20,7 +20,7 @@ from fedfm.models.load import load_model
 from fedfm.models.model import Model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training import SGD, loop, packed
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 
 N = 70
 

@@ -18,11 +18,11 @@ from fedfm.models import dual_encoder as dual
 from fedfm.models.adapters import adaptation
 from fedfm.models.adapters.experts import Expert, experts
 from fedfm.models.architectures.dual_encoder import DualEncoder, Prompts, tokenised, words_of
-from fedfm.models.costs import per_sample
 from fedfm.models.export import export, load_adapter, save_adapter
 from fedfm.models.families import find
 from fedfm.models.load import load_model
 from fedfm.models.model import PREDICTORS, Model
+from fedfm.models.multiply_accumulates import per_sample
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training import packed

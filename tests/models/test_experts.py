@@ -20,11 +20,11 @@ from fedfm.models.adapters import adaptation, lora
 from fedfm.models.adapters.experts import Expert, experts
 from fedfm.models.layers import layers
 from fedfm.models.model import Model
+from fedfm.models.preprocessors import Tools
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.models.tools import Tools
 from fedfm.training import SGD, AdamW
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 
 ALPHA, PEFT = 8.0, "base_model.model."
 SIZES = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}

@@ -10,13 +10,13 @@ from fedfm.config.experiment import Experiment
 from fedfm.engines.local.engine import LocalLink, silos_of
 from fedfm.errors import RunError
 from fedfm.linalg.threads import torch_threads
-from fedfm.models import costs
+from fedfm.models import multiply_accumulates
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.runtime.description import describe
 from fedfm.runtime.population import populate
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
+from fedfm.runtime.run_manifest import describe
 from fedfm.runtime.server import Server
 
 
@@ -40,7 +40,7 @@ def test_trained_tensors_and_fingerprint_are_those_of_the_whole_model(folder, fa
     sent = sum(t.nbytes for t in hollow.params().values())
     assert held(hollow) < 2 * sent + 1_000 < held(whole)
     rows = whole.prepare(sentences(), range(4))
-    assert costs.per_sample(hollow, rows) == costs.per_sample(whole, rows)
+    assert multiply_accumulates.per_sample(hollow, rows) == multiply_accumulates.per_sample(whole, rows)
     with pytest.raises(RunError, match="has not loaded the model's weights"):
         hollow.predict(rows)
 

@@ -8,7 +8,8 @@ from chats import counted, row_of, talk, tokenizer_of
 
 from fedfm.data.table import Table
 from fedfm.errors import InputError
-from fedfm.models import inputs, left_out, templates
+from fedfm.models import left_out, preprocessing
+from fedfm.models.language import chat_templates
 
 trl = pytest.importorskip("trl.chat_template_utils")
 FOLDER = Path(trl.__file__).parent / "chat_templates"
@@ -20,7 +21,7 @@ ANSWER = "<think>\nkappa nu\n</think>\n\nthe ground"
 
 def fitted(path):
     tokenizer = tokenizer_of(path.read_text(encoding="utf-8"))
-    templates.fit(tokenizer, None, {})
+    chat_templates.fit(tokenizer, None, {})
     return tokenizer
 
 
@@ -28,14 +29,14 @@ def fitted(path):
 def test_what_is_told_is_what_the_tokens_lack(path):
     tokenizer = fitted(path)
     try:
-        row = templates.written(SAID, ANSWER, None, tokenizer)
+        row = chat_templates.written(SAID, ANSWER, None, tokenizer)
     except InputError:  # in the template's words, or since the rest depends on the answer
         return
     found = left_out.count([(SAID, ANSWER)], None, tokenizer)
     text = tokenizer.decode(row.ids)
     lacks = not all(word in text for word in ("lambda", "kappa", "nu"))
     # Each answer follows the tokens with which the model is asked for it.
-    prompts = [tokenizer.decode(templates.asked(said, None, tokenizer)) for said in (SAID[:1], SAID)]
+    prompts = [tokenizer.decode(chat_templates.asked(said, None, tokenizer)) for said in (SAID[:1], SAID)]
     answers = [part for part in counted(row.ids, row.counts, tokenizer) if part.strip()]
     assert "the sky" in answers[0]
     assert "the ground" in answers[1]
@@ -73,7 +74,7 @@ THINKS = "{% for m in messages %}{{ m['role'] }}: {{ m['content'].split('</think
 def test_words_that_a_template_drops_are_found_wherever_else_they_stand(template, row, told):
     tokenizer = tokenizer_of(template + ASKS)
     assert sorted(left_out.count([row], None, tokenizer)) == told
-    assert not left_out.count([row], templates.TEXTS["plain"], tokenizer) or not isinstance(row[0], str)
+    assert not left_out.count([row], chat_templates.TEXTS["plain"], tokenizer) or not isinstance(row[0], str)
 
 
 def test_a_notice_counts_the_rows_of_each_part():
@@ -81,7 +82,7 @@ def test_a_notice_counts_the_rows_of_each_part():
     rows = [("a", "<think>b</think>c"), ("a", "c"), ("a", "<think>d</think>c")]
     table = Table("instruction", rows, None, (), np.full(3, "train"))
     parts = {
-        name: (inputs.template_losses(table, index, tokenizer, None), len(index))
+        name: (preprocessing.template_losses(table, index, tokenizer, None), len(index))
         for name, index in (("training", [0, 1]), ("test", [2]))
     }
     assert left_out.notices(parts) == [

@@ -8,8 +8,8 @@ from tiny_models import load, prose
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedfm.models import loss_in_pieces
-from fedfm.models.inputs import IGNORE
+from fedfm.models.language import chunked_loss
+from fedfm.models.preprocessing import IGNORE
 
 
 def as_a_whole(model, batch):
@@ -20,7 +20,7 @@ def as_a_whole(model, batch):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(loss_in_pieces, "PIECE", 64 * 3)  # three tokens of 64 in the vocabulary
+    monkeypatch.setattr(chunked_loss, "PIECE", 64 * 3)  # three tokens of 64 in the vocabulary
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -35,7 +35,7 @@ def test_loss_and_gradients_are_those_of_all_logits(folder, family, adaptation, 
                 p.normal_(std=0.3)  # LoRA's B starts at zero, and so would A's gradient
     batch = rows_of(starts).batch(range(4))
     expected, gradients = as_a_whole(model, batch)
-    assert loss_in_pieces.mean_loss(model, batch) is not None
+    assert chunked_loss.mean_loss(model, batch) is not None
     loss = model.loss(batch) * 0.25  # a share, as of a part of a batch
     assert loss.item() == pytest.approx(0.25 * expected.item(), rel=1e-5)
     for got, want in zip(torch.autograd.grad(loss, list(model.live().values())), gradients, strict=True):
@@ -72,7 +72,7 @@ def test_a_model_that_changes_what_its_head_gives_takes_all_logits(tmp_path):
     expected, _ = as_a_whole(model, batch)
     for _ in range(2):
         assert model.loss(batch).item() == pytest.approx(expected.item(), rel=1e-5)
-        assert loss_in_pieces.mean_loss(model, batch) is None
+        assert chunked_loss.mean_loss(model, batch) is None
 
 
 class Largest(TorchDispatchMode):
@@ -86,7 +86,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_tensor_of_a_step_has_more_numbers_than_a_piece(folder, monkeypatch):
-    monkeypatch.setattr(loss_in_pieces, "PIECE", 64 * 14)
+    monkeypatch.setattr(chunked_loss, "PIECE", 64 * 14)
     model = load(folder("llama"), prose(), "lora")
     batch = rows_of(False).batch(range(4))
     with Largest() as seen:

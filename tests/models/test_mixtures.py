@@ -20,7 +20,7 @@ from fedfm.linalg.params import Params
 from fedfm.methods import fedex_lora, flexlora
 from fedfm.methods._lora_products import Term, added, as_factors, averaged, delta_w
 from fedfm.methods.flora import fresh
-from fedfm.models import costs, quantised
+from fedfm.models import multiply_accumulates, quantised
 from fedfm.models.adapters import lora
 from fedfm.models.export import export, load_adapter, save_adapter
 from fedfm.models.load import load_model
@@ -254,7 +254,7 @@ def test_the_products_of_the_chosen_experts_count(folder):
     rows = rows.take([int(rows.tokens.length.argmax())])
     tokens, d, inner = int(rows.tokens.length[0]), 32, 48
     block = tokens * (2 * d * d + 2 * d * d // 2 + 4 * d + 2 * 3 * d * inner + 2 * (d + d)) + 2 * tokens * tokens * d
-    assert costs.per_sample(model, rows).training == 2 * block + tokens * d * 40
+    assert multiply_accumulates.per_sample(model, rows).training == 2 * block + tokens * d * 40
 
 
 # --- in 4 bits --------------------------------------------------------------------------------------------------------

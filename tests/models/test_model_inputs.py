@@ -6,7 +6,7 @@ from tiny_models import CLASSES, images, load, minilm, sentences, vectors
 
 from fedfm.data.table import Table
 from fedfm.errors import InputError
-from fedfm.models import inputs
+from fedfm.models import preprocessing
 
 
 def test_pixels_are_the_processors_own(folder):
@@ -19,7 +19,7 @@ def test_pixels_are_the_processors_own(folder):
 
 
 def test_paths_are_opened_lazily_and_equal_arrays(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(inputs, "CHUNK", 2)
+    monkeypatch.setattr(preprocessing, "CHUNK", 2)
     table = images()
     paths = []
     for i, x in enumerate(table.inputs):
@@ -109,7 +109,7 @@ def test_minilm_tokenises_as_bert_does():
 def test_long_prompts_lose_their_beginning(folder):
     model = load(folder("llama"), Table("instruction", [("a", "b")], None, (), np.array(["train"])), "lora")
     pairs = [(" ".join("abcdefghijklmnop"), "the fox " * 20)]
-    (row,), where = inputs.instructions(pairs, model.tools.tokenizer, 12, model.tools.template)
+    (row,), where = preprocessing.instructions(pairs, model.tools.tokenizer, 12, model.tools.template)
     assert len(row) == 12
     assert where["answer_start"].tolist() == [6]
     assert model.tools.tokenizer.decode(row[:6]) == "<s> l m n o p"

@@ -11,7 +11,7 @@ from fedfm.errors import InputError
 from fedfm.methods.fedbaf.matching import match
 from fedfm.models.export import export
 from fedfm.models.load import load_model
-from fedfm.models.names import BUILT_IN
+from fedfm.models.locate import BUILT_IN
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 SMALL = {"widths": [4, 6], "blocks": [1, 2], "image_size": 8}

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer, VisionTextDualEncoderModel
 
-from fedfm.models.names import locate
+from fedfm.models.locate import locate
 from fedfm.models.quiet import quiet
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"

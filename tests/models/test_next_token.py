@@ -7,9 +7,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedfm.core.rows import Rows
-from fedfm.models import next_token
-from fedfm.models.inputs import IGNORE
+from fedfm.models.language import next_token
 from fedfm.models.load import load_model
+from fedfm.models.preprocessing import IGNORE
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 

@@ -5,7 +5,7 @@ import torch
 from tiny_models import images, load, prose, vectors
 
 from fedfm.core.rows import Rows
-from fedfm.models.costs import Costs, Macs, per_sample, rounds_to
+from fedfm.models.multiply_accumulates import Costs, Macs, per_sample, rounds_to
 from fedfm.models.wrap import wrap
 
 

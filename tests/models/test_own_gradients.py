@@ -16,8 +16,8 @@ import fedfm
 from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError
 from fedfm.models.loss_graph import reach
-from fedfm.models.own.brought import brought
-from fedfm.runtime.own_population import of_brought
+from fedfm.models.user.user_inputs import brought
+from fedfm.runtime.user_population import of_brought
 
 ROWS = [(torch.randn(4, generator=torch.Generator().manual_seed(i)), i % 3) for i in range(24)]
 

@@ -10,7 +10,7 @@ from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.training import SGD, AdamW
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 from fedfm.training.scheduler import train
 
 FAMILIES = ("vit", "resnet", "swin", "convnext", "bert", "roberta", "distilbert", "gpt2", "llama")

@@ -13,14 +13,14 @@ from tiny_models import load
 from fedfm.core.client import Client, ClientData
 from fedfm.data.table import Table
 from fedfm.errors import InputError
-from fedfm.models import next_token
 from fedfm.models.adapters.experts import Expert, experts
 from fedfm.models.adapters.lora import shifted
-from fedfm.models.costs import per_sample
+from fedfm.models.language import next_token
+from fedfm.models.multiply_accumulates import per_sample
 from fedfm.models.preference import REFERENCE
 from fedfm.models.spec import AdaptationSpec
 from fedfm.training import SGD, loop, row_gradients
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 
 TRIPLES = [
     ("the quick fox", "jumps over a dog", "sing"),

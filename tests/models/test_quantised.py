@@ -20,7 +20,7 @@ from fedfm.models.export import export, load_adapter, merged, save_adapter
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec
 from fedfm.training import AdamW, loop
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 
 bitsandbytes = pytest.mark.skipif(
     not transformers.utils.is_bitsandbytes_available(), reason="bitsandbytes is not installed: the extra [quantized]"

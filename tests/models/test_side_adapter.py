@@ -10,8 +10,8 @@ import fedfm
 from fedfm.api.predict import export, predict
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
+from fedfm.models.adapters.side_adapter import STATES, SideAdapter, of_states, projection_of, release
 from fedfm.models.load import load_model
-from fedfm.models.side_adapter import STATES, SideAdapter, of_states, projection_of, release
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from small import experiment, pictures, tiny_vit
 

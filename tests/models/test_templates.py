@@ -8,11 +8,11 @@ from tiny_models import load, sentences
 from fedfm.core.rows import INPUT
 from fedfm.data.table import Table
 from fedfm.errors import InputError
-from fedfm.models import templates
-from fedfm.models.chat_form import with_settings
 from fedfm.models.export import export
-from fedfm.models.inputs import IGNORE, next_tokens
-from fedfm.models.templates import written
+from fedfm.models.language import chat_templates
+from fedfm.models.language.chat_form import with_settings
+from fedfm.models.language.chat_templates import written
+from fedfm.models.preprocessing import IGNORE, next_tokens
 
 PAIRS = [("the quick brown fox", "jumps over"), ("a lazy dog", "birds sing")]
 CHAT = "{{ bos_token }}{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {{ eos_token }}{% endfor %}"
@@ -105,7 +105,7 @@ def test_alpacas_form_says_whether_an_input_follows(folder, paired):
     text = tokenizer.apply_chat_template([{"role": "user", "content": said}], tokenize=False)
     assert ("paired with an input" in text) is paired
     assert text.endswith(f"### Instruction:\n{said}\n\n### Response:\n")
-    ids = templates.asked(said, templates.TEXTS["alpaca"], tokenizer)
+    ids = chat_templates.asked(said, chat_templates.TEXTS["alpaca"], tokenizer)
     assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

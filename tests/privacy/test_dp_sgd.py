@@ -23,12 +23,12 @@ from fedfm.errors import ClientFault, InputError, RunError
 from fedfm.models.families import Parts
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
+from fedfm.models.preprocessors import Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.models.tools import Tools
 from fedfm.privacy.dp_sgd import MEMORY, DescentPlan, PrivateSteps
 from fedfm.runtime.run_directory import Run
 from fedfm.training import SGD, Adam, private, row_gradients
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 from small import experiment
 
 KEY = bytes(range(32))

@@ -13,8 +13,8 @@ from fedfm.data.table import Table
 from fedfm.models.families import Parts
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
+from fedfm.models.preprocessors import Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.models.tools import Tools
 from fedfm.training import packed, private, row_gradients
 from small import tiny_vit
 

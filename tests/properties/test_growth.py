@@ -19,6 +19,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 import fedfm
+from fedfm.api import signature
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import available, resolve
 from fedfm.config.run_spec import RunSpec
@@ -39,7 +40,7 @@ from fedfm.errors import E_FORMAT, E_TIMEOUT, ClientFault, FedfmError, close
 from fedfm.linalg.params import Params
 from fedfm.models.spec import ModelSpec
 from fedfm.reports import compare, dossier, html, text
-from fedfm.runtime import logs, signature
+from fedfm.runtime import logs
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.trackers import tracker
 from fedfm.sites import ledger as silo_ledger

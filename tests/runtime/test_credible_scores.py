@@ -10,7 +10,7 @@ import small
 from fedfm.config.experiment import Experiment
 from fedfm.core.federation import Federation
 from fedfm.engines.local.engine import LocalLink
-from fedfm.runtime import evaluation, late_scores
+from fedfm.runtime import async_scores, evaluation
 from fedfm.runtime.client import Silos
 from fedfm.runtime.evaluation import Evaluator
 from fedfm.runtime.population import populate
@@ -51,14 +51,14 @@ def test_who_cannot_score_what_it_was_sent_trains_and_is_named(tmp_path, monkeyp
         small.experiment(tmp_path, method={"fraction": 1.0}, run={"asynchronous": {"buffer": 2}})
     )
     population, tracebacks = populate(found), {}
-    monkeypatch.setattr(late_scores, "of_sent", lambda *at: 1 / 0)
+    monkeypatch.setattr(async_scores, "of_sent", lambda *at: 1 / 0)
     parts = {"memory": tmp_path, "scores_sent": 1, "on_error": tracebacks.__setitem__}
     silos = Silos(found.method, found.aggregation, population, **parts)
     fed = Federation(LocalLink(silos, workers=1), model=population.model, aggregator=found.aggregation)
     fed.begin(1)
     fed.mean(found.method.train, w=fed.initial)
     evaluator = Evaluator(SimpleNamespace(experiment=found), fed, None)
-    evaluator._newest = late_scores.Newest(fed, 1, 2)  # as on a link that streams
+    evaluator._newest = async_scores.Newest(fed, 1, 2)  # as on a link that streams
     evaluator.hear()
     assert len(fed.cohort) == 2
     assert [(e.round, e.client, e.code, e.part) for e in evaluator.missing] == [

@@ -6,7 +6,7 @@ import fedfm
 import small
 from fedfm.api.predict import predict
 from fedfm.config.experiment import Experiment
-from fedfm.runtime.hindsight import overtrained
+from fedfm.runtime.after_run_checks import overtrained
 from fedfm.runtime.progress import Progress
 
 EXPERIMENT = Experiment(data={"name": "digits"}, model={"name": "nano-vit"}, method={"name": "fedavg"})

@@ -19,7 +19,7 @@ from fedfm.engines.flower import client_stub
 from fedfm.engines.flower.site import of_folder
 from fedfm.errors import Lost, RunError
 from fedfm.reports import html, read
-from fedfm.runtime import kept_files
+from fedfm.runtime import file_integrity
 from fedfm.runtime.client_memory import DiskMemory, secret
 from fedfm.runtime.progress import Progress
 from small import experiment, pictures, tiny_vit
@@ -277,7 +277,11 @@ def _run_and_die(tables, out, calls):
 
             return call
 
-        os.replace, os.unlink, kept_files.write_list = counted(replace), counted(unlink), counted(kept_files.write_list)
+        os.replace, os.unlink, file_integrity.write_list = (
+            counted(replace),
+            counted(unlink),
+            counted(file_integrity.write_list),
+        )
         fedfm.run(tables, out)
     finally:
         os._exit(0)
@@ -314,7 +318,7 @@ def as_it_was_written(run):
     for path in [*run.rglob("+kept")]:
         shutil.rmtree(path)
     for path in run.rglob("*.secret"):
-        path.write_bytes(kept_files.read_secret(path))
+        path.write_bytes(file_integrity.read_secret(path))
     for path in run.rglob("round-*.safetensors"):
         record = storage.load(path)
         del record["kept"]
@@ -495,4 +499,4 @@ def test_lists_cost_no_name(tmp_path):
         memory["x"] = np.float64(1)
         memory.commit()
         assert DiskMemory(tmp_path, name, (2, 1))["x"] == 1
-    assert len(list((tmp_path / kept_files.LISTS).iterdir())) == 4
+    assert len(list((tmp_path / file_integrity.LISTS).iterdir())) == 4

@@ -12,8 +12,8 @@ import toy
 from fedfm.config.experiment import Experiment
 from fedfm.core.client import Update
 from fedfm.methods.fedavg import FedAvg
-from fedfm.runtime import patience as module
-from fedfm.runtime.patience import patience
+from fedfm.runtime import client_timeout as module
+from fedfm.runtime.client_timeout import patience
 from fedfm.runtime.population import populate
 from fedfm.training import SGD
 

@@ -8,8 +8,8 @@ import pytest
 from fedfm.api import execute
 from fedfm.cli import main
 from fedfm.reports import html
+from fedfm.runtime.exposure import seen
 from fedfm.runtime.run_directory import Run
-from fedfm.runtime.seen import seen
 from small import experiment, features
 
 SECRET = {"aggregator": "secagg"}

@@ -12,7 +12,7 @@ from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models.wrap import wrap
 from fedfm.training import SGD, Adam, Proximal, loop, scheduler
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 from small import experiment
 
 X = torch.tensor([[1.0, 2.0], [0.5, -1.0], [2.0, 0.0]])

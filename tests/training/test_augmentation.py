@@ -18,7 +18,7 @@ from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.runtime.progress import Progress
 from fedfm.training import SGD
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 from small import features, pictures, tiny_vit
 
 

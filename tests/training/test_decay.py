@@ -38,7 +38,7 @@ def test_the_loop_spares_what_the_model_names(decay_of, spares):
     from fedfm.core.rows import Rows
     from fedfm.models.wrap import wrap
     from fedfm.training import AdamW, loop
-    from fedfm.training.job import Job
+    from fedfm.training.local_job import Job
 
     net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     model = wrap(net, lambda m, b: (m(b["features"]) * 0).sum())  # without a gradient decay alone moves weights

@@ -13,7 +13,7 @@ from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.training import SGD, Adam, AdamW, Proximal, heads
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 
 NAMES = ("head.weight", "head.bias")
 OPTIMISERS = [

@@ -14,7 +14,7 @@ from fedfm.core import storage
 from fedfm.linalg import out_of_core, pages
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
-from fedfm.models.memory import by_tokens
+from fedfm.models.memory_budget import by_tokens
 from fedfm.runtime import server
 from fedfm.training import Adam, AdamW, loop, update_rules
 from fedfm.training.update_rules import Rule

@@ -11,7 +11,7 @@ from fedfm.linalg.params import Params
 from fedfm.models.load import load_model
 from fedfm.models.spec import ModelSpec
 from fedfm.training import SGD, Adam, AdamW, heads, loop, scheduler
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 
 
 class Tiny:

@@ -19,7 +19,7 @@ from fedfm.models.load import load_model
 from fedfm.models.model import Model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training import SGD, AdamW, loop
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 
 DEVICE = "lazy"  # not the CPU, and every build of PyTorch knows it
 ROWS, BATCH = 16, 4

@@ -24,10 +24,10 @@ from fedfm.linalg.params import Params
 from fedfm.models import families
 from fedfm.models.adapters import adaptation
 from fedfm.models.model import Model
+from fedfm.models.preprocessors import Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.models.tools import Tools
 from fedfm.training import SGD, Adam, AdamW, Local, loop, packed, scheduler
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 from fedfm.training.packed import linear, net, prefix
 
 CLASSES = 5

@@ -8,9 +8,9 @@ from torch.nn import functional
 from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
-from fedfm.models.side_adapter import STATES, of_states
-from fedfm.training import SGD, Adam, AdamW, loop, scheduler, side
-from fedfm.training.job import Job
+from fedfm.models.adapters.side_adapter import STATES, of_states
+from fedfm.training import SGD, Adam, AdamW, loop, scheduler, side_adapter
+from fedfm.training.local_job import Job
 
 OPTIMISERS = [
     SGD(learning_rate=0.1),
@@ -43,7 +43,7 @@ def test_one_gradient_is_autograd_s_in_double_precision(shape, classes):
     local = SGD(learning_rate=1.0, batch_size=13)
     (job,) = jobs(shape, [13], local, classes=classes)
     rows, net = job.client.data.train, job.client.model.net
-    (trained,) = side.train([job])
+    (trained,) = side_adapter.train([job])
     net.load_state_dict(dict(job.w.items()))
     net = net.double()
     loss = functional.cross_entropy(net(rows.tensors[STATES].double()), rows.labels)
@@ -63,8 +63,8 @@ def test_the_numbers_are_those_of_the_loop(local, mu, corrected):
     todo = jobs((3, 5, 24, 4), [20, 8, 3, 17], local, mu=mu, corrected=corrected)
     expected = loop.train(todo)
     losses = [job.client.metrics["loss"] for job in todo]
-    assert scheduler.trainer_for(todo[0].client.model, local) is side.train
-    for found, other, job, loss in zip(side.train(todo), expected, todo, losses, strict=True):
+    assert scheduler.trainer_for(todo[0].client.model, local) is side_adapter.train
+    for found, other, job, loss in zip(side_adapter.train(todo), expected, todo, losses, strict=True):
         apart = (found - other).norm() / (other - job.w).norm()
         assert apart < 2e-4 if isinstance(local, SGD) else 5e-3  # Adam divides small gradients by their size
         assert job.client.metrics["loss"] == pytest.approx(loss, rel=1e-4)
@@ -75,25 +75,25 @@ def test_rates_of_a_schedule_are_those_of_the_loop():
     todo = jobs((2, 5, 24, 4), [20, 8], local)
     for job in todo:
         job.client.span = (0.0, 1.0)
-    assert scheduler.trainer_for(todo[0].client.model, local) is side.train
-    constant = side.train(jobs((2, 5, 24, 4), [20, 8], SGD(**{**vars(local), "schedule": "constant"})))
-    for found, expected, other, job in zip(side.train(todo), loop.train(todo), constant, todo, strict=True):
+    assert scheduler.trainer_for(todo[0].client.model, local) is side_adapter.train
+    constant = side_adapter.train(jobs((2, 5, 24, 4), [20, 8], SGD(**{**vars(local), "schedule": "constant"})))
+    for found, expected, other, job in zip(side_adapter.train(todo), loop.train(todo), constant, todo, strict=True):
         assert (found - expected).norm() < 2e-4 * (expected - job.w).norm()
         assert (found - other).norm() > 0.1 * (expected - job.w).norm()
 
 
 def test_a_client_s_bits_are_its_own():
     todo = jobs((2, 5, 24, 8), [20, 1, 33, 8], SGD(learning_rate=0.1, batch_size=7, epochs=2))
-    alone = [side.train([job])[0].sha256() for job in todo]
-    assert [w.sha256() for w in side.train(todo[::-1])][::-1] == alone
+    alone = [side_adapter.train([job])[0].sha256() for job in todo]
+    assert [w.sha256() for w in side_adapter.train(todo[::-1])][::-1] == alone
     turned = jobs((2, 5, 24, 8), [20, 1, 33, 8], SGD(learning_rate=0.1, batch_size=7, epochs=2))
-    assert [w.sha256() for w in side.train(turned)] == alone
+    assert [w.sha256() for w in side_adapter.train(turned)] == alone
 
 
 def test_rows_that_do_not_fit_are_refused():
     (job,) = jobs((2, 1, 8, 4), [4], SGD())
     job.client.data.train.labels[0] = 5
     with pytest.raises(ValueError, match="do not fit"):
-        side.train([job])
+        side_adapter.train([job])
     (empty,) = jobs((2, 1, 8, 4), [0], SGD())
-    assert side.train([empty])[0] is empty.w
+    assert side_adapter.train([empty])[0] is empty.w

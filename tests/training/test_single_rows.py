@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 import fedfm
 from fedfm import seeds
 from fedfm.errors import InputError
-from fedfm.training.job import mini_batches
+from fedfm.training.local_job import mini_batches
 from fedfm.training.optimisers import batches
 
 

@@ -14,7 +14,7 @@ from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.models.wrap import wrap
 from fedfm.training import SGD, Adam, loop
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 
 STEPS = 6  # 11 rows in batches of 4, two epochs
 

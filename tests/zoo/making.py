@@ -13,7 +13,8 @@ _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "<s>", "</s>"]
 ANIMALS = ("fish", "bird", "ant", "cow", "dog", "cat")
 _WORDS = ["good", "bad", *ANIMALS, "say", "a", "photo", "of", "dark", "light", "."]
 WORDS = [*_SPECIAL, *_WORDS, *(f"w{i}" for i in range(VOCABULARY - len(_SPECIAL) - len(_WORDS)))]
-_LETTERS = [*"abcdefghijklmnopqrstuvwxyz0123456789.\u0120\u010a"]  # the last two stand for a space and the end of a line
+# The last two stand for a space and the end of a line.
+_LETTERS = [*"abcdefghijklmnopqrstuvwxyz0123456789.\u0120\u010a"]
 _MERGES = (("\u0120", "w"), ("g", "o"), ("go", "o"), ("goo", "d"), ("b", "a"), ("ba", "d"))
 _SMALLEST = 0.03  # of a matrix, standard deviation: with smaller ones all rows have the same outputs
 _CLS, _BOS = {"cls_token": "[CLS]", "sep_token": "[SEP]"}, {"bos_token": "<s>", "eos_token": "</s>"}

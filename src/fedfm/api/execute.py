@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.config.experiment import Experiment
-from fedfm.config.own_code import filled
+from fedfm.config.user_code import filled
 from fedfm.core import libraries, storage
 from fedfm.data.spec import IN_MEMORY
 from fedfm.engines.start import start
 from fedfm.errors import FedfmError, InputError, RunError
 from fedfm.models import devices
-from fedfm.runtime import losses, row_cache
-from fedfm.runtime.extend import extend, move
+from fedfm.runtime import missing_files, row_cache
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
+from fedfm.runtime.resume_changes import extend, move
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.trackers.tracker import tracked
 
@@ -130,7 +130,7 @@ def drive(
             if run.manifest["result"] is not None:  # another process has ended it since it was opened
                 return _result_of_finished(run, progress)
             progress = tracked(run, progress)
-            for notice in losses.settle(run, accept_loss):
+            for notice in missing_files.settle(run, accept_loss):
                 progress.notice(notice)
             result = start(run, stop, progress, population, silos)
     except KeyboardInterrupt as error:

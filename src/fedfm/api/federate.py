@@ -21,14 +21,14 @@ from fedfm.core import storage
 from fedfm.data.spec import IN_MEMORY
 from fedfm.engines.local.engine import processes
 from fedfm.errors import InputError
-from fedfm.models.own.brought import brought
-from fedfm.models.own.given import Given, Loss, Objective
-from fedfm.runtime.extend import extend
-from fedfm.runtime.own_population import START, of_brought
+from fedfm.models.user.user_inputs import brought
+from fedfm.models.user.user_module import Given, Loss, Objective
 from fedfm.runtime.predictions import personal
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
+from fedfm.runtime.resume_changes import extend
 from fedfm.runtime.run_directory import Run
+from fedfm.runtime.user_population import START, of_brought
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedfm.config.own_code import is_function
+from fedfm.config.user_code import is_function
 from fedfm.core.text import visible
 from fedfm.data.spec import IN_MEMORY
 from fedfm.models import derived_modules, export_base
 from fedfm.models.adapters.experts import GLOBAL, LOCAL
+from fedfm.models.adapters.side_adapter import SideModel
 from fedfm.models.architectures import pooled_encoder
 from fedfm.models.architectures.dual_encoder import DualEncoder, words_of
 from fedfm.models.architectures.pooled_encoder import PooledEncoder
 from fedfm.models.export import ABOUT, WEIGHTS, Target
 from fedfm.models.families import unwrapped
 from fedfm.models.head_inputs import UNIT_NORM
+from fedfm.models.locate import BUILT_IN
 from fedfm.models.model import Model
-from fedfm.models.names import BUILT_IN
-from fedfm.models.side_adapter import SideModel
 from fedfm.reports.account import claimed
 from fedfm.reports.html import data_of
 from fedfm.reports.own_models import joined
@@ -208,7 +208,7 @@ def _side_adapter(model: SideModel) -> list[str]:
     sizes = f"{blocks}, {positions}, {width}, {model.adaptation_spec.rank}, {len(model.classes)}"
     return [
         "from safetensors.torch import load_file",
-        "from fedfm.models.side_adapter import SideAdapter",
+        "from fedfm.models.adapters.side_adapter import SideAdapter",
         "",
         f"model = SideAdapter({sizes})  # blocks, positions, width, rank, classes",
         f'model.load_state_dict(load_file("FOLDER/{WEIGHTS}"))',

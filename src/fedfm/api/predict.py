@@ -11,7 +11,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedfm.api import own_runs
+from fedfm.api import user_runs
 from fedfm.core import storage
 from fedfm.core.capabilities import Mixing, has
 from fedfm.core.libraries import refuse
@@ -20,7 +20,7 @@ from fedfm.core.text import to_json
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.models.adapters.experts import GATE, is_pair, weighed_by
-from fedfm.models.own import language
+from fedfm.models.user import language
 from fedfm.runtime import predictions
 from fedfm.runtime.disclosure import check_same
 from fedfm.runtime.progress import Progress
@@ -162,9 +162,9 @@ def _predicted(path: str | Path, file: Any, client: str | None, last: bool, give
     from fedfm.data.load import read_inputs
     from fedfm.linalg.threads import torch_threads
 
-    if own_runs.is_own(run := _finished(path, client)):
+    if user_runs.is_own(run := _finished(path, client)):
         with torch_threads(1):
-            result = own_runs.predict(run, file, given, client, last=last and _another(run, client))
+            result = user_runs.predict(run, file, given, client, last=last and _another(run, client))
         sure = _certain(result.get("probabilities", ()))
         return {"run": str(path)} | result | {"warnings": [*result.get("warnings", ()), *sure]}
     run, model, w = load(path, client, last=last)
@@ -330,9 +330,9 @@ def _write_export(run: Run, to: Target, out: Path, client: str | None, last: boo
     from fedfm.api import model_card
     from fedfm.models.export import export as write
 
-    if own_runs.is_own(run):
+    if user_runs.is_own(run):
         with storage.writing(out):
-            return str(own_runs.write(run, to, out, given, client, last=last and _another(run, client)))
+            return str(user_runs.write(run, to, out, given, client, last=last and _another(run, client)))
     run, model, w = load(run.path, client, last=last)
     if is_pair(w):
         raise InputError(

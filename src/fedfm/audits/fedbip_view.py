@@ -21,8 +21,8 @@ from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.methods.fedbip.fedbip import FedBip
 from fedfm.models.adapters import lora
-from fedfm.models.inputs import IGNORE
 from fedfm.models.model import Model
+from fedfm.models.preprocessing import IGNORE
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.run_directory import Run
 

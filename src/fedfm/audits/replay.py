@@ -31,15 +31,15 @@ from fedfm.linalg.params import sha256_of
 from fedfm.linalg.quantised import EXACT
 from fedfm.linalg.threads import torch_threads
 from fedfm.models import devices
-from fedfm.models.own.brought import brought
-from fedfm.runtime import kept_files
+from fedfm.models.user.user_inputs import brought
+from fedfm.runtime import file_integrity
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import secret
 from fedfm.runtime.disclosure import check_same, fingerprints
-from fedfm.runtime.own_population import START, of_brought
 from fedfm.runtime.population import Partitioned, populate
 from fedfm.runtime.predictions import personal
 from fedfm.runtime.run_directory import Run
+from fedfm.runtime.user_population import START, of_brought
 
 TOLERANCE = 0.01  # of what training moved: how far a replay off the CPU may end from its run
 
@@ -354,8 +354,8 @@ def secrets(run: Run) -> Iterator[Path]:
     """
     with tempfile.TemporaryDirectory(prefix="fedfm-audit-") as name:
         source, target = run.path / "private", Path(name)
-        for path in kept_files.secrets(source):
-            if kept_files.read_secret(path) is None:
+        for path in file_integrity.secrets(source):
+            if file_integrity.read_secret(path) is None:
                 raise Lost(f"{path} is damaged: the noise of this run cannot be drawn again; put back a copy of it")
             copy = target / _here(path.relative_to(source))
             copy.parent.mkdir(parents=True, exist_ok=True)

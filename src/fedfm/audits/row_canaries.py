@@ -22,14 +22,14 @@ from fedfm.core.rows import Batch, Rows
 from fedfm.linalg.threads import torch_threads
 from fedfm.models.families import Parts
 from fedfm.models.model import Model
+from fedfm.models.preprocessors import Tools
 from fedfm.models.spec import ModelSpec
-from fedfm.models.tools import Tools
 from fedfm.privacy.dp_sgd import DescentPlan
 from fedfm.runtime import client_memory
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.run_directory import Run
 from fedfm.training import SGD, private
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 
 QUESTION = "Do the private steps disclose more about single rows than the stated epsilon allows?"
 CONFIDENCE = 0.95

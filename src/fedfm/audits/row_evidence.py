@@ -12,8 +12,8 @@ from fedfm.audits.inference.shadow_ratio import confidence
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
-from fedfm.models.inputs import IGNORE
 from fedfm.models.model import Model
+from fedfm.models.preprocessing import IGNORE
 from fedfm.runtime.predictions import applied, logits
 from fedfm.runtime.run_directory import Run
 

@@ -11,7 +11,7 @@ from fedfm.cli.commands import experiment_of
 from fedfm.errors import InputError
 
 if TYPE_CHECKING:
-    from fedfm.runtime.forecast import Forecast
+    from fedfm.runtime.cost_estimate import Forecast
 
 _SHOWN = 12  # clients by name
 
@@ -38,7 +38,7 @@ def check(args: Any) -> int:
     # With a SuperLink, data and model lie on its machine: this one if it has the kit.
     if not experiment.run.superlink or Path(experiment.run.superlink).is_dir():
         from fedfm.config.cohorts import enough
-        from fedfm.models.names import locate
+        from fedfm.models.locate import locate
 
         if isinstance(experiment.method, Modelled):
             experiment.method.check_model()
@@ -47,18 +47,10 @@ def check(args: Any) -> int:
         if isinstance(experiment.method, Founded):
             experiment.method.check_foundation()
         from fedfm.runtime import beforehand
-        from fedfm.runtime.description import (
-            fits,
-            of_arrival,
-            of_delta,
-            of_method,
-            of_model,
-            of_privacy,
-            of_rows,
-        )
-        from fedfm.runtime.forecast import forecast
+        from fedfm.runtime.cost_estimate import forecast
         from fedfm.runtime.population import populate
         from fedfm.runtime.result import spending
+        from fedfm.runtime.run_manifest import fits, of_arrival, of_delta, of_method, of_model, of_privacy, of_rows
 
         population = populate(experiment)
         if population.clients:

@@ -60,9 +60,9 @@ def _numbers(flag: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
 
 def pretrain(args: Any) -> int:
     """``fedfm pretrain``."""
+    from fedfm.api.pretrain import ABOUT, pretrain
+    from fedfm.api.pretrain_spec import Pretraining
     from fedfm.config.toml import parse_override
-    from fedfm.runtime.pretrain import ABOUT, pretrain
-    from fedfm.runtime.pretrain_spec import Pretraining
     from fedfm.runtime.progress_bar import Epochs
 
     what = Pretraining.load(args.experiment, dict(parse_override(text) for text in args.set))
@@ -199,7 +199,7 @@ def report(args: Any) -> int:
 
 def sign(args: Any) -> int:
     """``fedfm sign``."""
-    from fedfm.runtime.signature import sign
+    from fedfm.api.signature import sign
 
     found = sign(args.run, args.key)
     lines = [f"{found['signature']}: {found['files']} files", f"key {found['fingerprint']}", found["key"]]
@@ -208,7 +208,7 @@ def sign(args: Any) -> int:
 
 def verify(args: Any) -> int:
     """``fedfm verify``."""
-    from fedfm.runtime.signature import described, verify
+    from fedfm.api.signature import described, verify
 
     found = verify(args.run, args.key)
     say(args, found.to_dict(), described(found))

@@ -17,8 +17,8 @@ from fedfm.aggregation.secure import Secure
 from fedfm.attacks.attack import halves_of, locals_of
 from fedfm.config import dp_sgd
 from fedfm.config.cohorts import named_clients
-from fedfm.config.own_code import is_function
 from fedfm.config.registry import name_of, ours, resolve
+from fedfm.config.user_code import is_function
 from fedfm.core.capabilities import Keeping, Personal, Private, RowsByOptimiser, Sampling, Sealed, TakesLate
 from fedfm.core.client import Update
 from fedfm.core.method import nested

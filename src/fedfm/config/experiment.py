@@ -15,12 +15,12 @@ from fedfm.aggregation.base import Aggregator
 from fedfm.attacks.attack import Attack
 from fedfm.config import compatibility
 from fedfm.config.faults import read_all
-from fedfm.config.guesses import UnknownKey
-from fedfm.config.own_code import filled, is_function
+from fedfm.config.key_suggestions import UnknownKey
 from fedfm.config.registry import admit_named, name_of, resolve
 from fedfm.config.replaced import without_former_keys
 from fedfm.config.run_spec import RunSpec
 from fedfm.config.toml import build, build_named, named, plain, put, read, refuse_unknown, to_toml
+from fedfm.config.user_code import filled, is_function
 from fedfm.core.capabilities import Modelled, Private
 from fedfm.core.fields import check
 from fedfm.core.method import Method

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedfm.data.sources._files import missed
 from fedfm.errors import InputError
-from fedfm.models.names import BUILT_IN
+from fedfm.models.locate import BUILT_IN
 
 # Keys of files and folders, by table; those of [method] are the models and runs that methods read.
 _KEYS = {

@@ -16,8 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fedfm.config.own_code import admit_function, is_function
 from fedfm.config.paper_names import how_to_set
+from fedfm.config.user_code import admit_function, is_function
 from fedfm.core.libraries import of_import
 from fedfm.errors import InputError, close, listed
 

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from fedfm.aggregation.base import Aggregator
 from fedfm.attacks.attack import Attack
-from fedfm.config.guesses import UnknownKey
+from fedfm.config.key_suggestions import UnknownKey
 from fedfm.config.paths import beside
 from fedfm.config.registry import available, name_of, ours, resolve
 from fedfm.core.fields import KINDS, bounds_of, check, key_of, needs_value, outside, owners_of, plain_type

@@ -15,7 +15,7 @@ from fedfm.errors import Faults, InputError, listed
 WITHHELD = "(kept by the server)"  # replaces values that clients do not receive
 IN_MEMORY = "(in memory)"  # the name of data and of a model from a Python program: see fedfm.api.federate
 BUILT_IN = ("digits",)
-FUNCTION = r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_.]*"  # a user's own code, see fedfm.config.own_code
+FUNCTION = r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_.]*"  # a user's own code, see fedfm.config.user_code
 PARTITIONS = ("iid", "dirichlet", "by_class", "by_column", "flower")
 KINDS = ("image", "text", "features", "instruction", "preference")  # of rows that a server does not have
 AUGMENT = ("crop", "flip")

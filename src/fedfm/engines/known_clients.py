@@ -41,9 +41,9 @@ def dealt_clients(experiment: Experiment) -> list[str]:
     from fedfm.data.partition import deal
 
     if experiment.own_code:
-        from fedfm.runtime import own_population
+        from fedfm.runtime import user_population
 
-        return list(own_population.of_experiment(experiment).clients)
+        return list(user_population.of_experiment(experiment).clients)
     table = load_table(experiment.data, seed=experiment.run.seed, task=experiment.model.task)
     return sorted(deal(table, experiment.data, seed=experiment.run.seed).clients)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedfm.core.client import Client
 from fedfm.errors import InputError
-from fedfm.models.next_token import targets_of
+from fedfm.models.language.next_token import targets_of
 
 WEIGHTINGS = ("size", "uniform", "tokens")
 WORDS = "size (n_k), uniform, or tokens: of a language model, how many the loss counts, e.g. those of answers"

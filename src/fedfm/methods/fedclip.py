@@ -26,7 +26,7 @@ from fedfm.models.decay import undecayed
 from fedfm.models.dual_encoder import expert_features, expert_texts, need
 from fedfm.models.model import Model
 from fedfm.training import AdamW, Local
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 from fedfm.training.loop import Flat
 from fedfm.training.update_rules import Rule
 

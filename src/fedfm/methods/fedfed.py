@@ -30,7 +30,7 @@ from fedfm.linalg.params import Params
 from fedfm.methods._one_shot import need_head, rows_of
 from fedfm.methods.fedavg import FedAvg
 from fedfm.privacy.noise import digest
-from fedfm.training.job import mini_batches
+from fedfm.training.local_job import mini_batches
 
 
 @dataclass(frozen=True)

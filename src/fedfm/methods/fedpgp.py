@@ -29,7 +29,7 @@ from fedfm.methods._personal import KeepingFedAvg
 from fedfm.models.dual_encoder import need
 from fedfm.models.model import Model
 from fedfm.training import SGD, Local
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 from fedfm.training.loop import Flat
 from fedfm.training.update_rules import Rule
 

@@ -26,7 +26,7 @@ from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper, setting
 from fedfm.linalg.params import Params
 from fedfm.methods._one_shot import OneShot, head_of, rows_of, tensors_of
-from fedfm.training.job import mini_batches
+from fedfm.training.local_job import mini_batches
 
 Head = tuple[Tensor, Tensor]  # (C, d), (C,)
 

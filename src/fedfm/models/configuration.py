@@ -8,7 +8,7 @@ from typing import Any
 
 from fedfm.errors import InputError, close
 from fedfm.models import weights
-from fedfm.models.names import ADAPTER, no_whole_model, stored_file
+from fedfm.models.locate import ADAPTER, no_whole_model, stored_file
 from fedfm.models.spec import ModelSpec
 
 _OUTPUT = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}  # what a call returns

@@ -24,8 +24,8 @@ from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.architectures.pooled_encoder import PooledEncoder
 from fedfm.models.dual_encoder import DualModel
 from fedfm.models.families import unwrapped
+from fedfm.models.locate import DTYPES
 from fedfm.models.model import Model
-from fedfm.models.names import DTYPES
 from fedfm.models.quiet import quiet
 
 Target = Literal["peft", "hf", "torch"]

@@ -20,8 +20,8 @@ from fedfm.models import quantised
 from fedfm.models.adapters.experts import GLOBAL, LOCAL
 from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.families import unwrapped
+from fedfm.models.locate import locate
 from fedfm.models.model import Model
-from fedfm.models.names import locate
 from fedfm.models.quiet import quiet
 
 BASE, CONFIG, BITS = "base", "adapter_config.json", "quantization.json"

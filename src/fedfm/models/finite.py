@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedfm.errors import InputError
-from fedfm.models.names import locate
+from fedfm.models.locate import locate
 
 _STATISTICS = ("running_mean", "running_var")
 _INDEX = "model.safetensors.index.json"

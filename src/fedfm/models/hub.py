@@ -20,10 +20,9 @@ from fedfm.models import (
     devices,
     encoder_decoder,
     families,
-    inputs,
     lengths,
+    preprocessing,
     quantised,
-    templates,
     tokenizer_files,
     weights,
 )
@@ -31,10 +30,11 @@ from fedfm.models.architectures import pooled_encoder
 from fedfm.models.architectures.clip_zero_shot import ZeroShotClassifier
 from fedfm.models.architectures.dual_encoder import MODEL_TYPES, DualEncoder, tokenised
 from fedfm.models.architectures.pooled_encoder import PooledEncoder
-from fedfm.models.names import DTYPES, locate, stored_file
+from fedfm.models.language import chat_templates
+from fedfm.models.locate import DTYPES, locate, stored_file
+from fedfm.models.preprocessors import Tools
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.models.tools import Tools
 
 _TEXT_HEADS = ("SequenceClassification", "CausalLM", "MaskedLM")
 _HEADS = ("ImageClassification", "SequenceClassification", "CausalLM")
@@ -139,7 +139,7 @@ def _of_encoder(path: Path | str, spec: ModelSpec, config: Any, classes: tuple[s
     about = config.to_diff_dict()
     pooled_encoder.sees_all(config)
     processor, guess = _image_processor(path, spec, config)
-    image = inputs.processor_call(processor)
+    image = preprocessing.processor_call(processor)
     with torch.device("meta"):
         skeleton = transformers.AutoModel.from_config(config)
     blank = Image.new("RGB", (8, 8))
@@ -191,7 +191,9 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
             f"model.name: no layers are known of the text encoder of {spec.name!r}, of type "
             f"{config.text_config.model_type!r}; expected a BERT or RoBERTa"
         )
-    tools = dataclasses.replace(tools, image=inputs.processor_call(processor), processor=processor, notices=guess)
+    tools = dataclasses.replace(
+        tools, image=preprocessing.processor_call(processor), processor=processor, notices=guess
+    )
     about, new = config.to_diff_dict() | {"classes": list(classes)}, ["context"] if prompts.context else []
     if adapt.name == "head":
         with torch.no_grad():
@@ -275,7 +277,7 @@ def _check_kind(config: Any, name: str, kind: str, task: str) -> None:
 def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
     if kind == "image":
         processor, guess = _image_processor(path, spec, config)
-        return Tools(image=inputs.processor_call(processor), processor=processor, notices=guess)
+        return Tools(image=preprocessing.processor_call(processor), processor=processor, notices=guess)
     # From the configuration alone transformers would create a tokenizer without words.
     if isinstance(path, Path) and not any(f for p in ("tokenizer*", "vocab*", "*.model") for f in path.glob(p)):
         raise InputError(f"model.name: {path} has no tokenizer for data of kind {kind}: put its files there")
@@ -291,10 +293,10 @@ def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
     notices = guess
     if kind in ("instruction", "preference"):
         with quiet():
-            template = templates.text_of(spec.template, tokenizer)
+            template = chat_templates.text_of(spec.template, tokenizer)
             if template is not None and spec.chat_template_kwargs:
                 raise InputError("model.chat_template_kwargs: the template is a text without variables; drop one")
-            notices = (*guess, *templates.fit(tokenizer, template, spec.chat_template_kwargs or {}))
+            notices = (*guess, *chat_templates.fit(tokenizer, template, spec.chat_template_kwargs or {}))
     return Tools(  # max_length: lengths.fit
         tokenizer=tokenizer, tokenizer_class=by, max_length=spec.max_length, template=template, notices=notices
     )

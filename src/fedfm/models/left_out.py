@@ -14,9 +14,9 @@ from typing import Any
 
 from fedfm.core.rows import TOOLS, Turn
 from fedfm.errors import InputError
-from fedfm.models.chat_form import ASSISTANT, applied, form_of
-from fedfm.models.templates import messages_of_row, prompts_differ, text_of_row
-from fedfm.models.tool_calls import CALLS, has_calls
+from fedfm.models.language.chat_form import ASSISTANT, applied, form_of
+from fedfm.models.language.chat_templates import messages_of_row, prompts_differ, text_of_row
+from fedfm.models.language.tool_calls import CALLS, has_calls
 
 _TAG = re.compile(r"<(/?)([^<>\s/]+)>")
 _PART = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]|[^\s<\[]+|[<\[]")  # a mark that a template may look for, or a word
@@ -31,7 +31,7 @@ def count(rows: Iterable[Sequence[Any]], template: str | None, tokenizer: Any) -
 
     Args:
         rows: of each what was said, and its answers.
-        template: as of :func:`fedfm.models.templates.text_of`.
+        template: as of :func:`fedfm.models.language.chat_templates.text_of`.
 
     Raises:
         InputError: the chat template refuses a row.

@@ -13,7 +13,7 @@ import numpy as np
 from torch import nn
 
 from fedfm.errors import InputError
-from fedfm.models.tools import Tools
+from fedfm.models.preprocessors import Tools
 
 if TYPE_CHECKING:
     from fedfm.core.tokens import Tokens

@@ -27,16 +27,15 @@ from fedfm.models import (
     devices,
     families,
     hub,
-    inputs,
     lengths,
     new_parts,
     precision,
+    preprocessing,
     quantised,
     quantised_experts,
-    side_adapter,
     stored_bits,
 )
-from fedfm.models.adapters import adaptation
+from fedfm.models.adapters import adaptation, side_adapter
 from fedfm.models.architectures import resnet
 from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.architectures.pooled_encoder import PooledEncoder
@@ -44,11 +43,11 @@ from fedfm.models.dual_encoder import DualModel
 from fedfm.models.finite import Finite
 from fedfm.models.heads import within
 from fedfm.models.hub import Loaded
+from fedfm.models.locate import BUILT_IN, DTYPES, locate
 from fedfm.models.model import Model
-from fedfm.models.names import BUILT_IN, DTYPES, locate
 from fedfm.models.preference import PreferenceModel
+from fedfm.models.preprocessors import Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.models.tools import Tools
 
 P = ParamSpec("P")
 
@@ -336,7 +335,7 @@ def _resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...] | None, kind: 
         raise InputError(f"model.name: {path} is not a CIFAR ResNet: {text}") from None
     net = net.to(DTYPES[spec.dtype])
     config = {"model_type": "cifar_resnet", "blocks": net.config.blocks}
-    image = inputs.plain_call(resnet.SIZE, resnet.IMAGE_MEAN, resnet.IMAGE_STD)
+    image = preprocessing.plain_call(resnet.SIZE, resnet.IMAGE_MEAN, resnet.IMAGE_STD)
     guess = (
         f"model.name: {path} does not say how pictures are prepared: they are resized to {resnet.SIZE} x {resnet.SIZE} "
         f"and normalised with mean {list(resnet.IMAGE_MEAN)} and standard deviation {list(resnet.IMAGE_STD)}, those of "

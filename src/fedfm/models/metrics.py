@@ -16,13 +16,13 @@ from torch import Tensor
 
 from fedfm.core.rows import Asked, Output, Rows, has_tools
 from fedfm.errors import InputError
-from fedfm.models import templates, truncation
-from fedfm.models.chat_form import ASSISTANT
-from fedfm.models.inputs import IGNORE, LOCAL_SHARE, prompts
-from fedfm.models.memory import TOKENS, in_halves, warned
-from fedfm.models.next_token import rows_at_once, scored
+from fedfm.models.language import chat_templates, truncation
+from fedfm.models.language.chat_form import ASSISTANT
+from fedfm.models.language.next_token import rows_at_once, scored
+from fedfm.models.language.tool_calls import one_call
+from fedfm.models.memory_budget import TOKENS, in_halves, warned
 from fedfm.models.precision import rounded
-from fedfm.models.tool_calls import one_call
+from fedfm.models.preprocessing import IGNORE, LOCAL_SHARE, prompts
 
 if TYPE_CHECKING:
     from fedfm.models.model import Model
@@ -176,8 +176,8 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[Answer]:
     """Greedy answers to instruction rows, independent of the right answers.
 
     A batch has prompts of similar length with masked padding on the left, and at most ``batch_size`` rows or
-    :data:`~fedfm.models.memory.TOKENS` tokens. A row's answer is the same alone, except for a tie of two tokens that
-    the last bit decides.
+    :data:`~fedfm.models.memory_budget.TOKENS` tokens. A row's answer is the same alone, except for a tie of two tokens
+    that the last bit decides.
     """
     limit, window, places = answer_limit(model), model.tools.max_length, model.tools.positions
     room = min(window, places - limit) if places else window
@@ -235,7 +235,7 @@ def _text(tokens: Sequence[int], called: bool, ends: set[int], model: Model) -> 
     """A generated answer as text, without special tokens; where it may call a tool, of these only without the end."""
     kept = [token for token in tokens if token not in ends] if called else tokens
     text = model.tools.tokenizer.decode(kept, skip_special_tokens=not called)
-    return templates.answer_of(text, model.tools.template, model.tools.tokenizer, special=called)
+    return chat_templates.answer_of(text, model.tools.template, model.tools.tokenizer, special=called)
 
 
 def _ends(model: Model, called: bool) -> set[int]:
@@ -270,7 +270,7 @@ def references(model: Model, rows: Rows) -> list[str]:
     def text(said: Asked, output: Output) -> str:
         if isinstance(output, str):
             return output
-        row = templates.written(said, output, model.tools.template, model.tools.tokenizer)
+        row = chat_templates.written(said, output, model.tools.template, model.tools.tokenizer)
         return _text(_until(row.ids[row.start :], ends), has_tools(said), ends, model)
 
     return [text(said, output) for said, output in pairs]

@@ -17,21 +17,21 @@ from fedfm.core.rows import Batch, Rows
 from fedfm.errors import RunError
 from fedfm.linalg import pages
 from fedfm.linalg.params import Layout, Params, layout_of
-from fedfm.models import checkpointing, inputs, kept_outputs, lengths, metrics, preparation
+from fedfm.models import checkpointing, kept_outputs, lengths, metrics, preparation, preprocessing
 from fedfm.models.adapters.adaptation import live_head
 from fedfm.models.block_outputs import blocks
 from fedfm.models.decay import undecayed
 from fedfm.models.derived_modules import Bounded
 from fedfm.models.families import Parts, unwrapped
 from fedfm.models.head_inputs import head_inputs, prompts
-from fedfm.models.inputs import IGNORE, LOCAL_SHARE
-from fedfm.models.loss_in_pieces import mean_loss
-from fedfm.models.memory import by_tokens, in_halves, warned
-from fedfm.models.next_token import scored
+from fedfm.models.language.chunked_loss import mean_loss
+from fedfm.models.language.next_token import scored
+from fedfm.models.memory_budget import by_tokens, in_halves, warned
 from fedfm.models.precision import rounded
+from fedfm.models.preprocessing import IGNORE, LOCAL_SHARE
+from fedfm.models.preprocessors import Tools
 from fedfm.models.row_batches import by_length
 from fedfm.models.spec import LANGUAGE, AdaptationSpec, ModelSpec
-from fedfm.models.tools import Tools
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
@@ -180,12 +180,12 @@ class Model:
 
         Args:
             most: bytes of pictures that are prepared at once; more are prepared by each batch. None: see
-                :mod:`fedfm.models.pictures`.
+                :mod:`fedfm.models.images`.
 
         Raises:
             InputError: the model does not take this kind of data.
         """
-        return inputs.prepare(
+        return preprocessing.prepare(
             table,
             index,
             classes=self.classes,
@@ -263,14 +263,14 @@ class Model:
         """
         if not self.is_language_model:
             return logits.float(), batch["labels"].to(logits.device)
-        targets = inputs.next_tokens(batch).to(logits.device)
+        targets = preprocessing.next_tokens(batch).to(logits.device)
         return logits[:, :-1].reshape(-1, logits.shape[-1]).float(), targets.reshape(-1)
 
     def counted(self, batch: Batch) -> int:
         """Over how many targets the loss of this batch is a mean."""
         if not self.is_language_model:
             return len(next(iter(batch.values())))
-        return int((inputs.next_tokens(batch) != IGNORE).sum())
+        return int((preprocessing.next_tokens(batch) != IGNORE).sum())
 
     @property
     def mixes_rows(self) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fedfm.errors import InputError
-from fedfm.models.names import DTYPES
+from fedfm.models.locate import DTYPES
 from fedfm.models.spec import ModelSpec
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)

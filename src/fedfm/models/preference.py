@@ -22,10 +22,10 @@ from fedfm.core.rows import Batch, Rows
 from fedfm.core.tokens import Tokens
 from fedfm.models import metrics
 from fedfm.models.adapters.adaptation import base_alone
-from fedfm.models.inputs import IGNORE, next_tokens
-from fedfm.models.memory import in_halves, warned
+from fedfm.models.language.next_token import rows_at_once, scored
+from fedfm.models.memory_budget import in_halves, warned
 from fedfm.models.model import Model
-from fedfm.models.next_token import rows_at_once, scored
+from fedfm.models.preprocessing import IGNORE, next_tokens
 
 SECOND = "second"  # tensor of rows, (n,): where the second of a row's two texts begins
 REFERENCE = "reference"  # tensor of rows, (n, 2): log pi_ref of the two answers
@@ -36,8 +36,8 @@ _OWN = (SECOND, REFERENCE, "input_ids", "attention_mask", "answer_start")
 class PreferenceModel(Model):
     """A language model adapted by LoRA that learns from pairs of answers.
 
-    Its rows have two texts each, one after the other (see :func:`fedfm.models.inputs.preferences`). Its logits are the
-    two rewards of a row, so that the loss is the cross-entropy with the first as the right one.
+    Its rows have two texts each, one after the other (see :func:`fedfm.models.preprocessing.preferences`). Its logits
+    are the two rewards of a row, so that the loss is the cross-entropy with the first as the right one.
     """
 
     softmax = False

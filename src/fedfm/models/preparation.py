@@ -11,8 +11,8 @@ import hashlib
 import json
 from typing import Any
 
+from fedfm.models.preprocessors import Tools
 from fedfm.models.quiet import quiet
-from fedfm.models.tools import Tools
 
 _PROBES = (
     "The quick, brown fox's 12.5 % jumps!  Over\tthe lazy dog.\n",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedfm.core.rows import Rows
 from fedfm.core.tokens import Tokens
-from fedfm.models import inputs
+from fedfm.models import preprocessing
 from fedfm.models.families import unwrapped
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def made_texts(model: Model) -> Rows:
     words = itertools.cycle([i for i in range(_vocabulary(model)) if i not in special])
     found = []
     for n in _WORDS:
-        (framed,) = inputs.texts([" ".join(["a"] * n)], tokenizer, model.tools.max_length)
+        (framed,) = preprocessing.texts([" ".join(["a"] * n)], tokenizer, model.tools.max_length)
         found.append([i if i in special else next(words) for i in map(int, framed)])
     return Rows(tokens=Tokens.of(found), pad=tokenizer.pad_token_id or 0)
 

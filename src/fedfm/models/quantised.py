@@ -29,7 +29,7 @@ from fedfm.errors import InputError
 from fedfm.models import quantised_experts
 from fedfm.models.adapters.stacked import wrap
 from fedfm.models.families import unwrapped
-from fedfm.models.names import DTYPES
+from fedfm.models.locate import DTYPES
 from fedfm.models.spec import ModelSpec
 
 BLOCK = 64  # weights of one scale

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fedfm.models.names import stored_file
+from fedfm.models.locate import stored_file
 
 AUTO, PLAIN = "AutoTokenizer", "PreTrainedTokenizerFast"  # the second builds what tokenizer.json says
 _FILE = "tokenizer.json"

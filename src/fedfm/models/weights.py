@@ -17,7 +17,7 @@ from fedfm.errors import InputError
 from fedfm.models import devices, families, quantised, stored_bits
 from fedfm.models.checkpoint import Difference, some
 from fedfm.models.heads import bases, within
-from fedfm.models.names import BUILT_IN, DTYPES
+from fedfm.models.locate import BUILT_IN, DTYPES
 from fedfm.models.spec import ModelSpec
 
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from fedfm.core.rows import Batch, Rows
 from fedfm.models import load
 from fedfm.models.batches import moved, rows_of
-from fedfm.models.ends import Ends
 from fedfm.models.families import Parts
+from fedfm.models.first_and_last_layer import Ends
 from fedfm.models.model import Model
+from fedfm.models.preprocessors import Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.models.tools import Tools
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table

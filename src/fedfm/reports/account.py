@@ -14,7 +14,7 @@ from fedfm.reports.plain_words import present, reading
 from fedfm.reports.read import RunFiles, mapping, numeric, sequence
 from fedfm.reports.text import count, esc, number, plural, size, toml
 from fedfm.runtime.disclosure import guarantee
-from fedfm.runtime.seen import MEAN, SERVER, Traffic
+from fedfm.runtime.exposure import MEAN, SERVER, Traffic
 
 _WAY = {"up": "client to server", "down": "server to client", "across": "client to client"}
 _RECEIVED = {"up": "The server received {h}", "down": "Clients received {h}"}

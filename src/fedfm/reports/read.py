@@ -14,8 +14,8 @@ from fedfm.core.messages import ROUND
 from fedfm.errors import InputError
 from fedfm.reports.text import finite, numbers
 from fedfm.runtime import logs
+from fedfm.runtime.exposure import Sight, seen
 from fedfm.runtime.runs_below import no_run
-from fedfm.runtime.seen import Sight, seen
 
 SCHEMA = 1  # newest version of the manifest that this module reads
 BASE_AND_NEW = ("base_accuracy", "new_accuracy", "harmonic_mean")  # as fedfm.models.metrics names them

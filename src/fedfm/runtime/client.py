@@ -40,7 +40,7 @@ from fedfm.errors import (
 from fedfm.linalg.params import Params
 from fedfm.linalg.quantised import EXACT
 from fedfm.privacy.policy import EXPOSES, WORDS
-from fedfm.runtime import late_scores
+from fedfm.runtime import async_scores
 from fedfm.runtime.client_memory import DiskMemory, Store, first, secret
 from fedfm.runtime.coarse_scores import coarse
 from fedfm.runtime.evaluation import Evaluation
@@ -75,7 +75,7 @@ class Silos:
         local_scores: an update for a mean also carries the accuracy of the client's model on the client's own test
             rows before aggregation.
         scores_sent: after how many rounds an update carries scores of the model that the client was sent, if the policy
-            allows scores; 0: never (see :mod:`fedfm.runtime.late_scores`).
+            allows scores; 0: never (see :mod:`fedfm.runtime.async_scores`).
         reveal: the server receives why a client half failed, a text that may hold paths and values; else the code, and
             a sentence that is the same for all rows.
         transport: precision of the Params in messages, ``run.transport``.
@@ -285,10 +285,10 @@ class Silos:
     def _of_sent(self, client: Client, payload: Mapping[str, Any]) -> dict[str, float]:
         """Scores of the model that the client was sent; what prevents them prevents no training, and is told."""
         try:
-            return late_scores.of_sent(self.method, client, payload, self._as_told)
+            return async_scores.of_sent(self.method, client, payload, self._as_told)
         except Exception as error:
             self._on_error(client.id, "".join(traceback.format_exception(error)))
-            return {late_scores.FAILED: 1.0}
+            return {async_scores.FAILED: 1.0}
 
     def _before_aggregation(self, client: Client) -> dict[str, float]:
         """Accuracy and loss of the client's trained model, and 1, whose mean is the share of clients with test rows."""

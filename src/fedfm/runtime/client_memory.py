@@ -16,8 +16,8 @@ from urllib.parse import unquote
 
 from fedfm.core import storage
 from fedfm.core.text import safe_name
-from fedfm.runtime import kept_files
-from fedfm.runtime.kept_files import SECRET, version_name, version_of
+from fedfm.runtime import file_integrity
+from fedfm.runtime.file_integrity import SECRET, version_name, version_of
 
 ROUNDS, CALLS = 10**7 - 1, 10**5 - 1  # the largest of each that fits into a version's name
 BACK = 2  # rounds that a resume may go back: to the newest checkpoint, or to the one before if it is damaged
@@ -35,19 +35,19 @@ def secret(root: Path, client: str, name: str) -> bytes:
     Raises:
         Lost: their file is damaged or missing; a second draw would be a second release.
     """
-    path, names = secret_file(root, client, name), kept_files.list_of(root, client)
+    path, names = secret_file(root, client, name), file_integrity.list_of(root, client)
     try:
-        found = kept_files.read_secret(path)
+        found = file_integrity.read_secret(path)
     except FileNotFoundError:
-        listed = kept_files.listed(names) or set()
+        listed = file_integrity.listed(names) or set()
         if path.name in listed:
-            raise kept_files.lost(path, kept_files.MISSING, names) from None
+            raise file_integrity.lost(path, file_integrity.MISSING, names) from None
         path.parent.mkdir(parents=True, exist_ok=True)
         found = entropy(SECRET)
         storage.write_atomic(path, storage.seal(found), 0o600)
-        kept_files.write_list(names, {*listed, path.name}, sync=True)
+        file_integrity.write_list(names, {*listed, path.name}, sync=True)
     if found is None:
-        raise kept_files.lost(path, kept_files.DAMAGED, names)
+        raise file_integrity.lost(path, file_integrity.DAMAGED, names)
     return found
 
 
@@ -74,7 +74,7 @@ def first(root: Path, client: str, name: str, value: bytes) -> bytes:
         temporary.unlink()
         storage.sync_folder(path.parent)
     if (found := storage.unseal(path.read_bytes())) is None:
-        raise kept_files.lost(path, kept_files.DAMAGED, path)
+        raise file_integrity.lost(path, file_integrity.DAMAGED, path)
     return found
 
 
@@ -102,7 +102,7 @@ class Store(MutableMapping[str, bytes]):
         except FileNotFoundError:
             raise KeyError(key) from None
         if found is None:
-            raise kept_files.lost(path, kept_files.DAMAGED, path)
+            raise file_integrity.lost(path, file_integrity.DAMAGED, path)
         return found
 
     def __setitem__(self, key: str, value: bytes) -> None:
@@ -153,18 +153,18 @@ class DiskMemory(MutableMapping[str, Any]):
 
     @functools.cached_property
     def _list(self) -> Path:
-        return kept_files.list_of(self._root, self._client)
+        return file_integrity.list_of(self._root, self._client)
 
     def _path(self, version: tuple[int, int]) -> Path:
         return self._folder / version_name(version)
 
     @functools.cached_property
     def _listed(self) -> set[str]:
-        return kept_files.listed(self._list) or set()
+        return file_integrity.listed(self._list) or set()
 
     def _load(self) -> dict[str, Any]:
         if self._values is None:
-            versions = map(version_of, kept_files.files(self._folder) | self._listed)
+            versions = map(version_of, file_integrity.files(self._folder) | self._listed)
             newest = max((v for v in versions if v and v < self._version), default=None)
             self._values = {} if newest is None else self._read(self._path(newest))
         return self._values
@@ -172,7 +172,9 @@ class DiskMemory(MutableMapping[str, Any]):
     def _read(self, path: Path) -> dict[str, Any]:
         found: dict[str, Any] | None = storage.load(path, None)
         if found is None:
-            raise kept_files.lost(path, kept_files.DAMAGED if path.exists() else kept_files.MISSING, self._list)
+            raise file_integrity.lost(
+                path, file_integrity.DAMAGED if path.exists() else file_integrity.MISSING, self._list
+            )
         return found
 
     def commit(self) -> None:
@@ -182,10 +184,10 @@ class DiskMemory(MutableMapping[str, Any]):
         if not os.path.isdir(self._folder):
             self._folder.mkdir(parents=True)
         storage.save(self._path(self._version), self._values, 0o600, sync=False)
-        versions = {name: version_of(name) for name in kept_files.files(self._folder) | self._listed}
+        versions = {name: version_of(name) for name in file_integrity.files(self._folder) | self._listed}
         known = sorted(v for v in versions.values() if v)
         needed = self._needed(known)
-        kept_files.write_list(self._list, (name for name, v in versions.items() if v is None or v in needed))
+        file_integrity.write_list(self._list, (name for name, v in versions.items() if v is None or v in needed))
         for version in set(known) - needed:
             self._path(version).unlink(missing_ok=True)
 

@@ -20,8 +20,8 @@ from fedfm.core.rows import Rows
 from fedfm.errors import E_EXCEPTION, E_FIELD, E_REFUSED, ClientFault
 from fedfm.linalg.params import Params
 from fedfm.models import class_counts, metrics
+from fedfm.runtime.async_scores import PARTS, Newest
 from fedfm.runtime.coarse_scores import ANSWERS
-from fedfm.runtime.late_scores import PARTS, Newest
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.predictions import check_own, kept, logits, own, personal, scores, seen_by
 from fedfm.runtime.run_directory import Run

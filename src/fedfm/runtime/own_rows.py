@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 
 from fedfm.config.experiment import Experiment
-from fedfm.config.own_code import is_function
+from fedfm.config.user_code import is_function
 from fedfm.core.capabilities import Foretelling
 from fedfm.data.load import read_inputs
 from fedfm.data.sources._files import listing
 from fedfm.data.spec import WITHHELD, DataSpec
 from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError
-from fedfm.models.names import BUILT_IN
+from fedfm.models.locate import BUILT_IN
 from fedfm.models.spec import ModelSpec
-from fedfm.runtime import own_population
+from fedfm.runtime import user_population
 from fedfm.runtime.population import Partitioned, augmentation, model_of
 
 COLUMNS = (
@@ -57,7 +57,7 @@ def deal(rows: OwnRows, spec: DataSpec, *, seed: int, task: str | None) -> Any:
     from fedfm.data.partition import deal as dealt
 
     if is_function(rows.data):
-        return own_population.of_silo(rows.name, rows.data, spec, seed).federated
+        return user_population.of_silo(rows.name, rows.data, spec, seed).federated
     columns = rows.columns
     kept = {key: getattr(spec, key) for key in ("test_fraction", "val_fraction", "scale")}
     own = DataSpec(clients={rows.name: rows.data}, **columns, **kept)
@@ -110,7 +110,7 @@ def _own(rows: OwnRows, experiment: Experiment, classes: tuple[str, ...]) -> Par
             f'data = "{rows.data}": {has}, and data and model of this experiment ("{experiment.model.name}") take '
             f"{wants} of the silo's own"
         )
-    found = own_population.of_silo(rows.name, rows.data, experiment.data, experiment.run.seed)
+    found = user_population.of_silo(rows.name, rows.data, experiment.data, experiment.run.seed)
     table = _with_classes(rows, found.federated.table, classes)
     return Partitioned(replace(found.federated, table=table), found.model)
 

@@ -27,7 +27,7 @@ from fedfm.data.spec import WITHHELD
 from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError, NotWritten
 from fedfm.linalg.out_of_core import limit
-from fedfm.models import devices, inputs
+from fedfm.models import devices, preprocessing
 from fedfm.models.model import Model
 from fedfm.runtime.row_cache import RowCache, encodes
 from fedfm.training import TrainsLocally
@@ -76,7 +76,11 @@ class Partitioned:
         if client not in self._data:
             self._forget_pictures()
             rows = self._pooled() if client == POOLED else self.federated.clients[client]
-            make = self.rows if self.client_model is not None else functools.partial(inputs.bare, self.federated.table)
+            make = (
+                self.rows
+                if self.client_model is not None
+                else functools.partial(preprocessing.bare, self.federated.table)
+            )
             train, val, test = (functools.partial(make, index) for index in (rows.train, rows.val, rows.test))
             if self.attackers is not None and client in self.attackers.names:
                 train = functools.partial(self._poisoned, self.attackers, client, rows.train)
@@ -161,8 +165,10 @@ class Partitioned:
 
     @property
     def packed(self) -> bool:
-        """Whether clients train on blocks of their joined rows (see :func:`fedfm.models.inputs.passages`)."""
-        return inputs.packs(self.federated.table.kind, isinstance(self.model, Model) and self.model.is_language_model)
+        """Whether clients train on blocks of their joined rows (see :func:`fedfm.models.preprocessing.passages`)."""
+        return preprocessing.packs(
+            self.federated.table.kind, isinstance(self.model, Model) and self.model.is_language_model
+        )
 
     def counts(self) -> dict[ClientId, tuple[int, int, int]]:
         """Training, validation and test rows of each client, as it uses them.
@@ -223,9 +229,9 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
     if isinstance(experiment.method, Modelled) and experiment.model.name != WITHHELD:
         experiment.method.check_model()
     if experiment.own_code:
-        from fedfm.runtime import own_population
+        from fedfm.runtime import user_population
 
-        return own_population.of_experiment(experiment)
+        return user_population.of_experiment(experiment)
     seed = experiment.run.seed
     with refuse("data: a library cannot read these rows"):
         table = load_table(experiment.data, seed=seed, task=experiment.model.task)
@@ -300,7 +306,7 @@ def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] |
 
     None for a method without a client optimiser, and for rows that only the user's own Python module can read.
     """
-    from fedfm.models.costs import Costs, per_sample
+    from fedfm.models.multiply_accumulates import Costs, per_sample
 
     table = population.federated.table
     if not isinstance(method, TrainsLocally) or method.needs.pooled or table.kind == "own":

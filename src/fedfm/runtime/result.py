@@ -23,14 +23,14 @@ from fedfm.models.metrics import BASE_AND_NEW
 from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant
 from fedfm.runtime import early_stopping, failures, logs
+from fedfm.runtime.after_run_checks import outside, overtrained
 from fedfm.runtime.client_memory import Store
 from fedfm.runtime.coarse_scores import ANSWERS
 from fedfm.runtime.disclosure import guarantee, rows_of
 from fedfm.runtime.evaluation import CLASS_COUNTS, CONFUSION, Evaluator
-from fedfm.runtime.hindsight import outside, overtrained
+from fedfm.runtime.exposure import seen
 from fedfm.runtime.predictions import feature_transform, kept
 from fedfm.runtime.run_directory import Run
-from fedfm.runtime.seen import seen
 
 # Metrics of the last evaluation, in the order of the result line.
 _METRICS = ["accuracy", "global_accuracy", "local_accuracy", "client_accuracy", "local_loss", "balanced_accuracy"]
@@ -166,7 +166,7 @@ def enter(run: Run, spent: Accountant) -> None:
 
 def _count(run: Run, lines: Sequence[Mapping[str, Any]]) -> None:
     """Complete the ledger's multiply-accumulates: those of all rounds, and those until the target was reached."""
-    from fedfm.models.costs import Costs, rounds_to
+    from fedfm.models.multiply_accumulates import Costs, rounds_to
 
     found = run.manifest["ledger"].get("operations")
     if found is None:

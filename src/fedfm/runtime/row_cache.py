@@ -29,7 +29,7 @@ from fedfm.core.tokens import Tokens
 from fedfm.data.table import Table
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import to_bytes
-from fedfm.models import inputs
+from fedfm.models import preprocessing
 from fedfm.models.dual_encoder import DualModel
 from fedfm.models.model import Model
 from fedfm.version import __version__
@@ -165,7 +165,7 @@ class RowCache:
             os.utime(path)  # used now: see trim()
         labels = None
         if not self._model.is_language_model:
-            labels = inputs.labels_of(table, self._model.classes, index)
+            labels = preprocessing.labels_of(table, self._model.classes, index)
         if "features" in found:
             return Rows({"features": found["features"]}, labels=labels)
         tokens = Tokens.one_after_the_other(found["flat"].numpy(), found["length"].numpy())

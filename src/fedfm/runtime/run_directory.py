@@ -27,7 +27,7 @@ from fedfm.core.messages import Excluded
 from fedfm.core.text import safe_name, to_json
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
-from fedfm.runtime import kept_files, logs
+from fedfm.runtime import file_integrity, logs
 from fedfm.runtime.run_folder import LOCK, MANIFEST, claimed, new_manifest, own_place, read_manifest, refuse_used
 
 # Temporary files that a killed process may leave.
@@ -211,7 +211,7 @@ class Run:
             "underway": {client: list(at) for client, at in fed.underway.items()},
             "metrics": dict(fed.metrics),
             "extra": dict(extra or {}),
-            "kept": kept_files.parties(self.path / "private"),
+            "kept": file_integrity.parties(self.path / "private"),
         }
         self._folder.mkdir(mode=0o700, exist_ok=True)
         storage.save(self.checkpoint(t), record, 0o600 if self._folder.parent != self.path else 0o666)

@@ -25,11 +25,11 @@ from fedfm.linalg.params import Params
 from fedfm.models.model import Model
 from fedfm.runtime import early_stopping, failures
 from fedfm.runtime.client_memory import Store, of_server, secret
-from fedfm.runtime.description import of_privacy
 from fedfm.runtime.evaluation import Evaluator
 from fedfm.runtime.predictions import kept
 from fedfm.runtime.result import accounted, enter, finish, write_models
 from fedfm.runtime.run_directory import Run
+from fedfm.runtime.run_manifest import of_privacy
 
 if TYPE_CHECKING:
     from fedfm.runtime.progress import Progress

@@ -13,7 +13,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.core.wire import payload
 from fedfm.errors import ClientFault
 from fedfm.privacy.policy import Policy
-from fedfm.runtime.late_scores import PARTS
+from fedfm.runtime.async_scores import PARTS
 from fedfm.runtime.population import Partitioned
 
 _SESSION = "fedfm.sites.silo_session"  # has the class Own

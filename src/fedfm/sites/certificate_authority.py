@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedfm.engines.flower.keys import write_private
+from fedfm.engines.flower.loopback_keys import write_private
 from fedfm.errors import InputError
 
 YEARS = 10  # validity of the authority; the certificates that it signs end earlier

@@ -14,7 +14,7 @@ from fedfm.engines.flower import server_seen
 from fedfm.engines.flower.kit_manifest import Kit, load
 from fedfm.errors import InputError, first_line
 from fedfm.runtime import own_rows
-from fedfm.runtime.description import of_silo
+from fedfm.runtime.run_manifest import of_silo
 from fedfm.sites import certificate_authority, consent_rules, identity, kits, silo_config
 
 _SOON = 30  # days before its end at which a certificate is told of

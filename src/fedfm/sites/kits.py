@@ -15,7 +15,7 @@ from typing import Any
 
 from fedfm.core import storage
 from fedfm.core.locks import alone_in
-from fedfm.engines.flower import keys
+from fedfm.engines.flower import loopback_keys
 from fedfm.engines.flower.kit_manifest import FILE, NODES, SCHEMA, SERVER, Kit, load
 from fedfm.engines.flower.private_api import OPERATOR
 from fedfm.errors import InputError
@@ -52,11 +52,11 @@ def _made(federation: FederationFile, out: Path, renew: bool) -> dict[str, Any]:
         certificate_authority.issue(out / AUTHORITY, server, hosts, federation.days)
     kit = Kit(SERVER, address, port, federation.on_loopback, federation.proxy, server)
     if old is None:
-        keys.write_secret(server / "superexec.secret")
+        loopback_keys.write_secret(server / "superexec.secret")
         (server / NODES).mkdir()
         _write(kit, out, kit_templates.of_server(kit))
     if not (server / OPERATOR).exists():  # a kit of an older release had none
-        keys.write_secret(server / OPERATOR)
+        loopback_keys.write_secret(server / OPERATOR)
     (made if old is None else kept).append(SERVER)
     ports = _ports(federation, out, port)
     for name in federation.silos:
@@ -68,7 +68,7 @@ def _made(federation: FederationFile, out: Path, renew: bool) -> dict[str, Any]:
             raise InputError(f"{folder} is there and has no {FILE}: move it away, or take the silo out of silos")
         folder.mkdir(mode=0o700, exist_ok=True)
         own = Kit(name, address, next(ports), federation.on_loopback, False, folder)
-        public = keys.write_node_key(folder / "node.key")
+        public = loopback_keys.write_node_key(folder / "node.key")
         for place in (folder / "node.pub", server / NODES / f"{name}.pub"):
             place.write_bytes(public)
         _write(own, out, kit_templates.of_silo(own, federation))

@@ -44,9 +44,9 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.config.faults import read_all
-from fedfm.config.own_code import admit_function, is_function
 from fedfm.config.registry import admit_any, available
 from fedfm.config.toml import build
+from fedfm.config.user_code import admit_function, is_function
 from fedfm.core.fields import check as check_fields
 from fedfm.core.fields import setting
 from fedfm.core.text import NAME, NAME_WORDS
@@ -203,7 +203,7 @@ def admit_methods(silo: Silo, path: Path) -> None:
 
 def report(path: Path) -> dict[str, Any]:
     """Output of ``fedfm silo check``: name, rows, classes, and what the policy allows."""
-    from fedfm.runtime.description import spellings
+    from fedfm.runtime.run_manifest import spellings
 
     silo = load(path)
     admit_methods(silo, path)

@@ -16,9 +16,9 @@ from fedfm.core.wire import codec
 from fedfm.engines.flower import client_stub
 from fedfm.errors import E_REFUSED, OF_NO_ROW, ClientFault, InputError, first_line
 from fedfm.privacy.policy import EXPOSES, HELLO
-from fedfm.runtime.description import of_silo
 from fedfm.runtime.own_rows import populate
 from fedfm.runtime.population import Partitioned
+from fedfm.runtime.run_manifest import of_silo
 from fedfm.runtime.site_policy import Question
 from fedfm.sites import consent_rules, identity, silo_config
 from fedfm.sites.ledger import NOTHING, Entry, Ledger, epsilon_alone, now

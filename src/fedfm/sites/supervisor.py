@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from fedfm.engines.flower import client_stub, keys, loopback, operator_home
+from fedfm.engines.child_processes import Children
+from fedfm.engines.flower import client_stub, loopback, loopback_keys, operator_home
 from fedfm.engines.flower.kit_manifest import NODES, Kit, load
 from fedfm.engines.flower.node_status import NodeStatus
 from fedfm.engines.flower.private_api import OPERATOR, QUICK_EXECUTOR, Control, NodeView
-from fedfm.engines.flower.processes import Children
 from fedfm.engines.flower.run_watch import RunWatch
 from fedfm.engines.flower.server_seen import Lookout
 from fedfm.errors import InputError, RunError
@@ -304,7 +304,7 @@ class _Supervisor:
         kit, at = self._kit, self._kit.folder
         folder = self._state / "secret"
         folder.mkdir(mode=0o700, exist_ok=True)
-        secret = ["--superexec-auth-secret-file", str(keys.write_secret(folder / "superexec.secret"))]
+        secret = ["--superexec-auth-secret-file", str(loopback_keys.write_secret(folder / "superexec.secret"))]
         node = [*loopback.PROGRAMS, "supernode"] if kit.loopback else ["flower-supernode"]
         node += ["--superlink", kit.server, "--root-certificates", str(at / "ca.crt")]
         node += ["--auth-supernode-private-key", str(at / "node.key"), "--host", "127.0.0.1", "--port", str(kit.port)]

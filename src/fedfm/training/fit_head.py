@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedfm.core.fields import setting
-from fedfm.training.job import mini_batches
+from fedfm.training.local_job import mini_batches
 from fedfm.training.newton import Blocks, Optimum, Problem, optimum
 
 Missed = Callable[[Optimum], None]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fedfm.linalg.params import Layout, Params
 from fedfm.models.model import Model
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 from fedfm.training.optimisers import SGD
 from fedfm.training.update_rules import Rule, places
 

@@ -18,9 +18,9 @@ from fedfm.linalg import pages
 from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params
 from fedfm.models.derived_modules import Bounded, hinge, penalties
-from fedfm.models.memory import in_halves, warned
+from fedfm.models.memory_budget import in_halves, warned
 from fedfm.models.model import Model
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 from fedfm.training.optimisers import ABSENT, Local
 from fedfm.training.update_rules import PIECE, Rule
 

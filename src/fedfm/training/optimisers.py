@@ -90,7 +90,7 @@ class Local:
             correction: added to every gradient (SCAFFOLD's c - c_k).
             only: names of the tensors to train, the others stay as in ``w``; None: all.
         """
-        from fedfm.training.job import Job
+        from fedfm.training.local_job import Job
         from fedfm.training.scheduler import train
 
         client.trained = train(Job(client, w, self, mu, correction, only))

@@ -22,7 +22,7 @@ from fedfm.models.model import Model
 from fedfm.privacy import plausibility
 from fedfm.privacy.dp_sgd import DescentPlan, PrivateSteps
 from fedfm.training import heads, packed
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 from fedfm.training.loop import flat_of
 from fedfm.training.row_gradients import agrees, clipped_sum, factors
 from fedfm.training.update_rules import Rule

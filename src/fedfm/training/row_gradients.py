@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedfm.core.rows import Batch, Rows
-from fedfm.models.inputs import IGNORE
 from fedfm.models.model import Model
+from fedfm.models.preprocessing import IGNORE
 from fedfm.training.row_terms import Gradient, Term, Use, fit, known, terms
 
 _MARGIN = 1 - 1e-4  # rows are clipped to this times C: the rounding of a float32 sum stays within C

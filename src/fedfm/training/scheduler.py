@@ -17,15 +17,15 @@ import greenlet
 
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
-from fedfm.training import heads, loop, packed, private, side
-from fedfm.training.job import Job
+from fedfm.training import heads, loop, packed, private, side_adapter
+from fedfm.training.local_job import Job
 
 _HEADS = (64, 4)  # clients in a chunk of heads, at most and at least: a message costs as much as several heads
 
 _autograd: ContextVar[bool] = ContextVar("autograd", default=False)  # whether the loop trains what compiled loops could
 
 Trainer = Callable[[Sequence[Job]], list[Params]]
-_COMPILED: tuple[Trainer, ...] = (heads.train, side.train)
+_COMPILED: tuple[Trainer, ...] = (heads.train, side_adapter.train)
 
 
 class _Chunk(greenlet.greenlet):  # type: ignore[misc]
@@ -47,8 +47,8 @@ def trainer_for(model: Model, local: Any = None, only: Sequence[str] | None = No
         return private.train
     if only is not None or (local is not None and (local.absent != "keep" or local.looks)):
         return loop.train
-    if side.applies(model):
-        return side.train
+    if side_adapter.applies(model):
+        return side_adapter.train
     if local is not None and local.stepwise:
         return loop.train
     if heads.applies(model):
@@ -90,7 +90,7 @@ def prepare(model: Model) -> None:
     """Load the kernels of its training before the process forks, so that its children share them."""
     if heads.applies(model):
         import fedfm.linalg.kernels.softmax_sgd
-    elif side.applies(model):
+    elif side_adapter.applies(model):
         import fedfm.linalg.kernels.side_chain  # noqa: F401
     else:
         packed.prepare(model)

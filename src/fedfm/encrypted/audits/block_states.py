@@ -15,7 +15,7 @@ from fedfm.data.scikit_files import scikit_file
 from fedfm.data.table import Table
 from fedfm.encrypted.student.conversion import block_states, folded
 from fedfm.errors import RunError
-from fedfm.models.side_adapter import SideModel
+from fedfm.models.adapters.side_adapter import SideModel
 from fedfm.runtime.population import Partitioned
 
 MOST, OTHERS = 1000, 300  # rows of a client, and of another kind

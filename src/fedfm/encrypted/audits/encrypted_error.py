@@ -16,7 +16,7 @@ from fedfm.encrypted.audits.block_states import largest_client, side_model
 from fedfm.encrypted.ckks.refresh import DistanceLedger
 from fedfm.encrypted.student.conversion import folded
 from fedfm.errors import ClientFault
-from fedfm.models.side_adapter import STATES, SideModel
+from fedfm.models.adapters.side_adapter import STATES, SideModel
 from fedfm.runtime.run_directory import Run
 
 ERROR = "How far are released states under encryption from those in the clear?"

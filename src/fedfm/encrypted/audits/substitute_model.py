@@ -19,7 +19,7 @@ from fedfm.audits.replay import Replay
 from fedfm.encrypted.audits import inference_substitute
 from fedfm.encrypted.audits.block_states import States, largest_client, of_client, of_photographs, side_model
 from fedfm.linalg.threads import torch_threads
-from fedfm.models.side_adapter import SideModel
+from fedfm.models.adapters.side_adapter import SideModel
 
 BLOCKS = "Can a client compute the blocks of the server's model from pairs of states?"
 STUDENT = "Can a client train a substitute of the server's model from the states that are released to it?"

@@ -11,7 +11,7 @@ from fedfm.core.federation import Federation
 from fedfm.encrypted.protocol.foundation_check import check
 from fedfm.encrypted.protocol.handshake import spans
 from fedfm.encrypted.protocol.server import Passing, clear_states, rows_of
-from fedfm.models.side_adapter import with_numbers
+from fedfm.models.adapters.side_adapter import with_numbers
 
 if TYPE_CHECKING:
     from fedfm.encrypted.blindfed import BlindFed

@@ -21,9 +21,9 @@ from fedfm.encrypted.protocol import out_of_range, permutations
 from fedfm.encrypted.protocol.handshake import PARTS, Hello, Opened, spans, spans_by_part
 from fedfm.encrypted.student.folding import Patches
 from fedfm.errors import E_FIELD, E_LOST, E_NONFINITE, E_SHAPE, ClientFault
-from fedfm.models import inputs
-from fedfm.models.pictures import pixels
-from fedfm.models.side_adapter import STATES, Release, SideModel, of_states
+from fedfm.models import preprocessing
+from fedfm.models.adapters.side_adapter import STATES, Release, SideModel, of_states
+from fedfm.models.images import pixels
 
 if TYPE_CHECKING:
     from fedfm.encrypted.protocol.client_sessions import PermutedSessions, Sessions
@@ -245,7 +245,7 @@ def pictures_of(rows: Rows) -> Iterable[Any]:
 
 def prepared(pictures: Sequence[Any], told: Hello) -> Tensor:
     """Pictures as pixel values (n, 3, H', W'), resized and normalised as the server says."""
-    return pixels(pictures, inputs.from_told(told.picture))
+    return pixels(pictures, preprocessing.from_told(told.picture))
 
 
 def _released(client: Client, told: Hello, have: Mapping[str, int]) -> dict[str, Rows]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from fedfm.encrypted.student.conversion import KEY, folded, is_twin
 from fedfm.errors import InputError
+from fedfm.models.adapters.side_adapter import SideModel
+from fedfm.models.locate import locate
 from fedfm.models.model import Model
-from fedfm.models.names import locate
-from fedfm.models.side_adapter import SideModel
 
 
 def check(model: Model, name: str) -> SideModel:

@@ -26,7 +26,7 @@ class Hello:
         kernels: of local training (see ``run.kernels``).
         batch: rows that pass together.
         tokens, patch, extra: T of a row, (height, width) of a patch, tokens before the patches.
-        picture: how pictures become the model's input (see :func:`fedfm.models.inputs.told`).
+        picture: how pictures become the model's input (see :func:`fedfm.models.preprocessing.told`).
         digest: sha256 of the model.
         key: the server's public key, with encryption.
         ring: degree of the ciphertexts' ring, with encryption.

@@ -33,7 +33,7 @@ from fedfm.encrypted.protocol.handshake import Hello, Opened, RowSpan, spans
 from fedfm.encrypted.protocol.server import Passing
 from fedfm.encrypted.student.folding import folded
 from fedfm.errors import E_CLIENT, ClientFault, InputError
-from fedfm.models.side_adapter import STATES, Release, SideModel
+from fedfm.models.adapters.side_adapter import STATES, Release, SideModel
 from fedfm.privacy.crypto import keys
 
 if TYPE_CHECKING:

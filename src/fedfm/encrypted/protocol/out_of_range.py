@@ -13,7 +13,7 @@ from torch import Tensor
 from fedfm.core.client import Client
 from fedfm.core.rows import Rows
 from fedfm.errors import E_NONFINITE, ClientFault
-from fedfm.models.side_adapter import STATES, with_numbers
+from fedfm.models.adapters.side_adapter import STATES, with_numbers
 
 
 def kept(client: Client, parts: Mapping[str, Rows]) -> tuple[dict[str, Rows], dict[str, Tensor]]:

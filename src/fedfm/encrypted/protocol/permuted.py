@@ -32,7 +32,7 @@ from fedfm.encrypted.protocol.masked import EncryptedPasses
 from fedfm.encrypted.protocol.server import Passing
 from fedfm.encrypted.student.folding import folded
 from fedfm.errors import InputError
-from fedfm.models.side_adapter import STATES, SideModel
+from fedfm.models.adapters.side_adapter import STATES, SideModel
 
 if TYPE_CHECKING:
     from fedfm.encrypted.blindfed import BlindFed

@@ -17,8 +17,8 @@ from fedfm.core.federation import Federation
 from fedfm.core.transcript import Crossing
 from fedfm.encrypted.protocol.handshake import PARTS, Hello, Opened
 from fedfm.encrypted.student.folding import Patches, folded
-from fedfm.models import inputs
-from fedfm.models.side_adapter import SideModel
+from fedfm.models import preprocessing
+from fedfm.models.adapters.side_adapter import SideModel
 
 SLOTS = 4096  # rows times tokens of a batch, with a ring of degree 8192
 _SESSION, _DONE, _CROSSED = "session", "done", "crossed-"  # in the server's store
@@ -88,7 +88,7 @@ class Passing:
             "tokens": self.tokens,
             "patch": list(patches.size),
             "extra": patches.extra,
-            "picture": inputs.told(model.tools.processor),
+            "picture": preprocessing.told(model.tools.processor),
             "digest": model.fingerprint,
             "ring": self.ring,
         }

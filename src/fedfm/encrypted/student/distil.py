@@ -1,6 +1,6 @@
 """Distillation of a model into its twin with polynomials, into a folder that experiments can name.
 
-As a pretraining (:mod:`fedfm.runtime.pretrain`) it resumes with the same bits, and its folder loads only once it is
+As a pretraining (:mod:`fedfm.api.pretrain`) it resumes with the same bits, and its folder loads only once it is
 finished. ``distil.json`` records how the twin was made.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fedfm import seeds
+from fedfm.api.model_folder import ModelFolder, claim, held_out
 from fedfm.core import storage
 from fedfm.core.libraries import refuse
 from fedfm.core.rows import Rows
@@ -36,7 +37,6 @@ from fedfm.linalg.threads import torch_threads
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
 from fedfm.models.quiet import quiet
-from fedfm.runtime.model_folder import ModelFolder, claim, held_out
 from fedfm.runtime.progress import EpochProgress
 from fedfm.training import Adam
 from fedfm.training.loop import flat_of

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 
 from fedfm import seeds
+from fedfm.api.model_folder import fits, prepared
 from fedfm.core import storage
 from fedfm.core.rows import Batch, Rows
 from fedfm.data.table import Table
 from fedfm.encrypted.student.distillation_loss import TAUGHT, Taps
 from fedfm.encrypted.student.scores import Outputs, outputs
 from fedfm.errors import RunError
-from fedfm.models import inputs
+from fedfm.models import preprocessing
 from fedfm.models.model import Model
-from fedfm.runtime.model_folder import fits, prepared
 
 MEASURED = 8192  # rows of which the intervals are measured
 AT_ONCE = 64  # rows of a batch that is not trained on
@@ -58,7 +58,7 @@ def looked(model: Model, table: Table, index: np.ndarray, boxes: Sequence[Box]) 
     """The boxes of these pictures as rows of a model."""
     left, image = iter(boxes), model.tools.image
     cut = None if image is None else lambda pictures: image([next(left).cut(p) for p in pictures])
-    return inputs.prepare(table, index, classes=model.classes, image=cut)
+    return preprocessing.prepare(table, index, classes=model.classes, image=cut)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedfm.api.pretrain_spec import alone, check_central
 from fedfm.config.faults import read_all
 from fedfm.config.toml import build, plain, read, refuse_unknown
 from fedfm.core.fields import check, setting
@@ -15,7 +16,6 @@ from fedfm.data.spec import DataSpec
 from fedfm.encrypted.student.distillation_loss import Recipe
 from fedfm.errors import InputError
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.runtime.pretrain_spec import alone, check_central
 
 
 @dataclass(frozen=True)

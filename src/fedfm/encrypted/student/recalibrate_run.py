@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedfm.api.model_folder import ModelFolder, held_out
 from fedfm.core.rows import Batch
 from fedfm.data.table import Table
 from fedfm.encrypted.student import conversion
@@ -26,7 +27,6 @@ from fedfm.errors import InputError
 from fedfm.linalg.params import sha256_of
 from fedfm.models import families
 from fedfm.models.model import Model
-from fedfm.runtime.model_folder import ModelFolder, held_out
 from fedfm.runtime.progress import EpochProgress
 
 _SIZES = ("scale", "range", "largest")  # of a block's entry, besides its polynomials

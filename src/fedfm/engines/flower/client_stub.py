@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.core.text import complain, safe_name
-from fedfm.engines.flower.processes import cause, held
+from fedfm.engines.child_processes import cause, held
 from fedfm.engines.flower.run_config import LONGEST
 from fedfm.errors import E_DIED, E_EXCEPTION, E_EXPERIMENT, E_REFUSED, ClientFault, InputError
 

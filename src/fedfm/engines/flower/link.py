@@ -14,13 +14,13 @@ from fedfm.core.messages import Reply, Request
 from fedfm.core.transcript import Crossing
 from fedfm.core.wire import flower_records
 from fedfm.engines.answers import introduced
-from fedfm.engines.flower import held
-from fedfm.engines.flower.answered import Answered
-from fedfm.engines.flower.presence import Presence
+from fedfm.engines.flower.message_codec import EncodedPayload, Underway, failed, reply_of
 from fedfm.engines.flower.private_api import SUPERLINK, died, lost, push, restarting
-from fedfm.engines.flower.probes import Probes
+from fedfm.engines.flower.recovery import parameter_cache
+from fedfm.engines.flower.recovery.lost_messages import Probes
+from fedfm.engines.flower.recovery.node_presence import Presence
+from fedfm.engines.flower.recovery.round_replies import Answered
 from fedfm.engines.flower.registry import NAMELESS, Registry, node_of
-from fedfm.engines.flower.sending import EncodedPayload, Underway, failed, reply_of
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import (
     E_CLIENT,
@@ -98,7 +98,7 @@ class FlowerLink:
         self._expected, self._identity, self._greeting = tuple(expected), identity, dict(greeting or {})
         self._known = frozenset(known)
         if spare:
-            self._greeting[held.NAMES] = True
+            self._greeting[parameter_cache.NAMES] = True
         self._presence, self._returns, self._registry = Presence(grid, returns), returns, Registry(grid, spare)
         self._probes = Probes()
         self._answered, self._waits = answered, waits

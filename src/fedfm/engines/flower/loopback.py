@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fedfm.core.text import safe_name
-from fedfm.engines.flower import client_stub, keys
+from fedfm.engines.child_processes import Children
+from fedfm.engines.flower import client_stub, loopback_keys
 from fedfm.engines.flower.private_api import OPERATOR, QUICK_EXECUTOR, Control
-from fedfm.engines.flower.processes import Children
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import RunError
 
@@ -63,16 +63,22 @@ def loopback(
     """
     _needs("flower-superlink", "flower-superexec", "flower-supernode", "flwr-serverapp", "flwr-clientapp")
     shutil.rmtree(folder / "home", ignore_errors=True)
-    keys.write_certificates(folder)
+    loopback_keys.write_certificates(folder)
     children = Children(folder / "logs", environment(folder / "home" / "superlink"))
     sites = folder / "sites"
     try:
-        port, secret = free_port(), keys.write_secret(folder / "superexec.secret")
+        port, secret = free_port(), loopback_keys.write_secret(folder / "superexec.secret")
         address, authority = f"127.0.0.1:{port}", str(folder / "ca.crt")
         children.start(
             "superlink",
             [
-                *(*PROGRAMS, "superlink", str(keys.write_secret(folder / OPERATOR)), "--ssl-ca-certfile", authority),
+                *(
+                    *PROGRAMS,
+                    "superlink",
+                    str(loopback_keys.write_secret(folder / OPERATOR)),
+                    "--ssl-ca-certfile",
+                    authority,
+                ),
                 *("--ssl-certfile", str(folder / "server.pem")),
                 *("--ssl-keyfile", str(folder / "server.key"), "--enable-supernode-auth", "--host", "127.0.0.1"),
                 *("--port", str(port), "--disable-runtime-dependency-installation"),
@@ -94,9 +100,9 @@ def loopback(
             where |= {name: f"silo={json.dumps(str(file.resolve()))}" for name, file in (silos or {}).items()}
             for client, config_of in where.items():
                 key = folder / f"node-{safe_name(client)}.key"
-                nodes.add(control.register(keys.write_node_key(key), client))
+                nodes.add(control.register(loopback_keys.write_node_key(key), client))
                 _node(children, folder, client, address, config_of)
-            keys.write_private(folder / "processes.json", json.dumps(children.pids(), indent=1).encode())
+            loopback_keys.write_private(folder / "processes.json", json.dumps(children.pids(), indent=1).encode())
             _until(lambda: nodes <= control.online(), children, stop, "a SuperNode does not connect")
             yield Fleet(children, control, address)
     finally:
@@ -113,7 +119,7 @@ def _node(children: Children, folder: Path, client: str, address: str, config: s
     """Start a SuperNode and its ClientApp's executor, which share a secret, so that no other process gets messages."""
     port, name = free_port(), safe_name(client)
     home = str((folder / "home" / name).resolve())
-    secret = keys.write_secret(folder / f"node-{name}.secret")  # a client may be called "operator"
+    secret = loopback_keys.write_secret(folder / f"node-{name}.secret")  # a client may be called "operator"
     children.start(
         f"node-{name}",
         [

@@ -10,7 +10,7 @@ import json
 import shutil
 from pathlib import Path
 
-from fedfm.engines.flower.keys import write_private
+from fedfm.engines.flower.loopback_keys import write_private
 
 CONNECTION = "server"  # the SuperLink's name in Flower's commands
 CREDENTIAL = "flower.account-auth.{address}.{part}"  # a key of that file

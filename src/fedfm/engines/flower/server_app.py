@@ -25,22 +25,23 @@ from fedfm.core import storage
 from fedfm.core.messages import Excluded
 from fedfm.core.text import visible
 from fedfm.core.wire.limits import room
-from fedfm.engines.flower import processes, run_config
-from fedfm.engines.flower.answered import Answered
+from fedfm.engines import child_processes
+from fedfm.engines.flower import run_config
+from fedfm.engines.flower.async_link import FlowerStream
 from fedfm.engines.flower.link import FlowerLink
-from fedfm.engines.flower.outstanding import Outstanding
 from fedfm.engines.flower.private_api import is_simulated
-from fedfm.engines.flower.stream import FlowerStream
+from fedfm.engines.flower.recovery.pending_requests import Outstanding
+from fedfm.engines.flower.recovery.round_replies import Answered
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.threads import torch_threads
-from fedfm.runtime import losses
-from fedfm.runtime.description import describe
+from fedfm.runtime import missing_files
+from fedfm.runtime.client_timeout import patience
 from fedfm.runtime.disclosure import tell
 from fedfm.runtime.evaluation import judge
-from fedfm.runtime.patience import patience
 from fedfm.runtime.population import Partitioned, populate
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
+from fedfm.runtime.run_manifest import describe
 from fedfm.runtime.server import Server
 
 OUTCOME = "private/outcome.json"  # an error of the ServerApp, for the process that waits for the run
@@ -172,7 +173,7 @@ def serve(grid: Grid, context: Context) -> None:
 
     An error is raised for Flower, and written to :data:`OUTCOME` for the process that waits for the run.
     """
-    processes.watch_parent()
+    child_processes.watch_parent()
     config = context.run_config
     name = str(config.get("run") or f"run-{context.run_id}")
     path = Path(str(config.get("out") or "runs")) / name
@@ -196,7 +197,7 @@ def serve(grid: Grid, context: Context) -> None:
     with only_server(run, context.run_id):
         (run.path / OUTCOME).unlink(missing_ok=True)
         try:
-            for notice in losses.settle(run):
+            for notice in missing_files.settle(run):
                 told.notice(notice)
             host(run, grid, progress=told, returns=not config.get("loopback", False))
             told.notice(f"finished; `fedfm report {run.path}` writes its report")
@@ -242,6 +243,6 @@ def only_server(run: Run, run_id: int, patience: float = 30.0) -> Iterator[None]
 def is_served(path: Path, run_id: int) -> bool:
     """Whether the ServerApp of this run of Flower's writes the run directory; a former one may still be ending."""
     try:
-        return (path / LOCK).read_text().split()[1:] == [str(run_id)] and processes.held(path / LOCK)
+        return (path / LOCK).read_text().split()[1:] == [str(run_id)] and child_processes.held(path / LOCK)
     except OSError:
         return False

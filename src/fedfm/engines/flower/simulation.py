@@ -27,8 +27,8 @@ from fedfm.config.cohorts import enough
 from fedfm.config.experiment import Experiment
 from fedfm.core.wire import flower_records
 from fedfm.engines.flower import site
+from fedfm.engines.flower.orphan_cleanup import end_all, reaping
 from fedfm.engines.flower.private_api import kill_ray, quiet, simulate, start_ray
-from fedfm.engines.flower.reaper import end_all, reaping
 from fedfm.engines.flower.server_app import host
 from fedfm.errors import ClientFault, MissingExtra
 from fedfm.models import devices

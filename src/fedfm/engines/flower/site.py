@@ -22,8 +22,9 @@ from fedfm.core.client import ClientId
 from fedfm.core.messages import Request
 from fedfm.core.toml_text import check_depth
 from fedfm.core.wire import codec, flower_records, payload
-from fedfm.engines.flower import client_stub, recall
-from fedfm.engines.flower.held import NAMES, Retained, unreferred
+from fedfm.engines.flower import client_stub
+from fedfm.engines.flower.recovery import last_reply
+from fedfm.engines.flower.recovery.parameter_cache import NAMES, Retained, unreferred
 from fedfm.errors import (
     E_EXCEPTION,
     E_EXPERIMENT,
@@ -68,7 +69,7 @@ class Site:
         own: SitePolicy | None = None,
         answers: Path | None = None,
     ) -> None:
-        self._answers = None if answers is None else recall.LastAnswer(answers)
+        self._answers = None if answers is None else last_reply.LastAnswer(answers)
         self._read, self._memory, self._populate = experiment, memory, population
         self._on_error, self._own = on_error, own
         self._round = 0  # of the latest message
@@ -171,15 +172,15 @@ class Site:
             name = self._name(client)
             if self._own is not None and self._own.changed():
                 self.__dict__.pop("silos", None)
-            answers, asked = self._keeping(handler), recall.asked(message["body"])
-            sent = asked or ("" if answers is None else recall.name_of(handler, head, data))
+            answers, asked = self._keeping(handler), last_reply.asked(message["body"])
+            sent = asked or ("" if answers is None else last_reply.name_of(handler, head, data))
             given = None if answers is None else answers.find(sent)
             question, blank = Question(handler, (round, call), ""), ""
             if given is not None:
                 self.silos.permit(handler)
                 question, head, data = replace(question, asked=given[0]), *given[1:]
             elif asked is not None:
-                raise recall.missing()
+                raise last_reply.missing()
             elif handler == HELLO:
                 head, data = _halves(codec.envelope(round, call, self._hello(name, message["body"])))
             else:
@@ -227,7 +228,7 @@ class Site:
             raise value
         return value
 
-    def _keeping(self, handler: str) -> recall.LastAnswer | None:
+    def _keeping(self, handler: str) -> last_reply.LastAnswer | None:
         """Where the answer to such a request is kept: in asynchronous rounds a server may ask for it again.
 
         Raises:
@@ -324,7 +325,7 @@ def of_folder(folder: Path) -> tuple[Site, ClientId | int]:
         return Experiment.from_dict(tomllib.loads(told["experiment"]), imports=imports)
 
     (folder / "private").mkdir(mode=0o700, exist_ok=True)
-    answers = folder / "private" / recall.FILE
+    answers = folder / "private" / last_reply.FILE
     if not told["silo"]:
         return of_experiment(partial(experiment, True), folder / "memory", folder, answers), told["client"]
     own = session(folder, told)

@@ -20,8 +20,8 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from fedfm.engines.child_processes import die_with, watch_parent
 from fedfm.engines.flower import client_stub
-from fedfm.engines.flower.processes import die_with, watch_parent
 from fedfm.errors import InputError
 from fedfm.linalg.threads import torch_threads
 

@@ -24,11 +24,11 @@ from fedfm.engines.folder.sent import Sent
 from fedfm.errors import InputError
 from fedfm.linalg.threads import torch_threads
 from fedfm.privacy.crypto import keys
-from fedfm.runtime.description import describe
 from fedfm.runtime.disclosure import tell
 from fedfm.runtime.evaluation import judge
 from fedfm.runtime.population import populate
 from fedfm.runtime.rosters import key_in, roster_in
+from fedfm.runtime.run_manifest import describe
 from fedfm.runtime.server import Server
 
 if TYPE_CHECKING:

@@ -31,10 +31,10 @@ from fedfm.linalg.threads import torch_threads
 from fedfm.models import devices
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import ROUNDS
-from fedfm.runtime.description import describe
+from fedfm.runtime.client_timeout import patience
 from fedfm.runtime.evaluation import Evaluation, judge
-from fedfm.runtime.patience import patience
 from fedfm.runtime.population import Partitioned, populate, record_error
+from fedfm.runtime.run_manifest import describe
 from fedfm.runtime.server import Server
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from fedfm.engines.flower.processes import die_with
+from fedfm.engines.child_processes import die_with
 from fedfm.models import devices
 
 MOST = 1 << 12  # bytes of the message that a worker is ready, or why not

@@ -30,7 +30,7 @@ import numpy as np
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import codec, payload
-from fedfm.engines.flower.processes import cause, die_with
+from fedfm.engines.child_processes import cause, die_with
 from fedfm.engines.local.shared_memory import Outbox, Payloads, data_at, laid_out, mapped, message
 from fedfm.engines.local.spawned import MOST, Spawned
 from fedfm.errors import E_DIED, E_EXCEPTION, E_TIMEOUT, ClientFault, RunError

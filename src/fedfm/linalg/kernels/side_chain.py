@@ -1,4 +1,4 @@
-"""Side adapters (:mod:`fedfm.models.side_adapter`): loss and gradient of a mini-batch in one compiled call.
+"""Side adapters (:mod:`fedfm.models.adapters.side_adapter`): loss and gradient of a mini-batch in one compiled call.
 
 The products are small, and autograd spends most of a step between them. All scratch is one flat vector; matrices in it
 have their columns in whole lanes, with zeros behind the last one. With b_l the states of block l, (P, d) a row:

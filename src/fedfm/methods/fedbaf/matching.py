@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedbaf.pull import Piece
-from fedfm.models.ends import Ends
 from fedfm.models.families import find, type_of, unwrapped
+from fedfm.models.first_and_last_layer import Ends
 from fedfm.models.model import Model
 
 DECLARED = ("labels", "vocabulary")
@@ -205,7 +205,7 @@ def check_place(foundation: str) -> None:
     folder = Path(foundation).expanduser()
     trained = folder / "fedfm.json", folder / "model.safetensors"
     if not (folder / "adapter_config.json").is_file() and not all(path.is_file() for path in trained):
-        from fedfm.models.names import locate
+        from fedfm.models.locate import locate
 
         with _as_foundation():
             locate(foundation)

@@ -42,7 +42,7 @@ from fedfm.models.dual_encoder import DualModel, active_layers, image_trunk, nee
 from fedfm.models.layers import layers
 from fedfm.models.model import Model
 from fedfm.training import AdamW, Local
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 from fedfm.training.loop import Flat
 from fedfm.training.update_rules import Rule
 

@@ -26,8 +26,8 @@ from fedfm.linalg.params import Params
 from fedfm.models.adapters import lora
 from fedfm.models.adapters.lora import Weight
 from fedfm.models.families import unwrapped
-from fedfm.models.inputs import LOCAL_SHARE
 from fedfm.models.layers import module_of
+from fedfm.models.preprocessing import LOCAL_SHARE
 
 if TYPE_CHECKING:
     from fedfm.models.model import Model

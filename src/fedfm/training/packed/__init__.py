@@ -23,7 +23,7 @@ from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params
 from fedfm.models.model import PREDICTORS, Model
 from fedfm.training import loop
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 from fedfm.training.packed import attention, trainer
 from fedfm.training.packed.by_row import RowGradients
 from fedfm.training.packed.net import Net, Unsupported, read

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fedfm.core.rows import Rows
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 from fedfm.training.packed.attention import Shape
 from fedfm.training.packed.net import Net
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fedfm.linalg.params import Params
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 from fedfm.training.packed import attention
 from fedfm.training.packed.batch import Batch
 from fedfm.training.packed.net import Net

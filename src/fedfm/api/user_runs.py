@@ -10,21 +10,21 @@ import numpy as np
 import torch
 
 from fedfm.api import model_card
-from fedfm.config.own_code import admit_function, is_function
+from fedfm.config.user_code import admit_function, is_function
 from fedfm.data.spec import IN_MEMORY
 from fedfm.data.user_datasets import checked
 from fedfm.errors import InputError
 from fedfm.models import export, merging
-from fedfm.models.own import language
-from fedfm.models.own.brought import Brought, brought, call
-from fedfm.models.own.outputs import Outputs
 from fedfm.models.quiet import quiet
-from fedfm.runtime.own_population import brought_by
+from fedfm.models.user import language
+from fedfm.models.user.outputs import Outputs
+from fedfm.models.user.user_inputs import Brought, brought, call
+from fedfm.runtime.user_population import brought_by
 
 if TYPE_CHECKING:
     from fedfm.linalg.params import Params
     from fedfm.models.export import Target
-    from fedfm.models.own.given import Given
+    from fedfm.models.user.user_module import Given
     from fedfm.models.wrap import WrappedModel
     from fedfm.runtime.run_directory import Run
 
@@ -74,7 +74,7 @@ def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool =
 
     Returns:
         ``classes``, ``predictions`` and ``probabilities`` of a classifier; of a language model what
-        :func:`fedfm.models.own.language.told` returns; of other modules ``outputs``, a list for each row, and no
+        :func:`fedfm.models.user.language.told` returns; of other modules ``outputs``, a list for each row, and no
         predictions.
 
     Raises:

@@ -1,6 +1,7 @@
 """A FlowerLink whose server goes on before all have answered, for buffered asynchronous rounds.
 
-After a stop it asks nobody anew who has answered, or is still at it: see :mod:`fedfm.engines.flower.outstanding`.
+After a stop it asks nobody anew who has answered or still computes: see
+:mod:`fedfm.engines.flower.recovery.pending_requests`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from flwr.serverapp import Grid
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import codec, flower_records
-from fedfm.engines.flower import recall
 from fedfm.engines.flower.link import POLL, FlowerLink
-from fedfm.engines.flower.outstanding import Outstanding, SentRequest
+from fedfm.engines.flower.message_codec import Underway, failed, reply_of
 from fedfm.engines.flower.private_api import SUPERLINK, push
-from fedfm.engines.flower.sending import Underway, failed, reply_of
+from fedfm.engines.flower.recovery import last_reply
+from fedfm.engines.flower.recovery.pending_requests import Outstanding, SentRequest
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import E_DIED, E_HELD, E_TIMEOUT, ClientFault
 
@@ -201,7 +202,7 @@ class FlowerStream(FlowerLink):
         """Ask sites for answers that they keep, or are still at; these requests are sent where there is none."""
         for node, request in sent:
             before = known[request.client]
-            body = recall.reference(before.name)
+            body = last_reply.reference(before.name)
             record = codec.to_record(codec.envelope(*before.at, body))
             kind = flower_records.message_type(request.handler)
             message = Message(record, node, kind, ttl=self._timeout + 600, group_id=str(request.round))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fedfm.models.pictures import Preprocess
+from fedfm.models.images import Preprocess
 from fedfm.models.tokenizer_files import AUTO
 
 

@@ -21,7 +21,7 @@ from fedfm.core.libraries import refuse
 from fedfm.core.wire import codec
 from fedfm.linalg.params import Params
 from fedfm.linalg.quantised import EXACT
-from fedfm.runtime.patience import step_seconds
+from fedfm.runtime.client_timeout import step_seconds
 from fedfm.runtime.population import Partitioned
 from fedfm.training import TrainsLocally
 from fedfm.training.scheduler import by_autograd, compiles

@@ -14,7 +14,7 @@ from fedfm.core.client import ClientId
 from fedfm.core.method import Method
 from fedfm.data.class_names import coded, hidden
 from fedfm.errors import InputError
-from fedfm.models import devices, inputs, left_out
+from fedfm.models import devices, left_out, preprocessing
 from fedfm.models.adapters import lora
 from fedfm.models.model import Model
 from fedfm.privacy import plausibility
@@ -198,9 +198,9 @@ def template_notices(population: Partitioned) -> list[str]:
     tested = {*population.federated.test.tolist(), *(int(i) for rows in clients for i in rows.test)}
     cut, losses = [], {}
     for index, words in ((trained, "training"), (sorted(tested), "test")):
-        if count := inputs.cut_rows(table, index, tools.tokenizer, tools.max_length, tools.template):
+        if count := preprocessing.cut_rows(table, index, tools.tokenizer, tools.max_length, tools.template):
             cut.append(f"{count} of {len(index)} {words} rows")
-        losses[words] = inputs.template_losses(table, index, tools.tokenizer, tools.template), len(index)
+        losses[words] = preprocessing.template_losses(table, index, tools.tokenizer, tools.template), len(index)
     found = left_out.notices(losses)
     if cut:
         found.append(

@@ -6,7 +6,7 @@ in the form that was trained.
 
 Prompt and answer are tokenised as one text. Of a conversation the loss counts what the assistant says, with the token
 that ends it. A chat template may mark that itself (``{% generation %}``); else it is what each answer adds to the text
-before it, in the form that it has as the last one (see :mod:`fedfm.models.chat_form`).
+before it, in the form that it has as the last one (see :mod:`fedfm.models.language.chat_form`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from fedfm.core.rows import INPUT, Asked, Output, Turn, blank, has_tools
 from fedfm.errors import InputError, close
-from fedfm.models.chat_form import (
+from fedfm.models.language.chat_form import (
     ASSISTANT,
     MARKS,
     Form,

@@ -18,10 +18,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fedfm.core.rows import Batch, Rows
+from fedfm.models.adapters.side_adapter import STATES
 from fedfm.models.dual_encoder import DualModel
 from fedfm.models.model import Model
 from fedfm.models.preference import REFERENCE
-from fedfm.models.side_adapter import STATES
 
 _LOOK = 64  # rows whose median length represents all rows
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from fedfm.core.rows import Batch
 from fedfm.errors import InputError, first_line
-from fedfm.models.inputs import IGNORE
+from fedfm.models.preprocessing import IGNORE
 from fedfm.models.quiet import quiet
 
 if TYPE_CHECKING:
-    from fedfm.models.own.given import Given
+    from fedfm.models.user.user_module import Given
 
 _AT_ONCE = 16  # prompts of one length that are answered together
 _NO_TOKENIZER = "there is no tokenizer; give a Trainer with processing_class"

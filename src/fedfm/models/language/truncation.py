@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from fedfm.core.rows import Output
-from fedfm.models.chat_form import special_ids
-from fedfm.models.templates import Written, written
+from fedfm.models.language.chat_form import special_ids
+from fedfm.models.language.chat_templates import Written, written
 
 _END = 4  # most tokens of an answer's end: the token that ends it, and, say, a line break
 

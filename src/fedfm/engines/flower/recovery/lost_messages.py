@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from flwr.app import Message
 
-from fedfm.engines.flower.sending import Underway
+from fedfm.engines.flower.message_codec import Underway
 
 FIRST = 30.0  # seconds of silence before the first hello, or twice the longest time of an answer to this handler
 _FACTOR = 2  # by which the pause before the next one grows: the hellos of a long pass wait at the node for its end

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from fedfm import seeds
+from fedfm.api.model_folder import ModelFolder, claim, held_out, prepared
+from fedfm.api.pretrain_spec import Pretraining
 from fedfm.core.libraries import refuse
 from fedfm.core.rows import Rows
 from fedfm.data.load import load_table
@@ -28,8 +30,6 @@ from fedfm.linalg.params import Params, sha256_of
 from fedfm.linalg.threads import torch_threads
 from fedfm.models.architectures import tokenizer
 from fedfm.models.model import Model
-from fedfm.runtime.model_folder import ModelFolder, claim, held_out, prepared
-from fedfm.runtime.pretrain_spec import Pretraining
 from fedfm.runtime.progress import EpochProgress
 from fedfm.training.loop import flat_of
 from fedfm.training.update_rules import Rule

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from fedfm.core.rows import TOOLS, Turn
 from fedfm.errors import InputError, first_line
-from fedfm.models.tool_calls import OBJECT, TEXT, has_calls, messages_of, one_call, with_argument, with_words
+from fedfm.models.language.tool_calls import OBJECT, TEXT, has_calls, messages_of, one_call, with_argument, with_words
 
 ASSISTANT = "assistant"
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")

@@ -6,7 +6,7 @@ rounds, where a pass may take many rounds, a site keeps its last answer, and a r
 SHA-256 of the request as it was sent. A site that does not have it says so (E_HELD), and is asked anew.
 
 It is for answers that the server did not pull. Those that it has pulled are on its own disk
-(:mod:`fedfm.engines.flower.outstanding`), so that no site has to be there to give them again.
+(:mod:`fedfm.engines.flower.recovery.pending_requests`), so that no site has to be there to give them again.
 """
 
 from __future__ import annotations

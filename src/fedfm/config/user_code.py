@@ -61,7 +61,7 @@ def filled(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         InputError: the function cannot be called, or its Trainer has an argument that clients cannot honour.
     """
-    from fedfm.models.own.brought import brought, call
+    from fedfm.models.user.user_inputs import brought, call
 
     data, method, run = (tables.get(key) for key in ("data", "method", "run"))
     name = data.get("name") if isinstance(data, Mapping) else None

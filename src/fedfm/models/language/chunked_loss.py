@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedfm.models.inputs import IGNORE, next_tokens
 from fedfm.models.precision import rounded
+from fedfm.models.preprocessing import IGNORE, next_tokens
 
 if TYPE_CHECKING:
     from fedfm.core.rows import Batch

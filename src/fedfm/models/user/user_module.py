@@ -19,14 +19,14 @@ from fedfm.data.user_datasets import DatasetRows, Joined, checked, column, read_
 from fedfm.errors import InputError, first_line
 from fedfm.linalg.params import to_bytes
 from fedfm.models.batches import moved, tensors
-from fedfm.models.ends import known, seen
+from fedfm.models.first_and_last_layer import known, seen
 from fedfm.models.loss_graph import reach, with_graph
-from fedfm.models.memory import in_halves, warned
+from fedfm.models.memory_budget import in_halves, warned
 from fedfm.models.metrics import nothing, scores
-from fedfm.models.own import gradients
-from fedfm.models.own.module_checks import check_module
-from fedfm.models.own.outputs import Outputs, forecast, forecasts, of_module
-from fedfm.models.own.trainer import ITEMS, TrainersModule, is_trainer
+from fedfm.models.user import gradients
+from fedfm.models.user.module_checks import check_module
+from fedfm.models.user.outputs import Outputs, forecast, forecasts, of_module
+from fedfm.models.user.trainer_arguments import ITEMS, TrainersModule, is_trainer
 from fedfm.models.wrap import WrappedModel, wrap
 
 Loss = Callable[[Any, Tensor], Tensor]  # (the module's output, target) -> scalar, as torch.nn's losses

@@ -14,7 +14,7 @@ from torch import nn
 
 from fedfm.core.rows import Batch
 from fedfm.errors import InputError
-from fedfm.models.own.wrapped_step import contexts_of
+from fedfm.models.user.wrapped_step import contexts_of
 
 ITEMS = "(items)"  # of a batch: how many targets the whole accumulated batch has, as Trainers pass it to the loss
 _OPTIMISERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}

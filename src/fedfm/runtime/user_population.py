@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedfm.config.own_code import function
+from fedfm.config.user_code import function
 from fedfm.data.partition import deal, own_test
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.data.stratify import hold_out
 from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError, listed
-from fedfm.models.own.brought import Brought, brought, call
-from fedfm.models.own.given import Places
+from fedfm.models.user.user_inputs import Brought, brought, call
+from fedfm.models.user.user_module import Places
 from fedfm.runtime.population import Partitioned
 from fedfm.seeds import generator
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from fedfm.linalg.params import Layout, Params
+from fedfm.models.adapters.side_adapter import STATES, SideModel
 from fedfm.models.model import Model
-from fedfm.models.side_adapter import STATES, SideModel
 from fedfm.training import loop
-from fedfm.training.job import Job
+from fedfm.training.local_job import Job
 from fedfm.training.update_rules import Rule, places
 
 NAMES = ("down", "up", "alpha", "mix_down", "mix_up", "head.weight", "head.bias")

@@ -14,7 +14,7 @@ import torch
 from fedfm import seeds
 from fedfm.core.client import POOLED
 from fedfm.errors import InputError, close, listed
-from fedfm.models.own.given import Given
+from fedfm.models.user.user_module import Given
 
 OF_MODULE = ("loss", "objective", "logits", "collate", "labels")
 KEYS = ("model", "clients", "train", "test", "classes", *OF_MODULE)  # arguments of fedfm.federate

@@ -1,10 +1,10 @@
 """Requests of buffered asynchronous rounds, and what was pulled of their answers: on the server's disk.
 
 ``private/underway.json`` names the last request to every client: its round, its call, the SHA-256 of its payload, and
-the name by which the site keeps its answer (:mod:`fedfm.engines.flower.recall`). ``private/underway/`` has the answer,
-as soon as it is pulled. A client may be asked anew before the round is committed that its answer is in. So the request
-before the last one and its answer stay as well, until the client is asked the next time, which is after that commit. A
-run that goes on after a stop therefore finds all that its last checkpoint waits for.
+the name by which the site keeps its answer (:mod:`fedfm.engines.flower.recovery.last_reply`). ``private/underway/`` has
+the answer, as soon as it is pulled. A client may be asked anew before the round is committed that its answer is in. So
+the request before the last one and its answer stay as well, until the client is asked the next time, which is after
+that commit. A run that goes on after a stop therefore finds all that its last checkpoint waits for.
 
 A request has two hashes. By that of its whole payload this server sees that it is about to send the same again. That of
 the message as it crossed, where a hash may stand for parameters, is the name by which the site finds its answer. An
@@ -24,7 +24,7 @@ from pathlib import Path
 from fedfm.core import storage
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply
-from fedfm.engines.flower.answered import Digest
+from fedfm.engines.flower.recovery.round_replies import Digest
 from fedfm.errors import RunError
 
 _MOST = 2 << 30  # bytes of answers; those beyond are the sites' alone

@@ -9,8 +9,8 @@ from flwr.app import Message
 from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import codec, flower_records
 from fedfm.engines.answers import opened
-from fedfm.engines.flower import held, recall
 from fedfm.engines.flower.private_api import client_fault
+from fedfm.engines.flower.recovery import last_reply, parameter_cache
 from fedfm.errors import E_FORMAT, ClientFault
 
 
@@ -30,7 +30,7 @@ def reply_of(message: Message, sent: Underway, most: int | None) -> tuple[Reply,
             raise ClientFault(E_FORMAT, "an empty message")
         value = codec.from_record(message.content, None, most)
         round, call, body, fault = opened(value)
-        there = held.named(value.get(held.NAMES))
+        there = parameter_cache.named(value.get(parameter_cache.NAMES))
         if fault is None:
             return Reply(request.client, body, round, call, sent.nbytes, codec.weigh(body), spared=sent.spared), there
     except ClientFault as bad:
@@ -59,7 +59,7 @@ class EncodedPayload:
 
     def __init__(self, request: Request, spare: bool, kept: bool = False) -> None:
         self._request, self.payload, self.nbytes = request, request.payload, codec.weigh(request.payload)
-        self._known = held.hashes(request.payload) if spare else {}
+        self._known = parameter_cache.hashes(request.payload) if spare else {}
         self._kept = kept
         self._forms: dict[frozenset[str], tuple[Any, int, str]] = {}
 
@@ -67,8 +67,8 @@ class EncodedPayload:
         """(record, spared bytes, name) for a site where these parameters are."""
         names = there & frozenset(self._known.values())
         if names not in self._forms:
-            body = held.shortened(self.payload, self._known, names) if names else self.payload
+            body = parameter_cache.shortened(self.payload, self._known, names) if names else self.payload
             record = codec.to_record(codec.envelope(self._request.round, self._request.call, body))
-            name = recall.name_of(self._request.handler, *flower_records.unpack(record)) if self._kept else ""
+            name = last_reply.name_of(self._request.handler, *flower_records.unpack(record)) if self._kept else ""
             self._forms[names] = record, self.nbytes - codec.weigh(body), name
         return self._forms[names]

@@ -14,8 +14,9 @@ from torch import Tensor
 from fedfm.core.rows import Asked, Batch, Output, Rows
 from fedfm.core.tokens import Tokens
 from fedfm.errors import InputError
-from fedfm.models import left_out, templates, truncation
-from fedfm.models.pictures import Pictures, Preprocess
+from fedfm.models import left_out
+from fedfm.models.images import Pictures, Preprocess
+from fedfm.models.language import chat_templates, truncation
 from fedfm.models.quiet import quiet
 
 if TYPE_CHECKING:
@@ -219,14 +220,14 @@ def passages(pieces: list[str], tokenizer: Any, max_length: int) -> Tokens:
 def instructions(
     pairs: Sequence[tuple[Asked, Output]], tokenizer: Any, max_length: int, template: str | None
 ) -> tuple[Tokens, dict[str, Tensor]]:
-    """Training rows, cut by :mod:`fedfm.models.truncation`: token vectors of all that was said and the answer.
+    """Training rows, cut by :mod:`fedfm.models.language.truncation`: token vectors of all that was said and the answer.
 
     Returns:
         the rows, and ``answer_start`` (n,), where the last answer begins; if the loss counts other tokens than those
         after it, also ``answer_spans`` (n, k, 2), where each answer begins and ends, 0 where a row has fewer than k.
     """
     with quiet():
-        whole = (templates.written(said, output, template, tokenizer) for said, output in pairs)
+        whole = (chat_templates.written(said, output, template, tokenizer) for said, output in pairs)
         rows = [truncation.cut(row, max_length, tokenizer) for row in whole]
     tokens = Tokens.of([row.ids for row in rows])
     where = {"answer_start": torch.tensor([row.start for row in rows], dtype=torch.int64)}
@@ -258,7 +259,7 @@ def preferences(
     with quiet():
         for said, *answers in triples:
             both = _same_length(
-                [templates.written(said, a, template, tokenizer) for a in answers], max_length, tokenizer
+                [chat_templates.written(said, a, template, tokenizer) for a in answers], max_length, tokenizer
             )
             tokens.append([i for row in both for i in row.ids])
             second.append(len(both[0].ids))
@@ -267,7 +268,7 @@ def preferences(
     return Tokens.of(tokens), where | {"answer_start": torch.tensor(starts, dtype=torch.int64).reshape(-1, 2)}
 
 
-def _same_length(rows: list[templates.Written], max_length: int, tokenizer: Any) -> list[templates.Written]:
+def _same_length(rows: list[chat_templates.Written], max_length: int, tokenizer: Any) -> list[chat_templates.Written]:
     longest = max(len(row.ids) - row.start for row in rows)
     return [truncation.cut(row, max_length, tokenizer, longest) for row in rows]
 
@@ -279,7 +280,7 @@ def cut_rows(
     count = 0
     with quiet():
         for said, *answers in table.take(np.asarray(index, dtype=np.int64)).inputs:
-            whole = (templates.written(said, answer, template, tokenizer).ids for answer in answers)
+            whole = (chat_templates.written(said, answer, template, tokenizer).ids for answer in answers)
             count += any(len(ids) > max_length for ids in whole)
     return count
 
@@ -295,7 +296,7 @@ def template_losses(
 def prompts(pairs: Sequence[tuple[Asked, Output]], tokenizer: Any, length: int, template: str | None) -> list[Tensor]:
     """Each prompt in at most ``length`` tokens: BOS, and the last."""
     with quiet():
-        asked = [templates.asked(said, template, tokenizer) for said, _ in pairs]
+        asked = [chat_templates.asked(said, template, tokenizer) for said, _ in pairs]
     kept = (([ids[i] for i in truncation.kept(ids, length, tokenizer)]) for ids in asked)
     return [torch.tensor(ids, dtype=torch.int64) for ids in kept]
 

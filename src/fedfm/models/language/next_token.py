@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fedfm.core.rows import Batch, Rows
-from fedfm.models.inputs import IGNORE, next_tokens
-from fedfm.models.memory import by_tokens
+from fedfm.models.memory_budget import by_tokens
+from fedfm.models.preprocessing import IGNORE, next_tokens
 
 if TYPE_CHECKING:
     from fedfm.models.model import Model

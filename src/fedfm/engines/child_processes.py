@@ -39,7 +39,7 @@ class Children:
         """
         with open(os.open(self.log(name), os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as log:
             self._running[name] = subprocess.Popen(
-                [sys.executable, "-m", "fedfm.engines.flower.processes", str(os.getpid()), *command],
+                [sys.executable, "-m", "fedfm.engines.child_processes", str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

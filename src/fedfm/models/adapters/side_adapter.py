@@ -29,8 +29,8 @@ from fedfm.linalg.params import to_bytes
 from fedfm.models import derived_modules
 from fedfm.models.families import Parts
 from fedfm.models.model import Model
+from fedfm.models.preprocessors import Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.models.tools import Tools
 
 CHUNK = 256  # rows whose block outputs are in memory at the same time
 STATES = "states"  # tensor of encoded rows, (n, L, P, d)

@@ -8,9 +8,9 @@ from typing import Any
 from fedfm.core import storage
 from fedfm.core.capabilities import secrets_of
 from fedfm.errors import Lost
-from fedfm.runtime import kept_files, logs
+from fedfm.runtime import file_integrity, logs
 from fedfm.runtime.client_memory import secret_file
-from fedfm.runtime.kept_files import Loss
+from fedfm.runtime.file_integrity import Loss
 from fedfm.runtime.predictions import kept
 from fedfm.runtime.run_directory import Run
 
@@ -40,7 +40,7 @@ def settle(run: Run, accept: bool = False) -> list[str]:
         after = None if record is None else record["round"]
         run.manifest.setdefault("lost", []).append({"file": file, "how": how, "after_round": after})
         run.note(f"{file} {how}: the run went on without it")
-    if record is not None and "kept" not in record and kept_files.unlisted(run.path / "private"):
+    if record is not None and "kept" not in record and file_integrity.unlisted(run.path / "private"):
         run.note(_UNLISTED)
     if len(run.manifest["notices"]) > known:
         run.write_manifest()
@@ -75,13 +75,13 @@ def _losses(run: Run, record: Mapping[str, Any] | None) -> Iterator[Loss]:
     private = run.path / "private"
     if record is None:
         yield from _no_checkpoint(run)
-        yield from kept_files.losses(private, -1, ())
+        yield from file_integrity.losses(private, -1, ())
         return
-    yield from kept_files.losses(private, record["round"], record.get("kept", ()))
+    yield from file_integrity.losses(private, record["round"], record.get("kept", ()))
     if "kept" not in record:
         names = secrets_of(run.experiment.method, run.experiment.aggregation)
         paths = (secret_file(private, "server", name) for name in names)
-        yield from (Loss(path, kept_files.MISSING) for path in paths if not path.exists())
+        yield from (Loss(path, file_integrity.MISSING) for path in paths if not path.exists())
     if run.experiment.run.patience:
         yield from _not_judged(run, record)
 
@@ -90,9 +90,9 @@ def _no_checkpoint(run: Run) -> Iterator[Loss]:
     """Checkpoints of a run that had one: a line of metrics is written after a commit."""
     _, damaged = run.newest()
     if damaged:
-        yield from (Loss(path, kept_files.DAMAGED) for path in damaged)
+        yield from (Loss(path, file_integrity.DAMAGED) for path in damaged)
     elif rounds := [line["round"] for line in run.metrics()]:
-        yield Loss(run.checkpoint(max(rounds)), kept_files.MISSING)
+        yield Loss(run.checkpoint(max(rounds)), file_integrity.MISSING)
 
 
 def _not_judged(run: Run, record: Mapping[str, Any]) -> Iterator[Loss]:
@@ -103,4 +103,4 @@ def _not_judged(run: Run, record: Mapping[str, Any]) -> Iterator[Loss]:
     if best is not None and "model_of_round" not in record["extra"] and not kept(run.experiment.method):
         path = run.checkpoint(best)
         if not storage.whole(path):
-            yield Loss(path, kept_files.DAMAGED if path.exists() else kept_files.MISSING)
+            yield Loss(path, file_integrity.DAMAGED if path.exists() else file_integrity.MISSING)
