@@ -15,13 +15,13 @@ from fedfm.data.spec import DataSpec, check
 from fedfm.errors import InputError
 from fedfm.runtime import silo_file
 
-CELL = "caf\u00e9 cell"
+CELL = "ol\u00e9 cell"
 ODD = (
-    "caf\u00e9 cell\u200b",
-    "cafe\u0301 cell",
-    "caf\u00e9\u00a0cell",
-    "\ufeffcaf\u00e9 c\u00adell ",
-    "caf\u00e9 ce\u200dll",
+    "ol\u00e9 cell\u200b",
+    "ole\u0301 cell",
+    "ol\u00e9\u00a0cell",
+    "\ufeffol\u00e9 c\u00adell ",
+    "ol\u00e9 ce\u200dll",
 )
 
 
