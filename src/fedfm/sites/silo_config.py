@@ -146,17 +146,21 @@ class Silo:
 
 def _read(table: Mapping[str, Any]) -> Silo:
     silo: Silo = build(Silo, table, "")
-    faults, known = Faults(), available("methods")
+    faults, bounds, known = Faults(), Faults(), available("methods")
+    with faults:
+        Policy(silo.allow, silo.allow_by_method)
     for name in [n for n in silo.allow_by_method if n not in (*silo.methods, *known)]:
         text = f'allow_by_method: method = "{name}": expected {listed(known)}{close(name, known)}'
         faults.say(text, key="allow_by_method")
     for name in [n for n in silo.allow_methods or () if n not in (*silo.methods, *known)]:
         text = f'allow_methods: "{name}": expected {listed(known)}{close(name, known)}'
         faults.say(text, key="allow_methods")
-    with faults:
+    with bounds:
         check_fields(silo, "")
     with faults:
         check_list(silo.classes or (), "classes")
+    # Of words of exposure the policy says more.
+    faults.found += [fault for fault in bounds.found if fault.key not in ("allow", "allow_by_method")]
     faults.refuse()
     return silo
 
