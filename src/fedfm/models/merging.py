@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,7 +38,9 @@ def merge(module: Any) -> Any:
                 f"--to hf and torch: LoRA cannot be merged into {name}, since a {kind} does not compute with its "
                 "weights as they are: use peft"
             )
-    return module.merge_and_unload()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All adapters are already merged")  # here, layer by layer
+        return module.merge_and_unload()
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
