@@ -7,6 +7,8 @@ import sys
 import pytest
 
 import small
+from fedfm.cli.parser import build
+from fedfm.core.toml_text import to_toml
 
 LATE = (
     "sklearn",
@@ -26,6 +28,79 @@ from fedfm.cli import main
 code = main(sys.argv[1:])
 print(json.dumps([code, sorted(sys.modules)]))
 """
+_HELP = """
+import json, sys
+from fedfm.cli import main
+
+for name in json.loads(sys.argv[1]):
+    try:
+        main([*name, "--help"])
+    except SystemExit as end:
+        assert end.code == 0
+    for library in ("torch", "numpy", "dataclasses", "fedfm.config", "importlib.resources"):
+        assert library not in sys.modules, (name, library)
+"""
+_LINES = """
+import json, sys
+from fedfm.cli import main
+
+before, found = set(), {}
+for line in json.loads(sys.argv[1]):
+    code = main(line.split())
+    assert code == 0, line
+    found[line], before = sorted(set(sys.modules) - before), set(sys.modules)
+print(json.dumps(found))
+"""
+# On feature vectors, in this order: what a line loads first is its own.
+NOTHING = ("list", "show fedavg", "schema")
+ROWS = (
+    "provision federation.toml --out kits",
+    "silo check silo.toml",
+    "silo show silo.toml",
+    "silo predictions silo.toml",
+    "report run",
+    "compare run run",
+    "sign run --key key.pem",
+    "verify run --key key.pem.pub",
+    "check exp.toml",
+    "predict run rows.npz",
+    "export run --to torch --out exported",
+    "resume run",
+    "run exp.toml --out again --set method.rounds=0",
+)
+# These train, attack, or serve until they are stopped; app is for Flower, and doctor tries the libraries themselves.
+BESIDE = {"demo", "pretrain", "distil", "audit", "join", "start", "app", "doctor"}
+HEAVY = (*LATE, "scipy", "numba", "transformers", "peft", "torch._dynamo", "torch._inductor", "sympy", "yaml", "jinja2")
+
+
+def commands():
+    """The names of all commands."""
+    (actions,) = (action for action in build()._actions if action.choices)
+    return list(actions.choices)
+
+
+def test_no_command_s_help_loads_what_the_command_needs():
+    words = [[], *([name] for name in commands())]
+    subprocess.run([sys.executable, "-c", _HELP, json.dumps(words)], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.proof
+def test_no_command_on_features_loads_a_library_of_models(tmp_path):
+    assert {line.split()[0] for line in (*NOTHING, *ROWS)} | BESIDE == set(commands())
+    tables = small.experiment(tmp_path, method={"rounds": 1}, run={"workers": 1})
+    (tmp_path / "exp.toml").write_text(to_toml(tables))
+    (tmp_path / "silo.toml").write_text('name = "north"\ndata = "rows.npz"\n')
+    (tmp_path / "federation.toml").write_text('server = "127.0.0.1:0"\nsilos = ["a", "b"]\n')
+    subprocess.run([sys.executable, "-m", "fedfm", "run", "exp.toml", "--out", "run"], cwd=tmp_path, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _LINES, json.dumps([*NOTHING, *ROWS])], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for line, modules in found.items():
+        assert not set(modules).intersection(HEAVY), line
+        if line in NOTHING:
+            assert not set(modules).intersection(("torch", "numpy")), line
 
 
 def loaded(folder, *words):

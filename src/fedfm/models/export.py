@@ -347,10 +347,11 @@ def _about(model: Model, folder: Path, head_takes: str | None = None) -> None:
 
 
 def _save_tools(model: Model, folder: Path) -> None:
+    tools = [tool for tool in (model.tools.processor, model.tools.tokenizer) if tool is not None]
+    if not tools:  # of a head on features: it needs no transformers
+        return
     with quiet():
-        for tool in (model.tools.processor, model.tools.tokenizer):
-            if tool is None:
-                continue
+        for tool in tools:
             if tool is model.tools.tokenizer:
                 tool = copy.copy(tool)
                 tool.model_max_length = model.tools.max_length  # as in training: `truncation=True` cuts there
