@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from fedfm.runtime.silo_identity import roster_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,9 +10,9 @@ from fedfm.api.pretrain_spec import Pretraining
 from fedfm.config.experiment import Experiment
 from fedfm.core.toml_text import put, to_toml
 from fedfm.encrypted.student.distil_spec import Distillation
-from fedfm.engines.flower import federation_file
 from fedfm.errors import InputError
-from fedfm.runtime import silo_file
+from fedfm.sites import federation_config, silo_config
+from fedfm.sites.identity import roster_in
 
 GOOD = {
     "data": {"name": "digits", "partition": {"name": "dirichlet", "alpha": 0.5, "clients": 4}},
@@ -67,7 +66,7 @@ FEDERATION = {
     "hosts": ["255.255.255.255"],
     "days": 0,
     "proxy": "no",
-    "alow": [],
+    "surplus": [],
 }
 PRETRAINING = {
     "": {
@@ -117,7 +116,7 @@ def test_each_fault_is_told_once_and_nothing_else(tmp_path_factory, keys):
 
 @pytest.mark.parametrize(
     ("wrong", "load"),
-    [(SILO, silo_file.load), (FEDERATION, federation_file.load), (PRETRAINING, Pretraining.load)],
+    [(SILO, silo_config.load), (FEDERATION, federation_config.load), (PRETRAINING, Pretraining.load)],
     ids=["silo", "federation", "pretraining"],
 )
 @given(data=st.data())
@@ -139,9 +138,9 @@ def test_so_are_those_of_every_other_file(tmp_path_factory, wrong, load, data):
 
 
 def test_what_is_missing_is_told_beside_what_is_wrong(tmp_path):
-    assert keys_of(faults_of(tmp_path / "s.toml", {"labl": "x"}, silo_file.load)) == ["data", "labl", "name"]
-    assert keys_of(faults_of(tmp_path / "s.toml", {"name": 3}, silo_file.load)) == ["data", "name"]
-    assert keys_of(faults_of(tmp_path / "f.toml", {"days": 0}, federation_file.load)) == ["days", "server", "silos"]
+    assert keys_of(faults_of(tmp_path / "s.toml", {"labl": "x"}, silo_config.load)) == ["data", "labl", "name"]
+    assert keys_of(faults_of(tmp_path / "s.toml", {"name": 3}, silo_config.load)) == ["data", "name"]
+    assert keys_of(faults_of(tmp_path / "f.toml", {"days": 0}, federation_config.load)) == ["days", "server", "silos"]
     tables = copied(GOOD) | {"privacy": {"aggregatr": "secagg"}}
     put(tables, "run.workers", -1)
     found = keys_of(faults_of(tmp_path / "e.toml", tables))
@@ -195,7 +194,7 @@ def test_more_faults_than_fit_are_counted(tmp_path):
 def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path):
     path = tmp_path / "deep.toml"
     path.write_text("a = " + "[" * 100_000)
-    for load in (silo_file.load, roster_in, Experiment.load, federation_file.load):
+    for load in (silo_config.load, roster_in, Experiment.load, federation_config.load):
         with pytest.raises(InputError, match=r"deep\.toml"):
             load(path)
 

@@ -13,7 +13,7 @@ from fedfm.data.class_names import class_name, hidden
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec, check
 from fedfm.errors import InputError
-from fedfm.runtime import silo_file
+from fedfm.sites import silo_config
 
 CELL = "ol\u00e9 cell"
 ODD = (
@@ -94,4 +94,4 @@ def test_a_list_with_a_name_that_no_row_can_have_is_refused_with_the_right_one(t
     file = tmp_path / "silo.toml"
     file.write_text(f"name = 's'\ndata = 'a.csv'\nallow = []\nclasses = {json.dumps(['a', odd])}\n", encoding="utf-8")
     with pytest.raises(InputError, match=says):
-        silo_file.load(file)
+        silo_config.load(file)

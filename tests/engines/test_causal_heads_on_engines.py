@@ -1,9 +1,9 @@
 """A head that gets a bias, at sites of their own: the local engine's bits."""
 
 import pytest
-from processes import fedfm, same
 
 import tiny_text
+from processes import fedfm, same
 
 TOML = """
 [data]

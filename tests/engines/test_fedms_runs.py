@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from processes import fedfm, same
 
+from processes import fedfm, same
 from tiny_clip import pictures, save
 
 TOML = """

@@ -8,13 +8,13 @@ import shutil
 import signal
 
 import pytest
-from carried import NAMES, Carried, Heard, waiting
-from processes import begin, rounds, same, until
 
 import fedfm
+from carried import NAMES, Carried, Heard, waiting
 from fedfm.cli.entry import main
 from fedfm.engines.folder import link
 from fedfm.errors import InputError, RunError
+from processes import begin, rounds, same, until
 
 SCAFFOLD = {"method": {"name": "scaffold", "rounds": 2}}
 

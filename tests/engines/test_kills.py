@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from processes import begin, experiment, fedfm, rounds, same, until
 
 from fedfm.core.client import Client, Update, on_client
 from fedfm.linalg.params import Params
@@ -18,6 +17,7 @@ from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.scaffold import Scaffold
 from fedfm.runtime.client_memory import DiskMemory
 from fedfm.training import SGD
+from processes import begin, experiment, fedfm, rounds, same, until
 from toy import federation, run
 
 ROWS = {f"c{i}": [float(i), float(i * i), 1.0][: 1 + i % 3] for i in range(9)}

@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from processes import experiment, fedfm, same
 
 from fedfm.config.experiment import Experiment
 from fedfm.errors import InputError
 from fedfm.runtime.population import populate
+from processes import experiment, fedfm, same
 
 METHOD = 'name = "modelless:MeanPictures"'
 

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import ENV
 
 from fedfm.aggregation import median
+from processes import ENV
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "add-a-method.md"
 FILES = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)

@@ -1,10 +1,10 @@
 """Privacy on Flower's engines: the noise has the bits of the local engine with the same secrets."""
 
 import pytest
-from processes import experiment, fedfm
 
 from fedfm.audits.replay import replay
 from fedfm.runtime.run_directory import Run
+from processes import experiment, fedfm
 
 PRIVACY = """[privacy]
 unit = "client"

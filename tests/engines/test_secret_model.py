@@ -5,10 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from processes import experiment, fedfm, same
 
 from fedfm.config.experiment import Experiment
 from fedfm.runtime.run_directory import Run
+from processes import experiment, fedfm, same
 
 
 def prepared(exp: Path, out: Path, engine: str) -> Path:

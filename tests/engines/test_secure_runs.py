@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from processes import experiment, fedfm, same
 from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 
@@ -16,6 +15,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.runtime import client_memory
+from processes import experiment, fedfm, same
 from small import experiment as small
 
 # --- whole runs ------------------------------------------------------------------------------------------------------

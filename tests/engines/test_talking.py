@@ -9,8 +9,6 @@ import signal
 import numpy as np
 import pytest
 import torch
-from masks import KEY, ROUNDS, SCALE, UPDATE, Masked, Noisy, whole
-from processes import begin, experiment, fedfm, rounds, same, until
 from safetensors.torch import load_file
 from scipy import stats
 
@@ -25,6 +23,8 @@ from fedfm.methods.scaffold import Scaffold
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import DiskMemory
 from fedfm.training import SGD
+from masks import KEY, ROUNDS, SCALE, UPDATE, Masked, Noisy, whole
+from processes import begin, experiment, fedfm, rounds, same, until
 from small import experiment as small
 from toy import Toys, federation
 from toy import run as played
