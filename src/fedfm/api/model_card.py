@@ -10,7 +10,7 @@ from typing import Any
 from fedfm.config.user_code import is_function
 from fedfm.core.text import visible
 from fedfm.data.spec import IN_MEMORY
-from fedfm.models import derived_modules, export_base
+from fedfm.models import derived_modules, export_base, quantised
 from fedfm.models.adapters.experts import GLOBAL, LOCAL
 from fedfm.models.adapters.side_adapter import SideModel
 from fedfm.models.architectures import pooled_encoder
@@ -33,6 +33,10 @@ _PIPELINES = {"image": "image-classification", "text": "text-classification"}
 _LIBRARIES = {"peft": "peft", "hf": "transformers", "torch": "pytorch"}
 _SCORES = ("accuracy", "global_accuracy", "local_accuracy", "balanced_accuracy", "macro_f1", "loss", "perplexity")
 _MOST = 50  # classes by name
+_WHOLE_EXPERTS = (
+    "The run held the experts of the base in 4 bits. bitsandbytes leaves them whole, so that this code gives other "
+    "outputs than `fedfm predict`, by what 4 bits round off. The export with `--to hf` gives the same."
+)
 
 
 def write(
@@ -128,6 +132,8 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
         words += ["", f"The run's own program makes the module that takes them: `{call}`."]
     elif to == "peft":
         words += ["", f"The adapter is for {_plain(_named(model))}. {_of_base(out)}"]
+        if quantised.has_experts(model.module):
+            words += ["", _WHOLE_EXPERTS]
     if takes:
         words += ["", f"The head takes {takes}."]
     if isinstance(model, SideModel):

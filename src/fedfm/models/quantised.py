@@ -147,7 +147,12 @@ def kind_of(module: nn.Module) -> str | None:
     """nf4 or int8 if the module holds quantised maps or experts (fp4 counts as nf4); None if not."""
     for _, linear in maps(module):
         return str(KINDS[type(linear).__name__])
-    return "nf4" if any(isinstance(m, quantised_experts.OnBits) for m in module.modules()) else None
+    return "nf4" if has_experts(module) else None
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Whether experts of a mixture are in 4 bits."""
+    return any(isinstance(m, quantised_experts.OnBits) for m in module.modules())
 
 
 def in_floats(module: nn.Module, head: str) -> str:
