@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "api.execute": ("load_run", "resume", "run"),
     "api.federate": ("federate",),
-    "api.finished": ("audit", "compare", "report"),
+    "api.audit_and_compare": ("audit", "compare", "report"),
     "api.join": ("join",),
     "api.predict": ("export", "predict"),
     "config.experiment": ("Experiment",),
