@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import processes
 from gate import ROOT, Gate, Outcome, scaled
+
+import processes
 from processes import experiment
 
 LIMIT = 3 << 30  # bytes of a run with its two workers
