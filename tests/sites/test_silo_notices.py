@@ -77,7 +77,7 @@ def test_of_a_foundation_model(silo, capsys):
 
     kit, change = silo
     shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "mlp_ratio": 1}
-    config = Dinov2Config(**shape, image_size=16, patch_size=8, num_labels=2)
+    config = Dinov2Config(**shape, image_size=16, patch_size=8, num_labels=3)
     Dinov2ForImageClassification(config).save_pretrained(kit / "dino")
     ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(kit / "dino")
     pictures = np.random.default_rng(0).integers(0, 256, (20, 16, 16, 3)).astype(np.uint8)
