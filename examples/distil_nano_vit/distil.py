@@ -32,6 +32,7 @@ from train import PREPROCESSOR, augment, load_data
 
 from fedfm.encrypted.student import conversion
 from fedfm.encrypted.student.distillation_loss import STAGES, Distiller, Recipe, save
+from fedfm.models import derived_modules
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
@@ -196,7 +197,7 @@ def error(distiller: Distiller, held: Tensor) -> tuple[str, float]:
         theirs.append(distiller.teacher.features)
     s, t = torch.cat(mine), torch.cat(theirs)
     found = ((s - t).square().mean(0) / t.var(0)).mean()
-    counts = conversion.violations(distiller.student.model.module).values()
+    counts = derived_modules.violations(distiller.student.model.module).values()
     outside, total = (sum(c) for c in zip(*counts, strict=True))
     return f"held-out error {found:.4f} outside {outside}/{total}", outside / max(total, 1)
 

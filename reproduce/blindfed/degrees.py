@@ -38,6 +38,7 @@ from fedfm.encrypted.student.fit_polynomials import WIDER, Measured
 from fedfm.encrypted.student.polynomials import Exponential, Inverse, Polynomial, Quadratic, X
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
+from fedfm.models import derived_modules
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
@@ -186,7 +187,7 @@ def judged(taps: Taps, rows: Rows) -> dict[str, float]:
         logits = torch.cat([taps(rows.batch(np.arange(i, min(i + 250, len(rows))))) for i in range(0, len(rows), 250)])
     numbers: Tensor = torch.isfinite(logits).all(1)
     right = (logits.argmax(1) == rows.labels) & numbers
-    counts = conversion.violations(taps.model.module).values()
+    counts = derived_modules.violations(taps.model.module).values()
     outside, total = (sum(c) for c in zip(*counts, strict=True))
     return {
         "accuracy": round(100 * float(right.double().mean()), 2),

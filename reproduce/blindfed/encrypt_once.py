@@ -34,6 +34,7 @@ from fedfm.encrypted.inference.released_states import Released
 from fedfm.encrypted.inference.worker_pool import EncryptedBatch, run_all
 from fedfm.encrypted.student import conversion
 from fedfm.encrypted.student.folding import block_states, folded
+from fedfm.models import derived_modules
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
@@ -190,7 +191,7 @@ def main() -> None:
     conversion.forget(module)
     with torch.no_grad():
         states = torch.cat([block_states(module, part.double()) for part in pixels.split(16)])
-    outside = sum(n for n, _ in conversion.violations(module).values())
+    outside = sum(n for n, _ in derived_modules.violations(module).values())
     planned = plan(matrices, [count], "class")
     print(planned.table(), flush=True)
     shape = Released("class", tokens, states.shape[-1], class_token=matrices.class_token)

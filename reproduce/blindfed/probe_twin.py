@@ -25,6 +25,7 @@ from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.encrypted.student import conversion
+from fedfm.models import derived_modules
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
@@ -44,7 +45,7 @@ def probed(name: str, data: Table, train: np.ndarray, test: np.ndarray) -> tuple
     fitted = make_pipeline(StandardScaler(), LogisticRegression(C=0.05, max_iter=2000))
     learned = finite[: len(train)]
     fitted.fit(x[: len(train)][learned], labels[train][learned])
-    counts = conversion.violations(model.module).values()
+    counts = derived_modules.violations(model.module).values()
     said = fitted.predict(np.where(finite[:, None], x, 0)[len(train) :])
     score = float((finite[len(train) :] & (said == labels[test])).mean())
     return score, 1 - float(finite.mean()), sum(n for n, _ in counts), sum(n for _, n in counts)

@@ -32,8 +32,8 @@ from sets import MADE, Sets
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
-from fedfm.encrypted.student import conversion
 from fedfm.linalg.threads import torch_threads
+from fedfm.models import derived_modules
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
@@ -103,7 +103,7 @@ def features(table: Table, model: str) -> Features:
     spec = ModelSpec(model, adaptation=AdaptationSpec("head"))
     loaded = load_model(spec, classes=table.classes, kind=table.kind, seed=0)
     encoded = loaded.encode(loaded.prepare(table, range(len(table))))
-    counts = list(conversion.violations(loaded.module).values())
+    counts = list(derived_modules.violations(loaded.module).values())
     x = encoded.tensors["features"].double().numpy()
     return Features(x, encoded.labels.numpy(), (sum(c[0] for c in counts), sum(c[1] for c in counts)))
 

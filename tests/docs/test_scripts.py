@@ -47,8 +47,8 @@ def test_all_that_a_script_takes_from_fedfm_exists(path):
 
 
 def test_a_name_that_has_moved_is_found():
-    tree = ast.parse("from fedfm.models import inputs, nothing\ninputs.pixels(1)\ninputs.told(2)\n")
+    tree = ast.parse("from fedfm.models import images, nothing\nimages.tell(1)\nimages.pixels(2)\n")
     assert [found for found in used(tree) if not there(*found)] == [
         ("fedfm.models", "nothing"),
-        ("fedfm.models.preprocessing", "pixels"),
+        ("fedfm.models.images", "tell"),
     ]

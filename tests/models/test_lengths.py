@@ -54,7 +54,7 @@ def test_a_row_of_all_positions_computes_and_a_longer_one_does_not(name, tmp_pat
     model, most = load(family(name, tmp_path)), FAMILIES[name][1]
     assert model.tools.positions == most
     assert model.tools.max_length == (most or 100)
-    assert [f"to {most}" in text for text in model.notices if "new here" not in text] == ([True] if most else [])
+    assert [f"to {most}" in text for text in model.notices if "max_length" in text] == ([True] if most else [])
 
     def compute(length):
         return model.predict(Rows(tokens=Tokens.of([[7] * length, [8] * 3]), pad=model.tools.tokenizer.pad_token_id))

@@ -16,6 +16,8 @@ _TABLES: dict[str, Any] = {"model": {"adaptation": AdaptationSpec()}, "privacy":
 def differences(cls: type) -> list[dict[str, Any]]:
     """``key``, ``default``, ``paper`` and ``why`` of each setting whose default is not the paper's.
 
+    A method whose paper also sets tables of other files has their defaults as ``paper_tables``.
+
     Raises:
         LookupError: ``cls.paper`` names a key that does not exist.
     """

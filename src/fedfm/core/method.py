@@ -34,7 +34,6 @@ class Method(ABC, Generic[S]):
         state_type: the class of S, by which a checkpoint is decoded.
         paper: what the paper has for a setting, by the setting's dotted key in an experiment. `fedfm show` lists those
             that differ from the default.
-        paper_tables: defaults of tables that stand in other files than an experiment, where ``paper`` names their keys.
     """
 
     rounds: int
@@ -43,7 +42,6 @@ class Method(ABC, Generic[S]):
     asks: ClassVar[tuple[str, ...]] = ()
     state_type: ClassVar[Any] = Params
     paper: ClassVar[Mapping[str, Paper]] = MappingProxyType({})
-    paper_tables: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     @abstractmethod
     def init(self, fed: Federation) -> S:

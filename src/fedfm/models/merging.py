@@ -51,15 +51,15 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name.removeprefix("base_model.model."), layer
 
 
-def _probe(base: Any) -> Tensor | None:
+def _probe(layer: Any) -> Tensor | None:
     """Inputs of a layer, drawn with a fixed seed; None for a kind that is not known here."""
-    weight: Any = getattr(base, "weight", None)
+    weight: Any = getattr(layer, "weight", None)
     generator = torch.Generator().manual_seed(0)
-    if isinstance(base, nn.Linear):
-        shape: tuple[int, ...] = (_ROWS, base.in_features)
-    elif isinstance(base, _ConvNd):
-        sides = zip(base.kernel_size, base.dilation, base.stride, strict=True)
-        shape = (_ROWS, base.in_channels, *(d * (k - 1) + 1 + s for k, d, s in sides))
+    if isinstance(layer, nn.Linear):
+        shape: tuple[int, ...] = (_ROWS, layer.in_features)
+    elif isinstance(layer, _ConvNd):
+        sides = zip(layer.kernel_size, layer.dilation, layer.stride, strict=True)
+        shape = (_ROWS, layer.in_channels, *(d * (k - 1) + 1 + s for k, d, s in sides))
     else:
         return None
     return torch.randn(shape, generator=generator).to(weight.device, weight.dtype)
