@@ -8,6 +8,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedfm.errors import InputError
@@ -37,6 +38,13 @@ class Command(NamedTuple):
     examples: str
     add_arguments: Callable[[ArgumentParser], None] = no_arguments
     json: bool = False
+
+
+def training_arguments(parser: ArgumentParser, table: str) -> None:
+    """Those of a command that trains a model's folder by a file with [data], [model] and one table more."""
+    parser.add_argument("experiment", type=Path, help=f"TOML file with [data], [model] and [{table}]")
+    parser.add_argument("--out", type=Path, required=True, help="the model's folder")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the file")
 
 
 def commands() -> Iterator[Command]:

@@ -186,7 +186,7 @@ def _loading(model: Model, to: Target, out: Path) -> list[str]:
             lines += [f'bits = json.loads(Path("FOLDER/{export_base.BASE}/{export_base.BITS}").read_text())']
             settings = ", quantization_config=BitsAndBytesConfig(**bits)"
     lines += [f"{name} = {kind.__name__}.from_pretrained({source}{settings})"]
-    if derived_modules.installer(module):
+    if derived_modules.is_derived(module):
         imports += ["from fedfm.models.derived_modules import install"]
         lines += [f"install({name})"]
     if to == "peft":

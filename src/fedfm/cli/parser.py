@@ -9,6 +9,7 @@ from typing import Any
 
 from fedfm import __version__
 from fedfm.api.command_registry import commands as wing_commands
+from fedfm.api.command_registry import training_arguments
 from fedfm.cli import check_command, commands
 from fedfm.cli.help import EXAMPLES
 
@@ -73,9 +74,7 @@ def build(first: str = "") -> argparse.ArgumentParser:
     run.add_argument("--tune", help="comma-separated learning rates; the best on validation rows is used")
 
     pretrain = command("pretrain", commands.pretrain, "train a foundation model centrally, as a folder", json=True)
-    pretrain.add_argument("experiment", type=Path, help="TOML file with [data], [model] and [pretrain]")
-    pretrain.add_argument("--out", type=Path, required=True, help="the model's folder")
-    pretrain.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the file")
+    training_arguments(pretrain, "pretrain")
 
     resume = command("resume", commands.resume, "continue a run that was stopped or killed", json=True, run=True)
     resume.add_argument(

@@ -209,6 +209,7 @@ def check(settings: Any, where: str) -> None:
         InputError: with the key, the value and what is expected; the other faults are its ``more``.
     """
     faults, missing, at = Faults(), list[Absent](), f"{where}." if where else ""
+    hints = get_type_hints(type(settings))
     named = next((f for f in fields(settings) if f.name == "name"), None)
     known = named is None or not any(True for _ in _wrong(settings.name, bounds_of(named), ""))
     for f in fields(settings):
@@ -216,7 +217,7 @@ def check(settings: Any, where: str) -> None:
         if is_dataclass(value) and f.init:
             with faults:
                 check(value, key)
-        wrong = [*outside(f, get_type_hints(type(settings))[f.name], value, key)]
+        wrong = [*outside(f, hints[f.name], value, key)]
         for fault in wrong:
             faults.add(fault)
         if owners and not known:

@@ -39,7 +39,7 @@ def hidden(c: str) -> bool:
     return not c.isspace() and (unicodedata.category(c) in ("Cf", "Cc") or c in _BLANK)
 
 
-def coded(name: str) -> str:
+def escape(name: str) -> str:
     """The name between quotes, with a code in place of what nobody sees or takes for something else."""
     odd = (hidden(c) or unicodedata.combining(c) or (c.isspace() and c != " ") for c in name)
     return '"' + "".join(f"\\u{ord(c):04x}" if is_odd else c for c, is_odd in zip(name, odd, strict=True)) + '"'
@@ -56,7 +56,7 @@ def notices_of(texts: Iterable[str], name: str) -> tuple[str, ...]:
     changed = [text for text in counts if class_name(text) != text.strip(" \t\r\n")]
     if not changed:
         return ()
-    shown = ", ".join(f"{coded(text)} as {coded(class_name(text))}" for text in sorted(changed)[:_NAMED])
+    shown = ", ".join(f"{escape(text)} as {escape(class_name(text))}" for text in sorted(changed)[:_NAMED])
     more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
     rows = sum(counts[text] for text in changed)
     return (
@@ -72,9 +72,9 @@ def names_of(texts: Sequence[str], what: str) -> tuple[str, ...]:
         InputError: one is empty, or two are the same.
     """
     names = tuple(map(class_name, texts))
-    for name in names:
-        if not name or names.count(name) > 1:
-            alike = " and ".join(coded(text) for text in texts if class_name(text) == name)
+    for name, count in Counter(names).items():
+        if not name or count > 1:
+            alike = " and ".join(escape(text) for text in texts if class_name(text) == name)
             raise InputError(f"{what}: class names must be different and not empty, and {alike} are not")
     return names
 
@@ -83,7 +83,7 @@ def check_list(texts: Sequence[str], key: str) -> None:
     """Raise an InputError for a list of names in a file if rows could not have one of them, or have it twice."""
     for text in texts:
         if (name := class_name(text)) != text:
-            raise InputError(f"{key}: {coded(text)} is read as {coded(name)} in the rows: write it so")
+            raise InputError(f"{key}: {escape(text)} is read as {escape(name)} in the rows: write it so")
     if len(set(texts)) != len(texts):
         raise InputError(f"{key}: a name is there twice")
 

@@ -197,25 +197,25 @@ def _narrow(picture: Any) -> np.ndarray:
     """Grey values (H, W) of more than 8 bits as uint8; a value that is marked as transparent is white."""
     values = np.asarray(picture)
     top = _top(values, picture.mode)
-    narrow = _scaled(values, top)
+    narrow = _scale(values, top)
     clear = picture.info.get("transparency")
     return np.where(values == clear, np.uint8(_WHITE), narrow) if isinstance(clear, int) else narrow
 
 
-def _scaled(values: np.ndarray, top: int) -> np.ndarray:
+def _scale(values: np.ndarray, top: int) -> np.ndarray:
     """Values 0..top as uint8 0..255."""
     scaled: np.ndarray = ((values.astype(np.uint32) * 255 + top // 2) // top).astype(np.uint8)
     return scaled
 
 
-def narrowed(pictures: np.ndarray, source: str) -> tuple[np.ndarray, tuple[str, ...]]:
+def to_eight_bits(pictures: np.ndarray, source: str) -> tuple[np.ndarray, tuple[str, ...]]:
     """Pictures (N, H, W, C) of 16 bits as uint8, as a file with the same pixels is read; and notices."""
     out = np.empty(pictures.shape, np.uint8)
     looks = []
     for i, one in enumerate(pictures):
         grey = one.shape[-1] == 1
         top = _top(one, WIDE[0]) if grey else 0
-        out[i] = _scaled(one, top) if grey else one >> 8
+        out[i] = _scale(one, top) if grey else one >> 8
         looks.append(Look(top=top, grey=grey, deep=not grey))
     return out, notices_of(looks, source)
 

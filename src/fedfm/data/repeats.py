@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from fedfm.data.class_names import hidden
 from fedfm.data.pictures import upright
 from fedfm.data.table import Table, contents
 
@@ -140,7 +141,7 @@ def _wording(item: Any) -> tuple[str, ...]:
 
 def _read(text: str) -> str:
     if not text.isascii():
-        text = "".join(c for c in unicodedata.normalize("NFKC", text) if unicodedata.category(c) != "Cf")
+        text = "".join(c for c in unicodedata.normalize("NFKC", text) if not hidden(c))
     return " ".join(text.casefold().split())
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fedfm.api.command_registry import Command
+from fedfm.api.command_registry import Command, training_arguments
 from fedfm.api.terminal import continuing, say, tell
 
 
@@ -34,12 +34,6 @@ def predict_remote(path: Path, file: Path, progress: Any) -> dict[str, Any]:
     from fedfm.encrypted import remote_prediction
 
     return remote_prediction.predict_remote(path, file, progress)
-
-
-def _distil_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("experiment", type=Path, help="TOML file with [data], [model] and [distil]")
-    parser.add_argument("--out", type=Path, required=True, help="the model's folder")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the file")
 
 
 _DISTIL_EXAMPLES = """examples:
@@ -71,7 +65,7 @@ COMMANDS = (
         distil,
         "make a model's twin for encrypted rows, as a folder",
         _DISTIL_EXAMPLES,
-        _distil_arguments,
+        partial(training_arguments, table="distil"),
         json=True,
     ),
 )

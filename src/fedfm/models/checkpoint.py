@@ -72,7 +72,7 @@ class Difference:
 
     def surplus(self) -> list[str]:
         """Names of weights that are left over of a part which the module has."""
-        return sorted(n for n in self.leftovers if self._is_inside(n) and not self._saved_has(n) and self._learned(n))
+        return sorted(n for n in self.leftovers if self._is_inside(n) and not self._saved_has(n) and self._is_weight(n))
 
     @cached_property
     def _bases(self) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ class Difference:
         names = self._saved_names
         return names is not None and any(local in names for local in self._aliases(name))
 
-    def _learned(self, name: str) -> bool:
+    def _is_weight(self, name: str) -> bool:
         """Whether a tensor that is left over can be a weight: it is no single number, no mask, no table of positions,
         and nothing that the module computes by itself, which older releases of transformers saved.
         """

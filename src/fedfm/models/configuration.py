@@ -35,7 +35,7 @@ def read(path: Path | str, spec: ModelSpec) -> Any:
     for part in _parts(config):
         for key, value in _OUTPUT.items():
             setattr(part, key, value)
-    return _changed(config, spec.options) if spec.options else config
+    return _with_options(config, spec.options) if spec.options else config
 
 
 def name_classes(config: Any, classes: Sequence[str]) -> None:
@@ -56,7 +56,7 @@ def _parts(config: Any) -> Iterator[Any]:
             yield from _parts(part)
 
 
-def _changed(config: Any, options: Mapping[str, Any]) -> Any:
+def _with_options(config: Any, options: Mapping[str, Any]) -> Any:
     """A new configuration with these keys changed, and with the values that it derives from them.
 
     Raises:

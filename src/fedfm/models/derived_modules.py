@@ -37,10 +37,15 @@ class Bounded(nn.Module):
         self.outside = self.total = 0
 
 
-def installer(module: Any) -> str:
-    """The module that rebuilds this one, also under PEFT; empty if it is not derived."""
+def _key(module: Any) -> str:
+    """The key of its configuration that says how this module, also under PEFT, is derived; empty if it is not."""
     config = getattr(families.unwrapped(module), "config", None)
-    return next((place for key, place in INSTALLERS.items() if getattr(config, key, None) is not None), "")
+    return next((key for key in INSTALLERS if getattr(config, key, None) is not None), "")
+
+
+def is_derived(module: Any) -> bool:
+    """Whether parts of a module, also under PEFT, are replaced as its ``config.json`` says."""
+    return bool(_key(module))
 
 
 def install(module: nn.Module) -> None:
@@ -49,21 +54,13 @@ def install(module: nn.Module) -> None:
     Raises:
         InputError: the table is damaged, or is of another model.
     """
-    if place := installer(module):
-        import_module(place).install(module, module.config)
+    if key := _key(module):
+        import_module(INSTALLERS[key]).install(module, module.config)
 
 
 def table(module: Any) -> Mapping[str, Any]:
-    """What ``config.json`` says of a derived module.
-
-    Raises:
-        LookupError: it is not derived.
-    """
-    config = families.unwrapped(module).config
-    found = [getattr(config, key) for key in INSTALLERS if getattr(config, key, None) is not None]
-    if not found:
-        raise LookupError(f"{type(module).__name__} is not derived")
-    return found[0]  # type: ignore[no-any-return]
+    """What ``config.json`` says of a module that :func:`is_derived`."""
+    return getattr(families.unwrapped(module).config, _key(module))  # type: ignore[no-any-return]
 
 
 def hinge(modules: Collection[Bounded]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from fedfm.core.capabilities import Forewarning, Viewing, WaryOfLate
 from fedfm.core.client import ClientId
 from fedfm.core.method import Method
-from fedfm.data.class_names import coded, hidden
+from fedfm.data.class_names import escape, hidden
 from fedfm.errors import InputError
 from fedfm.models import devices, left_out, preprocessing
 from fedfm.models.adapters import lora
@@ -249,7 +249,7 @@ def spellings(names: Sequence[str], of: str = "class") -> list[str]:
         groups = [tuple(some) for some in alike.values() if len(some) > 1 and tuple(some) not in said]
         said.update(groups)
         if groups:
-            listed = "; ".join(" and ".join(map(coded, some)) for some in groups)
+            listed = "; ".join(" and ".join(map(escape, some)) for some in groups)
             found.append(f"the {several} {listed} differ by {how} alone; if they are one {of}, spell them alike")
     empty = [f'"{name}"' for name in sorted(names) if name.strip().casefold() in _NO_LABEL]
     if empty and len(names) > len(empty):

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from fedfm.data.class_names import names_of, notices_of
-from fedfm.data.pictures import narrowed
+from fedfm.data.pictures import to_eight_bits
 from fedfm.data.sources._files import begin, content_of, listing, read_bytes, str_array
 from fedfm.data.sources._tabular import UNLABELLED, Labels, check_split, codes_of
 from fedfm.data.spec import DataSpec
@@ -47,7 +47,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         raise InputError(f"{path}: x {x.shape} holds no values")
     labels, classes, notices = _labels(arrays, length, path) if labelled else UNLABELLED
     if image and x.dtype.itemsize > 1:
-        inputs, more = narrowed(x, str(path))
+        inputs, more = to_eight_bits(x, str(path))
         notices += more
     else:
         inputs = np.ascontiguousarray(x) if image else _finite(x, path)

@@ -303,7 +303,7 @@ def around(
     projection = projection_of(module, width, adapt.projection) if adapt.released == "tokens" else None
     released = release(adapt.released, tokens, grid, projection)
     scales, ranges = torch.stack([b.square().mean().sqrt() for b in levels]), None
-    if derived_modules.installer(module):
+    if derived_modules.is_derived(module):
         scales, ranges = _stored(module, "scale"), _stored(module, "range")
         ranges = ranges / scales * (1.0 if projection is None else projection.abs().sum(0).max())
     shape = len(levels), len(released.positions), width if projection is None else projection.shape[1]
