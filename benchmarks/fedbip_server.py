@@ -55,7 +55,7 @@ from threadpoolctl import threadpool_limits
 
 from fedfm.linalg.column_blocks import PIECE
 from fedfm.linalg.kernels import buffers
-from fedfm.linalg.out_of_core import allocate, shelved, stored
+from fedfm.linalg.out_of_core import allocate, keep_all, location_of
 from fedfm.linalg.pairwise import gram, mix
 from fedfm.linalg.params import Params, layout_of
 
@@ -142,7 +142,7 @@ def files_alone(tau: list[Params], columns: int) -> dict[str, tuple[float, float
     window[:] = 1
 
     def through(vectors: list[Params], call: str) -> None:
-        files = [stored(x.flats[torch.float32]) for x in vectors]
+        files = [location_of(x.flats[torch.float32]) for x in vectors]
         for at in range(0, size, columns):
             for row, file in zip(window, files, strict=True):
                 getattr(file, call)(4 * at, row[: size - at])
@@ -158,7 +158,7 @@ def one(count: int, threads: int, millions: float, turns: int, files: bool) -> d
     parts = np.random.default_rng(10**6).standard_normal((min(count, 8), size), np.float32)
     start = Params.from_flat(of, {torch.float32: torch.from_numpy(0.02 * parts[0])})
     vectors = (Params.from_flat(of, {torch.float32: drawn(k, size, parts)}) for k in range(count))
-    tau = shelved(vectors, most=0) if files else list(vectors)
+    tau = keep_all(vectors, most=0) if files else list(vectors)
     del parts, vectors
     blocks = [[n for n in of.slots if n.startswith(f"{i}.")] for i in range(len(of.entries) // len(TENSORS))]
     matrices, kept = torch.randn(2, 3000, 3000), dict[str, Any]()

@@ -194,7 +194,7 @@ def middle_of(case: Case) -> None:
         data = side.OwnKeys(keys.entropy(32), 16).public()
         card = keys.identity_of(own) + data + keys.sign(own, side.LABEL, "keys", terms, session, "c00", data)
         rows = request.payload["published"].clone()
-        rows[0] = side.packed(card)
+        rows[0] = side.to_tensor(card)
         return request._replace(payload={**request.payload, "published": rows})
 
     case.link.change = change

@@ -132,10 +132,10 @@ class Clipped(Mechanism):
     bound: float
     multiplier: float
 
-    def bounded(self, client: Client, update: Update) -> Update:
+    def bound(self, client: Client, update: Update) -> Update:
         return Update(update.delta * min(1.0, self.bound / max(update.delta.norm(), 1e-12)), 1.0)
 
-    def released(self, fed: Federation, updates: Iterator[Update], rule: Rule, asked: int, like: Layout) -> Params:
+    def release(self, fed: Federation, updates: Iterator[Update], rule: Rule, asked: int, like: Layout) -> Params:
         mean = rule(fed, updates)
         rng = torch.Generator().manual_seed(fed.seed_for("noise") % 2**63)  # a test's: the same on every engine
         std = self.multiplier * self.bound / fed.heard

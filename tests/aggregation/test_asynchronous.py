@@ -12,7 +12,7 @@ import fedfm
 import small
 import toy
 from fedfm import seeds
-from fedfm.aggregation._asynchronous import Buffered, buffered
+from fedfm.aggregation._asynchronous import Buffered, with_buffer
 from fedfm.aggregation.base import Aggregator
 from fedfm.cli import main
 from fedfm.config.experiment import Experiment
@@ -86,7 +86,7 @@ def by_hand(buffer, rounds, eta, a, start=1.0, failing=()):
 @pytest.mark.parametrize(("buffer", "a"), [(1, 0.5), (2, 0.5), (3, 0.0), (3, 2.0), (4, 0.5)])
 def test_states_are_those_of_an_event_queue_by_hand(buffer, a, tmp_path):
     method = FedAvg(rounds=12, local=SGD(learning_rate=0.3, batch_size=8))
-    late = buffered(Aggregator(), buffer, a, SPEEDS)
+    late = with_buffer(Aggregator(), buffer, a, SPEEDS)
     fed = toy.federation(method, ROWS, tmp_path, aggregator=late)
     states, cohorts, clocks = by_hand(buffer, 12, 0.3, a)
     fed.begin(0)
@@ -105,7 +105,7 @@ def test_states_are_those_of_an_event_queue_by_hand(buffer, a, tmp_path):
 @pytest.mark.parametrize(("buffer", "failing"), [(1, "d"), (2, "d"), (2, "bd"), (3, "a"), (3, "c")])
 def test_the_next_to_end_has_the_place_of_one_that_fails(buffer, failing, tmp_path):
     method = Failing(rounds=12, local=SGD(learning_rate=0.3, batch_size=8), failing=tuple(failing))
-    fed = toy.federation(method, ROWS, tmp_path, aggregator=buffered(Aggregator(), buffer, 0.5, SPEEDS))
+    fed = toy.federation(method, ROWS, tmp_path, aggregator=with_buffer(Aggregator(), buffer, 0.5, SPEEDS))
     states, cohorts, clocks = by_hand(buffer, 12, 0.3, 0.5, failing=failing)
     fed.begin(0)
     w = method.init(fed)
@@ -126,7 +126,7 @@ def test_a_slow_client_does_not_hold_up(tmp_path):
     def clock(speeds):
         method = FedAvg(rounds=30, local=SGD(learning_rate=0.1))
         fed = toy.federation(
-            method, ROWS, tmp_path / str(len(speeds)), aggregator=buffered(Aggregator(), 3, 0.5, speeds)
+            method, ROWS, tmp_path / str(len(speeds)), aggregator=with_buffer(Aggregator(), 3, 0.5, speeds)
         )
         toy.run(method, fed, 30)
         return fed.metrics["clock"], fed.metrics["synchronous_clock"]
@@ -142,7 +142,7 @@ def test_nobody_idles_while_others_are_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(Buffered, "duration", lambda self, seed, client, t: 10.0 if client == "a" else 1.0)
     rows = {name: [float(i)] for i, name in enumerate("abcdefgh")}
     method = FedAvg(rounds=35, local=SGD(learning_rate=0.1))
-    fed = toy.federation(method, rows, tmp_path, aggregator=buffered(Aggregator(), 4, 0.5, {}))
+    fed = toy.federation(method, rows, tmp_path, aggregator=with_buffer(Aggregator(), 4, 0.5, {}))
     toy.run(method, fed, 35)
     assert fed.metrics["clock"] <= math.ceil(4 * 35 / 7.1)
 
@@ -264,12 +264,12 @@ def test_the_run_stops_where_too_few_remain(tmp_path):
 
 
 def test_an_audit_repeats_it(tmp_path):
-    from fedfm.audits.replay import finished, replay
+    from fedfm.audits.replay import open_finished, replay
 
     fedfm.run(asynchronous(tmp_path), tmp_path / "run", progress=Progress())
-    assert len(replay(finished(tmp_path / "run")).seen) == 12  # an error if it ends with other bits
+    assert len(replay(open_finished(tmp_path / "run")).seen) == 12  # an error if it ends with other bits
     fedfm.run(failing(tmp_path, "client-00"), tmp_path / "failing", progress=Progress())
-    assert len(replay(finished(tmp_path / "failing")).seen) == 12
+    assert len(replay(open_finished(tmp_path / "failing")).seen) == 12
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,9 @@ class Answers:
 
 def arriving(buffer, *script):
     link = Answers(*script)
-    fed = Federation(link, model=toy.Quadratic(), aggregator=buffered(Aggregator(), buffer, 0.5, {}), min_clients=None)
+    fed = Federation(
+        link, model=toy.Quadratic(), aggregator=with_buffer(Aggregator(), buffer, 0.5, {}), min_clients=None
+    )
     method = FedAvg()
 
     def step(t):

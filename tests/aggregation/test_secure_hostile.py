@@ -218,7 +218,7 @@ def forging(fed, link, sign, victim="c00"):
         data, terms = side.OwnKeys(keys.entropy(32), 16).public(), fed.aggregator.transport._terms
         card = keys.identity_of(own) + data + sign(own, side.LABEL, "keys", terms, session, victim, data)
         rows = request.payload["published"].clone()
-        rows[request.payload["names"].index(victim)] = side.packed(card)
+        rows[request.payload["names"].index(victim)] = side.to_tensor(card)
         return request._replace(payload={**request.payload, "published": rows})
 
     return change
@@ -306,7 +306,7 @@ def test_the_server_cannot_choose_who_is_whose_neighbour(tmp_path):
     found = [agreed.around(p) for p in range(n)]
     assert all(len(near) == 4 for near in found)
     assert all(p in found[o] for p, near in enumerate(found) for o in near)
-    cards = torch.stack([side.packed(agreed.card(p).data) for p in range(n)])
+    cards = torch.stack([side.to_tensor(agreed.card(p).data) for p in range(n)])
     for at in range(3):  # any other key gives another graph
         other = cards.clone()
         other[at, 40] ^= 1

@@ -16,7 +16,7 @@ from fedfm.attacks.backdoor import Backdoor
 from fedfm.attacks.label_shuffle import LabelShuffle
 from fedfm.attacks.scaled_update import ScaledUpdate
 from fedfm.attacks.sign_flip import SignFlip
-from fedfm.audits.replay import finished, replay
+from fedfm.audits.replay import open_finished, replay
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import available
 from fedfm.core.messages import Request
@@ -332,7 +332,7 @@ def test_an_attacked_run_is_resumed_and_replayed_to_the_same_bits(tmp_path, monk
         fedfm.run(found, tmp_path / "broken")
     resumed = fedfm.resume(tmp_path / "broken")
     assert (resumed["params_sha256"], resumed["attackers"]) == (straight["params_sha256"], straight["attackers"])
-    again = replay(finished(tmp_path / "straight"))  # raises where the bits differ
+    again = replay(open_finished(tmp_path / "straight"))  # raises where the bits differ
     assert {seen.client for seen in again.seen} == set(NAMES)
 
 

@@ -17,7 +17,7 @@ from fedfm.audits import inversion, membership
 from fedfm.audits.audit import audits, choose, perform
 from fedfm.audits.finding import Finding, VerdictRule, lines
 from fedfm.audits.inference import inverter
-from fedfm.audits.replay import finished, replay
+from fedfm.audits.replay import open_finished, replay
 from fedfm.cli import main
 from fedfm.errors import InputError, RunError
 from fedfm.methods.fedpft.encoding import unpack
@@ -133,13 +133,13 @@ def test_a_private_run_does_not_leak(quiet):
 
 
 def test_replay_shows_what_the_server_saw(leaky, quiet):
-    seen = replay(finished(leaky)).seen  # raises where the head's hash is another
+    seen = replay(open_finished(leaky)).seen  # raises where the head's hash is another
     assert {s.handler for s in seen} == {"query.FedPFT_summarise"}
     assert [s.client for s in seen] == json.loads((leaky / "manifest.json").read_text())["clients"]
     lines_ = [json.loads(line) for line in (leaky / "messages.jsonl").read_text().splitlines()]
     assert len(seen) == sum(m["to"] == "server" and m["counted"] for m in lines_)
     assert all(unpack(s.value.mixtures) for s in seen)
-    noisy = [replay(finished(quiet)).seen for _ in range(2)]
+    noisy = [replay(open_finished(quiet)).seen for _ in range(2)]
     for a, b in zip(*noisy, strict=True):
         assert a.value.totals.equal(b.value.totals)  # the run's own noise, not a second sample
 
@@ -289,7 +289,7 @@ def test_lost_noise_is_refused(quiet, tmp_path):
     path = shutil.copytree(quiet, tmp_path / "copy")
     shutil.rmtree(path / "private" / "memory")
     with pytest.raises(InputError, match="cannot be drawn again"):
-        replay(finished(path))
+        replay(open_finished(path))
 
 
 def test_another_result_is_an_error_not_a_finding(copy):
@@ -338,7 +338,7 @@ def test_the_costly_one_has_to_be_named(tmp_path, monkeypatch, capsys):
     data = {"path": str(tmp_path / "pictures.npz"), "partition": {"name": "iid", "clients": 2}}
     tables = {"data": data, "model": {"name": "nano-vit"}, "method": {"name": "fedpft", "components": 2}}
     execute.run(tables | {"run": {"workers": 1}}, tmp_path / "run")
-    assert "inversion" not in choose(finished(tmp_path / "run"))
+    assert "inversion" not in choose(open_finished(tmp_path / "run"))
     found = by_name(perform(tmp_path / "run", ["inversion"]))
     assert set(found) == {"inversion_features", "inversion_components", "inversion_samples"}
     for f in found.values():

@@ -175,7 +175,9 @@ def test_the_command_refutes_a_run_of_a_broken_mechanism(broken, tmp_path, monke
     monkeypatch.setattr(_client_level, "add_noise", noise)
     if broken == "no clip":
         step, flat = _client_level.step_of, _client_level.flat_of
-        monkeypatch.setattr(_client_level, "clipped", lambda d, norm: np.rint(flat(d) / step(norm)).astype("i8"))
+        monkeypatch.setattr(
+            _client_level, "clip_to_lattice", lambda d, norm: np.rint(flat(d) / step(norm)).astype("i8")
+        )
     assert main(["audit", str(run(tmp_path, {})), "--attack", "canaries"]) == 1
 
 

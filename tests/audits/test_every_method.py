@@ -15,7 +15,7 @@ from fedfm.audits.crossed import crossings
 from fedfm.audits.inference import rates
 from fedfm.audits.loss_drops import LossDrops
 from fedfm.audits.model_membership import attack, final_models
-from fedfm.audits.replay import finished, replay
+from fedfm.audits.replay import open_finished, replay
 from fedfm.cli import main
 from fedfm.errors import InputError
 from fedfm.runtime.population import populate
@@ -80,7 +80,7 @@ def test_a_model_that_saw_other_rows_is_not_accused(remembered, tmp_path):
 def test_the_drop_of_a_loss_is_the_product_of_gradient_and_update(tmp_path):
     """In the limit of a short update; gradients by autograd, updates from the replay's own replies."""
     path = run(tmp_path, method={"local": {"learning_rate": 1e-3, "batch_size": 16}, "rounds": 1, "fraction": 1.0})
-    known = finished(path)
+    known = open_finished(path)
     expected = {}
 
     class Products:
@@ -177,7 +177,7 @@ def test_exact_lora_is_attacked_with_what_was_merged(tmp_path, method):
     data = {"path": str(pictures(tmp_path, n=60)), "partition": {"name": "iid", "clients": 2}}
     model = {"name": str(tiny_vit(tmp_path)), "adaptation": {"name": "lora", "rank": 2}}
     path = run(tmp_path, data=data, model=model, method={"name": method, "rounds": 2, "fraction": 1.0})
-    known, apart = finished(path), []
+    known, apart = open_finished(path), []
 
     class Ends:
         def see(self, turn, population):

@@ -12,10 +12,10 @@ import torch
 from fedfm.api import execute
 from fedfm.audits import extraction, fedbaf_coalition
 from fedfm.audits.audit import perform
-from fedfm.audits.extraction import Clipped, disclosed, recover, turned
-from fedfm.audits.fedbaf_coalition import Pull, Rounds, kept
+from fedfm.audits.extraction import Clipped, disclosure_rule, recover, reverse_mean
+from fedfm.audits.fedbaf_coalition import Pull, Rounds, rounds_to_keep
 from fedfm.audits.inference.extraction import relative_error
-from fedfm.audits.replay import finished, replay
+from fedfm.audits.replay import open_finished, replay
 from fedfm.core.client import Update
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Reply
@@ -85,7 +85,7 @@ def default(folder):
 
 def watched(path):
     """(rounds as the audit keeps them, the replay)."""
-    current = finished(path)
+    current = open_finished(path)
     rounds = Rounds(current)
     return rounds, replay(current, watched={"extraction": rounds}, keep=False)
 
@@ -345,20 +345,20 @@ def test_a_run_without_mixing_is_refused(folder):
 
 
 def test_a_large_model_is_kept_for_as_many_rounds_as_fit():
-    found = [kept(0.1, clients=100, trainable=n) for n in (10_000, 5_000_000, 500_000_000)]
+    found = [rounds_to_keep(0.1, clients=100, trainable=n) for n in (10_000, 5_000_000, 500_000_000)]
     assert found == [30, 4, 2]
 
 
 def test_the_upload_turns_the_mean_around_and_leaves_running_statistics():
     w = Params({"a": torch.tensor([1.0, -2.0]), "bn.running_var": torch.tensor([4.0])})
     honest = Update(Params({"a": torch.tensor([0.1, 0.1]), "bn.running_var": torch.tensor([0.5])}), 3.0)
-    sent = turned(honest, w, 0.25, ["a"])
+    sent = reverse_mean(honest, w, 0.25, ["a"])
     mean = 0.25 * (w + sent.delta)["a"] + 0.75 * w["a"]
     torch.testing.assert_close(mean, -0.3 * w["a"])
     assert sent.delta["bn.running_var"].item() == 0.5
     assert sent.weight == 3.0
     joined = dataclasses.replace(honest, delta=Params.join(y=honest.delta, c=honest.delta))
-    torch.testing.assert_close(turned(joined, w, 0.25, ["a"]).delta.part("y")["a"], sent.delta["a"])
+    torch.testing.assert_close(reverse_mean(joined, w, 0.25, ["a"]).delta.part("y")["a"], sent.delta["a"])
 
 
 def test_the_norm_check_shortens_to_the_median():
@@ -401,7 +401,7 @@ class _Bound:
     ],
 )
 def test_verdicts(error, cosine, says):
-    assert disclosed(cosine).verdict({"estimate": error, "bound": 0.1}) == says
+    assert disclosure_rule(cosine).verdict({"estimate": error, "bound": 0.1}) == says
 
 
 def test_errors_of_a_target_go_through_the_model(folder, default):

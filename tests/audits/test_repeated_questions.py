@@ -10,7 +10,7 @@ import pytest
 
 import fedfm
 from fedfm.audits.audit import perform
-from fedfm.audits.repeated_questions import found
+from fedfm.audits.repeated_questions import finding_of
 from fedfm.runtime.run_directory import Run
 from small import features
 
@@ -45,7 +45,7 @@ HONEST = [
 
 @pytest.mark.parametrize("tables", HONEST, ids=lambda tables: json.dumps(tables)[:40])
 def test_an_honest_run_asks_once(tmp_path, tables):
-    finding = found(Run.open(run(tmp_path, **tables)))
+    finding = finding_of(Run.open(run(tmp_path, **tables)))
     assert (finding.verdict, finding.estimate) == ("holds", 0.0), finding.says
     assert finding.detail["asked"] > 3
 

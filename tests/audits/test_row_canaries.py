@@ -12,7 +12,7 @@ from fedfm.api import execute
 from fedfm.audits.audit import choose, perform
 from fedfm.audits.inference import row_canaries
 from fedfm.audits.inference.row_canaries import Readings
-from fedfm.audits.replay import finished
+from fedfm.audits.replay import open_finished
 from fedfm.cli import main
 from fedfm.privacy import gaussian
 from fedfm.privacy.composition import Releases, epsilon_of
@@ -49,7 +49,7 @@ def test_the_bound_is_below_the_truth_as_often_as_it_says(z, q):
     assert sum(low > truth for low in lows) <= 2  # more have a chance of 2e-3
     assert np.mean(lows) > 0.75 * truth  # and it is of use
     rng = np.random.default_rng(0)
-    counted = [row_canaries.counted(drawn(s, z, q), q, DELTA, 0.95, rng) for s in range(6)]
+    counted = [row_canaries.bound_by_counts(drawn(s, z, q), q, DELTA, 0.95, rng) for s in range(6)]
     assert max(counted) <= truth
 
 
@@ -64,7 +64,7 @@ def test_coins_that_are_known_do_not_amplify():
 def test_scores_find_a_row_as_well_as_the_best_test_allows():
     """The counted bound is near that of the exact error rates at the best of its thresholds."""
     rng = np.random.default_rng(0)
-    low = row_canaries.counted(drawn(1, 0.5, 1.0, steps=1, k=40_000), 1.0, DELTA, 0.95, rng)
+    low = row_canaries.bound_by_counts(drawn(1, 0.5, 1.0, steps=1, k=40_000), 1.0, DELTA, 0.95, rng)
     from scipy.stats import norm
 
     best = max(
@@ -119,7 +119,7 @@ def run(folder, privacy=None, clients=2, **method):
 )
 def test_a_run_that_keeps_its_promise_is_not_accused(privacy, method, tmp_path):
     path = run(tmp_path, privacy, **method)
-    assert set(choose(finished(path))) >= {"row_canaries", "row_norms"}
+    assert set(choose(open_finished(path))) >= {"row_canaries", "row_norms"}
     canaries, norms = perform(path, ["row_canaries", "row_norms"])
     stated = json.loads((path / "manifest.json").read_text())["result"]["epsilon"]
     assert norms.verdict == "holds"
@@ -167,7 +167,7 @@ def blocks(keep, patch):
     """Rows in their order, accounted as if they were drawn."""
 
     def batch(self, step):
-        b = int(self.expected)
+        b = int(self.expected_size)
         return np.arange(self._n)[(step * b + np.arange(b)) % self._n]
 
     patch.setattr(PrivateSteps, "batch", batch)
@@ -178,7 +178,7 @@ def shuffled(keep, patch):
 
     def batch(self, step):
         rng = np.random.default_rng([*np.frombuffer(self._key[:8], dtype=np.uint8).tolist(), self._place + step])
-        return rng.permutation(self._n)[: int(self.expected)]
+        return rng.permutation(self._n)[: int(self.expected_size)]
 
     patch.setattr(PrivateSteps, "batch", batch)
 
@@ -194,7 +194,7 @@ def shared_coins(keep, patch):
     """Coins from a key that is the same for everybody."""
 
     def batch(self, step):
-        return np.flatnonzero(np.random.default_rng([self._place, step]).random(self._n) < self.expected / self._n)
+        return np.flatnonzero(np.random.default_rng([self._place, step]).random(self._n) < self.expected_size / self._n)
 
     patch.setattr(PrivateSteps, "batch", batch)
 

@@ -12,7 +12,7 @@ import tiny_text
 from fedfm.audits.inference import rates
 from fedfm.audits.loss_drops import LossDrops
 from fedfm.audits.model_membership import attack, final_models
-from fedfm.audits.replay import finished, replay
+from fedfm.audits.replay import open_finished, replay
 from fedfm.audits.row_evidence import by_class
 from fedfm.audits.shadow_runs import Half, RowPool
 from fedfm.config.experiment import Experiment
@@ -75,7 +75,7 @@ def test_no_block_has_lines_of_members_and_of_strangers(tmp_path):
     pool, seen = RowPool(population, seed=1), set[int]()
     vocabulary = population.model.tools.tokenizer
     for client in population.clients:
-        rows, split = pool.compared(client), len(pool.members[client])
+        rows, split = pool.compared_rows(client), len(pool.members[client])
         assert (
             rows.take(range(split))
             .padded()
@@ -151,7 +151,7 @@ def test_what_was_remembered_is_told_by_the_model_and_by_the_updates(tmp_path, r
 
 @pytest.mark.proof
 def test_a_model_that_saw_other_lines_is_not_accused(remembered, tmp_path):
-    known, other = finished(remembered), finished(run(tmp_path, seed=1))
+    known, other = open_finished(remembered), open_finished(run(tmp_path, seed=1))
     population = populate(known.experiment)
     told, how = attack(known, population, final_models(other, population), lambda text: None)
     assert "8 shadow runs" in how
@@ -160,7 +160,7 @@ def test_a_model_that_saw_other_lines_is_not_accused(remembered, tmp_path):
 
 
 def test_updates_of_other_lines_accuse_nobody(remembered, tmp_path):
-    known, other = finished(remembered), population_of(tmp_path, seed=1, n=600)
+    known, other = open_finished(remembered), population_of(tmp_path, seed=1, n=600)
     pool = RowPool(other, seed=1)
     drops = LossDrops(known, pool)
     replay(known, watched={"drops": drops}, keep=False)

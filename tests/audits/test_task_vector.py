@@ -14,7 +14,7 @@ from fedfm.api import execute
 from fedfm.audits import fedbip_view
 from fedfm.audits.audit import choose, perform
 from fedfm.audits.inference import task_vector
-from fedfm.audits.replay import finished
+from fedfm.audits.replay import open_finished
 from fedfm.cli import main
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
@@ -71,7 +71,7 @@ def test_the_last_vector_is_computed_from_the_others(negative, clients):
     rng = np.random.default_rng(clients)
     tau = rng.normal(size=40) + rng.normal(size=(clients, 40))
     p, change = aggregates(tau, negative)
-    exact = task_vector.shown(change[0], tau[:-1], p[0, :-1], p[0, -1])
+    exact = task_vector.solve_victim(change[0], tau[:-1], p[0, :-1], p[0, -1])
     assert np.allclose(exact, tau[-1], atol=1e-12)
     found = task_vector.unshown(change[0], tau[:-1], 0, negative, 0.3)
     assert 1 <= len(found) <= 3
@@ -329,7 +329,7 @@ def test_a_run_without_rounds_is_refused(tmp_path):
     with pytest.raises(
         InputError, match=r"no audit fits this run: .*no round was run, so that no task vector was sent"
     ):
-        choose(finished(path))
+        choose(open_finished(path))
 
 
 def test_a_language_model_has_rows_and_neighbours_but_no_classes(tmp_path):

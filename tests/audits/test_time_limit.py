@@ -11,7 +11,7 @@ from fedfm.audits import audit, steps
 from fedfm.audits.audit import audits, perform, perform_within
 from fedfm.audits.head_rows import HeadRows
 from fedfm.audits.label_counts import LabelCounts
-from fedfm.audits.replay import finished
+from fedfm.audits.replay import open_finished
 from fedfm.audits.row_coins import RowCoins
 from fedfm.cli import main
 from fedfm.errors import InputError, RunError
@@ -40,7 +40,7 @@ def stored(run):
 def test_cheap_attacks_are_first_and_a_long_one_has_a_replay_of_its_own(run, monkeypatch):
     monkeypatch.setattr(LabelCounts, "seconds", lambda *args: 500.0)
     monkeypatch.setattr(RowCoins, "seconds", lambda *args: 0.1)
-    known = finished(run)
+    known = open_finished(run)
     chosen = {name: audits()[name] for name in sorted(NAMES)}
     planned = steps.steps(known, populate(known.experiment), chosen)
     assert [s.seconds for s in planned] == sorted(s.seconds for s in planned)

@@ -15,7 +15,7 @@ import fedfm
 from fedfm.api.execute import drive
 from fedfm.api.predict import export, predict
 from fedfm.audits.audit import perform
-from fedfm.audits.replay import finished, replay
+from fedfm.audits.replay import open_finished, replay
 from fedfm.audits.row_evidence import evidence
 from fedfm.cli import main
 from fedfm.config.experiment import Experiment
@@ -117,7 +117,7 @@ def test_a_function_in_the_file_runs_predicts_exports_and_is_audited(ward, tmp_p
     with torch.no_grad():
         x, y = ward.rows(20, 1).tensors
         assert result["accuracy"] == pytest.approx(float((net(x).argmax(1) == y).float().mean()))
-    assert len(replay(finished(tmp_path / "run")).seen) == 9  # an error if it ends with other bits
+    assert len(replay(open_finished(tmp_path / "run")).seen) == 9  # an error if it ends with other bits
 
 
 def test_workers_engines_and_a_kill_change_no_bits(ward, tmp_path):
@@ -156,7 +156,7 @@ def test_rows_of_a_module_that_is_no_classifier_are_told_apart_by_its_loss(ward,
     fedfm.run(tables("line"), tmp_path / "run")
     found = {f.name: f for f in perform(tmp_path / "run")}
     assert found["model_membership"].detail["members"] == found["update_membership"].detail["members"] == 40
-    seen = replay(finished(tmp_path / "run"))
+    seen = replay(open_finished(tmp_path / "run"))
     population = seen.fresh()
     rows, state = population.data("client-00").train, load_file(tmp_path / "run" / "adapter" / "model.safetensors")
     x, y = (rows.batch(range(len(rows)))[key] for key in ("0", "labels"))
@@ -267,7 +267,7 @@ def test_a_run_in_memory_needs_its_module_again(ward, tmp_path, capsys):
         predict(tmp_path / "run", ward.new(), given=nn.Linear(4, 3))
     with pytest.raises(InputError, match="another than the run's"):
         predict(tmp_path / "run", ward.new(), given=ward.pieces()["model"])  # another frozen bias
-    seen = replay(finished(tmp_path / "run", told), given=told).seen  # an error if it ends with other bits
+    seen = replay(open_finished(tmp_path / "run", told), given=told).seen  # an error if it ends with other bits
     assert len(seen) == 6
     settings["method"], settings["rounds"] = "fedbip", 2
     federated = fedfm.federate(**told, **settings, out=tmp_path / "bip")

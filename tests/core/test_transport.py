@@ -68,14 +68,14 @@ def test_bytes_errors_and_learning(folder: Path, tmp_path: Path) -> None:
 
 def test_the_up_error_is_that_of_the_updates(folder: Path, tmp_path: Path) -> None:
     """The audits' replay reads the coded updates: against those of the exact run in the first round."""
-    from fedfm.audits.replay import finished, replay
+    from fedfm.audits.replay import open_finished, replay
 
     seen = {}
     for transport in ("float32", "int8"):
         fedfm.run(
             tables(folder, transport=transport) | {"method": {"name": "fedavg", "rounds": 1}}, tmp_path / transport
         )
-        again = replay(finished(tmp_path / transport))
+        again = replay(open_finished(tmp_path / transport))
         seen[transport] = {s.client: s.value for s in again.seen if s.round == 1}
     for client, update in seen["float32"].items():
         sent = code(update.delta, "int8", None)

@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 from test_apps import App
 
-from fedfm.aggregation._asynchronous import buffered
+from fedfm.aggregation._asynchronous import with_buffer
 from fedfm.aggregation.base import Aggregator
 from fedfm.config.run_spec import AsynchronousSpec, RunSpec
 from fedfm.core.client import Client, ClientData, Update, on_client
@@ -102,7 +102,7 @@ class World:
         )
         hellos, model = len(grid.sent), Toys(ROWS).model
         fed = Federation(
-            linked(link, self.transport, model), model=model, aggregator=buffered(Aggregator(), 2, 0.5, {})
+            linked(link, self.transport, model), model=model, aggregator=with_buffer(Aggregator(), 2, 0.5, {})
         )
         if after is not None:
             fed.restore(after)

@@ -255,7 +255,7 @@ def test_what_the_mechanism_bounds_is_what_is_summed(tmp_path):
     mean = fed.mean(METHOD.train, w=fed.initial)
     # Means 1.5, 3 and -13/12 of the rows: steps of 0.05, 0.2 and -0.208, of which two are cut to 0.05; uniform weights.
     assert float(mean["w"]) == pytest.approx((0.05 + 0.05 - 0.05) / 3, abs=1e-6)
-    assert whole(noisy.mechanism.bounded(None, _update(2.0)))[1] == pytest.approx(0.05 * SCALE, abs=1)
+    assert whole(noisy.mechanism.bound(None, _update(2.0)))[1] == pytest.approx(0.05 * SCALE, abs=1)
 
 
 def _update(value):

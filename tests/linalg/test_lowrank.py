@@ -65,8 +65,8 @@ def test_the_pair_does_not_depend_on_signs():
 
 def test_factors_longer_than_the_matrix_are_compressed_without_loss():
     x = draw(0, 4, 3, 9)
-    assert [tuple(t.shape) for t in low_rank.compressed(x)] == [(4, 3), (3, 3)]
-    torch.testing.assert_close(dense(low_rank.compressed(x)), dense(x), rtol=1e-12, atol=1e-12)
+    assert [tuple(t.shape) for t in low_rank.compress(x)] == [(4, 3), (3, 3)]
+    torch.testing.assert_close(dense(low_rank.compress(x)), dense(x), rtol=1e-12, atol=1e-12)
 
 
 def test_compressed_factors_do_not_tell_the_terms_of_a_sum():
@@ -74,17 +74,17 @@ def test_compressed_factors_do_not_tell_the_terms_of_a_sum():
     x = low_rank.stack([(1.0, one), (1.0, two)])
     # The same sum of other terms: (u1 + u2) v1 + u2 (v2 - v1).
     y = low_rank.stack([(1.0, (one[0] + two[0], one[1])), (1.0, (two[0], two[1] - one[1]))])
-    for a, b in zip(low_rank.compressed(x), low_rank.compressed(y), strict=True):
+    for a, b in zip(low_rank.compress(x), low_rank.compress(y), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_padding_changes_nothing():
     x = draw(1, 4, 3, 2)
-    u, v = low_rank.padded(x, 5)
+    u, v = low_rank.pad(x, 5)
     assert (u.shape, v.shape) == ((4, 5), (5, 3))
     assert torch.equal(dense((u, v)), dense(x))
     with pytest.raises(ValueError, match="larger than 1"):
-        low_rank.padded(x, 1)
+        low_rank.pad(x, 1)
 
 
 def test_what_does_not_fit_is_refused():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fedfm
 from fedfm.linalg import column_blocks, out_of_core, pairwise
-from fedfm.linalg.out_of_core import shelved
+from fedfm.linalg.out_of_core import keep_all
 from fedfm.linalg.pairwise import gram, mix
 from fedfm.linalg.params import Params
 
@@ -125,7 +125,7 @@ def test_vectors_in_files_give_the_bits_of_vectors_in_memory(case, centre, added
         patch.setattr(column_blocks, "WINDOWS", 16 * 8 * count)  # a window or two on a thread
         patch.setattr(out_of_core, "FILE", 1 << 12)
         products, mixed = both(vectors, base, None)
-        again, filed = both(shelved(vectors, most=0), shelved(base, most=0), 0)
+        again, filed = both(keep_all(vectors, most=0), keep_all(base, most=0), 0)
     assert products.tobytes() == again.tobytes()
     assert all(map(same, mixed, filed))
 

@@ -17,7 +17,7 @@ import fedfm
 from fedfm.core import storage
 from fedfm.errors import InputError
 from fedfm.linalg import out_of_core
-from fedfm.linalg.out_of_core import Vectors, allocate, shelved, stored
+from fedfm.linalg.out_of_core import Vectors, allocate, keep_all, location_of
 from fedfm.linalg.params import Params
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mappings")
@@ -57,7 +57,7 @@ def test_a_shelf_moves_what_does_not_fit_into_a_file_and_changes_no_bit(monkeypa
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr(out_of_core, "FILE", 1000)  # two of these vectors
     drawn = [Params({"w": torch.randn(100), "b": torch.randn(3)}) for _ in range(6)]
-    kept = shelved(drawn, most=2 * drawn[0].nbytes)
+    kept = keep_all(drawn, most=2 * drawn[0].nbytes)
     assert [x is y for x, y in zip(kept, drawn, strict=True)] == [True, True, False, False, False, False]
     assert all(str(tmp_path) in file_of(x) for x in kept[2:])
     assert len({file_of(x) for x in kept[2:]}) == 2  # files are few
@@ -71,7 +71,7 @@ def test_what_a_file_reads_and_writes_is_what_its_mapped_vector_shows(monkeypatc
     layout = Params({"w": torch.zeros(5000), "b": torch.zeros(3, dtype=torch.bfloat16)}).layout
     one, two = allocate(2, layout, most=0)
     for dtype, flat in two.flats.items():
-        file = stored(flat)
+        file = location_of(flat)
         assert file is not None
         assert file.flags == (uncached if uncached == out_of_core.UNCACHED and file.flags else 0)
         new = torch.randn(len(flat)).to(dtype)
@@ -86,7 +86,7 @@ def test_what_a_file_reads_and_writes_is_what_its_mapped_vector_shows(monkeypatc
     assert not any(flat.any() for flat in one.flats.values())
     with pytest.raises(OSError, match="shorter"):
         file.read(0, np.empty(1 << 20, np.uint8))
-    assert stored(torch.zeros(3)) is None
+    assert location_of(torch.zeros(3)) is None
 
 
 @pytest.mark.parametrize("trouble", [None, "refused", "in part"])
@@ -94,7 +94,7 @@ def test_whole_pages_go_past_the_cache_and_what_cannot_goes_through_it(monkeypat
     entries = 40 * out_of_core.PAGE
     (vector,) = allocate(1, Params({"w": torch.zeros(entries)}).layout, most=0)
     flat = vector.flats[torch.float32]
-    file = stored(flat)
+    file = location_of(flat)
     assert file is not None
     if file.direct is None:
         pytest.skip("the system of temporary files takes no whole pages past its cache")
@@ -133,7 +133,7 @@ def test_a_file_is_closed_when_nobody_sees_its_vectors():
     view = made.pop()["w"][10:]
     del made
     assert len(os.listdir("/proc/self/fd")) > before
-    assert stored(view) is not None
+    assert location_of(view) is not None
     del view
     assert len(os.listdir("/proc/self/fd")) == before
     with pytest.raises(OSError, match=r"."):
@@ -151,7 +151,7 @@ def test_sums_of_vectors_are_by_client_and_lie_where_they_fit(monkeypatch, memor
     for i in "cb":
         assert summed[i].sha256() == (theta[i] + tau[i]).sha256()
         assert apart[i].sha256() == (theta[i] - tau[i]).sha256()
-        assert (stored(summed[i].flats[torch.float32]) is not None) == (memory == "0")
+        assert (location_of(summed[i].flats[torch.float32]) is not None) == (memory == "0")
     assert {i: x.sha256() for i, x in theta.less(theta["a"]).items()} == {
         i: (x - theta["a"]).sha256() for i, x in theta.items()
     }

@@ -105,7 +105,7 @@ def test_all_three_aggregate_the_weighted_sum_of_products(seed, d_in, d_out, cli
         found.append(Term(weight / n, adapter(b, a)))
         expected += weight / n * alpha / r * b.double() @ a.double()
     x = delta_w(found, alpha)
-    torch.testing.assert_close(dense(low_rank.compressed(x["q"])), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(dense(low_rank.compress(x["q"])), expected, rtol=1e-9, atol=1e-9)
     most = max(r for r, _ in clients)
     like = adapter(torch.zeros(d_out, most), torch.zeros(most, d_in))
     tensors, sigma = flexlora.cut(x, like, alpha)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fedfm
-from fedfm.audits.replay import finished, replay
+from fedfm.audits.replay import open_finished, replay
 from fedfm.errors import Lost
 from fedfm.runtime.progress import Progress
 from small import experiment
@@ -68,7 +68,7 @@ class Kept:
 def turns(path):
     """The rounds of a finished run as its server had them; a replay that ends with other bits raises."""
     kept = Kept()
-    replay(finished(path), watched={"kept": kept}, keep=False)
+    replay(open_finished(path), watched={"kept": kept}, keep=False)
     return kept.turns[1:]
 
 

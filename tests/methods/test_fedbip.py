@@ -17,7 +17,7 @@ from fedfm.core.client import Update
 from fedfm.core.federation import Federation
 from fedfm.engines.local.engine import LocalLink
 from fedfm.errors import InputError, RunError
-from fedfm.linalg.out_of_core import shelved, stored
+from fedfm.linalg.out_of_core import keep_all, location_of
 from fedfm.linalg.pairwise import gram, mix
 from fedfm.linalg.params import Params
 from fedfm.methods.fedbip.fedbip import BipState, FedBip, capped, copies, shares, similarities
@@ -310,10 +310,10 @@ def test_products_of_vectors_in_files_have_the_same_bits(monkeypatch, whole):
     before = [w.sha256() for w in onto]
     (memory, cut), G = space.mix(p, x, onto, whole), space.gram(x, whole)
     monkeypatch.setenv("FEDFM_MEMORY", "0")
-    tau, theta, onto = shelved(c.tau for c in x), shelved(c.theta for c in x), shelved(onto)
+    tau, theta, onto = keep_all(c.tau for c in x), keep_all(c.theta for c in x), keep_all(onto)
     x = list(map(Change, tau, theta))
     files, again = space.mix(p, x, onto, whole)
-    assert all(stored(flat) for w in files for flat in w.flats.values())
+    assert all(location_of(flat) for w in files for flat in w.flats.values())
     assert [w.sha256() for w in files] == [w.sha256() for w in memory]
     assert again == cut
     assert space.gram(x, whole).tobytes() == G.tobytes()

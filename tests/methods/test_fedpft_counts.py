@@ -8,7 +8,7 @@ import pytest
 
 import fedfm
 from fedfm.audits.audit import perform
-from fedfm.audits.replay import finished, replay
+from fedfm.audits.replay import open_finished, replay
 from fedfm.config import catalogue
 from fedfm.config.experiment import Experiment
 from fedfm.errors import InputError
@@ -57,7 +57,7 @@ def seen(file, folder, **method):
     result = fedfm.run(tables(file, **method), folder)
     counts = fedfm.load_run(folder).manifest["split"]["clients"]
     cells = []
-    for reply in replay(finished(folder)).seen:
+    for reply in replay(open_finished(folder)).seen:
         for c, g in zip(reply.value.labels, unpack(reply.value.mixtures), strict=True):
             cells.append((reply.client, c, counts[reply.client]["train"]["by_class"][c], g))
     return result, cells
@@ -127,7 +127,7 @@ def test_a_class_of_few_rows_leaves_no_trace(file, tmp_path):
         for name, path in (("with", file), ("without", tmp_path / "without.npz")):
             folder = tmp_path / f"{at}-{name}"
             result = fedfm.run(tables(path, **counts), folder)
-            (message,) = [s.value for s in replay(finished(folder)).seen if s.client == "c0"]
+            (message,) = [s.value for s in replay(open_finished(folder)).seen if s.client == "c0"]
             messages.append(message)
         one, other = messages
         assert one.labels == other.labels == [4, 5]
@@ -238,7 +238,7 @@ def test_a_private_run_says_of_rows_left_out_what_its_noisy_counts_say(file, tmp
     base = tables(file)
     del base["method"]["components"]
     result = fedfm.run(base | privacy, tmp_path / "run")
-    told, run = result["details"], finished(tmp_path / "run")
+    told, run = result["details"], open_finished(tmp_path / "run")
     plan = run.experiment.method.privacy
     left = [n for s in replay(run).seen for n in s.value.counts.double().tolist() if n <= 2 * plan.count_sigma]
     assert len(left) == told["cells"] - told["cells_kept"] > 0

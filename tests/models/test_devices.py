@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fedfm
-from fedfm.audits.replay import TOLERANCE, finished, replay
+from fedfm.audits.replay import TOLERANCE, open_finished, replay
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.errors import InputError, RunError
@@ -53,7 +53,7 @@ def test_deterministic_algorithms_are_on_during_the_run_and_no_longer(plain, tmp
     assert not torch.are_deterministic_algorithms_enabled()
     assert Run.open(tmp_path / "run").manifest["device"]["deterministic"]
     assert result["params_sha256"] == Run.open(plain).manifest["result"]["params_sha256"]  # on a CPU it is no news
-    assert replay(finished(tmp_path / "run")).seen
+    assert replay(open_finished(tmp_path / "run")).seen
 
 
 def test_cublas_gets_its_workspace_before_it_starts(monkeypatch):
@@ -111,11 +111,11 @@ def as_if_on_a_gpu(path, tmp_path, by):
 
 def test_off_the_cpu_a_replay_is_compared_within_a_tolerance(plain, tmp_path):
     notices = []
-    assert replay(finished(as_if_on_a_gpu(plain, tmp_path / "near", 0.3 * TOLERANCE)), notices.append).seen
+    assert replay(open_finished(as_if_on_a_gpu(plain, tmp_path / "near", 0.3 * TOLERANCE)), notices.append).seen
     (said,) = [n for n in notices if "of what training moved" in n]
     assert float(said.split("ends ")[1].split()[0]) == pytest.approx(0.3 * TOLERANCE, rel=0.05)
     with pytest.raises(RunError, match="ends with other parameters"):
-        replay(finished(as_if_on_a_gpu(plain, tmp_path / "far", 3 * TOLERANCE)))
+        replay(open_finished(as_if_on_a_gpu(plain, tmp_path / "far", 3 * TOLERANCE)))
 
 
 def test_on_a_cpu_a_replay_is_compared_to_the_bit(plain, tmp_path):
@@ -124,7 +124,7 @@ def test_on_a_cpu_a_replay_is_compared_to_the_bit(plain, tmp_path):
     manifest["device"]["type"] = "cpu"
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(RunError, match="ends with other parameters"):
-        replay(finished(path))
+        replay(open_finished(path))
 
 
 def silo(folder, **keys):

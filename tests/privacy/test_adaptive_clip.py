@@ -68,7 +68,7 @@ def test_updates_and_count_cost_what_z_states(z, clients):
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20), st.floats(1e-4, 1e4), st.floats(0.2, 30))
 def test_no_client_changes_the_sum_by_more_than_the_account_says(values, clip, z):
     m, delta = mechanism(z), Params({"w": torch.tensor(values)})
-    sent = m.bounded(client(clip), Update(delta, 9.0, {"loss": 1.0}))
+    sent = m.bound(client(clip), Update(delta, 9.0, {"loss": 1.0}))
     x = flat_of(sent.delta)
     sigma_b = AdaptiveClip.count_noise(50, z)
     whitened = float(x[:-1] @ x[:-1]) / AdaptiveClip.update_noise(z, sigma_b) ** 2 + (x[-1] / sigma_b) ** 2
@@ -81,7 +81,7 @@ def test_a_lie_about_the_bit_or_the_length_counts_as_one_client():
     like = Params({"w": torch.zeros(2)}).layout
     lie = Update(Params({"w": torch.tensor([300.0, 400.0]), WITHIN: torch.tensor([1e6])}), 1.0)
     m, fed = mechanism(z=1e-9, start=2.0), server()
-    got = m.released(fed, iter([lie]), None, 4, like)
+    got = m.release(fed, iter([lie]), None, 4, like)
     assert got["w"].tolist() == pytest.approx([2.0 * 0.6 / 4, 2.0 * 0.8 / 4], rel=1e-5)
     # The count is 1/2 + noise of deviation 4/20.
     assert abs(fed.metrics["within_clip_norm"] - (0.5 + 0.5 / 4)) < 6 * 0.2 / 4
@@ -90,20 +90,20 @@ def test_a_lie_about_the_bit_or_the_length_counts_as_one_client():
 @pytest.mark.parametrize("clip", [None, 0.0, -1.0, math.inf, math.nan])
 def test_a_client_refuses_what_is_no_clip(clip):
     with pytest.raises(ClientFault, match="a clipping norm of"):
-        mechanism().bounded(client(clip), Update(Params({"w": torch.ones(2)}), 1.0))
+        mechanism().bound(client(clip), Update(Params({"w": torch.ones(2)}), 1.0))
 
 
 def test_both_parts_have_their_noise():
     like = Params({"w": torch.zeros(40_000)}).layout
     m, z, asked, clip = mechanism(z=2.0, start=3.0), 2.0, 200.0, 3.0
     fed = server()
-    got = m.released(fed, iter([]), None, asked, like)["w"]
+    got = m.release(fed, iter([]), None, asked, like)["w"]
     z_delta = AdaptiveClip.update_noise(z, 10.0)
     assert float(got.std()) == pytest.approx(z_delta * clip / asked, rel=0.02)
     shares = []
     for t in range(2, 402):
         fed.begin(t)
-        m.released(fed, iter([]), None, asked, Params({"w": torch.zeros(t)}).layout)
+        m.release(fed, iter([]), None, asked, Params({"w": torch.zeros(t)}).layout)
         shares.append(fed.metrics["within_clip_norm"])
     assert np.std(shares) == pytest.approx(10.0 / asked, rel=0.15)
     assert np.mean(shares) == pytest.approx(0.5, abs=5 * 10.0 / asked / 20)
@@ -121,9 +121,9 @@ def test_the_clip_finds_the_quantile_of_the_norms(quantile):
     like, expected = deltas[0].layout, 0.2
     for t in range(1, 61):
         fed.begin(t)
-        (clip,) = m.told(fed).values()
+        (clip,) = m.message(fed).values()
         assert clip == pytest.approx(expected)
-        m.released(fed, (m.bounded(client(clip), Update(d, 1.0)) for d in deltas), None, 100, like)
+        m.release(fed, (m.bound(client(clip), Update(d, 1.0)) for d in deltas), None, 100, like)
         share = fed.metrics["within_clip_norm"]
         assert abs(share - (norms <= clip).mean()) < 6 * 5 / 100
         expected *= math.exp(-0.2 * (share - quantile))

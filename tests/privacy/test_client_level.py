@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedfm.aggregation._lattice import add_noise, clipped, step_of
+from fedfm.aggregation._lattice import add_noise, clip_to_lattice, step_of
 from fedfm.aggregation.base import Aggregator
 from fedfm.aggregation.mean import Mean
 from fedfm.aggregation.private import CentralGaussian, DistributedGaussian
@@ -54,9 +54,9 @@ def released(m, fed, deltas, asked=None, weights=None):
     """One release of these clients' updates, through both halves."""
     weights = weights or [1.0] * len(deltas)
     like = deltas[0].layout
-    updates = [m.bounded(client(), Update(d, n, {"loss": 3.0})) for d, n in zip(deltas, weights, strict=True)]
+    updates = [m.bound(client(), Update(d, n, {"loss": 3.0})) for d, n in zip(deltas, weights, strict=True)]
     fed.heard = len(updates)
-    return m.released(fed, iter(updates), None, asked or len(deltas), like)
+    return m.release(fed, iter(updates), None, asked or len(deltas), like)
 
 
 # --- what one client can add ------------------------------------------------------------------------------------------
@@ -70,26 +70,28 @@ def released(m, fed, deltas, asked=None, weights=None):
 )
 def test_no_update_is_longer_than_the_clipping_norm(values, clip_norm, dtype):
     delta = Params({"a": torch.tensor(values[:3]).to(dtype), "b": torch.tensor(values[3:]), "n": torch.tensor([7])})
-    steps = clipped(delta, clip_norm)
+    steps = clip_to_lattice(delta, clip_norm)
     num, den = clip_norm.as_integer_ratio()
     step = step_of(clip_norm).as_integer_ratio()
     # Exact in whole numbers: sum k^2 step^2 <= C^2.
     assert sum(int(k) ** 2 for k in steps) * (step[0] * den) ** 2 <= (num * step[1]) ** 2
     m = mechanism(clip_norm=clip_norm)
-    sent = m.bounded(client(), Update(delta, 5.0, {"loss": 1.0}))
+    sent = m.bound(client(), Update(delta, 5.0, {"loss": 1.0}))
     assert sent.weight == 1.0
     assert sent.metrics == {}
     assert sent.delta["n"].tolist() == [0]
     assert sent.delta.layout is m.wire(delta.layout)
-    assert (clipped(sent.delta, clip_norm) == steps).all()  # float32 is exact, and a second call changes nothing
+    assert (
+        clip_to_lattice(sent.delta, clip_norm) == steps
+    ).all()  # float32 is exact, and a second call changes nothing
 
 
 def test_a_short_update_is_kept_but_for_its_last_bits():
     delta = Params({"w": torch.randn(1000, generator=torch.Generator().manual_seed(0)) / 100})
-    kept = clipped(delta, 1.0) * step_of(1.0)
+    kept = clip_to_lattice(delta, 1.0) * step_of(1.0)
     assert np.abs(kept - delta["w"].double().numpy()).max() < step_of(1.0)
     with pytest.raises(ClientFault, match="NaN"):
-        clipped(Params({"w": torch.tensor([math.nan])}), 1.0)
+        clip_to_lattice(Params({"w": torch.tensor([math.nan])}), 1.0)
 
 
 def test_numbers_of_rows_and_failures_do_not_change_the_weights():
@@ -99,14 +101,14 @@ def test_numbers_of_rows_and_failures_do_not_change_the_weights():
     assert torch.equal(even, uneven)
     assert even.tolist() == pytest.approx([0.25, 0.25], abs=1e-6)
     assert released(m, server(), [a], asked=2)["w"].tolist() == pytest.approx([0.25, 0.0], abs=1e-6)
-    nobody = m.released(server(), iter([]), None, 2, a.layout)
+    nobody = m.release(server(), iter([]), None, 2, a.layout)
     assert nobody["w"].tolist() == pytest.approx([0.0, 0.0], abs=1e-6)
 
 
 def test_the_server_clips_an_update_that_a_client_did_not():
     lie = Update(Params({"w": torch.tensor([300.0, 400.0])}), 1.0)
     m = mechanism(z=1e-9)
-    got = m.released(server(), iter([lie]), None, 1, lie.delta.layout)
+    got = m.release(server(), iter([lie]), None, 1, lie.delta.layout)
     assert got["w"].tolist() == pytest.approx([0.6, 0.8], abs=1e-5)
 
 
@@ -223,25 +225,25 @@ class OnceARun(CentralGaussian):
 
 
 class NoClip(CentralGaussian):
-    def bounded(self, client, update):
+    def bound(self, client, update):
         return dataclasses.replace(update, weight=1.0)
 
-    def released(self, fed, updates, rule, asked, like):
+    def release(self, fed, updates, rule, asked, like):
         wide = dataclasses.replace(honest(self), clip_norm=1e3, noise_multiplier=self.noise_multiplier / 1e3)
-        return wide.released(fed, updates, rule, asked, like)
+        return wide.release(fed, updates, rule, asked, like)
 
 
 class WeighedByRows(CentralGaussian):
     """The noise of equal weights on a mean weighted by numbers of rows."""
 
-    def bounded(self, client, update):
-        return dataclasses.replace(super().bounded(client, update), weight=update.weight)
+    def bound(self, client, update):
+        return dataclasses.replace(super().bound(client, update), weight=update.weight)
 
-    def released(self, fed, updates, rule, asked, like):
+    def release(self, fed, updates, rule, asked, like):
         mean = RunningMean()
         for update in updates:
             mean.add(update.weight, update.delta)
-        noise = super().released(fed, iter([]), rule, asked, like)
+        noise = super().release(fed, iter([]), rule, asked, like)
         return mean.result() + noise
 
 

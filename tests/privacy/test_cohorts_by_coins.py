@@ -123,7 +123,7 @@ def test_a_small_cohort_does_not_stop_the_run_and_a_failed_one_does(tmp_path, mo
     t = next(t for t in range(1, 99) if by_coins(b"s" * 32 + b"cohort", t, fed.clients, 0.05))
     fed.begin(t)
     method.step(fed, None, t)
-    monkeypatch.setattr(CentralGaussian, "bounded", lambda self, client, update: 1 / 0)
+    monkeypatch.setattr(CentralGaussian, "bound", lambda self, client, update: 1 / 0)
     fed.begin(t)
     fed.process_memory.clear()
     with pytest.raises(RunError, match="clients gave a valid reply"):
@@ -194,7 +194,7 @@ def least_epsilon(m, trials=1500):
         fed.begin(1)
         unit = Params({"w": torch.tensor([1.0, 0.0])})
         sent = [Update(unit * float(name == "target"), 1.0) for name in m.cohort(fed)]
-        return m.released(fed, iter(sent), None, 1.0, unit.layout)["w"][0].item()
+        return m.release(fed, iter(sent), None, 1.0, unit.layout)["w"][0].item()
 
     without, with_ = (np.array([mean(i, names) for i in range(trials)]) for names in (("a",), ("a", "target")))
     found = []

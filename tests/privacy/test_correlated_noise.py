@@ -158,7 +158,7 @@ def test_the_releases_have_the_noise_of_the_strategy():
         fed.begin(t)
         asked = m.divisor(fed, m.cohort(fed))
         assert asked == pytest.approx(2.0)
-        noise.append(m.released(fed, iter([]), None, asked, like)["w"].double().numpy() * asked)
+        noise.append(m.release(fed, iter([]), None, asked, like)["w"].double().numpy() * asked)
     z = dense(m.strategy) @ np.array(noise)  # independent, each with the deviation z C
     assert z.std(1) == pytest.approx([3.0] * rounds, rel=0.04)
     assert np.abs(np.corrcoef(z) - np.eye(rounds)).max() < 5.5 / math.sqrt(size)
@@ -173,8 +173,8 @@ def test_a_round_repeats_its_noise_for_the_same_sum_only():
         fed = server()
         for t, x in ((1, value), (2, 0.0)):
             fed.begin(t)
-            update = m.bounded(None, fedfm.Update(Params({"w": torch.full((1000,), x / 40)}), 1.0))
-            got = m.released(fed, iter([update]), None, 1.0, like)["w"] - update.delta["w"]
+            update = m.bound(None, fedfm.Update(Params({"w": torch.full((1000,), x / 40)}), 1.0))
+            got = m.release(fed, iter([update]), None, 1.0, like)["w"] - update.delta["w"]
         noises.append(got.numpy())
     assert (noises[0] == noises[1]).all()
     # An equal sum after another history: with the old row, differences of rounds would show that of the histories.
@@ -185,7 +185,7 @@ def test_without_the_sums_of_earlier_rounds_there_is_no_release():
     m, fed = mechanism(4, 2), server()
     fed.begin(3)
     with pytest.raises(RunError, match="earlier rounds is lost"):
-        m.released(fed, iter([]), None, 1.0, Params({"w": torch.zeros(2)}).layout)
+        m.release(fed, iter([]), None, 1.0, Params({"w": torch.zeros(2)}).layout)
 
 
 def test_clients_take_turns():

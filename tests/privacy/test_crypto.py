@@ -93,7 +93,7 @@ PARTS = st.one_of(st.text(max_size=4), st.binary(max_size=4), st.integers(-300, 
 
 @given(st.lists(PARTS, max_size=4), st.lists(PARTS, max_size=4))
 def test_two_contexts_never_encode_alike(a, b):
-    assert (keys.encoded(*a) == keys.encoded(*b)) == ([(type(x), x) for x in a] == [(type(x), x) for x in b])
+    assert (keys.encode(*a) == keys.encode(*b)) == ([(type(x), x) for x in a] == [(type(x), x) for x in b])
 
 
 def test_changed_data_another_key_or_context_do_not_decrypt():
@@ -113,10 +113,10 @@ def test_changed_data_another_key_or_context_do_not_decrypt():
 def test_signatures():
     private = keys.entropy(32)
     signature = keys.sign(private, "a", 1)
-    assert keys.signed(keys.identity_of(private), signature, "a", 1)
-    assert not keys.signed(keys.identity_of(private), signature, "a", 2)
-    assert not keys.signed(keys.identity_of(keys.entropy(32)), signature, "a", 1)
-    assert not keys.signed(bytes(3), signature, "a", 1)
+    assert keys.verify(keys.identity_of(private), signature, "a", 1)
+    assert not keys.verify(keys.identity_of(private), signature, "a", 2)
+    assert not keys.verify(keys.identity_of(keys.entropy(32)), signature, "a", 1)
+    assert not keys.verify(bytes(3), signature, "a", 1)
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------

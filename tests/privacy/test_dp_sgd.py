@@ -196,7 +196,7 @@ def test_each_row_has_a_coin_of_its_own():
     statistic = ((counts - q * steps) ** 2 / (q * (1 - q) * steps)).sum()
     assert 1e-4 < stats.chi2(n).cdf(statistic) < 1 - 1e-4
     assert abs(sizes.var() / (n * q * (1 - q)) - 1) < 0.15  # not batches of one size
-    assert budget.expected == b
+    assert budget.expected_size == b
     assert np.array_equal(PrivateSteps(plan(), client(head(), None, None), 3, 20, 1).batch(0), np.arange(3))
 
 

@@ -110,9 +110,9 @@ def vector(x=ZEROS):
 
 def mean(x=ZEROS, t=1, number=1, z=1.0, c=1.0):
     m = CentralGaussian(c, z, 1e-5, math.inf, 2, hidden=False)
-    fed, update = server(t), m.bounded(client(), Update(vector(x), 1.0))
+    fed, update = server(t), m.bound(client(), Update(vector(x), 1.0))
     for _ in range(number):
-        got = m.released(fed, iter([update]), None, 1.0, update.delta.layout)["w"]
+        got = m.release(fed, iter([update]), None, 1.0, update.delta.layout)["w"]
     return got.double().numpy() - update.delta["w"].double().numpy()
 
 
@@ -120,13 +120,13 @@ def share(x=ZEROS, number=0, session="a", seed=1, cohort=5, z=1.0):
     m = DistributedGaussian(1.0, z, 1e-5, math.inf, 1, hidden=True)
     told = Sum(number, torch.ones(cohort, dtype=torch.uint8))
     who = client(memory={MEMORY: {"session": session}}, seed=seed, told=told)
-    sent = m.bounded(who, Update(vector(x), 1.0)).delta["w"].numpy()
+    sent = m.bound(who, Update(vector(x), 1.0)).delta["w"].numpy()
     return sent - exact(x)
 
 
 def exact(x):
     m = CentralGaussian(1.0, 1.0, 1e-5, math.inf, 1, hidden=True)
-    return m.bounded(client(), Update(vector(x), 1.0)).delta["w"].numpy()
+    return m.bound(client(), Update(vector(x), 1.0)).delta["w"].numpy()
 
 
 def history(first=0.0, second=0.0, third=0.0, z=1.0, size=P):
@@ -135,8 +135,8 @@ def history(first=0.0, second=0.0, third=0.0, z=1.0, size=P):
     fed = server()
     for t, x in ((1, first), (2, second), (3, third)):
         fed.begin(t)
-        update = m.bounded(client(), Update(vector(np.full(size, x / 100)), 1.0))
-        got = m.released(fed, iter([update]), None, 1.0, update.delta.layout)["w"]
+        update = m.bound(client(), Update(vector(np.full(size, x / 100)), 1.0))
+        got = m.release(fed, iter([update]), None, 1.0, update.delta.layout)["w"]
     return got.double().numpy() - update.delta["w"].double().numpy()
 
 
@@ -146,8 +146,8 @@ def count(norms=(0.1,), t=1, asked=1.0):
     found = []
     for key in range(150):
         fed = server(t, key.to_bytes(32, "big"))
-        updates = [m.bounded(client(scale=1.0), Update(vector([x]), 1.0)) for x in norms]
-        m.released(fed, iter(updates), None, asked, vector([0.0]).layout)
+        updates = [m.bound(client(scale=1.0), Update(vector([x]), 1.0)) for x in norms]
+        m.release(fed, iter(updates), None, asked, vector([0.0]).layout)
         found.append(fed.metrics["within_clip_norm"] * asked - sum(x <= 1 for x in norms))
     return np.array(found) - np.mean(found)
 
@@ -325,8 +325,8 @@ def test_a_round_that_is_released_again_with_another_sum_is_counted(mechanism):
     def release(x, m=m):
         fed = server()
         fed.store = store
-        update = m.bounded(client(), Update(vector([x]), 1.0))
-        m.released(fed, iter([update]), None, 1.0, update.delta.layout)
+        update = m.bound(client(), Update(vector([x]), 1.0))
+        m.release(fed, iter([update]), None, 1.0, update.delta.layout)
         return fed.notices
 
     assert release(0.5) == release(0.5) == []

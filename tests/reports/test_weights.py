@@ -9,7 +9,7 @@ import pytest
 from fedfm.api import execute
 from fedfm.cli import main
 from fedfm.reports import compare, html
-from fedfm.reports.client_weights import Weights, grouped, load, seriation, words
+from fedfm.reports.client_weights import Weights, group_means, load, seriation, words
 from reports import runs
 from small import experiment
 
@@ -70,7 +70,7 @@ def test_a_client_that_was_not_asked_shows_its_last_row():
     p[1, :, 0] = 0
     w = Weights(p, (1, 2), ("a", "b", "c"), ("model",))
     np.testing.assert_array_equal(w.last[0], [p[0, 0, 0], p[1, 0, 1], p[1, 0, 2]])
-    assert w.asked.tolist() == [[True] * 3, [False, True, True]]
+    assert w.cohorts.tolist() == [[True] * 3, [False, True, True]]
 
 
 def test_neighbours_in_the_order_are_of_one_group():
@@ -85,7 +85,7 @@ def test_neighbours_in_the_order_are_of_one_group():
 @pytest.mark.parametrize(("n", "most"), [(5, 9), (61, 40), (200, 40), (7, 7)])
 def test_gathering_keeps_the_sums_of_rows(n, most):
     p = np.random.default_rng(n).dirichlet(np.ones(n), n)
-    q, groups = grouped(p, np.random.default_rng(0).permutation(n).tolist(), most)
+    q, groups = group_means(p, np.random.default_rng(0).permutation(n).tolist(), most)
     assert len(q) == min(n, most)
     assert sorted(i for g in groups for i in g) == list(range(n))
     np.testing.assert_allclose(q.sum(1), 1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedfm.linalg.kernels import simd
-from fedfm.linalg.kernels.jit import compiled
+from fedfm.linalg.kernels.jit import compile_cached
 from fedfm.training.packed import attention
 from fedfm.training.packed.attention import Shape
 
@@ -64,7 +64,7 @@ def test_heads_of_other_sizes_do_not_fit() -> None:
 
 
 def test_exponential() -> None:
-    @compiled
+    @compile_cached
     def run(z: np.ndarray, out: np.ndarray) -> None:
         for i in range(0, len(z), 16):
             simd.store(out, i, simd.exp(simd.load(z, i)))

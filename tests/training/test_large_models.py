@@ -71,12 +71,12 @@ def test_a_passed_vector_gives_its_pages_back(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("large")
 def test_a_vector_in_an_anonymous_file() -> None:
     w = Params({"a": torch.randn(1 << 20), "b": torch.randn(7, 5)})
-    kept = out_of_core.filed(w)
+    kept = out_of_core.to_file(w)
     assert kept.flats[torch.float32].data_ptr() != w.flats[torch.float32].data_ptr()
     assert kept.sha256() == w.sha256()
-    assert pages.registered(kept.flats[torch.float32])
+    assert pages.is_mapped(kept.flats[torch.float32])
     two = Params({"a": torch.ones(3), "n": torch.tensor(1)})
-    assert out_of_core.filed(two) is two
+    assert out_of_core.to_file(two) is two
 
 
 def test_a_full_disk_keeps_it_in_memory(monkeypatch: pytest.MonkeyPatch, large: None) -> None:
@@ -85,7 +85,7 @@ def test_a_full_disk_keeps_it_in_memory(monkeypatch: pytest.MonkeyPatch, large: 
 
     monkeypatch.setattr(out_of_core, "_in_file", full)
     w = Params({"a": torch.randn(10)})
-    assert out_of_core.filed(w) is w
+    assert out_of_core.to_file(w) is w
 
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedadam", "ditto"])

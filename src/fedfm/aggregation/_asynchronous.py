@@ -60,7 +60,7 @@ class Buffered(Transport):
         draw = seeds.generator(seed, "server", "arrival", client, t).standard_normal()
         return float(abs(draw)) / self.speeds.get(client, 1.0)
 
-    def _scaled(self, update: Update, tau: int) -> Update:
+    def _discount(self, update: Update, tau: int) -> Update:
         """Times s(tau), with its weight n_i; whole numbers, such as counts of batches, stay."""
         s = self.scale(tau)
         return replace(update, delta=update.delta.map(lambda x: s * x if x.is_floating_point() else x))
@@ -72,12 +72,12 @@ class Buffered(Transport):
             match(update.delta, like, "delta")
 
         means, ages = update_metrics.Means(), list[int]()
-        came = self._arriving if fed.streams else self._simulated
+        came = self._arriving if fed.streams else self._simulate
         for began, update in came(fed, handler, payload, check):
             tau = fed.round - began
             ages.append(tau)
             means.add(update)
-            yield self._scaled(update, tau) if tau else update
+            yield self._discount(update, tau) if tau else update
         fed.metrics.update(means.means())
         if ages:
             fed.metrics |= {"staleness": sum(ages) / len(ages), "largest_staleness": float(max(ages))}
@@ -91,9 +91,7 @@ class Buffered(Transport):
         for client, update in first:
             yield fed.began[client], update
 
-    def _simulated(
-        self, fed: Federation, handler: Half, payload: Payload, check: Check
-    ) -> Iterator[tuple[int, Update]]:
+    def _simulate(self, fed: Federation, handler: Half, payload: Payload, check: Check) -> Iterator[tuple[int, Update]]:
         """(round in which it began, update) of the first K to end by the simulated clock; of one that fails, the next
         to end has the place, as on a deployment. The clock's draws are of the run's seed, and so is the order.
         """
@@ -134,7 +132,7 @@ class Buffered(Transport):
         fed.metrics |= dict(zip(self.figures, clocks, strict=False))
 
 
-def buffered(aggregation: Aggregator, buffer: int, staleness: float, speeds: Mapping[str, float]) -> Aggregator:
+def with_buffer(aggregation: Aggregator, buffer: int, staleness: float, speeds: Mapping[str, float]) -> Aggregator:
     """The aggregation, with updates as they arrive."""
     late: Any = copy.copy(aggregation)
     object.__setattr__(late, "transport", Buffered(buffer, staleness, speeds))

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from fedfm.aggregation._lattice import Steps, add_noise, clipped, flat_of, norm_of, on_layout, step_of
+from fedfm.aggregation._lattice import Steps, add_noise, clip_to_lattice, flat_of, norm_of, on_layout, step_of
 from fedfm.aggregation._secagg import MEMORY
-from fedfm.aggregation._secagg_client import refused, sum_of
+from fedfm.aggregation._secagg_client import refusal, sum_of
 from fedfm.aggregation._secagg_keys import least_of
 from fedfm.aggregation._secagg_session import Sum
 from fedfm.aggregation.base import Mechanism, Rule
@@ -123,21 +123,21 @@ class CentralGaussian(Mechanism):
 
     # --- client half
 
-    def bounded(self, client: Client, update: Update) -> Update:
+    def bound(self, client: Client, update: Update) -> Update:
         """The clipped delta as numbers of the lattice, with weight 1; metrics and whole numbers stay at the client.
 
         Raises:
             ClientFault: E_NONFINITE, the delta has NaN or infinity; E_FIELD, no clip came with the message.
         """
         if self.adaptive is None:
-            steps = clipped(update.delta, self.clip_norm)
+            steps = clip_to_lattice(update.delta, self.clip_norm)
         else:
             clip = client.scale
             if clip is None or not 0 < clip < math.inf:
                 raise ClientFault(E_FIELD, f"a clipping norm of {clip}, expected a number above 0")
             bit = 0.5 if norm_of(flat_of(update.delta)) <= clip else -0.5
-            steps = np.append(clipped(update.delta, self.clip_norm, clip), round(bit / self.step))
-        steps = self._shared(client, steps)
+            steps = np.append(clip_to_lattice(update.delta, self.clip_norm, clip), round(bit / self.step))
+        steps = self._add_share(client, steps)
         return Update(on_layout(self.wire(update.delta.layout), steps * self.step), 1.0)
 
     def blank(self, client: Client) -> Update:
@@ -147,9 +147,9 @@ class CentralGaussian(Mechanism):
         if isinstance(told, Sum) and told.size:
             layout = layout_of((("", torch.float64, (told.size - (self.adaptive is not None),)),))
         flats = {dtype: torch.zeros(size, dtype=dtype) for dtype, size in layout.sizes.items()}
-        return self.bounded(client, Update(Params.from_flat(layout, flats), 1.0))
+        return self.bound(client, Update(Params.from_flat(layout, flats), 1.0))
 
-    def _shared(self, client: Client, steps: Steps) -> Steps:
+    def _add_share(self, client: Client, steps: Steps) -> Steps:
         """With the client's part of the noise; here none."""
         return steps
 
@@ -160,11 +160,11 @@ class CentralGaussian(Mechanism):
 
     # --- server half
 
-    def told(self, fed: Federation) -> Mapping[str, Any]:
+    def message(self, fed: Federation) -> Mapping[str, Any]:
         """The round's clip, for the clients."""
         return {} if self.adaptive is None else {SCALE: _clip(fed, self.adaptive)}
 
-    def released(self, fed: Federation, updates: Iterator[Update], rule: Rule, asked: float, like: Layout) -> Params:
+    def release(self, fed: Federation, updates: Iterator[Update], rule: Rule, asked: float, like: Layout) -> Params:
         """(sum + noise) / asked: the denominator depends on no client's data, and on no client's failure.
 
         Raises:
@@ -220,10 +220,10 @@ class CentralGaussian(Mechanism):
     def _again(self, delta: Params) -> Steps:
         """One client's numbers, bounded by the server itself."""
         if self.adaptive is None:
-            return clipped(delta, self.clip_norm)
+            return clip_to_lattice(delta, self.clip_norm)
         bit = math.copysign(0.5, float(delta[WITHIN]))
         rest = delta.only(name for name in delta if name != WITHIN)
-        return np.append(clipped(rest, self.clip_norm), round(bit / self.step))
+        return np.append(clip_to_lattice(rest, self.clip_norm), round(bit / self.step))
 
     def _noisy(self, fed: Federation, total: Steps, purpose: str, asked: float) -> Steps:
         return self._add_noise(fed.secret("noise"), purpose, total, asked)
@@ -341,13 +341,13 @@ class DistributedGaussian(CentralGaussian):
     def secrets(self) -> tuple[str, ...]:  # type: ignore[override]
         return ()
 
-    def _shared(self, client: Client, steps: Steps) -> Steps:
+    def _add_share(self, client: Client, steps: Steps) -> Steps:
         told = sum_of(client)
         clients = int(told.cohort.sum())
         least = max(least_of(self.threshold, clients), 2)
         scale = self.noise_multiplier * self.clip_norm / self.step / math.sqrt(least)
         if scale < _LEAST_SHARE:
-            raise refused(f"a share of the noise of {scale:.2g} steps, expected {_LEAST_SHARE:g} at least")
+            raise refusal(f"a share of the noise of {scale:.2g} steps, expected {_LEAST_SHARE:g} at least")
         call = hashlib.sha256(repr((client.memory[MEMORY]["session"], told.number)).encode()).hexdigest()
         return self._add_noise(client.secret("noise"), f"{client.seed} {call}", steps, clients, least)
 

@@ -24,7 +24,7 @@ def step_of(clip_norm: float) -> float:
     return 2.0 ** (math.frexp(clip_norm)[1] - 1 - _LATTICE_BITS)
 
 
-def clipped(delta: Params, clip_norm: float, unit: float = 1.0) -> Steps:
+def clip_to_lattice(delta: Params, clip_norm: float, unit: float = 1.0) -> Steps:
     """The vector of all floating-point entries, scaled down to the norm at most, rounded towards zero to the lattice.
 
     The L2 norm of the result times :func:`step_of` is at most ``clip_norm``. A second call changes nothing.

@@ -38,7 +38,7 @@ class DpSgd(Mechanism):
     def plan(self) -> DescentPlan:
         return self.chosen
 
-    def bounded(self, client: Client, update: Update) -> Update:
+    def bound(self, client: Client, update: Update) -> Update:
         """The update without metrics, which would be figures of the rows."""
         return replace(update, metrics={})
 

@@ -26,7 +26,7 @@ class Robust(Aggregator):
     It reads every update in the clear, so it excludes a transport that hides them.
     """
 
-    def combined(self, fed: Federation, updates: Iterator[Update]) -> Params:
+    def reduce(self, fed: Federation, updates: Iterator[Update]) -> Params:
         """Apply the rule.
 
         Raises:

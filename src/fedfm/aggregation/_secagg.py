@@ -42,7 +42,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.aggregation._secagg_client import Member, identity_of, member_of, once, refused, short, sum_of
+from fedfm.aggregation._secagg_client import Member, identity_of, member_of, once, refusal, short, sum_of
 from fedfm.aggregation._secagg_keys import (
     ALIVE,
     DEAD,
@@ -57,12 +57,12 @@ from fedfm.aggregation._secagg_keys import (
     degree,
     fingerprint,
     least_of,
-    packed,
     pair_mask,
     self_mask,
+    to_tensor,
     witnesses,
 )
-from fedfm.aggregation._secagg_session import AHEAD, Masked, Session, Sum, checked, digest_of, shaped
+from fedfm.aggregation._secagg_session import AHEAD, Masked, Session, Sum, bytes_check, check_bytes, digest_of
 from fedfm.aggregation.base import Half, Of, Payload, Transport
 from fedfm.core.client import MAX_WEIGHT, TOLD, Client, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
@@ -125,26 +125,26 @@ class SecAgg(Transport):
         tag = hashlib.sha256(data).hexdigest()[:32]
         member = Member(session, master.hex(), AHEAD, tag, self._terms, self.neighbours)
         client.memory[MEMORY] = dataclasses.asdict(member)
-        signature = keys.sign(identity, *member.published(client.id, data))
-        return packed(keys.identity_of(identity) + data + signature + bytes([client.roster is not None]))
+        signature = keys.sign(identity, *member.key_context(client.id, data))
+        return to_tensor(keys.identity_of(identity) + data + signature + bytes([client.roster is not None]))
 
     @on_client(kind="aggregate")
     def share(self, client: Client, names: list[str], published: Tensor) -> Tensor:
         """Message 2: encrypted shares for each neighbour, (d, 28 + 64 sums) uint8."""
         member, n = self._member(client), len(names)
         if n < (least := max(LEAST, client.smallest_cohort)):
-            raise refused(f"a sum of {n} clients, expected {least} at least")
+            raise refusal(f"a sum of {n} clients, expected {least} at least")
         once(client, f"{member.tag}-share", "shares of seeds")
-        member.join(client, names, checked(published, n, Card.length(member.sums)))
+        member.join(client, names, check_bytes(published, n, Card.length(member.sums)))
         sealed = member.deal(client.id, least_of(self.threshold, degree(self.neighbours, n) + 1))
         client.memory[MEMORY] = dataclasses.asdict(member)
-        return packed(b"".join(sealed)).reshape(len(sealed), -1)
+        return to_tensor(b"".join(sealed)).reshape(len(sealed), -1)
 
     @on_client(kind="aggregate")
     def hold(self, client: Client, present: list[str], sealed: Tensor) -> None:
         """Message 3."""
         member = self._member(client)
-        rows = checked(sealed, len(present), keys.SEALED + 2 * KEY * member.sums)
+        rows = check_bytes(sealed, len(present), keys.SEALED + 2 * KEY * member.sums)
         member.hold(client.id, present, [bytes_of(row) for row in rows])
         client.memory[MEMORY] = dataclasses.asdict(member)
 
@@ -152,7 +152,7 @@ class SecAgg(Transport):
         told, member = sum_of(client), self._member(client)
         member.fit(client, told.number, bytes_of(told.cohort))
         if not 0 <= told.size * _WORD <= limits.room(getattr(client.model, "layout", None)):
-            raise refused(f"a masked vector of {told.size} numbers")
+            raise refusal(f"a masked vector of {told.size} numbers")
 
     def protect(self, client: Client, update: Update) -> Masked:
         """Message 4.
@@ -185,16 +185,16 @@ class SecAgg(Transport):
 
     def _mask(self, client: Client, head: masks.Words, body: masks.Words) -> Masked:
         member, told = self._member(client), sum_of(client)
-        cohort = bytes_of(checked(told.cohort, len(member.names)))
+        cohort = bytes_of(check_bytes(told.cohort, len(member.names)))
         seal = member.mask(client, told.number, cohort, digest_of(client.shown), (head, body))
         integers = torch.from_numpy(head.view(np.int64)), torch.from_numpy(body.view(f"i{body.itemsize}"))
-        return Masked(packed(b"".join(seal)), *integers)
+        return Masked(to_tensor(b"".join(seal)), *integers)
 
     @on_client(kind="aggregate")
     def consent(self, client: Client, sum: int, status: Tensor, seals: Tensor) -> Tensor:
         """Message 5: signature, (64,) uint8; ``status`` (n,) uint8 is OUT, DEAD or ALIVE."""
         member = self._member(client)
-        return packed(member.consent(client, sum, self._survivors(member, client, sum, status, seals)))
+        return to_tensor(member.consent(client, sum, self._survivors(member, client, sum, status, seals)))
 
     @on_client(kind="aggregate")
     def unmask(
@@ -203,13 +203,13 @@ class SecAgg(Transport):
         """Message 6: a share of one seed of each member of the cohort of which it holds any, (held, 32) uint8."""
         member = self._member(client)
         digest = self._survivors(member, client, sum, status, seals)
-        signed = map(bytes_of, checked(signatures, len(names), SIGNATURE))
+        signed = map(bytes_of, check_bytes(signatures, len(names), SIGNATURE))
         shares = member.reveal(client, sum, bytes_of(status), digest, dict(zip(names, signed, strict=True)))
-        return packed(b"".join(shares)).reshape(-1, KEY)
+        return to_tensor(b"".join(shares)).reshape(-1, KEY)
 
     def _survivors(self, member: Member, client: Client, i: int, status: Tensor, seals: Tensor) -> bytes:
-        rows = [bytes_of(row) for row in checked(seals, len(seals), _SEAL)]
-        return member.survivors(client, i, bytes_of(checked(status, len(member.names))), rows, self.threshold)
+        rows = [bytes_of(row) for row in check_bytes(seals, len(seals), _SEAL)]
+        return member.survivors(client, i, bytes_of(check_bytes(status, len(member.names))), rows, self.threshold)
 
     def _member(self, client: Client) -> Member:
         return member_of(client.memory.get(MEMORY))
@@ -241,14 +241,14 @@ class SecAgg(Transport):
             for got, vector in zip((reply.head, reply.body), vectors, strict=True):
                 if got.shape != vector.shape or got.numpy().itemsize != vector.itemsize or got.is_floating_point():
                     raise ClientFault(E_SHAPE, f"a masked vector of {tuple(got.shape)}, expected {vector.shape}")
-            shaped(_SEAL)(reply.seal)
+            bytes_check(_SEAL)(reply.seal)
             seal, p = bytes_of(reply.seal), position[client]
             said = agreed.statement("masked", i, cohort, seal[:KEY])
-            if not keys.signed(agreed.card(p).identity, seal[KEY:], *said):
+            if not keys.verify(agreed.card(p).identity, seal[KEY:], *said):
                 raise ClientFault(E_FIELD, f"a masked update that is not of sum {i} and its cohort")
             seals[p] = seal
 
-        told = {**payload, TOLD: Sum(i, packed(cohort), vectors[1].size)}
+        told = {**payload, TOLD: Sum(i, to_tensor(cohort), vectors[1].size)}
         members = [name for p, name in enumerate(agreed.names) if cohort[p] and p in session.holds]
         alive = 0
         for _, reply in fed.exchange("train", handler, members, told, Masked, form="masked", check=check):
@@ -298,7 +298,7 @@ class SecAgg(Transport):
     def _agree(self, fed: Federation) -> Session:
         """Messages 1 to 3."""
         name, length = keys.entropy(16).hex(), Card.length(AHEAD)
-        sent = fed.ask(self.keys, check=shaped(length + 1), session=name)
+        sent = fed.ask(self.keys, check=bytes_check(length + 1), session=name)
         names, n = sorted(sent), len(sent)
         _enough(fed, n, LEAST, "clients sent keys")
         table = torch.stack([sent[c][:length] for c in names])
@@ -307,7 +307,7 @@ class SecAgg(Transport):
             told = ", ".join(f"{names[p]} {short(agreed.card(p).identity.hex())}" for p in alone)
             fed.notice(f"secure aggregation: silos without a roster trust identities on first use; theirs are {told}")
         d = degree(self.neighbours, n)
-        shape = shaped(d, keys.SEALED + 2 * KEY * AHEAD)
+        shape = bytes_check(d, keys.SEALED + 2 * KEY * AHEAD)
         came = fed.ask(self.share, of=names, check=shape, names=names, published=table)
         _enough(fed, len(came), LEAST, "clients sent shares")
         around = {p: agreed.around(p) for p, c in enumerate(names) if c in came}
@@ -330,12 +330,12 @@ class SecAgg(Transport):
         names = session.agreed.names
         asked = {names[p]: p for p in session.askable(status)}
         rows = {
-            c: torch.stack([packed(seals[o]) for o in witnesses(session.holds[p], status)]) for c, p in asked.items()
+            c: torch.stack([to_tensor(seals[o]) for o in witnesses(session.holds[p], status)]) for c, p in asked.items()
         }
-        told: dict[str, Any] = {"sum": i, "status": packed(status), "seals": each(rows)}
+        told: dict[str, Any] = {"sum": i, "status": to_tensor(status), "seals": each(rows)}
         signed: dict[ClientId, Tensor] = {}
         if DEAD in status:
-            signed = fed.ask(self.consent, of=asked, check=shaped(SIGNATURE), least=1, **told)
+            signed = fed.ask(self.consent, of=asked, check=bytes_check(SIGNATURE), least=1, **told)
             asked = {c: p for c, p in asked.items() if c in signed}
         others = {c: [names[o] for o in session.holds[p][1:] if names[o] in signed] for c, p in asked.items()}
         none = torch.empty(0, SIGNATURE, dtype=torch.uint8)
@@ -348,7 +348,7 @@ class SecAgg(Transport):
             asked,
             told,
             Tensor,
-            check=lambda client, value: shaped(*shapes[client])(value),
+            check=lambda client, value: bytes_check(*shapes[client])(value),
             least=1,
         )
         return {asked[c]: value for c, value in found}

@@ -37,7 +37,7 @@ from fedfm.errors import E_REFUSED, ClientFault
 from fedfm.privacy.crypto import keys, masks, shamir
 
 
-def refused(why: str) -> ClientFault:
+def refusal(why: str) -> ClientFault:
     """The client does not do what the server asks."""
     return ClientFault(E_REFUSED, f"secure aggregation: {why}")
 
@@ -46,7 +46,7 @@ def once(client: Client, name: str, what: str, value: bytes = b"") -> None:
     """Refuse a second time."""
     mark = value + keys.entropy(16)
     if client.first(name, mark) != mark:
-        raise refused(f"{what} again: this was answered before, and a second answer would reveal an update")
+        raise refusal(f"{what} again: this was answered before, and a second answer would reveal an update")
 
 
 @dataclass
@@ -85,11 +85,11 @@ class Member:
         return OwnKeys(bytes.fromhex(self.master), self.sums)
 
     @cached_property
-    def agreed(self) -> Agreed:
+    def agreement(self) -> Agreed:
         known = (bytes.fromhex(self.digest), self.ring) if self.ring else None
         return Agreed(self.terms, self.session, self.names, self.table, self.neighbours, known)
 
-    def published(self, name: str, data: bytes) -> tuple[keys.Context, ...]:
+    def key_context(self, name: str, data: bytes) -> tuple[keys.Context, ...]:
         """What the signature of a client's keys covers."""
         return (LABEL, "keys", self.terms, self.session, name, data)
 
@@ -100,17 +100,17 @@ class Member:
             ClientFault: the list is not in order, or a signature or an identity is wrong.
         """
         if client.id not in names or list(names) != sorted(set(names)):
-            raise refused("a list of members that is not in order, or is without this client")
+            raise refusal("a list of members that is not in order, or is without this client")
         self.names, self.table, self.ring = list(names), table, []
-        self.digest, self.ring = self.agreed.digest.hex(), self.agreed.ring
+        self.digest, self.ring = self.agreement.digest.hex(), self.agreement.ring
         found = {}
         for at, name in enumerate(names):
-            card = self.agreed.card(at)
+            card = self.agreement.card(at)
             if name == client.id:
                 if card.keys != self.own.public():
-                    raise refused("the list of members has other keys of this client than its own")
-            elif not keys.signed(card.identity, card.signature, *self.published(name, card.keys)):
-                raise refused(f"the keys of {name} are not signed by it for this agreement")
+                    raise refusal("the list of members has other keys of this client than its own")
+            elif not keys.verify(card.identity, card.signature, *self.key_context(name, card.keys)):
+                raise refusal(f"the keys of {name} are not signed by it for this agreement")
             else:
                 found[name] = card.identity.hex()
         _trust(client, found)
@@ -118,7 +118,7 @@ class Member:
     def deal(self, name: str, threshold: int) -> list[bytes]:
         """Shares of this client's seeds of all sums: those that it holds itself, then encrypted ones by neighbour."""
         at, own, self.threshold = self.names.index(name), self.own, threshold
-        around = self.agreed.around(at)
+        around = self.agreement.around(at)
         parts = [bytearray() for _ in range(len(around) + 1)]
         for i in range(self.sums):
             for seed in (own.self(i), own.pair(i)):
@@ -138,23 +138,23 @@ class Member:
             ClientFault: too few came, or one is not what its sender encrypted for this client.
         """
         if len(self.holds) != 1 or len(present) + 1 < self.threshold:
-            raise refused(f"shares of {len(present)} neighbours came, {self.threshold - 1} are needed")
-        around = {self.names[p]: p for p in self.agreed.around(self.holds[0])}
+            raise refusal(f"shares of {len(present)} neighbours came, {self.threshold - 1} are needed")
+        around = {self.names[p]: p for p in self.agreement.around(self.holds[0])}
         if list(present) != sorted(around.keys() & set(present)):
-            raise refused("shares of clients that are no neighbours")
+            raise refusal("shares of clients that are no neighbours")
         for other, data in zip(present, sealed, strict=True):
             try:
                 share = keys.unseal(self._channel(around[other], other, name), data, *self._route(other, name))
             except ValueError as error:
-                raise refused(f"shares of {other}: {error}") from None
+                raise refusal(f"shares of {other}: {error}") from None
             self.holds.append(around[other])
             self.held.append(share.hex())
 
     def _channel(self, p: int, *ends: str) -> bytes:
-        return keys.agree(self.own.channel, self.agreed.card(p).channel, LABEL, "channel", *ends)
+        return keys.agree(self.own.channel, self.agreement.card(p).channel, LABEL, "channel", *ends)
 
     def _route(self, *ends: str) -> tuple[keys.Context, ...]:
-        return self.agreed.statement("shares", *ends)
+        return self.agreement.statement("shares", *ends)
 
     def fit(self, client: Client, i: int, cohort: bytes) -> None:
         """Check number and cohort of a sum.
@@ -163,9 +163,9 @@ class Member:
             ClientFault: the cohort is too small or without this client, or no keys are agreed.
         """
         if not self.held or not 0 <= i < self.sums:
-            raise refused("no keys are agreed for this sum")
+            raise refusal("no keys are agreed for this sum")
         if len(cohort) != len(self.names) or set(cohort) - {0, 1} or not cohort[self.holds[0]]:
-            raise refused("a cohort without this client")
+            raise refusal("a cohort without this client")
         _enough(client, sum(cohort), LEAST)
 
     def mask(
@@ -182,12 +182,12 @@ class Member:
         """
         self.fit(client, i, cohort)
         once(client, f"{self.tag}-mask-{i}", f"sum {i}: a masked update")
-        own, context = self.own, self.agreed.context(i, cohort, shown)
+        own, context = self.own, self.agreement.context(i, cohort, shown)
         masks.add(vectors, self_mask(own.self(i), context))
-        for p in self.agreed.around(self.holds[0], {p for p, here in enumerate(cohort) if here}):
-            key = pair_mask(own.pair(i), self.agreed.card(p).pair(i), context, (client.id, self.names[p]))
+        for p in self.agreement.around(self.holds[0], {p for p, here in enumerate(cohort) if here}):
+            key = pair_mask(own.pair(i), self.agreement.card(p).pair(i), context, (client.id, self.names[p]))
             masks.add(vectors, key, negative=client.id > self.names[p])
-        return shown, keys.sign(identity_of(client), *self.agreed.statement("masked", i, cohort, shown))
+        return shown, keys.sign(identity_of(client), *self.agreement.statement("masked", i, cohort, shown))
 
     def survivors(self, client: Client, i: int, status: bytes, seals: Sequence[bytes], share: float) -> bytes:
         """Check a list of survivors; returns its digest.
@@ -202,20 +202,20 @@ class Member:
         """
         ok = self.holds and 0 <= i < self.sums and len(status) == len(self.names) and set(status) <= {OUT, DEAD, ALIVE}
         if not ok or status[self.holds[0]] == DEAD:
-            raise refused("a list of survivors that is not one of this client's sums")
+            raise refusal("a list of survivors that is not one of this client's sums")
         cohort, shown = bytes(s != OUT for s in status), b""
         _enough(client, status.count(ALIVE), max(least_of(share, sum(cohort)), 2))
         seen = witnesses(self.holds, status)
         if len(seen) != len(seals):
-            raise refused(f"seals of {len(seals)} survivors, expected {len(seen)}")
+            raise refusal(f"seals of {len(seals)} survivors, expected {len(seen)}")
         for p, seal in zip(seen, seals, strict=True):
-            said = self.agreed.statement("masked", i, cohort, seal[:KEY])
-            if not keys.signed(self.agreed.card(p).identity, seal[KEY:], *said):
-                raise refused(f"{self.names[p]} did not mask an update in sum {i} for this cohort")
+            said = self.agreement.statement("masked", i, cohort, seal[:KEY])
+            if not keys.verify(self.agreement.card(p).identity, seal[KEY:], *said):
+                raise refusal(f"{self.names[p]} did not mask an update in sum {i} for this cohort")
             shown = shown or seal[:KEY]
             if seal[:KEY] != shown:
-                raise refused(f"{self.names[p]} was shown another model than {self.names[seen[0]]}")
-        return hashlib.sha256(keys.encoded(i, status, shown)).digest()
+                raise refusal(f"{self.names[p]} was shown another model than {self.names[seen[0]]}")
+        return hashlib.sha256(keys.encode(i, status, shown)).digest()
 
     def consent(self, client: Client, i: int, digest: bytes) -> bytes:
         """Agree to a list of survivors.
@@ -224,7 +224,7 @@ class Member:
             ClientFault: a second one.
         """
         once(client, f"{self.tag}-survivors-{i}", f"sum {i}: a list of survivors", digest)
-        return keys.sign(identity_of(client), *self.agreed.statement("survivors", digest))
+        return keys.sign(identity_of(client), *self.agreement.statement("survivors", digest))
 
     def reveal(
         self, client: Client, i: int, status: bytes, digest: bytes, signatures: Mapping[str, bytes]
@@ -238,16 +238,16 @@ class Member:
         """
         kept = client.first(f"{self.tag}-survivors-{i}", digest + keys.entropy(16))
         if kept[: len(digest)] != digest:
-            raise refused(f"sum {i}: another list of survivors than the one that this client agreed to")
+            raise refusal(f"sum {i}: another list of survivors than the one that this client agreed to")
         known = {self.names[p]: p for p in self.holds[1:]}
         for name, signature in signatures.items():
             if name not in known or status[known[name]] == DEAD:
-                raise refused(f"{name} is no neighbour that survived")
-            identity = self.agreed.card(known[name]).identity
-            if not keys.signed(identity, signature, *self.agreed.statement("survivors", digest)):
-                raise refused(f"{name} signed another list of survivors")
+                raise refusal(f"{name} is no neighbour that survived")
+            identity = self.agreement.card(known[name]).identity
+            if not keys.verify(identity, signature, *self.agreement.statement("survivors", digest)):
+                raise refusal(f"{name} signed another list of survivors")
         if DEAD in status and len(signatures) + 1 < self.threshold:
-            raise refused(f"{len(signatures) + 1} signatures of the survivors came, {self.threshold} are needed")
+            raise refusal(f"{len(signatures) + 1} signatures of the survivors came, {self.threshold} are needed")
         once(client, f"{self.tag}-reveal-{i}", f"sum {i}: shares")
         return [
             bytes.fromhex(held)[KEY * (2 * i + (status[p] == DEAD)) :][:KEY]
@@ -264,7 +264,7 @@ def identity_of(client: Client) -> bytes:
 def _enough(client: Client, got: int, least: int) -> None:
     least = max(least, client.smallest_cohort)
     if got < least:
-        raise refused(f"a sum of {got} clients, expected {least} at least")
+        raise refusal(f"a sum of {got} clients, expected {least} at least")
 
 
 def _trust(client: Client, found: Mapping[str, str]) -> None:
@@ -276,15 +276,15 @@ def _trust(client: Client, found: Mapping[str, str]) -> None:
     if client.roster is not None:
         for name, identity in found.items():
             if name not in client.roster:
-                raise refused(f"{name} is not in this silo's roster")
+                raise refusal(f"{name} is not in this silo's roster")
             if client.roster[name].hex() != identity:
-                raise refused(f"the server shows a key of {name}, {short(identity)}, that is not the roster's")
+                raise refusal(f"the server shows a key of {name}, {short(identity)}, that is not the roster's")
         return
     seen = json.loads(client.first("identities", json.dumps(found).encode()))
     for name, identity in found.items():
         label = f"identity-{hashlib.sha256(name.encode()).hexdigest()}"
         if (seen.get(name) or client.first(label, identity.encode()).decode()) != identity:
-            raise refused(f"{name} has another identity than before in this run")
+            raise refusal(f"{name} has another identity than before in this run")
     told = ", ".join(f"{name} {short(identity)}" for name, identity in found.items())
     client.note(f"no roster: these identities are trusted on first use: {told}")
 
@@ -301,7 +301,7 @@ def sum_of(client: Client) -> Sum:
         ClientFault: nothing.
     """
     if not isinstance(client.told, Sum):
-        raise refused("a request without number and cohort of the sum")
+        raise refusal("a request without number and cohort of the sum")
     return client.told
 
 
@@ -312,5 +312,5 @@ def member_of(stored: Any) -> Member:
         ClientFault: there is none.
     """
     if stored is None:
-        raise refused("no keys are agreed")
+        raise refusal("no keys are agreed")
     return Member(**stored)

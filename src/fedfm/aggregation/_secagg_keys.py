@@ -19,13 +19,13 @@ LEAST = 3  # clients: in a sum of two each knows the other's part
 LABEL = "fedfm-secagg-2"
 
 
-def packed(data: bytes) -> Tensor:
+def to_tensor(data: bytes) -> Tensor:
     """Bytes as a uint8 tensor, which travels without text."""
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """The inverse of :func:`packed`, row by row."""
+    """The inverse of :func:`to_tensor`, row by row."""
     return tensor.contiguous().numpy().tobytes()
 
 
@@ -151,7 +151,7 @@ class Agreed:
         self.names, self._table, self._neighbours = list(names), table, neighbours
         if known is None:
             parts: tuple[keys.Context, ...] = (LABEL, terms, session, *self.names, bytes_of(table))
-            digest = hashlib.sha256(keys.encoded(*parts)).digest()
+            digest = hashlib.sha256(keys.encode(*parts)).digest()
             order = {at: hashlib.sha256(digest + name.encode()).digest() for at, name in enumerate(self.names)}
             known = digest, sorted(order, key=order.__getitem__)
         self.digest, self.ring = known
@@ -174,7 +174,7 @@ class Agreed:
         """Digest of what the masks of sum i depend on: clients whom the server shows another cohort or another model
         have masks that do not cancel.
         """
-        return hashlib.sha256(keys.encoded(*self.statement("masked", i, cohort, shown))).digest()
+        return hashlib.sha256(keys.encode(*self.statement("masked", i, cohort, shown))).digest()
 
 
 def pair_mask(private: bytes, public: bytes, context: bytes, names: Sequence[str]) -> bytes:

@@ -76,7 +76,7 @@ class Session:
         return [p for p, held in self.holds.items() if status[p] != DEAD and any(status[o] != OUT for o in held)]
 
 
-def shaped(*shape: int) -> Any:
+def bytes_check(*shape: int) -> Any:
     """Check of a reply: bytes of this shape."""
 
     def check(value: Tensor) -> None:
@@ -86,9 +86,9 @@ def shaped(*shape: int) -> Any:
     return check
 
 
-def checked(tensor: Tensor, *shape: int) -> Tensor:
+def check_bytes(tensor: Tensor, *shape: int) -> Tensor:
     """Check a payload: bytes of this shape."""
-    shaped(*shape)(tensor)
+    bytes_check(*shape)(tensor)
     return tensor
 
 

@@ -92,7 +92,7 @@ class Mechanism:
 
     Attributes:
         secrets: names of the server's secrets that it draws.
-        told_type: of the payload's entry ``SCALE``, which :meth:`told` may add.
+        told_type: of the payload's entry ``SCALE``, which :meth:`message` may add.
         figures: names in ``fed.metrics`` that the line of a round shows.
         fresh: a round that a resume repeats gets other noise: it is one release more to who saw it before.
         withholds: the metrics of updates stay at the clients.
@@ -126,26 +126,26 @@ class Mechanism:
         return fed.clients
 
     def divisor(self, fed: Federation, asked: Sequence[ClientId]) -> float:
-        """Server half: the number of clients of a mean that asks these, for :meth:`released`."""
+        """Server half: the number of clients of a mean that asks these, for :meth:`release`."""
         return len(asked)
 
-    def told(self, fed: Federation) -> Payload:
-        """Server half: what the train message says to :meth:`bounded`."""
+    def message(self, fed: Federation) -> Payload:
+        """Server half: what the train message says to :meth:`bound`."""
         return {}
 
-    def bounded(self, client: Client, update: Update) -> Update:
+    def bound(self, client: Client, update: Update) -> Update:
         """Client half: the update as the mechanism needs it, e.g. of bounded norm."""
         return update
 
     def blank(self, client: Client) -> Update | None:
-        """Client half: :meth:`bounded` of no change at all, if that counts like any update; None: it does not."""
+        """Client half: :meth:`bound` of no change at all, if that counts like any update; None: it does not."""
         return None
 
     def wire(self, like: Layout) -> Layout:
-        """Layout of the deltas that :meth:`bounded` returns, if the method's are ``like``."""
+        """Layout of the deltas that :meth:`bound` returns, if the method's are ``like``."""
         return like
 
-    def released(self, fed: Federation, updates: Iterator[Update], rule: Rule, asked: float, like: Layout) -> Params:
+    def release(self, fed: Federation, updates: Iterator[Update], rule: Rule, asked: float, like: Layout) -> Params:
         """Server half: what the method gets for the updates of ``asked`` clients, by default what the rule makes."""
         return rule(fed, updates)
 
@@ -195,7 +195,7 @@ class Aggregator:
 
     def protect(self, client: Client, update: Update) -> Any:
         """Client half: what to send instead of ``update``."""
-        return self.transport.protect(client, self.mechanism.bounded(client, update))
+        return self.transport.protect(client, self.mechanism.bound(client, update))
 
     def blank(self, client: Client) -> Any | None:
         """Client half: what to send in place of an update that there is none of, so that the failure tells nothing.
@@ -210,11 +210,11 @@ class Aggregator:
         """Server half: ask the clients; return the combined update that the method gets."""
         asked = fed.clients if of is None else tuple(of)
         mechanism = self.mechanism
-        over, payload = mechanism.divisor(fed, asked), {**payload, **mechanism.told(fed)}
+        over, payload = mechanism.divisor(fed, asked), {**payload, **mechanism.message(fed)}
         updates = self.transport.updates(fed, handler, asked, payload, mechanism.wire(like))
-        return mechanism.released(fed, updates, self.combined, over, like)
+        return mechanism.release(fed, updates, self.reduce, over, like)
 
-    def combined(self, fed: Federation, updates: Iterator[Update]) -> Params:
+    def reduce(self, fed: Federation, updates: Iterator[Update]) -> Params:
         """The rule: one running sum in memory, for any number of updates."""
         mean = RunningMean()
         for update in updates:

@@ -50,7 +50,7 @@ def under(aggregation: Aggregator, method: Any, privacy: Any) -> Aggregator:
     # Under secure aggregation a small cohort is refused, which tells who took part: coins would amplify nothing. A
     # method of several means may ask others for one of them, as ccvr asks all for its last.
     rate = fraction if name == "gaussian" and not hidden and len(method.means) == 1 else 1.0
-    z = privacy.noise_multiplier or _calibrated(name, method, privacy, rate, period)
+    z = privacy.noise_multiplier or _noise_multiplier(name, method, privacy, rate, period)
     mechanism = CentralGaussian(
         clip_norm=privacy.clip_norm if adaptive is None else 1.0,
         noise_multiplier=z,
@@ -109,7 +109,7 @@ def _period(method: Any, fraction: float) -> int:
     return period
 
 
-def _calibrated(name: str, method: Any, privacy: Any, rate: float, period: int) -> float:
+def _noise_multiplier(name: str, method: Any, privacy: Any, rate: float, period: int) -> float:
     epsilon, delta, rounds, releases = privacy.target_epsilon, privacy.delta, max(method.rounds, 1), len(method.means)
     if name == "distributed_gaussian":
         return noise_multiplier_for_concentrated(epsilon, delta, rounds * releases)

@@ -60,6 +60,6 @@ class Secure(Mean):
     def least(self) -> int:
         return LEAST
 
-    def combined(self, fed: Federation, updates: Iterator[Update]) -> Params:
+    def reduce(self, fed: Federation, updates: Iterator[Update]) -> Params:
         (mean,) = updates  # a running sum would round it twice more
         return mean.delta

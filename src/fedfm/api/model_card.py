@@ -21,9 +21,9 @@ from fedfm.models.families import unwrapped
 from fedfm.models.head_inputs import UNIT_NORM
 from fedfm.models.locate import BUILT_IN
 from fedfm.models.model import Model
-from fedfm.reports.account import claimed
+from fedfm.reports.account import privacy_claim
 from fedfm.reports.html import data_of
-from fedfm.reports.own_models import joined
+from fedfm.reports.own_models import newcomers_of
 from fedfm.reports.plain_words import reading
 from fedfm.reports.read import RunFiles, mapping, numeric, read
 from fedfm.reports.text import NBSP, number
@@ -68,11 +68,11 @@ def card(
         more = f" and {len(model.classes) - _MOST} more (`fedfm.json`)" if len(model.classes) > _MOST else ""
         parts += ["## Classes", "", f"In the order of the outputs: {named}{more}.", ""]
     parts += ["## Data and training", "", *_training(run), "", "## Scores", "", *_scores(run, client), ""]
-    text, assumed = claimed(run)
+    text, assumed = privacy_claim(run)
     meant = ["", _plain(plain)] if (plain := reading(run)) else []
-    if client is not None and client in joined(run):
+    if client is not None and client in newcomers_of(run):
         text = f"This model was fitted to rows of {client} after training, and nothing is claimed of these. Of the "
-        text += f"federation's model, from which it began: {claimed(run)[0]}"
+        text += f"federation's model, from which it began: {privacy_claim(run)[0]}"
     parts += ["## Privacy", "", _plain(text), *meant, *(["", "It assumes:", ""] if assumed else [])]
     parts += [f"- {_plain(line)}" for line in assumed]
     return "\n".join(parts).rstrip() + "\n"

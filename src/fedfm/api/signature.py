@@ -1,7 +1,7 @@
 """``signature.json``: an Ed25519 signature over the SHA-256 of every file of a run or of an exported model.
 
 It covers all files but itself and ``private/``, which nobody else has. The signed bytes are ``signature.json`` without
-its last entry: ``json.dumps(body, indent=1)``, in the encoding of :func:`fedfm.privacy.crypto.keys.encoded`.
+its last entry: ``json.dumps(body, indent=1)``, in the encoding of :func:`fedfm.privacy.crypto.keys.encode`.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def verify(folder: Path, key: Path | None = None) -> Verified:
     if isinstance(body["version"], int) and body["version"] > VERSION:
         raise InputError(f"{folder / FILE}: version {body['version']}; this release reads up to {VERSION}")
     public, files = _bytes(body["key"]), body["files"] if isinstance(body["files"], dict) else {}
-    genuine = data == _file(body, signature) and keys.signed(public, _bytes(signature), _PURPOSE, _signed_text(body))
+    genuine = data == _file(body, signature) and keys.verify(public, _bytes(signature), _PURPOSE, _signed_text(body))
     now = dict(_digests(folder))
     own = None
     with contextlib.suppress(OSError, InputError):

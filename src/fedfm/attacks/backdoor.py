@@ -61,11 +61,11 @@ class Backdoor(Attack):
             return replace(rows, inputs=x)
         if rows.kind == "image":
             if isinstance(rows.inputs, np.ndarray):
-                return replace(rows, inputs=self._stamped(rows.inputs))
+                return replace(rows, inputs=self._stamp(rows.inputs))
             return replace(rows, inputs=[self._stamped_file(item) for item in rows.inputs])
         return replace(rows, inputs=[f"{self.word} {text}" for text in rows.inputs])
 
-    def _stamped(self, pictures: np.ndarray) -> np.ndarray:
+    def _stamp(self, pictures: np.ndarray) -> np.ndarray:
         """Pictures (n, H, W, C), uint8, with the square."""
         side = min(pictures.shape[1:3])
         if 2 * self.size > side:
@@ -81,7 +81,7 @@ class Backdoor(Attack):
         """A picture (a path or its bytes) with the square, as PNG, which is lossless."""
         from PIL import Image
 
-        pixels = self._stamped(np.asarray(rgb(item))[None])[0]
+        pixels = self._stamp(np.asarray(rgb(item))[None])[0]
         out = io.BytesIO()
         Image.fromarray(pixels).save(out, "PNG")
         return out.getvalue()

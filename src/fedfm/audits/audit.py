@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fedfm.audits.finding import Finding
-from fedfm.audits.replay import Replay, Watch, check_unchanged, finished, population_of, replay
+from fedfm.audits.replay import Replay, Watch, check_unchanged, open_finished, population_of, replay
 from fedfm.audits.steps import Step, TimeUpError, command, deadline, steps, until
 from fedfm.config.registry import available
 from fedfm.core import storage
@@ -161,7 +161,7 @@ def perform_within(
         RunError: the time was up before the first finding.
     """
     end, progress = deadline(limit), progress or AuditProgress()
-    run = finished(path, given)
+    run = open_finished(path, given)
     if not os.access(run.path, os.W_OK):
         raise InputError(f"{run.path} cannot be written, and an audit keeps its findings there; audit a copy")
     chosen = choose(run, names)
@@ -174,7 +174,7 @@ def perform_within(
         planned = steps(run, population, chosen)
         seconds = sum(step.seconds for step in planned)
         waiting = [name for step in planned for name in step.audits]
-        notice(f"{len(chosen)} attack{'s' * (len(chosen) != 1)}, about {rounded(seconds)}, the cheap ones first")
+        notice(f"{len(chosen)} attack{'s' * (len(chosen) != 1)}, about {duration_text(seconds)}, the cheap ones first")
         progress.started(len(chosen))
         for step in planned:
             for name, findings in _done(step, run, notice, progress, end, given, options):
@@ -185,7 +185,7 @@ def perform_within(
     except TimeUpError:
         assert limit is not None  # noqa: S101 - nothing else raises it
         if not found:
-            whole = f"; all {len(chosen)} may take {rounded(seconds)}" if seconds else ""
+            whole = f"; all {len(chosen)} may take {duration_text(seconds)}" if seconds else ""
             raise RunError(f"{path}: no attack ended within {limit:g} s{whole}: give a longer --time-limit") from None
     except KeyboardInterrupt as stopped:
         if found:
@@ -215,9 +215,9 @@ def _done(
     names, several = ", ".join(step.audits), len(step.audits) > 1
     progress.begins(names, step.seconds)
     if several:
-        notice(f"the run again, with a recorder at the server, for {names}: about {rounded(step.seconds)}")
+        notice(f"the run again, with a recorder at the server, for {names}: about {duration_text(step.seconds)}")
     else:
-        notice(f"attack: {names}, about {rounded(step.seconds)}")
+        notice(f"attack: {names}, about {duration_text(step.seconds)}")
     watches = {name: audit.watch(run) for name, audit in step.audits.items()}
     watched = {name: watch for name, watch in watches.items() if watch is not None}
     with until(end):
@@ -248,7 +248,7 @@ def _keep(run: Run, found: Sequence[Finding]) -> None:
         run.write_manifest()
 
 
-def rounded(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """An estimate in words.
 
     Example:

@@ -15,7 +15,7 @@ import torch
 from fedfm import seeds
 from fedfm.aggregation.base import Aggregator
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, against, refuted, refutes, twice
+from fedfm.audits.finding import Finding, absorb_rounding, against, refutes, twice
 from fedfm.audits.inference import canaries
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay, turns
@@ -75,7 +75,7 @@ class Canaries(Audit):
 
 def finding(found: Array, strangers: Array, dim: int, delta: float, stated: float) -> Finding:
     """What scores say of a stated epsilon; ``dim`` numbers show the size of the noise."""
-    low, strict = (refuted(canaries.epsilon_bound(found, dim, delta, p), stated) for p in (CONFIDENCE, STRICT))
+    low, strict = (absorb_rounding(canaries.epsilon_bound(found, dim, delta, p), stated) for p in (CONFIDENCE, STRICT))
     # Where one client counts more than the others, the mean is not the figure.
     estimate = max(canaries.epsilon_at(float(found.mean()), delta), low)
     high = max(canaries.epsilon_most(found, dim, delta, CONFIDENCE), estimate)

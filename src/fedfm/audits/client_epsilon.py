@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fedfm.aggregation.private import CentralGaussian
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import CLAIM, Finding, refuted, refutes
+from fedfm.audits.finding import CLAIM, Finding, absorb_rounding, refutes
 from fedfm.audits.replay import Replay, Turn
 from fedfm.core.client import Update
 from fedfm.linalg.params import Params
@@ -62,7 +62,7 @@ class ClientEpsilon(Audit):
         repeated = max(found.shared, default=0.0) > norm.isf((1 - CONFIDENCE) / 2 / pairs)
         low = math.inf if repeated else gaussian.epsilon_of(highest, longest, delta)
         estimate = math.inf if repeated else gaussian.epsilon_of(sigma, longest, delta)
-        low = refuted(low, stated)
+        low = absorb_rounding(low, stated)
         contradicts = low > stated
         says = (
             f"The noise on a sum has a standard deviation of {sigma:.4g}, and one client's updates have the norm "

@@ -59,7 +59,7 @@ def crossings(turn: Turn, method: Method[Any], model: Model, *, sums: bool = Fal
         yield CrossedUpdate(turn.round, asked, before, after)
 
 
-def hidden(run: Run) -> bool:
+def sees_sums_only(run: Run) -> bool:
     """Whether the server of this run saw sums of updates only."""
     return run.experiment.aggregation.transport.form != "plain"
 

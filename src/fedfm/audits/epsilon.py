@@ -11,7 +11,7 @@ import numpy as np
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.fedpft_view import SentClass, View
-from fedfm.audits.finding import CLAIM, Finding, nothing, refuted
+from fedfm.audits.finding import CLAIM, Finding, absorb_rounding, nothing
 from fedfm.audits.inference.one_run import epsilon_bound, readings
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay
@@ -44,7 +44,7 @@ class Epsilon(Audit):
             return [nothing("epsilon", QUESTION, "No class has both training rows and rows that nobody trained on.")]
         coins = np.concatenate(found)
         right = int((coins > 0).sum())
-        low = refuted(epsilon_bound(coins.tolist(), promise.delta, CONFIDENCE, promise.steps), promise.epsilon)
+        low = absorb_rounding(epsilon_bound(coins.tolist(), promise.delta, CONFIDENCE, promise.steps), promise.epsilon)
         odds = math.log((right + 0.5) / (len(coins) - right + 0.5)) / promise.steps
         contradicts = low > promise.epsilon
         says = (

@@ -250,7 +250,7 @@ class _Attack:
         turns = [turn for turn in self.rounds.turns if turn.round <= t]
         w, names = self.rounds.model(turns[-1].before), self.rounds.server.names
         honest = next(s for s in turns[-1].seen if s.client == client)
-        sent = replace(honest, value=turned(honest.value, w, share, names)) if turn_around else honest
+        sent = replace(honest, value=reverse_mean(honest.value, w, share, names)) if turn_around else honest
         turns[-1] = replace(turns[-1], seen=[sent if s is honest else s for s in turns[-1].seen])
         after, pulled = self.rounds.server.again(self.replay.run, method, turns, self.rounds.first, check)
 
@@ -310,7 +310,7 @@ class _Attack:
                 says += f"start weights {100 * start:.1f} %)"
         if able.perplexity is not None and self.true.perplexity is not None:
             says += f"; its perplexity is {able.perplexity:.4g} (foundation model {self.true.perplexity:.4g})"
-        return Finding(name, question, error, low, high, LINE, disclosed(able.cosine), f"{says}.", False, detail)
+        return Finding(name, question, error, low, high, LINE, disclosure_rule(able.cosine), f"{says}.", False, detail)
 
 
 def sums(everyone: Finding) -> Finding:
@@ -325,7 +325,7 @@ def sums(everyone: Finding) -> Finding:
 class Clipped(Aggregator):
     """A server's norm check: clips every update to the median norm of its round."""
 
-    def combined(self, fed: Federation, updates: Iterator[Update]) -> Params:
+    def reduce(self, fed: Federation, updates: Iterator[Update]) -> Params:
         received = list(updates)
         norms = [u.delta.norm() for u in received]
         most, mean = float(np.median(norms)), RunningMean()
@@ -334,17 +334,17 @@ class Clipped(Aggregator):
         return mean.result()
 
 
-def turned(update: Update, w: Params, share: float, names: Collection[str]) -> Update:
+def reverse_mean(update: Update, w: Params, share: float, names: Collection[str]) -> Update:
     """The update with which a client of this share reverses the mean; running statistics stay unchanged."""
     joined = "y/" if any(n.startswith("y/") for n in update.delta) else ""  # scaffold sends a second vector, too
     away = {joined + n: torch.from_numpy(extraction.turned_around(w[n].numpy(), share)) - w[n] for n in names}
     return replace(update, delta=update.delta.replace(away))
 
 
-def disclosed(cosine: float) -> VerdictRule:
+def disclosure_rule(cosine: float) -> VerdictRule:
     """Whether a computed model discloses the true one: by its weights, of which the estimate is the error, or by its
     features, of which this is the mean cosine.
     """
     name = "cosine of the features"
     leaks, holds = ("estimate < bound", f"{name} > {ALIKE}"), (f"estimate > {FAR}", f"{name} < {UNLIKE}")
-    return VerdictRule(leaks, holds).given({name: cosine})
+    return VerdictRule(leaks, holds).with_numbers({name: cosine})

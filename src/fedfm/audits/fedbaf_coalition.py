@@ -227,7 +227,7 @@ class Lines:
     controls: bool = False
 
 
-def kept(fraction: float, clients: int, trainable: int) -> int:
+def rounds_to_keep(fraction: float, clients: int, trainable: int) -> int:
     """Number of rounds to keep with their replies."""
     cohort = max(math.floor(fraction * clients), 1)
     fits = MEMORY // (4 * max(trainable, 1) * (cohort + 3))
@@ -249,7 +249,7 @@ class Rounds:
         experiment, manifest = run.experiment, run.manifest
         self.method, self._seed, self._every = experiment.method, experiment.run.seed, experiment.run.evaluate_every
         self._rounds, self._aggregator = manifest["result"]["rounds"], experiment.aggregation
-        self.most = kept(self.method.fraction, len(manifest["clients"]), int(manifest["model"]["trainable"]))
+        self.most = rounds_to_keep(self.method.fraction, len(manifest["clients"]), int(manifest["model"]["trainable"]))
         self.turns: list[Turn] = []
         self.curve: list[dict[str, float]] = []
         self.asked: dict[int, set[ClientId]] = {}

@@ -61,7 +61,7 @@ def colluders(replay: Replay, full: Full | None) -> list[Finding]:
     clients = sorted(full.tau)
     victims = [clients[round(i)] for i in np.linspace(0, len(clients) - 1, min(VICTIMS, len(clients))).tolist()]
     attack = _Coalition(full, pieces, clients, method)
-    found = [_summary(shown, SHOWN, full, clients, [attack.shown(v) for v in victims])]
+    found = [_summary(shown, SHOWN, full, clients, [attack.reconstruct(v) for v in victims])]
     if method.similarity != "cosine" or method.weights_from != "task_vector":
         return [*found, nothing(unshown, UNSHOWN, "The attack solves weights by cosines of task vectors only.")]
     return [*found, _summary(unshown, UNSHOWN, full, clients, [attack.unshown(v) for v in victims])]
@@ -83,7 +83,7 @@ class _Coalition:
     def __init__(self, full: Full, pieces: Sequence[Sequence[str]], clients: Sequence[ClientId], method: Any) -> None:
         self._full, self._pieces, self._clients, self._method = full, pieces, clients, method
 
-    def shown(self, victim: ClientId) -> _Read:
+    def reconstruct(self, victim: ClientId) -> _Read:
         """By the weights of the colluder with the largest weight of the victim, layer by layer."""
         v = self._clients.index(victim)
         parts = []
@@ -93,11 +93,11 @@ class _Coalition:
             truth, others, _ = self._vectors(names, v)
             if p[i, v]:
                 known = np.delete(p[i], v)
-                guess = task_vector.shown(self._change(names, i), others, known, float(p[i, v]))
+                guess = task_vector.solve_victim(self._change(names, i), others, known, float(p[i, v]))
             else:
                 guess = np.zeros_like(truth)
             parts.append((truth, guess, others))
-        return _compared(parts, 1)
+        return _read_of(parts, 1)
 
     def unshown(self, victim: ClientId) -> _Read:
         """By the formula of the weights; other colluders choose between several solutions of an equation."""
@@ -106,7 +106,7 @@ class _Coalition:
         for names in self._pieces:
             truth, others, rows = self._vectors(names, v)
             able = [at for at in range(len(rows)) if others[at].any()]  # a zero vector has no cosine
-            able = sorted(able, key=self._explained(names, others, able, rows))
+            able = sorted(able, key=self._explained_share(names, others, able, rows))
             known = others[able]
             changes = [self._change(names, rows[at]) for at in able[:SOLVERS]]
             solved: list[Array] = []
@@ -119,9 +119,9 @@ class _Coalition:
             else:  # no other colluder: the worst solution
                 best, most = min(solved, key=lambda x: _cosine(x, truth), default=None), max(most, len(solved))
             parts.append((truth, np.zeros_like(truth) if best is None else best, others))
-        return _compared(parts, max(most, 1))
+        return _read_of(parts, max(most, 1))
 
-    def _explained(
+    def _explained_share(
         self, names: Sequence[str], others: Array, able: Sequence[int], rows: Sequence[int]
     ) -> Callable[[int], float]:
         """Sort key: share of a colluder's change that the colluders' own vectors explain; 1 without the victim's."""
@@ -158,7 +158,7 @@ class _Coalition:
         return _flat(self._full.after[c], names) - _flat(self._full.before[c], names)
 
 
-def _compared(parts: Sequence[tuple[Array, Array, Array]], candidates: int) -> _Read:
+def _read_of(parts: Sequence[tuple[Array, Array, Array]], candidates: int) -> _Read:
     """Of (truth, guess, the colluders' vectors) of all layers."""
     truth, guess = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
     others = np.concatenate([o for _, _, o in parts], axis=1)

@@ -68,9 +68,9 @@ class Eye:
             fresh = {c: x for c, x in sent.items() if c not in self.heads and _same(before[c].only(kept), first)}
             if population.federated.table.labels is not None and len(population.test):
                 few = [c for c in sorted(fresh) if len(self.predicted) < CLIENTS]
-                self.predicted |= {c: _predicted(population, before[c], fresh[c]) for c in few}
+                self.predicted |= {c: _mean_probabilities(population, before[c], fresh[c]) for c in few}
             self.heads |= {c: tau.only(kept) for c, tau in fresh.items()}
-        for client, scored in self.scored(population).items():
+        for client, scored in self.scored_rows(population).items():
             if client in sent:
                 self._score(model, scored, before[client], sent[client])
         if isinstance(method, Charting) and (p := method.arrays(turn.after).get("weights")) is not None:
@@ -79,7 +79,7 @@ class Eye:
         if every and isinstance(method, FedBip):  # the colluders solve its formula
             self.full = Full(turn.round, sent, before, turn.after.theta_bar, self.p[-1])
 
-    def scored(self, population: Partitioned) -> dict[ClientId, Scored]:
+    def scored_rows(self, population: Partitioned) -> dict[ClientId, Scored]:
         """The rows that are scored, drawn once."""
         if self._scored is None:
             rng, clients = self.rng("rows"), list(population.clients)
@@ -171,7 +171,7 @@ def _rows(population: Partitioned, client: ClientId, own: bool, rng: np.random.G
     return Scored(members, strangers)
 
 
-def _predicted(population: Partitioned, theta_bar: Params, tau: Params) -> Array:
+def _mean_probabilities(population: Partitioned, theta_bar: Params, tau: Params) -> Array:
     """``Q`` (C, C): mean probabilities by class for the server's own rows, over places from theta_bar to theta."""
     model, rows = population.model, public(population)
     classes = len(model.classes)

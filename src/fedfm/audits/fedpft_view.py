@@ -90,14 +90,14 @@ class View:
         return seeds.generator(self.replay.run.experiment.run.seed, "audit", *purpose)
 
     @cached_property
-    def _used(self) -> Array:
+    def _row_indices(self) -> Array:
         parts = [getattr(c, part) for c in self.federated.clients.values() for part in ("train", "test")]
         return np.unique(np.concatenate([self.federated.test, *parts]))
 
     @cached_property
     def _place(self) -> Array:
         place = np.full(len(self.federated.table), -1, dtype=np.int64)
-        place[self._used] = np.arange(len(self._used))
+        place[self._row_indices] = np.arange(len(self._row_indices))
         return place
 
     @cached_property
@@ -107,14 +107,14 @@ class View:
         blocks = [(c.train, population.data(name).train) for name, c in sorted(self.federated.clients.items())]
         blocks.append((self.federated.test, population.test))
         seen = set(np.concatenate([index for index, _ in blocks]).tolist())
-        if rest := [i for i in self._used.tolist() if i not in seen]:
+        if rest := [i for i in self._row_indices.tolist() if i not in seen]:
             blocks.append((np.array(rest), population.rows(np.array(rest))))
         for index, rows in blocks:
             if not len(index):
                 continue
             x = rows.tensors["features"].numpy()
             if out is None:
-                out = np.empty((len(self._used), x.shape[1]), dtype=np.float64 if self.plan else x.dtype)
+                out = np.empty((len(self._row_indices), x.shape[1]), dtype=np.float64 if self.plan else x.dtype)
             out[self._place[index]] = self.as_used(x)
         assert out is not None  # noqa: S101 - a run without rows is refused
         return out
@@ -125,11 +125,11 @@ class View:
         if isinstance(value, Passed):
             value = value.summary
         if isinstance(value, Summary):
-            return [self._sent(client, c, n, g, of[c]) for c, n, g in opened([value])]
-        cells = [self._summed(client, value, c, of[c]) for c in of]
+            return [self._sent_class(client, c, n, g, of[c]) for c, n, g in opened([value])]
+        cells = [self._class_of_sums(client, value, c, of[c]) for c in of]
         return [cell for cell in cells if cell is not None]
 
-    def _sent(self, client: ClientId, label: int, count: int, g: Mixture, rows: Array) -> SentClass:
+    def _sent_class(self, client: ClientId, label: int, count: int, g: Mixture, rows: Array) -> SentClass:
         size = len(rows) if self.method.counts == "withheld" else count
         # After an M step the mean of a mixture is that of its rows; with withheld counts, nearly.
         total = size * (g.weights @ g.means.astype(np.float64))
@@ -139,7 +139,7 @@ class View:
             sigma = (plan_for(self.plan, self.method.iterations) if star else self.plan).sum_sigma(1)
         return SentClass(client, label, count, size, g, total, sigma, rows)
 
-    def _summed(self, client: ClientId, value: Any, label: int, rows: Array) -> SentClass | None:
+    def _class_of_sums(self, client: ClientId, value: Any, label: int, rows: Array) -> SentClass | None:
         """From a client's noisy sums, or from exact sums that the server only averages."""
         plan, second = self.plan, None
         if isinstance(value, Noised) and plan is not None:

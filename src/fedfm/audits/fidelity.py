@@ -57,7 +57,7 @@ class Fidelity:
 
     @cached_property
     def _true(self) -> Tensor:
-        return _centred(self._features(self._true_model, self._test))
+        return _center(self._features(self._true_model, self._test))
 
     def ability(self, w: Params) -> Ability:
         """Scores of a model with these parameters; the cosine of constant features is 0."""
@@ -66,7 +66,7 @@ class Fidelity:
             self._model.load(w)
             scores = self._model.evaluate(self._test)
         features = self._features(w, self._test)
-        cosine = float(torch.nn.functional.cosine_similarity(_centred(features), self._true, dim=1).mean())
+        cosine = float(torch.nn.functional.cosine_similarity(_center(features), self._true, dim=1).mean())
         return Ability(cosine, self._probe(w, features), scores.get("accuracy"), scores.get("perplexity"))
 
     def _probe(self, w: Params, tested: Tensor) -> float | None:
@@ -91,6 +91,6 @@ class Fidelity:
         return logits.reshape(-1, logits.shape[-1])
 
 
-def _centred(x: Tensor) -> Tensor:
+def _center(x: Tensor) -> Tensor:
     x = x.double()
     return x - x.mean(0)

@@ -49,7 +49,7 @@ class VerdictRule:
             if _COMPARISON.fullmatch(text) is None:
                 raise ValueError(f'"{text}" compares nothing; expected e.g. "low > bound"')
 
-    def given(self, numbers: Mapping[str, float | None]) -> VerdictRule:
+    def with_numbers(self, numbers: Mapping[str, float | None]) -> VerdictRule:
         """The rule with these further numbers."""
         return replace(self, numbers={**self.numbers, **numbers})
 
@@ -65,7 +65,7 @@ class VerdictRule:
         known, parts = {**self.numbers, **numbers}, []
         for verdict, texts, glue in (("leaks", self.leaks, " or "), ("holds", self.holds, " and ")):
             if texts:
-                parts.append(f"{verdict} if {glue.join(f'{text} ({_shown(text, known)})' for text in texts)}")
+                parts.append(f"{verdict} if {glue.join(f'{text} ({_comparison_text(text, known)})' for text in texts)}")
         return "; else ".join([*parts, "inconclusive" + (f": {self.otherwise}" if self.otherwise else "")])
 
 
@@ -86,7 +86,7 @@ def _value(name: str, known: Mapping[str, float | None]) -> float | None:
     return None if value is None or math.isnan(value) else float(value)
 
 
-def _shown(text: str, known: Mapping[str, float | None]) -> str:
+def _comparison_text(text: str, known: Mapping[str, float | None]) -> str:
     left, sign, right = _sides(text, known)
     true = _true(text, known)
     for digits in _DIGITS:
@@ -117,10 +117,10 @@ def twice(strict: float, confidence: float) -> VerdictRule:
     """
     name = f"low at {100 * confidence:g} %"
     why = "of true claims one audit in twenty has a low above the claim; audit the run again"
-    return VerdictRule((f"{name} > bound",), ("low <= bound",), why).given({name: strict})
+    return VerdictRule((f"{name} > bound",), ("low <= bound",), why).with_numbers({name: strict})
 
 
-def refuted(low: float, stated: float) -> float:
+def absorb_rounding(low: float, stated: float) -> float:
     """A lower bound on an epsilon; the stated one where it lies above that by no more than rounding.
 
     Example:

@@ -70,7 +70,7 @@ class Rebuilt(Watch):
                 continue
             self.updates += 1
             _, x = features(*moved)
-            with applied(method, model, crossing.start, pool.compared(client)) as rows:
+            with applied(method, model, crossing.start, pool.compared_rows(client)) as rows:
                 known: Array = model.features(rows).double().numpy()
             self._compare(client, x, known, pool)
         model.load(before)  # the rounds go on as if nobody had looked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fedfm.audits.crossed import CrossedUpdate, hidden
+from fedfm.audits.crossed import CrossedUpdate, sees_sums_only
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.row_evidence import no_round
 from fedfm.audits.update_membership import reads_updates
@@ -37,7 +37,7 @@ def reads_heads(run: Run) -> bool:
 
 def sums_only(run: Run) -> str | None:
     """Why heads of single clients are not seen."""
-    if hidden(run):
+    if sees_sums_only(run):
         return "the server saw sums of updates only; update_membership attacks these"
     return no_round(run)
 

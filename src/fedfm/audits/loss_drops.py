@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.audits.crossed import crossings, hidden
+from fedfm.audits.crossed import crossings, sees_sums_only
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Turn, Watch
 from fedfm.audits.row_evidence import evidence, losses
@@ -34,7 +34,7 @@ class LossDrops(Watch):
     def __init__(self, run: Run, pool: RowPool | None = None) -> None:
         self._run, self.pool = run, pool
         self.found: dict[ClientId, Array] = {}
-        self.updates, self.sums = 0, hidden(run)
+        self.updates, self.sums = 0, sees_sums_only(run)
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         if self.pool is None:
@@ -47,7 +47,7 @@ class LossDrops(Watch):
             for crossing in crossings(turn, method, model, sums=self.sums):
                 self.updates += 1
                 for client in crossing.clients:
-                    rows = pool.compared(client)
+                    rows = pool.compared_rows(client)
                     start, end = (evidence(method, model, w, rows) for w in (crossing.start, crossing.end))
                     drop = losses(start, labelled) - losses(end, labelled)
                     self.found[client] = self.found.get(client, np.zeros(len(drop))) + drop

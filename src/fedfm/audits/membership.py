@@ -17,7 +17,7 @@ from fedfm.audits.inference.likelihood_ratio import Density, scores
 from fedfm.audits.inference.one_run import largest_auc
 from fedfm.audits.inference.rates import ALARMS, FEW, NOTABLE, NOTABLE_TPR, Array
 from fedfm.audits.replay import Replay
-from fedfm.audits.stated_epsilon import claim, limited
+from fedfm.audits.stated_epsilon import claim, limit_rule
 from fedfm.methods.fedpft import noisy_moments
 from fedfm.methods.fedpft.mixtures import fit, fit_without_singles
 from fedfm.methods.fedpft.mixtures.uncounted import rounded
@@ -142,12 +142,12 @@ def _auc(view: View, scored: Sequence[_Scored]) -> Finding:
     rule = ABOVE
     if lows:
         name = "largest low at 99 % of classes of one size"
-        rule = replace(ABOVE, leaks=(*ABOVE.leaks, f"{name} > bound")).given({name: max(lows)})
+        rule = replace(ABOVE, leaks=(*ABOVE.leaks, f"{name} > bound")).with_numbers({name: max(lows)})
     promise, contradicts = claim(view.replay.run), False
     if promise is not None:
         allowed = largest_auc(promise.steps * promise.epsilon, promise.exchange_delta)
         strict = interval(everything, STRICT)[1]
-        contradicts, rule = strict > allowed, limited(rule, allowed, strict, STRICT)
+        contradicts, rule = strict > allowed, limit_rule(rule, allowed, strict, STRICT)
         detail["allowed_by_epsilon"] = allowed
         says += f", and epsilon = {promise.epsilon:g} allows {allowed:.3f}"
     return Finding("membership", QUESTION, mean, low, high, NOTABLE, rule, f"{says}.", contradicts, detail)

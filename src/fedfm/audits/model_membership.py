@@ -25,7 +25,7 @@ from fedfm.audits.membership import Membership
 from fedfm.audits.replay import Replay
 from fedfm.audits.row_evidence import by_class, evidence, no_round, unreadable
 from fedfm.audits.shadow_runs import Half, RowPool, affordable, cost, shadow_models, unit
-from fedfm.audits.stated_epsilon import limited
+from fedfm.audits.stated_epsilon import limit_rule
 from fedfm.core.client import ClientId
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
@@ -138,7 +138,7 @@ def attack(
 
 
 def _of(run: Run, population: Partitioned, w: Params, pool: RowPool, client: ClientId) -> Array:
-    return evidence(run.experiment.method, population.model, w, pool.compared(client))
+    return evidence(run.experiment.method, population.model, w, pool.compared_rows(client))
 
 
 def _auc(run: Run, told: Sequence[ClientScores], how: str, of: str) -> Finding:
@@ -155,13 +155,13 @@ def _auc(run: Run, told: Sequence[ClientScores], how: str, of: str) -> Finding:
     says = f"By {how}, a training row scores above a test row with chance {mean:.3f} [{low:.3f}, {high:.3f}]; 0.5 is "
     says += "guessing"
     contradicts, rule = False, ABOVE
-    if (promise := promised(run)) is not None:
+    if (promise := stated_guarantee(run)) is not None:
         epsilon, delta = promise
         # A training row and a test row differ by an exchange: one out, one in.
         allowed = largest_auc(2 * epsilon, min(delta * (1 + math.exp(min(epsilon, 700.0))), 1.0))
         detail["allowed_by_epsilon"] = allowed
         strict = interval(STRICT, Z_STRICT)[1]
-        contradicts, rule = strict > allowed, limited(ABOVE, allowed, strict, STRICT)
+        contradicts, rule = strict > allowed, limit_rule(ABOVE, allowed, strict, STRICT)
         says += f", and epsilon = {epsilon:.4g} allows {allowed:.3f}"
     return Finding("model_membership", QUESTION, mean, low, high, NOTABLE, rule, f"{says}.{of}", contradicts, detail)
 
@@ -180,7 +180,7 @@ def _tpr(run: Run, told: Sequence[ClientScores], how: str, of: str) -> Finding:
     return Finding(name, QUESTION_TPR, r.tpr, r.low, r.high, NOTABLE_TPR, ABOVE, says, False, detail)
 
 
-def promised(run: Run) -> tuple[float, float] | None:
+def stated_guarantee(run: Run) -> tuple[float, float] | None:
     """(epsilon, delta) that the run states of its model, of a row or of a client with all its rows; None: nothing."""
     epsilon = run.manifest["result"].get("epsilon")
     deltas = [float(e["delta"]) for e in run.manifest["ledger"]["entries"] if e.get("delta") is not None]

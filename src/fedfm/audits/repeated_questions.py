@@ -34,10 +34,10 @@ class RepeatedQuestions(Audit):
         return None if run.experiment.method.rounds else "no round was run, so that nothing was asked twice in one"
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
-        return [found(replay.run)]
+        return [finding_of(replay.run)]
 
 
-def found(run: Run) -> Finding:
+def finding_of(run: Run) -> Finding:
     """The finding of a run's messages.jsonl.
 
     A method may train its clients several times in a round, all of them alike. Of a run that ends with the model of an

@@ -143,7 +143,7 @@ class _Recorder:
             yield reply
 
 
-def finished(path: str | Path, given: Any = None) -> Run:
+def open_finished(path: str | Path, given: Any = None) -> Run:
     """The run, if it can be replayed.
 
     Args:
@@ -186,7 +186,7 @@ def replay(
     given: Any = None,
 ) -> Replay:
     """Run it again and record: for the ``watched`` observers and, with ``keep``, all replies, which are as large as
-    the clients' messages. ``given`` as of :func:`finished`.
+    the clients' messages. ``given`` as of :func:`open_finished`.
 
     Raises:
         InputError: data or model have changed, or the secrets of the noise are missing.

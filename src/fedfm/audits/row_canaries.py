@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedfm import seeds
 from fedfm.aggregation._record_level import DpSgd
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, against, nothing, refuted, twice
+from fedfm.audits.finding import Finding, absorb_rounding, against, nothing, twice
 from fedfm.audits.inference import row_canaries
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay
@@ -85,8 +85,8 @@ class RowCanaries(Audit):
         rng = seeds.generator(run.experiment.run.seed, "audit", "strangers")
         levels = [(1 + level) / 2 for level in (CONFIDENCE, STRICT)]  # two bounds share each level
         lows = [row_canaries.epsilon_bound(found, claimed, delta, level) for level in levels]
-        counted = [row_canaries.counted(found, claimed.rate, delta, level, rng) for level in levels]
-        low, strict = (refuted(max(pair), stated) for pair in zip(lows, counted, strict=True))
+        counted = [row_canaries.bound_by_counts(found, claimed.rate, delta, level, rng) for level in levels]
+        low, strict = (absorb_rounding(max(pair), stated) for pair in zip(lows, counted, strict=True))
         repeats = row_canaries.noise_repeats([t.noise(c) for t in (home, attacked[0])])
         coins = row_canaries.coins_differ([t.taken for t in (home, *attacked)], claimed.rate)
         estimate = row_canaries.estimate(found, claimed, delta)

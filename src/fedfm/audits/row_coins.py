@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, VerdictRule, against, nothing, refuted, refutes, twice
+from fedfm.audits.finding import Finding, VerdictRule, absorb_rounding, against, nothing, refutes, twice
 from fedfm.audits.inference.one_run import SHARES, epsilon_bound
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.loss_drops import LossDrops
@@ -76,7 +76,7 @@ def _finding(run: Run, right: Array, drops: LossDrops, of: str) -> Finding:
     """From readings (m,), positive where the guess is right."""
     promise = claim(run)
     delta, line = (DELTA, 0.0) if promise is None else (promise.delta, promise.epsilon)
-    low, strict = (refuted(epsilon_bound(right, delta, level), line) for level in (0.95, STRICT))  # type: ignore[arg-type]
+    low, strict = (absorb_rounding(epsilon_bound(right, delta, level), line) for level in (0.95, STRICT))  # type: ignore[arg-type]
     order = np.argsort(-np.abs(right), kind="stable")
     odds = []
     for guesses in sorted({max(1, round(share * len(right))) for share in SHARES}):

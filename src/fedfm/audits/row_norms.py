@@ -10,7 +10,7 @@ import numpy as np
 from fedfm import seeds
 from fedfm.aggregation._record_level import DpSgd
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, VerdictRule, nothing, refuted
+from fedfm.audits.finding import Finding, VerdictRule, absorb_rounding, nothing
 from fedfm.audits.replay import Replay
 from fedfm.audits.row_canaries import costliest
 from fedfm.linalg.threads import torch_threads
@@ -52,7 +52,7 @@ class RowNorms(Audit):
                 moves = (float((whole - total_of(np.delete(batch, i))).norm()) for i in range(len(batch)))
                 longest = max(longest, *moves)
             model.load(places[0])
-        share = refuted(longest / c, 1.0)
+        share = absorb_rounding(longest / c, 1.0)
         contradicts = share > 1.0
         says = (
             f"Of {len(batch)} rows of a client the one that counts most moves a step's sum by {share:.4g} times "

@@ -73,15 +73,15 @@ class RowPool:
         }
         self._blocks, self._count = list[Rows](), 0
         if pooled and population.packed:
-            held, honest = {POOLED: _joined([*held.values()])}, [POOLED]
+            held, honest = {POOLED: _concatenate([*held.values()])}, [POOLED]
         if population.packed:
-            held = {c: self._packed(lines) for c, lines in held.items()}
+            held = {c: self._add_blocks(lines) for c, lines in held.items()}
         self.holders, self.honest = list(held), honest
         self.members: dict[ClientId, Array] = {c: rows.train for c, rows in held.items()}
         self.strangers: dict[ClientId, Array] = {c: rows.test for c, rows in held.items()}
         self.val: dict[ClientId, Array] = {c: rows.val for c, rows in held.items()}
 
-    def _packed(self, lines: ClientRows) -> ClientRows:
+    def _add_blocks(self, lines: ClientRows) -> ClientRows:
         """Numbers of the blocks of these lines."""
         numbers = []
         for index in (lines.train, lines.val, lines.test):
@@ -106,16 +106,16 @@ class RowPool:
         """The rows at these places, ready for the model; each is prepared once."""
         return self._all.take(np.searchsorted(self.order, index))
 
-    def compared(self, client: ClientId) -> Rows:
+    def compared_rows(self, client: ClientId) -> Rows:
         """A holder's members and strangers, in this order."""
         return self.rows(self.index(client))
 
     def index(self, client: ClientId) -> Array:
-        """Places (n,) of :meth:`compared`."""
+        """Places (n,) of :meth:`compared_rows`."""
         return np.concatenate([self.members[client], self.strangers[client]]).astype(np.int64)
 
     def labels(self, client: ClientId) -> Array | None:
-        """Labels (n,) of :meth:`compared`; None for language models.
+        """Labels (n,) of :meth:`compared_rows`; None for language models.
 
         Of blocks whether each is a whole one: the last of a text is shorter, and its tokens are harder to predict.
         """
@@ -133,7 +133,7 @@ def unit(population: Partitioned) -> str:
     return f" A row is a block of at most {length} tokens of joined lines, as clients train on it, and no line."
 
 
-def _joined(parts: Sequence[ClientRows]) -> ClientRows:
+def _concatenate(parts: Sequence[ClientRows]) -> ClientRows:
     """Rows of all, as one holder has them."""
     names = ("train", "val", "test")
     return ClientRows(*(np.sort(np.concatenate([getattr(part, name) for part in parts])) for name in names))
@@ -166,7 +166,7 @@ class Half:
 
     def data(self, client: ClientId) -> ClientData:
         """The client's rows in this shadow."""
-        held = self._of(client) if client in self.taken else _joined([self._of(c) for c in self.clients])
+        held = self._of(client) if client in self.taken else _concatenate([self._of(c) for c in self.clients])
         rows = self._pool.rows
         return ClientData(lambda: rows(held.train), lambda: rows(held.val), lambda: rows(held.test))
 

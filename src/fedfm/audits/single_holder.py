@@ -26,7 +26,7 @@ class SingleHolder(Audit):
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         view = View(replay)
         alone = (cell for cell in view.cells if 0 < len(cell.rows) == len(view.of_class(cell.label)))
-        found = [_disclosed(view, cell) for cell in alone]
+        found = [_cell_details(view, cell) for cell in alone]
         noisy = view.plan is not None and not view.plan.counts_public
         seen = [f for f in found if not noisy or f["stands_out"]]
         rule = ALONE if view.plan is None else PROMISED
@@ -34,7 +34,7 @@ class SingleHolder(Audit):
         return [Finding("single_holder", QUESTION, float(len(seen)), None, None, 0.0, rule, says, False, detail)]
 
 
-def _disclosed(view: View, cell: SentClass) -> dict[str, Any]:
+def _cell_details(view: View, cell: SentClass) -> dict[str, Any]:
     true, sent = view.features(cell.rows).astype(np.float64).mean(0), cell.total
     length = float(np.linalg.norm(true) * np.linalg.norm(sent))
     noise = view.plan.count_sigma if view.plan is not None else 0.0

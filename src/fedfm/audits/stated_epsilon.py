@@ -48,7 +48,7 @@ def claim(run: Run) -> Claim | None:
     return Claim(min(map(float, stated)), max(deltas, default=1e-5), 1 if exchange else 2)
 
 
-def limited(rule: VerdictRule, allowed: float, strict: float, confidence: float) -> VerdictRule:
+def limit_rule(rule: VerdictRule, allowed: float, strict: float, confidence: float) -> VerdictRule:
     """A rule with a promise beside it: what the promise does not allow is a leak, however little it is.
 
     Args:
@@ -56,4 +56,4 @@ def limited(rule: VerdictRule, allowed: float, strict: float, confidence: float)
         strict: the low end of the figure's interval at ``confidence``.
     """
     low, most = f"low at {100 * confidence:g} %", "what epsilon allows"
-    return replace(rule, leaks=(*rule.leaks, f"{low} > {most}")).given({low: strict, most: allowed})
+    return replace(rule, leaks=(*rule.leaks, f"{low} > {most}")).with_numbers({low: strict, most: allowed})

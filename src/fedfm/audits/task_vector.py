@@ -135,7 +135,7 @@ def _proportions(
 
 def _membership(replay: Replay, eye: Eye) -> list[Finding]:
     name, tpr_name = f"{NAME}.membership", f"{NAME}.membership_tpr"
-    scored = {c: s for c, s in eye.scored(replay.population).items() if len(s.drop[0]) and len(s.drop[1])}
+    scored = {c: s for c, s in eye.scored_rows(replay.population).items() if len(s.drop[0]) and len(s.drop[1])}
     if not scored:
         why = "No client has training rows and similar rows that nobody trained on: there is nothing to compare."
         return [nothing(name, MEMBERSHIP, why), nothing(tpr_name, TPR, why)]

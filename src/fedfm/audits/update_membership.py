@@ -18,7 +18,7 @@ from fedfm.audits.loss_drops import LossDrops
 from fedfm.audits.replay import Replay
 from fedfm.audits.row_evidence import by_class, no_round, unreadable
 from fedfm.audits.shadow_runs import RowPool, unit
-from fedfm.audits.stated_epsilon import claim, limited
+from fedfm.audits.stated_epsilon import claim, limit_rule
 from fedfm.runtime.run_directory import Run
 from fedfm.training import TrainsLocally
 
@@ -90,7 +90,7 @@ def _finding(run: Run, cells: list[Any], drops: LossDrops, pool: RowPool) -> Fin
         allowed = largest_auc(steps * promise.epsilon, delta)
         detail["allowed_by_epsilon"] = allowed
         strict = interval(STRICT, Z_STRICT)[1]
-        contradicts, rule = strict > allowed, limited(ABOVE, allowed, strict, STRICT)
+        contradicts, rule = strict > allowed, limit_rule(ABOVE, allowed, strict, STRICT)
         says += f", and epsilon = {promise.epsilon:.4g} allows {allowed:.3f}"
     says += f".{unit(pool.population)}"
     return Finding("update_membership", QUESTION, mean, low, high, NOTABLE, rule, says, contradicts, detail)

@@ -78,7 +78,7 @@ def check(args: Any) -> int:
         lines = [
             f"classes = {json.dumps(classes, ensure_ascii=False)}",
             f'model.fingerprint = "{population.model.fingerprint}"',
-            *_expected(expected, trainable, experiment.method.rounds),
+            *_estimate_lines(expected, trainable, experiment.method.rounds),
             *result["notices"],
         ]
         text += "\n\n" + "\n".join(f"# {line}" for line in lines)
@@ -103,7 +103,7 @@ def check(args: Any) -> int:
     return say(args, result, text)
 
 
-def _expected(forecast: Forecast | None, trainable: int, rounds: int) -> list[str]:
+def _estimate_lines(forecast: Forecast | None, trainable: int, rounds: int) -> list[str]:
     """The forecast in lines."""
     from fedfm.reports.text import NBSP, duration, plural, size
 

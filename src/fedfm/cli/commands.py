@@ -46,7 +46,7 @@ def run(args: Any) -> int:
             raise InputError(f"--seeds {args.seeds}: seeds are whole numbers of at least 0")
         result = _study(args, lambda: studies.seeds(experiment, seeds, args.out, progress), progress)
         return say(args, result, studies.seeds_text(result))
-    result = _guarded(lambda: execute.run(experiment, args.out, progress=progress), progress)
+    result = _hint_on_stop(lambda: execute.run(experiment, args.out, progress=progress), progress)
     return say(args, result, _summary(result))
 
 
@@ -80,12 +80,12 @@ def resume(args: Any) -> int:
     progress = _watch()
     changes = dict(parse_override(text) for text in args.set)
     how = {"accept_loss": args.accept_loss, "rounds": args.rounds, "changes": changes}
-    result = _guarded(lambda: execute.resume(args.run, progress=progress, **how), progress)
+    result = _hint_on_stop(lambda: execute.resume(args.run, progress=progress, **how), progress)
     _incomplete(Path(result["run"]))
     return say(args, result, _summary(result))
 
 
-def _guarded(call: Callable[[], dict[str, Any]], progress: Any) -> dict[str, Any]:
+def _hint_on_stop(call: Callable[[], dict[str, Any]], progress: Any) -> dict[str, Any]:
     """Run it; if it stops, print how to continue."""
     try:
         return call()
@@ -134,9 +134,9 @@ def _incomplete(path: Path) -> list[str]:
 
 def audit(args: Any) -> int:
     """``fedfm audit``."""
-    from fedfm.audits.audit import Audited, choose, perform_within, rounded
+    from fedfm.audits.audit import Audited, choose, duration_text, perform_within
     from fedfm.audits.finding import lines
-    from fedfm.audits.replay import finished
+    from fedfm.audits.replay import open_finished
     from fedfm.audits.steps import command
     from fedfm.reports import dossier
     from fedfm.runtime.progress_bar import Attacks
@@ -149,7 +149,7 @@ def audit(args: Any) -> int:
     if args.dossier and not args.attack:  # of every finished run, with attacks or without
         ended = Run.open(args.run).manifest["result"] is not None
         try:
-            choose(finished(args.run))
+            choose(open_finished(args.run))
         except InputError as error:
             if not ended:
                 raise
@@ -169,7 +169,7 @@ def audit(args: Any) -> int:
     if done.left_out:
         result["not_run"] = list(done.left_out)
         rest = command(args.run, done.left_out)
-        tell(f"fedfm: the time was up; not done, about {rounded(done.seconds)} more: {rest}", sys.stderr)
+        tell(f"fedfm: the time was up; not done, about {duration_text(done.seconds)} more: {rest}", sys.stderr)
     if args.dossier:
         result["dossier"] = str(dossier.write(args.run, unfit))
     if missing := _incomplete(args.run):

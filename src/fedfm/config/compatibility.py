@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any, get_type_hints
 
 from fedfm.aggregation import private
-from fedfm.aggregation._asynchronous import buffered
+from fedfm.aggregation._asynchronous import with_buffer
 from fedfm.aggregation.mean import Mean
 from fedfm.aggregation.secure import Secure
 from fedfm.attacks.attack import halves_of, locals_of
@@ -80,7 +80,7 @@ def asynchronous(e: Any) -> Any:
         raise InputError(f"{where} speeds: on a deployment clients are as fast as they are; drop it")
     if e.data.clients:
         named_clients(late.speeds, e.data.clients)
-    return buffered(e.aggregation, late.buffer, late.staleness, late.speeds)
+    return with_buffer(e.aggregation, late.buffer, late.staleness, late.speeds)
 
 
 def protected(method: Any, privacy: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedfm.errors import E_DTYPE, E_FIELD, E_NONFINITE, E_NORM, E_SHAPE, E_TENSORS, ClientFault
-from fedfm.linalg.params import Layout, Params, squared
+from fedfm.linalg.params import Layout, Params, squared_norm
 
 
 def conform(value: Any, hint: Any, path: str = "reply", most: float = math.inf) -> Any:
@@ -114,7 +114,7 @@ def _tensor(value: Any, path: str, most: float) -> Tensor:
         raise _fail(path, "a tensor", value)
     if not value.dtype.is_floating_point:
         return value
-    if most < math.inf and squared(value.detach().reshape(-1)) <= most * most:
+    if most < math.inf and squared_norm(value.detach().reshape(-1)) <= most * most:
         return value
     if not bool(torch.isfinite(value).all()):
         raise ClientFault(E_NONFINITE, f"{path} has NaN or infinity")

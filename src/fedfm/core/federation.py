@@ -15,7 +15,7 @@ from fedfm.core.messages import REVEAL, ROUND, SCORES, Excluded, Link, Reply, Re
 from fedfm.core.reasons import reasons
 from fedfm.core.transcript import Crossing, Transcript
 from fedfm.errors import E_CLIENT, E_DUPLICATE, E_READONLY, E_ROUND, E_TIMEOUT, ClientFault, RunError
-from fedfm.linalg.out_of_core import Shelf, filed
+from fedfm.linalg.out_of_core import Shelf, to_file
 from fedfm.linalg.params import Layout, Params
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Federation:
         self.tell = tell
         self.process_memory: dict[str, Any] = {}
         self.model = model
-        self.initial: Params = filed(model.params())
+        self.initial: Params = to_file(model.params())
         self.aggregator = aggregator
         self.seed, self.min_clients = seed, min_clients
         self.round, self.call = 0, 0

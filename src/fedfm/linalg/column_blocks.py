@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.linalg.out_of_core import SECTOR, stored
+from fedfm.linalg.out_of_core import SECTOR, location_of
 from fedfm.linalg.params import Layout, Params
 from fedfm.linalg.threads import one_thread, torch_threads
 
@@ -69,7 +69,7 @@ class Schedule(NamedTuple):
 # --- the schedule -----------------------------------------------------------------------------------------------------
 
 
-def planned(runs: Sequence[Sequence[Span]], count: int, files: bool, threads: int | None) -> Schedule:
+def schedule_of(runs: Sequence[Sequence[Span]], count: int, files: bool, threads: int | None) -> Schedule:
     """The schedule of all layers: float64 entries in float64, others in float32."""
     block = max(BLOCK, min(MOST, ENTRIES // count // BLOCK * BLOCK))
     long = max(1, STRETCH // block) * block
@@ -104,7 +104,7 @@ def in_order(function: Callable[[Stretch, Desk], R], plan: Schedule) -> Iterator
                 yield from zip(stretches, pool.map(quiet, stretches), strict=True)
 
 
-def merged(layout: Layout, names: Iterable[str], floating: bool = True) -> list[Span]:
+def join_spans(layout: Layout, names: Iterable[str], floating: bool = True) -> list[Span]:
     """The entries of these names, or the floating-point ones, in as few runs as possible."""
     runs = [Span(*layout.slots[n][:3]) for n in names]
     runs = [r for r in runs if r.start < r.stop and (r.dtype.is_floating_point or not floating)]
@@ -169,7 +169,7 @@ class Row:
 
     def __init__(self, flat: Tensor) -> None:
         self.flat: Any = flat.numpy() if flat.dtype in NATIVE else flat
-        self.file = stored(flat)
+        self.file = location_of(flat)
 
     def part(self, start: int, stop: int) -> Any:
         """These entries: a view, or a copy from the file."""

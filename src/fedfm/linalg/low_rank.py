@@ -80,7 +80,7 @@ def truncate(x: Factors, rank: int) -> tuple[Factors, Tensor]:
     return (left * s[:r], right), s
 
 
-def compressed(x: Factors) -> Factors:
+def compress(x: Factors) -> Factors:
     """The same matrix with factors of rank at most min(m, n), from its singular value decomposition.
 
     Unlike stacked factors, which contain each term's columns, they reveal only the sum.
@@ -88,7 +88,7 @@ def compressed(x: Factors) -> Factors:
     return truncate(x, min(x[0].shape[0], x[1].shape[1]))[0]
 
 
-def padded(x: Factors, rank: int) -> Factors:
+def pad(x: Factors, rank: int) -> Factors:
     """The same matrix with factors of this rank, padded with zeros.
 
     Raises:

@@ -82,7 +82,7 @@ def allocate(count: int, layout: Layout, most: int | None = None) -> list[Params
     return made
 
 
-def filed(x: Params) -> Params:
+def to_file(x: Params) -> Params:
     """The same vector, in an anonymous file if it is as large as a whole model and the disk has room."""
     if x.nbytes < pages.LARGE or len(x.flats) > 1:
         return x
@@ -204,7 +204,7 @@ class Stored(NamedTuple):
             os.close(self.direct)
 
 
-def stored(flat: Tensor) -> Stored | None:
+def location_of(flat: Tensor) -> Stored | None:
     """The place of these entries in a file that this module has mapped, else None."""
     place = flat.data_ptr()
     for begin, (nbytes, file) in list(_mapped.items()):
@@ -230,7 +230,7 @@ class Shelf:
         Raises:
             OSError: the disk is full.
         """
-        if all(stored(flat) for flat in x.flats.values()):
+        if all(location_of(flat) for flat in x.flats.values()):
             return x
         self._left -= x.nbytes
         if self._left >= 0 or not x.nbytes:
@@ -240,14 +240,14 @@ class Shelf:
             free += allocate(max(min(FILE // x.nbytes, MANY), 1), x.layout, most=0)
         kept = free.pop()
         for dtype, flat in x.flats.items():
-            if (file := stored(kept.flats[dtype])) is None:  # no entries
+            if (file := location_of(kept.flats[dtype])) is None:  # no entries
                 kept.flats[dtype].copy_(flat)
             else:
                 file.write(0, flat.view(torch.uint8).numpy())
         return kept
 
 
-def shelved(vectors: Iterable[Params], most: int | None = None) -> list[Params]:
+def keep_all(vectors: Iterable[Params], most: int | None = None) -> list[Params]:
     """The vectors on one :class:`Shelf`; of a generator at most one new vector is in memory."""
     shelf = Shelf(most)
     return [shelf.put(x) for x in vectors]
@@ -255,7 +255,7 @@ def shelved(vectors: Iterable[Params], most: int | None = None) -> list[Params]:
 
 class Vectors(dict[str, Params]):
     """A vector for each client. Sums and differences contain the clients of both sides, in the order of the right one;
-    their vectors are computed one by one and kept by :func:`shelved`.
+    their vectors are computed one by one and kept by :func:`keep_all`.
 
     Example:
         >>> theta_bar = Vectors(a=Params({"w": torch.tensor([1.0])}), b=Params({"w": torch.tensor([2.0])}))
@@ -279,4 +279,4 @@ class Vectors(dict[str, Params]):
 
     def _with(self, other: Mapping[str, Params], operation: Callable[[Params, Params], Params]) -> Vectors:
         both = [i for i in other if i in self]
-        return Vectors(zip(both, shelved(operation(self[i], other[i]) for i in both), strict=True))
+        return Vectors(zip(both, keep_all(operation(self[i], other[i]) for i in both), strict=True))

@@ -33,7 +33,7 @@ def register(memory: np.ndarray) -> None:
 
 def release(flat: Tensor) -> None:
     """Give the pages of this vector back if it is in a mapped file, else do nothing."""
-    if _DONTNEED is None or not registered(flat):
+    if _DONTNEED is None or not is_mapped(flat):
         return
     begin = -(-flat.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (flat.data_ptr() + flat.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -41,16 +41,16 @@ def release(flat: Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONTNEED)
 
 
-def registered(flat: Tensor) -> bool:
+def is_mapped(flat: Tensor) -> bool:
     """Whether these entries are in a mapped file."""
     place = flat.data_ptr()
     return any(begin <= place < begin + nbytes for begin, nbytes in list(_ranges.items()))
 
 
-def combined(operation: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
+def apply_in_pieces(operation: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
     """An elementwise operation of two vectors, into new memory; of those in files few pages at a time are in memory."""
     out = buffers.like(a)
-    if out is None or not (registered(a) or registered(b)):
+    if out is None or not (is_mapped(a) or is_mapped(b)):
         return operation(a, b, out=out)
     for at in range(0, len(a), _PIECE):
         piece = slice(at, at + _PIECE)

@@ -22,9 +22,9 @@ from fedfm.linalg.column_blocks import (
     columns_of,
     in_files,
     in_order,
-    merged,
-    planned,
+    join_spans,
     rows_of,
+    schedule_of,
     windows,
 )
 from fedfm.linalg.out_of_core import allocate
@@ -61,10 +61,10 @@ def gram(
         [[9.0, 9.0, 0.0], [9.0, 25.0, -8.0], [0.0, -8.0, 4.0]]
     """
     layout = _layout_of(vectors)
-    runs = [merged(layout, names) for names in _checked(layout, layers)]
+    runs = [join_spans(layout, names) for names in _layer_names(layout, layers)]
     count, sizes = len(vectors), [sum(r.stop - r.start for r in of) for of in runs]
     rows = rows_of(vectors)
-    plan = planned(runs, count, in_files(rows), threads)
+    plan = schedule_of(runs, count, in_files(rows), threads)
     means = np.zeros((len(runs), count))
     found = np.zeros((len(runs), count, count))
     if centre:
@@ -113,7 +113,7 @@ def mix(
         [[3.0, 2.0], [3.0, 4.0]]
     """
     layout = _layout_of(vectors)
-    checked = _checked(layout, layers)
+    checked = _layer_names(layout, layers)
     weights = np.asarray(weights, np.float64)
     if weights.ndim != 3 or weights.shape[::2] != (len(checked), len(vectors)):
         raise ValueError(f"weights of shape {weights.shape}, expected ({len(checked)}, M, {len(vectors)})")
@@ -123,20 +123,20 @@ def mix(
     if onto is not None and len(onto) != count:
         raise ValueError(f"{len(onto)} vectors to add to, for {count} rows of weights")
     inside = {n for names in checked for n in names if layout.slots[n][0].is_floating_point}
-    rest = merged(layout, (n for n in layout.slots if n not in inside), floating=False)
+    rest = join_spans(layout, (n for n in layout.slots if n not in inside), floating=False)
     base = onto if onto is not None else vectors if len(vectors) == count else None
     if rest and base is None:
         raise ValueError(f"entries outside the layers: {count} rows of weights for {len(vectors)} vectors need onto")
     made = allocate(count, layout, most)
     if not made:
         return []
-    runs = [merged(layout, names) for names in checked]
+    runs = [join_spans(layout, names) for names in checked]
     if onto is not None and all(x is onto[0] for x in onto):  # one more term instead of one more pass
         weights = np.concatenate([weights, np.ones((len(weights), count, 1))], axis=2)
         vectors, onto = [*vectors, onto[0]], None
     rows, targets, added = rows_of(vectors), rows_of(made), None if onto is None else rows_of(onto)
     files = in_files(rows, targets, added or {})
-    plan = planned(runs, max(count, len(vectors)), files, threads)
+    plan = schedule_of(runs, max(count, len(vectors)), files, threads)
     for _ in in_order(lambda s, desk: _mix(s, weights[s.layer], rows, added, targets, desk), plan):
         pass
     for i, new in enumerate(made):
@@ -200,7 +200,7 @@ def _layout_of(vectors: Sequence[Params]) -> Layout:
     return vectors[0].layout
 
 
-def _checked(layout: Layout, layers: Sequence[Sequence[str]] | None) -> list[list[str]]:
+def _layer_names(layout: Layout, layers: Sequence[Sequence[str]] | None) -> list[list[str]]:
     if layers is None:
         return [list(layout.slots)]
     seen: set[str] = set()

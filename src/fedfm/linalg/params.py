@@ -183,10 +183,10 @@ class Params(Mapping[str, Tensor]):
                 raise ValueError(f"{name}: {own[0]} {own[1]} against {expected[0]} {expected[1]}")
 
     def __add__(self, other: Params) -> Params:
-        return self.map(lambda a, b: pages.combined(torch.add, a, b), other)
+        return self.map(lambda a, b: pages.apply_in_pieces(torch.add, a, b), other)
 
     def __sub__(self, other: Params) -> Params:
-        return self.map(lambda a, b: pages.combined(torch.sub, a, b), other)
+        return self.map(lambda a, b: pages.apply_in_pieces(torch.sub, a, b), other)
 
     def __mul__(self, scalar: float) -> Params:
         return self.map(lambda t: torch.mul(t, scalar, out=buffers.like(t)))
@@ -224,7 +224,7 @@ class Params(Mapping[str, Tensor]):
 
     def within(self, most: float) -> bool:
         """Whether no entry is NaN or infinite, and the L2 norm is at most ``most`` (below 1e19)."""
-        return sum(squared(flat) for d, flat in self._flats.items() if d.is_floating_point) <= most * most
+        return sum(squared_norm(flat) for d, flat in self._flats.items() if d.is_floating_point) <= most * most
 
     def only(self, names: Iterable[str]) -> Params:
         """The sub-vector of these names, in this order."""
@@ -259,7 +259,7 @@ class Params(Mapping[str, Tensor]):
         return {name: tensor.clone() for name, tensor in self.items()}
 
 
-def squared(flat: Tensor) -> float:
+def squared_norm(flat: Tensor) -> float:
     """The squared L2 norm of a vector (P,) to a few digits; not finite if an entry is not or exceeds 1e19."""
     if flat.dtype in (torch.float32, torch.float64):
         return float(torch.dot(flat, flat))

@@ -111,9 +111,9 @@ def code(x: Params, name: str, start: Params | None = None) -> Coded:
         tensors[key] = out = torch.empty(len(flat), dtype=kind)
         for part in _pieces(len(flat)):
             of = None if base is None else base[part]
-            out[part], step = _coded(flat[part] if of is None else flat[part] - of, kind)
+            out[part], step = _encode(flat[part] if of is None else flat[part] - of, kind)
             steps.append(step)
-            missed = flat[part] - _decoded(out[part], step, of)
+            missed = flat[part] - _decode(out[part], step, of)
             error.add(Error(_largest(missed), float(missed.double().square_().sum()), len(missed)))
     shaped = {key: flat.view(x[key].shape) for key, flat in tensors.items()}
     return Coded(
@@ -152,7 +152,7 @@ def decode(values: Params, relative: str, start: Params | None = None) -> Params
             raise ValueError(f"{key} is a difference to a tensor that is not here")
         for part in _pieces(len(flat)):
             count = -(-(part.stop - part.start) // BLOCK) if kind is torch.int8 else 0
-            out[part] = _decoded(flat[part], steps[at : at + count], base[part] if near and base is not None else None)
+            out[part] = _decode(flat[part], steps[at : at + count], base[part] if near and base is not None else None)
             at += count
     return Params.from_flat(layout, flats)
 
@@ -161,7 +161,7 @@ def _is_matrix(dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
     return dtype is torch.float32 and len(shape) > 1
 
 
-def _coded(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+def _encode(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     """(coded entries (n,), steps of their blocks); NaN and infinity come out as NaN or infinity of the whole block."""
     if kind is not torch.int8:
         return x.to(kind), torch.empty(0)
@@ -171,7 +171,7 @@ def _coded(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     return whole.nan_to_num_(0, 0, 0).clamp_(-_LEVELS, _LEVELS).to(kind).view(-1)[: len(x)], steps
 
 
-def _decoded(coded: Tensor, steps: Tensor, base: Tensor | None) -> Tensor:
+def _decode(coded: Tensor, steps: Tensor, base: Tensor | None) -> Tensor:
     """(n,) float32."""
     x = coded.float()
     if coded.dtype is torch.int8:

@@ -137,7 +137,7 @@ def added(shift: Params, more: Mapping[str, Factors]) -> Params:
     """The exact sum of a shift and ``more``, as factors that do not show one client's columns."""
     before = as_factors(shift)
     sums = {path: low_rank.stack([(1.0, before[path]), (1.0, x)] if before else [(1.0, x)]) for path, x in more.items()}
-    return as_params({path: low_rank.compressed(x) for path, x in sums.items()})
+    return as_params({path: low_rank.compress(x) for path, x in sums.items()})
 
 
 def as_params(shift: Mapping[str, Factors]) -> Params:

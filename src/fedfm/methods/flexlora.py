@@ -81,7 +81,7 @@ def cut(dW: Mapping[str, Factors], like: Params, alpha: float) -> tuple[dict[str
     for path, (a, _) in lora.matrices(like).items():
         r = len(a)
         x, values = low_rank.truncate(dW[path], r)
-        u, v = low_rank.padded(x, r)
+        u, v = low_rank.pad(x, r)
         if (k := len(x[1])) < r:  # a cohort of small ranks: orthonormal rows in A, or they would never train
             whole = torch.linalg.qr(torch.cat([x[1].T, a.double().T], 1)[:, :r])[0].T  # (min(r, d_in), d_in)
             v[k : len(whole)] = whole[k:]

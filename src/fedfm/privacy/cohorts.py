@@ -20,11 +20,11 @@ def by_coins(key: bytes, round: int, names: Sequence[str], rate: float) -> list[
     """
     least = int(rate * 2.0**53)
 
-    def taken(name: str) -> bool:
+    def takes_part(name: str) -> bool:
         drawn = hmac.digest(key, f"cohort\x1f{round}\x1f{name}".encode(), "sha256")
         return int.from_bytes(drawn[:8], "little") >> 11 < least
 
-    return [name for name in names if taken(name)]
+    return [name for name in names if takes_part(name)]
 
 
 def rotation(seed: int, names: Sequence[str], period: int, known: Mapping[str, int]) -> dict[str, int]:

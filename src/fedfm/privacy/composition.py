@@ -51,20 +51,20 @@ def epsilon_of(releases: Sequence[Releases], delta: float) -> float:
     if any(r.noise_multiplier <= 0 for r in spent):
         return math.inf
     if all(r.rate == 1 for r in spent):
-        return _unsampled(spent, delta) if spent else 0.0
-    return _composed(spent, delta, FINE)
+        return _without_sampling(spent, delta) if spent else 0.0
+    return _compose(spent, delta, FINE)
 
 
-def _unsampled(spent: Sequence[Releases], delta: float) -> float:
+def _without_sampling(spent: Sequence[Releases], delta: float) -> float:
     """As if no coin were thrown: exact if none is, else an upper bound."""
     mu = math.sqrt(sum(r.times / r.noise_multiplier**2 for r in spent))
     return gaussian.epsilon_of(1.0, mu, delta)
 
 
 @lru_cache(maxsize=256)
-def _composed(spent: tuple[Releases, ...], delta: float, interval: float) -> float:
+def _compose(spent: tuple[Releases, ...], delta: float, interval: float) -> float:
     if min(r.noise_multiplier for r in spent) < LITTLE:
-        return _unsampled(spent, delta)
+        return _without_sampling(spent, delta)
     import dp_accounting as dp  # half a second, and only sampled releases need it
     from dp_accounting.pld import PLDAccountant
 
@@ -86,7 +86,7 @@ def noise_multiplier_for(epsilon: float, delta: float, times: int = 1, rate: flo
 
     def enough(z: float) -> bool:
         releases = Releases(z, times, rate)
-        return (epsilon_of([releases], delta) if rate == 1 else _composed((releases,), delta, COARSE)) <= epsilon
+        return (epsilon_of([releases], delta) if rate == 1 else _compose((releases,), delta, COARSE)) <= epsilon
 
     epsilon_of([], delta)
     z = min(math.sqrt(times) * gaussian.sigma_for(epsilon, delta) * (1 + 1e-9), LARGEST)  # sampling never costs more

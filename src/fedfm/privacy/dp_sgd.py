@@ -98,7 +98,7 @@ class PrivateSteps:
         return float(self._known["z"]) * self._clip
 
     @property
-    def expected(self) -> float:
+    def expected_size(self) -> float:
         """The expected size q n_k of a batch, by which a step divides its sum."""
         return float(self._known["q"]) * self._n
 
@@ -125,14 +125,14 @@ class PrivateSteps:
                 self._client.memory[MEMORY] = self._known | {"place": place}
                 return
             if found["round"] == t:
-                raise _refused(
+                raise _refusal(
                     f"round {t} was trained from another start: other weights, rows or settings; a second time would "
                     "spend privacy that is not accounted. Where rows were changed, put them back or start a new run"
                 )
             if found["round"] > t:
-                raise _refused(f"round {t} comes after round {found['round']}, which was trained already")
+                raise _refusal(f"round {t} comes after round {found['round']}, which was trained already")
             place += found["steps"]  # of a round before
-        raise _refused(f"{place} of {of} private steps are taken; {self._steps} more exceed")
+        raise _refusal(f"{place} of {of} private steps are taken; {self._steps} more exceed")
 
     def batch(self, step: int) -> NDArray[np.int64]:
         """Indexes of the rows of this round's step 0, 1, ...: each row by its own coin."""
@@ -157,11 +157,11 @@ class PrivateSteps:
         """
         released = self._released.hexdigest().encode()
         if self._client.first(f"{MEMORY}-released-{self._place}", released) != released:
-            raise _refused(
+            raise _refusal(
                 f"round {self._client.round} was trained before, and its repetition did not come to the same bits, as "
                 "with another processor or a GPU's sums; a second answer would spend privacy that is not accounted"
             )
 
 
-def _refused(why: str) -> ClientFault:
+def _refusal(why: str) -> ClientFault:
     return ClientFault(E_REFUSED, f"DP-SGD: {why}")

@@ -90,12 +90,12 @@ class Budget:
 def _check(key: str, words: Sequence[str]) -> None:
     for word in words:
         if word not in WORDS:
-            meant = [w for w in WORDS if any(w in _meant(p) for p in words)]
-            right = f"; here {key} = {json.dumps(meant)}" if _meant(word) or word == HELLO else close(word, WORDS)
+            meant = [w for w in WORDS if any(w in _words_of(p) for p in words)]
+            right = f"; here {key} = {json.dumps(meant)}" if _words_of(word) or word == HELLO else close(word, WORDS)
             raise InputError(f'{key}: "{word}" is no word of exposure: expected {listed(WORDS)}{right}')
 
 
-def _meant(pattern: str) -> list[str]:
+def _words_of(pattern: str) -> list[str]:
     """The words that a pattern of handler names, e.g. ``query.*_evaluate``, stands for; empty if it is none."""
     kind, dot, rest = pattern.partition(".")
     if pattern in WORDS:

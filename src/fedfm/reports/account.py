@@ -77,7 +77,7 @@ def messages(run: RunFiles) -> str:
     sentences = "".join(f"<li>{_sentence(t)}</li>" for t in run.seen.traffic)
     meaning = note("In the clear: to the receiver. In a deployment TLS hides every message from all others.")
     listing += f'<h3>Who saw what</h3><ul class="plain">{sentences}</ul>{note(esc(smallest_sum(run)))}{meaning}'
-    return note(text + _operations(run)) + listing + _received(run)
+    return note(text + _operations(run)) + listing + _traffic_by_form(run)
 
 
 def smallest_sum(run: RunFiles) -> str:
@@ -91,7 +91,7 @@ def smallest_sum(run: RunFiles) -> str:
     return "This log does not say how many updates are in each sum." if replies else "The server could read no update."
 
 
-def _received(run: RunFiles) -> str:
+def _traffic_by_form(run: RunFiles) -> str:
     """Bytes that each party received, by form; folded."""
     parties = sorted(run.seen.received.items(), key=lambda item: (item[0] != SERVER, item[0]))
     forms = [*_FORMS, *sorted({form for _, by in parties for form in by} - {*_FORMS})]
@@ -130,7 +130,7 @@ def privacy(run: RunFiles) -> str:
     """The privacy that the run claims, and its ledger."""
     ledger = mapping(run.manifest.get("ledger"))
     entries = [mapping(e) for e in sequence(ledger.get("entries"))]
-    text, listed = claimed(run)
+    text, listed = privacy_claim(run)
     assumed = "".join(f"<li>{esc(line)}</li>" for line in listed)
     head = (
         note(esc(text))
@@ -145,7 +145,7 @@ def privacy(run: RunFiles) -> str:
     return head + details(f"Ledger: {plural(len(rows), 'entry', 'entries')}", listing)
 
 
-def claimed(run: RunFiles) -> tuple[str, list[str]]:
+def privacy_claim(run: RunFiles) -> tuple[str, list[str]]:
     """What differential privacy the run claims, in a sentence, and what it assumes."""
     ledger = mapping(run.manifest.get("ledger"))
     spent = {**ledger, "epsilon": run.result.get("epsilon", ledger.get("epsilon"))}

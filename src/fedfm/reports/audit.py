@@ -20,14 +20,14 @@ def findings(run: RunFiles) -> list[Mapping[str, Any]] | None:
     the findings are of other parameters.
     """
     value = _file(run)
-    if value is None or _outdated(run, value):
+    if value is None or _is_outdated(run, value):
         return None
     return [mapping(f) for f in sequence(value.get("findings")) if mapping(f)]
 
 
-def outdated(run: RunFiles) -> bool:
+def is_outdated(run: RunFiles) -> bool:
     """Whether the run went on after its audit, so that the findings are of parameters that it has no more."""
-    return _outdated(run, _file(run) or {})
+    return _is_outdated(run, _file(run) or {})
 
 
 def _file(run: RunFiles) -> Mapping[str, Any] | None:
@@ -39,7 +39,7 @@ def _file(run: RunFiles) -> Mapping[str, Any] | None:
         return {}
 
 
-def _outdated(run: RunFiles, value: Mapping[str, Any]) -> bool:
+def _is_outdated(run: RunFiles, value: Mapping[str, Any]) -> bool:
     now = run.result.get("params_sha256")
     return bool(value.get("params_sha256", now) != now)
 
@@ -48,7 +48,7 @@ def section(run: RunFiles) -> str:
     """A table of verdicts, then a paragraph for each finding; nothing without an audit."""
     found = findings(run)
     if found is None:
-        return note("The run went on after its audit: <code>fedfm audit</code> again.") if outdated(run) else ""
+        return note("The run went on after its audit: <code>fedfm audit</code> again.") if is_outdated(run) else ""
     if not found:
         return note("The run has an audit.json that is not a file of <code>fedfm audit</code>.")
     rows = [[str(f.get("name")), *cells(f)] for f in found]

@@ -42,12 +42,12 @@ def section(run: RunFiles) -> str:
     several = own and len(run.manifest.get("clients") or ()) > 1
     text = "All clients' models are added up. " if several else ""
     if cells := _cells(run):
-        return _tabled(_names(run, len(cells)), cells, text)
+        return _from_matrix(_names(run, len(cells)), cells, text)
     counts = mapping(mapping(run.result.get("details")).get("class_counts"))
     lists = [[numeric(n) or 0.0 for n in sequence(counts.get(key))] for key in ("rows", "predicted", "right")]
     names = _names(run, len(lists[0]))
     if names and all(len(values) == len(names) for values in lists):
-        return _counted(names, lists, counts, text)
+        return _from_counts(names, lists, counts, text)
     known = sequence(mapping(run.manifest.get("model")).get("classes"))
     if known and run.value("global_accuracy") is None and run.value("local_accuracy") is not None:
         return note(
@@ -72,7 +72,7 @@ def _names(run: RunFiles, number: int) -> list[str]:
     return [*known, *(f"class {i}" for i in range(len(known), number))][:number]
 
 
-def _tabled(names: Sequence[str], cells: list[list[float]], text: str) -> str:
+def _from_matrix(names: Sequence[str], cells: list[list[float]], text: str) -> str:
     scored = []
     for i, name in enumerate(names):
         n, j = max(((n, -j) for j, n in enumerate(cells[i]) if j != i), default=(0.0, 0))
@@ -97,7 +97,7 @@ def _tabled(names: Sequence[str], cells: list[list[float]], text: str) -> str:
     )
 
 
-def _counted(names: Sequence[str], lists: list[list[float]], counts: Mapping[str, object], text: str) -> str:
+def _from_counts(names: Sequence[str], lists: list[list[float]], counts: Mapping[str, object], text: str) -> str:
     taken = [*map(sequence, sequence(counts.get("taken_for"))), *([()] * len(names))]
     scored = []
     for name, wrong, *numbers in zip(names, taken, *lists, strict=False):

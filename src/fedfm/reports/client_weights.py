@@ -44,7 +44,7 @@ class Weights:
     layers: tuple[str, ...]
 
     @property
-    def asked(self) -> np.ndarray:
+    def cohorts(self) -> np.ndarray:
         """(T, K): whether the round asked the client."""
         found: np.ndarray = (self.p != 0).any((1, 3))
         return found
@@ -52,7 +52,7 @@ class Weights:
     @property
     def last(self) -> np.ndarray:
         """(L, K, K): every client's row of the last round that asked it; zero if none did."""
-        known = self.asked
+        known = self.cohorts
         at = len(known) - 1 - known[::-1].argmax(0)  # (K,)
         return self.p[at, :, np.arange(len(self.clients))].swapaxes(0, 1)
 
@@ -83,7 +83,7 @@ def section(run: RunFiles) -> str:
     except ValueError:
         return note(f"<code>{FILE}</code> of the run is not a valid file of weights.")
     if w is None:
-        waits = (run.path / "arrays").is_dir() and not run.finished
+        waits = (run.path / "arrays").is_dir() and not run.is_finished
         return note("The map of who learns from whom is drawn when the run is finished.") if waits else ""
     order = seriation(w.last.mean(0))
     parts = [_map(w, order), _table(w, order), "<h3>A client's weight of itself, by round</h3>", _own_by_round(w)]
@@ -134,7 +134,7 @@ def seriation(p: np.ndarray) -> list[int]:
     return order
 
 
-def grouped(p: np.ndarray, order: Sequence[int], most: int) -> tuple[np.ndarray, list[list[int]]]:
+def group_means(p: np.ndarray, order: Sequence[int], most: int) -> tuple[np.ndarray, list[list[int]]]:
     """The map in this order, with neighbours in at most ``most`` groups.
 
     Returns:
@@ -149,11 +149,11 @@ def grouped(p: np.ndarray, order: Sequence[int], most: int) -> tuple[np.ndarray,
 
 def _map(w: Weights, order: Sequence[int]) -> str:
     p = w.last.mean(0)
-    q, groups = grouped(p, order, GROUPS if len(p) > MOST_CLIENTS else MOST_CLIENTS)
+    q, groups = group_means(p, order, GROUPS if len(p) > MOST_CLIENTS else MOST_CLIENTS)
     names = [w.clients[g[0]] if len(g) == 1 else f"{w.clients[g[0]]} +{len(g) - 1}" for g in groups]
     text = "Row: who learns; column: from whom, in the same order. A row sums to 100 %. "
     text += f"Round {w.rounds[-1]}" + (f", mean of {count(len(w.layers))} layers. " if len(w.layers) > 1 else ". ")
-    if late := int((~w.asked[-1]).sum()):
+    if late := int((~w.cohorts[-1]).sum()):
         text += f"{plural(late, 'client was', 'clients were')} not asked then: their rows are of the last round "
         text += "that asked them. "
     text += "Clients that learn from each other are neighbours. "
@@ -192,7 +192,7 @@ def _most(p: np.ndarray) -> list[tuple[int, float]]:
 def _own(w: Weights) -> np.ndarray:
     """(T, L, K): p_ii; NaN if the round did not ask i."""
     own = np.einsum("tlkk->tlk", w.p)
-    return np.where(w.asked[:, None], own, np.nan)
+    return np.where(w.cohorts[:, None], own, np.nan)
 
 
 def _own_by_round(w: Weights) -> str:
@@ -229,7 +229,7 @@ def _plot(series: Sequence[Series], label: str, band: Sequence[tuple[float, floa
 
 
 def _multiples(summary: str, maps: Sequence[tuple[str, np.ndarray]], order: Sequence[int], which: str) -> str:
-    drawn = [(name, grouped(p, order, SMALL)[0]) for name, p in maps]
+    drawn = [(name, group_means(p, order, SMALL)[0]) for name, p in maps]
     high = max(float(q.max()) for _, q in drawn)
     cells = [(name, matrix(160, [], q.tolist(), f"Heat map, {visible(name)}.", high)) for name, q in drawn]
     text = f"{which[0].upper()}{which[1:]}, rows and columns as above"

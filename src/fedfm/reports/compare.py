@@ -78,7 +78,7 @@ def _listing(
         values = [show(column, v[i]) for column, v in figures.items()]
         up, down = (size(run.traffic_total(way)) for way in ("up", "down"))
         rows.append([label, *values, up, down, seconds(run.seconds)])
-    if not all(run.finished for run in runs):
+    if not all(run.is_finished for run in runs):
         head.append("state")
         rows = [[*row, _state(run)] for row, run in zip(rows, runs, strict=True)]
     return head, rows
@@ -170,10 +170,10 @@ def _settings(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     if not unlike:
         return ""
 
-    def said(value: object) -> str:
+    def cell(value: object) -> str:
         return NONE if value is None else shorten(value if isinstance(value, str) else json.dumps(value), 40)
 
-    rows = [[key, *map(said, values)] for key, values in unlike.items()]
+    rows = [[key, *map(cell, values)] for key, values in unlike.items()]
     words = tuple(range(1, len(names) + 1))
     return "<h3>What differs in the settings</h3>" + html_table(
         ["key", *names], rows, "Settings that differ", words=words
@@ -204,7 +204,7 @@ def differences(runs: Sequence[RunFiles]) -> list[str]:
     unlike("The seed", every, lambda r: mapping(r.experiment.get("run")).get("seed"))
     unlike("The attack", every, lambda r: r.experiment.get("attack"))
     unlike("The aggregation", every, lambda r: r.experiment.get("aggregation") or {"name": "mean"})
-    unfinished = [n for n, run in every.items() if not run.finished]
+    unfinished = [n for n, run in every.items() if not run.is_finished]
     if unfinished:
         out.append(f"Unfinished: {', '.join(unfinished)}.")
     if len({run.done_rounds for run in runs}) > 1:
@@ -265,7 +265,7 @@ def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
 def _curve_key(runs: Sequence[RunFiles]) -> str:
     """The metric of the lines: of the same rows in all runs, and of their rounds."""
 
-    def known(key: str) -> bool:
+    def has_curve(key: str) -> bool:
         counts = (sum(r.values.get(key) is not None for r in run.rounds) for run in runs)
         return all(count > min(run.done_rounds, 1) for count, run in zip(counts, runs, strict=True))
 
@@ -274,7 +274,7 @@ def _curve_key(runs: Sequence[RunFiles]) -> str:
         return "perplexity"
     by = basis(runs)
     keys = [by.key, LOCAL, GLOBAL] if by.mixed else [HEADLINE]
-    if found := next(filter(known, keys), None):
+    if found := next(filter(has_curve, keys), None):
         return found
     # One run was evaluated only at its end: its level is a line, as long as all lines are of the same rows.
     if by.mixed and all(run.rounds and run.rounds[-1].values.get(by.key) is not None for run in runs):
@@ -287,7 +287,7 @@ def _curve_key(runs: Sequence[RunFiles]) -> str:
 def _ranges(runs: Sequence[RunFiles], names: list[str]) -> str:
     rows, spans = [], []
     for run, name in zip(runs, names, strict=True):
-        seen, mean = run.measured, run.value("local_accuracy")
+        seen, mean = run.finite_accuracies, run.value("local_accuracy")
         if not seen:
             continue
         mean = mean if finite(mean) else math.fsum(seen) / len(seen)
@@ -308,7 +308,7 @@ def _read(run_dirs: Sequence[Path]) -> list[RunFiles]:
 
 
 def _state(run: RunFiles) -> str:
-    if run.finished:
+    if run.is_finished:
         return "finished"
     of = "" if run.planned_rounds is None else f" of {run.planned_rounds}"
     return f"unfinished: {run.done_rounds}{of} rounds"

@@ -15,9 +15,9 @@ from typing import Any
 from fedfm.audits.finding import cells
 from fedfm.errors import InputError
 from fedfm.reports import html
-from fedfm.reports.account import claimed, smallest_sum
-from fedfm.reports.audit import findings, outdated
-from fedfm.reports.own_models import joined, own_models
+from fedfm.reports.account import privacy_claim, smallest_sum
+from fedfm.reports.audit import findings, is_outdated
+from fedfm.reports.own_models import newcomers_of, own_models
 from fedfm.reports.page import note, page, save, table
 from fedfm.reports.plain_words import reading
 from fedfm.reports.read import RunFiles, mapping, numeric, read, sequence
@@ -58,7 +58,7 @@ def write(run_dir: Path, unfit: str = "") -> Path:
         InputError: the manifest is missing or invalid, or the run is unfinished.
     """
     run = read(run_dir)
-    if not run.finished:
+    if not run.is_finished:
         raise InputError(f"{run_dir} is not finished: `fedfm resume {run_dir}` first")
     found = findings(run) or []
     parts = [
@@ -125,7 +125,7 @@ def _design(run: RunFiles) -> str:
     limit = f"; at most {data['limit']} rows were taken" if data.get("limit") else ""
     how = str(adaptation.get("name") or "none")
     decay = numeric(mapping(method.get("local")).get("weight_decay"))
-    epsilon, assumed = claimed(run)
+    epsilon, assumed = privacy_claim(run)
     body = "<h3>Selection of sources</h3>"
     body += _facts([("Source", source), ("Why these sources; special categories; scraped data", None)])
     body += "<h3>Preparation and minimisation</h3>"
@@ -142,7 +142,7 @@ def _design(run: RunFiles) -> str:
             *([("Regularisation", f"weight_decay = {decay:g}")] if decay is not None else []),
         ]
     )
-    body += f"<h3>Data that left the clients</h3>{_left(run)}"
+    body += f"<h3>Data that left the clients</h3>{_outbound_data(run)}"
     body += "<h3>Measures on the outputs</h3>"
     return body + _facts([("Filters, access control, limits on queries", None)])
 
@@ -151,7 +151,7 @@ def _split(run: RunFiles) -> Any:
     return mapping(mapping(run.manifest.get("split")).get("clients"))
 
 
-def _left(run: RunFiles) -> str:
+def _outbound_data(run: RunFiles) -> str:
     up = [t for t in run.seen.traffic if t.direction != "down"]
     receiver = {"up": "server", "across": "other clients"}
     rows = [
@@ -166,8 +166,8 @@ def _left(run: RunFiles) -> str:
 
 def _analysis(run: RunFiles) -> str:
     model = {True: "one model for each client", False: "one model for all clients", None: "models"}[own_models(run)]
-    lost = [*run.missing, *(f"{len(run.excluded)} replies of clients were left out" for _ in run.excluded[:1])]
-    attackers, late = ", ".join(map(str, sequence(run.manifest.get("attackers")))), joined(run)
+    lost = [*run.missing, *(f"{len(run.exclusions)} replies of clients were left out" for _ in run.exclusions[:1])]
+    attackers, late = ", ".join(map(str, sequence(run.manifest.get("attackers")))), newcomers_of(run)
     return _facts(
         [
             ("Result", f"{model}; params_sha256 {run.result.get('params_sha256') or 'not in the manifest'}"),
@@ -188,11 +188,11 @@ def _attacks(run: RunFiles, found: Sequence[Any], unfit: str) -> str:
     ranked = sorted(found, key=lambda f: _ORDER.index(f["verdict"]) if f.get("verdict") in _ORDER else len(_ORDER))
     shown = ranked[:_MOST]
     rows = [[f"{i} {kind_of(str(f.get('name')))}", str(f.get("question")), *cells(f)] for i, f in enumerate(shown, 1)]
-    rows += [[kind, "not tried on this run", "", "", "", ""] for kind in _untried(found)]
+    rows += [[kind, "not tried on this run", "", "", "", ""] for kind in _missing_audits(found)]
     head = ["attack", "question", "verdict", "estimate", "interval", "bound"]
     listing = table(head, rows, "Attacks", words=(1, 2, 4)) + note(esc(_rules(shown)))
     more = f"{plural(len(found) - _MOST, 'finding')} more: see report.html. " if len(found) > _MOST else ""
-    more += "The run went on after its audit: audit it again. " if outdated(run) else ""
+    more += "The run went on after its audit: audit it again. " if is_outdated(run) else ""
     text = "Leaks: an attacker learns something. An attack that finds nothing proves nothing."
     return (
         listing + note(esc(more + text + (f" {unfit}." if unfit else ""))) + _facts([("Tests outside of fedfm", None)])
@@ -208,7 +208,7 @@ def _rules(found: Sequence[Any]) -> str:
     return " ".join(f"{', '.join(numbers)}: {rule}." for rule, numbers in by_rule.items())
 
 
-def _untried(found: Sequence[Any]) -> list[str]:
+def _missing_audits(found: Sequence[Any]) -> list[str]:
     tried = {kind_of(str(f.get("name"))) for f in found}
     return [kind for kind in _KINDS if kind not in tried]
 
@@ -218,14 +218,14 @@ def _risk(run: RunFiles, found: Sequence[Any]) -> str:
     for verdict, what in (("leaks", "An attack succeeded"), ("inconclusive", "An attack gave no answer")):
         names = [str(f.get("name")) for f in found if f.get("verdict") == verdict]
         lines += [f"{what}: {', '.join(names)}."] if names else []
-    if untried := _untried(found):
+    if untried := _missing_audits(found):
         lines.append(f"Not tried: {', '.join(untried)}.")
     lines.append(smallest_sum(run))
-    epsilon, assumed = claimed(run)
+    epsilon, assumed = privacy_claim(run)
     lines.append(f"{epsilon} Section 2 lists what this assumes." if assumed else epsilon)
     if own_models(run):
         lines.append("Each client's model is fitted to its rows; clients/ holds those that clients revealed.")
-    if late := joined(run):
+    if late := newcomers_of(run):
         lines.append(f"{', '.join(late)} joined after training: the model in clients/ is fitted to their rows alone.")
     lines += [f"Not whole: {text}." for text in run.missing]
     items = "".join(f"<li>{esc(line)}</li>" for line in dict.fromkeys(lines))

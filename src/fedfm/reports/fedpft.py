@@ -86,7 +86,7 @@ def _noise(info: Any) -> str:
 
 def _components(info: Any, hidden: bool) -> str:
     used, withheld = mapping(info.get("components_used")), mapping(info.get("withheld"))
-    text = _withheld(info, withheld, hidden)
+    text = _withheld_note(info, withheld, hidden)
     if not used:
         return text
     rows = []
@@ -98,7 +98,7 @@ def _components(info: Any, hidden: bool) -> str:
     return text + details("Components of every client", table(head, rows, "Components"))
 
 
-def _withheld(info: Any, withheld: Any, hidden: bool) -> str:
+def _withheld_note(info: Any, withheld: Any, hidden: bool) -> str:
     if hidden:
         return note(
             "Counts are withheld: clients disclose neither which classes they withhold nor their rows. An absent class "

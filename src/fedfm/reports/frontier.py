@@ -44,13 +44,13 @@ def short(names: Sequence[str]) -> list[str]:
     """The names without their common beginning and end."""
     if len(names) < 2:
         return list(names)
-    start = _shared(names)
-    end = _shared([name[:start:-1] for name in names])
+    start = _prefix_length(names)
+    end = _prefix_length([name[:start:-1] for name in names])
     out = [name[start : len(name) - end] for name in names]
     return out if all(out) and len(set(out)) == len(out) else list(names)
 
 
-def _shared(names: Sequence[str]) -> int:
+def _prefix_length(names: Sequence[str]) -> int:
     """Length of the common prefix."""
     return sum(1 for _ in itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False)))
 

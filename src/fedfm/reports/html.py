@@ -47,7 +47,7 @@ def write(run_dir: Path, baselines: Sequence[Path] | None = None) -> Path:
         ("privacy", "Privacy", account.privacy(run)),
         ("audit", "Audits", audit.section(run)),
         ("time", "Time by round", sections.time(run)),
-        ("excluded", "Excluded clients", sections.excluded(run)),
+        ("excluded", "Excluded clients", sections.exclusions(run)),
         ("result", "Result in detail", account.result(run)),
         ("manifest", "Manifest", account.manifest(run)),
     ]
@@ -93,7 +93,7 @@ def data_of(run: RunFiles) -> str:
 
 
 def _status(run: RunFiles) -> str:
-    if run.finished:
+    if run.is_finished:
         return ""
     planned = f" of {run.planned_rounds}" if run.planned_rounds is not None else ""
     text = f"{run.done_rounds}{planned} rounds are committed; this page shows the state after the last one."

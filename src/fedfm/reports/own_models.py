@@ -16,6 +16,6 @@ def own_models(run: RunFiles) -> bool | None:
         return None
 
 
-def joined(run: RunFiles) -> list[str]:
+def newcomers_of(run: RunFiles) -> list[str]:
     """Clients that have got a model after training, by ``fedfm join``."""
     return list(map(str, mapping(run.manifest.get("newcomers"))))

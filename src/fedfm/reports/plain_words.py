@@ -16,7 +16,7 @@ _MEMORIES = re.compile(r" holds clients' memories and keys(, if the run has any)
 _LARGEST = 700.0  # epsilon whose e^epsilon is a finite number
 
 
-def _held(private: Path) -> list[str]:
+def _content_of(private: Path) -> list[str]:
     """What a run's private folder holds, in words; nothing of a lock or of ``data.json``."""
     files = [path.relative_to(private) for path in private.rglob("*") if path.is_file()]
     kinds = {
@@ -70,10 +70,10 @@ def present(run: RunFiles, sentence: str) -> str:
         return ""
     rest = sentence[subject.end() :]
     if there[0] == "private/" and (claim := _MEMORIES.match(rest)):
-        held = _held(run.path / "private")
+        held = _content_of(run.path / "private")
         if not held and "private/data.json" not in rest:
             return "private/ holds a lock and no clients' memories or keys."
-        rest = " holds " + (_joined(held) if held else "no memories or keys") + rest[claim.end() :]
+        rest = " holds " + (_enumerate_words(held) if held else "no memories or keys") + rest[claim.end() :]
     if not (run.path / "dossier.html").exists():
         rest = rest.replace("report.html and dossier.html tell", "report.html tells")
     *first, last = there
@@ -81,6 +81,6 @@ def present(run: RunFiles, sentence: str) -> str:
     return (glue.join([", ".join(first), last]) if first else last) + rest
 
 
-def _joined(words: list[str]) -> str:
+def _enumerate_words(words: list[str]) -> str:
     *first, last = words
     return f"{', '.join(first)} and {last}" if first else last

@@ -69,7 +69,7 @@ class RunFiles:
     missing: tuple[str, ...]
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the run has ended."""
         return bool(self.manifest.get("finished")) and bool(self.result)
 
@@ -125,19 +125,19 @@ class RunFiles:
         return bool(mapping(self.experiment.get("data")).get("clients") or at_sites)
 
     @property
-    def measured(self) -> list[float]:
+    def finite_accuracies(self) -> list[float]:
         """The clients' finite accuracies."""
         return numbers(self.client_accuracy.values())
 
     @property
     def worst(self) -> float | None:
         """The lowest of the clients' accuracies."""
-        return min(self.measured, default=None)
+        return min(self.finite_accuracies, default=None)
 
     @property
     def spread(self) -> float | None:
         """Standard deviation over the clients (of these clients, not of a larger population)."""
-        return statistics.pstdev(self.measured) if self.measured else None
+        return statistics.pstdev(self.finite_accuracies) if self.finite_accuracies else None
 
     @property
     def seconds(self) -> float | None:
@@ -155,7 +155,7 @@ class RunFiles:
         return self.rounds[-1].bytes_up if direction == "up" else self.rounds[-1].bytes_down
 
     @property
-    def excluded(self) -> list[tuple[int, str, str, str, str]]:
+    def exclusions(self) -> list[tuple[int, str, str, str, str]]:
         """(round, client, code, reason, part) of every exclusion."""
         return [(r.number, *e) for r in self.rounds for e in r.excluded]
 

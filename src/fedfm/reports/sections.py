@@ -107,7 +107,7 @@ def clients(run: RunFiles) -> str:
     form: Format = number if as_loss else percent
     name, sign = ("loss", 1) if as_loss else ("accuracy", -1)
     order = sorted(final, key=lambda c: (sign * v if finite(v := final[c]) else math.inf, c))
-    rows = [ChartBar(c, final[c], _unscored(run, c) if final[c] is None else form(final[c])) for c in order]
+    rows = [ChartBar(c, final[c], _why_no_scores(run, c) if final[c] is None else form(final[c])) for c in order]
     text = f"{plural(len(final), 'client')}, each model on the client's own test rows"
     mean = statistics.fmean(seen) if seen else None
     if as_loss:
@@ -119,7 +119,7 @@ def clients(run: RunFiles) -> str:
     if silent := sum(1 for v in final.values() if v is None):
         text += f". {count(silent)} without scores, left out of means"
     many = len(rows) > MOST_BARS
-    drawn = _grouped([r for r in rows if finite(r.value)], form) if many else rows
+    drawn = _group_bars([r for r in rows if finite(r.value)], form) if many else rows
     line = (mean, f"mean {form(mean)}") if mean is not None else None
     body = figure(lambda w: bars(w, drawn, f"Bars. {text}.", max(seen) if as_loss else 1.0, line))
     listing = table(["client", name], [[r.label, r.text] for r in rows], f"{name.capitalize()} per client")
@@ -128,7 +128,7 @@ def clients(run: RunFiles) -> str:
     return note(f"{esc(text)}. {grouped}") + body
 
 
-def _unscored(run: RunFiles, client: str) -> str:
+def _why_no_scores(run: RunFiles, client: str) -> str:
     """Why a client has no scores. What a silo has, and what its policy allows, only the silo knows."""
     counts = mapping(mapping(mapping(run.manifest.get("split")).get("clients")).get(client))
     return "no test rows" if mapping(counts.get("test")).get("rows") == 0 else "no scores"
@@ -160,7 +160,7 @@ def _before_and_after(run: RunFiles, final: Mapping[str, float | None], order: S
     return f"<h3>Before and after the last local pass</h3>{note(esc(text + '.'))}{listing}"
 
 
-def _grouped(rows: list[ChartBar], form: Format) -> list[ChartBar]:
+def _group_bars(rows: list[ChartBar], form: Format) -> list[ChartBar]:
     out, start = [], 0
     for part in _chunks(rows, 25):
         mean = statistics.fmean(r.value or 0.0 for r in part)
@@ -203,13 +203,13 @@ def split(run: RunFiles) -> str:
         kinds = [sum(1 for n in v if n) for v in train.values()]
         text += f"; {min(kinds)} to {max(kinds)} of {plural(len(classes), 'class', 'classes')} at a client"
     if len(classes) <= COLOURS and len(train) <= MOST_BARS:
-        draw = _stacked(train, classes, f"Stacked bars of training rows per class. {text}.")
+        draw = _label_bars(train, classes, f"Stacked bars of training rows per class. {text}.")
     else:
         draw = _heat(train, classes, f"Heat map of the share of each class in a client's training rows. {text}.")
     return note(f"{esc(text)}.") + draw + notices + _counts_table(sizes_of, train, classes)
 
 
-def _stacked(train: dict[str, list[int]], classes: list[str], label: str) -> str:
+def _label_bars(train: dict[str, list[int]], classes: list[str], label: str) -> str:
     rows = []
     for c, v in train.items():
         parts = [(n, f"{c}, {k}: {count(n)}") for n, k in zip(v, classes, strict=True)]
@@ -272,12 +272,12 @@ def time(run: RunFiles) -> str:
     return note(f"{esc(text)}{before}") + figure(lambda w: lines(w, line, label, duration, height=190, from_zero=True))
 
 
-def excluded(run: RunFiles) -> str:
+def exclusions(run: RunFiles) -> str:
     """Clients excluded from rounds, with the reasons."""
-    if not run.excluded:
+    if not run.exclusions:
         return note("None: every client that was asked gave a valid reply.")
-    rows = [[str(t), c, part, code, reason] for t, c, code, reason, part in run.excluded]
-    clients = len({c for _, c, *_ in run.excluded})
+    rows = [[str(t), c, part, code, reason] for t, c, code, reason, part in run.exclusions]
+    clients = len({c for _, c, *_ in run.exclusions})
     text = note(
         f"{plural(len(rows), 'exclusion')} of {plural(clients, 'client')}; the run continued without them. Where only "
         "the scores or a client's own model are missing, its update counts."

@@ -115,7 +115,7 @@ def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
         torch.manual_seed(client.seed)
         for step in range(local.steps(n)):
             total = total_of(budget.batch(step))
-            g = torch.from_numpy(budget.noisy(total.numpy(), step) / budget.expected)
+            g = torch.from_numpy(budget.noisy(total.numpy(), step) / budget.expected_size)
             flat.g.zero_()
             flat.g[place] = g.to(flat.g)
             if job.mu:

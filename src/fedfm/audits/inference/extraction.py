@@ -91,7 +91,7 @@ def tensorwise(u: Array, v: Array, groups: Groups, low: Array, high: Array) -> t
             gram = (d @ d.T) * (np.eye(len(on)) - 1 / max(len(on), 1))
             right = -((a - a.mean(0)) * d).sum(1) if len(on) else np.zeros(0)
             free = _solve(gram, right, len(on))
-            c[on] = _held(gram, right, free, low[on], high[on])
+            c[on] = _solve_in_box(gram, right, free, low[on], high[on])
             met += 1
         except NoIntersectionError:
             pass
@@ -254,7 +254,7 @@ def _solve(gram: Array, right: Array, lines: int) -> Array:
     return np.asarray(np.linalg.solve(gram, right))
 
 
-def _held(gram: Array, right: Array, start: Array, low: Array, high: Array) -> Array:
+def _solve_in_box(gram: Array, right: Array, start: Array, low: Array, high: Array) -> Array:
     """The c in [low, high] with the least c' G c / 2 - r' c, by coordinates."""
     if ((low <= start) & (start <= high)).all():
         return start

@@ -116,7 +116,9 @@ def _of_foretold_coins(readings: Readings, delta: float, tail: float, size: floa
     return epsilon_at(mu * size, delta)
 
 
-def counted(readings: Readings, rate: float, delta: float, confidence: float, rng: np.random.Generator) -> float:
+def bound_by_counts(
+    readings: Readings, rate: float, delta: float, confidence: float, rng: np.random.Generator
+) -> float:
     """The same by counts of hits and of false alarms (see :func:`counted_bound`), whatever the noise is.
 
     A score is the log-likelihood ratio of the readings with and without the row, its coins unknown.

@@ -58,7 +58,7 @@ def overlap(a: Array, b: Array) -> float:
     return float(np.minimum(a, b).sum())
 
 
-def shown(change: Array, others: Array, p: Array, own: float) -> Array:
+def solve_victim(change: Array, others: Array, p: Array, own: float) -> Array:
     """(P,) the victim's task vector from a client's known weights: (Delta - sum_k p_k tau_k) / p_victim.
 
     Delta (P,) is the ``change`` of the client's aggregate, ``others`` (M, P) the task vectors of the colluders and its

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedfm.linalg.kernels.jit import compiled, part
+from fedfm.linalg.kernels.jit import compile_cached, part
 
 LARGEST = 1 << 50  # primes must be below
 _PLAIN: set[str] = set()  # no relaxed floating point: quotients must not be off by more than one
@@ -281,10 +281,10 @@ def _unpack(words, bits, out):  # type: ignore[no-untyped-def]
             bit += width
 
 
-add, affine, dyadic = (compiled(f, _PLAIN) for f in (_add, _affine, _dyadic))
-tensor, weave = compiled(_tensor, _PLAIN), compiled(_weave, _PLAIN)
-forward, backward = compiled(_forward, _PLAIN), compiled(_backward, _PLAIN)
+add, affine, dyadic = (compile_cached(f, _PLAIN) for f in (_add, _affine, _dyadic))
+tensor, weave = compile_cached(_tensor, _PLAIN), compile_cached(_weave, _PLAIN)
+forward, backward = compile_cached(_forward, _PLAIN), compile_cached(_backward, _PLAIN)
 split, join, residues, digits, from_digits = (
-    compiled(f, _PLAIN) for f in (_split, _join, _residues, _digits, _from_digits)
+    compile_cached(f, _PLAIN) for f in (_split, _join, _residues, _digits, _from_digits)
 )
-pack, unpack = compiled(_pack, _PLAIN), compiled(_unpack, _PLAIN)
+pack, unpack = compile_cached(_pack, _PLAIN), compile_cached(_unpack, _PLAIN)

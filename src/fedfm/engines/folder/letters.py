@@ -68,7 +68,7 @@ class Content:
 
 def digest(handler: str, head: str, data: Iterable[bytes | memoryview]) -> str:
     """Identity of a request: what is asked, in which round and call, 64 hexadecimal digits."""
-    found = hashlib.sha256(keys.encoded(handler, head))
+    found = hashlib.sha256(keys.encode(handler, head))
     for piece in data:
         found.update(piece)
     return found.hexdigest()

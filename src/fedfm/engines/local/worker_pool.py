@@ -329,7 +329,7 @@ def _replies(
     box, lines = json.loads(text)
     if fds:
         worker.boxes[box] = mapped(fds[0], shared=box >= 0)
-    at, block = 0, buffers.lent(worker.boxes[box], worker.freed, box) if box >= 0 else worker.boxes.pop(box)
+    at, block = 0, buffers.lease(worker.boxes[box], worker.freed, box) if box >= 0 else worker.boxes.pop(box)
     for request, (code, reason, head_size, data_size) in zip(requests, lines, strict=True):
         fault, value, up = (ClientFault(code, reason) if code else None), None, 0
         if fault is None:

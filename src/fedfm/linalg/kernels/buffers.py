@@ -40,7 +40,7 @@ class _Lease:
         self._free.append(self._token)
 
 
-def lent(memory: np.ndarray, free: deque[Any], token: Any) -> np.ndarray:
+def lease(memory: np.ndarray, free: deque[Any], token: Any) -> np.ndarray:
     """An array on the same memory; when it and its views are no longer referenced, ``free`` receives the token."""
     return np.asarray(_Lease(memory, free, token))
 
@@ -51,7 +51,7 @@ def empty(count: int, dtype: torch.dtype) -> Tensor:
     if nbytes < LARGE:
         return torch.empty(count, dtype=dtype)
     memory = _take(nbytes)
-    return torch.from_numpy(lent(memory, _free, memory)).view(dtype)
+    return torch.from_numpy(lease(memory, _free, memory)).view(dtype)
 
 
 @functools.cache

@@ -37,7 +37,7 @@ def _whole_registers() -> bool:
 WHOLE_REGISTERS = _whole_registers()
 
 
-def compiled(function: Callable[..., Any], maths: set[str] = MATHS, signature: Any = None) -> Any:
+def compile_cached(function: Callable[..., Any], maths: set[str] = MATHS, signature: Any = None) -> Any:
     """Compile at the first call, or at once for a signature; cache on disk, or in memory if no folder is writable.
 
     A signature costs nothing if the compiled code is already on disk.
@@ -54,12 +54,12 @@ def part(function: Callable[..., Any], maths: set[str] = MATHS) -> Any:
     return numba.njit(forceinline=True, fastmath=maths, **OPTIONS)(function)
 
 
-def called(function: Callable[..., Any]) -> Any:
+def compile_part(function: Callable[..., Any]) -> Any:
     """Part of compiled functions, compiled once and called."""
     return numba.njit(fastmath=EXACT, no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)(function)
 
 
-def aligned(*shape: int, dtype: Any = np.float32) -> Any:
+def aligned_empty(*shape: int, dtype: Any = np.float32) -> Any:
     """An uninitialised array that begins at a cache line; with a multiple of 16 float32 features each row does."""
     entries, size = math.prod(shape), np.dtype(dtype).itemsize
     block = np.empty(entries + 64 // size, dtype)

@@ -10,7 +10,7 @@ from typing import Any
 
 from numba.core import cgutils, types
 
-from fedfm.linalg.kernels.jit import WHOLE_REGISTERS, called
+from fedfm.linalg.kernels.jit import WHOLE_REGISTERS, compile_part
 from fedfm.linalg.kernels.simd import CONTRACT, COUNT, VECTOR, WORD, intrinsic, pointer, splat, turn
 
 ROWS = 8 if WHOLE_REGISTERS else 4  # of a tile
@@ -70,7 +70,7 @@ def _tile(lanes: int) -> Any:
 _one, _wide = _tile(1), _tile(WIDE)
 
 
-@called
+@compile_part
 def product(
     out: Any, o: int, down: int, width: int, add: bool, a: Any, p: int, row: int, step: int, rows: int, b: Any, q: int,
     under: int, n: int,
@@ -100,7 +100,7 @@ def product(
                 _one(out, o + i * down + j, down, add, a, left, row, step, b, q + j, under, n, here)
 
 
-@called
+@compile_part
 def transpose(x: Any, at: int, under: int, n: int, wide: int, size: int, to: Any, o: int) -> None:
     """Write the transpose of the block (n, size) of ``x`` at ``at``, rows ``under`` apart, to (size, wide) at ``o``,
     zeros behind its n columns; size and wide are multiples of the lanes.

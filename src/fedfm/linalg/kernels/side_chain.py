@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.linalg.kernels.jit import EXACT, aligned, called, compiled
+from fedfm.linalg.kernels.jit import EXACT, aligned_empty, compile_cached, compile_part
 from fedfm.linalg.kernels.matmul import product
 from fedfm.linalg.kernels.simd import COUNT, all_of, exp, fma, load, store, times, total
 
@@ -34,10 +34,10 @@ def scratch(rows: int, blocks: int, positions: int, width: int, rank: int, class
     kept = blocks * (2 * all_rows * d + 2 * all_rows * r + 2 * rows * rank * d)
     once = 3 * all_rows * d + all_rows * r + 2 * rows * d + rows * c + rank * d + c * d + r * d
     mixers = 2 * positions * rank * COUNT
-    return aligned(weights + kept + once + mixers)
+    return aligned_empty(weights + kept + once + mixers)
 
 
-@called
+@compile_part
 def _gelu(t: Any, x: int, slope: int, e: int, n: int) -> None:
     """Replace n numbers at ``x`` by their GELU and write its derivative to ``slope``; ``e`` is scratch.
 
@@ -59,7 +59,7 @@ def _gelu(t: Any, x: int, slope: int, e: int, n: int) -> None:
         t[x + i] = v * phi
 
 
-@called
+@compile_part
 def _padded(p: Any, at: int, rows: int, columns: int, t: Any, to: int, down: int, turned: bool) -> None:
     """Copy a matrix (rows, columns), or with ``turned`` its transpose, to rows that are ``down`` apart."""
     if turned:
@@ -72,7 +72,7 @@ def _padded(p: Any, at: int, rows: int, columns: int, t: Any, to: int, down: int
                 t[to + i * down + j] = p[at + i * columns + j] if j < columns else F(0)
 
 
-@called
+@compile_part
 def _dot(t: Any, a: int, b: int, n: int) -> Any:
     """The inner product of n numbers, in whole lanes, in float32."""
     sums = all_of(F(0))
@@ -81,7 +81,7 @@ def _dot(t: Any, a: int, b: int, n: int) -> Any:
     return total(sums)
 
 
-@called
+@compile_part
 def _add_dots(t: Any, to: int, a: int, rows: int, b: int, columns: int, width: int) -> None:
     """Add the lanes of the inner products of ``rows`` and ``columns`` vectors (width,) to (rows, columns, lanes)."""
     for i in range(rows):
@@ -93,7 +93,7 @@ def _add_dots(t: Any, to: int, a: int, rows: int, b: int, columns: int, width: i
             store(t, at, sums)
 
 
-@called
+@compile_part
 def _cross_entropy(t: Any, z: int, y: Any, rows: Any, classes: int, down: int) -> Any:
     """Replace logits (m, classes) by softmax less the label, over m; return the mean cross-entropy."""
     m, loss = len(rows), 0.0
@@ -116,7 +116,7 @@ def _cross_entropy(t: Any, z: int, y: Any, rows: Any, classes: int, down: int) -
 
 
 @partial(
-    compiled,
+    compile_cached,
     maths=EXACT,
     signature="f8(f4[::1], i8[::1], i8[::1], f4[::1], f4[::1], i8[::1], i8, i8, i8, i8, i8, f4[::1])",
 )

@@ -51,10 +51,10 @@ def pointer(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
 
 def splat(builder: Any, x: Any) -> Any:
     """The number in all lanes."""
-    return _permuted(builder, builder.insert_element(ir.Constant(VECTOR, ir.Undefined), x, WORD(0)), [0] * COUNT)
+    return _shuffle(builder, builder.insert_element(ir.Constant(VECTOR, ir.Undefined), x, WORD(0)), [0] * COUNT)
 
 
-def _permuted(builder: Any, a: Any, lanes: list[int], b: Any = None) -> Any:
+def _shuffle(builder: Any, a: Any, lanes: list[int], b: Any = None) -> Any:
     return builder.shuffle_vector(a, a if b is None else b, ir.Constant(_WHOLE, lanes))
 
 
@@ -130,7 +130,7 @@ def first(typing: Any, v: Any, n: Any, rest: Any) -> Any:
 
     def emit(builder: Any, v: Any, n: Any, rest: Any) -> Any:
         n = builder.insert_element(ir.Constant(_WHOLE, ir.Undefined), builder.trunc(n, _INT), WORD(0))
-        bound = _permuted(builder, n, [0] * COUNT)
+        bound = _shuffle(builder, n, [0] * COUNT)
         inside = builder.icmp_signed("<", ir.Constant(_WHOLE, list(range(COUNT))), bound)
         return builder.select(inside, v, splat(builder, rest))
 
@@ -140,19 +140,19 @@ def first(typing: Any, v: Any, n: Any, rest: Any) -> Any:
 @intrinsic
 def total(typing: Any, v: Any) -> Any:
     """The sum over the lanes, in pairs."""
-    return _folded(lambda builder, a, b: builder.fadd(a, b))
+    return _reduction(lambda builder, a, b: builder.fadd(a, b))
 
 
 @intrinsic
 def largest(typing: Any, v: Any) -> Any:
     """The largest of the lanes."""
-    return _folded(_max)
+    return _reduction(_max)
 
 
-def _folded(fold: Any) -> Any:
+def _reduction(fold: Any) -> Any:
     def emit(builder: Any, v: Any) -> Any:
         for distance in (8, 4, 2, 1):
-            v = fold(builder, v, _permuted(builder, v, [(i + distance) % COUNT for i in range(COUNT)]))
+            v = fold(builder, v, _shuffle(builder, v, [(i + distance) % COUNT for i in range(COUNT)]))
         return builder.extract_element(v, WORD(0))
 
     return _code(types.float32(LANES), emit)
@@ -196,8 +196,8 @@ def turn(typing: Any, to: Any, o: Any, down: Any, x: Any, at: Any, under: Any, n
             new = list(rows)
             for i in range(COUNT):
                 if not i & d:
-                    new[i] = _permuted(builder, rows[i], upper, rows[i + d])
-                    new[i + d] = _permuted(builder, rows[i], lower, rows[i + d])
+                    new[i] = _shuffle(builder, rows[i], upper, rows[i + d])
+                    new[i + d] = _shuffle(builder, rows[i], lower, rows[i + d])
             rows = new
         for i, row in enumerate(rows):
             there = pointer(context, builder, signature.args[0], to, builder.add(o, builder.mul(WORD(i), down)))

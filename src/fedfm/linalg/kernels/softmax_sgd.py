@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.linalg.kernels.jit import EXACT, aligned, called, compiled, part
+from fedfm.linalg.kernels.jit import EXACT, aligned_empty, compile_cached, compile_part, part
 from fedfm.linalg.kernels.matmul import product, transpose
 from fedfm.linalg.kernels.simd import COUNT, all_of, exp, first, fma, larger, largest, load, minus, store, times, turn
 from fedfm.linalg.kernels.simd import total as sum_of
@@ -35,7 +35,7 @@ _kept = threading.local()
 def _scratch(*sizes: int) -> tuple[Any, ...]:
     """Uninitialised flat vectors; a thread reuses those of its last call if the sizes are equal."""
     if getattr(_kept, "sizes", None) != sizes:
-        _kept.sizes, _kept.scratch = sizes, tuple(map(aligned, sizes))
+        _kept.sizes, _kept.scratch = sizes, tuple(map(aligned_empty, sizes))
     return _kept.scratch  # type: ignore[no-any-return]
 
 
@@ -54,7 +54,7 @@ def scratch_in_span(rows: int, d: int, classes: int, n: int) -> tuple[Any, ...]:
     return _scratch(*own, n * deep, deep * many, n * many, n * width, n * width)
 
 
-@called
+@compile_part
 def _from_weights(w: Any, b: Any, wt: Any, bt: Any) -> None:
     """Copy weights (C d) and bias (C) of a head to ``wt`` (d C') and ``bt`` (C')."""
     classes, width = len(b), len(bt)
@@ -68,7 +68,7 @@ def _from_weights(w: Any, b: Any, wt: Any, bt: Any) -> None:
         bt[c] = b[c] if c < classes else F(0)
 
 
-@called
+@compile_part
 def _to_weights(wt: Any, bt: Any, w: Any, b: Any) -> None:
     """The inverse of :func:`_from_weights`; the last 256 entries of ``wt`` are scratch for a block of 16 x 16."""
     classes, width = len(b), len(bt)
@@ -158,7 +158,7 @@ _ROOM = ", ".join([_F] * 4)
 _HEAD = f"{_F}, {_F}, i8, i8, i8"
 
 
-@partial(compiled, maths=EXACT, signature=f"f8({_DATA}, i8[:,::1], i8, {_HEAD}, f8, f8, f8, {_ROOM})")
+@partial(compile_cached, maths=EXACT, signature=f"f8({_DATA}, i8[:,::1], i8, {_HEAD}, f8, f8, f8, {_ROOM})")
 def descend(
     x: Any, y: Any, orders: Any, size: int, start: Any, trained: Any, at_w: int, at_b: int, classes: int,
     eta: float, decay: float, decay_b: float, wt: Any, bt: Any, near: Any, z: Any,
@@ -190,7 +190,7 @@ def descend(
     return float(loss / steps)
 
 
-@partial(compiled, maths=EXACT, signature=f"f8({_DATA}, {_I}, {_F}, {_F}, {_F}, {_F}, {_ROOM}, {_F}, {_F})")
+@partial(compile_cached, maths=EXACT, signature=f"f8({_DATA}, {_I}, {_F}, {_F}, {_F}, {_F}, {_ROOM}, {_F}, {_F})")
 def gradient(
     x: Any, y: Any, rows: Any, w: Any, b: Any, g_w: Any, g_b: Any, wt: Any, bt: Any, near: Any, z: Any, gt: Any,
     gb: Any,
@@ -208,7 +208,7 @@ def gradient(
 
 
 @partial(
-    compiled,
+    compile_cached,
     maths=EXACT,
     signature=f"f8({_DATA}, i8[:,::1], i8, {_HEAD}, f8, f8, {_ROOM}, {_F}, {_F}, {_F}, {_F}, {_F})",
 )

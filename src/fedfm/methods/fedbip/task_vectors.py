@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedfm.linalg import low_rank
 from fedfm.linalg.low_rank import Factors
-from fedfm.linalg.out_of_core import shelved
+from fedfm.linalg.out_of_core import keep_all
 from fedfm.linalg.pairwise import gram, mix
 from fedfm.linalg.params import Params
 from fedfm.models.adapters import lora
@@ -62,7 +62,7 @@ class Entries:
             onto: M vectors; entries that are in no layer are theirs.
         """
         if whole:
-            return mix(p, [c.theta for c in x], list(self.layers.values()), shelved(0.0 * w for w in onto)), 0.0
+            return mix(p, [c.theta for c in x], list(self.layers.values()), keep_all(0.0 * w for w in onto)), 0.0
         return mix(p, [c.tau for c in x], list(self.layers.values()), onto), 0.0
 
     def aggregates(
@@ -73,7 +73,7 @@ class Entries:
         if self.statistics:
             q = np.abs(p).mean(0, keepdims=True)
             means = mix(q / q.sum(2, keepdims=True), [c.theta.only(self.statistics) for c in x])
-            found = shelved(w.replace(mean) for w, mean in zip(found, means, strict=True))
+            found = keep_all(w.replace(mean) for w, mean in zip(found, means, strict=True))
         return found, cut
 
 
@@ -106,7 +106,7 @@ class Products(Entries):
                 u, v = changes[0]
                 count += len(u) * v.shape[1]
             if others:
-                plain = shelved((c.theta if whole else c.tau).only(others) for c in x)
+                plain = keep_all((c.theta if whole else c.tau).only(others) for c in x)
                 G += gram(plain)[0]
                 total += [sum(float(t.double().sum()) for t in w.values()) for w in plain]
                 count += sum(t.numel() for t in plain[0].values())
@@ -117,7 +117,7 @@ class Products(Entries):
         self, p: np.ndarray, x: Sequence[Change], onto: Sequence[Params], whole: bool = False
     ) -> tuple[list[Params], float]:
         """As :class:`Entries`; each module's sum is truncated to the rank of onto_i (Eckart and Young 1936)."""
-        found, lost, energy = shelved(map(Params, onto)), 0.0, 0.0  # copies, to be written to
+        found, lost, energy = keep_all(map(Params, onto)), 0.0, 0.0  # copies, to be written to
         for weights, (paths, others) in zip(p, self._layers, strict=True):
             for path in paths:
                 a, b = self._pairs[path]
@@ -126,15 +126,15 @@ class Products(Entries):
                     terms = [] if whole else [(1.0, self._factors(path, base))]
                     terms += [(float(c), change) for c, change in zip(row, changes, strict=True) if c]
                     rank = len(out[a])
-                    cut, sigma = low_rank.truncate(low_rank.compressed(low_rank.stack(terms)), rank)
-                    u, v = low_rank.padded(cut, rank)
+                    cut, sigma = low_rank.truncate(low_rank.compress(low_rank.stack(terms)), rank)
+                    u, v = low_rank.pad(cut, rank)
                     out[b].copy_(rank / self.alpha * u)
                     out[a].copy_(v)
                     lost += float((sigma[rank:] ** 2).sum())
                     energy += float((sigma**2).sum())
             if others:
-                plain = shelved((c.theta if whole else c.tau).only(others) for c in x)
-                under = None if whole else shelved(w.only(others) for w in onto)
+                plain = keep_all((c.theta if whole else c.tau).only(others) for c in x)
+                under = None if whole else keep_all(w.only(others) for w in onto)
                 for out, mixed in zip(found, mix(weights[None], plain, None, under), strict=True):
                     for name in others:
                         out[name].copy_(mixed[name])

@@ -104,7 +104,7 @@ def merged(w: Mapping[str, Tensor], shift: Mapping[str, Factors], alpha: float) 
         for path in own
     }
     rank = max(len(v) for _, v in found.values())
-    wide = {path: low_rank.padded(x, rank) for path, x in found.items()}
+    wide = {path: low_rank.pad(x, rank) for path, x in found.items()}
     return Params(dict(w) | assemble({path: (v, rank / alpha * u) for path, (u, v) in wide.items()}, w))
 
 

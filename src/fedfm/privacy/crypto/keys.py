@@ -25,7 +25,7 @@ entropy = os.urandom  # tests replace it
 Context = str | bytes | int
 
 
-def encoded(*context: Context) -> bytes:
+def encode(*context: Context) -> bytes:
     """A context as bytes: of each part its kind, its length and its content."""
     out = bytearray()
     for part in context:
@@ -37,7 +37,7 @@ def encoded(*context: Context) -> bytes:
 
 def derive(secret: bytes, *context: Context) -> bytes:
     """A key for one use of a uniform secret."""
-    return HKDF(SHA256(), KEY, None, encoded(*context)).derive(secret)
+    return HKDF(SHA256(), KEY, None, encode(*context)).derive(secret)
 
 
 def public_of(private: bytes) -> bytes:
@@ -74,7 +74,7 @@ def exchange_public_of(identity: bytes) -> bytes:
 def seal(key: bytes, data: bytes, *context: Context) -> bytes:
     """Encrypt; ``context`` is authenticated and not sent."""
     nonce = entropy(_NONCE)
-    return nonce + ChaCha20Poly1305(key).encrypt(nonce, data, encoded(*context))
+    return nonce + ChaCha20Poly1305(key).encrypt(nonce, data, encode(*context))
 
 
 def unseal(key: bytes, sealed: bytes, *context: Context) -> bytes:
@@ -84,7 +84,7 @@ def unseal(key: bytes, sealed: bytes, *context: Context) -> bytes:
         ValueError: another key, another context, or changed data.
     """
     try:
-        return ChaCha20Poly1305(key).decrypt(sealed[:_NONCE], sealed[_NONCE:], encoded(*context))
+        return ChaCha20Poly1305(key).decrypt(sealed[:_NONCE], sealed[_NONCE:], encode(*context))
     except InvalidTag:
         raise ValueError("encrypted data do not fit their key and context") from None
 
@@ -96,13 +96,13 @@ def identity_of(private: bytes) -> bytes:
 
 def sign(private: bytes, *context: Context) -> bytes:
     """Signature, 64 bytes."""
-    return Ed25519PrivateKey.from_private_bytes(private).sign(encoded(*context))
+    return Ed25519PrivateKey.from_private_bytes(private).sign(encode(*context))
 
 
-def signed(public: bytes, signature: bytes, *context: Context) -> bool:
+def verify(public: bytes, signature: bytes, *context: Context) -> bool:
     """Whether this identity signed this context."""
     try:
-        Ed25519PublicKey.from_public_bytes(public).verify(signature, encoded(*context))
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, encode(*context))
     except (InvalidSignature, ValueError):
         return False
     return True

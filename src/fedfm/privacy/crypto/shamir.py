@@ -43,12 +43,12 @@ def combine(shares: Mapping[int, int], threshold: int) -> int:
         raise ValueError(f"{len(shares)} shares came, {threshold} are needed")
     points = list(shares.items())
     base = points[:threshold]
-    if any(_interpolated(base, x) != y for x, y in points[threshold:]):
+    if any(_interpolate(base, x) != y for x, y in points[threshold:]):
         raise ValueError("a share is wrong")
-    return _interpolated(base, 0)
+    return _interpolate(base, 0)
 
 
-def _interpolated(points: list[tuple[int, int]], at: int) -> int:
+def _interpolate(points: list[tuple[int, int]], at: int) -> int:
     """Lagrange's polynomial through the points, at one place."""
     total = 0
     for x, y in points:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.linalg.kernels.jit import EXACT, compiled, part
+from fedfm.linalg.kernels.jit import EXACT, compile_cached, part
 from fedfm.linalg.kernels.matmul import product, transpose
 from fedfm.linalg.kernels.simd import COUNT, all_of, exp, first, fma, larger, largest, load, minus, store, times
 from fedfm.linalg.kernels.simd import total as sum_of
@@ -55,7 +55,7 @@ def _softmax_backward(d: Any, p: Any, at: int, rows: int, wide: int) -> None:
 
 
 @partial(
-    compiled,
+    compile_cached,
     maths=EXACT,
     signature="void(f4[::1], i8, f4[::1], i8, i8, i8, i8[::1], b1, i8, i8, f4[::1], f4[::1], f4[::1])",
 )
@@ -90,7 +90,7 @@ def forward(
 
 
 @partial(
-    compiled,
+    compile_cached,
     maths=EXACT,
     signature="void(f4[::1], f4[::1], i8, f4[::1], i8, i8, i8, i8[::1], b1, i8, i8, f4[::1], f4[::1], f4[::1], "
     "f4[::1], f4[::1])",

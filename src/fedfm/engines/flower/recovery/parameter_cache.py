@@ -12,7 +12,7 @@ from typing import Any
 
 from fedfm.core.transport import replaced
 from fedfm.errors import E_FORMAT, E_HELD, ClientFault
-from fedfm.linalg.out_of_core import filed
+from fedfm.linalg.out_of_core import to_file
 from fedfm.linalg.params import Params
 
 NAMES = "held"  # of an envelope: what the site holds; in the hello: whether it is asked to tell
@@ -37,7 +37,7 @@ class Retained:
         """Take the model's parameters; call it before a message changes them."""
         first = self._start()
         if first is not None and first.nbytes >= LEAST:
-            self._first = {first.sha256(): filed(first)}
+            self._first = {first.sha256(): to_file(first)}
 
     @property
     def names(self) -> list[str]:
@@ -55,7 +55,7 @@ class Retained:
         def whole(part: Any) -> Params | None:
             if isinstance(part, Params):
                 if part.nbytes >= LEAST:
-                    now[part.sha256()] = filed(part)
+                    now[part.sha256()] = to_file(part)
                 return part
             if not (isinstance(part, Mapping) and part.keys() == {KEY}):
                 return None

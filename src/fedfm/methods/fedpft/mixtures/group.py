@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from fedfm.linalg.kernels.jit import aligned
+from fedfm.linalg.kernels.jit import aligned_empty
 from fedfm.methods.fedpft.mixtures import full, kernel, kmeans
 from fedfm.methods.fedpft.mixtures.full import Found
 from fedfm.methods.fedpft.mixtures.mixture import Array
@@ -37,7 +37,7 @@ def fit_one(
         raise OverflowError(f"holds NaN, infinity or numbers beyond {LARGEST:g}")
     floor = FLOOR * mean_variance + FLOOR_ALWAYS
     if k > 1:
-        centred = np.subtract(x, middle, out=aligned(n, d))
+        centred = np.subtract(x, middle, out=aligned_empty(n, d))
         labels = kmeans.start(centred, k, seed, LLOYD) if start is None else np.ascontiguousarray(start, np.int64)
         rows = np.bincount(labels)
         if (k := int(np.count_nonzero(rows))) < len(rows):  # drop components without rows
@@ -56,7 +56,7 @@ def _several(x: Array, labels: Array, k: int, covariance: str, floor: float, max
     """EM from hard labels (n,), each of which has a row, of rows about their mean."""
     if covariance == "full":
         return full.several(x, labels, k, floor, max_iter, tol)
-    weights, work = np.empty(k), aligned(7, k, x.shape[1])
+    weights, work = np.empty(k), aligned_empty(7, k, x.shape[1])
     work[:] = 0
     diag = covariance == "diag"
     iterations, converged, ll = kernel.em(x, labels, diag, floor, tol, max_iter, weights, work)

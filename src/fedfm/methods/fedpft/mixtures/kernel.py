@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.linalg.kernels.jit import SLACK, SPAN, compiled, part
+from fedfm.linalg.kernels.jit import SLACK, SPAN, compile_cached, part
 
 FAR = 20.0
 FALL = 1e-6  # relative to the log-likelihood: a smaller fall is float32's rounding
@@ -83,7 +83,7 @@ def _copy(mu: Any, v: Any, mu0: Any, v0: Any) -> None:
             v0[c, j] = v[c, j]
 
 
-@compiled
+@compile_cached
 def em(x: Any, labels: Any, diag: bool, floor: float, tol: float, steps: int, weights: Any, work: Any) -> Any:
     """Fit centred rows ``x`` (n, d) from hard labels, each of which has a row.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.linalg.kernels.jit import SLACK, compiled, part
+from fedfm.linalg.kernels.jit import SLACK, compile_cached, part
 
 
 @part
@@ -31,7 +31,7 @@ def start(x: Any, k: int, seed: int, lloyd: int) -> Any:
     return labels
 
 
-@compiled
+@compile_cached
 def _kmeans(x: Any, draws: Any, labels: Any, lloyd: int) -> None:
     n, d = x.shape
     most = len(draws)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.linalg.kernels.jit import SPAN, compiled
+from fedfm.linalg.kernels.jit import SPAN, compile_cached
 
 
-@partial(compiled, maths={"contract"})  # sums in the written order, and correct comparisons of NaN
+@partial(compile_cached, maths={"contract"})  # sums in the written order, and correct comparisons of NaN
 def moments(x: Any, middle: Any, variances: Any, largest: float) -> float:
     """Fill the mean (d,), float32, and the population variances about it (d,), float64, of rows ``x`` (n, d).
 
