@@ -206,7 +206,7 @@ def _takes(name: str, privacy: dict[str, Any]) -> bool:
     if "foundation" in {f.name for f in dataclasses.fields(cls)}:
         tables["method"]["foundation"] = "nano-vit"
     if not hasattr(cls, "model_table"):
-        adaptation, task = (cls().needs.adaptations or ("",))[0], cls().needs.task
+        adaptation, task = (cls().needs.adaptations or ("",))[0], (cls().needs.tasks or ("",))[0]
         tables["model"] = {"name": "nano-clip" if task else "nano-vit"}
         tables["model"] |= {"task": task} if task else {}
         tables["model"] |= {"adaptation": {"name": adaptation}} if adaptation else {}

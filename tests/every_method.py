@@ -36,7 +36,7 @@ def experiment_of(name, folder, rounds=4, run=None, like=None, **keys):
     takes = needs.adaptations
     if takes == ("side_adapter",):
         tables = of_a_hidden_model(folder, name, tables)
-    elif needs.task == "zero_shot":
+    elif "zero_shot" in needs.tasks:
         tables |= of_two_encoders(folder, takes[0])
         tables["method"] |= {
             "local": {"name": "adamw", "learning_rate": 0.03, "batch_size": 8},

@@ -30,7 +30,7 @@ def whole(method):
         del tables["model"]
     elif adaptations := cls().needs.adaptations:
         tables["model"]["adaptation"] = {"name": adaptations[0]}
-    if task := cls().needs.task:
+    if task := (cls().needs.tasks or ("",))[0]:
         tables["model"]["task"] = task
     distil = Distillation.from_dict({"data": {"name": "digits"}, "model": {"name": "nano-vit"}}).to_dict()["distil"]
     return Experiment.from_dict(tables).to_dict() | {"distil": distil}

@@ -92,8 +92,8 @@ def test_an_experiment_with_every_default_written_out_is_valid(method):
         del tables["model"]
     elif needs.adaptations:
         tables["model"]["adaptation"] = {"name": needs.adaptations[0]}
-    if needs.task:
-        tables["model"]["task"] = needs.task
+    if needs.tasks:
+        tables["model"]["task"] = needs.tasks[0]
     assert complaint(tables) is None
     assert complaint(Experiment.from_dict(tables).to_dict()) is None
 

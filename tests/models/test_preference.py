@@ -17,8 +17,8 @@ from fedfm.models.adapters.experts import Expert, experts
 from fedfm.models.adapters.lora import shifted
 from fedfm.models.language import next_token
 from fedfm.models.multiply_accumulates import per_sample
-from fedfm.models.preference import REFERENCE
 from fedfm.models.spec import AdaptationSpec
+from fedfm.tasks.preference import REFERENCE
 from fedfm.training import SGD, loop, row_gradients
 from fedfm.training.local_job import Job
 

@@ -29,7 +29,6 @@ from fedfm.reports.read import RunFiles, mapping, numeric, read
 from fedfm.reports.text import NBSP, number
 from fedfm.version import __version__
 
-_PIPELINES = {"image": "image-classification", "text": "text-classification"}
 _LIBRARIES = {"peft": "peft", "hf": "transformers", "torch": "pytorch"}
 _SCORES = ("accuracy", "global_accuracy", "local_accuracy", "balanced_accuracy", "macro_f1", "loss", "perplexity")
 _MOST = 50  # classes by name
@@ -92,7 +91,7 @@ def _head(run: RunFiles, model: Model, to: Target) -> str:
     if name not in BUILT_IN and "/" in name and not is_own(model) and not Path(name).exists():
         lines.append(f"base_model: {json.dumps(name)}")
     kind = str(mapping(run.manifest.get("model")).get("kind"))
-    tag = "text-generation" if model.is_language_model else _PIPELINES.get(kind)
+    tag = model.task.pipeline(kind)
     lines += [f"pipeline_tag: {tag}"] if tag else []
     lines += ["tags:", *(f"- {json.dumps(tag)}" for tag in ("federated-learning", "fedfm", run.method))]
     return "\n".join(["---", *lines, "---", ""])

@@ -6,7 +6,8 @@ import csv
 import io
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,13 +29,16 @@ from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.run_directory import Run
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fedfm.core.method import Method
-    from fedfm.data.table import Table
+    from fedfm.core.rows import Rows
     from fedfm.models.export import Target
     from fedfm.models.model import Model
 
 _ID = "id"  # a column of the file that names its rows
 _SEVERAL, _SURE = 5, 0.9995  # rows, and the probability that is shown as 1.000
+_NOT_BY_ROW = ("classes", "warnings")  # lists of a result that say nothing of single rows
 FORMATS = (".json", ".jsonl", ".csv")
 
 
@@ -175,11 +179,10 @@ def _predicted(path: str | Path, file: Any, client: str | None, last: bool, give
             raise InputError(
                 f"{file} holds vectors of {table.inputs.shape[1]} numbers; the model takes {shape['feature_dim']}"
             )
-        by_task = _texts if model.is_language_model else _classes
-        result = {"run": str(path)} | by_task(run.experiment.method, model, w, table)
+        result = {"run": str(path)} | model.task.answer(_Trained(run.experiment.method, model, w), table)
     if _ID in table.columns:
         result["ids"] = table.columns[_ID].tolist()
-    result["warnings"] = [*model.notices, *table.notices, *_certain(result["probabilities"])]
+    result["warnings"] = [*model.notices, *table.notices, *_certain(result.get("probabilities", ()))]
     folder = Path(file).expanduser()
     if folder.is_dir() and isinstance(table.inputs[0], str):  # a folder of tables holds none
         result["files"] = [os.path.relpath(picture, folder) for picture in table.inputs]
@@ -197,39 +200,22 @@ def _certain(probabilities: Sequence[Sequence[float]]) -> list[str]:
     ]
 
 
-def _classes(method: Method[Any], model: Model, w: Params, table: Table) -> dict[str, Any]:
-    import torch
+@dataclass(frozen=True)
+class _Trained:
+    """The run's model with its method, as a task predicts with it."""
 
-    rows = predictions.encoded(method, model, model.prepare(table, range(len(table))))
-    probabilities = torch.softmax(predictions.logits(method, model, w, rows), 1)
-    return {
-        "classes": list(model.classes),
-        "predictions": [model.classes[i] for i in probabilities.argmax(1).tolist()],
-        "probabilities": [[round(p, 6) for p in row] for row in probabilities.tolist()],
-    }
+    method: Method[Any]
+    model: Model
+    w: Params
 
+    def encoded(self, rows: Rows) -> Rows:
+        return predictions.encoded(self.method, self.model, rows)
 
-def _texts(method: Method[Any], model: Model, w: Params, table: Table) -> dict[str, Any]:
-    """A language model's answers, and the likelihood of the given texts."""
-    from fedfm.core.rows import blank
-    from fedfm.models.metrics import answer_limit, answers, compared, likelihood, references
+    def logits(self, rows: Rows) -> Tensor:
+        return predictions.logits(self.method, self.model, self.w, rows)
 
-    result: dict[str, Any] = {"predictions": [], "probabilities": []}
-    scored = list(range(len(table)))
-    if model.task != "language_modelling":
-        asked = replace(table, inputs=[(instruction, "") for instruction, _ in table.inputs])
-        with predictions.applied(method, model, w, model.prepare(asked, scored)) as rows:
-            given = answers(model, rows)
-        result |= {"answers": [a.text for a in given], "cut": [i for i, a in enumerate(given) if a.cut]}
-        result["answer_tokens"] = answer_limit(model)
-        scored = [i for i, (_, output) in enumerate(table.inputs) if not blank(output)]
-    rows = model.prepare(table, scored)
-    if model.task != "language_modelling":
-        found = compared([given[i] for i in scored], references(model, rows))
-        result |= {key: found[key] for key in ("exact_match", "rouge_1")}
-    with predictions.applied(method, model, w, rows) as adapted:
-        found = likelihood(model, adapted)
-    return result | {key: found[key] for key in ("loss", "perplexity")}
+    def applied(self, rows: Rows) -> AbstractContextManager[Rows]:
+        return predictions.applied(self.method, self.model, self.w, rows)
 
 
 def check_out(out: Path) -> None:
@@ -282,6 +268,8 @@ def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     if "outputs" in result:
         outputs = (row if isinstance(row, Mapping) else dict(enumerate(row)) for row in result["outputs"])
         return [{"row": i, **{str(k): x for k, x in row.items()}} for i, row in enumerate(outputs)]
+    if "predictions" not in result:
+        return _by_row(result)
     if not result["predictions"]:
         return [{key: result[key] for key in ("loss", "perplexity")}]
     files = [{"file": name} for name in result["files"]] if "files" in result else repeat({})
@@ -289,6 +277,13 @@ def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [
         {"row": i, **name, **file, "prediction": label, "probability": max(p)} for i, (name, file, label, p) in found
     ]
+
+
+def _by_row(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Records of all lists with an entry for each row."""
+    lists = {key: value for key, value in result.items() if isinstance(value, list) and key not in _NOT_BY_ROW}
+    n = max(map(len, lists.values()), default=0)
+    return [{"row": i, **{key: value[i] for key, value in lists.items() if len(value) == n}} for i in range(n)]
 
 
 @refuse("the run's model cannot be exported")

@@ -21,6 +21,7 @@ from typing import Any
 from fedfm import seeds
 from fedfm.api.model_folder import ModelFolder, claim, held_out, prepared
 from fedfm.api.pretrain_spec import Pretraining
+from fedfm.core import tasks
 from fedfm.core.libraries import refuse
 from fedfm.core.rows import Rows
 from fedfm.data.load import load_table
@@ -96,7 +97,7 @@ class _Work:
 
         spec, model = self.what.spec, self.what.model
         if spec.vocabulary_size is not None:
-            if table.kind not in ("passages", "text", "instruction"):
+            if table.kind != "text" and tasks.row_kind(table.kind) is None:
                 raise InputError(f"pretrain.vocabulary_size: the data are of kind {table.kind}, expected text")
             start = self.folder / "start"
             if not start.exists():

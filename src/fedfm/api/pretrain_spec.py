@@ -11,6 +11,7 @@ from typing import Any
 
 from fedfm.config.faults import read_all
 from fedfm.config.toml import build, plain, read, refuse_unknown
+from fedfm.core import tasks
 from fedfm.core.fields import check, setting
 from fedfm.data.spec import IN_MEMORY, DataSpec, PartitionSpec
 from fedfm.data.spec import check as check_data
@@ -77,10 +78,8 @@ class Pretraining:
         spec = build(PretrainSpec, table.get("pretrain", {}), "pretrain")
         check_central(data, model, "pretraining")
         check(spec, "pretrain")
-        if model.task == "zero_shot":
-            raise InputError('model.task = "zero_shot": expected classification, language_modelling or instruction')
-        if model.task == "preference":
-            raise InputError('model.task = "preference": it holds an adapter to its base; pretrain one of the others')
+        if (task := tasks.named(model.task)) is not None and task.no_pretraining:
+            raise InputError(f'model.task = "{task.name}": {task.no_pretraining}')
         if isinstance(spec.local, Proximal) or spec.local.absent != "keep":
             raise InputError('pretrain.local: expected name = "sgd", "adam" or "adamw", every class present')
         after = list(spec.milestones)

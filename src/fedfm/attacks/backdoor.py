@@ -22,10 +22,10 @@ from fedfm.data.pictures import rgb
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
-from fedfm.models.spec import LANGUAGE
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
+    from fedfm.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Backdoor(Attack):
     word: str = setting("cf", "texts: the trigger", pattern=r"(.|\s)*\S(.|\s)*", words="a word")
     factor: float = setting(1.0, "multiplies the attackers' updates", finite=True, but=(0.0,))
 
-    def poison(self, rows: Table, rng: np.random.Generator, task: str) -> Table:
+    def poison(self, rows: Table, rng: np.random.Generator, task: Task) -> Table:
         if rows.labels is None:
             raise InputError('attack.name = "backdoor": the rows have no labels')
         count = math.ceil(self.share * len(rows) - 1e-9)
@@ -92,8 +92,8 @@ class Backdoor(Attack):
     def upload(self, update: Update, w: Params | None) -> Update:
         return update if self.factor == 1 else replace(update, delta=self.factor * update.delta)
 
-    def fits(self, kind: str, task: str, model: Model, classes: Sequence[str]) -> None:
-        if task in LANGUAGE or not classes:
+    def fits(self, kind: str, task: Task, model: Model, classes: Sequence[str]) -> None:
+        if task.is_language_model or not classes:
             raise InputError(f'attack.name = "backdoor": task "{task}" has no classes, so there is no target')
         if self.target and self.target not in classes:
             raise InputError(f'attack.target = "{self.target}": expected one of {", ".join(map(str, classes[:20]))}')

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedfm.attacks.attack import Attack
+from fedfm.core import tasks
 from fedfm.core.fields import setting
-from fedfm.errors import InputError
-from fedfm.models.spec import LANGUAGE
 from fedfm.training import Local
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
+    from fedfm.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -34,24 +34,13 @@ class LabelShuffle(Attack):
         1, "lambda: multiplies the attackers' local epochs, divides them for language models", ge=1
     )
 
-    def poison(self, rows: Table, rng: np.random.Generator, task: str) -> Table:
-        if rows.kind == "instruction":
-            order = rng.permutation(len(rows)).tolist()
-            return replace(rows, inputs=[(rows.inputs[i][0], rows.inputs[j][1]) for i, j in enumerate(order)])
-        if rows.kind == "preference":
-            swapped = rng.integers(2, size=len(rows)).tolist()
-            both = zip(rows.inputs, swapped, strict=True)
-            return replace(rows, inputs=[(x, b, a) if swap else (x, a, b) for (x, a, b), swap in both])
-        if task in LANGUAGE:
-            return replace(rows, inputs=[" ".join(rng.permutation(text.split()).tolist()) for text in rows.inputs])
-        if rows.labels is None:
-            raise InputError('attack.name = "label_shuffle": the rows have no labels to shuffle')
-        return replace(rows, labels=rows.labels[rng.permutation(len(rows))])
+    def poison(self, rows: Table, rng: np.random.Generator, task: Task) -> Table:
+        return (tasks.owner(rows.kind) or task).shuffle_targets(rows, rng)
 
-    def local(self, local: Local, task: str) -> Local:
+    def local(self, local: Local, task: Task) -> Local:
         if self.intensity == 1:
             return local
-        epochs = max(local.epochs // self.intensity, 1) if task in LANGUAGE else local.epochs * self.intensity
+        epochs = max(local.epochs // self.intensity, 1) if task.is_language_model else local.epochs * self.intensity
         return replace(local, epochs=epochs)
 
     @property

@@ -8,6 +8,7 @@ from fedfm.audits.crossed import CrossedUpdate, sees_sums_only
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.row_evidence import no_round
 from fedfm.audits.update_membership import reads_updates
+from fedfm.core import tasks
 from fedfm.models.model import Model
 from fedfm.runtime.run_directory import Run
 
@@ -32,7 +33,7 @@ def head_names(model: Model) -> Names | None:
 def reads_heads(run: Run) -> bool:
     """Whether updates of classifiers cross that an attacker can read."""
     kind = run.manifest["model"].get("task", run.experiment.model.task)
-    return reads_updates(run) and kind in (None, "classification")
+    return reads_updates(run) and (kind is None or tasks.find(kind).classifies_by_head)
 
 
 def sums_only(run: Run) -> str | None:

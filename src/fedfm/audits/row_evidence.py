@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.inference.shadow_ratio import confidence
+from fedfm.core import tasks
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
@@ -18,7 +19,6 @@ from fedfm.runtime.predictions import applied, logits
 from fedfm.runtime.run_directory import Run
 
 BATCH = 16  # texts at once
-TASKS = ("classification", "zero_shot", "language_modelling", "instruction")
 
 
 def unreadable(run: Run) -> str | None:
@@ -26,8 +26,9 @@ def unreadable(run: Run) -> str | None:
     method, task = run.experiment.method, run.experiment.model.task
     if method.needs.model == "server":
         return "the model stays at the server, and clients' rows are read by nobody else"
-    if task is not None and task not in TASKS:
-        return f"it compares rows of tasks {', '.join(TASKS)}, and this run's is {task}"
+    if task is not None and not tasks.find(task).compared_by_row:
+        known = ", ".join(tasks.names(lambda task: task.compared_by_row))
+        return f"it compares rows of tasks {known}, and this run's is {task}"
     return None
 
 
@@ -48,7 +49,7 @@ def evidence(method: Method[Any], model: Model, w: Params, rows: Rows) -> Array:
         return confidence(logits(method, model, w, rows).numpy(), rows.labels.numpy())
     found = []
     with applied(method, model, w, rows) as judged, model.evaluating():
-        if model.task == "own":
+        if model.task.loss_is_opaque:
             return np.array([-float(model.loss(judged.batch([i]))) for i in range(len(judged))])
         for batch in (judged.padded() if judged.tokens is not None else judged).batches(BATCH):
             said, targets = model.flat(model.logits(batch), batch)

@@ -19,6 +19,7 @@ from fedfm.config import dp_sgd
 from fedfm.config.cohorts import named_clients
 from fedfm.config.registry import name_of, ours, resolve
 from fedfm.config.user_code import is_function
+from fedfm.core import tasks
 from fedfm.core.capabilities import Keeping, Personal, Private, RowsByOptimiser, Sampling, Sealed, TakesLate
 from fedfm.core.client import Update
 from fedfm.core.method import nested
@@ -156,8 +157,8 @@ def check_as_asked(e: Any) -> None:
     for who, takes in ((needs.because or method, needs.adaptations), ("this client optimiser", local_takes)):
         if takes and adaptation is not None and adaptation.name not in takes:
             raise InputError(f'model.adaptation.name = "{adaptation.name}": {who} takes {listed(takes)} only')
-    if needs.task and e.model.task != needs.task:
-        raise InputError(f'model.task: {needs.because or method} takes "{needs.task}" only; set it')
+    if needs.tasks and e.model.task not in needs.tasks:
+        raise InputError(f"model.task: {needs.because or method} takes {listed(needs.tasks)} only; set it")
     if e.data.classes is not None and run.engine != "deployment":
         raise InputError(
             f'data.classes: a server without rows needs silos that have some, run.engine = "deployment", not '
@@ -165,9 +166,10 @@ def check_as_asked(e: Any) -> None:
         )
     if e.data.augment:
         _check_augmented(e, method)
-    if e.data.base_classes is not None and e.model.task != "zero_shot":
+    unseen = tasks.names(lambda task: task.scores_unseen_classes)
+    if e.data.base_classes is not None and e.model.task not in unseen:
         raise InputError(
-            'data.base_classes: only names score classes without training rows; set model.task = "zero_shot"'
+            f"data.base_classes: only names score classes without training rows; set model.task = {listed(unseen)}"
         )
     if adaptation is not None and (most := max(needs.ranks, default=0)) > adaptation.rank:
         raise InputError(

@@ -17,7 +17,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 from fedfm.errors import Absent, Faults, InputError, close, listed
@@ -272,3 +272,17 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f"{list(value) if isinstance(value, tuple) else value!s:.80}"
+
+
+def with_settings(name: str, base: type, more: Mapping[str, tuple[Any, Any]], module: str) -> type:
+    """A settings class: ``base`` and, behind its own, fields that others declare.
+
+    Args:
+        more: name -> (type, field); names that ``base`` has are left out.
+        module: where the class is defined, for its messages.
+    """
+    own = {f.name for f in fields(base)}
+    some = [(key, hint, of) for key, (hint, of) in more.items() if key not in own]
+    made: type = make_dataclass(name, some, bases=(base,), frozen=True)
+    made.__module__, made.__doc__ = module, base.__doc__
+    return made

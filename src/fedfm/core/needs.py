@@ -16,7 +16,7 @@ class Needs:
         pooled: it trains on all rows in one place; only the local engine supports this.
         model: who has the experiment's model. With "server" clients get rows as they were read, and send no scores.
         local: the setting because of which all parties are in one place, on the local engine; empty: none.
-        task: the only task that it supports; empty: all.
+        tasks: names of those that it supports; empty: all.
         bias: it fits a linear head with a bias; with adaptation "head" a head that has none gets one of zeros.
         because: the setting that causes these needs; empty: the method.
     """
@@ -27,6 +27,6 @@ class Needs:
     pooled: bool = False
     model: Literal["everybody", "server"] = "everybody"
     local: str = ""
-    task: str = ""
+    tasks: tuple[str, ...] = ()
     bias: bool = False
     because: str = ""

@@ -11,33 +11,19 @@ from typing import Any
 
 import numpy as np
 
+from fedfm.core import tasks
 from fedfm.data.doubts import doubts
 from fedfm.data.partition import CLIENT
 from fedfm.data.sources import tables
 from fedfm.data.sources._files import FORMATS, begin, column, content_of, existing, listing, str_array
 from fedfm.data.spec import DataSpec
 from fedfm.data.stratify import hold_out, thin
-from fedfm.data.table import Kind, Table
+from fedfm.data.table import Table, words_of
 from fedfm.errors import InputError, close
 from fedfm.seeds import generator
 
 _SUFFIXES = {".npz": "npz", ".txt": "text", ".txt.gz": "text"} | dict.fromkeys(tables.ENDINGS, "tables")
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*").fullmatch
-WORDS: dict[Kind, str] = {
-    "image": "pictures",
-    "text": "texts",
-    "features": "feature vectors",
-    "instruction": "instructions",
-    "preference": "preferences",
-    "passages": "running text",
-}
-_TASKS: dict[str, tuple[Kind, ...]] = {
-    "classification": ("image", "text", "features"),
-    "zero_shot": ("image", "text", "features"),
-    "language_modelling": ("passages",),
-    "instruction": ("instruction",),
-    "preference": ("preference",),
-}
 
 
 def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
@@ -76,13 +62,12 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
 
 def _without_rows(spec: DataSpec) -> Table:
     """The table of a server that knows the classes alone."""
-    kind: Kind = spec.kind  # type: ignore[assignment]
     inputs: Any = np.zeros((0, spec.width), np.float32) if spec.width is not None else []
     labels = np.zeros(0, np.int64) if spec.classes else None
-    return Table(kind, inputs, labels, spec.classes or (), np.zeros(0, "<U5"), source="data.classes")
+    return Table(spec.kind or "", inputs, labels, spec.classes or (), np.zeros(0, "<U5"), source="data.classes")
 
 
-def read_inputs(path: str | Path, spec: DataSpec, *, kind: Kind) -> Table:
+def read_inputs(path: str | Path, spec: DataSpec, *, kind: str) -> Table:
     """Rows to predict in any format of ``data.path``, without labels. A missing output of an instruction is "".
 
     A model of preferences answers as one of instructions does: its rows are of kind "instruction".
@@ -98,11 +83,11 @@ def read_inputs(path: str | Path, spec: DataSpec, *, kind: Kind) -> Table:
     Raises:
         InputError: as :func:`load_table`, or the file has another kind of rows.
     """
-    task = {"passages": "language_modelling"}.get(kind, kind if kind in ("instruction", "preference") else None)
-    table = _read_path(existing(path, "file"), spec, task, labelled=False)
-    kind = "instruction" if kind == "preference" else kind
+    owner = tasks.owner(kind)
+    table = _read_path(existing(path, "file"), spec, None if owner is None else owner.name, labelled=False)
+    kind = (owner is not None and owner.own_kind is not None and owner.own_kind.predicted_as) or kind
     if table.kind != kind:
-        raise InputError(f"{path} holds {WORDS[table.kind]}; the model takes {WORDS[kind]}")
+        raise InputError(f"{path} holds {words_of(table.kind)}; the model takes {words_of(kind)}")
     return scaled(table, spec.scale)
 
 
@@ -139,7 +124,7 @@ def scaled(table: Table, scale: str) -> Table:
     if scale == "none":
         return table
     if table.kind != "features":
-        raise InputError(f'data.scale: "{scale}" is for feature vectors; {table.source} holds {WORDS[table.kind]}')
+        raise InputError(f'data.scale: "{scale}" is for feature vectors; {table.source} holds {words_of(table.kind)}')
     x = table.inputs.astype(np.float64)  # (N, d)
     if scale == "row":
         x = x - x.mean(axis=1, keepdims=True)
@@ -185,11 +170,11 @@ def _read_path(path: Path, spec: DataSpec, task: str | None, *, labelled: bool) 
 
 def _fit(table: Table, task: str | None) -> Table:
     """Refuse a table that does not fit the task, or has no training rows."""
-    if task is not None and table.kind not in _TASKS[task]:
-        wanted = " or ".join(WORDS[kind] for kind in _TASKS[task])
-        fits = next(name for name, kinds in _TASKS.items() if table.kind in kinds)
+    if (named := tasks.named(task)) is not None and table.kind not in named.table_kinds:
+        wanted = " or ".join(words_of(kind) for kind in named.table_kinds)
+        fits = tasks.implied(table.kind)
         raise InputError(
-            f'model.task: "{task}" needs {wanted}; {table.source} holds {WORDS[table.kind]}, for task "{fits}"'
+            f'model.task: "{task}" needs {wanted}; {table.source} holds {words_of(table.kind)}, for task "{fits}"'
         )
     if len(table.rows("train")) == 0:
         have = ", ".join(f"{len(table.rows(s))} {s}" for s in ("val", "test"))
@@ -202,7 +187,7 @@ def _mark_test(table: Table, spec: DataSpec, rng: np.random.Generator) -> Table:
     rows = table.rows("train")
     if len(table.rows("test")) or spec.test_fraction == 0:
         return table
-    if table.kind == "passages":
+    if (of := tasks.row_kind(table.kind)) is not None and of.joined:
         # The end of the text: random passages would be adjacent to training passages.
         count = min(max(1, round(spec.test_fraction * len(rows))), len(rows) - 1)
         held = rows[len(rows) - count :]
@@ -324,7 +309,7 @@ def unite(classes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 def _form(table: Table) -> str:
     """Words for the form of the rows, which must agree between clients."""
-    words = WORDS[table.kind]
+    words = words_of(table.kind)
     if not isinstance(table.inputs, np.ndarray):
         return words + (" as files" if table.kind == "image" else "")
     return f"{words} of {'x'.join(map(str, table.inputs.shape[1:]))}"

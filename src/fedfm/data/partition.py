@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from fedfm.core import tasks
 from fedfm.data import flower_partitions
 from fedfm.data.sources._files import column as named_column
 from fedfm.data.sources._files import listing
@@ -100,8 +101,8 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
 
 def _read_as(column: str, spec: DataSpec) -> str | None:
     """The key of the [data] table under which the column is read as the model's input, its label or its split."""
-    keys = ("label", "label_name", "split", "text", "image", "instruction", "input", "output", "messages")
-    return next((key for key in keys if getattr(spec, key) == column), None)
+    keys = ("label", "label_name", "split", "text", "image", *tasks.columns())
+    return next((key for key in keys if spec.column(key) == column), None)
 
 
 def summary(data: FederatedData) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from fedfm.core import tasks
 from fedfm.data.class_names import hidden
 from fedfm.data.pictures import upright
 from fedfm.data.table import Table, contents
@@ -36,7 +37,8 @@ _PARTS = {"val": "validation", "test": "test"}
 def of_training_rows(table: Table) -> str | None:
     """A notice of the validation and test rows that are training rows, too."""
     train = table.rows("train")
-    if table.kind in ("own", "passages") or not len(train):
+    of = tasks.row_kind(table.kind)
+    if (of is not None and not of.wording) or not len(train):
         return None
     found, more = [], []
     views = _Views(table)
@@ -54,15 +56,13 @@ def of_training_rows(table: Table) -> str | None:
     if found:
         said.append(f"{' and '.join(found)} are also training rows")
     if more:
-        said.append(f"{' and '.join(more)} {_HOW[table.kind]}")
+        said.append(f"{' and '.join(more)} {_HOW.get(table.kind, _WORDING)}")
     return f"{'; '.join(said)}: on them a result says what was learned by heart" if said else None
 
 
 _WORDING = "are training rows but for case, spaces or Unicode forms"
 _HOW = {
     "text": _WORDING,
-    "instruction": _WORDING,
-    "preference": _WORDING,
     "image": "look the same as a training picture (stored in another format, size or compression)",
     "features": "are training rows but for the last digits",
 }
@@ -118,7 +118,7 @@ class _Views:
 
 def _view(table: Table) -> np.ndarray | None:
     """Numbers of the wording (N,), or thumbnails or vectors (N, d); None: they are too many to look at."""
-    if table.kind in ("text", "instruction", "preference"):
+    if table.kind == "text" or ((of := tasks.row_kind(table.kind)) is not None and of.wording):
         return np.fromiter((hash(_wording(item)) for item in table.inputs), np.int64, len(table))
     if len(table) > _ROWS:
         return None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from fedfm.core import fields
-from fedfm.core.fields import setting
+from fedfm.core import fields, tasks
+from fedfm.core.fields import setting, with_settings
 from fedfm.core.text import NAME, NAME_WORDS
 from fedfm.data.class_names import check_list
 from fedfm.errors import Faults, InputError, listed
@@ -17,7 +17,12 @@ IN_MEMORY = "(in memory)"  # the name of data and of a model from a Python progr
 BUILT_IN = ("digits",)
 FUNCTION = r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_.]*"  # a user's own code, see fedfm.config.user_code
 PARTITIONS = ("iid", "dirichlet", "by_class", "by_column", "flower")
-KINDS = ("image", "text", "features", "instruction", "preference")  # of rows that a server does not have
+KINDS = (
+    "image",
+    "text",
+    "features",
+    *(kind.name for kind in tasks.row_kinds() if kind.remote),
+)  # of rows that a server does not have
 AUGMENT = ("crop", "flip")
 _TEXT = r"[\s\S]*\S[\s\S]*"  # not blank
 _FILES = f'{{ north = "north.csv", ... }}, each name of {NAME_WORDS}'
@@ -45,8 +50,8 @@ class PartitionSpec:
 
 
 @dataclass(frozen=True)
-class DataSpec:
-    """The source of the rows and their partition."""
+class _Source:
+    """The source of the rows, and its columns."""
 
     one_of: ClassVar[tuple[str, ...]] = ("name", "path", "hub", "clients", "classes")  # a table has exactly one of them
 
@@ -81,7 +86,7 @@ class DataSpec:
         words="a list of class names",
     )
     kind: str | None = setting(
-        None, "with classes: what a row is: image, text, features, instruction or preference", choices=KINDS
+        None, f"with classes: what a row is: {', '.join(KINDS[:-1])} or {KINDS[-1]}", choices=KINDS
     )
     width: int | None = setting(None, 'with kind "features": length d of a feature vector', ge=1)
     text: str = setting("text", "name of the text column")
@@ -89,18 +94,18 @@ class DataSpec:
     label: str = setting("label", "name of the label column")
     label_name: str = setting("label_name", "name of the column of class names")
     split: str = setting("split", "name of the column with train, val, test")
-    instruction: str = setting("instruction", 'instruction column of task "instruction"')
-    input: str = setting("input", 'column of what an instruction is about, task "instruction": written below it')
-    output: str = setting("output", 'output column of task "instruction"')
-    messages: str = setting(
-        "messages", 'column of conversations of task "instruction", lists of { role, content }, in place of these'
-    )
-    tools: str = setting(
-        "tools", "column of the tools that a row's answers may call: a list of JSON schemas, or that in JSON"
-    )
-    prompt: str = setting("prompt", 'column of what was asked, task "preference": text, or a list of { role, content }')
-    chosen: str = setting("chosen", 'column of the better answers, task "preference"')
-    rejected: str = setting("rejected", 'column of the worse answers, task "preference"')
+
+
+if TYPE_CHECKING:
+    _Columns = _Source
+else:
+    _Columns = with_settings("_Columns", _Source, tasks.data_settings(), __name__)  # with the columns of single tasks
+
+
+@dataclass(frozen=True)
+class DataSpec(_Columns):
+    """The source of the rows and their partition."""
+
     partition: PartitionSpec = setting(PartitionSpec(), "how rows are assigned to clients")
     where: dict[str, tuple[str, ...]] | None = setting(
         None, "column -> values: other rows, test rows too, are left out", least=1
@@ -120,6 +125,10 @@ class DataSpec:
         choices=AUGMENT,
     )
     scale: str = setting("none", "feature vectors: none, row or unit", choices=("none", "row", "unit"))
+
+    def column(self, key: str) -> str:
+        """Name of the column that this key of the table names, such as ``instruction``."""
+        return str(vars(self)[key])
 
 
 def check(spec: DataSpec) -> None:
@@ -158,5 +167,5 @@ def _check_without_rows(spec: DataSpec) -> None:
     if spec.where or spec.limit is not None or spec.base_classes is not None:
         raise InputError("data.where, limit and base_classes choose among the server's rows, and data.classes has none")
     check_list(spec.classes, "data.classes")
-    if not spec.classes and spec.kind not in ("instruction", "preference"):
+    if not spec.classes and not tasks.row_kind(spec.kind):
         raise InputError("data.classes = []: expected a list of class names")

@@ -6,14 +6,15 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from fedfm.core import tasks
 from fedfm.data.arrow_texts import ArrowTexts
 
 _PIECE = 1 << 24  # bytes hashed at a time
-Kind = Literal["image", "text", "features", "instruction", "preference", "passages", "own"]
+_WORDS = {"image": "pictures", "text": "texts", "features": "feature vectors"}
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Table:
                 said before the last answer, as a tuple of (role, content), with more in JSON where there is more;
             ``preference``: a list of N triples (instruction, better answer, worse answer);
             ``passages``: a list of N consecutive pieces of one running text, for language models;
-            ``own``: any sequence of N rows for a Python user's own module.
+            ``own``: any sequence of N rows for a Python user's own module;
+            and the kinds of other tasks, see :class:`fedfm.tasks.task.RowKind`.
         labels: int64 (N,), or None.
         classes: class names; ``labels`` index them.
         split: str (N,), each "train", "val" or "test".
@@ -39,7 +41,7 @@ class Table:
         notices: for the user, on how the rows were read.
     """
 
-    kind: Kind
+    kind: str
     inputs: Any
     labels: np.ndarray | None
     classes: tuple[str, ...]
@@ -71,6 +73,12 @@ class Table:
             split=self.split[index],
             columns={name: column[index] for name, column in self.columns.items()},
         )
+
+
+def words_of(kind: str) -> str:
+    """A kind of rows in words, plural."""
+    of = tasks.row_kind(kind)
+    return _WORDS[kind] if of is None else of.words
 
 
 def fingerprint(table: Table) -> str:

@@ -42,7 +42,7 @@ class FedPGP(KeepingFedAvg):
     global prompt near the hand-written one.
     """
 
-    needs: ClassVar[Needs] = Needs(adaptation="prompt", adaptations=("prompt",), task="zero_shot")
+    needs: ClassVar[Needs] = Needs(adaptation="prompt", adaptations=("prompt",), tasks=("zero_shot",))
 
     rank: int = setting(8, "b, rank of U_i V_i; 0: every client has the global prompt", ge=0)
     mu: float = setting(0.5, "weight of the contrastive loss", ge=0, finite=True)

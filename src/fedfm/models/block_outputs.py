@@ -39,7 +39,7 @@ def blocks(model: Model, rows: Rows) -> list[Tensor]:
     try:
         with model.evaluating():
             for done, (batch, n) in enumerate(fixed_batches(rows.padded()), 1):
-                model._outputs(batch)
+                model.outputs(batch)
                 if any(len(level) != done for level in caught):
                     raise ValueError("a block of this architecture runs more than once: its outputs have no order")
                 for level in caught:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedfm.errors import InputError
-from fedfm.models.spec import LANGUAGE
+
+if TYPE_CHECKING:
+    from fedfm.tasks.task import Task
 
 _START = "decoder_start_token_id"
 
 
-def prepare(config: Any, path: Path | str, name: str, task: str) -> None:
+def prepare(config: Any, path: Path | str, name: str, task: Task) -> None:
     """Give the configuration of an encoder-decoder the token with which its decoder starts; others stay unchanged.
 
     Raises:
@@ -21,7 +23,7 @@ def prepare(config: Any, path: Path | str, name: str, task: str) -> None:
     if not getattr(config, "is_encoder_decoder", False):
         return
     what = f"model.name: {name!r} is of type {config.model_type!r}, an encoder-decoder"
-    if task in LANGUAGE:
+    if task.is_language_model:
         raise InputError(
             f'{what}, whose decoder reads what its encoder makes of a text: model.task = "{task}" needs a causal '
             "model, such as a llama or a gpt2"

@@ -159,7 +159,7 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
         if module is None:
             if model.adaptation == "prompt":
                 raise InputError("--to hf: a model of transformers has no place for learned context vectors: use torch")
-            if model.task == "zero_shot":
+            if model.task.two_encoders:
                 other = "peft, whose adapter goes onto the CLIPModel, or torch" if _is_lora(model) else "torch"
                 raise InputError(f"--to hf: a zero-shot classifier is no class of transformers: use {other}")
             if isinstance(unwrapped(model.module), PooledEncoder):
@@ -332,7 +332,7 @@ def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
 def _about(model: Model, folder: Path, head_takes: str | None = None) -> None:
     about: dict[str, Any] = {
         "model": model.spec.name,
-        "task": model.task,
+        **model.task.describe(model),
         "adaptation": model.adaptation,
         "classes": list(model.classes),
         "fingerprint": model.fingerprint,

@@ -46,8 +46,8 @@ def complete(model: Model, folder: Path) -> bool:
         config.save_pretrained(folder)
     files = _weights(model.spec.name)
     about: dict[str, Any] = {}
-    if model.task == "classification" and model.tools.tokenizer is not None:
-        about["task_type"] = "SEQ_CLS"  # else PEFT would look for a class by its name
+    if (of := model.task.peft_type("image" if model.tools.tokenizer is None else "text")) is not None:
+        about["task_type"] = of  # else PEFT would look for a class by its name
     if files:
         (folder / BASE).mkdir()
         with quiet():

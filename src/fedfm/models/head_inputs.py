@@ -31,7 +31,7 @@ def head_inputs(model: Model, head: nn.Linear, rows: Rows) -> Tensor:
         done: list[Tensor] = []
         with model.evaluating():
             for batch, n in fixed_batches(rows, large=large):
-                logits = model._outputs(batch)
+                logits = model.outputs(batch)
                 pooled = _pooled(model, head, caught.pop(), batch, rows)
                 if head is model.head and not done:
                     pooling.check_agrees(model, head, pooled, logits)
@@ -39,13 +39,6 @@ def head_inputs(model: Model, head: nn.Linear, rows: Rows) -> Tensor:
     finally:
         hook.remove()
     return torch.cat(done)[back] if done else torch.zeros(0, head.in_features)
-
-
-def prompts(rows: Rows) -> Rows:
-    """Instruction rows without their answers; other rows unchanged."""
-    if "answer_start" not in rows.tensors or rows.tokens is None:
-        return rows
-    return Rows(tokens=rows.tokens.cut(rows.tensors["answer_start"].numpy()), pad=rows.pad)
 
 
 def _pooled(model: Model, head: nn.Linear, x: Tensor, batch: Batch, rows: Rows) -> Tensor:

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ from fedfm.models.locate import DTYPES, locate, stored_file
 from fedfm.models.preprocessors import Tools
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from fedfm.tasks.task import Task
 
 _TEXT_HEADS = ("SequenceClassification", "CausalLM", "MaskedLM")
 _HEADS = ("ImageClassification", "SequenceClassification", "CausalLM")
@@ -76,7 +79,7 @@ def pretrained(
     spec: ModelSpec,
     classes: tuple[str, ...],
     kind: str,
-    task: str,
+    task: Task,
     seed: int,
     hollow: bool = False,
 ) -> Loaded:
@@ -93,24 +96,22 @@ def pretrained(
             config.architectures = []  # transformers then takes its first class, which has one head
         _check_kind(config, spec.name, kind, task)
         encoder_decoder.prepare(config, path, spec.name, task)
-        if kind == "image" and pooled_encoder.is_encoder(config):
+        if kind == "image" and task.classifies_by_head and pooled_encoder.is_encoder(config):
             return _of_encoder(path, spec, config, classes, seed)
-        auto = "CausalLM"
-        if task == "classification":
-            auto = "ImageClassification" if kind == "image" else "SequenceClassification"
+        if task.new_head:
             configuration.name_classes(config, classes)
-        tools = _tools(path, spec, config, kind)
+        tools = _tools(path, spec, config, kind, answers=task.answers)
         if kind != "image" and getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = tools.tokenizer.pad_token_id
-        auto_class = getattr(transformers, f"AutoModelFor{auto}")
+        auto_class = getattr(transformers, f"AutoModelFor{task.auto_class(kind)}")
         about = config.to_diff_dict()
-        shape = weights.hollow(auto_class, path, spec, config, task) if hollow else None
-        read, stored = shape or weights.module_of(auto_class, path, spec, config, seed, task)
+        shape = weights.hollow(auto_class, path, spec, config, head=task.new_head) if hollow else None
+        read, stored = shape or weights.module_of(auto_class, path, spec, config, seed, head=task.new_head)
     module = read.module
     derived_modules.install(module)
     if tools.tokenizer is not None:
         tools = lengths.fit(tools, spec, module, config)
-    new = weights.new_modules(module, config.model_type, read.new) if task == "classification" else []
+    new = weights.new_modules(module, config.model_type, read.new) if task.new_head else []
     placed = stored is not None or bool(devices.placement(spec.device))
     return Loaded(
         module,
@@ -170,7 +171,7 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
                 "model.quantization: models of two encoders are read whole; drop it, or take a classifier with "
                 'model.task = "classification"'
             )
-        tools = _tools(path, spec, config.text_config, "text")
+        tools = _tools(path, spec, config.text_config, "text", answers=False)
         read = weights.load(transformers.AutoModel, path, spec, config, seed, DTYPES[spec.dtype], head=False)
         tools = lengths.fit(tools, spec, read.module, config.text_config)
         siglip = config.model_type == "siglip"
@@ -251,7 +252,7 @@ def _class_for(like: Any, config: Any) -> Any:
     return next(own, transformers.AutoModel)
 
 
-def _check_kind(config: Any, name: str, kind: str, task: str) -> None:
+def _check_kind(config: Any, name: str, kind: str, task: Task) -> None:
     """Refuse a picture model for text, a text model for pictures, and a masked model for running text."""
     import transformers
 
@@ -267,14 +268,14 @@ def _check_kind(config: Any, name: str, kind: str, task: str) -> None:
             f"of kind {kind}"
         )
     masked = type(config) in transformers.AutoModelForMaskedLM._model_mapping
-    if task != "classification" and masked and getattr(config, "is_decoder", None) is False:
+    if task.is_language_model and masked and getattr(config, "is_decoder", None) is False:
         raise InputError(
             f"model.name: {name!r} is of type {config.model_type!r}, which sees the words that it predicts: "
             f'model.task = "{task}" needs a causal model, such as a llama or a gpt2'
         )
 
 
-def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
+def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str, *, answers: bool) -> Tools:
     if kind == "image":
         processor, guess = _image_processor(path, spec, config)
         return Tools(image=preprocessing.processor_call(processor), processor=processor, notices=guess)
@@ -291,7 +292,7 @@ def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str) -> Tools:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     template: str | None = None
     notices = guess
-    if kind in ("instruction", "preference"):
+    if answers:
         with quiet():
             template = chat_templates.text_of(spec.template, tokenizer)
             if template is not None and spec.chat_template_kwargs:

@@ -12,12 +12,13 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor, nn
 
 from fedfm import seeds
+from fedfm.core import tasks
 from fedfm.core.libraries import refuse
 from fedfm.errors import InputError
 from fedfm.linalg.params import to_bytes
@@ -45,19 +46,14 @@ from fedfm.models.heads import within
 from fedfm.models.hub import Loaded
 from fedfm.models.locate import BUILT_IN, DTYPES, locate
 from fedfm.models.model import Model
-from fedfm.models.preference import PreferenceModel
 from fedfm.models.preprocessors import Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
+if TYPE_CHECKING:
+    from fedfm.tasks.task import Task
+
 P = ParamSpec("P")
 
-_FITS = {
-    "classification": ("image", "text", "features"),
-    "zero_shot": ("image",),
-    "language_modelling": ("passages", "text"),
-    "instruction": ("instruction",),
-    "preference": ("preference",),
-}
 _VOLATILE = (  # keys of a configuration that do not change the model
     *("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "problem_type"),
     *("id2label", "label2id", "num_labels", "pad_token_id", "finetuning_task"),
@@ -93,7 +89,7 @@ def load_model(
     *,
     classes: Sequence[str],
     kind: str,
-    task: str | None = None,
+    task: str | Task | None = None,
     seed: int = 0,
     feature_dim: int | None = None,
     keep_head: bool = False,
@@ -123,13 +119,13 @@ def load_model(
         ('head.weight', 'head.bias')
     """
     task = _task(task or spec.task, kind, classes)
-    if spec.template is not None and task not in ("instruction", "preference"):
+    if spec.template is not None and not task.answers:
         raise InputError(f'model.template: it writes instructions, and the task is "{task}"; drop it')
     if spec.options and spec.weights != "random":
         raise InputError('model.options: they change the architecture, so that no weights fit: set weights = "random"')
     adapt = spec.adaptation or AdaptationSpec("head" if spec.name == "features" else "lora")
     adapt = adaptation.with_defaults(adapt, task)
-    spec = dataclasses.replace(spec, task=task, adaptation=adapt)
+    spec = dataclasses.replace(spec, task=task.name, adaptation=adapt)
     device = devices.pick(spec.device)
     hollow = hollow and adapt.name in adaptation.LORA and not adapt.dora and spec.weights == "pretrained"
     loaded = _load(spec, tuple(classes), kind, task, seed, feature_dim, hollow)
@@ -138,7 +134,7 @@ def load_model(
         loaded.new = [p for p in loaded.new if any(name.startswith(f"{p}.") for name in loaded.missing)]
     parts = families.find(loaded.module, loaded.model_type)
     drawn: tuple[str, ...] = ()
-    if task == "classification" and spec.weights == "pretrained" and spec.name != "features":
+    if task.new_head and spec.weights == "pretrained" and spec.name != "features":
         drawn = new_parts.notice(loaded.module, loaded.new, parts.head, spec.name)
     if spec.gradient_checkpointing:
         checkpointing.check(parts, adapt.name)
@@ -159,9 +155,9 @@ def load_model(
     loaded.stored = None
     loaded.module.eval()
     if adapt.name == "side_adapter":
-        if task != "classification":
+        if adapt.name not in task.adaptations:
             raise InputError(
-                f'model.adaptation.name = "side_adapter": it has a classification head, task {task!r} none'
+                f'model.adaptation.name = "side_adapter": it has a classification head, task {task.name!r} none'
             )
         module, tools = loaded.module if loaded.placed else loaded.module.to(device), loaded.tools
         beside = side_adapter.around(module, spec, parts, classes=classes, tools=tools, fingerprint=print_, seed=seed)
@@ -174,11 +170,9 @@ def load_model(
         quantised_experts.pack(module)  # below the adapters, whose order PEFT takes from the parameters
     if bits and (line := quantised.in_floats(module, parts.head)):
         notices += (line,)
-    head = adaptation.live_head(module, parts.head) if task in ("classification", "zero_shot") else None
+    head = adaptation.live_head(module, parts.head) if task.linear_head else None
     precision.train_in_single(module)
-    kind_of: type[Model] = PreferenceModel if task == "preference" else Model
-    if isinstance(loaded.module, DualEncoder):
-        kind_of = DualModel
+    kind_of: type[Model] = DualModel if isinstance(loaded.module, DualEncoder) else Model
     if loaded.placed and spec.device == devices.MAP:
         if adapt.dora or adapt.name not in ("head", *adaptation.LORA):
             raise InputError(
@@ -274,14 +268,13 @@ def _stable(config: Any) -> Any:
     return config
 
 
-def _task(task: str | None, kind: str, classes: Sequence[str]) -> str:
-    implied = {"passages": "language_modelling", "instruction": "instruction", "preference": "preference"}
-    task = task or implied.get(kind, "classification")
-    if kind not in _FITS[task]:
+def _task(name: str | Task | None, kind: str, classes: Sequence[str]) -> Task:
+    task = tasks.find(name) if name else tasks.implied(kind)
+    if kind not in task.kinds:
         raise InputError(
-            f"model.task: {task!r} needs data of kind {' or '.join(_FITS[task])}, these are of kind {kind}"
+            f"model.task: {task.name!r} needs data of kind {' or '.join(task.kinds)}, these are of kind {kind}"
         )
-    if task in ("classification", "zero_shot") and len(classes) < 1:
+    if task.needs_classes and len(classes) < 1:
         raise InputError("data.label: classification needs labelled rows, these have no classes")
     return task
 
@@ -290,7 +283,7 @@ def _load(
     spec: ModelSpec,
     classes: tuple[str, ...],
     kind: str,
-    task: str,
+    task: Task,
     seed: int,
     feature_dim: int | None,
     hollow: bool = False,
@@ -308,7 +301,7 @@ def _load(
     path = locate(spec.name)
     if isinstance(path, Path) and path.is_file():
         return _resnet(path, spec, classes, kind, seed)
-    if task == "zero_shot":
+    if task.two_encoders:
         return hub.zero_shot(path, spec, classes, seed)
     return hub.pretrained(path, spec, classes, kind, task, seed, hollow)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -49,14 +49,7 @@ def evaluate(model: Model, rows: Rows, batch_size: int = 64) -> Scores:
     """
     if (own := getattr(model, "scores_function", None)) is not None:
         return own(model, rows, batch_size)  # type: ignore[no-any-return]
-    if model.is_language_model:
-        found = likelihood(model, rows, batch_size)
-        if model.task == "instruction":
-            found |= compared(answers(model, rows) if model.spec.answer_tokens != 0 else [], references(model, rows))
-        return found
-    if rows.labels is None or not len(rows):
-        return nothing(n=len(rows))
-    return scores(model.predict(rows, batch_size), rows.labels)
+    return model.task.scores(model, rows, batch_size)
 
 
 def confusion(logits: Tensor, labels: Tensor) -> list[list[int]]:
@@ -283,14 +276,17 @@ def rouge_1(answer: str, reference: str) -> float:
     return 2 * common / (sum(a.values()) + sum(b.values())) if common else float(a == b)
 
 
-def joined(parts: Sequence[Scores], task: str) -> Scores:
-    """Scores of a language model on the union of rows, from its scores on parts of them.
+def joined(parts: Sequence[Scores], weights: Mapping[str, str]) -> Scores:
+    """Scores on the union of rows, from the scores on parts of them, as weighted means.
 
-    One part with rows is returned as it is. Of several, means over tokens are weighted by tokens, the others by rows.
+    One part with rows is returned as it is. Of several, the others than ``weights`` names are None.
+
+    Args:
+        weights: score -> the entry by which it is weighted: ``n`` or ``tokens``.
 
     Example:
         >>> parts = [nothing(1) | {"loss": 1.0, "tokens": 30}, nothing(1) | {"loss": 2.0, "tokens": 10}]
-        >>> joined(parts, "language_modelling")["loss"]
+        >>> joined(parts, {"loss": "tokens"})["loss"]
         1.25
     """
     held = [m for m in parts if m["n"]]
@@ -300,10 +296,10 @@ def joined(parts: Sequence[Scores], task: str) -> Scores:
     told = [m for m in held if m.get("tokens")]  # not of instructions without outputs
     if told:
         found["tokens"] = sum(m["tokens"] for m in told)
-    over_tokens = {"preference": (), "instruction": ("loss",)}.get(task, ("loss", "accuracy"))
     for key in held[0].keys() - {"n", "tokens", "perplexity"}:
-        of, by = (told, "tokens") if key in over_tokens else (held, "n")
-        if of and all(m[key] is not None for m in of):
+        by = weights.get(key, "")
+        of = told if by == "tokens" else held
+        if by and of and all(m[key] is not None for m in of):
             found[key] = sum(m[by] * m[key] for m in of) / sum(m[by] for m in of)
         else:
             found[key] = None

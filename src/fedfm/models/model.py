@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedfm.core import tasks
 from fedfm.core.rows import Batch, Rows
 from fedfm.errors import RunError
 from fedfm.linalg import pages
@@ -23,19 +23,18 @@ from fedfm.models.block_outputs import blocks
 from fedfm.models.decay import undecayed
 from fedfm.models.derived_modules import Bounded
 from fedfm.models.families import Parts, unwrapped
-from fedfm.models.head_inputs import head_inputs, prompts
-from fedfm.models.language.chunked_loss import mean_loss
-from fedfm.models.language.next_token import scored
+from fedfm.models.head_inputs import head_inputs
 from fedfm.models.memory_budget import by_tokens, in_halves, warned
 from fedfm.models.precision import rounded
-from fedfm.models.preprocessing import IGNORE, LOCAL_SHARE
+from fedfm.models.preprocessing import LOCAL_SHARE
 from fedfm.models.preprocessors import Tools
 from fedfm.models.row_batches import by_length
-from fedfm.models.spec import LANGUAGE, AdaptationSpec, ModelSpec
+from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
     from fedfm.models.pooling import Pool
+    from fedfm.tasks.task import Task
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 PREDICTORS: list[Callable[[Any, Rows], Tensor | None]] = []  # faster logits; training.packed adds its own
@@ -46,7 +45,7 @@ class Model:
 
     Attributes:
         spec: its [model] table with the defaults filled in.
-        task: classification, zero_shot, language_modelling, instruction or preference.
+        task: what it does with rows: their targets, its loss and its scores; with the values of its own keys.
         classes: class names in the order of the logits; () for language models.
         adaptation_spec, adaptation: the trainable part, and its name.
         module: the torch module (Hugging Face, PEFT or our own), on ``device``.
@@ -83,14 +82,16 @@ class Model:
         module: nn.Module,
         *,
         spec: ModelSpec,
-        task: str,
+        task: str | Task,
         classes: Sequence[str],
         parts: Parts,
         tools: Tools,
         fingerprint: str,
         head: nn.Linear | None,
     ) -> None:
-        self.spec, self.task, self.classes = spec, task, tuple(classes)
+        self.spec, self.classes = spec, tuple(classes)
+        self.task = tasks.find(task).of(spec)
+        self.softmax = self.task.softmax
         self.module, self.parts, self.tools, self.fingerprint = module, parts, tools, fingerprint
         self.adaptation_spec = spec.adaptation or AdaptationSpec("full")
         self.adaptation = self.adaptation_spec.name
@@ -193,7 +194,7 @@ class Model:
             tokenizer=self.tools.tokenizer,
             max_length=self.tools.max_length,
             template=self.tools.template,
-            language_model=self.task == "language_modelling",
+            task=self.task,
             most=most,
             loaders=self.loaders,
             check=partial(lengths.check, self.tools),
@@ -204,7 +205,8 @@ class Model:
 
         Each batch of the backbone has 32 rows, so that a row's bits depend on these rows alone.
         """
-        if self.adaptation != "head" or "features" in rows.tensors:
+        rows = self.task.encode(self, rows)
+        if self.adaptation != "head" or self.head is None or "features" in rows.tensors:
             return rows
         features = self.features(rows)
         if any(isinstance(m, Bounded) for m in self.train_too):  # outside its intervals a twin has no numbers
@@ -230,7 +232,7 @@ class Model:
         """
         if self.last_layer is None:
             raise ValueError("the model has no linear head, hence no last hidden state")
-        return head_inputs(self, self.last_layer, prompts(rows))
+        return head_inputs(self, self.last_layer, self.task.prompts(rows))
 
     def _existing_head(self) -> nn.Linear:
         if self.head is None:
@@ -247,30 +249,19 @@ class Model:
         if "features" in batch and self.head is not None:
             weight = self.head.weight
             return self.head(batch["features"].to(weight.device, weight.dtype))  # type: ignore[no-any-return]
-        return self._outputs(batch)
+        return self.task.logits(self, batch)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Mean cross-entropy, a scalar: over the rows, for language models over the next tokens that are no padding."""
-        if not self.is_language_model:
-            return F.cross_entropy(*self.flat(self.logits(batch), batch))
-        in_pieces = mean_loss(self, batch)
-        return F.cross_entropy(*scored(self, batch), ignore_index=IGNORE) if in_pieces is None else in_pieces
+        """The task's mean loss, a scalar: of a classifier over the rows, of a language model over the next tokens."""
+        return self.task.loss(self, batch)
 
     def flat(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits (m, C) and targets (m,) of the cross-entropy; the target ``IGNORE`` does not count.
-
-        A language model's logits at position i predict token i + 1; padding and an instruction's prompt do not count.
-        """
-        if not self.is_language_model:
-            return logits.float(), batch["labels"].to(logits.device)
-        targets = preprocessing.next_tokens(batch).to(logits.device)
-        return logits[:, :-1].reshape(-1, logits.shape[-1]).float(), targets.reshape(-1)
+        """Logits (m, C) and targets (m,) of the cross-entropy; the target ``IGNORE`` does not count."""
+        return self.task.targets(self, logits, batch)
 
     def counted(self, batch: Batch) -> int:
         """Over how many targets the loss of this batch is a mean."""
-        if not self.is_language_model:
-            return len(next(iter(batch.values())))
-        return int((preprocessing.next_tokens(batch) != IGNORE).sum())
+        return self.task.counted(batch)
 
     @property
     def mixes_rows(self) -> str:
@@ -282,17 +273,19 @@ class Model:
     @property
     def is_language_model(self) -> bool:
         """Whether it is a causal language model, whose rows are tokens without labels."""
-        return self.task in LANGUAGE
+        return self.task.is_language_model
 
     def predict(self, rows: Rows, batch_size: int = 64) -> Tensor:
         """Logits of all rows without gradients, float32 on the CPU, from a :data:`PREDICTORS` entry if one supports
-        the model; a language model pads to the longest row.
+        the model, else by the task.
         """
         for predictor in PREDICTORS:
             if (found := predictor(self, rows)) is not None:
                 return found
-        if self.is_language_model and rows.tokens is not None:
-            rows = rows.padded()
+        return self.task.predict(self, rows, batch_size)
+
+    def in_batches(self, rows: Rows, batch_size: int = 64) -> Tensor:
+        """Logits of all rows without gradients, float32 on the CPU; rows of like length share a batch."""
         rows, back = by_length(rows)
 
         def by(size: int) -> list[Tensor]:
@@ -307,7 +300,7 @@ class Model:
         """Scores as of :func:`fedfm.models.metrics.evaluate`, of ``logits`` (n, C) if given."""
         if logits is None:
             return metrics.evaluate(self, rows)
-        return metrics.nothing(n=len(rows)) if rows.labels is None else metrics.scores(logits, rows.labels)
+        return self.task.scores_of(rows, logits)
 
     def train_mode(self) -> None:
         """Switch LoRA's dropout, and with ``full`` batch norm, to training mode; the model's own dropout stays off."""
@@ -326,7 +319,8 @@ class Model:
             checkpointing.end(self.parts)
 
     # --- inside -------------------------------------------------------------------------------------------------------
-    def _outputs(self, batch: Batch) -> Tensor:
+    def outputs(self, batch: Batch) -> Tensor:
+        """The module's logits of a batch."""
         if self.hollow:
             raise RunError("this server has not loaded the model's weights, since it has no test rows to judge it on")
         device, self.share = self.device, batch.get(LOCAL_SHARE)

@@ -18,10 +18,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fedfm.core.rows import Batch, Rows
-from fedfm.models.adapters.side_adapter import STATES
 from fedfm.models.dual_encoder import DualModel
 from fedfm.models.model import Model
-from fedfm.models.preference import REFERENCE
 
 _LOOK = 64  # rows whose median length represents all rows
 
@@ -60,7 +58,7 @@ def per_sample(model: Model, rows: Rows, batch_size: int = 1) -> Macs | None:
     names = _names(model)
     shared = names - math.ceil(names / batch_size)
     encoded = model.encode(row)
-    cached = {"features", STATES, REFERENCE} & encoded.tensors.keys()
+    cached = encoded.tensors.keys() - row.tensors.keys()
     if encoded is row or not cached or "features" in row.tensors:
         return Macs(total - shared, 0)
     training = _count(model, encoded.batch([0]))

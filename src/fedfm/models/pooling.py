@@ -82,8 +82,8 @@ def way_of(model: Model, head: nn.Linear, rows: Rows) -> Pool:
     hook = head.register_forward_hook(give)
     try:
         with model.evaluating():
-            logits = model._outputs(batch)
-            alone = model._outputs(made.take([0]).padded().batch([0]))
+            logits = model.outputs(batch)
+            alone = model.outputs(made.take([0]).padded().batch([0]))
     finally:
         hook.remove()
     if not _agree(model, alone, logits[:1]):
@@ -100,11 +100,11 @@ def way_of(model: Model, head: nn.Linear, rows: Rows) -> Pool:
 
 def of_padding(model: Model) -> list[str]:
     """A notice if the logits of a classifier of texts depend on the texts beside it."""
-    if model.tools.tokenizer is None or model.task != "classification":
+    if model.tools.tokenizer is None or not model.task.classifies_by_head:
         return []
     made = made_texts(model)
     with model.evaluating():
-        both, alone = (model._outputs(made.take(i).padded().batch(range(len(i)))) for i in ([0, 1], [0]))
+        both, alone = (model.outputs(made.take(i).padded().batch(range(len(i)))) for i in ([0, 1], [0]))
     if _agree(model, alone, both[:1]):
         return []
     return [f"{_of_padding(model)}: predictions differ with the texts of a batch, also those of an export"]

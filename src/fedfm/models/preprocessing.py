@@ -11,16 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedfm.core import tasks
 from fedfm.core.rows import Asked, Batch, Output, Rows
 from fedfm.core.tokens import Tokens
 from fedfm.errors import InputError
 from fedfm.models import left_out
 from fedfm.models.images import Pictures, Preprocess
 from fedfm.models.language import chat_templates, truncation
+from fedfm.models.preprocessors import Tools
 from fedfm.models.quiet import quiet
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
+    from fedfm.tasks.task import Task
 
 CHUNK = 1024  # texts tokenised at a time: a tokenizer's own records of a text take kilobytes
 IGNORE = -100  # the target that F.cross_entropy ignores
@@ -53,7 +56,7 @@ def prepare(
     tokenizer: Any = None,
     max_length: int = 128,
     template: str | None = None,
-    language_model: bool = False,
+    task: Task | None = None,
     most: float | None = math.inf,
     loaders: int = 0,
     check: Callable[[Tokens, str, np.ndarray | None], None] = lambda tokens, where, rows: None,
@@ -63,6 +66,7 @@ def prepare(
     Passages become blocks, so the number of rows differs from that of the indexes: see :func:`passages`.
 
     Args:
+        task: of the model; None: as the rows imply.
         most: bytes of prepared pictures that may stay in memory, more are deferred; None: see :mod:`.pictures`.
         loaders: processes that compute deferred pictures ahead.
         check: refuses tokens (of the rows with these numbers) that the model does not know.
@@ -84,24 +88,12 @@ def prepare(
         return Rows({"features": x}, labels=labels_of(part, classes))
     if tokenizer is None:
         raise InputError(f"{_source(table)} holds {table.kind}, which model.name does not take")
-    pad = int(tokenizer.pad_token_id or 0)
-    where: dict[str, Tensor] = {}
-    if packs(table.kind, language_model):
-        tokens = passages(list(part.inputs), tokenizer, max_length)
-        check(tokens, _source(table), None)  # a block is no row
-        return Rows(tokens=tokens, pad=pad)
-    if table.kind == "instruction":
-        tokens, where = instructions(part.inputs, tokenizer, max_length, template)
-    elif table.kind == "preference":
-        tokens, where = preferences(part.inputs, tokenizer, max_length, template)
-    else:
-        tokens = texts(part.inputs, tokenizer, max_length)
-    check(tokens, _source(table), index)
-    if table.kind == "instruction":
-        return Rows(where, tokens=tokens, pad=pad, pairs=tuple(part.inputs))
-    if table.kind == "preference":
-        return Rows(where, tokens=tokens, pad=pad)
-    return Rows(tokens=tokens, labels=labels_of(part, classes), pad=pad)
+    reader = reader_of(table.kind, task)
+    tools = Tools(tokenizer=tokenizer, max_length=max_length, template=template)
+    rows = reader.rows(part, tools, classes)
+    if rows.tokens is not None:
+        check(rows.tokens, _source(table), None if reader.packs(table.kind) else index)  # a block is no row
+    return rows
 
 
 def _source(table: Table) -> str:
@@ -194,9 +186,14 @@ def texts(strings: Sequence[str], tokenizer: Any, max_length: int) -> Tokens:
     return Tokens.gathered(map(chunk, range(0, len(strings), CHUNK)))
 
 
-def packs(kind: str, language_model: bool) -> bool:
+def reader_of(kind: str, task: Task | None) -> Task:
+    """The task that makes tensors of rows of this kind for a model of ``task``: the kind's own, else the model's."""
+    return tasks.owner(kind) or task or tasks.implied(kind)
+
+
+def packs(kind: str, task: Task | None) -> bool:
     """Whether rows of this kind become blocks of their joined text, so that blocks and rows differ in number."""
-    return kind == "passages" or (language_model and kind == "text")
+    return reader_of(kind, task).packs(kind)
 
 
 def passages(pieces: list[str], tokenizer: Any, max_length: int) -> Tokens:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fedfm.core.fields import setting
+from fedfm.core import tasks
+from fedfm.core.fields import setting, with_settings
 
 ADAPTATIONS = ("full", "head", "top_layers", "lora", "ffa_lora", "prompt", "side_adapter")
 RELEASED = ("class", "grid", "tokens")
-LANGUAGE = ("language_modelling", "instruction", "preference")  # tasks of causal language models
-TASKS = ("classification", "zero_shot", *LANGUAGE)
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flex_attention")
 ALL_LINEAR = "all-linear"
 BIASES = ("none", "all", "lora_only")
@@ -81,7 +80,7 @@ class AdaptationSpec:
 
 
 @dataclass(frozen=True)
-class ModelSpec:
+class _Common:
     """The foundation model, its task and its trainable part."""
 
     name: str = setting(
@@ -102,8 +101,8 @@ class ModelSpec:
     )
     task: str | None = setting(
         None,
-        "classification, zero_shot, language_modelling, instruction, preference [implied by the data]",
-        choices=TASKS,
+        f"{', '.join(tasks.names())} [implied by the data]",
+        choices=tasks.names(),
     )
     adaptation: AdaptationSpec | None = setting(
         None, "the trainable part; the model's own dropout is off in training [lora; head for features]"
@@ -130,9 +129,6 @@ class ModelSpec:
         "cross_entropy",
         "zero_shot: cross_entropy over the class names, or contrastive: CLIP's symmetric loss of a batch",
         choices=("cross_entropy", "contrastive"),
-    )
-    beta: float = setting(
-        0.1, "preference: how strongly DPO holds the model to its frozen base; large = close", gt=0, finite=True
     )
     max_length: int = setting(128, "tokens", ge=2)
     attention: str | None = setting(
@@ -172,3 +168,9 @@ class ModelSpec:
         "of the frozen weights and of the products; what is trained is float32. float16 trains heads alone",
         choices=_NUMBERS,
     )
+
+
+if TYPE_CHECKING:
+    ModelSpec = _Common
+else:
+    ModelSpec = with_settings("ModelSpec", _Common, tasks.model_settings(), __name__)  # with the keys of single tasks

@@ -37,7 +37,7 @@ class Read:
 
 
 def hollow(
-    auto: Any, path: Path | str, spec: ModelSpec, config: Any, task: str
+    auto: Any, path: Path | str, spec: ModelSpec, config: Any, *, head: bool
 ) -> tuple[Read, Mapping[str, Tensor]] | None:
     """As :func:`module_of`, with one zero in place of all numbers of each weight; None if the files have other names
     than the module, so that only a whole load tells what is missing.
@@ -53,20 +53,20 @@ def hollow(
     weights = quantised.Unquantised(module, checkpoint, alike=stored is None)
     if stored is not None:
         stored_bits.check(checkpoint, stored, weights.by_file, path)
-    last = families.find(module, config.model_type).head if task == "classification" else None
+    last = families.find(module, config.model_type).head if head else None
     if not quantised.readable(weights, module, last, DTYPES[spec.dtype]):
         return None
     found = Difference(module, path, weights.missing, weights.leftovers if stored is None else set(), {})
     if found.surplus():
         return None
-    names, notices = found.judge(head=task == "classification")
-    new = new_modules(module, config.model_type, names) if task == "classification" else []
+    names, notices = found.judge(head=head)
+    new = new_modules(module, config.model_type, names) if head else []
     quantised.empty(module, new)
     return Read(module, names, notices), weights if stored is None else checkpoint
 
 
 def module_of(
-    auto: Any, path: Path | str, spec: ModelSpec, config: Any, seed: int, task: str
+    auto: Any, path: Path | str, spec: ModelSpec, config: Any, seed: int, *, head: bool
 ) -> tuple[Read, Mapping[str, Tensor] | None]:
     """The module, and the checkpoint's weights if it is quantised.
 
@@ -75,7 +75,7 @@ def module_of(
     """
     dtype = DTYPES[spec.dtype]
     where = devices.placement(spec.device)
-    word, head = quantised.asked(spec, config), task == "classification"
+    word = quantised.asked(spec, config)
     if word is None:
         return load(auto, path, spec, config, seed, dtype, head=head, **where), None
     stored = quantised.of_folder(config)

@@ -61,7 +61,7 @@ class WrappedModel(Model):
     def counted(self, batch: Batch) -> int:
         return rows_of(batch)
 
-    def _outputs(self, batch: Batch) -> Tensor:
+    def outputs(self, batch: Batch) -> Tensor:
         return self.logits({("features" if name == "vectors" else name): x for name, x in batch.items()})
 
     def _moved(self, batch: Batch) -> Batch:

@@ -26,7 +26,6 @@ from fedfm.models.dual_encoder import DualModel
 from fedfm.models.families import unwrapped
 from fedfm.models.first_batch import look
 from fedfm.models.model import Model
-from fedfm.models.preference import PreferenceModel
 from fedfm.runtime.population import Partitioned
 from fedfm.training import TrainsLocally
 from fedfm.training.optimisers import joins_last
@@ -34,7 +33,7 @@ from fedfm.training.optimisers import joins_last
 _FEW = 8  # rows to choose the two shortest of, whose loss is computed
 _PAIR = 2
 _FRAME = 2  # tokens before and behind a text
-_LOOKED_AT = (Model, PreferenceModel, DualModel)
+_LOOKED_AT = (Model, DualModel)
 _WIDE = 1e4  # a column of feature vectors this many times as wide as the median one, and at least so wide, is told
 
 
@@ -127,7 +126,12 @@ def _try(method: Method[Any], population: Partitioned) -> list[str]:
             if isinstance(method, TrainsLocally):
                 with model.evaluating(), torch.random.fork_rng(devices=[]):
                     model.loss(ready.batch(range(len(ready))))
-    if type(model) is Model and rows.tokens is not None and model.tools.positions is None:
+    if (
+        type(model) is Model
+        and model.task.texts_a_row == 1
+        and rows.tokens is not None
+        and model.tools.positions is None
+    ):
         _try_long(model, table, _rows(population), rows.tokens[0].tolist())
     return found
 
@@ -142,7 +146,7 @@ def _hint(model: Model) -> str:
 def _try_long(model: Model, table: Table, rows: np.ndarray, ids: list[int]) -> None:
     """The model computes a row as long as the longest, where it names no limit."""
     most = model.tools.max_length
-    if table.kind == "text" and model.task == "classification":  # a token takes a byte at least
+    if table.kind == "text" and not model.task.packs(table.kind):  # a token takes a byte at least
         most = min(most, max(len(table.inputs[i].encode("utf-8", "replace")) for i in rows) + _FRAME)
 
     def compute(length: int) -> None:

@@ -10,8 +10,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-ANSWERS = ("rouge_1", "answers_cut", "reward_margin")  # metrics of models of instructions and of preferences only
-TOLD = ("accuracy", "loss", *ANSWERS)
+from fedfm.core import tasks
+
+FIGURES = tasks.figures()  # of single tasks
+TOLD = ("accuracy", "loss", *FIGURES, *tasks.sums())
 DIGITS, PLACES, MOST = 4, 4, 1e9  # significant digits of a figure, its last decimal place, its largest magnitude
 
 

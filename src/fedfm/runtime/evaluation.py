@@ -21,7 +21,7 @@ from fedfm.errors import E_EXCEPTION, E_FIELD, E_REFUSED, ClientFault
 from fedfm.linalg.params import Params
 from fedfm.models import class_counts, metrics
 from fedfm.runtime.async_scores import PARTS, Newest
-from fedfm.runtime.coarse_scores import ANSWERS
+from fedfm.runtime.coarse_scores import FIGURES
 from fedfm.runtime.population import Partitioned
 from fedfm.runtime.predictions import check_own, kept, logits, own, personal, scores, seen_by
 from fedfm.runtime.run_directory import Run
@@ -69,7 +69,7 @@ def check_scores(found: Mapping[str, Any]) -> None:
     """
     if conform(found.get("n"), float, "n") < 0:
         raise ClientFault(E_FIELD, f"n is {found['n']}: expected a number of rows")
-    for key in ("accuracy", "loss", *ANSWERS):
+    for key in ("accuracy", "loss", *FIGURES):
         conform(found.get(key), float | None, key)
 
 
@@ -148,7 +148,7 @@ class Evaluator:
             line["client_scored_round"] = self._newest.rounds()
         if local is None and loss is not None:  # for language models the loss is the only metric of a client
             line["client_loss"] = {c: m.get("loss") for c, m in tested.items()}
-        for key in ANSWERS:
+        for key in FIGURES:
             if any(key in m for m in tested.values()):
                 line[f"local_{key}"] = _mean(key, tested.values())
         if self._validates:
@@ -164,7 +164,7 @@ class Evaluator:
             line["global_accuracy"] = _mean("accuracy", judged)
             for key in ("loss", "balanced_accuracy", "macro_f1", "perplexity"):
                 line[key] = _mean(key, judged)
-            for key in ("attack_success", *ANSWERS, *metrics.BASE_AND_NEW):
+            for key in ("attack_success", *FIGURES, *metrics.BASE_AND_NEW):
                 if any(key in m for m in judged):
                     line[key] = _mean(key, judged)
             if thorough and judged and all(CONFUSION in m for m in judged):
@@ -300,7 +300,7 @@ def judge(
     def summed(w: Params, by_class: bool) -> dict[str, Any]:
         found, pieces = answered(w), population.pieces
         parts = [found[c] if c in found else scores(method, population.model, w, population.piece(c)) for c in pieces]
-        return metrics.joined([dict(part) for part in parts], population.model.task)
+        return population.model.task.joined(parts)
 
     def with_new(w: Params, by_class: bool, base: int = base or 0) -> dict[str, Any]:
         said = logits(method, population.model, w, population.test)

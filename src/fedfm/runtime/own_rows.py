@@ -11,6 +11,7 @@ import numpy as np
 
 from fedfm.config.experiment import Experiment
 from fedfm.config.user_code import is_function
+from fedfm.core import tasks
 from fedfm.core.capabilities import Foretelling
 from fedfm.data.load import read_inputs
 from fedfm.data.sources._files import listing
@@ -24,7 +25,7 @@ from fedfm.runtime.population import Partitioned, augmentation, model_of
 
 COLUMNS = (
     *("text", "image", "label", "label_name", "split"),
-    *("instruction", "input", "output", "messages", "tools", "prompt", "chosen", "rejected"),
+    *tasks.columns(),
 )
 
 

@@ -167,7 +167,7 @@ class Partitioned:
     def packed(self) -> bool:
         """Whether clients train on blocks of their joined rows (see :func:`fedfm.models.preprocessing.passages`)."""
         return preprocessing.packs(
-            self.federated.table.kind, isinstance(self.model, Model) and self.model.is_language_model
+            self.federated.table.kind, self.model.task if isinstance(self.model, Model) else None
         )
 
     def counts(self) -> dict[ClientId, tuple[int, int, int]]:
@@ -283,11 +283,11 @@ def augmentation(experiment: Experiment, table: Table, model: Model) -> tuple[st
     Raises:
         InputError: they do not, with the reason.
     """
-    from fedfm.data.load import WORDS
+    from fedfm.data.table import words_of
 
     names = experiment.data.augment
     if names and table.kind != "image":
-        raise InputError(f"data.augment: it changes pictures, and {table.source} holds {WORDS[table.kind]}; drop it")
+        raise InputError(f"data.augment: it changes pictures, and {table.source} holds {words_of(table.kind)}; drop it")
     if names and encodes(model):
         raise InputError(
             "data.augment: the frozen part of this model reads each picture once, and its features are trained on; "

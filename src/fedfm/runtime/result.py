@@ -25,7 +25,7 @@ from fedfm.privacy.accountant import Accountant
 from fedfm.runtime import early_stopping, failures, logs
 from fedfm.runtime.after_run_checks import outside, overtrained
 from fedfm.runtime.client_memory import Store
-from fedfm.runtime.coarse_scores import ANSWERS
+from fedfm.runtime.coarse_scores import FIGURES
 from fedfm.runtime.disclosure import guarantee, rows_of
 from fedfm.runtime.evaluation import CLASS_COUNTS, CONFUSION, Evaluator
 from fedfm.runtime.exposure import seen
@@ -82,7 +82,7 @@ def finish(
     if kept(method):
         result["server_sha256"] = sha256_of(evaluator.models(state))
     more = [*BASE_AND_NEW, "client_base_and_new", "server_accuracy", "server_client_accuracy", "server_loss"]
-    more += [CONFUSION, CLASS_COUNTS, *ANSWERS, *(f"local_{key}" for key in ANSWERS)]
+    more += [CONFUSION, CLASS_COUNTS, *FIGURES, *(f"local_{key}" for key in FIGURES)]
     more += ["client_loss", "server_client_loss", "val_loss"]
     result["details"] |= {key: last[key] for key in more if key in last}
     if cut := max(last.get(key) or 0.0 for key in ("answers_cut", "local_answers_cut")):

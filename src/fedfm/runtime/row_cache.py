@@ -155,7 +155,8 @@ class RowCache:
             return None
         if encodes(model):
             return "features" if table.kind in ("image", "text") and n * self._frozen >= LEAST_WORK else None
-        return "tokens" if table.kind in ("text", "passages") and n >= LEAST_TEXTS else None
+        plain = table.kind == "text" or model.task.packs(table.kind)
+        return "tokens" if plain and n >= LEAST_TEXTS else None
 
     def _read(self, path: Path, table: Table, index: np.ndarray) -> Rows | None:
         found: Any = storage.load(path, mapped=True)
@@ -179,7 +180,7 @@ class RowCache:
     def _preparation(self) -> str | None:
         """The preprocessing; None if it has no description."""
         tools, model = self._model.tools, self._model
-        said: dict[str, Any] = {"max_length": tools.max_length, "task": model.task}
+        said: dict[str, Any] = {"max_length": tools.max_length, "task": model.task.name}
         if tools.processor is not None:
             said |= {"processor": type(tools.processor).__name__, "how": tools.processor.to_dict()}
         elif tools.image is not None:

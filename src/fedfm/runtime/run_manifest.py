@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedfm.core import tasks
 from fedfm.core.capabilities import Forewarning, Viewing, WaryOfLate
 from fedfm.core.client import ClientId
 from fedfm.core.method import Method
@@ -191,7 +192,8 @@ def template_notices(population: Partitioned) -> list[str]:
         InputError: the model's template cannot write a row.
     """
     table, model = population.federated.table, population.model
-    if table.kind not in ("instruction", "preference") or model is None or model.tools.tokenizer is None:
+    of = tasks.row_kind(table.kind)
+    if of is None or not of.answered or model is None or model.tools.tokenizer is None:
         return []
     tools, clients = model.tools, population.federated.clients.values()
     trained = [i for rows in clients for i in (*rows.train, *rows.val)]
@@ -333,12 +335,9 @@ def _elsewhere(run: Run, model: Model) -> list[str]:
     return ["the run began on {} and goes on on {}: its bits are no longer those of one device".format(*names)]
 
 
-_OF_TOKENS = ("language_modelling", "instruction", "own")  # tasks whose loss may be a mean over tokens
-
-
 def _check_optimiser(method: Method[Any], model: Model) -> None:
     """Refuse a client optimiser, or clients' weights, that do not fit the model's loss or its trainable parameters."""
-    if vars(method).get("weighting") == "tokens" and model.task not in _OF_TOKENS:
+    if vars(method).get("weighting") == "tokens" and not model.task.means_over_tokens:
         raise InputError(
             f'method.weighting = "tokens": task "{model.task}" predicts no tokens; expected "size" or "uniform"'
         )

@@ -41,14 +41,15 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedfm.config.faults import read_all
 from fedfm.config.registry import admit_any, available
 from fedfm.config.toml import build
 from fedfm.config.user_code import admit_function, is_function
+from fedfm.core import tasks
 from fedfm.core.fields import check as check_fields
-from fedfm.core.fields import setting
+from fedfm.core.fields import setting, with_settings
 from fedfm.core.text import NAME, NAME_WORDS
 from fedfm.data.class_names import check_list
 from fedfm.data.spec import DataSpec
@@ -71,7 +72,7 @@ def _column(name: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Silo:
+class _File:
     """A silo's file."""
 
     name: str = setting(
@@ -124,14 +125,6 @@ class Silo:
     label: str = _column("label")
     label_name: str = _column("label_name")
     split: str = _column("split")
-    instruction: str = _column("instruction")
-    input: str = _column("input")
-    output: str = _column("output")
-    messages: str = _column("messages")
-    tools: str = _column("tools")
-    prompt: str = _column("prompt")
-    chosen: str = _column("chosen")
-    rejected: str = _column("rejected")
 
     @property
     def rows(self) -> OwnRows:
@@ -142,6 +135,12 @@ class Silo:
     @property
     def policy(self) -> Policy:
         return Policy(self.allow, self.allow_by_method)
+
+
+if TYPE_CHECKING:
+    Silo = _File
+else:
+    Silo = with_settings("Silo", _File, tasks.data_settings("name of the {} column"), __name__)
 
 
 def _read(table: Mapping[str, Any]) -> Silo:

@@ -37,7 +37,7 @@ def applies(model: Model) -> bool:
     return (
         getattr(model, "adaptation", None) == "head"
         and getattr(model, "softmax", True)
-        and getattr(model, "task", None) == "classification"
+        and model.task.classifies_by_head
         and isinstance(model.head, torch.nn.Linear)
         and model.head.weight.dtype == torch.float32
         and len(model.names) == 2

@@ -284,7 +284,7 @@ def _within_intervals(model: Model, loss: Callable[[Batch], Tensor]) -> Callable
 
 def over_classes(model: Model, local: Local) -> None:
     """Raise an InputError if ``absent`` is set and the loss is not the cross-entropy of one logit a class."""
-    if local.absent != "keep" and not (model.task == "classification" and getattr(model, "softmax", True)):
+    if local.absent != "keep" and not (model.task.classifies_by_head and model.softmax):
         raise InputError(
             f'method.local.absent = "{local.absent}" needs a classifier trained with cross-entropy, the task here is '
             f'"{model.task}"; drop it'

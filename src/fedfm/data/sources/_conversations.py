@@ -27,17 +27,6 @@ _LIKE = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "
 Columns = Mapping[str, Sequence[Any]]
 
 
-def kind_of(columns: Columns, spec: DataSpec, task: str | None) -> str | None:
-    """``instruction`` or ``preference`` if the task, or without one the columns, say so; else None."""
-    if task in ("instruction", "preference"):
-        return task
-    if task is not None or spec.text in columns:
-        return None
-    if spec.instruction in columns or spec.messages in columns:
-        return "instruction"
-    return "preference" if spec.chosen in columns and spec.rejected in columns else None
-
-
 def conversations(values: Sequence[Any], name: str, at: At, *, answered: bool) -> list[tuple[Asked, Output]]:
     """(what was said, the last answer) of each conversation.
 
@@ -73,23 +62,27 @@ def pairs(columns: Columns, spec: DataSpec, source: str, at: At, *, answered: bo
     Raises:
         InputError: a column is missing; a cell is empty, or has another form.
     """
-    asked = column(columns, spec.instruction, "data.instruction", source)
+    asked = column(columns, spec.column("instruction"), "data.instruction", source)
     nothing = [None] * len(asked)
-    inputs = columns.get(spec.input, nothing)
-    outputs = column(columns, spec.output, "data.output", source) if answered else columns.get(spec.output, nothing)
+    inputs = columns.get(spec.column("input"), nothing)
+    outputs = (
+        column(columns, spec.column("output"), "data.output", source)
+        if answered
+        else columns.get(spec.column("output"), nothing)
+    )
     found: list[tuple[Asked, Output]] = []
     for row, (said, more, output) in enumerate(zip(asked, inputs, outputs, strict=True)):
         where = at(row)
-        for name, value in ((spec.instruction, said), (spec.output, output)):
+        for name, value in ((spec.column("instruction"), said), (spec.column("output"), output)):
             if value is not None and not isinstance(value, str | list):
                 raise InputError(
                     f'{where}: column "{name}" holds {type(value).__name__} {value!r:.40}: text is expected'
                 )
-            if value is None and (answered or name == spec.instruction):
+            if value is None and (answered or name == spec.column("instruction")):
                 raise InputError(f'{where}: column "{name}" is empty: fill it, or remove the row')
-        whole = _with_input(_asked(said, spec.instruction, where), more, spec.input, where)
+        whole = _with_input(_asked(said, spec.column("instruction"), where), more, spec.column("input"), where)
         if answered or isinstance(output, list):
-            found.append(_after(whole, _answer(output, spec.output, where)))
+            found.append(_after(whole, _answer(output, spec.column("output"), where)))
         else:
             found.append((whole, output or ""))
     return found
@@ -134,25 +127,27 @@ def preferences(
     Raises:
         InputError: a column is missing; a cell is empty, or has another form.
     """
-    chosen = column(columns, spec.chosen, "data.chosen", source)
-    rejected = column(columns, spec.rejected, "data.rejected", source)
+    names, prompt_name = (spec.column("chosen"), spec.column("rejected")), spec.column("prompt")
+    chosen = column(columns, spec.column("chosen"), "data.chosen", source)
+    rejected = column(columns, spec.column("rejected"), "data.rejected", source)
     nothing = [None] * len(chosen)
-    prompts, inputs = columns.get(spec.prompt, nothing), columns.get(spec.input, nothing)
+    prompts, inputs = columns.get(spec.column("prompt"), nothing), columns.get(spec.column("input"), nothing)
     found, alike = [], 0
     for row, (prompt, more, *answers) in enumerate(zip(prompts, inputs, chosen, rejected, strict=True)):
         where = at(row)
-        both = [_answer(a, name, where) for a, name in zip(answers, (spec.chosen, spec.rejected), strict=True)]
-        asked = None if prompt is None else _with_input(_asked(prompt, spec.prompt, where), more, spec.input, where)
+        both = [_answer(a, name, where) for a, name in zip(answers, names, strict=True)]
+        asked = None if prompt is None else _asked(prompt, prompt_name, where)
+        asked = None if asked is None else _with_input(asked, more, spec.column("input"), where)
         good, bad = both
         if not isinstance(good, str) or not isinstance(bad, str):
             asked, good, bad = _split(asked, good, bad, spec, where)
         elif asked is None:
             raise InputError(
-                f'{where}: no prompt (data.prompt = "{spec.prompt}"): the answers are texts, without what was asked'
+                f'{where}: no prompt (data.prompt = "{prompt_name}"): the answers are texts, without what was asked'
             )
         alike += good == bad
         found.append((asked, good, bad))
-    note = f"{alike} of {len(found)} rows have the same answer as {spec.chosen} and {spec.rejected}: they teach nothing"
+    note = f"{alike} of {len(found)} rows have the same answer as {names[0]} and {names[1]}: they teach nothing"
     return found, (note,) if alike else ()
 
 
@@ -162,17 +157,17 @@ def prompts(columns: Columns, spec: DataSpec, source: str, at: At) -> list[tuple
     Raises:
         InputError: the file has none of these columns; a cell is empty, or has another form.
     """
-    if spec.chosen in columns and spec.rejected in columns:
+    if spec.column("chosen") in columns and spec.column("rejected") in columns:
         return [(asked, "") for asked, _, _ in preferences(columns, spec, source, at)[0]]
-    if spec.messages in columns and spec.prompt not in columns:
-        return conversations(columns[spec.messages], spec.messages, at, answered=False)
-    other = spec.instruction in columns and spec.prompt not in columns
-    name, key = (spec.instruction, "data.instruction") if other else (spec.prompt, "data.prompt")
+    if spec.column("messages") in columns and spec.column("prompt") not in columns:
+        return conversations(columns[spec.column("messages")], spec.column("messages"), at, answered=False)
+    other = spec.column("instruction") in columns and spec.column("prompt") not in columns
+    name, key = (spec.column("instruction"), "data.instruction") if other else (spec.column("prompt"), "data.prompt")
     asked = column(columns, name, key, source)
-    inputs = columns.get(spec.input, [None] * len(asked)) if other else [None] * len(asked)
+    inputs = columns.get(spec.column("input"), [None] * len(asked)) if other else [None] * len(asked)
     pairs = zip(asked, inputs, strict=True)
     return [
-        (_with_input(_asked(said, name, at(row)), more, spec.input, at(row)), "")
+        (_with_input(_asked(said, name, at(row)), more, spec.column("input"), at(row)), "")
         for row, (said, more) in enumerate(pairs)
     ]
 
@@ -202,7 +197,8 @@ def _answer(value: Any, name: str, where: str) -> str | tuple[Turn, ...]:
 
 def _split(asked: Asked | None, good: Any, bad: Any, spec: DataSpec, where: str) -> tuple[Asked, Output, Output]:
     """Prompt and answers of two lists of messages that differ in the last one."""
-    names = f'"{spec.chosen}" and "{spec.rejected}"'
+    prompt_name = spec.column("prompt")
+    names = '"{}" and "{}"'.format(spec.column("chosen"), spec.column("rejected"))
     if isinstance(good, str) or isinstance(bad, str):
         raise InputError(f"{where}: columns {names} hold a text and a list of messages: both have one form")
     if good[:-1] != bad[:-1]:
@@ -211,11 +207,11 @@ def _split(asked: Asked | None, good: Any, bad: Any, spec: DataSpec, where: str)
     if asked is None:
         if not before:
             raise InputError(
-                f'{where}: no prompt (data.prompt = "{spec.prompt}"): columns {names} hold the answers alone'
+                f'{where}: no prompt (data.prompt = "{prompt_name}"): columns {names} hold the answers alone'
             )
         asked = before
     elif before and before != asked and not (isinstance(asked, str) and before[-1][1] == asked):
-        raise InputError(f'{where}: columns {names} begin otherwise than column "{spec.prompt}"')
+        raise InputError(f'{where}: columns {names} begin otherwise than column "{prompt_name}"')
     elif before:
         asked = before
     return asked, _last(good), _last(bad)

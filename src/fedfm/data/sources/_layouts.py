@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from fedfm.core import tasks
 from fedfm.data.spec import DataSpec
 
 # key of the [data] table -> other names of such a column, the first of which that is there is taken
@@ -24,10 +25,12 @@ _DEFAULTS = {field.name: field.default for field in fields(DataSpec)}
 
 def resolve(columns: Mapping[str, Any], spec: DataSpec, task: str | None) -> tuple[DataSpec, tuple[str, ...]]:
     """The names of the columns of instructions and conversations, and a notice of those that were found by a layout."""
-    if task not in (None, "instruction", "preference") or (task is None and spec.text in columns):
+    of = tasks.named(task)
+    if (of is not None and not of.answers) or (of is None and spec.text in columns):
         return spec, ()
-    compared = {spec.chosen, spec.rejected} <= columns.keys()
-    found = _of_preferences(columns, spec) if compared or task == "preference" else _of_answers(columns, spec, task)
+    compared = {spec.column("chosen"), spec.column("rejected")} <= columns.keys()
+    compared = compared or (of is not None and of.texts_a_row > 1)
+    found = _of_preferences(columns, spec) if compared else _of_answers(columns, spec, task)
     if not found:
         return spec, ()
     words = ", ".join(f'data.{key} = "{name}"' for key, name in found.items())
@@ -37,15 +40,16 @@ def resolve(columns: Mapping[str, Any], spec: DataSpec, task: str | None) -> tup
 
 def _of_preferences(columns: Mapping[str, Any], spec: DataSpec) -> dict[str, str]:
     """Of two answers: an instruction is a prompt."""
-    missing = spec.prompt == _DEFAULTS["prompt"] and spec.prompt not in columns
-    return {"prompt": spec.instruction} if missing and spec.instruction in columns else {}
+    missing = spec.column("prompt") == _DEFAULTS["prompt"] and spec.column("prompt") not in columns
+    return {"prompt": spec.column("instruction")} if missing and spec.column("instruction") in columns else {}
 
 
 def _of_answers(columns: Mapping[str, Any], spec: DataSpec, task: str | None) -> dict[str, str]:
     """Of conversations, or of instructions and their answers, which rows to predict lack."""
-    if not {spec.messages, spec.instruction} & columns.keys() and (found := _other(columns, spec, "messages")):
+    asked = {spec.column("messages"), spec.column("instruction")} & columns.keys()
+    if not asked and (found := _other(columns, spec, "messages")):
         return found
-    if spec.messages in columns:
+    if spec.column("messages") in columns:
         return {}
     found = _other(columns, spec, "instruction") | _other(columns, spec, "output")
     complete = all(key in found or getattr(spec, key) in columns for key in ("instruction", "output"))

@@ -7,6 +7,7 @@ from typing import Any
 
 from fedfm.data.pictures import Pictured
 from fedfm.data.sources._files import listing
+from fedfm.errors import InputError
 
 _LOOK = 20  # values of a column that are looked at
 WAY = "fedfm.federate with a Trainer or a module of your own trains them (docs: how-to/hugging-face-script.md)"
@@ -38,6 +39,12 @@ def other_task(columns: Columns, label: str) -> str | None:
     if not names:
         return None
     return f"columns {listing(names)} hold {what}, a task that an experiment file does not have; {WAY}"
+
+
+def refuse_other(columns: Columns, label: str, source: str, needed: str) -> None:
+    """Raise an InputError if the needed column is missing, and the others are those of another task."""
+    if needed not in columns and (words := other_task(columns, label)):
+        raise InputError(f'{source}: no column "{needed}"; {words}')
 
 
 def _tags(some: Columns) -> tuple[tuple[str, ...], str]:

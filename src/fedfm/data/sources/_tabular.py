@@ -10,22 +10,25 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedfm.core import tasks
 from fedfm.data.arrow_texts import ArrowTexts
 from fedfm.data.class_names import class_name, names_of, notices_of
 from fedfm.data.pictures import Pictured, arrange
-from fedfm.data.sources import _conversations, _layouts
+from fedfm.data.sources import _layouts
 from fedfm.data.sources._files import At, column, listing, str_array
-from fedfm.data.sources._other_tasks import WAY, other_task
+from fedfm.data.sources._other_tasks import WAY, other_task, refuse_other
 from fedfm.data.sources._sheet import Sheet
-from fedfm.data.sources._tools import with_tools
 from fedfm.data.sources._unread import notice_of_unread
 from fedfm.data.spec import DataSpec
-from fedfm.data.table import Kind, Table
+from fedfm.data.table import Table, words_of
 from fedfm.errors import InputError
+
+if TYPE_CHECKING:
+    from fedfm.tasks.task import Task
 
 SPLITS = ("train", "val", "test")
 _ALIASES = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test", "eval": "test"}
@@ -42,8 +45,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
     Args:
         spec: names of the columns.
         source: name of the file in messages.
-        task: "instruction" reads pairs or conversations, "preference" two answers a row, "language_modelling" each
-            text as a passage; else the columns decide.
+        task: decides which columns are read, and how; without one the columns decide.
         labelled: False for rows to predict: label and split are ignored, each row is a test row, and an output may be
             missing (""); of preferences only what was asked is read, as instructions.
 
@@ -54,28 +56,17 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
     if length == 0:
         raise InputError(f"{source} has no rows below its column names")
     spec, guessed = _layouts.resolve(columns, spec, task)
-    kind: Kind
+    kind: str
     inputs: Any
     used, notices = {spec.split}, (*sheet.notices, *guessed)
     label: Labels = UNLABELLED
-    told = _conversations.kind_of(columns, spec, task)
-    if told == "preference":
-        kind = "preference" if labelled else "instruction"
-        if labelled:
-            inputs, more = _conversations.preferences(columns, spec, source, at)
-            notices += more
-        else:
-            inputs = _conversations.prompts(columns, spec, source, at)
-        used |= {spec.prompt, spec.input, spec.chosen, spec.rejected}
-    elif told == "instruction" and spec.messages in columns and spec.instruction not in columns:
-        kind = "instruction"
-        inputs = _conversations.conversations(columns[spec.messages], spec.messages, at, answered=labelled)
-        used |= {spec.messages}
-    elif told == "instruction":
-        kind = "instruction"
-        _refuse_other(columns, spec, source, spec.instruction)
-        inputs = _conversations.pairs(columns, spec, source, at, answered=labelled)
-        used |= {spec.instruction, spec.input, spec.output}
+    reader = _reader(columns, spec, task)
+    reading = None if reader is None else reader.read(sheet, spec, source=source, labelled=labelled)
+    if reading is not None:
+        kind, inputs = reading.kind, reading.inputs
+        label = None, reading.classes, ()
+        notices += reading.notices
+        used |= reading.used
     elif (picture := _picture_column(columns, spec)) is not None:
         kind = "image"
         if picture != spec.image:
@@ -84,13 +75,14 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
         notices += more
         used |= {picture}
     else:
-        kind = "passages" if task == "language_modelling" else "text"
-        asked, _ = _layouts.resolve(columns, spec, None)
-        if spec.text not in columns and (told := _conversations.kind_of(columns, asked, None)):
+        joins = reader is not None and reader.own_kind is not None and reader.packs("text")
+        kind = reader.own_kind.name if joins else "text"
+        if spec.text not in columns and (other := _reader(columns, _layouts.resolve(columns, spec, None)[0], None)):
+            words = words_of(other.table_kinds[0])
             raise InputError(
-                f'{source}: no column "{spec.text}" (data.text); it has {told}s: set model.task = "{told}"'
+                f'{source}: no column "{spec.text}" (data.text); it has {words}: set model.task = "{other.name}"'
             )
-        _refuse_other(columns, spec, source, spec.text)
+        refuse_other(columns, spec.label, source, spec.text)
         inputs = _texts(columns, spec.text, "data.text", source, at)
         used |= {spec.text}
     if kind in ("text", "image") and labelled:
@@ -101,9 +93,6 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
         label = labels_of(columns, spec, source=source, at=at, classes=sheet.names.get(spec.label))
         notices += label[2]
         used |= {spec.label, spec.label_name}
-    if kind in ("instruction", "preference") and spec.tools in columns:
-        inputs = with_tools(inputs, columns[spec.tools], spec.tools, at)
-        used |= {spec.tools}
     ignored = used | {spec.label, spec.label_name}
     return Table(
         kind=kind,
@@ -117,10 +106,11 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
     )
 
 
-def _refuse_other(columns: Columns, spec: DataSpec, source: str, needed: str) -> None:
-    """Raise an InputError if the needed column is missing, and the others are those of another task."""
-    if needed not in columns and (words := other_task(columns, spec.label)):
-        raise InputError(f'{source}: no column "{needed}"; {words}')
+def _reader(columns: Columns, spec: DataSpec, task: str | None) -> Task | None:
+    """The task that is named, else the one whose rows these columns are; texts and pictures are of no single task."""
+    if task is not None or spec.text in columns:
+        return tasks.named(task)
+    return next((of for of in tasks.available() if of.claims(columns, spec)), None)
 
 
 def _picture_column(columns: Columns, spec: DataSpec) -> str | None:

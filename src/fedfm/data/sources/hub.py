@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from fedfm.core import tasks
 from fedfm.data.arrow_texts import ArrowTexts
 from fedfm.data.pictures import Pictured
 from fedfm.data.sources._files import column, existing, listing
@@ -142,7 +143,7 @@ def _picture_column(features: Any, spec: DataSpec, notices: list[str]) -> str | 
 
 def _text_column(parts: Sequence[Any], spec: DataSpec, task: str | None) -> str | None:
     """The column of texts if it stays in its Arrow files, since the texts are many; else None."""
-    if task == "instruction" or sum(map(len, parts)) < LISTED:
+    if ((named := tasks.named(task)) is not None and named.answers) or sum(map(len, parts)) < LISTED:
         return None
     plain = all(
         spec.text in part.features and str(part.data.schema.field(spec.text).type) == "string" and part._indices is None

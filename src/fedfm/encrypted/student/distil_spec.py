@@ -11,6 +11,7 @@ from typing import Any
 from fedfm.api.pretrain_spec import alone, check_central
 from fedfm.config.faults import read_all
 from fedfm.config.toml import build, plain, read, refuse_unknown
+from fedfm.core import tasks
 from fedfm.core.fields import check, setting
 from fedfm.data.spec import DataSpec
 from fedfm.encrypted.student.distillation_loss import Recipe
@@ -82,7 +83,7 @@ class Distillation:
         spec.validate()
         if model.weights != "pretrained":
             raise InputError('model.weights = "random": a model without training has nothing to distil')
-        if model.task not in (None, "classification"):
+        if (task := tasks.named(model.task)) is not None and not task.classifies_by_head:
             raise InputError(f'model.task = "{model.task}": expected classification, whose models read all tokens')
         return cls(data, dataclasses.replace(model, adaptation=AdaptationSpec("full")), spec)
 

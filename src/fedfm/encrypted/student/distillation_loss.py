@@ -135,7 +135,7 @@ class Taps:
     """
 
     def __init__(self, model: Model) -> None:
-        if model.head is None or model.task != "classification":
+        if model.head is None or not model.task.classifies_by_head:
             raise InputError(f"model.name: {model.spec.name!r} has no classification head, hence no features to keep")
         self.model, self.functions = model, conversion.prepare(model.module)
         self.states: list[Tensor] = []

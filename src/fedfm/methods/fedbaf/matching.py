@@ -185,7 +185,7 @@ def _last(model: Model, root: Any, path: str | None, vocabularies: Collection[in
     """What the outputs of the last layer stand for: labels, the words of a vocabulary, or neither."""
     if model.is_language_model:
         return "vocabulary"
-    if model.task != "own" or model.classes:
+    if not model.task.loss_is_opaque or model.classes:
         return "labels"
     words = getattr(root.get_submodule(path) if path is not None else None, "out_features", None)
     return "vocabulary" if words in vocabularies else "output"

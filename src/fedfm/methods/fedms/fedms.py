@@ -86,7 +86,7 @@ class FedMS(Method[MSState]):
     """A global and a local LoRA expert of a CLIP-like model, mixed by a federated gate; stalls wake up layers."""
 
     own_models: ClassVar[bool] = True
-    needs: ClassVar[Needs] = Needs(adaptations=("lora",), task="zero_shot")
+    needs: ClassVar[Needs] = Needs(adaptations=("lora",), tasks=("zero_shot",))
     means: ClassVar[tuple[str, ...]] = ("train", "adapt")
     asks: ClassVar[tuple[str, ...]] = ("activity",)
     figures: ClassVar[tuple[str, ...]] = (

@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fedfm import seeds
+from fedfm.core import tasks
 from fedfm.core.fields import check
 from fedfm.errors import InputError
 from fedfm.models.adapters.all_linear import all_linear, is_read_alone, left_out, refused_by_peft, returns_several
@@ -23,21 +24,25 @@ from fedfm.models.adapters.peft_alone import peft_alone
 from fedfm.models.adapters.stacked import stacks, without, wrap
 from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.families import Parts, default_targets, strides_are_read, unwrapped
-from fedfm.models.spec import ALL_LINEAR, LANGUAGE, AdaptationSpec
+from fedfm.models.spec import ALL_LINEAR, AdaptationSpec
+
+if TYPE_CHECKING:
+    from fedfm.tasks.task import Task
 
 LORA = ("lora", "ffa_lora")
 
 
-def with_defaults(spec: AdaptationSpec, task: str | None = None) -> AdaptationSpec:
+def with_defaults(spec: AdaptationSpec, task: str | Task | None = None) -> AdaptationSpec:
     """The specification with its defaults filled in, for a model of this task."""
     if spec.name in LORA and spec.alpha is None:
-        return dataclasses.replace(spec, alpha=(1.0 if task == "zero_shot" else 2.0) * spec.rank)
+        scale = tasks.find(task or tasks.available()[0]).lora_scale
+        return dataclasses.replace(spec, alpha=scale * spec.rank)
     if spec.name == "top_layers" and spec.layers is None:
         return dataclasses.replace(spec, layers=1)
     return spec
 
 
-def apply(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[str], task: str, seed: int) -> nn.Module:
+def apply(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[str], task: Task, seed: int) -> nn.Module:
     """Make the specified part trainable; for LoRA the result is PEFT's wrapper of the module.
 
     Args:
@@ -45,16 +50,16 @@ def apply(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
         spec: from :func:`with_defaults`.
         parts: of the module.
         new: paths of the modules that were created for this task (the classification head).
-        task: one of :data:`fedfm.models.spec.TASKS`.
+        task: says which adaptations it supports.
         seed: ``derive(seed, "adaptation")`` seeds LoRA's A, so that it is the same everywhere.
 
     Raises:
         InputError: the specification does not fit the architecture.
     """
     check(spec, "model.adaptation")
-    if task == "preference" and spec.name not in LORA:
+    if task.keeps_base and spec.name not in LORA:
         raise InputError(
-            f'model.adaptation.name: "{spec.name}" changes the base, to which task "preference" holds the model: use '
+            f'model.adaptation.name: "{spec.name}" changes the base, to which task "{task}" holds the model: use '
             "lora, without which the base is what it was"
         )
     module.requires_grad_(spec.name == "full")
@@ -63,17 +68,17 @@ def apply(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
             module.get_submodule(path).requires_grad_(False)
         return module
     if spec.name == "head":
-        if not parts.head or task in LANGUAGE:
+        if not parts.head or spec.name not in task.adaptations:
             raise InputError(
-                f"model.adaptation.name: 'head' needs a classification head, task {task!r} has none: use lora"
+                f"model.adaptation.name: 'head' needs a classification head, task {task.name!r} has none: use lora"
             )
         module.get_submodule(parts.head).requires_grad_(True)
         return module
     if spec.name == "prompt":
         if not isinstance(module, DualEncoder) or module.context is None:
             raise InputError(
-                f'model.adaptation.name: "prompt" learns words before class names, task {task!r} has none: expected '
-                'model.task = "zero_shot"'
+                f'model.adaptation.name: "prompt" learns words before class names, task {task.name!r} has none: '
+                'expected model.task = "zero_shot"'
             )
         module.context.requires_grad_(True)
         return module
@@ -143,7 +148,7 @@ def live_head(module: nn.Module, path: str) -> nn.Linear | None:
     return found if isinstance(found, nn.Linear) else None
 
 
-def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[str], task: str, seed: int) -> nn.Module:
+def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[str], task: Task, seed: int) -> nn.Module:
     with peft_alone():
         from peft import LoraConfig
 
@@ -212,7 +217,7 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
         target_parameters=stacked or None,
         modules_to_save=list(new) or None,
         fan_in_fan_out=transposed,
-        task_type="CAUSAL_LM" if task in LANGUAGE else None,
+        task_type=task.peft_type("text") if task.is_language_model else None,
     )
     with peft_alone(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeds.derive(seed, "adaptation"))

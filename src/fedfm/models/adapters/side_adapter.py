@@ -244,11 +244,11 @@ class SideModel(Model):
         """The backbone's block outputs (see :meth:`Model.blocks`)."""
         return self.owned[0].blocks(rows)
 
-    def _outputs(self, batch: Batch) -> Tensor:
+    def outputs(self, batch: Batch) -> Tensor:
         if STATES not in batch:
             inputs = {name: x for name, x in batch.items() if name != "labels"}
             batch = {STATES: self.states(Rows(inputs))}
-        return super()._outputs(batch)
+        return super().outputs(batch)
 
 
 def of_states(blocks: int, positions: int, width: int, rank: int, classes: Sequence[str]) -> SideModel:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedfm.core import tasks
 from fedfm.core.rows import Batch, Rows
 from fedfm.data.spec import IN_MEMORY
 from fedfm.data.table import Table
@@ -235,7 +236,7 @@ class Given:
             prepare=lambda t, index: DatasetRows(table=t, index=index, collated=self.collated),
             name=IN_MEMORY,
         )
-        model.task = "own"  # general kernels only: the loss is the user's
+        model.task = tasks.find("own")  # general kernels only: the loss is the user's
         model.fingerprint = _fingerprint(module, model)
         return model
 

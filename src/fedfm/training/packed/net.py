@@ -72,7 +72,7 @@ def read(model: Model, *, low: bool) -> Net:
     base = module.get_base_model() if hasattr(module, "peft_config") else None
     config: Any = getattr(base, "config", None)
     kind = getattr(config, "model_type", None)
-    if base is None or kind not in TEXT + IMAGE or getattr(model, "task", "classification") != "classification":
+    if base is None or kind not in TEXT + IMAGE or not model.task.classifies_by_head:
         raise Unsupported(f"model type {kind}")
     if any(p.device.type != "cpu" or p.dtype != torch.float32 for p in base.parameters()):
         raise Unsupported("half precision, or not on the CPU")

@@ -1,0 +1,132 @@
+"""The tasks by name: one for each file of ``fedfm/tasks``.
+
+Packages below the tasks read what a task says of itself; this module names the folder, and never a task.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import fields
+from importlib import import_module
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from fedfm.core.fields import setting
+from fedfm.errors import InputError, close, listed
+
+if TYPE_CHECKING:
+    from fedfm.tasks.task import Column, RowKind, Task
+
+_FOLDER = "tasks"
+_PROTOCOL = f"fedfm.{_FOLDER}.task"
+
+
+@functools.cache
+def _all() -> tuple[Task, ...]:
+    """Every task, also those that no experiment file names, in the order of their names, the default first."""
+    base: type[Task] = import_module(_PROTOCOL).Task
+    names = (entry.name.removesuffix(".py") for entry in files("fedfm").joinpath(_FOLDER).iterdir())
+    found = []
+    for name in sorted(name for name in names if not name.startswith("_") and name.isidentifier()):
+        module = import_module(f"fedfm.{_FOLDER}.{name}")
+        found += [
+            cls()
+            for cls in vars(module).values()
+            if isinstance(cls, type) and issubclass(cls, base) and cls is not base and cls.__module__ == module.__name__
+        ]
+    return tuple(sorted(found, key=lambda task: (not task.default, task.name)))
+
+
+@functools.cache
+def available() -> tuple[Task, ...]:
+    """The tasks that an experiment file may name, the default first."""
+    return tuple(task for task in _all() if task.in_files)
+
+
+def names(that: Callable[[Task], bool] = lambda task: True) -> tuple[str, ...]:
+    """Names of the tasks that an experiment file may name, and for which ``that`` holds.
+
+    Example:
+        >>> names(lambda task: task.two_encoders)
+        ('zero_shot',)
+    """
+    return tuple(task.name for task in available() if that(task))
+
+
+def find(name: str | Task) -> Task:
+    """The task of this name, with the defaults of its keys; a task itself is returned as it is.
+
+    Raises:
+        InputError: there is no such task.
+    """
+    if not isinstance(name, str):
+        return name
+    for task in _all():
+        if task.name == name:
+            return task
+    raise InputError(f'model.task = "{name}": expected {listed(names())}{close(name, names())}')
+
+
+def named(name: str | None) -> Task | None:
+    """The task that an experiment names; None if its data imply it."""
+    return None if name is None else find(name)
+
+
+def implied(kind: str) -> Task:
+    """The task of rows of this kind, where the experiment names none."""
+    return next((task for task in available() if kind in task.implied_by), available()[0])
+
+
+def owner(kind: str) -> Task | None:
+    """The task to which a kind of rows belongs; None of pictures, texts and vectors, which several tasks read."""
+    return next((task for task in _all() if task.own_kind is not None and task.own_kind.name == kind), None)
+
+
+def row_kind(kind: str) -> RowKind | None:
+    """What is known of a kind of rows that belongs to a task; None of pictures, texts and vectors."""
+    task = owner(kind)
+    return None if task is None else task.own_kind
+
+
+def row_kinds() -> tuple[RowKind, ...]:
+    """The kinds of rows that belong to single tasks, in the order of the tasks."""
+    return tuple(task.own_kind for task in available() if task.own_kind is not None)
+
+
+def columns() -> dict[str, Column]:
+    """Key of the [data] table -> the column that it names, of all tasks; where two have a key, the first's."""
+    found: dict[str, Column] = {}
+    for task in available():
+        for column in task.columns:
+            found.setdefault(column.key, column)
+    return found
+
+
+def data_settings(help: str = "") -> dict[str, tuple[Any, Any]]:
+    """The tasks' columns as settings, key -> (type, field).
+
+    Args:
+        help: in place of the columns' own; {} is the key.
+    """
+    return {key: (str, setting(of.name, help.format(key) or of.help)) for key, of in columns().items()}
+
+
+def model_settings() -> dict[str, tuple[Any, Any]]:
+    """The tasks' keys of the [model] table as settings, key -> (type, field)."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for task in available():
+        hints = get_type_hints(type(task))
+        for f in fields(task):
+            found.setdefault(f.name, (hints[f.name], setting(f.default, metadata=f.metadata)))
+    return found
+
+
+def figures() -> tuple[str, ...]:
+    """Names of the scores that only single tasks have, and that results tell."""
+    return tuple(dict.fromkeys(name for task in available() for name in task.figures))
+
+
+def sums() -> tuple[str, ...]:
+    """Names of the sums over rows from which tasks make their scores."""
+    return tuple(dict.fromkeys(name for task in available() for name in task.sums))

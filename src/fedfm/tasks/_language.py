@@ -1,0 +1,104 @@
+"""What the tasks of causal language models have in common: targets are the next tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fedfm.tasks.task import Scores, Task, Trained
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from fedfm.core.rows import Batch, Rows
+    from fedfm.data.table import Table
+    from fedfm.models.model import Model
+
+
+@dataclass(frozen=True)
+class LanguageTask(Task):
+    """A causal language model: its loss is the mean over the next tokens that count."""
+
+    is_language_model: ClassVar[bool] = True
+
+    def peft_type(self, kind: str) -> str | None:
+        return "CAUSAL_LM"
+
+    def pipeline(self, kind: str) -> str | None:
+        return "text-generation"
+
+    def targets(self, model: Model, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits at position i predict token i + 1; padding and a prompt do not count."""
+        from fedfm.models.preprocessing import next_tokens
+
+        targets = next_tokens(batch).to(logits.device)
+        return logits[:, :-1].reshape(-1, logits.shape[-1]).float(), targets.reshape(-1)
+
+    def counted(self, batch: Batch) -> int:
+        from fedfm.models.preprocessing import IGNORE, next_tokens
+
+        return int((next_tokens(batch) != IGNORE).sum())
+
+    def loss(self, model: Model, batch: Batch) -> Tensor:
+        import torch.nn.functional as F
+
+        from fedfm.models.language.chunked_loss import mean_loss
+        from fedfm.models.language.next_token import scored
+        from fedfm.models.preprocessing import IGNORE
+
+        in_pieces = mean_loss(model, batch)
+        return F.cross_entropy(*scored(model, batch), ignore_index=IGNORE) if in_pieces is None else in_pieces
+
+    def predict(self, model: Model, rows: Rows, batch_size: int) -> Tensor:
+        """Rows are padded to the longest of all, so that their logits have one shape."""
+        return model.in_batches(rows if rows.tokens is None else rows.padded(), batch_size)
+
+    def scores(self, model: Model, rows: Rows, batch_size: int = 64) -> Scores:
+        """``loss`` and ``accuracy`` of a token, ``perplexity``, ``tokens``."""
+        from fedfm.models.metrics import likelihood
+
+        return likelihood(model, rows, batch_size)
+
+    @property
+    def weights(self) -> dict[str, str]:
+        return {"accuracy": "tokens", "loss": "tokens"}
+
+
+def answer_prompts(trained: Trained, table: Table) -> dict[str, Any]:
+    """What the model answers to each prompt, and over the rows with an answer how close it is to theirs."""
+    from dataclasses import replace
+
+    from fedfm.core.rows import blank
+    from fedfm.models.metrics import answer_limit, answers, compared, likelihood, references
+
+    model = trained.model
+    asked = replace(table, inputs=[(instruction, "") for instruction, _ in table.inputs])
+    with trained.applied(model.prepare(asked, range(len(table)))) as rows:
+        given = answers(model, rows)
+    scored = [i for i, (_, output) in enumerate(table.inputs) if not blank(output)]
+    rows = model.prepare(table, scored)
+    found = compared([given[i] for i in scored], references(model, rows))
+    with trained.applied(rows) as adapted:
+        found |= {key: value for key, value in likelihood(model, adapted).items() if key in ("loss", "perplexity")}
+    return {
+        **_NO_CLASSES,
+        "answers": [a.text for a in given],
+        "cut": [i for i, a in enumerate(given) if a.cut],
+        "answer_tokens": answer_limit(model),
+        **{key: found[key] for key in ("exact_match", "rouge_1", "loss", "perplexity")},
+    }
+
+
+def answer_passages(trained: Trained, table: Table) -> dict[str, Any]:
+    """The likelihood of the text."""
+    from fedfm.models.metrics import likelihood
+
+    with trained.applied(trained.model.prepare(table, range(len(table)))) as rows:
+        found = likelihood(trained.model, rows)
+    return {**_NO_CLASSES, **{key: found[key] for key in ("loss", "perplexity")}}
+
+
+_NO_CLASSES: Mapping[str, Sequence[Any]] = {"predictions": [], "probabilities": []}

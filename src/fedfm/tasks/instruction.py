@@ -1,0 +1,97 @@
+"""Instruction: a causal language model learns answers to instructions, or the last answers of conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fedfm.tasks._language import LanguageTask, answer_prompts
+from fedfm.tasks.task import Column, Reading, RowKind, Scores, Trained
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from fedfm.core.rows import Rows
+    from fedfm.data.sources._sheet import Sheet
+    from fedfm.data.spec import DataSpec
+    from fedfm.data.table import Table
+    from fedfm.models.model import Model
+    from fedfm.models.preprocessors import Tools
+
+
+@dataclass(frozen=True)
+class Instruction(LanguageTask):
+    """A row is (what was asked, the answer); the loss counts the answer's tokens."""
+
+    name: ClassVar[str] = "instruction"
+    kinds: ClassVar[tuple[str, ...]] = ("instruction",)
+    own_kind: ClassVar[RowKind | None] = RowKind("instruction", "instructions", answered=True)
+    implied_by: ClassVar[tuple[str, ...]] = ("instruction",)
+    columns: ClassVar[tuple[Column, ...]] = (
+        Column("instruction", 'instruction column of task "instruction"'),
+        Column("input", 'column of what an instruction is about, task "instruction": written below it'),
+        Column("output", 'output column of task "instruction"'),
+        Column(
+            "messages", 'column of conversations of task "instruction", lists of { role, content }, in place of these'
+        ),
+        Column("tools", "column of the tools that a row's answers may call: a list of JSON schemas, or that in JSON"),
+    )
+    means_over_tokens: ClassVar[bool] = True
+    compared_by_row: ClassVar[bool] = True
+    figures: ClassVar[tuple[str, ...]] = ("rouge_1", "answers_cut")
+
+    def claims(self, columns: Mapping[str, Any], spec: DataSpec) -> bool:
+        return spec.column("instruction") in columns or spec.column("messages") in columns
+
+    def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading:
+        from fedfm.data.sources import _conversations
+        from fedfm.data.sources._other_tasks import refuse_other
+
+        columns, at = sheet.columns, sheet.at
+        asked, messages = spec.column("instruction"), spec.column("messages")
+        if messages in columns and asked not in columns:
+            inputs = _conversations.conversations(columns[messages], messages, at, answered=labelled)
+            used = {messages}
+        else:
+            refuse_other(columns, spec.label, source, asked)
+            inputs = _conversations.pairs(columns, spec, source, at, answered=labelled)
+            used = {asked, spec.column("input"), spec.column("output")}
+        return with_tools("instruction", inputs, used, sheet, spec)
+
+    def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
+        """Each instruction with the answer of another one."""
+        order = rng.permutation(len(rows)).tolist()
+        return replace(rows, inputs=[(rows.inputs[i][0], rows.inputs[j][1]) for i, j in enumerate(order)])
+
+    def rows(self, part: Table, tools: Tools, classes: tuple[str, ...]) -> Rows:
+        from fedfm.core.rows import Rows
+        from fedfm.models import preprocessing
+
+        tokens, where = preprocessing.instructions(part.inputs, tools.tokenizer, tools.max_length, tools.template)
+        return Rows(where, tokens=tokens, pad=int(tools.tokenizer.pad_token_id or 0), pairs=tuple(part.inputs))
+
+    def scores(self, model: Model, rows: Rows, batch_size: int = 64) -> Scores:
+        """``loss`` and ``perplexity`` of the answers' tokens; ``accuracy`` is the exact match of answers."""
+        from fedfm.models.metrics import answers, compared, likelihood, references
+
+        found = likelihood(model, rows, batch_size)
+        return found | compared(answers(model, rows) if model.spec.answer_tokens != 0 else [], references(model, rows))
+
+    @property
+    def weights(self) -> dict[str, str]:
+        return {"loss": "tokens", **dict.fromkeys(("accuracy", "exact_match", *self.figures), "n")}
+
+    def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
+        """What the model answers to each row, and over the rows with an answer how close it is to theirs."""
+        return answer_prompts(trained, table)
+
+
+def with_tools(kind: str, inputs: Any, used: set[str], sheet: Sheet, spec: DataSpec) -> Reading:
+    """The rows, with the tools that their answers may call where the columns name them."""
+    from fedfm.data.sources import _tools
+
+    name = spec.column("tools")
+    if name in sheet.columns:
+        inputs, used = _tools.with_tools(inputs, sheet.columns[name], name, sheet.at), used | {name}
+    return Reading(kind, inputs, frozenset(used))

@@ -1,0 +1,242 @@
+"""Direct preference optimisation: of two answers to a prompt the model learns which is the better one.
+
+Direct Preference Optimization: Your Language Model is Secretly a Reward Model. Rafailov, Sharma, Mitchell, Ermon,
+Manning, Finn. NeurIPS 2023. arXiv:2305.18290. Equation 7, with the better answer y_w and the worse one y_l to x:
+
+    L = -E log sigma(beta log(pi(y_w | x) / pi_ref(y_w | x)) - beta log(pi(y_l | x) / pi_ref(y_l | x)))
+
+The reference pi_ref is the frozen base, which is the model with its adapter off. It takes no memory of its own, and
+since it does not change, its log-probabilities are computed once for each row and kept with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fedfm.core.fields import setting
+from fedfm.tasks._language import LanguageTask, answer_prompts
+from fedfm.tasks.instruction import with_tools
+from fedfm.tasks.task import LORA, Column, Reading, RowKind, Scores, Trained
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from fedfm.core.rows import Batch, Rows
+    from fedfm.data.sources._sheet import Sheet
+    from fedfm.data.spec import DataSpec
+    from fedfm.data.table import Table
+    from fedfm.models.model import Model
+    from fedfm.models.preprocessors import Tools
+
+SECOND = "second"  # tensor of rows, (n,): where the second of a row's two texts begins
+REFERENCE = "reference"  # tensor of rows, (n, 2): log pi_ref of the two answers
+_AT_ONCE = 32  # rows of two texts
+_OWN = (SECOND, REFERENCE, "input_ids", "attention_mask", "answer_start")
+
+
+@dataclass(frozen=True)
+class Preference(LanguageTask):
+    """A language model adapted by LoRA that learns from pairs of answers.
+
+    Its rows have two texts each, one after the other (see :func:`fedfm.models.preprocessing.preferences`). Its logits
+    are the two rewards of a row, so that the loss is the cross-entropy with the first as the right one. Rows of one
+    text, such as prompts to answer, are those of any language model.
+    """
+
+    name: ClassVar[str] = "preference"
+    kinds: ClassVar[tuple[str, ...]] = ("preference",)
+    own_kind: ClassVar[RowKind | None] = RowKind("preference", "preferences", answered=True, predicted_as="instruction")
+    implied_by: ClassVar[tuple[str, ...]] = ("preference",)
+    columns: ClassVar[tuple[Column, ...]] = (
+        Column("prompt", 'column of what was asked, task "preference": text, or a list of { role, content }'),
+        Column("chosen", 'column of the better answers, task "preference"'),
+        Column("rejected", 'column of the worse answers, task "preference"'),
+    )
+    no_pretraining: ClassVar[str] = "it holds an adapter to its base; pretrain one of the others"
+    adaptations: ClassVar[tuple[str, ...]] = LORA
+    keeps_base: ClassVar[bool] = True
+    softmax: ClassVar[bool] = False
+    texts_a_row: ClassVar[int] = 2
+    figures: ClassVar[tuple[str, ...]] = ("reward_margin",)
+
+    beta: float = setting(
+        0.1, "preference: how strongly DPO holds the model to its frozen base; large = close", gt=0, finite=True
+    )
+
+    def claims(self, columns: Mapping[str, Any], spec: DataSpec) -> bool:
+        return spec.column("chosen") in columns and spec.column("rejected") in columns
+
+    def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading:
+        """Pairs of answers; of rows to predict only what was asked is read, as instructions."""
+        from fedfm.data.sources import _conversations
+
+        columns, at, notices = sheet.columns, sheet.at, tuple[str, ...]()
+        if labelled:
+            inputs, notices = _conversations.preferences(columns, spec, source, at)
+        else:
+            inputs = _conversations.prompts(columns, spec, source, at)
+        used = {spec.column(key) for key in ("prompt", "input", "chosen", "rejected")}
+        found = with_tools("preference" if labelled else "instruction", inputs, used, sheet, spec)
+        return replace(found, notices=notices)
+
+    def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
+        """The two answers of each row swapped, or not."""
+        swapped = rng.integers(2, size=len(rows)).tolist()
+        both = zip(rows.inputs, swapped, strict=True)
+        return replace(rows, inputs=[(x, b, a) if swap else (x, a, b) for (x, a, b), swap in both])
+
+    def rows(self, part: Table, tools: Tools, classes: tuple[str, ...]) -> Rows:
+        from fedfm.core.rows import Rows
+        from fedfm.models import preprocessing
+
+        tokens, where = preprocessing.preferences(part.inputs, tools.tokenizer, tools.max_length, tools.template)
+        return Rows(where, tokens=tokens, pad=int(tools.tokenizer.pad_token_id or 0))
+
+    def encode(self, model: Model, rows: Rows) -> Rows:
+        """The rows with the log-probabilities of the frozen base."""
+        from fedfm.models.adapters.adaptation import base_alone
+
+        if SECOND not in rows.tensors or REFERENCE in rows.tensors:
+            return rows
+        with base_alone(model.module):
+            found = _by_batches(model, rows, lambda batch: _log_probabilities(model, batch))
+        return replace(rows, tensors=rows.tensors | {REFERENCE: found})
+
+    def logits(self, model: Model, batch: Batch) -> Tensor:
+        """Of rows of two texts the rewards (b, 2): beta log(pi(y | x) / pi_ref(y | x)) of the better and the worse
+        answer; of other rows as any language model's.
+        """
+        import torch
+
+        from fedfm.models.adapters.adaptation import base_alone
+
+        if SECOND not in batch:
+            return super().logits(model, batch)
+        reference = batch.get(REFERENCE)
+        if reference is None:
+            with torch.no_grad(), base_alone(model.module):
+                reference = _log_probabilities(model, batch)
+        return self.beta * (_log_probabilities(model, batch) - reference.to(model.device))
+
+    def targets(self, model: Model, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Of rows of two texts the rewards (b, 2) and targets 0: the first answer is the better one."""
+        import torch
+
+        if SECOND not in batch:
+            return super().targets(model, logits, batch)
+        return logits.float(), torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+
+    def counted(self, batch: Batch) -> int:
+        return len(batch[SECOND]) if SECOND in batch else super().counted(batch)
+
+    def loss(self, model: Model, batch: Batch) -> Tensor:
+        """Equation 7 on these rows, a scalar: their mean."""
+        if SECOND not in batch:
+            return super().loss(model, batch)
+        return _losses(model.logits(batch)).mean()
+
+    def predict(self, model: Model, rows: Rows, batch_size: int) -> Tensor:
+        """The rewards (n, 2) of all rows, float32 on the CPU."""
+        if len(rows) and SECOND not in rows.tensors:
+            return super().predict(model, rows, min(batch_size, _AT_ONCE))
+        return _by_batches(model, self.encode(model, rows), model.logits, min(batch_size, _AT_ONCE))
+
+    def scores(self, model: Model, rows: Rows, batch_size: int = 64) -> Scores:
+        """As :meth:`scores_of`, of the model's rewards."""
+        return self.scores_of(rows, model.predict(rows, _AT_ONCE))
+
+    def scores_of(self, rows: Rows, logits: Tensor) -> Scores:
+        """``accuracy``, the share of rows whose better answer has the larger reward; ``loss`` (equation 7);
+        ``reward_margin``, the mean difference of the rewards.
+        """
+        from fedfm.models import metrics
+
+        found = metrics.nothing(len(rows)) | {"reward_margin": None}
+        if not len(rows):
+            return found
+        margin = (logits[:, 0] - logits[:, 1]).double()
+        scores = {"accuracy": (margin > 0).double(), "loss": _losses(logits.double()), "reward_margin": margin}
+        return found | {name: float(of.mean()) for name, of in scores.items()}
+
+    @property
+    def weights(self) -> dict[str, str]:
+        return dict.fromkeys(("accuracy", "loss", *self.figures), "n")
+
+    def prompts(self, rows: Rows) -> Rows:
+        """What was asked of each row."""
+        from fedfm.core.rows import Rows
+        from fedfm.core.tokens import Tokens
+
+        if SECOND not in rows.tensors or rows.tokens is None:
+            return super().prompts(rows)
+        starts = rows.tensors["answer_start"][:, 0].tolist()
+        asked = Tokens.of([ids[:start] for ids, start in zip(rows.tokens, starts, strict=True)])
+        return super().prompts(Rows(tokens=asked, pad=rows.pad))
+
+    def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
+        """What the model answers to each prompt."""
+        return answer_prompts(trained, table)
+
+
+def _by_batches(model: Model, rows: Rows, of: Callable[[Batch], Tensor], most: int = _AT_ONCE) -> Tensor:
+    """Two numbers for each row, (n, 2) float32 on the CPU; rows of like length share a batch."""
+    import torch
+
+    from fedfm.models.language.next_token import rows_at_once
+    from fedfm.models.memory_budget import in_halves, warned
+
+    lengths = [len(ids) for ids in rows.tokens] if rows.tokens is not None else [0] * len(rows)
+    order = torch.argsort(torch.tensor(lengths, dtype=torch.int64), stable=True)
+    sorted_rows = rows.take(order)
+
+    def by(size: int) -> list[Tensor]:
+        with model.evaluating():
+            return [of(batch).float().cpu() for batch in sorted_rows.batches(size)]
+
+    done, _ = in_halves(rows_at_once(model, rows, most), by, warned)
+    return torch.cat(done)[torch.argsort(order)] if done else torch.zeros(0, 2)
+
+
+def _log_probabilities(model: Model, batch: Batch) -> Tensor:
+    """Log pi of the two answers of each row, (b, 2): sums over their tokens."""
+    import torch
+    import torch.nn.functional as F
+
+    from fedfm.models.language.next_token import scored
+    from fedfm.models.preprocessing import IGNORE, next_tokens
+
+    texts = _texts(model, batch)
+    logits, targets = scored(model, texts)
+    each = -F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")  # 0 where none counts
+    counts = next_tokens(texts).to(each.device) != IGNORE  # (2 b, L - 1)
+    if len(each) != counts.numel():  # only those that count were computed
+        each = torch.zeros(counts.shape, device=each.device).masked_scatter(counts, each)
+    return each.reshape(counts.shape).sum(1).reshape(2, -1).T
+
+
+def _texts(model: Model, batch: Batch) -> Batch:
+    """The first texts (b, L), then the second ones."""
+    import torch
+
+    from fedfm.core.rows import Rows
+    from fedfm.core.tokens import Tokens
+
+    ids, second = batch["input_ids"], batch[SECOND]
+    ends = batch["attention_mask"].sum(1) if "attention_mask" in batch else torch.full_like(second, ids.shape[1])
+    parts = [row[:at] for row, at in zip(ids, second.tolist(), strict=True)]
+    parts += [row[a:b] for row, a, b in zip(ids, second.tolist(), ends.tolist(), strict=True)]
+    starts = batch["answer_start"].T.reshape(-1)
+    both = Rows({"answer_start": starts}, tokens=Tokens.of(parts), pad=model.tools.tokenizer.pad_token_id or 0)
+    others = {name: torch.cat([tensor, tensor]) for name, tensor in batch.items() if name not in _OWN}
+    padded = {name: tensor.to(ids.device) for name, tensor in both.batch(range(len(parts))).items()}
+    return padded | others
+
+
+def _losses(rewards: Tensor) -> Tensor:
+    """-log sigma(r_w - r_l) of each row of rewards (b, 2)."""
+    import torch.nn.functional as F
+
+    return -F.logsigmoid(rewards[:, 0] - rewards[:, 1])

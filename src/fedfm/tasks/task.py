@@ -1,0 +1,381 @@
+"""Task: what a task says of itself, and what it does with rows and a model.
+
+A task is a frozen dataclass in a file of its own. Its fields are the keys of the [model] table that only it has; its
+class variables are facts, which the packages below read; its methods are what the task computes. The defaults of this
+class are those of a classifier of rows: logits (b, C), and one label a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+    from torch import Tensor
+
+    from fedfm.core.rows import Batch, Rows
+    from fedfm.data.sources._sheet import Sheet
+    from fedfm.data.spec import DataSpec
+    from fedfm.data.table import Table
+    from fedfm.models.model import Model
+    from fedfm.models.preprocessors import Tools
+    from fedfm.models.spec import ModelSpec
+
+Scores = dict[str, Any]
+LORA = ("lora", "ffa_lora")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A key of the [data] table and of a silo's file that names a column.
+
+    Attributes:
+        key: the key.
+        help: what the column holds.
+        default: the column's name where the key is not set; empty: the key's.
+    """
+
+    key: str
+    help: str
+    default: str = ""
+
+    @property
+    def name(self) -> str:
+        """The column's name where the key is not set."""
+        return self.default or self.key
+
+
+@dataclass(frozen=True)
+class RowKind:
+    """A kind of rows that belongs to one task.
+
+    Attributes:
+        name: of the kind, as ``Table.kind`` has it.
+        words: plural, in messages.
+        answered: a row is (what was asked, an answer, ...), which a template writes.
+        joined: rows are consecutive pieces of one text, so that a part of them is a text, too.
+        remote: silos may hold such rows where the server has none, and ``data.kind`` names it.
+        predicted_as: the kind of such rows where they are to be predicted; empty: the same.
+        wording: a row is texts, which are compared regardless of case and spaces.
+    """
+
+    name: str
+    words: str
+    answered: bool = False
+    joined: bool = False
+    remote: bool = True
+    predicted_as: str = ""
+    wording: bool = True
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Rows that a task reads from columns.
+
+    Attributes:
+        kind: of the rows, as ``Table.kind`` has it.
+        inputs: the rows.
+        used: names of the columns that are read.
+        notices: for the user, on how they were read.
+        classes: names of the classes of a task whose labels are in ``inputs``.
+    """
+
+    kind: str
+    inputs: Any
+    used: frozenset[str]
+    notices: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+
+
+class Trained(Protocol):
+    """A finished run's model, to predict with."""
+
+    @property
+    def model(self) -> Model:
+        """The model."""
+        ...
+
+    def encoded(self, rows: Rows) -> Rows:
+        """The rows as the method's head takes them."""
+        ...
+
+    def logits(self, rows: Rows) -> Tensor:
+        """Logits of all rows, float32 on the CPU, as the method predicts."""
+        ...
+
+    def applied(self, rows: Rows) -> AbstractContextManager[Rows]:
+        """Within the context the model has the trained weights; the rows have what the method adds to them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task, and by its defaults that of a classifier.
+
+    Attributes:
+        name: as ``model.task`` has it, and the file's.
+        default: the task of rows that imply no other.
+        in_files: an experiment file may name it.
+        kinds: kinds of rows that its models read.
+        own_kind: the kind of rows that belongs to this task.
+        implied_by: kinds of rows that imply the task.
+        columns: keys of the [data] table and of a silo's file that name its columns.
+        endings: ends of names of files that only this task reads, see :meth:`sheet`.
+        new_head: transformers builds a new head for the classes.
+        needs_classes: its rows have classes.
+        one_class_a_row: a row has one label of several classes: logits (b, C), and the loss is their cross-entropy.
+        linear_head: fedfm works on the last linear map: features of a row, before it, exist.
+        two_encoders: the model compares rows with texts, such as a CLIP.
+        scores_unseen_classes: it has logits of classes without training rows.
+        is_language_model: it is a causal language model, whose rows are tokens without labels.
+        means_over_tokens: the loss of a row is a mean over tokens.
+        compared_by_row: audits may compare what a model says of single rows.
+        keeps_base: its loss holds the model to its base, which no adaptation may change.
+        loss_is_opaque: the loss is known as the mean of a batch only.
+        softmax: the loss is the cross-entropy of the logits.
+        texts_a_row: how many texts the tokens of a row are.
+        no_pretraining: why ``fedfm pretrain`` does not train it; empty: it does.
+        adaptations: those that it supports.
+        lora_scale: the default of alpha / rank.
+        figures: names of scores that the task has besides the common ones; results tell them.
+        sums: names of the sums over rows from which its scores are made; empty: scores are weighted means.
+    """
+
+    name: ClassVar[str]
+    default: ClassVar[bool] = False
+    in_files: ClassVar[bool] = True
+    kinds: ClassVar[tuple[str, ...]] = ("image", "text", "features")
+    own_kind: ClassVar[RowKind | None] = None
+    implied_by: ClassVar[tuple[str, ...]] = ()
+    columns: ClassVar[tuple[Column, ...]] = ()
+    endings: ClassVar[tuple[str, ...]] = ()
+    new_head: ClassVar[bool] = False
+    needs_classes: ClassVar[bool] = False
+    one_class_a_row: ClassVar[bool] = False
+    linear_head: ClassVar[bool] = False
+    two_encoders: ClassVar[bool] = False
+    scores_unseen_classes: ClassVar[bool] = False
+    is_language_model: ClassVar[bool] = False
+    means_over_tokens: ClassVar[bool] = False
+    compared_by_row: ClassVar[bool] = False
+    keeps_base: ClassVar[bool] = False
+    loss_is_opaque: ClassVar[bool] = False
+    softmax: ClassVar[bool] = True
+    texts_a_row: ClassVar[int] = 1
+    no_pretraining: ClassVar[str] = ""
+    adaptations: ClassVar[tuple[str, ...]] = ("full", "top_layers", *LORA)
+    lora_scale: ClassVar[float] = 2.0
+    figures: ClassVar[tuple[str, ...]] = ()
+    sums: ClassVar[tuple[str, ...]] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> Self:
+        """The task with the values of its keys in a [model] table."""
+        return cls(**{f.name: getattr(spec, f.name) for f in fields(cls)})
+
+    @property
+    def classifies_by_head(self) -> bool:
+        """Whether it is the plain classifier: one label a row, a new head, softmax and cross-entropy."""
+        return self.one_class_a_row and self.new_head
+
+    @property
+    def table_kinds(self) -> tuple[str, ...]:
+        """Kinds of rows as they are read for this task."""
+        return self.kinds if self.own_kind is None else (self.own_kind.name,)
+
+    @property
+    def answers(self) -> bool:
+        """Whether its rows are prompts with answers, which a template writes."""
+        return self.own_kind is not None and self.own_kind.answered
+
+    def packs(self, kind: str) -> bool:
+        """Whether rows of this kind become blocks of their joined text, so that blocks and rows differ in number."""
+        return False
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+    def claims(self, columns: Mapping[str, Any], spec: DataSpec) -> bool:
+        """Whether these columns are rows of this task, where the experiment names none."""
+        return False
+
+    def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading | None:
+        """The rows of these columns; None: the columns of pictures, texts and labels are read as those of any task.
+
+        Args:
+            spec: names of the columns.
+            source: name of the file in messages.
+            labelled: False for rows to predict, which may have no answers and no labels.
+
+        Raises:
+            InputError: a column is missing, or a cell is empty or of another form; says where.
+        """
+        return None
+
+    def sheet(self, path: Path) -> Sheet:
+        """The columns of a file whose name ends as :attr:`endings` say.
+
+        Raises:
+            InputError: the file has another form; says where.
+        """
+        raise NotImplementedError(f"{self.name}: no files of its own")
+
+    def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
+        """The rows with targets of other rows, at random: what an attacker trains on.
+
+        Raises:
+            InputError: they have none.
+        """
+        from dataclasses import replace
+
+        from fedfm.errors import InputError
+
+        if rows.labels is None:
+            raise InputError('attack.name = "label_shuffle": the rows have no labels to shuffle')
+        return replace(rows, labels=rows.labels[rng.permutation(len(rows))])
+
+    def rows(self, part: Table, tools: Tools, classes: tuple[str, ...]) -> Rows:
+        """Rows of texts, or of the task's own kind, as tensors and tokens, with their targets.
+
+        Args:
+            part: the rows.
+            tools: tokenizer, most tokens of a row, template.
+            classes: of the model, in the order of the logits.
+
+        Raises:
+            InputError: a label is none of the classes.
+        """
+        from fedfm.core.rows import Rows
+        from fedfm.models import preprocessing
+
+        tokens = preprocessing.texts(part.inputs, tools.tokenizer, tools.max_length)
+        labels = preprocessing.labels_of(part, classes)
+        return Rows(tokens=tokens, labels=labels, pad=int(tools.tokenizer.pad_token_id or 0))
+
+    # --- model --------------------------------------------------------------------------------------------------------
+    def auto_class(self, kind: str) -> str:
+        """Name of transformers' class for rows of this kind, without ``AutoModelFor``."""
+        return "CausalLM"
+
+    def peft_type(self, kind: str) -> str | None:
+        """PEFT's name of the task for rows of this kind, in an adapter's file; None: none."""
+        return None
+
+    def encode(self, model: Model, rows: Rows) -> Rows:
+        """The rows with what is computed once of each, under what is frozen."""
+        return rows
+
+    def prompts(self, rows: Rows) -> Rows:
+        """The rows without their answers, where they have some."""
+        from fedfm.core.rows import Rows
+
+        if "answer_start" not in rows.tensors or rows.tokens is None:
+            return rows
+        return Rows(tokens=rows.tokens.cut(rows.tensors["answer_start"].numpy()), pad=rows.pad)
+
+    def logits(self, model: Model, batch: Batch) -> Tensor:
+        """The model's outputs for a batch."""
+        return model.outputs(batch)
+
+    def targets(self, model: Model, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits (m, C), float32, and targets (m,) of the cross-entropy; the target -100 does not count."""
+        return logits.float(), batch["labels"].to(logits.device)
+
+    def counted(self, batch: Batch) -> int:
+        """Over how many targets the loss of this batch is a mean."""
+        return len(next(iter(batch.values())))
+
+    def loss(self, model: Model, batch: Batch) -> Tensor:
+        """The mean loss, a scalar, over the targets that count; with :meth:`counted` it is (sum, count)."""
+        import torch.nn.functional as F
+
+        from fedfm.models.preprocessing import IGNORE
+
+        return F.cross_entropy(*model.flat(model.logits(batch), batch), ignore_index=IGNORE)
+
+    def row_losses(self, model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The loss of each row as (sums (b,), counts (b,)); all sums over all counts is :meth:`loss`."""
+        import torch.nn.functional as F
+
+        from fedfm.models.preprocessing import IGNORE
+
+        said, targets = model.flat(model.logits(batch), batch)
+        rows = len(next(iter(batch.values())))
+        each = F.cross_entropy(said, targets, ignore_index=IGNORE, reduction="none")
+        return each.reshape(rows, -1).sum(1), (targets != IGNORE).reshape(rows, -1).sum(1)
+
+    def predict(self, model: Model, rows: Rows, batch_size: int) -> Tensor:
+        """Logits of all rows without gradients, float32 on the CPU."""
+        return model.in_batches(rows, batch_size)
+
+    # --- scores -------------------------------------------------------------------------------------------------------
+    def scores(self, model: Model, rows: Rows, batch_size: int = 64) -> Scores:
+        """Scores of the model on the rows: ``n``, ``accuracy``, ``loss`` and the like, and those of :attr:`figures`."""
+        from fedfm.models import metrics
+
+        if self.sums:
+            counts = self.count(model, rows, batch_size)
+            return metrics.nothing(len(rows)) | counts | self.from_sums(counts)
+        if rows.labels is None or not len(rows):
+            return metrics.nothing(n=len(rows))
+        return metrics.scores(model.predict(rows, batch_size), rows.labels)
+
+    def scores_of(self, rows: Rows, logits: Tensor) -> Scores:
+        """As :meth:`scores`, from the logits of these rows."""
+        from fedfm.models import metrics
+
+        return metrics.nothing(n=len(rows)) if rows.labels is None else metrics.scores(logits, rows.labels)
+
+    def count(self, model: Model, rows: Rows, batch_size: int = 64) -> dict[str, float]:
+        """The sums over rows that :attr:`sums` names."""
+        raise NotImplementedError(f"{self.name}: no sums")
+
+    def from_sums(self, sums: Mapping[str, float]) -> Scores:
+        """The scores that these sums give."""
+        raise NotImplementedError(f"{self.name}: no sums")
+
+    def joined(self, parts: Sequence[Mapping[str, Any]]) -> Scores:
+        """Scores on the union of rows from those on its parts."""
+        from fedfm.models import metrics
+
+        known = [dict(part) for part in parts if part.get("n")]
+        if not self.sums:
+            return metrics.joined([dict(part) for part in parts], self.weights)
+        known = [part for part in known if all(part.get(name) is not None for name in self.sums)]
+        if not known:
+            return metrics.nothing(sum(part.get("n") or 0 for part in parts))
+        total = {name: sum(part[name] for part in known) for name in self.sums}
+        return metrics.nothing(sum(part["n"] for part in known)) | total | self.from_sums(total)
+
+    @property
+    def weights(self) -> dict[str, str]:
+        """Score -> what it is a mean over, ``n`` (rows) or ``tokens``; others cannot be joined."""
+        return {"accuracy": "n", "loss": "n"}
+
+    # --- results ------------------------------------------------------------------------------------------------------
+    def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
+        """What ``fedfm predict`` writes of the rows: lists of one entry a row by name, and figures of all rows."""
+        import torch
+
+        model = trained.model
+        rows = trained.encoded(model.prepare(table, range(len(table))))
+        probabilities = torch.softmax(trained.logits(rows), 1)
+        return {
+            "classes": list(model.classes),
+            "predictions": [model.classes[i] for i in probabilities.argmax(1).tolist()],
+            "probabilities": [[round(p, 6) for p in row] for row in probabilities.tolist()],
+        }
+
+    def pipeline(self, kind: str) -> str | None:
+        """The hub's tag of the pipeline that an export of rows of this kind is for; None: there is none."""
+        return {"image": "image-classification", "text": "text-classification"}.get(kind)
+
+    def describe(self, model: Model) -> dict[str, Any]:
+        """What the configuration of an export says of the task: its name, and the values of its keys."""
+        return {"task": self.name}
