@@ -10,9 +10,6 @@ central iteration of pfl-research where it is installed. Each has five rounds a 
 single one finds in the caches what another had there. fedfm and the loop see the same mini-batches, and their means
 have to agree. Ratios are of CPU seconds. The last column sets a client-round of fedfm against what Flower's simulation
 takes to move the same head to a client that does nothing and back.
-
-A second table is of side adapters (BlindFed) on released states of random numbers: fedfm's compiled loops, one client
-after the other, beside its autograd loop and beside all clients as one stacked batch (``torch.func``'s vmap).
 """
 
 from __future__ import annotations
@@ -31,17 +28,14 @@ from torch.nn import functional
 from fedfm import seeds
 from fedfm.aggregation.base import Aggregator
 from fedfm.config.experiment import Experiment
-from fedfm.core.client import Client, ClientData, Update, on_client
+from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
-from fedfm.core.rows import Rows
 from fedfm.engines.local.engine import LocalLink
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
-from fedfm.models.adapters.side_adapter import STATES, of_states
 from fedfm.runtime.client import Silos
 from fedfm.runtime.population import populate
-from fedfm.training import SGD, loop, side_adapter
-from fedfm.training.local_job import Job
+from fedfm.training import SGD
 
 ROUNDS = 5  # a turn
 
@@ -230,72 +224,11 @@ def measure(
     return rows, sum(fed.initial.layout.sizes.values()), notes
 
 
-def stacked(jobs: Sequence[Job]) -> list[Params]:
-    """All clients as one batch: their parameters stacked, all with equally many rows, plain SGD."""
-    net, local = jobs[0].client.model.net, jobs[0].local
-    p = {name: torch.stack([job.w[name] for job in jobs]) for name in jobs[0].w}
-    states = torch.stack([job.client.data.train.tensors[STATES] for job in jobs])
-    labels = torch.stack([job.client.data.train.labels for job in jobs])
-
-    def loss(w: Any, x: Any, y: Any) -> Any:
-        return functional.cross_entropy(torch.func.functional_call(net, w, (x,)), y)
-
-    slope, each = torch.func.vmap(torch.func.grad(loss)), torch.arange(len(jobs))[:, None]
-    for index in zip(*(job.orders() for job in jobs), strict=True):
-        here = torch.from_numpy(np.stack(index))
-        for name, g in slope(p, states[each, here], labels[each, here]).items():
-            p[name] = p[name] - local.learning_rate * g
-    return [Params({name: x[k] for name, x in p.items()}) for k in range(len(jobs))]
-
-
-def side_adapters(turns: int) -> list[dict[str, Any]]:
-    """Rows of the table: local training of a round, 96 rows a client."""
-    found = []
-    for released, clients, shape in (
-        ("class", 5, (4, 1, 128, 8)),
-        ("class", 50, (4, 1, 128, 8)),
-        ("grid", 5, (4, 5, 128, 8)),
-        ("grid", 50, (4, 5, 128, 8)),
-        ("class, ViT-B", 5, (12, 1, 768, 8)),
-    ):
-        rng, local = np.random.default_rng(0), SGD(learning_rate=0.05, batch_size=16)
-        model = of_states(*shape, [str(i) for i in range(10)])
-        model.net.draw(0)
-        w, jobs = model.params(), []
-        for k in range(clients):
-            x = torch.from_numpy(rng.normal(size=(96, *shape[:3])).astype(np.float32))
-            rows = Rows({STATES: x}, labels=torch.from_numpy(rng.integers(0, 10, 96)))
-            jobs.append(Job(Client(f"c{k}", ClientData(lambda rows=rows: rows, Rows, Rows), model, {}, k), w, local))
-        ways: dict[str, Callable[[Sequence[Job]], list[Params]]] = {
-            "ours": side_adapter.train,
-            "loop": loop.train,
-            "stacked": stacked,
-        }
-        out = {name: way(jobs) for name, way in ways.items()}
-        apart = {
-            n: max(float((a - b).norm() / (b - w).norm()) for a, b in zip(ws, out["loop"], strict=True))
-            for n, ws in out.items()
-        }
-        times = common.interleave({name: lambda way=way, jobs=jobs: way(jobs) for name, way in ways.items()}, turns)
-        found.append(
-            {
-                "clients": f"{clients}, {released}",
-                "L, P, d, r": ", ".join(map(str, shape)),
-                "fedfm, ms a client": round(1e3 * common.median(times["ours"]) / clients, 2),
-                "ratio to the loop": common.ratio(times["loop"], times["ours"]),
-                "the loop to one stacked batch": common.ratio(times["loop"], times["stacked"]),
-                "apart from the loop": f"{apart['ours']:.1g}, stacked {apart['stacked']:.1g}",
-            }
-        )
-    return found
-
-
 def main() -> None:
     options = common.arguments(
         __doc__,
         turns={"type": int, "default": 15},
         rows={"type": int, "default": 2000, "help": "training rows of banking77, 100 a client"},
-        only_side={"action": "store_true", "help": "the table of side adapters alone"},
         skip_ray={"action": "store_true", "help": "without Flower's simulation"},
     )
     torch.set_num_threads(1)
@@ -305,19 +238,6 @@ def main() -> None:
     notes: list[str] = []
     floats = 0
     settings = [(16, 1), (32, 1), (10, 5)]
-    beside = side_adapters(turns)
-    side_goals = [
-        common.goal(
-            f"times the stacked batch, side adapters, {r['clients']}",
-            r["ratio to the loop"]["median"] / r["the loop to one stacked batch"]["median"],
-            least=1.0,
-        )
-        for r in beside
-    ]
-    side_table = {"title": "Side adapters on released states, one thread", "rows": beside}
-    if options.only_side:
-        common.emit("Side adapters", [side_table], side_goals, [])
-        return
     for title, clients, make in (
         ("digits, nano-vit", 40, common.digits),
         ("banking77, MiniLM", (500 if options.quick else options.rows) // 100, common.banking77),
@@ -332,8 +252,8 @@ def main() -> None:
         more, floats, said = measure(title, tables, settings, turns)
         rows += more
         notes += [n for n in said if n not in notes]
-    tables_out = [{"title": "Heads on cached features, one thread", "rows": rows}, side_table]
-    goals = side_goals + [
+    tables_out = [{"title": "Heads on cached features, one thread", "rows": rows}]
+    goals = [
         common.goal(f"times the loop, {r['clients']}, B, E = {r['B, E']}", r["ratio to the loop"]["median"], least=5.0)
         for r in rows
     ]

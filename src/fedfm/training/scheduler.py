@@ -17,7 +17,7 @@ import greenlet
 
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
-from fedfm.training import heads, loop, packed, private, side_adapter
+from fedfm.training import heads, loop, packed, private
 from fedfm.training.local_job import Job
 
 _HEADS = (64, 4)  # clients in a chunk of heads, at most and at least: a message costs as much as several heads
@@ -25,7 +25,6 @@ _HEADS = (64, 4)  # clients in a chunk of heads, at most and at least: a message
 _autograd: ContextVar[bool] = ContextVar("autograd", default=False)  # whether the loop trains what compiled loops could
 
 Trainer = Callable[[Sequence[Job]], list[Params]]
-_COMPILED: tuple[Trainer, ...] = (heads.train, side_adapter.train)
 
 
 class _Chunk(greenlet.greenlet):  # type: ignore[misc]
@@ -47,8 +46,6 @@ def trainer_for(model: Model, local: Any = None, only: Sequence[str] | None = No
         return private.train
     if only is not None or (local is not None and (local.absent != "keep" or local.looks)):
         return loop.train
-    if side_adapter.applies(model):
-        return side_adapter.train
     if local is not None and local.stepwise:
         return loop.train
     if heads.applies(model):
@@ -73,7 +70,7 @@ def least(model: Model) -> int:
 
 def compiles(model: Model, local: Any = None) -> bool:
     """Whether its training loads loops that numba compiles."""
-    return trainer_for(model, local) in _COMPILED
+    return trainer_for(model, local) is heads.train
 
 
 @contextmanager
@@ -89,9 +86,7 @@ def by_autograd() -> Iterator[None]:
 def prepare(model: Model) -> None:
     """Load the kernels of its training before the process forks, so that its children share them."""
     if heads.applies(model):
-        import fedfm.linalg.kernels.softmax_sgd
-    elif side_adapter.applies(model):
-        import fedfm.linalg.kernels.side_chain  # noqa: F401
+        import fedfm.linalg.kernels.softmax_sgd  # noqa: F401
     else:
         packed.prepare(model)
 
@@ -154,7 +149,7 @@ def _train_alone(job: Job) -> Params:
 
 def _trainer_of(job: Job) -> Trainer:
     found = trainer_for(job.client.model, job.local, job.only, job.client.private is not None)
-    return loop.train if _autograd.get() and found in _COMPILED else found
+    return loop.train if _autograd.get() and found is heads.train else found
 
 
 def _alone(call: Callable[[], Any]) -> Any:
