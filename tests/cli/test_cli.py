@@ -899,8 +899,8 @@ class TestFoundationModels:
         assert main(["run", str(fedbaf(tmp_path)), "--baselines", "--out", str(out), "--format", "json"]) == 0
         result = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert result["method"] == "fedbaf"
-        assert set(result["yardsticks"]) == {"no-foundation", "weight-initialisation"}
-        assert result["yardsticks"]["no-foundation"]["method"] == "fedavg"
+        assert set(result["baselines"]) == {"no-foundation", "weight-initialisation"}
+        assert result["baselines"]["no-foundation"]["method"] == "fedavg"
         assert "Compared with baselines" in (out / "fedbaf/report.html").read_text()
         moved = out.rename(tmp_path / "moved")
         assert main(["report", str(moved)]) == 0
@@ -918,7 +918,7 @@ class TestFoundationModels:
     def test_a_method_without_baselines_says_so(self, tmp_path, capsys):
         path = tmp_path / "e.toml"
         path.write_text('[data]\nname = "digits"\n[model]\nname = "nano-vit"\n[method]\nname = "fedavg"\n')
-        assert main(["run", str(path), "--yardsticks"]) == 2
+        assert main(["run", str(path), "--baselines"]) == 2
         assert "names none" in capsys.readouterr().err
 
 

@@ -82,7 +82,7 @@ def test_a_stopped_study_says_how_it_goes_on(flags, run, tmp_path, capsys, monke
     assert Path(place).parent == Path("runs")
     assert main(["run", "exp.toml", *flags, "--out", place, "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert len(found.get("runs", found.get("yardsticks", ()))) >= 2
+    assert len(found.get("runs", found.get("baselines", ()))) >= 2
 
 
 @pytest.mark.parametrize("low", [0.0, -1.0, 1e-12, 0.5])

@@ -17,7 +17,7 @@ from fedfm.core import storage
 from fedfm.core.wire import codec, payload
 from fedfm.engines.flower import client_stub
 from fedfm.engines.flower.site import of_folder
-from fedfm.errors import Lost, RunError
+from fedfm.errors import InputError, Lost, RunError
 from fedfm.reports import html, read
 from fedfm.runtime import file_integrity
 from fedfm.runtime.client_memory import DiskMemory, secret
@@ -310,41 +310,19 @@ def _notices(run):
     return fedfm.load_run(run).manifest["notices"]
 
 
-# --- earlier releases ------------------------------------------------------------------------------------------------
+# --- versions before 0.2.0 --------------------------------------------------------------------------------------------
 
 
-def as_it_was_written(run):
-    """A run as releases without lists have left it."""
-    for path in [*run.rglob("+kept")]:
-        shutil.rmtree(path)
-    for path in run.rglob("*.secret"):
-        path.write_bytes(file_integrity.read_secret(path))
+def test_a_run_without_lists_is_refused_with_the_version_that_can_resume_it(copy):
+    run, _ = copy("scaffold")
     for path in run.rglob("round-*.safetensors"):
         record = storage.load(path)
         del record["kept"]
         storage.save(path, record)
-    manifest = json.loads((run / "manifest.json").read_text())
-    del manifest["lost"]
-    (run / "manifest.json").write_text(json.dumps(manifest))
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_a_run_of_an_earlier_release_goes_on_to_the_same_bits_and_says_what_it_lacks(copy, name):
-    run, straight = copy(name)
-    as_it_was_written(run)
-    assert "This record is not whole" not in html.write(run).read_text()
-    assert fedfm.resume(run)["params_sha256"] == straight
-    assert len([n for n in _notices(run) if "an earlier release wrote private/" in n]) == 1
-    assert read.read(run).missing == ()
-
-
-def test_an_earlier_release_s_memory_and_key_are_missed_too_where_that_can_be_seen(copy, tmp_path):
-    run, _ = copy("fedbaf")
-    as_it_was_written(run)
-    (run / "private/server/alpha.secret").unlink()
-    with pytest.raises(Lost, match=r"alpha\.secret is missing: .* release a second time"):
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match=r"before 0\.2\.0 wrote this run"):
         fedfm.resume(run)
-    assert fedfm.resume(run, accept_loss=True)["lost"][0]["file"] == "private/server/alpha.secret"
+    assert {path: path.read_bytes() for path in before} == before
 
 
 # --- logs ------------------------------------------------------------------------------------------------------------

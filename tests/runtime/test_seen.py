@@ -76,7 +76,7 @@ def test_means_of_one_round_are_told_apart(tmp_path):
     assert seen(log(path, *mean(3, "ab"), ("a", "server", "query.X_more", "plain", 1, 4))).smallest_sum == 1
     assert seen(log(path, *mean(3, "ab"), ("a", "server", "aggregate.S_keys", "plain", 1, 2))).smallest_sum == 2
     assert seen(log(path, *mean(3, "ab"), ("a", "server", "reveal.E_own", "plain", 1, 4))).smallest_sum == 1
-    assert seen(log(path, *mean(None, "abc"))).smallest_sum is None  # of an earlier release
+    assert seen(log(path, *mean(None, "abc"))).smallest_sum is None  # no line says its call
     assert seen(log(path, *mean(3, "abc"), *mean(None, "abc"))).smallest_sum is None
     assert seen(tmp_path / "none").smallest_sum is None
 

@@ -97,7 +97,7 @@ def with_baselines(experiment: Experiment, out: Path | None, progress: Progress)
     """Run an experiment and its method's baselines, each in a folder of its own; finished runs are not repeated.
 
     Returns:
-        The experiment's result, and the baselines' under ``yardsticks``, by name.
+        The experiment's result, and the baselines' under ``baselines``, by name.
 
     Raises:
         InputError: the method has no baselines.
@@ -119,14 +119,14 @@ def with_baselines(experiment: Experiment, out: Path | None, progress: Progress)
             others[name] = _finished(changed, out / name, progress)
         write_order(out, [experiment.method_name, *others])
         html.write(out / experiment.method_name)
-    return main | {"yardsticks": others}
+    return main | {"baselines": others}
 
 
 def baselines_text(result: dict[str, Any]) -> str:
     """Table of the run and its baselines."""
     from fedfm.reports import compare
 
-    runs = [Path(r["run"]) for r in (result, *result["yardsticks"].values())]
+    runs = [Path(r["run"]) for r in (result, *result["baselines"].values())]
     return f"{compare.table(runs).rstrip()}\nreport: {runs[0] / 'report.html'}"
 
 

@@ -70,7 +70,7 @@ def build(first: str = "") -> argparse.ArgumentParser:
     run.add_argument("experiment", type=Path, help="TOML file")
     run.add_argument("--out", type=Path, help="run directory [runs/<name>-<time>]")
     run.add_argument("--seeds", help="comma-separated: run each, report mean and interval")
-    run.add_argument("--baselines", "--yardsticks", action="store_true", help="also run the method's baselines")
+    run.add_argument("--baselines", action="store_true", help="also run the method's baselines")
     run.add_argument("--tune", help="comma-separated learning rates; the best on validation rows is used")
 
     pretrain = command("pretrain", commands.pretrain, "train a foundation model centrally, as a folder", json=True)

@@ -126,8 +126,6 @@ def fingerprints(run: Run, table: Table, model: Model) -> dict[str, str]:
     if run.experiment.privacy is not None:
         private, began = run.path / "private", run.manifest["fingerprints"]
         if began and not (path := secret_file(private, *_KEY)).is_file():
-            if began.get("data") == data:  # an earlier release wrote this fingerprint, without a key
-                return {"data": data, **model.fingerprints}
             if str(path.relative_to(run.path)) not in {mark["file"] for mark in run.manifest.get("lost", ())}:
                 raise InputError(
                     f"{path} is missing: it keys the fingerprint of the data, and without it nobody can tell whether "
@@ -139,7 +137,7 @@ def fingerprints(run: Run, table: Table, model: Model) -> dict[str, str]:
 
 
 def check_same(run: Run, now: Mapping[str, str], why: str) -> None:
-    """Compare fingerprints with those of the run; an earlier release wrote fewer.
+    """Compare fingerprints with those of the run; one whose key was lost is not compared.
 
     Args:
         why: what needs the originals.

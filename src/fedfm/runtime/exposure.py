@@ -37,7 +37,7 @@ class Sight:
         traffic: largest first.
         received: bytes by party and form.
         smallest_sum: the number of updates of which the server saw at least the sum: 1 if it saw one client's reply
-            alone; None if it saw no reply made of rows, or an earlier release wrote the log.
+            alone; None if it saw no reply made of rows, or the log does not say to which call one belongs.
     """
 
     traffic: tuple[Traffic, ...]

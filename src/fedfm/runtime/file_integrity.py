@@ -2,8 +2,7 @@
 
 The files of a party are in ``ROOT/<party>/``. Each has a checksum, which detects damage, and an entry in the list
 ``ROOT/+kept/<party>/list``, which detects its loss. The list is written after a new file and before the removal of an
-old one: a process that is killed in between leaves a file too many, never one too few. Folders of earlier releases have
-no list and their secrets no checksum; they are accepted as they are.
+old one: a process that is killed in between leaves a file too many, never one too few.
 """
 
 from __future__ import annotations
@@ -96,10 +95,7 @@ def read_secret(path: Path) -> bytes | None:
     Raises:
         FileNotFoundError: there is none.
     """
-    found = path.read_bytes()
-    # An earlier release wrote 32 bytes without a checksum.
-    old = len(found) == SECRET and not found.startswith(storage.seal(b"")[:8])
-    return found if old else storage.unseal(found)
+    return storage.unseal(path.read_bytes())
 
 
 def lost(path: Path, how: str, list_file: Path) -> Lost:
@@ -167,15 +163,6 @@ def secrets(private: Path) -> Iterator[Path]:
     for root in roots(private):
         for party in _folders(root):
             yield from sorted((root / party).glob("*.secret"))
-
-
-def unlisted(private: Path) -> bool:
-    """Whether a party has files but no list."""
-    return any(
-        files(root / party) and not (root / LISTS / party / "list").exists()
-        for root in roots(private)
-        for party in _folders(root)
-    )
 
 
 def _folders(root: Path) -> list[str]:

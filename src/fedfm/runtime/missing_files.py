@@ -6,17 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fedfm.core import storage
-from fedfm.core.capabilities import secrets_of
-from fedfm.errors import Lost
+from fedfm.errors import InputError, Lost
 from fedfm.runtime import file_integrity, logs
-from fedfm.runtime.client_memory import secret_file
 from fedfm.runtime.file_integrity import Loss
 from fedfm.runtime.predictions import kept
 from fedfm.runtime.run_directory import Run
-
-_UNLISTED = (
-    "an earlier release wrote private/: secrets have no checksum there, and nothing tells that a file is missing"
-)
 
 
 def settle(run: Run, accept: bool = False) -> list[str]:
@@ -27,8 +21,13 @@ def settle(run: Run, accept: bool = False) -> list[str]:
 
     Raises:
         Lost: a file is damaged or missing; the run is unchanged.
+        InputError: a version before 0.2.0 wrote the run.
     """
     record, _ = run.newest()
+    if record is not None and "kept" not in record:
+        raise InputError(
+            f"{run.path}: fedfm before 0.2.0 wrote this run, without lists of its files; resume it with that"
+        )
     known = len(run.manifest["notices"])
     marked = {(mark["file"], mark["how"]) for mark in run.manifest.get("lost", ())}
     found = [loss for loss in _losses(run, record) if loss.root or _key(run, loss) not in marked]
@@ -40,8 +39,6 @@ def settle(run: Run, accept: bool = False) -> list[str]:
         after = None if record is None else record["round"]
         run.manifest.setdefault("lost", []).append({"file": file, "how": how, "after_round": after})
         run.note(f"{file} {how}: the run went on without it")
-    if record is not None and "kept" not in record and file_integrity.unlisted(run.path / "private"):
-        run.note(_UNLISTED)
     if len(run.manifest["notices"]) > known:
         run.write_manifest()
     return list(run.manifest["notices"][known:])
@@ -77,11 +74,7 @@ def _losses(run: Run, record: Mapping[str, Any] | None) -> Iterator[Loss]:
         yield from _no_checkpoint(run)
         yield from file_integrity.losses(private, -1, ())
         return
-    yield from file_integrity.losses(private, record["round"], record.get("kept", ()))
-    if "kept" not in record:
-        names = secrets_of(run.experiment.method, run.experiment.aggregation)
-        paths = (secret_file(private, "server", name) for name in names)
-        yield from (Loss(path, file_integrity.MISSING) for path in paths if not path.exists())
+    yield from file_integrity.losses(private, record["round"], record["kept"])
     if run.experiment.run.patience:
         yield from _not_judged(run, record)
 

@@ -363,6 +363,5 @@ class Run:
         return self._folder / f"round-{t:06d}.safetensors"
 
     def _checkpoints(self) -> list[Path]:
-        """Files in order of rounds; earlier releases wrote all of them to ``checkpoint/``."""
-        folders = {self.path / "checkpoint", self._folder}
-        return sorted((path for folder in folders for path in folder.glob("round-*.safetensors")), key=lambda p: p.name)
+        """Files in order of rounds."""
+        return sorted(self._folder.glob("round-*.safetensors"))

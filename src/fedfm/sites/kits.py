@@ -55,7 +55,7 @@ def _made(federation: FederationFile, out: Path, renew: bool) -> dict[str, Any]:
         loopback_keys.write_secret(server / "superexec.secret")
         (server / NODES).mkdir()
         _write(kit, out, kit_templates.of_server(kit))
-    if not (server / OPERATOR).exists():  # a kit of an older release had none
+    if not (server / OPERATOR).exists():  # lost, or removed for a new one
         loopback_keys.write_secret(server / OPERATOR)
     (made if old is None else kept).append(SERVER)
     ports = _ports(federation, out, port)
