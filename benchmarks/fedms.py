@@ -3,7 +3,7 @@
     python benchmarks/fedms.py
     python benchmarks/fedms.py --memory 20
 
-Models: nano-clip, and a CLIP of the shape that examples/build_small_clip makes (a ViT-tiny of 12 blocks, 224 pixels,
+Models: nano-clip, and a CLIP of the shape that reproduce/weights/small_clip makes (a ViT-tiny of 12 blocks, 224 pixels,
 and a BERT of 6 blocks, width 384), with random weights: 10 classes, one prompt each. Both halves train the same client
 on the same mini-batches with AdamW, in turn (A B A B), on one thread. The hand-written loop has the adapters "global"
 and "local" on one base, computes both experts whole for every batch, switches between them, and trains the top k blocks

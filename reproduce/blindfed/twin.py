@@ -75,7 +75,7 @@ def pictures(name: str, source: Path) -> list[tuple[Table, np.ndarray]]:
         table = load_table(DataSpec(path=str(path)), seed=0, task="classification")
         who = np.full(len(table), "jpeg" if part != name else "unseen", dtype="<U8")
         if part in TRAINED:
-            rng = np.random.default_rng(0)  # as examples/pretrain_nano_vit/train.py draws, for one set after the other
+            rng = np.random.default_rng(0)  # as reproduce/weights/nano_vit/train.py draws, for one set after the other
             orders = {trained: rng.permutation(n) for trained, n in TRAINED.items()}
             who[:] = "held_out"
             who[np.flatnonzero(np.array(table.split) != "test")[orders[part][KEPT_OUT:]]] = "trained"

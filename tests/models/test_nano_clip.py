@@ -12,7 +12,7 @@ from fedfm.models.quiet import quiet
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 PROMPTS = ["a photo of a dog.", "a drawing of a guitar."]
-# Printed by examples/build_nano_clip/by_hand.py, a forward pass in numpy.
+# Printed by reproduce/weights/nano_clip/by_hand.py, a forward pass in numpy.
 TOKENS = [[2, 37, 1176, 1511, 37, 389, 18, 3], [2, 37, 3346, 889, 1511, 37, 761, 18, 3]]
 LOGITS = [[-0.8974, 3.2778], [0.9882, 1.6909]]  # pictures by prompts
 

@@ -20,7 +20,7 @@ from student import WORDS, make_student, make_tokenizer
 from torch import Tensor
 from transformers import AutoTokenizer, VisionTextDualEncoderModel
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "build_small_clip"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "small_clip"))
 from zero_shot import spoken
 
 TEMPLATES = (

@@ -19,7 +19,7 @@ from student import make_processor, make_student, make_tokenizer
 from text import imagenet_names
 from transformers import VisionTextDualEncoderModel
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "build_small_clip"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "small_clip"))
 from build import fit_scale
 from pictures import read
 from zero_shot import image_embeddings, text_embeddings

@@ -26,7 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "pretrain_nano_vit"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "nano_vit"))
 
 from train import PREPROCESSOR, augment, load_data
 

@@ -25,7 +25,7 @@ from text import imagenet_names
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, VisionTextDualEncoderModel
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "build_small_clip"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "small_clip"))
 from pictures import read
 from zero_shot import text_embeddings
 
