@@ -1,7 +1,8 @@
 """One look at a model with two rows before the first round: whether it computes what its description says.
 
-Its head gives its logits from one vector a row, where the head is trained alone. Its blocks run in their order. Every
-trained tensor gets a gradient. The look changes nothing: no statistics, no generators, no gradients.
+Its head gives its logits from one vector a row, where the head is trained alone. A language model does not see the
+words that it predicts. Its blocks run in their order. Every trained tensor gets a gradient. The look changes nothing:
+no statistics, no generators, no gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
-from fedfm.models import pooling
+from fedfm.models import later_words, pooling
 from fedfm.models.loss_graph import is_opaque, reach
 from fedfm.models.model import Model
 
@@ -26,14 +27,17 @@ def look(model: Model, rows: Rows) -> list[str]:
     """Notices about the model: which trained tensors no gradient reaches; that rows of a batch change each other.
 
     Args:
-        rows: a few training rows, from :meth:`Model.prepare`; of them the two shortest are read.
+        rows: a few training rows, from :meth:`Model.prepare`; of them the two shortest are read, of a language model
+            also the longest.
 
     Raises:
-        InputError: the model has no features before its head where they are needed, or
-            trains its last blocks, and they are not the last that run.
+        InputError: the model has no features before its head where they are needed, sees the words that it is to
+            predict, or trains its last blocks, and they are not the last that run.
     """
     if model.hollow or not len(rows) or "features" in rows.tensors:
         return []
+    with torch.random.fork_rng(devices=_cuda(model)):
+        later_words.refuse(model, rows)
     rows = _shortest(rows)
     with torch.random.fork_rng(devices=_cuda(model)):
         if model.adaptation == "head":

@@ -29,7 +29,7 @@ def fit(tools: Tools, spec: ModelSpec, module: nn.Module, config: Any) -> Tools:
     Raises:
         InputError: the padding token has no row in the embedding, or no room is left for a prompt.
     """
-    words = _embedding(module)
+    words = embedding(module)
     rows = None if words is None else int(words.weight.shape[0])
     pad = tools.tokenizer.pad_token_id
     if rows is not None and pad is not None and pad >= rows:
@@ -96,7 +96,7 @@ def exceeds(tools: Tools) -> bool:
     return tools.tokenizer is not None and tools.vocabulary is not None and len(tools.tokenizer) > tools.vocabulary
 
 
-def _embedding(module: nn.Module) -> Any:
+def embedding(module: nn.Module) -> Any:
     """The embedding of the tokens; None where the model has none that is a table (CANINE hashes characters)."""
     try:
         found = module.get_input_embeddings()  # type: ignore[operator]
