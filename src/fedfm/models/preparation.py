@@ -11,6 +11,7 @@ import hashlib
 import json
 from typing import Any
 
+from fedfm.models.preprocessing import written_beside
 from fedfm.models.preprocessors import Tools
 from fedfm.models.quiet import quiet
 
@@ -45,10 +46,11 @@ def _of_processor(processor: Any) -> dict[str, Any]:
 
 
 def _of_tokenizer(tokenizer: Any) -> list[Any]:
-    """Its words, its numbers for some texts, its special tokens and its chat template."""
+    """Its words, its numbers for some texts, its special tokens, its chat template and what it writes beside tokens."""
     with quiet():
         texts = [tokenizer(text)["input_ids"] for text in _PROBES]
         words = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
     sides = tokenizer.padding_side, tokenizer.truncation_side
     special = tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id
-    return [texts, words, sides, special, getattr(tokenizer, "chat_template", None)]
+    beside = [[name, [tokenizer(text)[name] for text in _PROBES]] for name in written_beside(tokenizer)]
+    return [texts, words, sides, special, getattr(tokenizer, "chat_template", None), *beside]

@@ -176,14 +176,43 @@ def plain_call(size: int, mean: Sequence[float], std: Sequence[float]) -> Prepro
 
 def texts(strings: Sequence[str], tokenizer: Any, max_length: int) -> Tokens:
     """A token vector for each string, cut at ``max_length``, with the tokenizer's special tokens."""
+    return encoded(strings, tokenizer, max_length)[0]
+
+
+def encoded(strings: Sequence[str], tokenizer: Any, max_length: int) -> tuple[Tokens, dict[str, Tokens]]:
+    """As :func:`texts`, and what else the tokenizer writes for each token, by the model's argument."""
     empty = [tokenizer.pad_token_id or 0]  # no model takes a row of length 0
+    names = written_beside(tokenizer)
 
-    def chunk(start: int) -> list[list[int]]:
+    def chunk(start: int) -> tuple[list[list[int]], ...]:
         with quiet():
-            some = list(strings[start : start + CHUNK])
-            return [i or empty for i in tokenizer(some, truncation=True, max_length=max_length)["input_ids"]]
+            found = tokenizer(list(strings[start : start + CHUNK]), truncation=True, max_length=max_length)
+        return [i or empty for i in found["input_ids"]], *([i or [0] for i in found[name]] for name in names)
 
-    return Tokens.gathered(map(chunk, range(0, len(strings), CHUNK)))
+    if not names:
+        return Tokens.gathered(chunk(start)[0] for start in range(0, len(strings), CHUNK)), {}
+    chunks = [chunk(start) for start in range(0, len(strings), CHUNK)]
+    tokens, *others = (Tokens.gathered(c[i] for c in chunks) for i in range(1 + len(names)))
+    return tokens, dict(zip(names, others, strict=True))
+
+
+def written_beside(tokenizer: Any) -> tuple[str, ...]:
+    """Arguments besides ids and mask for which a tokenizer writes numbers of each token, and not zeros alone.
+
+    Zeros are what models take by default. XLNet and Funnel have a kind of their own for the token that classifies,
+    RoCBert the shapes and sounds of characters.
+    """
+    with quiet():
+        found = dict(tokenizer("a"))
+    ids = found.pop("input_ids")
+    found.pop("attention_mask", None)
+    return tuple(
+        sorted(
+            name
+            for name, of in found.items()
+            if isinstance(of, list) and len(of) == len(ids) and all(isinstance(i, int) for i in of) and any(of)
+        )
+    )
 
 
 def reader_of(kind: str, task: Task | None) -> Task:

@@ -28,11 +28,13 @@ def made_texts(model: Model) -> Rows:
     tokenizer = model.tools.tokenizer
     special = {i for i in tokenizer.all_special_ids if i != tokenizer.unk_token_id}
     words = itertools.cycle([i for i in range(_vocabulary(model)) if i not in special])
-    found = []
+    found, kinds = [], list[dict[str, Tokens]]()
     for n in _WORDS:
-        (framed,) = preprocessing.texts([" ".join(["a"] * n)], tokenizer, model.tools.max_length)
-        found.append([i if i in special else next(words) for i in map(int, framed)])
-    return Rows(tokens=Tokens.of(found), pad=tokenizer.pad_token_id or 0)
+        framed, of = preprocessing.encoded([" ".join(["a"] * n)], tokenizer, model.tools.max_length)
+        kinds.append(of)
+        found.append([i if i in special else next(words) for i in map(int, framed[0])])
+    beside = {name: Tokens.joining([of[name] for of in kinds]) for name in kinds[0]}
+    return Rows(tokens=Tokens.of(found), pad=tokenizer.pad_token_id or 0, beside=beside)
 
 
 def _vocabulary(model: Model) -> int:

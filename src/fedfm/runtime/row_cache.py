@@ -224,7 +224,7 @@ def _kept(rows: Rows) -> dict[str, Any] | None:
     """What is written of prepared rows; labels and texts stay with their source."""
     if set(rows.tensors) == {"features"}:
         return {"features": rows.tensors["features"]}
-    if rows.tokens is not None and not rows.tensors:
+    if rows.tokens is not None and not rows.tensors and not rows.beside:
         return {"flat": rows.tokens.joined().int(), "length": torch.from_numpy(rows.tokens.length), "pad": rows.pad}
     return None
 

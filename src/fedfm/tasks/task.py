@@ -254,9 +254,9 @@ class Task:
         from fedfm.core.rows import Rows
         from fedfm.models import preprocessing
 
-        tokens = preprocessing.texts(part.inputs, tools.tokenizer, tools.max_length)
+        tokens, more = preprocessing.encoded(part.inputs, tools.tokenizer, tools.max_length)
         labels = preprocessing.labels_of(part, classes)
-        return Rows(tokens=tokens, labels=labels, pad=int(tools.tokenizer.pad_token_id or 0))
+        return Rows(tokens=tokens, labels=labels, pad=int(tools.tokenizer.pad_token_id or 0), beside=more)
 
     # --- model --------------------------------------------------------------------------------------------------------
     def auto_class(self, kind: str) -> str:
