@@ -133,13 +133,13 @@ def test_a_private_run_does_not_leak(quiet):
 
 
 def test_replay_shows_what_the_server_saw(leaky, quiet):
-    seen = replay(open_finished(leaky)).seen  # raises where the head's hash is another
+    seen = replay(open_finished(leaky)).replies  # raises where the head's hash is another
     assert {s.handler for s in seen} == {"query.FedPFT_summarise"}
     assert [s.client for s in seen] == json.loads((leaky / "manifest.json").read_text())["clients"]
     lines_ = [json.loads(line) for line in (leaky / "messages.jsonl").read_text().splitlines()]
     assert len(seen) == sum(m["to"] == "server" and m["counted"] for m in lines_)
     assert all(unpack(s.value.mixtures) for s in seen)
-    noisy = [replay(open_finished(quiet)).seen for _ in range(2)]
+    noisy = [replay(open_finished(quiet)).replies for _ in range(2)]
     for a, b in zip(*noisy, strict=True):
         assert a.value.totals.equal(b.value.totals)  # the run's own noise, not a second sample
 

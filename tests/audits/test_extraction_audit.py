@@ -219,7 +219,7 @@ def test_scaffold_tells_every_client_the_aggregate(folder):
     lines = rounds.lines(again.population.clients[:1])
     assert lines.rounds == (1, 2)  # of the last round's control variate nobody is told
     for u, turn in zip(lines.u, rounds.turns, strict=False):
-        mean = sum(s.value.delta["y/" + rounds.target.names[0]] for s in turn.seen) / len(turn.seen)
+        mean = sum(s.value.delta["y/" + rounds.target.names[0]] for s in turn.replies) / len(turn.replies)
         w = turn.before.x[rounds.target.names[0]] + mean
         assert np.allclose(u[: w.numel()], w.reshape(-1).numpy(), atol=1e-6)
 
@@ -272,15 +272,15 @@ def test_no_finding_tells_a_draw_of_alpha(default, monkeypatch):
 def test_who_is_not_asked_again_does_not_see_the_model(folder):
     path = run(folder, "sampled", fraction=0.34, rounds=4)
     rounds, again = watched(path)
-    assert again.seen == ()
+    assert again.replies == ()
     for client in again.population.clients:
-        took = [t.round for t in rounds.turns if client in {s.client for s in t.seen}]
+        took = [t.round for t in rounds.turns if client in {s.client for s in t.replies}]
         seen = [t for t in took if t == 4 or client in rounds.asked[t + 1]]
         assert rounds.lines({client}).rounds == tuple(seen)
     path = run(folder, "scored", {"evaluate_every": 1}, fraction=0.34, rounds=4)
     rounds, again = watched(path)
     for client in again.population.clients:  # everybody is sent every model, to score it
-        took = [t.round for t in rounds.turns if client in {s.client for s in t.seen}]
+        took = [t.round for t in rounds.turns if client in {s.client for s in t.replies}]
         assert rounds.lines({client}).rounds == tuple(took)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedfm.audits.finding import ABOVE, BELOW, CLAIM, Finding, VerdictRule, absorb_rounding, lines, nothing, twice
-from fedfm.audits.inference.rates import beside
+from fedfm.audits.inference.rates import mean_interval
 
 SIGNS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 numbers = st.one_of(st.none(), st.floats(-1e3, 1e3), st.sampled_from([0.0, 0.5, 0.55, math.inf, math.nan]))
@@ -105,7 +105,7 @@ def test_a_rule_that_compares_nothing_is_refused():
 @given(st.lists(st.tuples(st.floats(0.2, 0.4), st.floats(0.2, 0.4)), min_size=2, max_size=12))
 def test_the_interval_over_clients_is_students(pairs):
     figures, reference = np.array(pairs).T
-    low, high = beside(figures, reference)
+    low, high = mean_interval(figures, reference)
     apart = figures - reference
     error = stats.sem(apart)
     if error > 1e-9:
@@ -118,6 +118,6 @@ def test_the_interval_over_clients_is_students(pairs):
 
 
 def test_of_one_client_there_is_no_interval_and_no_verdict():
-    low, high = beside(np.array([0.007]), np.array([0.041]))
+    low, high = mean_interval(np.array([0.007]), np.array([0.041]))
     assert (low, high) == (None, None)
     assert found(BELOW, 0.007, low, high, 0.041).verdict == "inconclusive"

@@ -121,7 +121,7 @@ def test_coins_are_of_blocks_and_leave_them_whole(tmp_path):
 def test_who_holds_everybodys_lines_joins_them_all(tmp_path):
     population = population_of(tmp_path, method="centralised")
     pool = RowPool(population, seed=1, pooled=True)
-    assert pool.holders == pool.honest == [POOLED]
+    assert pool.owners == pool.honest == [POOLED]
     members = pool.rows(pool.members[POOLED])
     assert members.padded().tensors["input_ids"].equal(population.data(POOLED).train.padded().tensors["input_ids"])
     strangers = pool.rows(pool.strangers[POOLED])

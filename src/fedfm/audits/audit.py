@@ -33,9 +33,9 @@ class Audit(ABC):
     Attributes:
         methods: names of the methods whose messages it reads.
         by_default: whether it runs if no attack is named; it then takes seconds only.
-        replies: whether it reads ``Replay.seen``, which keeps every reply in memory.
-        replays: whether it reads the run's own rounds; else it gets the population only.
-        takes: seconds that it may take, beside the replay, where they do not depend on the run.
+        replies: whether it reads ``Replay.replies``, for which every reply is kept in memory.
+        replays: whether it needs the run's own rounds; else it gets the population only.
+        takes: seconds that it may take after the replay, if they do not depend on the run.
     """
 
     methods: ClassVar[tuple[str, ...]] = ()
@@ -45,15 +45,15 @@ class Audit(ABC):
     takes: ClassVar[float] = 2.0
 
     def seconds(self, run: Run, population: Partitioned) -> float:
-        """Seconds that it may take on one core, beside a replay of the run."""
+        """Seconds that it may take on one core, without the replay of the run."""
         return self.takes
 
     def reads(self, run: Run) -> bool:
-        """Whether it is about runs of this kind."""
+        """Whether it can read runs of this kind."""
         return run.experiment.method_name in self.methods
 
     def unfit(self, run: Run) -> str | None:
-        """Why it does not apply to this run, which it :meth:`reads`; None if it does."""
+        """Why it does not apply to a run of a kind that it :meth:`reads`; None if it applies."""
         return None
 
     def watch(self, run: Run) -> Watch | None:
@@ -109,12 +109,12 @@ def choose(run: Run, names: Sequence[str] = ()) -> dict[str, Audit]:
 
 @dataclass(frozen=True)
 class Audited:
-    """What an audit found, and what it left out.
+    """What an audit found, and what it skipped.
 
     Attributes:
         findings: of the attacks that were done.
-        left_out: names of those that were chosen and not done, since the time was up.
-        seconds: that they may take.
+        left_out: names of chosen attacks that did not run, because the time was up.
+        seconds: that the skipped attacks may take.
     """
 
     findings: list[Finding]
@@ -146,14 +146,14 @@ def perform_within(
 ) -> Audited:
     """Attack a finished run, and add the findings to its ``audit.json``; a new finding replaces one of the same name.
 
-    The manifest gets their verdicts. Both are written after each step, so that a Ctrl-C keeps what was found.
+    The manifest gets their verdicts. Both files are written after each step, so that Ctrl-C loses no finding.
 
     Args:
-        limit: seconds after which no attack goes on [no limit].
+        limit: seconds after which the running attack is stopped [no limit].
         names: which attacks [all cheap ones that apply].
         notice: receives texts on progress.
-        progress: is told of each attack.
-        given: of a run of ``fedfm.federate``, what it was called with: a dict of its arguments for model and rows.
+        progress: gets a call for each attack.
+        given: for a run of ``fedfm.federate``: a dict of the arguments for model and rows that it was called with.
         options: of single attacks, e.g. ``pictures``.
 
     Raises:
@@ -237,7 +237,7 @@ def _done(
 
 
 def _keep(run: Run, found: Sequence[Finding]) -> None:
-    """Write the findings beside those of earlier audits of the same model."""
+    """Add the findings to those of earlier audits of the same model."""
     fresh = {f.name for f in found}
     with run.lock(wait=True):  # two audits of a run add to one list
         of = run.manifest["result"]["params_sha256"]
@@ -249,10 +249,10 @@ def _keep(run: Run, found: Sequence[Finding]) -> None:
 
 
 def duration_text(seconds: float) -> str:
-    """An estimate in words.
+    """An estimated duration in words.
 
     Example:
-        >>> rounded(0.4), rounded(47.0), rounded(400.0)
+        >>> duration_text(0.4), duration_text(47.0), duration_text(400.0)
         ('1 s', '47 s', '7 min')
     """
     return f"{max(round(seconds), 1)} s" if seconds < 100 else f"{round(seconds / 60)} min"

@@ -27,15 +27,15 @@ from fedfm.runtime.run_directory import Run
 QUESTION = "Do the means disclose more about single clients than the stated epsilon allows?"
 CONFIDENCE = 0.95
 STRICT = 0.9999  # of a refutation; audits are repeated
-TOO_LONG = 10.0  # a canary asks for this multiple of its share: the mechanism must clip it
+TOO_LONG = 10.0  # a canary's update has this multiple of the allowed norm: the mechanism must clip it
 STRANGERS = 1000  # canaries that take no part
 _MOST = 4e8  # numbers in memory
 
 
 class Canaries(Audit):
-    """Knows what each canary sent and reads the means that the method gets. It trusts no part of the mechanism.
+    """The attacker knows each canary's update and reads the means that the method gets. It trusts no mechanism.
 
-    Its noise is new: the audit is of the mechanism with the run's numbers of clients, rounds and parameters.
+    The noise is drawn anew: the audit tests the mechanism with the run's numbers of clients, rounds and parameters.
     """
 
     replays: ClassVar[bool] = False
@@ -74,9 +74,9 @@ class Canaries(Audit):
 
 
 def finding(found: Array, strangers: Array, dim: int, delta: float, stated: float) -> Finding:
-    """What scores say of a stated epsilon; ``dim`` numbers show the size of the noise."""
+    """The finding on a stated epsilon from the canaries' scores; ``dim`` numbers determine the size of the noise."""
     low, strict = (absorb_rounding(canaries.epsilon_bound(found, dim, delta, p), stated) for p in (CONFIDENCE, STRICT))
-    # Where one client counts more than the others, the mean is not the figure.
+    # If one client counts more than the others, the mean underestimates it.
     estimate = max(canaries.epsilon_at(float(found.mean()), delta), low)
     high = max(canaries.epsilon_most(found, dim, delta, CONFIDENCE), estimate)
     counted = canaries.counted_bound(found, strangers, delta, CONFIDENCE)
@@ -97,7 +97,7 @@ def finding(found: Array, strangers: Array, dim: int, delta: float, stated: floa
 
 
 class Planted:
-    """An aggregation of whose clients each sends its canary in place of its update, and a record of the releases.
+    """An aggregation in which each client sends its canary in place of its update, and a record of the releases.
 
     Attributes:
         aggregator: the copy to run.
@@ -117,7 +117,7 @@ class Planted:
         object.__setattr__(self.aggregator, "mean", self._mean)
 
     def scores(self, strangers: int) -> tuple[Array, Array]:
-        """Of the canaries that took part most often, and of as many directions that never did."""
+        """Scores of the canaries that took part most often, and of as many directions that never did."""
         names = sorted(self._directions)
         signs = np.array([[sent.get(name, 0) for sent in self._signs] for name in names], dtype=np.float64)
         often = (signs != 0).sum(1)

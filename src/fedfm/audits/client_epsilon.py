@@ -25,7 +25,7 @@ CONFIDENCE = 0.999  # of each of the two refutations; audits are repeated
 
 
 class ClientEpsilon(Audit):
-    """Knows every update; measures the noise between their sum and the model's step, round by round.
+    """The attacker knows every update. It measures the noise between their sum and the model's step in each round.
 
     If the noise is normal, a client of whom everything else is known is hidden by mu-GDP with mu^2 = sum_t (|u_t| /
     sigma)^2 (Dong, Roth, Su 2022): the longest client's mu, at the upper end of sigma's interval, refutes every smaller
@@ -57,7 +57,7 @@ class ClientEpsilon(Audit):
         stated = float(result["epsilon"])
         sigma = math.sqrt(found.squares / found.numbers)
         highest = math.sqrt(found.squares / chi2.ppf(1 - CONFIDENCE, found.numbers))
-        longest = math.sqrt(max(found.lengths.values()))  # of a client: of all of its updates together
+        longest = math.sqrt(max(found.lengths.values()))  # norm of all updates of a client together
         pairs = max(len(found.shared), 1)
         repeated = max(found.shared, default=0.0) > norm.isf((1 - CONFIDENCE) / 2 / pairs)
         low = math.inf if repeated else gaussian.epsilon_of(highest, longest, delta)
@@ -100,12 +100,12 @@ class _Residuals:
             return
         after, before = (_vector(self._params_for(state, "")) for state in (turn.after, turn.before))
         noise = (after - before) * len(turn.payloads)
-        for seen in turn.seen:
-            if isinstance(seen.value, Update):
-                update = _vector(seen.value.delta)
+        for reply in turn.replies:
+            if isinstance(reply.value, Update):
+                update = _vector(reply.value.delta)
                 noise -= update
                 length = float(update @ update)
-                self.lengths[seen.client] = self.lengths.get(seen.client, 0.0) + length
+                self.lengths[reply.client] = self.lengths.get(reply.client, 0.0) + length
                 self.longest = max(self.longest, math.sqrt(length))
         squares = float(noise @ noise)
         if self._last is not None and squares:

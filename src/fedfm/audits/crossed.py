@@ -1,4 +1,4 @@
-"""The updates of a replay as an attacker at the server reads them: where training began, and how far it went."""
+"""The updates of a replay as an attacker at the server reads them: start and change of each training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedfm.audits.replay import Seen, Turn
+from fedfm.audits.replay import RecordedReply, Turn
 from fedfm.core.client import ClientId, Update
 from fedfm.core.method import Method
 from fedfm.linalg.params import Params
@@ -20,13 +20,13 @@ from fedfm.runtime.run_directory import Run
 
 @dataclass(frozen=True)
 class CrossedUpdate:
-    """An update that the server saw.
+    """An update that reached the server.
 
     Attributes:
-        clients: whose it is: one client, or under a hidden sum all that are in it.
-        start, end: the whole model before and after; the attacker can compute with both.
-        delta: what was sent of the trained tensors, end less start; None of a sum.
-        weight: n_k, or what stands in its place; None of a sum.
+        clients: one client, or all clients of a sum if the server sees sums only.
+        start, end: the complete model before and after; the attacker can compute with both.
+        delta: the change of the trained tensors as sent, end - start; None for a sum.
+        weight: n_k, or the weight that the method uses instead; None for a sum.
     """
 
     round: int
@@ -38,18 +38,18 @@ class CrossedUpdate:
 
 
 def crossings(turn: Turn, method: Method[Any], model: Model, *, sums: bool = False) -> Iterator[CrossedUpdate]:
-    """The round's updates that are changes of a whole model, one by one.
+    """The round's updates that are changes of a complete model, one by one.
 
     Args:
-        sums: the server saw only their sum, hence the change of its own model.
+        sums: the server sees their sum only, which is the change of its own model.
     """
     if turn.round == 0:
         return
-    for seen in () if sums else turn.seen:
-        if isinstance(seen.value, Update) and (pair := _pair(seen, turn, method, model)) is not None:
+    for reply in () if sums else turn.replies:
+        if isinstance(reply.value, Update) and (pair := _pair(reply, turn, method, model)) is not None:
             w, delta = pair
             yield CrossedUpdate(
-                turn.round, (seen.client,), *_whole(seen, turn, method, w, w + delta), delta, seen.value.weight
+                turn.round, (reply.client,), *_complete(reply, turn, method, w, w + delta), delta, reply.value.weight
             )
     if not sums or personal(method):
         return
@@ -64,10 +64,10 @@ def sees_sums_only(run: Run) -> bool:
     return run.experiment.aggregation.transport.form != "plain"
 
 
-def _pair(seen: Seen, turn: Turn, method: Method[Any], model: Model) -> tuple[Params, Params] | None:
-    """(start, change) of a reply: parameters of the model that were sent, and those of its shape that came back."""
-    payload: Mapping[str, Any] = turn.payloads.get(seen.client, {})
-    delta: Params = seen.value.delta
+def _pair(reply: RecordedReply, turn: Turn, method: Method[Any], model: Model) -> tuple[Params, Params] | None:
+    """(start, change) of a reply: the model's parameters in the request, and the tensors of that shape in the reply."""
+    payload: Mapping[str, Any] = turn.payloads.get(reply.client, {})
+    delta: Params = reply.value.delta
     prefixes = dict.fromkeys(name.partition("/")[0] for name in delta if "/" in name)
     changes = [delta, *(delta.part(prefix) for prefix in prefixes)]
     starts = [sent for sent in payload.values() if isinstance(sent, Params)]
@@ -80,9 +80,11 @@ def _pair(seen: Seen, turn: Turn, method: Method[Any], model: Model) -> tuple[Pa
     return None
 
 
-def _whole(seen: Seen, turn: Turn, method: Method[Any], w: Params, trained: Params) -> tuple[Params, Params]:
+def _complete(
+    reply: RecordedReply, turn: Turn, method: Method[Any], w: Params, trained: Params
+) -> tuple[Params, Params]:
     """Start and end with what the method has added to the frozen weights."""
-    shift = turn.payloads.get(seen.client, {}).get("shift")
+    shift = turn.payloads.get(reply.client, {}).get("shift")
     if isinstance(method, Merging) and isinstance(turn.before, Merged) and isinstance(shift, Params) and len(shift):
         frozen, alpha = as_factors(shift), turn.before.alpha
         return lora.merged(w, frozen, alpha), lora.merged(trained, frozen, alpha)

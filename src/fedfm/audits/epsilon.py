@@ -1,4 +1,4 @@
-"""Test of the manifest's epsilon by an attacker that knows everything but one coin for each pair of rows."""
+"""Test of the manifest's epsilon: the attacker knows everything except one coin for each pair of rows."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do the messages disclose more about single rows than the stated epsilon allows?"
 CONFIDENCE = 0.99  # of a refutation; audits are repeated
-ROUNDING = 2.0**-11  # of float16: stands for the noise of a sum without noise
+ROUNDING = 2.0**-11  # rounding error of float16: in place of the noise if a sum has none
 
 
 class Epsilon(Audit):
-    """Pairs each training row with a row that nobody trained on; the coin is which of the two was used.
+    """Pairs each training row with a row that no client trained on; the coin says which of the two was used.
 
     It assumes that the two are exchangeable: test rows of a class have the distribution of its training rows.
     """

@@ -75,6 +75,6 @@ class ExpertMembership(Audit):
 
     def _scores(self, replay: Replay, w: Params, rows: Rows) -> np.ndarray:
         """Minus the loss of each row."""
-        said = logits(replay.run.experiment.method, replay.population.model, w, rows)
-        scores: np.ndarray = -F.cross_entropy(said, rows.labels, reduction="none").numpy()  # type: ignore[arg-type]
+        outputs = logits(replay.run.experiment.method, replay.population.model, w, rows)
+        scores: np.ndarray = -F.cross_entropy(outputs, rows.labels, reduction="none").numpy()  # type: ignore[arg-type]
         return scores

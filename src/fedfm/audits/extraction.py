@@ -36,7 +36,7 @@ EXACT = 1e-3  # relative error that rounding explains
 SHARES = (0.5, 0.2, 0.1)
 DRAWS = 5  # coalitions of a share
 ALONE = 10  # most clients that attack alone
-GUARANTEE = (1.0, 1e-5)  # epsilon and delta at which noise drawn once is stated
+GUARANTEE = (1.0, 1e-5)  # (epsilon, delta) of the statement on noise that is drawn once
 
 ALL = "Can all clients together compute the server's foundation model?"
 SUMS = "Does it help if updates are hidden in their sum?"
@@ -65,7 +65,7 @@ class Extraction(Audit):
         assert isinstance(rounds, Rounds)  # noqa: S101 - from watch()
         if not any(r["pull"] for r in rounds.curve):
             return [nothing("extraction.all_colluding", ALL, "Nothing was mixed in: the model never moved.")]
-        # Long vectors, small matrices: with several threads waiting costs far more than computing.
+        # With long vectors and small matrices, threads would wait far longer than they compute.
         with torch_threads(1), one_thread():
             attack = _Attack(replay, rounds)
             found = [everyone := attack.everyone(), sums(everyone)]
@@ -83,7 +83,7 @@ def _range(method: FedBaF, guess: Any) -> tuple[Any, Any]:
 
 
 def recover(lines: Lines, method: FedBaF, groups: extraction.Groups, *, exact: bool) -> tuple[Array, str]:
-    """(estimate of w_pre, name of the estimator) from a coalition's lines, by the best estimator for the run's variant.
+    """(estimate of w_pre, name of the estimator) from a coalition's lines; the estimator fits the run's variant.
 
     The attacker knows method, psi and variant, not alpha.
 
@@ -130,9 +130,9 @@ class _Attack:
         self.replay, self.rounds, self.method, self.target = replay, rounds, rounds.method, rounds.target
         self.seed = replay.run.experiment.run.seed
         self.clients = tuple(replay.population.clients)
-        self.frame = rounds.last  # every client knows the entries that do not mix
+        self.frame = rounds.last  # entries that do not mix are known to every client
         true = self.target.into(self.frame, self.target.truth)
-        self.fidelity = Fidelity(replay.population, true, whole=self.target.whole, seed=self.seed)
+        self.fidelity = Fidelity(replay.population, true, complete=self.target.complete, seed=self.seed)
         self.true = self.fidelity.ability(true)
         self.start = self.fidelity.ability(rounds.first)
 
@@ -162,7 +162,7 @@ class _Attack:
         return self._finding(name, ALL, x, says, detail)
 
     def share(self, share: float) -> Finding | None:
-        """Random coalitions of a share of the clients; None for less than two clients."""
+        """The finding of random coalitions of a share of the clients; None for fewer than two clients."""
         size = math.floor(share * len(self.clients) + 1e-9)
         if size < 2:
             return None
@@ -174,7 +174,7 @@ class _Attack:
 
     def alone(self) -> Finding:
         """One passive client, for several clients."""
-        took = {c: sum(any(s.client == c for s in turn.seen) for turn in self.rounds.turns) for c in self.clients}
+        took = {c: sum(any(s.client == c for s in turn.replies) for turn in self.rounds.turns) for c in self.clients}
         chosen = sorted(self.clients, key=lambda c: (-took[c], c))[:ALONE]
         return self._some("extraction.one_client", ONE, [(c,) for c in sorted(chosen)], "One passive client")
 
@@ -201,7 +201,7 @@ class _Attack:
 
     # --- one client that does not follow the method -------------------------------------------------------------------
     def active(self) -> Finding:
-        """One reversed upload: with both caps, and with a norm check at the server."""
+        """The finding of one reversed upload, with both caps, and with a norm check at the server."""
         name, chosen = "extraction.active_client", self._when()
         if self.method.harden == "first_round":
             says = "The only round that mixes has a_t = psi U, whatever is uploaded."
@@ -235,7 +235,7 @@ class _Attack:
         """(client, round, its share of the weight): a client of median weight, in its second round or a later one."""
         known: set[ClientId] = set()
         for turn in self.rounds.turns:
-            weights = {s.client: s.value.weight for s in turn.seen}
+            weights = {s.client: s.value.weight for s in turn.replies}
             able = [c for c in weights if c in known and self.rounds.sees({c}, turn.round)]
             if able:
                 client = sorted(able, key=lambda c: (weights[c], c))[len(able) // 2]
@@ -246,26 +246,26 @@ class _Attack:
     def _uploads(
         self, client: ClientId, t: int, share: float, method: FedBaF, check: Aggregator | None, turn_around: bool
     ) -> tuple[Array, dict[str, float]]:
-        """(its estimate, figures) after its upload of round t; repeats the server's steps on the clients' replies."""
+        """(the client's estimate, figures) after its upload of round t; repeats the server's steps on the replies."""
         turns = [turn for turn in self.rounds.turns if turn.round <= t]
         w, names = self.rounds.model(turns[-1].before), self.rounds.server.names
-        honest = next(s for s in turns[-1].seen if s.client == client)
+        honest = next(s for s in turns[-1].replies if s.client == client)
         sent = replace(honest, value=reverse_mean(honest.value, w, share, names)) if turn_around else honest
-        turns[-1] = replace(turns[-1], seen=[sent if s is honest else s for s in turns[-1].seen])
+        turns[-1] = replace(turns[-1], replies=[sent if s is honest else s for s in turns[-1].replies])
         after, pulled = self.rounds.server.again(self.replay.run, method, turns, self.rounds.first, check)
 
         # The client's estimate assumes that the others act as it would have done, and that a check shortens its update
         # to the median length: in a large cohort that of an honest update, in a cohort of one its own.
         base, pull, own = BaseStep(self.replay.population, method, self.seed), Pull(method, names), self.rounds.start
         for turn in turns[:-1]:
-            if any(s.client == client for s in turn.seen):
+            if any(s.client == client for s in turn.replies):
                 mean, own = base.step(turn, own, {client})
                 pull(mean, self.rounds.model(turn.before), turn.round)
         long = sent.value.delta.norm() / honest.value.delta.norm()
-        median = float(np.median([long] + [1.0] * (len(turns[-1].seen) - 1)))
+        median = float(np.median([long] + [1.0] * (len(turns[-1].replies) - 1)))
         upload = sent.value.delta * (1.0 if check is None else min(1.0, median / long))
         guess = replace(sent, value=replace(sent.value, delta=share * upload + (1 - share) * honest.value.delta))
-        mean, _ = base.step(replace(turns[-1], seen=[guess]), own, {client})
+        mean, _ = base.step(replace(turns[-1], replies=[guess]), own, {client})
         l_t = pull(mean, w, t)[1]
         v, truth = self.target.of(self.rounds.model(after)), self.target.truth
         x = extraction.one_round(self.target.of(mean), v, *_range(method, l_t)) if l_t else v.astype(np.float64)
@@ -342,9 +342,7 @@ def reverse_mean(update: Update, w: Params, share: float, names: Collection[str]
 
 
 def disclosure_rule(cosine: float) -> VerdictRule:
-    """Whether a computed model discloses the true one: by its weights, of which the estimate is the error, or by its
-    features, of which this is the mean cosine.
-    """
+    """The rule for disclosure of the true model: by weights (the estimate is their error) or features (mean cosine)."""
     name = "cosine of the features"
     leaks, holds = ("estimate < bound", f"{name} > {ALIKE}"), (f"estimate > {FAR}", f"{name} < {UNLIKE}")
     return VerdictRule(leaks, holds).with_numbers({name: cosine})

@@ -15,7 +15,7 @@ import torch
 from fedfm.aggregation.base import Aggregator
 from fedfm.audits.inference import extraction
 from fedfm.audits.inference.rates import Array
-from fedfm.audits.replay import Seen, Turn, secrets
+from fedfm.audits.replay import RecordedReply, Turn, secrets
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Reply, Request
@@ -34,13 +34,13 @@ ROUNDING = 1e-3  # of the length of a round's step: a nearer aggregate counts as
 
 
 class Target:
-    """The vector to be found: the foundation model's entries that mix.
+    """The target of the attack: the foundation model's entries that mix.
 
     Attributes:
         truth: (P,) float32.
         groups: of its tensors.
         names: of the tensors.
-        whole: every trainable entry mixes.
+        complete: every trainable entry mixes.
     """
 
     def __init__(self, model: Model, method: FedBaF) -> None:
@@ -50,14 +50,14 @@ class Target:
         self.truth = _flat([piece.tensor for piece in found.pieces.values()])
         ends = np.cumsum([piece.tensor.numel() for piece in found.pieces.values()]).tolist()
         self.groups = [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-        self.whole = len(self.truth) == sum(tensor.numel() for tensor in model.live().values())
+        self.complete = len(self.truth) == sum(tensor.numel() for tensor in model.live().values())
 
     def of(self, w: Params) -> Array:
         """(P,) float32: the entries of w that mix."""
         return _flat([w[name][region] for name, region in self._regions.items()])
 
     def into(self, w: Params, x: Array) -> Params:
-        """W with these entries replaced."""
+        """The vector w with these entries replaced."""
         tensors = {name: w[name].clone() for name in self.names}
         for (name, region), g in zip(self._regions.items(), self.groups, strict=True):
             part = tensors[name][region]
@@ -124,11 +124,11 @@ class BaseStep:
         Args:
             own: the state as they know it. The parts that the round sent are known, e.g. server moments are estimates.
         """
-        known = {(s.call, s.client): s for s in turn.seen if members is None or s.client in members}
+        known = {(s.call, s.client): s for s in turn.replies if members is None or s.client in members}
         fed = Federation(
             _ReplayedLink(known, self._population.clients),
             model=self._population.model,
-            aggregator=self._aggregator if len(known) == len(turn.seen) else Aggregator(),
+            aggregator=self._aggregator if len(known) == len(turn.replies) else Aggregator(),
             seed=self._seed,
         )
         fed.begin(turn.round)
@@ -143,7 +143,7 @@ class BaseStep:
         U is the server's secret; it is not returned.
 
         Args:
-            method, last: replace the run's method, and its aggregator in the last round.
+            method, last: in place of the run's method, and of its aggregator in the last round.
             turns: rounds from the first on; their replies may differ from the run's.
             w_0: the server's model before the first round.
         """
@@ -157,7 +157,7 @@ class BaseStep:
                 secret=partial(secret, private, "server"),
             )
             for turn in turns:
-                link.replies = {(s.call, s.client): s for s in turn.seen}
+                link.replies = {(s.call, s.client): s for s in turn.replies}
                 if turn is turns[-1]:
                     fed.aggregator = last or fed.aggregator
                     fed.begin(turn.round)
@@ -168,7 +168,7 @@ class BaseStep:
             return state, method.psi * method.tau(fed, aggregate, before, turns[-1].round - 1)
 
     def by_controls(self, turn: Turn, members: Collection[ClientId]) -> Params:
-        """W' as a client of SCAFFOLD computes it from the control variates before and after a round.
+        """The aggregate w' as a client of SCAFFOLD computes it from the control variates before and after a round.
 
         Option II sets c_k <- c_k - c + (x - y_k) / (s_k eta_l), and c moves by |S|/K times the mean of the changes
         (arXiv:1910.06378, lines 12 and 17): c + (K/|S|) (c_new - c) is the mean of (x - y_k) / (s_k eta_l). With s_k
@@ -177,7 +177,7 @@ class BaseStep:
         base, rows = self._method.base, self._population.sizes()
         assert isinstance(base, Scaffold)  # noqa: S101 - lines() checks it
         x, c = turn.before.x, turn.before.c
-        there = {s.client for s in turn.seen}
+        there = {s.client for s in turn.replies}
         own = [base.local.steps(rows[k], self._population.model) for k in sorted(there & set(members))]
         step = sum(own) / len(own) * base.local.learning_rate * base.server_learning_rate
         moved: Params = turn.after.c - c
@@ -186,9 +186,9 @@ class BaseStep:
 
 
 class _ReplayedLink:
-    """A link that gives known replies."""
+    """A link that returns known replies."""
 
-    def __init__(self, replies: Mapping[tuple[int, ClientId], Seen], clients: Sequence[ClientId]) -> None:
+    def __init__(self, replies: Mapping[tuple[int, ClientId], RecordedReply], clients: Sequence[ClientId]) -> None:
         self.replies, self.clients = replies, clients
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
@@ -208,10 +208,10 @@ def _known_state(turn: Turn, own: Any) -> Any:
 
 @dataclass(frozen=True)
 class Lines:
-    """The knowledge of a coalition.
+    """What a coalition knows.
 
     Attributes:
-        rounds: in which a member took part and after which one received the new model.
+        rounds: those in which a member took part and after which a member received the new model.
         u: (T, P) its estimate of the aggregate w'; exact if the whole cohort are members.
         v: (T, P) the new model.
         guess: (T,) l_t = psi tau_t / tau_ref as the coalition computes it: a_t is in [1, 2] l_t.
@@ -288,14 +288,14 @@ class Rounds:
         return bool(scored or not self.asked.get(t + 1, set()).isdisjoint(members))
 
     def lines(self, members: Collection[ClientId]) -> Lines:
-        """Knowledge of these clients together."""
-        own, whole, pull = self.start, self.start, Pull(self.method, self.server.names)
+        """What these clients know together."""
+        own, full, pull = self.start, self.start, Pull(self.method, self.server.names)
         known = list[tuple[int, Array, float, bool, bool]]()
         for turn in self.turns:
-            there = {s.client for s in turn.seen}
+            there = {s.client for s in turn.replies}
             exact = there <= set(members)
             if isinstance(self.method.base, Scaffold) and not exact:
-                true, whole = self.server.step(turn, whole)
+                true, full = self.server.step(turn, full)
             if there.isdisjoint(members):
                 continue
             mean, own = self.server.step(turn, own, members)
@@ -304,7 +304,7 @@ class Rounds:
             controls = isinstance(self.method.base, Scaffold) and not exact and not next_asked.isdisjoint(members)
             if controls:
                 mean = self.server.by_controls(turn, members)
-                # With a robust rule, attackers or unequal numbers of rows it is an estimate.
+                # It is an estimate under a robust rule, with attackers or with unequal numbers of rows.
                 names = self.server.names
                 off, far = (float((true.only(names) - w.only(names)).norm()) for w in (mean, self.model(turn.before)))
                 exact = off <= ROUNDING * far

@@ -1,4 +1,4 @@
-"""One client's task vector as all other clients compute it together from their own vectors and aggregates."""
+"""All other clients together compute one client's task vector from their own vectors and aggregates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedfm.models.layers import layers
 MOST = 1 << 28  # most entries of all task vectors
 VICTIMS, SOLVERS = 8, 6  # most victims; most colluders that solve for one
 AGREES = 1e-4  # relative error of an aggregate that counts as rounding
-EXACT = 0.99  # from this cosine on a vector counts as recovered
+EXACT = 0.99  # a vector with at least this cosine counts as recovered
 RECOVERED = VerdictRule((f"estimate > {EXACT}",), ("estimate <= bound",))
 SHOWN = "If clients received their weights, could all but one compute that one's task vector?"
 UNSHOWN = "Can they without the weights, as in this run?"
@@ -84,7 +84,7 @@ class _Coalition:
         self._full, self._pieces, self._clients, self._method = full, pieces, clients, method
 
     def reconstruct(self, victim: ClientId) -> _Read:
-        """By the weights of the colluder with the largest weight of the victim, layer by layer."""
+        """Reconstruct with known weights, layer by layer: the colluder with the victim's largest weight solves."""
         v = self._clients.index(victim)
         parts = []
         for layer, names in enumerate(self._pieces):
@@ -100,7 +100,7 @@ class _Coalition:
         return _read_of(parts, 1)
 
     def unshown(self, victim: ClientId) -> _Read:
-        """By the formula of the weights; other colluders choose between several solutions of an equation."""
+        """Reconstruct by the formula of the weights; other colluders choose between solutions of an equation."""
         v = self._clients.index(victim)
         parts, most = [], 0
         for names in self._pieces:
@@ -159,7 +159,7 @@ class _Coalition:
 
 
 def _read_of(parts: Sequence[tuple[Array, Array, Array]], candidates: int) -> _Read:
-    """Of (truth, guess, the colluders' vectors) of all layers."""
+    """The result for all layers, from (truth, guess, the colluders' vectors) of each."""
     truth, guess = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
     others = np.concatenate([o for _, _, o in parts], axis=1)
     error = float(np.linalg.norm(guess - truth) / max(float(np.linalg.norm(truth)), 1e-30))

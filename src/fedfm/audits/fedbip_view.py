@@ -33,7 +33,7 @@ PUBLIC, WAY = 200, (0.0, 0.25, 0.5, 0.75, 1.0)  # rows of the server's own; plac
 
 @dataclass
 class Scored:
-    """Training rows of one client, and rows of the same classes that it did not train on."""
+    """Training rows of a client, and rows of the same classes that it did not train on."""
 
     members: Rows
     strangers: Rows
@@ -57,9 +57,9 @@ class Eye:
         if not turn.round:
             return
         method, model = self._run.experiment.method, population.model
-        deltas = {s.client: s.value.delta for s in turn.seen if isinstance(s.value, Update)}
+        deltas = {s.client: s.value.delta for s in turn.replies if isinstance(s.value, Update)}
         before = {c: _vector(turn.payloads[c]) for c in deltas}
-        sent = {c: tau.cast(before[c].layout) for c, tau in deltas.items()}  # widens 16 bits
+        sent = {c: tau.cast(before[c].layout) for c, tau in deltas.items()}  # converts 16-bit floats
         self._first = self._first or next(iter(before.values()))
         names = head_names(model)
         if names is not None:

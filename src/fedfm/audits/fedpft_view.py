@@ -23,13 +23,13 @@ from fedfm.methods.fedpft.summary import Summary, gaussian, opened
 
 @dataclass(frozen=True)
 class SentClass:
-    """One class of one client, as it was sent.
+    """One class of one client, as the message has it.
 
     Attributes:
-        count: of rows, as sent: noisy under differential privacy, made up if counts are withheld.
-        size: rows of the fit, as far as it can be known.
+        count: of rows in the message: noisy under differential privacy, invented if counts are withheld.
+        size: number of fitted rows, as far as it is known.
         mixture: None if the server makes none, because the cell's count does not exceed its noise.
-        total: (d,) sum of the rows, as far as the message gives it; in a chain that of all clients so far.
+        total: (d,) sum of the rows, as far as the message gives it; in a chain the sum over all clients so far.
         sigma: standard deviation of the noise on each number of ``total``.
         rows: the client's training rows of the class, as row numbers of the table.
     """
@@ -48,7 +48,7 @@ class View:
     """A replayed run of FedPFT.
 
     Attributes:
-        plan: of its noise, or None.
+        plan: noise of the messages, or None.
         cells: all clients and classes that were sent, in order of clients.
         classes: their names.
     """
@@ -64,7 +64,7 @@ class View:
         labels = self.federated.table.labels
         assert labels is not None  # noqa: S101 - a classification task has labels
         self.labels: Array = labels
-        self.cells: Sequence[SentClass] = [cell for s in replay.seen for cell in self._cells(s.client, s.value)]
+        self.cells: Sequence[SentClass] = [cell for s in replay.replies for cell in self._cells(s.client, s.value)]
 
     def features(self, rows: Array) -> Array:
         """(n, d) features of rows of the table, as the method uses them: of norm 1 under differential privacy."""
@@ -75,7 +75,7 @@ class View:
         return noisy_moments.unit_rows(x) if self.plan else x
 
     def held_out(self, client: ClientId, label: int) -> Array:
-        """Test rows of a class that could have been this client's: its own if clients have own sources, else all."""
+        """Test rows of a class like this client's: its own if clients have sources of their own, else all."""
         rows = self.federated.clients[client].test if own_sources(self.replay.run) else self.federated.test
         return np.asarray(rows[self.labels[rows] == label])
 

@@ -40,11 +40,11 @@ class Fidelity:
     Args:
         population: its test rows evaluate, its training rows fit the probe.
         true: the true model.
-        whole: all trainable entries mix, so that the model is the foundation model itself.
+        complete: all trainable entries mix, so that the model is the foundation model itself.
     """
 
-    def __init__(self, population: Partitioned, true: Params, *, whole: bool, seed: int) -> None:
-        self._population, self._model, self._whole = population, population.model, whole
+    def __init__(self, population: Partitioned, true: Params, *, complete: bool, seed: int) -> None:
+        self._population, self._model, self._complete = population, population.model, complete
         rng = seeds.generator(seed, "audit", "fidelity")
         test = population.federated.test
         if not len(test):
@@ -62,7 +62,7 @@ class Fidelity:
     def ability(self, w: Params) -> Ability:
         """Scores of a model with these parameters; the cosine of constant features is 0."""
         scores: dict[str, Any] = {}
-        if self._whole:
+        if self._complete:
             self._model.load(w)
             scores = self._model.evaluate(self._test)
         features = self._features(w, self._test)

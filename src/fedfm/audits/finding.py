@@ -15,20 +15,20 @@ from fedfm.core.text import finite
 Verdict = Literal["holds", "leaks", "inconclusive"]
 _SIGNS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 _COMPARISON = re.compile(r"(.+?) (<=|>=|<|>) (.+)")
-_DIGITS = range(4, 18)  # of a number in a rule: as many as show on which side of the other one it is
+_DIGITS = range(4, 18)  # of a number in a rule: enough digits to show on which side of the other number it lies
 
 
 @dataclass(frozen=True)
 class VerdictRule:
     """How the numbers of a finding decide its verdict.
 
-    A comparison is a text ``"low > bound"``. Its sides are ``estimate``, ``low``, ``high`` or ``bound`` of the finding,
-    a key of ``numbers``, or a number. It is not true where a side is unknown.
+    A comparison is a text such as ``"low > bound"``. A side is ``estimate``, ``low``, ``high`` or ``bound`` of the
+    finding, a key of ``numbers``, or a number. A comparison with an unknown side is not true.
 
     Attributes:
-        leaks: comparisons, one of which suffices; they go first.
-        holds: comparisons, all of which are necessary; without any the verdict is never ``holds``.
-        otherwise: why the verdict is ``inconclusive`` else.
+        leaks: comparisons, of which one suffices; they are checked first.
+        holds: comparisons, all of which are necessary; if there is none, the verdict is never ``holds``.
+        otherwise: the reason of any other verdict, which is ``inconclusive``.
         numbers: further numbers that comparisons name.
 
     Raises:
@@ -50,7 +50,7 @@ class VerdictRule:
                 raise ValueError(f'"{text}" compares nothing; expected e.g. "low > bound"')
 
     def with_numbers(self, numbers: Mapping[str, float | None]) -> VerdictRule:
-        """The rule with these further numbers."""
+        """The rule with further numbers."""
         return replace(self, numbers={**self.numbers, **numbers})
 
     def verdict(self, numbers: Mapping[str, float | None]) -> Verdict:
@@ -98,14 +98,14 @@ def _comparison_text(text: str, known: Mapping[str, float | None]) -> str:
 
 ABOVE = VerdictRule(("low > bound",), ("high <= bound",))  # the more, the more is disclosed
 BELOW = VerdictRule(("high < bound",), ("low >= bound",))  # an error: the less, the more is disclosed
-CLAIM = VerdictRule(("low > bound",), ("low <= bound",))  # of a claim, where low has a strict level already
-_ROUNDING = 1e-6  # by which a calibrated epsilon may miss its target
+CLAIM = VerdictRule(("low > bound",), ("low <= bound",))  # for a claim, if low is at a strict level already
+_ROUNDING = 1e-6  # relative error of a calibrated epsilon
 
 
 def twice(strict: float, confidence: float) -> VerdictRule:
     """The rule of a claimed epsilon, of which ``low`` is what a measurement refutes at 95 %.
 
-    Audits are repeated, and at 95 % one in twenty refutes a true claim. So only a strict level contradicts the run.
+    Audits are repeated, and at 95 % one in twenty refutes a true claim. Only a strict level contradicts the run.
 
     Args:
         strict: what the measurement refutes at ``confidence``.
@@ -121,10 +121,10 @@ def twice(strict: float, confidence: float) -> VerdictRule:
 
 
 def absorb_rounding(low: float, stated: float) -> float:
-    """A lower bound on an epsilon; the stated one where it lies above that by no more than rounding.
+    """The lower bound ``low`` on an epsilon, or ``stated`` if ``low`` exceeds it by rounding only.
 
     Example:
-        >>> refuted(8.000001, 8.0), refuted(8.1, 8.0), refuted(3.0, 8.0)
+        >>> absorb_rounding(8.000001, 8.0), absorb_rounding(8.1, 8.0), absorb_rounding(3.0, 8.0)
         (8.0, 8.1, 3.0)
     """
     return stated if stated < low <= stated * (1 + _ROUNDING) else low
@@ -149,7 +149,7 @@ def against(verdict: Verdict) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """One question about a run, and its answer.
+    """A question about a run, and its answer.
 
     Attributes:
         name: unique in an audit.
@@ -206,7 +206,7 @@ def nothing(name: str, question: str, why: str) -> Finding:
 
 
 def lines(findings: Sequence[Finding]) -> str:
-    """A table for the terminal, and for each finding a sentence and the rule of its verdict."""
+    """The findings as a table for the terminal, then a sentence and the rule of the verdict for each."""
     head = ("finding", "verdict", "estimate", "interval", "bound")
     rows = [head, *((f.name, *cells(f.to_dict())) for f in findings)]
     widths = [max(len(row[j]) for row in rows) for j in range(len(head))]

@@ -22,7 +22,7 @@ from fedfm.runtime.predictions import applied
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do a client's updates of the head disclose the features of single rows?"
-SHARE = 0.05  # of the typical distance between neighbours; what is nearer to a row than that is the row
+SHARE = 0.05  # of the typical distance between neighbours; a feature nearer than that is the row's
 NAMED = 1000  # rows named in the detail
 BY_CHANCE = VerdictRule(("low > bound",), ("estimate <= bound",))
 NO_BIAS = (
@@ -33,11 +33,11 @@ NO_BIAS = (
 
 
 class Rebuilt(Watch):
-    """Which rows each update gives.
+    """The rows that the updates disclose.
 
     Attributes:
-        hits: (client, row of the table) that an update gave.
-        by_chance: test rows that an update gave, which it cannot know.
+        hits: (client, row of the table) that an update discloses.
+        by_chance: test rows that an update seems to disclose; it cannot contain them.
         ratios: distance of every computed feature to the nearest training row, in typical distances of neighbours.
         compared: distinct test rows.
     """
@@ -49,7 +49,7 @@ class Rebuilt(Watch):
         self.by_chance: set[int] = set()
         self.ratios: list[float] = []
         self.compared, self.rows, self.updates = 0, 0, 0
-        self.why = "no update of a client is a change of the whole model"  # there is no figure
+        self.why = "no update of a client is a change of the whole model"  # no update was read
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         method: Any = self._run.experiment.method
@@ -73,7 +73,7 @@ class Rebuilt(Watch):
             with applied(method, model, crossing.start, pool.compared_rows(client)) as rows:
                 known: Array = model.features(rows).double().numpy()
             self._compare(client, x, known, pool)
-        model.load(before)  # the rounds go on as if nobody had looked
+        model.load(before)  # later rounds are those of the run
 
     def _compare(self, client: ClientId, x: Array, known: Array, pool: RowPool) -> None:
         split, gap = len(pool.members[client]), copies.typical_gap(known)
@@ -87,7 +87,7 @@ class Rebuilt(Watch):
 
 
 class HeadRows(Audit):
-    """Share of training rows whose features an update gives, compared with test rows, which it gives by chance only."""
+    """Share of training rows whose features an update discloses; test rows show the share by chance."""
 
     replies: ClassVar[bool] = False
 

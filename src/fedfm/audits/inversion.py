@@ -110,7 +110,7 @@ def _finding(
     question, source = _ASKED[name]
     (ssim, psnr), (own_ssim, own_psnr) = (np.array(pairs).mean(0).tolist() for pairs in (found, baseline))
     # Paired: the baseline has the same targets. So the interval is of the difference from it.
-    low, high = rates.beside(np.array(found)[:, 0], np.array(baseline)[:, 0])
+    low, high = rates.mean_interval(np.array(found)[:, 0], np.array(baseline)[:, 0])
     rule = (
         ABOVE
         if name != "inversion_features"

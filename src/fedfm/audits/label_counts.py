@@ -37,7 +37,7 @@ class Shares(Watch):
         found: by client, (C,).
         public: (C,) shares of the attacker's own rows; None without them.
         tried: local passes for each client.
-        bias: whether the head that clients train has one.
+        bias: whether the head of the clients has a bias.
     """
 
     def __init__(self, run: Run) -> None:
@@ -45,7 +45,7 @@ class Shares(Watch):
         self.found: dict[ClientId, Array] = {}
         self.public: Array | None = None
         self.tried, self.bias = 0, True
-        self.why = "no update of a client is a change of the whole model"  # there is no figure
+        self.why = "no update of a client is a change of the whole model"  # no update was read
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         method: Any = self._run.experiment.method
@@ -82,7 +82,7 @@ class Shares(Watch):
             n = len(federated.clients[client].train)  # the update's weight tells it
             if n:
                 self.found[client] = attacker.shares(crossing, n, self.tried)
-        model.load(before)  # the rounds go on as if nobody had looked
+        model.load(before)  # later rounds are those of the run
 
 
 def passes(run: Run, population: Partitioned) -> tuple[int, float]:
@@ -93,7 +93,7 @@ def passes(run: Run, population: Partitioned) -> tuple[int, float]:
 
 
 class _Attacker:
-    """Trains as a client does, on rows of its own with label counts that it knows."""
+    """Repeats a client's training on rows of its own, whose label counts it knows."""
 
     def __init__(self, run: Run, population: Partitioned, rows: Rows, labels: Array, names: Names) -> None:
         self._run, self._method, self._model = run, run.experiment.method, population.model
@@ -115,20 +115,20 @@ class _Attacker:
             end = local(Client("attacker", data, self._model, {}, seed=seeds.derive(seed, "audit", i)), crossing.start)
             tried.append(self._traces(end - crossing.start, end, x))
             behind.append(np.bincount(self._labels[index], minlength=len(self._by_class)) / n)
-        seen = self._traces(crossing.end - crossing.start, crossing.end, x)
-        return label_shares(np.stack(tried), np.stack(behind), seen)
+        observed = self._traces(crossing.end - crossing.start, crossing.end, x)
+        return label_shares(np.stack(tried), np.stack(behind), observed)
 
     def _draw(self, counts: Array, rng: np.random.Generator) -> Array:
-        """Rows of these counts; of a class that the attacker lacks any rows."""
+        """Rows with these label counts; any rows for a class that the attacker does not have."""
         every = np.arange(len(self._labels))
         return np.concatenate(
             [rng.choice(own if len(own) else every, k) for own, k in zip(self._by_class, counts, strict=True)]
         )
 
     def _traces(self, delta: Params, end: Params, x: Array) -> Array:
-        said = torch.softmax(logits(self._method, self._model, end, self._rows).double(), -1).numpy()
+        probabilities = torch.softmax(logits(self._method, self._model, end, self._rows).double(), -1).numpy()
         weight, bias = (None if name is None else delta[name].double().numpy() for name in self._names)
-        return traces(weight, bias, x, self._labels, said)  # type: ignore[arg-type]
+        return traces(weight, bias, x, self._labels, probabilities)  # type: ignore[arg-type]
 
 
 class LabelCounts(Audit):
@@ -169,7 +169,7 @@ class LabelCounts(Audit):
 
 def _finding(replay: Replay, error: Array, guess: Array, present: float, watch: Shares) -> Finding:
     mean, baseline = float(error.mean()), float(guess.mean())
-    low, high = rates.beside(error)
+    low, high = rates.mean_interval(error)
     source = "" if watch.bias else " (of a head without a bias: the change of its weights, and the probabilities)"
     says = (
         f"Each client's first update{source}, and {watch.tried} local passes on the attacker's own rows, give label "

@@ -2,7 +2,7 @@
 
 The loss at the start of an update less the loss at its end is the integral, along the update, of its inner product with
 the negative gradient of the row's loss: what Nasr, Shokri, Houmansadr (IEEE S&P 2019, arXiv:1812.00910) read from an
-update, without a first-order error, and for two forward passes. The start takes the row's difficulty off, as Watson et
+update, without a first-order error, for two forward passes. The start removes the row's difficulty, as Watson et
 al. (arXiv:2111.08440) do by a reference model: it was trained by all clients, and the update by one of them.
 """
 
@@ -27,8 +27,8 @@ class LossDrops(Watch):
 
     Attributes:
         found: (n,) by client, of its members and strangers (see :class:`~fedfm.audits.shadow_runs.RowPool`).
-        updates: number that were read, of one client or of a sum.
-        sums: whether the server saw only the round's sum.
+        updates: number of updates read, of one client or of a sum.
+        sums: whether the server sees only the round's sum.
     """
 
     def __init__(self, run: Run, pool: RowPool | None = None) -> None:
@@ -52,4 +52,4 @@ class LossDrops(Watch):
                     drop = losses(start, labelled) - losses(end, labelled)
                     self.found[client] = self.found.get(client, np.zeros(len(drop))) + drop
         finally:
-            model.load(before)  # the rounds go on as if nobody had looked
+            model.load(before)  # later rounds are those of the run

@@ -53,7 +53,7 @@ class Membership(Audit):
 
 
 def _score(view: View) -> list[_Scored]:
-    """Scores of every cell's members and strangers under its mixture and a shadow, which is fitted to other rows."""
+    """Scores of each cell's members and strangers, under its mixture and a shadow that is fitted to other rows."""
     shadows = _Shadows(view)
     out = []
     for cell in view.cells:
@@ -80,8 +80,8 @@ class _Shadows:
 
     def __call__(self, cell: SentClass) -> tuple[Density | None, Array]:
         view, strangers = self._view, self._view.held_out(cell.client, cell.label)
-        holders = sorted({c.client for c in view.cells if c.label == cell.label})
-        half = {c: i % 2 for i, c in enumerate(view.rng("halves", cell.label).permutation(holders).tolist())}
+        owners = sorted({c.client for c in view.cells if c.label == cell.label})
+        half = {c: i % 2 for i, c in enumerate(view.rng("halves", cell.label).permutation(owners).tolist())}
         others = [c.rows for c in view.cells if c.label == cell.label and half[c.client] != half[cell.client]]
         rows: Array = np.concatenate([np.zeros(0, dtype=np.int64), *others])
         key: tuple[Any, ...] = (cell.label, half[cell.client])
@@ -100,7 +100,7 @@ class _Shadows:
 
 
 def _fit(view: View, x: Array, components: int, key: tuple[Any, ...]) -> Density:
-    """As the clients fit theirs."""
+    """The fit that the clients use."""
     if view.plan is None or components > 1:
         seed = seeds.derive(view.replay.run.experiment.run.seed, "audit", "shadow em", *map(str, key))
         em = fit_without_singles if view.plan is None else fit

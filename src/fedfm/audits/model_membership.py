@@ -1,4 +1,4 @@
-"""Membership inference on the final model of any run: who has the model asks whether a row was trained on.
+"""Membership inference on the final model of any run: does the model tell whether a row was trained on?
 
 The likelihood ratio of Carlini et al. (arXiv:2112.03570) where shadow runs are cheap, else the loss threshold of Yeom
 et al. (arXiv:1709.01604) with one threshold a class, as Song and Mittal (arXiv:2003.10595) calibrate it.
@@ -60,7 +60,7 @@ class ModelMembership(Audit):
         return max(affordable(run, population) * cost(run, population), self.takes)
 
     def reads(self, run: Run) -> bool:
-        # These have an audit that asks the same of what they release.
+        # Another audit asks the same question of the values that these methods release.
         others = {*Membership.methods, *ExpertMembership.methods}
         return unreadable(run) is None and run.experiment.method_name not in others
 
@@ -71,16 +71,16 @@ class ModelMembership(Audit):
         run = replay.run
         with torch_threads(1):
             population = replay.fresh()
-            told, how = attack(run, population, final_models(run, population), notice)
-        if not told:
+            client_scores, how = attack(run, population, final_models(run, population), notice)
+        if not client_scores:
             why = "No client has training rows, a model here and test rows to compare with."
             return [nothing("model_membership", QUESTION, why), nothing("model_membership_tpr", QUESTION_TPR, why)]
         of = unit(population)
-        return [_auc(run, told, how, of), _tpr(run, told, how, of)]
+        return [_auc(run, client_scores, how, of), _tpr(run, client_scores, how, of)]
 
 
 def final_models(run: Run, population: Partitioned) -> dict[ClientId, Params]:
-    """The final models that the run directory has: by client where each has its own, else one under ""."""
+    """The final models in the run directory: by client if each has its own, else one under the key ""."""
     method: Any = run.experiment.method
     state = run.state(method.state_type)
     if not personal(method):
@@ -91,7 +91,7 @@ def final_models(run: Run, population: Partitioned) -> dict[ClientId, Params]:
     for client in population.clients:
         try:
             found[client] = load_adapter(population.model, run.adapter(client))
-        except InputError:  # it was not revealed
+        except InputError:  # the client's model was not disclosed
             continue
     return found
 
@@ -123,34 +123,34 @@ def attack(
                 found[c].append(_of(run, population, w, pool, c))
                 inside[c].append(half.taken[c][1])
     target = {c: _of(run, population, models.get(c) or models[""], pool, c) for c in clients}
-    told = []
+    client_scores = []
     for c in clients:
         split = len(pool.members[c])
         if number and len(found[c]) == number:
             scores = log_ratio(target[c], np.stack(found[c]), np.stack(inside[c]))
         else:
             scores = by_class(target[c], pool.labels(c))
-        told.append(ClientScores(c, scores[:split], scores[split:]))
+        client_scores.append(ClientScores(c, scores[:split], scores[split:]))
     each = "" if pool.labels(clients[0]) is None else ", with a threshold a class"
     if population.packed:
         each = ", with one threshold for whole blocks and one for shorter ones"
-    return told, f"the likelihood ratio over {number} shadow runs" if number else f"the loss{each}"
+    return client_scores, f"the likelihood ratio over {number} shadow runs" if number else f"the loss{each}"
 
 
 def _of(run: Run, population: Partitioned, w: Params, pool: RowPool, client: ClientId) -> Array:
     return evidence(run.experiment.method, population.model, w, pool.compared_rows(client))
 
 
-def _auc(run: Run, told: Sequence[ClientScores], how: str, of: str) -> Finding:
-    by_client = np.array([rates.auc(t.members, t.strangers) for t in told])
-    weights, strangers = np.array([len(t.members) for t in told]), sum(len(t.strangers) for t in told)
+def _auc(run: Run, client_scores: Sequence[ClientScores], how: str, of: str) -> Finding:
+    by_client = np.array([rates.auc(t.members, t.strangers) for t in client_scores])
+    weights, strangers = np.array([len(t.members) for t in client_scores]), sum(len(t.strangers) for t in client_scores)
 
     def interval(confidence: float, z: float) -> tuple[float, float, float]:
         rng = seeds.generator(run.experiment.run.seed, "audit", "model membership", str(confidence))
         return rates.auc_interval(by_client, weights, strangers, rng, confidence, z)
 
     mean, low, high = interval(0.95, Z)
-    detail: dict[str, Any] = {"attack": how, "clients": len(told), "members": int(weights.sum())}
+    detail: dict[str, Any] = {"attack": how, "clients": len(client_scores), "members": int(weights.sum())}
     detail |= {"strangers": strangers, "highest_of_a_client": float(by_client.max())}
     says = f"By {how}, a training row scores above a test row with chance {mean:.3f} [{low:.3f}, {high:.3f}]; 0.5 is "
     says += "guessing"
@@ -166,9 +166,9 @@ def _auc(run: Run, told: Sequence[ClientScores], how: str, of: str) -> Finding:
     return Finding("model_membership", QUESTION, mean, low, high, NOTABLE, rule, f"{says}.{of}", contradicts, detail)
 
 
-def _tpr(run: Run, told: Sequence[ClientScores], how: str, of: str) -> Finding:
+def _tpr(run: Run, client_scores: Sequence[ClientScores], how: str, of: str) -> Finding:
     name, rng = "model_membership_tpr", seeds.generator(run.experiment.run.seed, "audit", "model membership tpr")
-    r = rates.tpr_at([(t.members, t.strangers) for t in told], ALARMS, rng)
+    r = rates.tpr_at([(t.members, t.strangers) for t in client_scores], ALARMS, rng)
     if r is None:
         return nothing(name, QUESTION_TPR, f"No client has {rates.FEW} test rows.")
     says = (
@@ -181,7 +181,7 @@ def _tpr(run: Run, told: Sequence[ClientScores], how: str, of: str) -> Finding:
 
 
 def stated_guarantee(run: Run) -> tuple[float, float] | None:
-    """(epsilon, delta) that the run states of its model, of a row or of a client with all its rows; None: nothing."""
+    """(epsilon, delta) that the run states for its model, by row or by client; None if it states none."""
     epsilon = run.manifest["result"].get("epsilon")
     deltas = [float(e["delta"]) for e in run.manifest["ledger"]["entries"] if e.get("delta") is not None]
     return None if epsilon is None or not deltas else (float(epsilon), max(deltas))

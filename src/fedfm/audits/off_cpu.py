@@ -1,4 +1,4 @@
-"""How far a replay may end from its run where sums have no fixed order: on a GPU."""
+"""The tolerance of a replay on a GPU, where sums have no fixed order."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def off_the_cpu(run: Run, population: Partitioned) -> bool:
 def distance(
     replayed: Mapping[ClientId, Params], recorded: Mapping[ClientId, Params], start: Mapping[ClientId, Params]
 ) -> float:
-    """Largest L2 distance of a client's replayed parameters from the recorded ones, by how far the run moved them;
-    infinity if names or shapes differ, or if they differ and the run moved nothing.
+    """Largest L2 distance of a client's replayed parameters from the recorded ones, relative to the run's change.
+
+    It is infinite if names or shapes differ, or if parameters differ that the run did not change.
     """
     found = 0.0
     for client, was in recorded.items():

@@ -16,9 +16,9 @@ from fedfm.methods.fedpft.mixtures.singles import ALONE
 
 QUESTION = "Do components of the mixtures disclose single rows?"
 SHARE = 0.05  # of the typical distance between neighbours; a mean nearer to a row than that is a copy
-LONE = ALONE - 0.005  # a component of fewer examples stands for one; the margin is float16's rounding
+LONE = ALONE - 0.005  # a component of fewer examples equals one example; the margin is float16's rounding
 NAMED = 1000  # leaks listed in the detail
-COPIED = VerdictRule(("estimate > bound",), ("estimate <= bound",))  # one row is one too many
+COPIED = VerdictRule(("estimate > bound",), ("estimate <= bound",))  # a single row is a leak
 STRANGERS = 2000  # rows to compare with
 
 

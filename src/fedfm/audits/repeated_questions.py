@@ -1,4 +1,4 @@
-"""Whether the server asked a client more than once for one thing in one round, by the run's own messages."""
+"""Whether the server sent a client the same question twice in a round, by the run's own message log."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ EXPECTED = (
     "for an update as to the other clients"
 )
 RULE = VerdictRule(leaks=("estimate > bound",), holds=("estimate <= bound",))
-ONE_A_ROUND = ("train", "scores", "reveal")  # kinds; a method may ask others for batch after batch
+ONE_A_ROUND = ("train", "scores", "reveal")  # kinds; a method may send other kinds batch by batch
 
 
 class RepeatedQuestions(Audit):
-    """Messages by round, handler, part of the rows and client, which need no replay."""
+    """Counts messages by round, handler, part of the rows and client; needs no replay."""
 
     replies: ClassVar[bool] = False
     replays: ClassVar[bool] = False
@@ -40,8 +40,8 @@ class RepeatedQuestions(Audit):
 def finding_of(run: Run) -> Finding:
     """The finding of a run's messages.jsonl.
 
-    A method may train its clients several times in a round, all of them alike. Of a run that ends with the model of an
-    earlier round, the scores of that model are asked for in the last round, beside its own.
+    A method may train its clients several times in a round, all clients equally often. If a run ends with the model
+    of an earlier round, the last round asks for the scores of that model, too.
     """
     calls: dict[tuple[int, str, str, str], set[int]] = {}
     for _, line, _ in logs.lines(run.path / logs.MESSAGES):

@@ -3,7 +3,7 @@
 A run is deterministic given its experiment, its seed and its secrets, so no messages need to be stored: on a CPU to the
 bit, on other devices, where sums have no fixed order, within :data:`TOLERANCE`. The replay only reads the run
 directory, and copies the secrets to a temporary folder to draw the same noise. An audit whose messages are too large to
-keep has a watch, which sees every round and keeps what it needs.
+keep has a watch, which reads every round and keeps what it needs.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from fedfm.runtime.predictions import personal
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.user_population import START, of_brought
 
-TOLERANCE = 0.01  # of what training moved: how far a replay off the CPU may end from its run
+TOLERANCE = 0.01  # distance of a replay off the CPU from its run, relative to the change by training
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One reply, as the server received it.
+class RecordedReply:
+    """A reply, as the server received it.
 
     Attributes:
         call: number in the round, from 1; (round, call) is one request to several clients.
@@ -62,19 +62,19 @@ class Seen:
 
 @dataclass(frozen=True)
 class Turn:
-    """One round.
+    """A round of the replay.
 
     Attributes:
         round: 0 for ``init``.
         before, after: the server's state; equal in round 0.
-        seen: the replies.
-        payloads: what its first call sent, by client; empty without a call.
+        replies: of the clients.
+        payloads: payloads of its first call, by client; empty without a call.
     """
 
     round: int
     before: Any
     after: Any
-    seen: Sequence[Seen]
+    replies: Sequence[RecordedReply]
     payloads: Mapping[ClientId, Mapping[str, Any]]
 
 
@@ -90,20 +90,20 @@ class Replay:
     """A replayed run.
 
     Attributes:
-        population: every client's rows, which no attacker has; they evaluate the attack.
-        seen: all replies, in the order of the run; none if only watches read them.
+        population: every client's rows; no attacker has them, they evaluate the attack.
+        replies: all replies, in the order of the run; none if only watches read them.
         watched: watches by the name of their audit.
-        given: what a run of ``fedfm.federate`` was called with.
+        given: the arguments of a run of ``fedfm.federate``.
     """
 
     run: Run
     population: Partitioned
-    seen: Sequence[Seen]
+    replies: Sequence[RecordedReply]
     watched: Mapping[str, Watch] = field(default_factory=dict)
     given: Any = None
 
     def fresh(self) -> Partitioned:
-        """Rows and model at the run's start, which no replay has moved.
+        """Rows and model at the run's start; no replay has changed them.
 
         Raises:
             InputError: as of :func:`population_of`.
@@ -122,7 +122,7 @@ class _Recorder:
 
     def begin(self) -> None:
         """Start a round."""
-        self.seen: list[Seen] = []
+        self.replies: list[RecordedReply] = []
         self.payloads: dict[ClientId, Mapping[str, Any]] = {}
 
     @property
@@ -139,18 +139,20 @@ class _Recorder:
                 yield reply._replace(value=None, fault=fault)
                 continue
             if reply.fault is None:
-                self.seen.append(Seen(reply.round, reply.call, handlers[reply.client], reply.client, reply.value))
+                self.replies.append(
+                    RecordedReply(reply.round, reply.call, handlers[reply.client], reply.client, reply.value)
+                )
             yield reply
 
 
 def open_finished(path: str | Path, given: Any = None) -> Run:
-    """The run, if it can be replayed.
+    """Open a finished run that can be replayed.
 
     Args:
-        given: of a run of ``fedfm.federate``, what it was called with.
+        given: the arguments of a run of ``fedfm.federate``.
 
     Raises:
-        InputError: it is unfinished, or its data and model were given from Python, and are not given again.
+        InputError: the run is unfinished, or its data and model came from Python and are not passed again.
     """
     run = Run.open(path)
     if run.experiment.in_memory and given is None:
@@ -172,7 +174,7 @@ def open_finished(path: str | Path, given: Any = None) -> Run:
 
 
 def own_sources(run: Run) -> bool:
-    """Whether clients have sources of their own, so that only their own test rows resemble their training rows."""
+    """Whether clients have sources of their own: only a client's own test rows then resemble its training rows."""
     data = run.experiment.data
     return bool(data.clients) or data.partition.name == "by_column"
 
@@ -185,24 +187,24 @@ def replay(
     keep: bool = True,
     given: Any = None,
 ) -> Replay:
-    """Run it again and record: for the ``watched`` observers and, with ``keep``, all replies, which are as large as
-    the clients' messages. ``given`` as of :func:`open_finished`.
+    """Run it again with a recorder for the ``watched`` observers; with ``keep`` all replies stay in memory.
+
+    ``given`` as of :func:`open_finished`.
 
     Raises:
         InputError: data or model have changed, or the secrets of the noise are missing.
-        RunError: the same experiment gave another result on this machine; off the CPU one further away than
-            :data:`TOLERANCE`.
+        RunError: the replay ends with other parameters; off the CPU, further away than :data:`TOLERANCE`.
     """
     experiment, result = run.experiment, run.manifest["result"]
     method: Any = experiment.method
-    watched, seen, state, first = watched or {}, list[Seen](), None, None
+    watched, replies, state, first = watched or {}, list[RecordedReply](), None, None
     of = result["details"].get("model_of_round", result["rounds"])
     with torch_threads(1), devices.restored():
         population = population_of(run, given)
         check_unchanged(run, population)
         notice(f"running {run.path} again, with a recorder at the server")
         for turn in play(run, population):
-            seen += turn.seen if keep else ()
+            replies += turn.replies if keep else ()
             first = turn.after if turn.round == 0 else first
             state = turn.after if turn.round == of else state
             for watch in watched.values():
@@ -225,14 +227,14 @@ def replay(
             f"{run.path}: the replay ends with other parameters than the result line; audit the run on its machine and "
             f"with the versions of its manifest: {run.manifest['versions']}"
         )
-    return Replay(run, population, tuple(seen), watched, given)
+    return Replay(run, population, tuple(replies), watched, given)
 
 
 def population_of(run: Run, given: Any = None) -> Partitioned:
-    """Rows and model of the run at its start, read again, or as they are given.
+    """Rows and model of the run at its start, read again or as passed.
 
     Raises:
-        InputError: they are others than the run's, or the file of the start is missing.
+        InputError: they differ from the run's, or the file of the start is missing.
     """
     if not run.experiment.in_memory:
         return populate(run.experiment)
@@ -291,8 +293,8 @@ def connect(
     transport: str = EXACT,
 ) -> tuple[Federation, _Recorder]:
     """A federation of a population's clients in this process, and its recorder; arguments as of :func:`turns`."""
-    aggregator, told = aggregator or Aggregator(), {"attack": attack, "transport": transport}
-    silos = Silos(method, aggregator, population, memory=private / "memory", seed=seed, **told)
+    aggregator, parts = aggregator or Aggregator(), {"attack": attack, "transport": transport}
+    silos = Silos(method, aggregator, population, memory=private / "memory", seed=seed, **parts)
     recorder = _Recorder(linked(LocalLink(silos), transport, population.model), excluded or {})
     fed = Federation(
         recorder,
@@ -341,7 +343,7 @@ def turns(
         recorder.begin()
         fed.begin(t)
         state = method.step(fed, before, t) if t else method.init(fed)
-        yield Turn(t, before if t else state, state, recorder.seen, recorder.payloads)
+        yield Turn(t, before if t else state, state, recorder.replies, recorder.payloads)
         before = state
 
 
@@ -364,8 +366,8 @@ def secrets(run: Run) -> Iterator[Path]:
 
 
 def _here(path: Path) -> Path:
-    """Where a replay, in which all clients have one folder, looks for a secret of a run."""
-    return Path(*path.parts[-3:])  # of sites on loopback each has a memory/ of its own
+    """The path of a run's secret in a replay, in which all clients share one folder."""
+    return Path(*path.parts[-3:])  # each silo on loopback has a memory/ of its own
 
 
 def _parties(private: Path) -> set[str]:

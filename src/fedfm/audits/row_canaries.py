@@ -1,4 +1,4 @@
-"""Test of the epsilon of DP-SGD by canary rows: a client's training again, with new secrets, and rows made for it."""
+"""Test of the epsilon of DP-SGD: a client's training is repeated with canary rows and new secrets."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ CONFIDENCE = 0.95
 STRICT = 0.9999  # of a refutation; audits are repeated
 DIMENSION = 4096  # of the trained vector: the guarantee does not depend on it
 CANARIES, TRAININGS = 1000, 20  # at most
-ENOUGH = 400  # canaries, before the training is repeated no more
+ENOUGH = 400  # canaries, after which the training is not repeated again
 TOO_LONG = 10.0  # a canary's gradient has this multiple of C: the training must clip it
 _MOST = 2e4  # steps
 _SATURATED = 1e30  # logit at which the softmax is exactly 1
 
 
 class RowCanaries(Audit):
-    """Trains with the run's number of rows, batch size, steps, noise and clipping, sees each step, and knows all else.
+    """Trains with the run's number of rows, batch size, steps, noise and clipping; the attacker sees each step.
 
-    What it tests is the mechanism: coins, clipping, noise and their accounting. The gradients of the run's own model
-    are tested by ``row_norms``. It repeats the training of the client that spends most.
+    It tests the mechanism: coins, clipping, noise and their accounting; ``row_norms`` tests the gradients of the
+    run's own model. It repeats the training of the client that spends most.
     """
 
     replays: ClassVar[bool] = False
@@ -80,7 +80,7 @@ class RowCanaries(Audit):
         delta, stated, c = trainings.plan.delta, float(run.manifest["result"]["epsilon"]), trainings.plan.clip_norm
         k = trainings.canaries
         found = row_canaries.together(
-            [row_canaries.read(t.steps, t.taken[:k], home.taken[:k], t.directions, c) for t in attacked]
+            [row_canaries.read(t.steps, t.in_step[:k], home.in_step[:k], t.directions, c) for t in attacked]
         )
         rng = seeds.generator(run.experiment.run.seed, "audit", "strangers")
         levels = [(1 + level) / 2 for level in (CONFIDENCE, STRICT)]  # two bounds share each level
@@ -88,10 +88,10 @@ class RowCanaries(Audit):
         counted = [row_canaries.bound_by_counts(found, claimed.rate, delta, level, rng) for level in levels]
         low, strict = (absorb_rounding(max(pair), stated) for pair in zip(lows, counted, strict=True))
         repeats = row_canaries.noise_repeats([t.noise(c) for t in (home, attacked[0])])
-        coins = row_canaries.coins_differ([t.taken for t in (home, *attacked)], claimed.rate)
+        coins = row_canaries.coins_differ([t.in_step for t in (home, *attacked)], claimed.rate)
         estimate = row_canaries.estimate(found, claimed, delta)
         low, strict, estimate = (math.inf, math.inf, math.inf) if repeats else (low, strict, estimate)
-        # An epsilon that was computed for other coins is not one.
+        # An epsilon for other coins does not apply.
         strict = math.inf if coins else strict
         estimate, rule = max(estimate, low), twice(strict, STRICT)
         verdict = rule.verdict({"low": low, "bound": stated})
@@ -122,21 +122,21 @@ def costliest(population: Partitioned, mechanism: DpSgd) -> str | None:
 
 
 class Trained:
-    """What one training showed.
+    """The observations of one training.
 
     Attributes:
         steps: (T, d) the noisy sum of each step, read from how the model moved.
-        taken: (n, T) whether each row was in each step.
+        in_step: (n, T) whether each row was in each step.
         directions: (K, d) of the canaries, which are the first K rows.
     """
 
-    def __init__(self, steps: Array, taken: Array, directions: Array) -> None:
-        self.steps, self.taken, self.directions = steps, taken, directions
+    def __init__(self, steps: Array, in_step: Array, directions: Array) -> None:
+        self.steps, self.in_step, self.directions = steps, in_step, directions
 
     def noise(self, clip_norm: float) -> Array:
-        """(T, d): the steps less their canaries."""
-        taken = self.taken[: len(self.directions)].T.astype(np.float64)
-        return np.asarray(self.steps - clip_norm * (taken @ self.directions))
+        """(T, d): the steps minus their canaries."""
+        in_step = self.in_step[: len(self.directions)].T.astype(np.float64)
+        return np.asarray(self.steps - clip_norm * (in_step @ self.directions))
 
 
 class Trainings:
@@ -169,24 +169,24 @@ class Trainings:
             private=private.Descent(self.plan, data),
         )
         steps: list[Array] = []
-        taken = np.zeros((self._n, self.plan.rounds * self._steps), dtype=bool)
+        in_step = np.zeros((self._n, self.plan.rounds * self._steps), dtype=bool)
         w = model.params()
         last = _vector(model)
 
         def after() -> None:
             nonlocal last
             now = _vector(model)
-            taken[model.asked, len(steps)] = True
+            in_step[model.asked, len(steps)] = True
             steps.append((last - now) * self.plan.clip_norm * self._expected)
             last, model.asked = now, []
 
         for client.round in range(1, self.plan.rounds + 1):
             w = private.train_one(Job(client, w, self._local), after)
-        return Trained(np.stack(steps), taken, directions)
+        return Trained(np.stack(steps), in_step, directions)
 
 
 class _Directions(Model):
-    """A model whose loss is linear: the gradient of row i is a vector of its own, of the others 0, wherever it is.
+    """A model with a linear loss: each canary's gradient is a constant vector of its own, that of other rows is 0.
 
     Attributes:
         asked: rows whose loss was asked for.
@@ -210,7 +210,7 @@ class _Directions(Model):
         return self.module(x)  # type: ignore[no-any-return]
 
     def flat(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        # Of two classes the wrong one is certain: the cross-entropy has the derivative 1.
+        # The wrong one of two classes has probability 1: the derivative of the cross-entropy is 1.
         return torch.cat([logits + _SATURATED, torch.zeros_like(logits)], 1), torch.ones(len(logits), dtype=torch.int64)
 
 

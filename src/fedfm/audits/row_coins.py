@@ -1,8 +1,8 @@
 """A lower bound on epsilon from one run whose rows are all canaries.
 
 Steinke, Nasr, Jagielski: Privacy auditing with one (1) training run. NeurIPS 2023. arXiv:2305.08846, Algorithm 1. The
-run is done once more with a fair coin for each row, which decides whether its client has it; the server guesses the
-coins from the updates. Without a promise the bound says how much privacy the run cannot have had.
+run is repeated with a fair coin for each row, which decides whether its client has the row. The server guesses the
+coins from the updates. If the run states no epsilon, the bound says which epsilons it cannot have had.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from fedfm.runtime.population import Partitioned
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Which epsilon can the updates of such a run not have, for single rows?"
-DELTA = 1e-5  # where the run states none
+DELTA = 1e-5  # if the run states none
 STRICT = 0.9999
-FIRST = 1000  # number of the shadow: others are those of model_membership
+FIRST = 1000  # number of the shadow run; model_membership uses the lower ones
 
 
 class RowCoins(Audit):

@@ -1,4 +1,4 @@
-"""What a model says of single rows: the figure by which membership attacks compare them."""
+"""Evidence of a model on single rows: the score by which membership attacks compare them."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def unreadable(run: Run) -> str | None:
 
 
 def no_round(run: Run) -> str | None:
-    """Why nothing was learned of any row."""
+    """Why no row was attacked."""
     return None if run.manifest["result"]["rounds"] else "the run has no round"
 
 
 def evidence(method: Method[Any], model: Model, w: Params, rows: Rows) -> Array:
-    """Of each row (n,): with labels phi = log(p_y / (1 - p_y)), of texts minus the mean loss of a token, of a module of
-    the user's that is no classifier minus its loss.
+    """Scores (n,) of rows. With labels phi = log(p_y / (1 - p_y)); for texts minus the mean loss of a token; for a
+    user's module that is no classifier minus its loss.
 
-    More says "trained on": Yeom et al. (arXiv:1709.01604) compare the loss, which phi is a monotone function of.
+    A higher score says "trained on": Yeom et al. (arXiv:1709.01604) compare the loss, a monotone function of phi.
     """
     if not len(rows):
         return np.zeros(0)
@@ -52,8 +52,8 @@ def evidence(method: Method[Any], model: Model, w: Params, rows: Rows) -> Array:
         if model.task.loss_is_opaque:
             return np.array([-float(model.loss(judged.batch([i]))) for i in range(len(judged))])
         for batch in (judged.padded() if judged.tokens is not None else judged).batches(BATCH):
-            said, targets = model.flat(model.logits(batch), batch)
-            each = F.cross_entropy(said, targets, ignore_index=IGNORE, reduction="none")
+            outputs, targets = model.flat(model.logits(batch), batch)
+            each = F.cross_entropy(outputs, targets, ignore_index=IGNORE, reduction="none")
             counted = (targets != IGNORE).reshape(len(next(iter(batch.values()))), -1).sum(1)
             found.append(-(each.reshape(len(counted), -1).sum(1) / counted.clamp(min=1)).cpu().double().numpy())
     return np.concatenate(found)
@@ -65,7 +65,7 @@ def losses(found: Array, labelled: bool) -> Array:
 
 
 def by_class(scores: Array, labels: Array | None) -> Array:
-    """Scores less the median of their class, of members and strangers together, which favours neither.
+    """Scores minus the median of their class, over members and strangers together, which favours neither.
 
     Without labels all rows are of one class.
     """

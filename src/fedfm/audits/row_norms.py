@@ -1,4 +1,4 @@
-"""Test of the sensitivity that DP-SGD claims: how far one row moves the sum of a step of the run's own model."""
+"""Test of the sensitivity that DP-SGD claims: the largest effect of a row on the sum of a step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fedfm.runtime.run_directory import Run
 from fedfm.training import private
 
 QUESTION = "Does a row move the sum of a step by more than clip_norm?"
-ROWS = 16  # whose share is measured, in a batch of these
+ROWS = 16  # rows measured, in a batch of so many
 WITHIN = VerdictRule(("estimate > bound",), ("estimate <= bound",))
 
 
 class RowNorms(Audit):
-    """Measures sum with a row less sum without it, at the model's start and at the run's last model."""
+    """Measures the sum with a row minus the sum without it, at the model's start and at the run's last model."""
 
     replays: ClassVar[bool] = False
 
@@ -48,8 +48,8 @@ class RowNorms(Audit):
             for w in places:
                 model.load(w)
                 total_of = private.sums(model, rows, c, ROWS)
-                whole = total_of(batch)
-                moves = (float((whole - total_of(np.delete(batch, i))).norm()) for i in range(len(batch)))
+                total = total_of(batch)
+                moves = (float((total - total_of(np.delete(batch, i))).norm()) for i in range(len(batch)))
                 longest = max(longest, *moves)
             model.load(places[0])
         share = absorb_rounding(longest / c, 1.0)

@@ -1,10 +1,10 @@
-"""Shadow runs: the run's own experiment on random halves of the clients' rows, for attacks that need to know what a
-model does with and without a row.
+"""Shadow runs: the experiment on random halves of the clients' rows, for attacks that compare models with and without
+a row.
 
-A shadow has the run's method, settings, rounds, clients and start. A coin for each row decides whether the client that
-holds it has it in this shadow; test rows have a coin, too. Of running text a row is a block, which stays whole: lines
-are joined before the coins, and no shadow joins them anew. Its seed differs. So the attacker knows the distribution of
-the rows and the settings, as in Carlini et al. (arXiv:2112.03570), but neither who took part nor the run's messages.
+A shadow run has the run's method, settings, rounds, clients and start, and another seed. A coin for each row decides
+whether its client has it in this shadow run; test rows have a coin, too. In running text a row is a block: lines are
+joined before the coins, and no shadow run splits a block. The attacker knows the distribution of the rows and the
+settings, as in Carlini et al. (arXiv:2112.03570), but neither the participants nor the run's messages.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from fedfm.runtime.row_cache import encodes
 from fedfm.runtime.run_directory import Run
 from fedfm.training import TrainsLocally
 
-MOST, LEAST = 16, 8  # shadow runs; with fewer a row's two distributions are not known
-BUDGET = 40.0  # seconds of one core that all shadows may take, as estimated; a figure must not depend on the clock
+MOST, LEAST = 16, 8  # shadow runs; fewer do not determine a row's two distributions
+BUDGET = 40.0  # estimated seconds of one core for all shadow runs; results must not depend on the clock
 MACS = 5e9  # multiply-accumulates of a core in a second
-STEP, HEAD_STEP = 0.01, 3e-4  # seconds of a step of a whole model, and of a head, whatever they compute
+STEP, HEAD_STEP = 0.01, 3e-4  # fixed seconds of a step of a complete model, and of a head
 MASKING = 0.05  # seconds a client spends on hiding an update
 
 
 class RowPool:
-    """Rows of the experiment that the attack compares: of each holder those it trained on and as good as unused ones.
+    """Rows that the attack compares: for each owner its training rows, and similar rows that nobody trained on.
 
-    Of running text a row is what clients train on, too: a block of joined lines. Each holder's training lines,
-    validation lines and strangers are joined apart, so that no block has lines of two of these.
+    In running text a row is a block of joined lines, as clients train on it. Each owner's training lines, validation
+    lines and strangers are joined separately, so that no block has lines of two of these.
 
     Attributes:
-        holders: who trains: the clients, or POOLED.
-        members, strangers, val: (n,) places of rows by holder: indexes of the table, or numbers of blocks. Strangers
-            were drawn from the same distribution as members.
-        own: whether strangers are the client's own test rows; else they are global test rows, dealt at random.
+        owners: who trains: the clients, or POOLED.
+        members, strangers, val: (n,) places of rows by owner: indexes of the table, or numbers of blocks. Strangers
+            come from the same distribution as members.
+        own: whether strangers are the client's own test rows; else they are global test rows at random.
     """
 
     def __init__(self, population: Partitioned, seed: int, *, pooled: bool = False) -> None:
-        """With ``pooled`` one holder has everybody's training rows: of running text its blocks are no client's."""
+        """With ``pooled`` one owner has all training rows; in running text its blocks are no client's."""
         self.population = population
         clients = population.federated.clients
         bad = population.attackers.names if population.attackers is not None else ()
@@ -67,19 +67,19 @@ class RowPool:
         else:
             dealt = seeds.generator(seed, "audit", "strangers").permutation(population.federated.test)
             unused = np.array_split(dealt, max(len(population.clients), 1))
-        held = {
+        owned = {
             c: ClientRows(np.sort(clients[c].train), clients[c].val, np.sort(test))
             for c, test in zip(population.clients, unused, strict=True)
         }
         self._blocks, self._count = list[Rows](), 0
         if pooled and population.packed:
-            held, honest = {POOLED: _concatenate([*held.values()])}, [POOLED]
+            owned, honest = {POOLED: _concatenate([*owned.values()])}, [POOLED]
         if population.packed:
-            held = {c: self._add_blocks(lines) for c, lines in held.items()}
-        self.holders, self.honest = list(held), honest
-        self.members: dict[ClientId, Array] = {c: rows.train for c, rows in held.items()}
-        self.strangers: dict[ClientId, Array] = {c: rows.test for c, rows in held.items()}
-        self.val: dict[ClientId, Array] = {c: rows.val for c, rows in held.items()}
+            owned = {c: self._add_blocks(lines) for c, lines in owned.items()}
+        self.owners, self.honest = list(owned), honest
+        self.members: dict[ClientId, Array] = {c: rows.train for c, rows in owned.items()}
+        self.strangers: dict[ClientId, Array] = {c: rows.test for c, rows in owned.items()}
+        self.val: dict[ClientId, Array] = {c: rows.val for c, rows in owned.items()}
 
     def _add_blocks(self, lines: ClientRows) -> ClientRows:
         """Numbers of the blocks of these lines."""
@@ -103,11 +103,11 @@ class RowPool:
         return Rows(tokens=Tokens.joining(tokens), pad=self._blocks[0].pad)
 
     def rows(self, index: Array) -> Rows:
-        """The rows at these places, ready for the model; each is prepared once."""
+        """The rows at these places as the model reads them; each is prepared once."""
         return self._all.take(np.searchsorted(self.order, index))
 
     def compared_rows(self, client: ClientId) -> Rows:
-        """A holder's members and strangers, in this order."""
+        """An owner's members and strangers, in this order."""
         return self.rows(self.index(client))
 
     def index(self, client: ClientId) -> Array:
@@ -117,7 +117,7 @@ class RowPool:
     def labels(self, client: ClientId) -> Array | None:
         """Labels (n,) of :meth:`compared_rows`; None for language models.
 
-        Of blocks whether each is a whole one: the last of a text is shorter, and its tokens are harder to predict.
+        For blocks: whether each is complete. The last of a text is shorter, and its tokens are harder to predict.
         """
         if self._blocks and (tokens := self._all.tokens) is not None:
             return np.asarray(tokens.length[self.index(client)] == self._all.longest, dtype=np.int64)
@@ -134,13 +134,13 @@ def unit(population: Partitioned) -> str:
 
 
 def _concatenate(parts: Sequence[ClientRows]) -> ClientRows:
-    """Rows of all, as one holder has them."""
+    """Rows of all clients as one owner's."""
     names = ("train", "val", "test")
     return ClientRows(*(np.sort(np.concatenate([getattr(part, name) for part in parts])) for name in names))
 
 
 class Half:
-    """A population for the engine's clients, each with the rows that a coin gave it.
+    """A population in which each client has the rows that its coins selected.
 
     Attributes:
         taken: by client the rows (m,) of the pool, members first, and whether each is in.
@@ -153,10 +153,10 @@ class Half:
         self.model: Model = pool.population.model
         self.client_model = pool.population.client_model
         self.taken: dict[ClientId, tuple[Array, Array]] = {}
-        for c in pool.holders:
+        for c in pool.owners:
             rows = pool.index(c)
             coins = seeds.generator(seed, "audit", "coins", number, c).random(len(rows)) < 0.5
-            if len(rows) and not coins.any():  # a client without rows would not train: the run had one with rows
+            if len(rows) and not coins.any():  # a client without rows would not train, but it trained in the run
                 coins[:1] = True
             self.taken[c] = rows, coins
 
@@ -165,10 +165,10 @@ class Half:
         return self._pool.population.clients
 
     def data(self, client: ClientId) -> ClientData:
-        """The client's rows in this shadow."""
-        held = self._of(client) if client in self.taken else _concatenate([self._of(c) for c in self.clients])
+        """The client's rows in this shadow run."""
+        owned = self._of(client) if client in self.taken else _concatenate([self._of(c) for c in self.clients])
         rows = self._pool.rows
-        return ClientData(lambda: rows(held.train), lambda: rows(held.val), lambda: rows(held.test))
+        return ClientData(lambda: rows(owned.train), lambda: rows(owned.val), lambda: rows(owned.test))
 
     def _of(self, client: ClientId) -> ClientRows:
         rows, coins = self.taken[client]
@@ -207,7 +207,7 @@ def _transport(aggregator: Aggregator) -> Transport:
 
 
 def _aggregator(run: Run) -> Aggregator:
-    """The run's own; where it only hides the updates, the same mean in the clear, which is faster."""
+    """The run's aggregator; if it only hides the updates, the same mean in the clear, which is faster."""
     ours: Any = run.experiment.aggregation
     if type(ours.mechanism) is not Mechanism or ours.transport.form == "plain":
         return ours  # type: ignore[no-any-return]
@@ -228,7 +228,7 @@ def shadow_turns(run: Run, half: Half, number: int) -> Iterator[Turn]:
 
 
 def shadow_models(run: Run, half: Half, number: int) -> Mapping[ClientId, Params]:
-    """Final models of a shadow run: by client where each has its own, else one under ""."""
+    """Final models of a shadow run: by client if each has its own, else one under the key ""."""
     method: Any = run.experiment.method
     rounds = int(run.manifest["result"]["details"].get("model_of_round", run.manifest["result"]["rounds"]))
     with tempfile.TemporaryDirectory(prefix="fedfm-audit-") as private, torch_threads(1):

@@ -1,4 +1,4 @@
-"""Classes that only one client has: a message about such a class is about this client."""
+"""Disclosure by classes that only one client has: a message about such a class describes this client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STANDS_OUT = 4.0  # standard deviations of the noise on a count
 
 
 class SingleHolder(Audit):
-    """Disclosure that the client has the class, of its number of rows, and of their mean."""
+    """Whether the server learns that the client has the class, its number of rows, and their mean."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
 
@@ -28,10 +28,10 @@ class SingleHolder(Audit):
         alone = (cell for cell in view.cells if 0 < len(cell.rows) == len(view.of_class(cell.label)))
         found = [_cell_details(view, cell) for cell in alone]
         noisy = view.plan is not None and not view.plan.counts_public
-        seen = [f for f in found if not noisy or f["stands_out"]]
+        known = [f for f in found if not noisy or f["stands_out"]]
         rule = ALONE if view.plan is None else PROMISED
-        says, detail = _sentence(view, seen), {"classes": found}
-        return [Finding("single_holder", QUESTION, float(len(seen)), None, None, 0.0, rule, says, False, detail)]
+        says, detail = _sentence(view, known), {"classes": found}
+        return [Finding("single_holder", QUESTION, float(len(known)), None, None, 0.0, rule, says, False, detail)]
 
 
 def _cell_details(view: View, cell: SentClass) -> dict[str, Any]:
@@ -48,11 +48,11 @@ def _cell_details(view: View, cell: SentClass) -> dict[str, Any]:
     }
 
 
-def _sentence(view: View, seen: list[dict[str, Any]]) -> str:
-    if not seen:
+def _sentence(view: View, known: list[dict[str, Any]]) -> str:
+    if not known:
         return "Nothing: no class is visibly at one client alone."
-    f = seen[0]
-    text = f"{len(seen)} of {len(view.classes)} classes are at one client alone, so that messages about such a class, "
+    f = known[0]
+    text = f"{len(known)} of {len(view.classes)} classes are at one client alone, so that messages about such a class, "
     text += f"and the model's knowledge of it, are about this client: {f['client']} has {f['count_told']:.0f} rows "
     text += f"of {f['class']}"
     if f["cosine_of_the_mean"] is not None:

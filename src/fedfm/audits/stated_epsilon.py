@@ -30,9 +30,9 @@ class Claim:
 
 
 def claim(run: Run) -> Claim | None:
-    """The promise against a server that sees every message, or None."""
+    """The guarantee against a server that sees every message, or None."""
     if "noise" in secrets_of(run.experiment.method, run.experiment.aggregation):
-        return None  # the server itself adds the noise: the promise is against readers of the model
+        return None  # the server itself adds the noise: the guarantee holds against readers of the model only
     ledger: dict[str, Any] = run.manifest["ledger"]
     stated = [v for v in (ledger.get("epsilon"), run.manifest["result"].get("epsilon")) if v is not None]
     if not stated:
@@ -44,15 +44,15 @@ def claim(run: Run) -> Claim | None:
         deltas = [privacy.delta]
     relations = {e.get("relation") for e in entries}
     exchange = relations and relations <= {"replace", "replace_any"}
-    # A reader may believe the smallest epsilon that is stated.
+    # The claim is the smallest epsilon that is stated.
     return Claim(min(map(float, stated)), max(deltas, default=1e-5), 1 if exchange else 2)
 
 
 def limit_rule(rule: VerdictRule, allowed: float, strict: float, confidence: float) -> VerdictRule:
-    """A rule with a promise beside it: what the promise does not allow is a leak, however little it is.
+    """A rule that also knows a stated guarantee: more than it allows is a leak, however little that is.
 
     Args:
-        allowed: the largest figure under the promise.
+        allowed: the largest figure under the guarantee.
         strict: the low end of the figure's interval at ``confidence``.
     """
     low, most = f"low at {100 * confidence:g} %", "what epsilon allows"

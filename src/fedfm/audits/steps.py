@@ -1,4 +1,4 @@
-"""The order of the attacks of an audit, the cheap ones first, and the limit on its time."""
+"""The steps of an audit, cheap attacks first, and the limit on its time."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from fedfm.audits.audit import Audit
 
 
-LONG = 10.0  # seconds of an attack for which others on the same replay wait
+LONG = 10.0  # seconds of the longest attack that shares a replay with others
 
 
 @dataclass(frozen=True)
 class Step:
-    """Attacks that are done together, because they read the same replay; or a single one.
+    """Attacks that share a replay; or a single attack.
 
     Attributes:
-        seconds: that it may take, of one core, replay included.
+        seconds: estimated for one core, replay included.
     """
 
     audits: Mapping[str, Audit]
@@ -37,7 +37,7 @@ class Step:
 
 
 def steps(run: Run, population: Partitioned, chosen: Mapping[str, Audit]) -> list[Step]:
-    """The attacks in order of their cost. A long one that takes longer than a replay has a replay of its own."""
+    """The attacks in order of their cost. One that takes longer than a replay gets a replay of its own."""
     each = {name: audit.seconds(run, population) for name, audit in chosen.items()}
     again = replay_seconds(run, population)
     reading = [name for name, audit in chosen.items() if audit.replays]
@@ -52,9 +52,9 @@ def steps(run: Run, population: Partitioned, chosen: Mapping[str, Audit]) -> lis
 
 
 def replay_seconds(run: Run, population: Partitioned) -> float:
-    """Seconds that the rounds of a run may take again, in one process.
+    """Estimated seconds of the rounds of a run in one process.
 
-    They took as long on as many cores as had work; counts tell where a slow network or a pause made them longer.
+    The estimate uses the measured seconds and the cores in use; counts bound it after a slow network or a pause.
     """
     cores = run.experiment.run.workers or int(run.manifest["machine"].get("cores") or 1)
     recorded = float(run.manifest["result"]["seconds"]) * min(cores, max(len(population.clients), 1))
@@ -62,7 +62,7 @@ def replay_seconds(run: Run, population: Partitioned) -> float:
 
 
 class TimeUpError(KeyboardInterrupt):
-    """The time of an audit is up. Like Ctrl-C it passes through the code of clients, which turns errors into faults."""
+    """The time of an audit is up. Clients' code turns errors into faults; this passes through it, as Ctrl-C does."""
 
 
 def deadline(limit: float | None) -> float | None:
@@ -80,9 +80,9 @@ def deadline(limit: float | None) -> float | None:
 
 @contextlib.contextmanager
 def until(end: float | None) -> Iterator[None]:
-    """Raise :class:`TimeUpError` in the code inside when ``end`` has come.
+    """Context: raise :class:`TimeUpError` inside at the time ``end``.
 
-    Only the main thread can be interrupted; in another one the time is compared before the code begins.
+    Only the main thread can be interrupted; another thread checks the time once, before the code begins.
     """
     if end is None:
         yield
@@ -108,5 +108,5 @@ def until(end: float | None) -> Iterator[None]:
 
 
 def command(path: object, names: Sequence[str]) -> str:
-    """What does these attacks."""
+    """Run these attacks."""
     return " ".join([f"fedfm audit {path}", *(f"--attack {name}" for name in names)])

@@ -1,4 +1,4 @@
-"""Disclosure by single task vectors: to the server, which sees them, and to other clients through their aggregates."""
+"""Disclosure by single task vectors: to the server, which receives them, and to other clients by their aggregates."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TaskVector(Audit):
     """Labels and rows from a task vector, similar clients from the weights, and a client's vector from all others.
 
     It reads methods whose clients return the change of the vector that they received, and whose server needs each
-    reply by itself.
+    single reply.
     """
 
     methods: ClassVar[tuple[str, ...]] = ("fedbip", "fedamp", "fedawa")
@@ -87,7 +87,7 @@ def _presence(eye: Eye, name: str, counts: Mapping[ClientId, Array], evidence: M
     if not mixed:
         return nothing(name, LABELS, "Every client has every class: there is nothing to infer.")
     by_client = np.array([rates.auc(evidence[c][counts[c] > 0], evidence[c][counts[c] == 0]) for c in mixed])
-    mean, (low, high) = float(by_client.mean()), rates.beside(by_client)
+    mean, (low, high) = float(by_client.mean()), rates.mean_interval(by_client)
     pushed = [((evidence[c] > 0) == (counts[c] > 0)).mean() for c in mixed]
     says = f"The logit of a class that a client has rises more than that of one that it lacks with chance {mean:.3f} "
     says += f"{interval(low, high)} (mean of {plural(len(mixed), 'client')}, from their first message; 0.5 is "
@@ -122,7 +122,7 @@ def _proportions(
         found.append(task_vector.overlap(shares, counts[c] / n))
         guessed.append(task_vector.overlap(everywhere / everywhere.sum(), counts[c] / n))
     mean, line = float(np.mean(found)), float(np.mean(guessed))
-    low, high = rates.beside(np.array(found))
+    low, high = rates.mean_interval(np.array(found))
     says = f"The computed shares of the classes overlap with a client's true ones by {mean:.3f} "
     says += f"{interval(low, high)} (1: equal); the shares over all clients overlap by {line:.3f}. The attacker knows "
     says += f"the client's number of rows and has {rows} rows of its own."

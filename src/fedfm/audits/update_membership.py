@@ -1,4 +1,4 @@
-"""Membership inference on the updates that crossed: what a server that follows the protocol learns of single rows."""
+"""Membership inference on the clients' updates: what a server that follows the protocol learns about single rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Z, STRICT, Z_STRICT = 1.959964, 0.9999, 3.890592
 
 
 class UpdateMembership(Audit):
-    """Training rows against test rows, by how far the updates of their client lowered their loss."""
+    """Compares training rows with test rows by how far their client's updates lowered their loss."""
 
     replies: ClassVar[bool] = False
 

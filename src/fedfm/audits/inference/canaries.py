@@ -1,4 +1,4 @@
-"""Canary clients: how sure an attacker is that one took part in sums to which a mechanism added noise.
+"""Canary clients: evidence that a client took part in noisy sums.
 
 Andrew, Kairouz, Oh, Oprea, McMahan, Suriyakumar. One-shot Empirical Privacy Estimation for Federated Learning. ICLR
 2024. arXiv:2302.03098, Algorithm 2: a canary sends a random direction of the largest norm allowed, and the attacker
@@ -20,7 +20,7 @@ THRESHOLDS = (0.5, 0.8, 0.95)  # shares of the canaries above a threshold; each 
 
 
 def scores(residuals: Array, signs: Array, directions: Sequence[Array], clip_norm: float) -> Array:
-    """Evidence that each canary took part, in standard deviations of that of a canary that did not.
+    """Evidence that each canary took part, in standard deviations of the evidence of an absent canary.
 
     A direction that was drawn independently of the releases projects them onto N(0, |x|^2 / d), whatever they are.
 
@@ -37,12 +37,12 @@ def scores(residuals: Array, signs: Array, directions: Sequence[Array], clip_nor
     shift = clip_norm * (signs != 0).sum(1)
     read = np.array([float(x @ u) for x, u in zip(own, directions, strict=True)]) + shift
     spread = np.linalg.norm(own, axis=1) / math.sqrt(residuals.shape[1])
-    # What is left by rounding is no noise.
+    # The rest from rounding is no noise.
     return np.asarray(np.divide(read, spread, out=np.full(len(own), np.inf), where=spread > 1e-6 * shift))
 
 
 def epsilon_bound(found: Array, dim: int, delta: float, confidence: float) -> float:
-    """The smallest epsilon that these scores leave, if noise is normal: a canary shifts it by mu.
+    """The smallest epsilon that agrees with these scores, if the noise is normal: a canary shifts it by mu.
 
     The releases are then mu-GDP at best (Dong, Roth, Su. Gaussian Differential Privacy. JRSS B 2022). Three errors
     share the level: of the mean of the scores, of the largest one, should one client count more than others, and of
@@ -54,7 +54,7 @@ def epsilon_bound(found: Array, dim: int, delta: float, confidence: float) -> fl
     Example:
         >>> few, many = (round(epsilon_bound(np.full(400, 2.0), dim, 1e-5, 0.95), 2) for dim in (100, 10**6))
         >>> few, many, round(gaussian.epsilon_of(1.0, 2.0, 1e-5), 2)
-        (7.6, 9.35, 10.0)
+        (7.68, 9.33, 10.0)
     """
     from scipy.stats import norm
 
@@ -65,7 +65,7 @@ def epsilon_bound(found: Array, dim: int, delta: float, confidence: float) -> fl
 
 
 def epsilon_most(found: Array, dim: int, delta: float, confidence: float) -> float:
-    """The largest epsilon that the mean of these scores leaves; arguments as of :func:`epsilon_bound`."""
+    """The largest epsilon that agrees with the mean of these scores; arguments as of :func:`epsilon_bound`."""
     from scipy.stats import chi2, norm
 
     tail = (1 - confidence) / 2
@@ -74,21 +74,19 @@ def epsilon_most(found: Array, dim: int, delta: float, confidence: float) -> flo
 
 
 def epsilon_at(mu: float, delta: float) -> float:
-    """Epsilon of mu-GDP; 0 for a mu of 0 and less."""
+    """Epsilon of mu-GDP; 0 if mu is not positive."""
     return math.inf if mu == math.inf else gaussian.epsilon_of(1.0, mu, delta) if mu > 0 else 0.0
 
 
 def at_least(numbers: int, tail: float) -> float:
-    """Measured size of a normal noise over its true one, which ``numbers`` of its values fall short of with
-    probability ``tail``.
-    """
+    """Quantile ``tail`` of the measured over the true standard deviation of normal noise, from ``numbers`` values."""
     from scipy.stats import chi2
 
     return math.sqrt(float(chi2.ppf(tail, numbers)) / numbers)
 
 
 def counted_bound(found: Array, strangers: Array, delta: float, confidence: float) -> float:
-    """The same by counts alone, whatever the noise is: rates of hits and of false alarms, Clopper and Pearson 1934.
+    """The same by rates of hits and of false alarms, for any noise: Clopper and Pearson 1934.
 
     With m strangers it stays below ln m. A threshold is chosen by the first half of both, and judged by the second.
     """

@@ -20,7 +20,7 @@ from fedfm.audits.inference.rates import Array
 
 Groups = Sequence[slice]
 WORST = 1e12  # condition of the normal equations above which lines count as parallel
-STILL = 1e-6  # of the length of v: a shorter d is rounding, and nothing was mixed in
+STILL = 1e-6  # of the length of v: a shorter d is rounding, nothing was mixed in
 SHORT, LONG = 0.8, 2.4  # of l_t: range of a_t in the alternating estimator, wider than [1, 2] since l_t is an estimate
 SWEEPS = 200
 TURN = 1.3  # an active client aims at w' = -(TURN - 1) w_t

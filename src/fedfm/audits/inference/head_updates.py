@@ -1,4 +1,4 @@
-"""What the change of a linear head tells of the rows behind it: their labels, and their features.
+"""Labels and features of rows, computed from the change of a linear head that they caused.
 
 The cross-entropy's gradient is p - y for a row's logits, (p - y) x^T for the weights W (C, d), and p - y for the bias b
 (C,): a row of class c raises b_c and lowers the others (Wainakh et al., User-Level Label Leakage from Gradients in
@@ -15,33 +15,33 @@ RIDGE = 1.0  # in units of the standardised traces
 ALPHAS = (0.1, 0.3, 1.0, 5.0)  # of the attacker's Dirichlet guesses: from one class to nearly all
 
 
-def traces(weight: Array, bias: Array | None, x: Array, labels: Array, said: Array) -> Array:
+def traces(weight: Array, bias: Array | None, x: Array, labels: Array, probabilities: Array) -> Array:
     """Figures (5 C,) of an update of the head that depend on its label counts; (4 C,) of a head without a bias.
 
     Without a bias W m, m the mean of the attacker's rows, stands in its place: a row of features z changes it by
-    (y - p) z . m, so it counts labels as far as rows have a part in common. What they have not in common, of any sign,
-    shows alike in the updates that the attacker makes itself, from which :func:`label_shares` learns.
+    (y - p) z . m, so it counts labels as far as rows have a common part. The other part, of any sign, is alike in
+    the updates that the attacker makes itself, from which :func:`label_shares` learns.
 
     Args:
         weight, bias: (C, d), (C,) changes of the head; None if it has no bias.
         x, labels: (m, d), (m,) the attacker's own rows, as the head sees them.
-        said: (m, C) their probabilities under the updated model.
+        probabilities: (m, C) of these rows under the updated model.
     """
     classes = len(weight)
     own = np.stack([x[labels == c].mean(0) if (labels == c).any() else x.mean(0) for c in range(classes)])  # (C, d)
-    right = np.array([said[labels == c, c].mean() if (labels == c).any() else 0.0 for c in range(classes)])
+    right = np.array([probabilities[labels == c, c].mean() if (labels == c).any() else 0.0 for c in range(classes)])
     shift = () if bias is None else (bias,)
     moved = weight @ x.mean(0) + (0.0 if bias is None else bias)
-    return np.concatenate([*shift, moved, (weight * own).sum(1), said.mean(0), right])
+    return np.concatenate([*shift, moved, (weight * own).sum(1), probabilities.mean(0), right])
 
 
 def guesses(classes: int, n: int, number: int, rng: np.random.Generator) -> Array:
-    """Label counts (number, C) of n rows that an attacker tries, from one-sided to even."""
+    """Label counts (number, C) of n rows that an attacker tries, from one class to equal counts."""
     shares = [rng.dirichlet(np.full(classes, ALPHAS[i % len(ALPHAS)])) for i in range(number)]
     return np.stack([rng.multinomial(n, p) for p in shares])
 
 
-def label_shares(tried: Array, shares: Array, seen: Array) -> Array:
+def label_shares(tried: Array, shares: Array, observed: Array) -> Array:
     """Shares of the classes (C,) behind an update, by ridge regression on updates that the attacker made itself.
 
     Melis, Song, De Cristofaro, Shmatikov. Exploiting Unintended Feature Leakage in Collaborative Learning. IEEE S&P
@@ -50,12 +50,12 @@ def label_shares(tried: Array, shares: Array, seen: Array) -> Array:
     Args:
         tried: (M, k) traces of the attacker's updates.
         shares: (M, C) label shares behind them.
-        seen: (k,) traces of the update.
+        observed: (k,) traces of the update.
     """
     middle, spread = tried.mean(0), tried.std(0) + 1e-12
     x, mean = (tried - middle) / spread, shares.mean(0)
     weights = np.linalg.solve(x.T @ x + RIDGE * np.eye(x.shape[1]), x.T @ (shares - mean))  # (k, C)
-    found = np.clip(mean + (seen - middle) / spread @ weights, 0.0, None)
+    found = np.clip(mean + (observed - middle) / spread @ weights, 0.0, None)
     return np.asarray(found / found.sum()) if found.sum() > 0 else np.full(len(mean), 1 / len(mean))
 
 

@@ -86,7 +86,7 @@ def _decoder(dim: int, middle: Tensor) -> nn.Module:
 
 
 class _OnMean(nn.Module):
-    """The mean picture plus what the net says."""
+    """The mean image plus the network's output."""
 
     def __init__(self, net: nn.Module, middle: Tensor) -> None:
         super().__init__()

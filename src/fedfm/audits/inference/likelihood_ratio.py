@@ -26,6 +26,6 @@ class Density(Protocol):
 
 def scores(x: Array, released: Density, shadow: Density) -> Array:
     """(n,): high for rows that ``released`` was fitted to."""
-    with np.errstate(invalid="ignore"):  # both may be 0: no evidence
+    with np.errstate(invalid="ignore"):  # both may be 0, which is no evidence
         ratio: Array = released.log_prob(x) - shadow.log_prob(x)
     return np.nan_to_num(ratio, nan=0.0, posinf=_LARGE, neginf=-_LARGE)

@@ -80,20 +80,20 @@ def bootstrap(parts: Array, weights: Array, rng: np.random.Generator, confidence
     return float(low), float(high)
 
 
-def beside(
+def mean_interval(
     figures: Array, reference: Array | None = None, confidence: float = 0.95
 ) -> tuple[float | None, float | None]:
-    """Interval of the mean of figures within [0, 1], one a client; (None, None) for fewer than two clients.
+    """Interval of the mean of figures in [0, 1], one for each client; (None, None) for fewer than two clients.
 
-    Student's t: a bootstrap of a handful of clients is too narrow.
+    Student's t: a bootstrap of a few clients is too narrow.
 
     Args:
-        reference: what the same clients have without the attack. The interval is then that of the difference, set off
-            from the mean of the reference: it lies beside that as surely as the differences lie beside 0.
+        reference: figures of the same clients without the attack. The interval is then that of the differences, plus
+            the mean of the reference: it excludes that mean exactly if the differences' interval excludes 0.
 
     Example:
-        >>> low, high = beside(np.array([0.2, 0.4]))
-        >>> round(low, 3), round(high, 3), beside(np.array([0.2]))
+        >>> low, high = mean_interval(np.array([0.2, 0.4]))
+        >>> round(low, 3), round(high, 3), mean_interval(np.array([0.2]))
         (0.0, 1.0, (None, None))
     """
     from scipy.stats import t
@@ -125,7 +125,7 @@ def auc_interval(
 
     Args:
         weights: positives of each cell.
-        negatives: different ones of all cells.
+        negatives: number of different negatives in all cells.
         z: normal quantile of the confidence.
     """
     mean = float(np.average(by_cell, weights=weights))

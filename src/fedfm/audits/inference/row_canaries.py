@@ -1,4 +1,4 @@
-"""Canary rows: how sure an attacker is that one was in a training by noisy steps, each of which takes rows by coins.
+"""Canary rows: evidence that a row was in a training by noisy steps, each of which draws rows by coins.
 
 Andrew, Kairouz, Oh, Oprea, McMahan, Suriyakumar. One-shot Empirical Privacy Estimation for Federated Learning. ICLR
 2024. arXiv:2302.03098: many canaries along random directions in one training. Here a canary is a row whose gradient
@@ -18,7 +18,7 @@ from fedfm.audits.inference.canaries import at_least, counted_bound, epsilon_at
 from fedfm.audits.inference.rates import Array
 from fedfm.privacy.composition import Releases, epsilon_of
 
-SURE = 1e-7  # false alarms of a test that allows no doubt
+SURE = 1e-7  # rate of false alarms of a test that must not err
 LEAST_NOISE = 0.4  # noise multiplier; smaller ones take long to account, and more noise never spends more
 _STRANGERS, _NUMBERS = 20_000, 4e7  # rows that took no part; numbers in memory
 _STEPS = 100  # of a training whose noise is compared
@@ -26,73 +26,75 @@ _STEPS = 100  # of a training whose noise is compared
 
 @dataclass(frozen=True)
 class Readings:
-    """What the steps of trainings show along K canaries' directions.
+    """Projections of the trainings' steps onto K canaries' directions.
 
     Attributes:
         x: (K, T) in standard deviations of the noise: N(``shift``, 1) where the canary was in the step, else N(0, 1).
         shift: the bound C on a row's gradient, in standard deviations.
-        taken: (K, T) whether it was in the step.
-        foretold: (K, T) whether another training of the same rows, under another secret, took it in that step.
+        in_step: (K, T) whether it was in the step.
+        predicted: (K, T) whether another training of the same rows, under another secret, drew it in that step.
         numbers: of noise, from which its standard deviation is known.
     """
 
     x: Array
     shift: float
-    taken: Array
-    foretold: Array
+    in_step: Array
+    predicted: Array
     numbers: int
 
 
 def together(readings: Sequence[Readings]) -> Readings:
     """The canaries of several trainings of equally many steps."""
     shift = float(np.mean([r.shift for r in readings]))
-    x, taken, foretold = (np.concatenate([getattr(r, name) for r in readings]) for name in ("x", "taken", "foretold"))
-    return Readings(x, shift, taken, foretold, sum(r.numbers for r in readings))
+    x, in_step, predicted = (
+        np.concatenate([getattr(r, name) for r in readings]) for name in ("x", "in_step", "predicted")
+    )
+    return Readings(x, shift, in_step, predicted, sum(r.numbers for r in readings))
 
 
-def read(steps: Array, taken: Array, foretold: Array, directions: Array, clip_norm: float) -> Readings:
+def read(steps: Array, in_step: Array, predicted: Array, directions: Array, clip_norm: float) -> Readings:
     """Project the steps, of which everything but one canary is known, onto that canary's direction.
 
     Args:
         steps: (T, d) noisy sums.
-        taken: (K, T).
-        foretold: (K, T).
+        in_step: (K, T).
+        predicted: (K, T).
         directions: (K, d), of norm 1.
         clip_norm: C.
     """
-    noise = steps - clip_norm * (taken.T.astype(np.float64) @ directions)
+    noise = steps - clip_norm * (in_step.T.astype(np.float64) @ directions)
     sigma = math.sqrt(float(np.square(noise).mean()))
-    x = directions @ noise.T + clip_norm * taken
+    x = directions @ noise.T + clip_norm * in_step
     sigma = max(sigma, 1e-9 * clip_norm)
-    return Readings(x / sigma, clip_norm / sigma, taken, foretold, noise.size)
+    return Readings(x / sigma, clip_norm / sigma, in_step, predicted, noise.size)
 
 
 def epsilon_bound(readings: Readings, claimed: Releases, delta: float, confidence: float) -> float:
-    """The smallest epsilon that these readings leave, if noise is normal.
+    """The smallest epsilon that agrees with these readings, if the noise is normal.
 
     Two tests and the size of the noise share the level. The first test takes the coins as secret: noise multiplier and
-    rate at the ends of their intervals give epsilon. The second foretells the coins, and takes the mean score as that
+    rate at the ends of their intervals give epsilon. The second predicts the coins, and takes the mean score as that
     of a Gaussian mechanism.
     """
     tail = (1 - confidence) / 3
     size = at_least(readings.numbers, tail)
-    return max(_of_secret_coins(readings, claimed, delta, tail, size), _of_foretold_coins(readings, delta, tail, size))
+    return max(_of_secret_coins(readings, claimed, delta, tail, size), _of_predicted_coins(readings, delta, tail, size))
 
 
 def estimate(readings: Readings, claimed: Releases, delta: float) -> float:
     """Epsilon at the noise and the rate that were measured, of normal noise and secret coins."""
-    found = readings.x[readings.taken]
-    return _epsilon(float(found.mean()) if len(found) else 0.0, len(found) / readings.taken.size, claimed, delta)
+    found = readings.x[readings.in_step]
+    return _epsilon(float(found.mean()) if len(found) else 0.0, len(found) / readings.in_step.size, claimed, delta)
 
 
 def _of_secret_coins(readings: Readings, claimed: Releases, delta: float, tail: float, size: float) -> float:
     from scipy.stats import beta, norm
 
-    found = readings.x[readings.taken]
-    if not len(found) or readings.taken.all():  # all of them: the coins can be foretold
+    found = readings.x[readings.in_step]
+    if not len(found) or readings.in_step.all():  # all of them: the coins can be predicted
         return 0.0
     mean = float(found.mean()) - float(norm.isf(tail / 2)) / math.sqrt(len(found))
-    rate = float(beta.ppf(tail / 2, len(found), readings.taken.size - len(found) + 1))
+    rate = float(beta.ppf(tail / 2, len(found), readings.in_step.size - len(found) + 1))
     return _epsilon(mean * size, rate, claimed, delta)
 
 
@@ -103,12 +105,12 @@ def _epsilon(mean: float, rate: float, claimed: Releases, delta: float) -> float
     return epsilon_of([Releases(max(1 / mean, least), claimed.times, rate)], delta)
 
 
-def _of_foretold_coins(readings: Readings, delta: float, tail: float, size: float) -> float:
+def _of_predicted_coins(readings: Readings, delta: float, tail: float, size: float) -> float:
     from scipy.stats import norm
 
-    times = readings.foretold.sum(1)
+    times = readings.predicted.sum(1)
     some = times > 0
-    scores = (readings.x * readings.foretold).sum(1)[some] / np.sqrt(times[some])
+    scores = (readings.x * readings.predicted).sum(1)[some] / np.sqrt(times[some])
     if len(scores) < 2:
         return 0.0
     spread = max(float(scores.std(ddof=1)), 1.0)
@@ -119,7 +121,7 @@ def _of_foretold_coins(readings: Readings, delta: float, tail: float, size: floa
 def bound_by_counts(
     readings: Readings, rate: float, delta: float, confidence: float, rng: np.random.Generator
 ) -> float:
-    """The same by counts of hits and of false alarms (see :func:`counted_bound`), whatever the noise is.
+    """The same by counts of hits and of false alarms, for any noise (see :func:`counted_bound`).
 
     A score is the log-likelihood ratio of the readings with and without the row, its coins unknown.
     """
@@ -136,7 +138,7 @@ def _ratio(x: Array, shift: float, rate: float) -> Array:
 
 
 def coins_differ(trainings: Sequence[Array], rate: float) -> bool:
-    """Whether rows do not enter the steps by independent coins of this rate: batches of one size, orders, other rates.
+    """Whether rows enter the steps otherwise than by independent coins of this rate, e.g. in batches of one size.
 
     Args:
         trainings: (n, T) of each training, whether the row was in the step.
@@ -144,18 +146,18 @@ def coins_differ(trainings: Sequence[Array], rate: float) -> bool:
     from scipy.stats import norm
 
     if rate >= 1:
-        return not all(taken.all() for taken in trainings)
-    numbers, variance = sum(taken.size for taken in trainings), rate * (1 - rate)
-    away = abs(sum(float(taken.sum()) for taken in trainings) - numbers * rate)
+        return not all(in_step.all() for in_step in trainings)
+    numbers, variance = sum(in_step.size for in_step in trainings), rate * (1 - rate)
+    away = abs(sum(float(in_step.sum()) for in_step in trainings) - numbers * rate)
     if away > float(norm.isf(SURE / 6)) * math.sqrt(numbers * variance) + 1:
         return True
     n, steps = trainings[0].shape
-    rows, sizes = (np.concatenate([taken.sum(axis) for taken in trainings]) for axis in (1, 0))
+    rows, sizes = (np.concatenate([in_step.sum(axis) for in_step in trainings]) for axis in (1, 0))
     return _spread_differs(rows, steps, rate) or _spread_differs(sizes, n, rate)
 
 
 def _spread_differs(sums: Array, trials: int, rate: float) -> bool:
-    """Whether the sums of coins do not vary as binomial ones, by a scaled chi-squared of the same two moments."""
+    """Whether the sums of coins do not vary as binomial sums, by a scaled chi-squared test of the same moments."""
     from scipy.stats import chi2
 
     variance = rate * (1 - rate)
