@@ -35,6 +35,7 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.privacy.dp_sgd import DescentPlan
 from fedfm.training import SGD, private
 from fedfm.training.local_job import Job
+from fedfm.training.scheduler import train_client
 
 CLASSES = tuple(map(str, range(10)))
 BATCH = 32
@@ -120,7 +121,7 @@ def ours(model: Model, rows: Rows) -> Callable[[], Any]:
     plan = DescentPlan(CLIP, 1e-5, 1, noise_multiplier=Z)
 
     def run() -> Any:
-        client = Client("c", data, model, {}, 0, private=private.Descent(plan, data))
+        client = Client("c", data, model, {}, 0, private=private.Descent(plan, data), trainer=train_client)
         client.secret = lambda name: hashlib.sha256(name.encode()).digest()
         client.first = lambda name, value: value
         return private.train([Job(client, w, SGD(0.1, batch_size=BATCH))])

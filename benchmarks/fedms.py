@@ -42,6 +42,7 @@ from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training import AdamW
 from fedfm.training.local_job import Job
+from fedfm.training.scheduler import train_client
 
 CLASSES = ("plane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 BATCH = 32
@@ -169,7 +170,7 @@ def of_model(name: str, folder: str, rows: int, ks: tuple[int, ...], turns: int)
     model = loaded(folder)
     peer, method = HandWritten(model, folder), FedMS(local=LOCAL)
     data = drawn(model, rows)
-    client = Client("a", ClientData(lambda: data, Rows, Rows), model, {}, 5)
+    client = Client("a", ClientData(lambda: data, Rows, Rows), model, {}, 5, trainer=train_client)
     W_g, other, Z = moved(model.params(), 1), moved(model.params(), 2), initial(model.dual.width, 0)
     named = layers(model, "layer")
     out = []

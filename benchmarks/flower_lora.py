@@ -39,6 +39,7 @@ from fedfm.methods.fedavg import FedAvg
 from fedfm.runtime.client import Silos
 from fedfm.training import AdamW
 from fedfm.training.local_job import Job
+from fedfm.training.scheduler import train_client
 
 LOCAL = AdamW(0.001, batch_size=16)
 
@@ -168,7 +169,11 @@ def train_one(
     everyone = people(clients, rows)
     name = everyone.clients[number]
     data = everyone.data(name)
-    job = Job(Client(name, data, everyone.model, {}, seeds.derive(0, "client", round_, name)), Params(arrays), LOCAL)
+    job = Job(
+        Client(name, data, everyone.model, {}, seeds.derive(0, "client", round_, name), trainer=train_client),
+        Params(arrays),
+        LOCAL,
+    )
     if keep:
         (out,) = everyone.written.train([job])
         return out.state(), len(data.train)

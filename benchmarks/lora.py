@@ -40,6 +40,7 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training import SGD, AdamW, Local, loop, packed
 from fedfm.training.local_job import Job
 from fedfm.training.packed import linear
+from fedfm.training.scheduler import train_client
 
 PRODUCTS = "its products alone"
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -231,7 +232,11 @@ def main() -> None:
     for t in range(arguments.rounds + 1):
         for name, train in variants.items():
             jobs = [
-                Job(Client(str(k), silos[k], model, {}, seeds.derive(0, "train", t, int(k))), w[name], local)
+                Job(
+                    Client(str(k), silos[k], model, {}, seeds.derive(0, "train", t, int(k)), trainer=train_client),
+                    w[name],
+                    local,
+                )
                 for k in sorted(chosen)
             ]
             if name.endswith(PRODUCTS):

@@ -36,6 +36,7 @@ from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 from fedfm.privacy.crypto import keys
 from fedfm.runtime.client import handlers
+from fedfm.training.scheduler import train_client
 
 CLIP, WEIGHT = 1.0, 1000
 SETTINGS = Secure(compact=True, bound=CLIP * WEIGHT)
@@ -74,7 +75,7 @@ class Direct:
         for name, update in updates.items():
             firsts: dict[str, bytes] = {}
             secret = keys.entropy(32)
-            client = Client(name, data, None, {"update": update}, 0)  # type: ignore[arg-type]
+            client = Client(name, data, None, {"update": update}, 0, trainer=train_client)  # type: ignore[arg-type]
             client.secret, client.first = lambda name, secret=secret: secret, firsts.setdefault
             self.of[name] = client
 

@@ -39,7 +39,7 @@ from fedfm.methods.scaffold import Scaffold
 from fedfm.methods.weight_init import WeightInit
 from fedfm.models.wrap import wrap
 from fedfm.runtime import predictions
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.training import SGD
 
 ROOT = Path(__file__).resolve().parents[2]

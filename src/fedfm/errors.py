@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -13,19 +14,60 @@ class FedfmError(Exception):
 class InputError(FedfmError, ValueError):
     """The user's input is wrong. The message says where, what, and what would be right (exit 2).
 
+    The message is for people; programs read the fields.
+
     Attributes:
         key: the key that is wrong, with its tables, as ``a.b.c``; "" where the message alone says it.
+        owners: the names that take this key where the name in its table does not.
+        allowed: what the key takes, where it may stay with another value; "" where it is the key that is wrong.
         more: faults that were found beside this one, in the order in which they were found.
     """
 
-    def __init__(self, text: object = "", *, key: str = "") -> None:
+    def __init__(
+        self,
+        text: object = "",
+        *,
+        key: str = "",
+        owners: Sequence[str] = (),
+        allowed: str = "",
+        more: Sequence[InputError] = (),
+    ) -> None:
         super().__init__(text)
-        self.key = key
-        self.more: tuple[InputError, ...] = ()
+        self.key, self.owners, self.allowed = key, tuple(owners), allowed
+        self.more: tuple[InputError, ...] = tuple(more)
+
+    @property
+    def all(self) -> tuple[InputError, ...]:
+        """This fault and those that were found beside it."""
+        return (self, *self.more)
+
+    def reason(self) -> str:
+        """The message without the key with which it begins."""
+        text = str(self)
+        return text[len(self.key) :].removeprefix(":").strip() if self.key and text.startswith(self.key) else text
+
+    def move(self, key: str) -> InputError:
+        """The same fault of another key, which takes the place of the first in the message."""
+        text = str(self)
+        rest = text[len(self.key) :] if self.key and text.startswith(self.key) else f": {text}"
+        kind = Absent if isinstance(self, Absent) else InputError
+        return kind(f"{key}{rest}", key=key, owners=self.owners, allowed=self.allowed, more=self.more)
 
 
 class Absent(InputError):
     """A key that is required is absent."""
+
+
+class FaultyFile(InputError):
+    """A file is wrong; the message has a line for each fault, with the file's name.
+
+    Attributes:
+        found: the faults.
+    """
+
+    def __init__(self, text: str, found: Sequence[InputError]) -> None:
+        super().__init__(text, key=found[0].key if found else "")
+        self.found = tuple(found)
 
 
 class Faults:
@@ -49,11 +91,11 @@ class Faults:
 
     def add(self, error: InputError) -> None:
         """Keep a fault, and those that were found beside it."""
-        self.found += [error, *error.more]
+        self.found += error.all
 
-    def say(self, text: str, *, key: str = "") -> None:
-        """Keep a fault of this text."""
-        self.found.append(InputError(text, key=key))
+    def say(self, text: str, *, key: str = "", owners: Sequence[str] = (), allowed: str = "") -> None:
+        """Keep a fault of this text; the fields as of :class:`InputError`."""
+        self.found.append(InputError(text, key=key, owners=owners, allowed=allowed))
 
     def refuse(self) -> None:
         """Raise the first fault with the others as its ``more``; nothing without faults.
@@ -147,13 +189,26 @@ def first_line(error: BaseException, most: int = 160) -> str:
         return f"its text cannot be read ({type(failure).__name__})"
 
 
+def lines_of(error: BaseException, most: int = 2_000) -> list[str]:
+    """A line of at most ``most`` characters for each fault that an exception tells; the first of any other text."""
+    if not isinstance(error, InputError):
+        return [first_line(error, most)]
+    return [line[:most] for fault in error.all for line in str(fault).splitlines()]
+
+
 def listed(options: Any) -> str:
     """Names in quotes, sorted."""
     return ", ".join(f'"{o}"' for o in sorted(options))
 
 
-def close(value: str, options: Any) -> str:
-    """Suffix for a message: ` (did you mean "x"?)` for the closest option, or nothing."""
+def closest(value: object, options: Iterable[Any]) -> Any:
+    """The option whose spelling is closest to ``value``; None if none is close."""
     known = {str(option).lower(): option for option in options}
     near = difflib.get_close_matches(str(value).lower(), known, 1)
-    return f' (did you mean "{known[near[0]]}"?)' if near else ""
+    return known[near[0]] if near else None
+
+
+def close(value: object, options: Iterable[Any]) -> str:
+    """Suffix for a message: ` (did you mean "x"?)` for the closest option, or nothing."""
+    option = closest(value, options)
+    return "" if option is None else f' (did you mean "{option}"?)'

@@ -20,6 +20,7 @@ from fedfm.errors import ClientFault, InputError
 from fedfm.models.adapters.side_adapter import STATES
 from fedfm.runtime.population import populate
 from fedfm.training import SGD
+from fedfm.training.scheduler import train_client
 from small import pictures
 
 
@@ -162,7 +163,7 @@ def client(n=6, tests=3):
         return Rows({"pixels": pixels}, labels=torch.arange(count) % 2)
 
     train, val, test = rows(n), rows(0), rows(tests)
-    return Client("c", ClientData(lambda: train, lambda: val, lambda: test), None, {}, 0)
+    return Client("c", ClientData(lambda: train, lambda: val, lambda: test), None, {}, 0, trainer=train_client)
 
 
 def test_a_client_keeps_its_states_by_batch_and_block():

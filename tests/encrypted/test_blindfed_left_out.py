@@ -11,6 +11,7 @@ from fedfm.core.rows import Rows
 from fedfm.encrypted.protocol.out_of_range import kept
 from fedfm.errors import ClientFault
 from fedfm.models.adapters.side_adapter import STATES
+from fedfm.training.scheduler import train_client
 from small import pictures
 
 LOCAL = {"learning_rate": 0.2, "epochs": 5, "batch_size": 16}
@@ -58,7 +59,7 @@ def test_a_client_without_another_row_takes_no_part():
     states = torch.ones(3, 2, 1, 4)
     states[1:, 1] = 0  # lost at the second block
     notes = []
-    client = Client("c", None, None, {}, 0, note=notes.append)
+    client = Client("c", None, None, {}, 0, note=notes.append, trainer=train_client)
     parts = {part: Rows({STATES: states}, labels=torch.arange(3)) for part in ("train", "val", "test")}
     found, whole = kept(client, parts)
     assert {part: mask.tolist() for part, mask in whole.items()} == {part: [True, False, False] for part in parts}

@@ -12,12 +12,13 @@ pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "f
 from fedfm.encrypted.inference import messages
 from fedfm.encrypted.inference.serialization import of_bytes, to_bytes
 from fedfm.encrypted.protocol.client_sessions import Sessions, keys_channel
+from fedfm.training.scheduler import train_client
 
 SERVER, CLIENT, RUN = b"s" * 32, b"c" * 32, "0a" * 16
 
 
 def client():
-    return Client("c", ClientData(Rows, Rows, Rows), None, {}, 0, secret=lambda name: CLIENT)
+    return Client("c", ClientData(Rows, Rows, Rows), None, {}, 0, secret=lambda name: CLIENT, trainer=train_client)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.runtime.after_run_checks import outside
 from fedfm.training import SGD, loop
 from fedfm.training.local_job import Job
+from fedfm.training.scheduler import train_client
 from tiny_twins import CLASSES, make_twin
 
 
@@ -32,7 +33,7 @@ def load(folder, adaptation="full"):
 
 def trained(model, pictures, local):
     rows = Rows({"pixel_values": pictures}, labels=torch.arange(len(pictures)) % 3)
-    client = Client("c", ClientData(lambda: rows, Rows, Rows), model, {}, 0)
+    client = Client("c", ClientData(lambda: rows, Rows, Rows), model, {}, 0, trainer=train_client)
     (w,) = loop.train([Job(client, model.params(), local)])
     return w, client.metrics["loss"]
 

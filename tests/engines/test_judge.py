@@ -24,7 +24,7 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
 from fedfm.runtime.evaluation import Evaluation, judge
-from fedfm.runtime.population import REST, Partitioned
+from fedfm.runtime.partitioned import REST, Partitioned
 from fedfm.training.packed import predictor
 
 CLASSES = ("ant", "bee", "cow")

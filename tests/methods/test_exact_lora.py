@@ -25,6 +25,7 @@ from fedfm.models.load import load_model
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training import SGD, AdamW, any_rank
+from fedfm.training.scheduler import train_client
 from small import checked
 
 A, B, HEAD = "q.lora_A.default.weight", "q.lora_B.default.weight", "head.weight"
@@ -191,7 +192,7 @@ def test_a_low_rank_in_a_larger_model_trains_like_a_truly_smaller_adapter(folder
     model, small = model_of(folder, kind, rank=4), model_of(folder, kind, rank=2)
     rows = rows_of(model)
     start = noisy(small.params())
-    client = Client("k", ClientData(lambda: rows, lambda: rows, lambda: rows), model, {}, seed=3)
+    client = Client("k", ClientData(lambda: rows, lambda: rows, lambda: rows), model, {}, seed=3, trainer=train_client)
     method = FLoRA(local=local)
     before = [p.clone() for p in model.module.parameters() if not p.requires_grad]
     found = any_rank.fit(method.local, client, start)

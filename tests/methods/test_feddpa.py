@@ -33,6 +33,7 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.runtime import predictions
 from fedfm.training import SGD, AdamW, DualAdapter
 from fedfm.training.local_job import Job
+from fedfm.training.scheduler import train_client
 from small import pictures, tiny_vit
 from tiny_text import COMMON
 
@@ -77,7 +78,7 @@ def noisy(w, seed):
 
 
 def client_of(model, rows, seed=3):
-    return Client("k", ClientData(lambda: rows, lambda: rows, lambda: rows), model, {}, seed=seed)
+    return Client("k", ClientData(lambda: rows, lambda: rows, lambda: rows), model, {}, seed=seed, trainer=train_client)
 
 
 def plain(folder, kind, head=True):

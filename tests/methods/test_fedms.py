@@ -30,6 +30,7 @@ from fedfm.reports.html import write
 from fedfm.runtime.population import populate
 from fedfm.runtime.progress import Progress
 from fedfm.training import SGD, AdamW
+from fedfm.training.scheduler import train_client
 from tiny_clip import pictures, save
 
 LOCAL_PASS = {"name": "adamw", "learning_rate": 0.01, "batch_size": 16}
@@ -134,7 +135,7 @@ def test_a_local_pass_is_that_of_a_loop_that_computes_both_experts_whole(place):
     W_g = model.params()
     W_g = W_g.map(lambda x: x + 0.05 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)))
     Z = initial(model.dual.width, 3)
-    client = Client("a", ClientData(lambda: rows, type(rows), type(rows)), model, {}, 5)
+    client = Client("a", ClientData(lambda: rows, type(rows), type(rows)), model, {}, 5, trainer=train_client)
     W_i, Z_i, L_i = method.local_pass(client, W_g, W_g, Z, 2)
 
     model.load(W_g)
@@ -185,7 +186,7 @@ def test_what_is_kept_over_the_rounds_changes_no_bit(place, monkeypatch):
         model, rows = population.model, population.data(population.clients[0]).train
         W_g = W.map(lambda x: x + 0.05 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)))
         Z = Params(dict(initial(model.dual.width, 3)) | {f"{TRUNK}{n}": t for n, t in image_trunk(model).items()})
-        client = Client("a", ClientData(lambda rows=rows: rows, Rows, Rows), model, {}, 5)
+        client = Client("a", ClientData(lambda rows=rows: rows, Rows, Rows), model, {}, 5, trainer=train_client)
         found.append([method.local_pass(client, W_g, W_g, Z, k)[i].sha256() for k in (1, 2, 3) for i in (0, 1)])
         other = rows.take(range(len(rows))).computed()
         other.tensors["pixel_values"] = other.tensors["pixel_values"].flip(3)
@@ -298,7 +299,7 @@ def test_a_client_without_an_expert_says_so_and_starts_from_the_global_one(place
     population, method = populate(experiment), experiment.method
     rows, W_g = population.data(population.clients[0]).train, population.model.params()
     Z = initial(population.model.dual.width, 0)
-    client = Client("a", ClientData(lambda: rows, Rows, Rows), population.model, {}, 5)
+    client = Client("a", ClientData(lambda: rows, Rows, Rows), population.model, {}, 5, trainer=train_client)
     with pytest.raises(ClientFault, match="lost"):
         method.adapt(client, Z, Params({}))
     method.adapt(client, Z, Params.join(**{GLOBAL: W_g, GATE: Z}))
@@ -330,7 +331,7 @@ def test_few_rows_decide_by_themselves_and_others_hold_a_tenth_out(place):
     rows = population.data(population.clients[0]).train
     for n, (left, out) in {12: (12, 12), 30: (27, 3)}.items():
         data = ClientData(lambda n=n: rows.take(range(n)), type(rows), type(rows))
-        train, deciding = split(Client("a", data, population.model, {}, 0))
+        train, deciding = split(Client("a", data, population.model, {}, 0, trainer=train_client))
         assert (len(train), len(deciding)) == (left, out)
 
 

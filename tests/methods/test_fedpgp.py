@@ -20,6 +20,7 @@ from fedfm.models.quiet import quiet
 from fedfm.runtime.population import populate
 from fedfm.training import DittoOptimiser
 from fedfm.training.local_job import Job
+from fedfm.training.scheduler import train_client
 from tiny_clip import pictures, save, tokenizer
 
 M = 4  # context vectors
@@ -95,7 +96,7 @@ def test_a_local_pass_is_that_of_a_plain_loop(place):
     index = population.federated.clients[population.clients[0]].train
     pixels = model.prepare(population.federated.table, index).tensors["pixel_values"]
     rows = population.data(population.clients[0]).train
-    client = Client("a", ClientData(lambda: rows, type(rows), type(rows)), model, {}, 5)
+    client = Client("a", ClientData(lambda: rows, type(rows), type(rows)), model, {}, 5, trainer=train_client)
     w = model.params()
     low_rank = method.drawn(client, w)
     assert {n: tuple(t.shape) for n, t in low_rank.items()} == {"U": (M, 2), "V": (2, 16)}

@@ -31,6 +31,7 @@ from fedfm.runtime.client import Silos
 from fedfm.training import SGD
 from fedfm.training.fit_head import NOBODY, HeadSpec, fit_rows
 from fedfm.training.local_job import mini_batches
+from fedfm.training.scheduler import train_client
 from small import checked, experiment, features
 from toy import LINKS, run
 
@@ -368,7 +369,9 @@ def test_the_temperature_is_chosen_on_rows_that_do_not_train(monkeypatch, val):
     monkeypatch.setattr(KD, "_train", train)
     rows = Rows({"features": x}, labels=y)
     model = load_model(ModelSpec("features"), classes=CLASSES[:2], kind="features", feature_dim=2)
-    client = Client("a", ClientData(lambda: rows, lambda: rows if val else Rows(), Rows), model, {}, 0)
+    client = Client(
+        "a", ClientData(lambda: rows, lambda: rows if val else Rows(), Rows), model, {}, 0, trainer=train_client
+    )
     assert KD()._choose(client, wrong, x, y, x) == 5.0
     assert trained == [20 if val else 16] * 3
 

@@ -39,6 +39,7 @@ from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
 from fedfm.runtime.evaluation import Evaluation
 from fedfm.training import SGD, DittoOptimiser, Proximal
+from fedfm.training.scheduler import train_client
 from small import checked, experiment, pictures, tiny_vit
 from toy import LINKS, Toys, federation, run
 
@@ -293,7 +294,14 @@ def test_two_steps_of_fedala_entry_by_entry():
     random = lambda: Params({n: torch.randn(t.shape, generator=draw) for n, t in model.params().items()})  # noqa: E731
     theta_i, theta, top = random(), random(), ("2.weight", "2.bias")
     W = {name: torch.rand(theta[name].shape, generator=draw) for name in top}
-    client = Client("a", ClientData(lambda: rows, Rows, Rows), model, {"theta": theta_i, "W": Params(W)}, seed=1)
+    client = Client(
+        "a",
+        ClientData(lambda: rows, Rows, Rows),
+        model,
+        {"theta": theta_i, "W": Params(W)},
+        seed=1,
+        trainer=train_client,
+    )
     method = FedALA(local=SGD(batch_size=64), eta=0.7, share=1.0)
     hidden = torch.tanh(rows.tensors["features"] @ theta["0.weight"].T + theta["0.bias"])  # below: the shared model's
     onehot = functional.one_hot(rows.labels, 3).float()

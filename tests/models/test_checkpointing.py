@@ -10,11 +10,12 @@ from fedfm.errors import InputError
 from fedfm.models.export import merged
 from fedfm.training import SGD, loop, private
 from fedfm.training.local_job import Job
+from fedfm.training.scheduler import train_client
 
 
 def trained(model, table):
     rows = model.prepare(table, range(4))
-    client = Client("a", ClientData(lambda: rows, Rows, Rows), model, {}, 5)
+    client = Client("a", ClientData(lambda: rows, Rows, Rows), model, {}, 5, trainer=train_client)
     passes = []
     block = model.parts.blocks[1][1]
     first = next(m for m in block.modules() if type(m).__name__ in ("Linear", "Conv1D"))

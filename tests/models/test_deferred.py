@@ -21,6 +21,7 @@ from fedfm.models.model import Model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training import SGD, loop, packed
 from fedfm.training.local_job import Job
+from fedfm.training.scheduler import train_client
 
 N = 70
 
@@ -54,7 +55,7 @@ def both(model: Model, table: Table) -> tuple[Rows, Rows]:
 
 
 def trained(model: Model, rows: Rows, trainer: Any, batch_size: int = 16) -> Any:
-    client = Client("a", ClientData(lambda: rows, Rows, Rows), model, {}, seed=3)
+    client = Client("a", ClientData(lambda: rows, Rows, Rows), model, {}, seed=3, trainer=train_client)
     return trainer([Job(client, model.params(), SGD(0.1, epochs=2, batch_size=batch_size))])[0]
 
 

@@ -25,6 +25,7 @@ from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training import SGD, AdamW
 from fedfm.training.local_job import Job
+from fedfm.training.scheduler import train_client
 
 ALPHA, PEFT = 8.0, "base_model.model."
 SIZES = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
@@ -139,7 +140,14 @@ def noisy(model, seed, rank=2):
 
 
 def client_of(case, seed=3):
-    return Client("k", ClientData(lambda: case.rows, lambda: case.rows, lambda: case.rows), case.model, {}, seed=seed)
+    return Client(
+        "k",
+        ClientData(lambda: case.rows, lambda: case.rows, lambda: case.rows),
+        case.model,
+        {},
+        seed=seed,
+        trainer=train_client,
+    )
 
 
 def predicted(case, terms):

@@ -11,7 +11,7 @@ from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.training import SGD, AdamW
 from fedfm.training.local_job import Job
-from fedfm.training.scheduler import train
+from fedfm.training.scheduler import train, train_client
 
 FAMILIES = ("vit", "resnet", "swin", "convnext", "bert", "roberta", "distilbert", "gpt2", "llama")
 ADAPTATIONS = ("lora", "top_layers", "full", "head")
@@ -21,7 +21,7 @@ def trained(path, family, adaptation, dtype, local):
     table = table_for(family, 12)
     model = load(path, table, adaptation, dtype=dtype)
     rows = model.encode(model.prepare(table, range(12)))
-    client = Client("a", ClientData(lambda: rows, Rows, Rows), model, {}, 5)
+    client = Client("a", ClientData(lambda: rows, Rows, Rows), model, {}, 5, trainer=train_client)
     start = model.params()
     return start, train(Job(client, start, local)), client.metrics["loss"]
 

@@ -21,6 +21,7 @@ from fedfm.models.spec import AdaptationSpec
 from fedfm.tasks.preference import REFERENCE
 from fedfm.training import SGD, loop, row_gradients
 from fedfm.training.local_job import Job
+from fedfm.training.scheduler import train_client
 
 TRIPLES = [
     ("the quick fox", "jumps over a dog", "sing"),
@@ -158,7 +159,7 @@ def test_the_reference_stays_the_base_beside_other_adapters_and_shifts(folder):
 def test_parts_of_a_batch_give_its_step(folder):
     model = model_of(folder)
     start, rows = model.params(), model.encode(model.prepare(table(), range(5)))
-    client = Client("a", ClientData(lambda: rows, lambda: rows, lambda: rows), model, {}, seed=3)
+    client = Client("a", ClientData(lambda: rows, lambda: rows, lambda: rows), model, {}, seed=3, trainer=train_client)
     whole, parts = (
         loop.train([Job(client, start, SGD(learning_rate=0.5, batch_size=4, epochs=2, micro_batch=micro))])[0]
         for micro in (None, 2)
@@ -227,7 +228,7 @@ def test_steps_are_those_of_trl(folder, tmp_path):
 
     model = model_of(folder, scale=0.0)  # TRL's reference is the adapter at the start, which is then the base
     start, rows = model.params(), model.encode(model.prepare(table(), range(5)))
-    client = Client("a", ClientData(lambda: rows, lambda: rows, lambda: rows), model, {}, seed=3)
+    client = Client("a", ClientData(lambda: rows, lambda: rows, lambda: rows), model, {}, seed=3, trainer=train_client)
     scores, trained = [model.evaluate(rows)], []
     for steps in range(1, 7):
         trained.append(loop.train([Job(client, start, SGD(learning_rate=2.0, batch_size=5, epochs=steps))])[0])

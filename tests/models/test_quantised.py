@@ -21,6 +21,7 @@ from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec
 from fedfm.training import AdamW, loop
 from fedfm.training.local_job import Job
+from fedfm.training.scheduler import train_client
 
 bitsandbytes = pytest.mark.skipif(
     not transformers.utils.is_bitsandbytes_available(), reason="bitsandbytes is not installed: the extra [quantized]"
@@ -75,7 +76,7 @@ def rows_of(model, table):
 
 def trained(model, table, **local):
     rows = rows_of(model, table)
-    client = Client("a", ClientData(lambda: rows, Rows, Rows), model, {}, 5)
+    client = Client("a", ClientData(lambda: rows, Rows, Rows), model, {}, 5, trainer=train_client)
     (w,) = loop.train([Job(client, model.params(), AdamW(learning_rate=0.01, batch_size=4, **local))])
     return w, client.metrics["loss"]
 

@@ -11,12 +11,13 @@ from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.methods._weights import weight_of
 from fedfm.models.wrap import wrap
+from fedfm.training.scheduler import train_client
 
 PAIRS = [("the quick brown fox", "jumps over"), ("a lazy dog", "birds sing the"), ("a", "fox")]
 
 
 def client(model, rows):
-    return Client("a", ClientData(lambda: rows, Rows, Rows), model, {}, 0)
+    return Client("a", ClientData(lambda: rows, Rows, Rows), model, {}, 0, trainer=train_client)
 
 
 def test_a_clients_weight_is_the_tokens_of_its_answers(folder):

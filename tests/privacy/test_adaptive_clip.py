@@ -23,6 +23,7 @@ from fedfm.linalg.params import Params
 from fedfm.privacy.clipping import AdaptiveClip
 from fedfm.privacy.composition import Releases, epsilon_of
 from fedfm.runtime import client_memory
+from fedfm.training.scheduler import train_client
 from small import experiment as small
 from toy import Quadratic
 
@@ -37,7 +38,16 @@ def mechanism(z=1.0, start=1.0, quantile=0.5, rate=0.2, hidden=False):
 
 
 def client(clip):
-    return Client("c", ClientData(Rows, Rows, Rows), Quadratic(), {}, 0, secret=lambda _: bytes(32), scale=clip)
+    return Client(
+        "c",
+        ClientData(Rows, Rows, Rows),
+        Quadratic(),
+        {},
+        0,
+        secret=lambda _: bytes(32),
+        scale=clip,
+        trainer=train_client,
+    )
 
 
 class Nobody:

@@ -24,6 +24,7 @@ from fedfm.errors import ClientFault, RunError
 from fedfm.linalg.params import Params
 from fedfm.linalg.running_mean import RunningMean
 from fedfm.privacy.composition import epsilon_of_concentrated, noise_multiplier_for, noise_multiplier_for_concentrated
+from fedfm.training.scheduler import train_client
 from toy import Quadratic, federation
 
 DELTA = 1e-5
@@ -47,7 +48,9 @@ def server(key=bytes(32)):
 
 def client(name="c", memory=None, key=bytes(32)):
     data = ClientData(Rows, Rows, Rows)
-    return Client(name, data, Quadratic(), {} if memory is None else memory, 0, secret=lambda _: key)
+    return Client(
+        name, data, Quadratic(), {} if memory is None else memory, 0, secret=lambda _: key, trainer=train_client
+    )
 
 
 def released(m, fed, deltas, asked=None, weights=None):

@@ -29,6 +29,7 @@ from fedfm.privacy.dp_sgd import MEMORY, DescentPlan, PrivateSteps
 from fedfm.runtime.run_directory import Run
 from fedfm.training import SGD, Adam, private, row_gradients
 from fedfm.training.local_job import Job
+from fedfm.training.scheduler import train_client
 from small import experiment
 
 KEY = bytes(range(32))
@@ -164,6 +165,7 @@ def client(model, rows, plan, key=KEY, memory=None, firsts=None):
         secret=lambda name: hashlib.sha256(key + name.encode()).digest(),
         first=firsts.setdefault,
         private=private.Descent(plan, data),
+        trainer=train_client,
     )
 
 

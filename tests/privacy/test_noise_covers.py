@@ -36,6 +36,7 @@ from fedfm.methods.fedpft.release_plan import Plan
 from fedfm.privacy import noise
 from fedfm.privacy.clipping import AdaptiveClip
 from fedfm.privacy.dp_sgd import DescentPlan, PrivateSteps
+from fedfm.training.scheduler import train_client
 from toy import Quadratic
 
 KEY = bytes(range(32))
@@ -67,7 +68,7 @@ def client(x=None, **more):
     rows = Rows({"features": torch.tensor(ZEROS[None] if x is None else x.copy()).float()})
     rows = dataclasses.replace(rows, labels=torch.zeros(len(rows), dtype=torch.int64))
     given = {"memory": {}, "seed": 1, "secret": lambda _: KEY, "first": {}.setdefault} | more
-    return Client("c", ClientData(lambda: rows, Rows, Rows), Features(), **given)
+    return Client("c", ClientData(lambda: rows, Rows, Rows), Features(), **given, trainer=train_client)
 
 
 class Features(Quadratic):

@@ -13,6 +13,7 @@ from fedfm.linalg.params import Params
 from fedfm.models.wrap import wrap
 from fedfm.training import SGD, Adam, Proximal, loop, scheduler
 from fedfm.training.local_job import Job
+from fedfm.training.scheduler import train_client
 from small import experiment
 
 X = torch.tensor([[1.0, 2.0], [0.5, -1.0], [2.0, 0.0]])
@@ -54,7 +55,7 @@ W = Params({"weight": torch.tensor([[0.3, -0.2], [0.8, 0.1], [-0.5, 0.4]])})
 
 def trained(local, *, mu=0.0, correction=None, w=W):
     rows = Rows({"x": X}, labels=Y)
-    client = Client("c", ClientData(lambda: rows, Rows, Rows), Linear(), {}, 0)
+    client = Client("c", ClientData(lambda: rows, Rows, Rows), Linear(), {}, 0, trainer=train_client)
     return scheduler.train(Job(client, w, local, mu, correction))
 
 
@@ -93,7 +94,7 @@ def test_exclude_is_a_model_without_those_classes():
     two = Linear()
     two.module, two.classes = nn.Linear(2, 2, bias=False), ("a", "c")
     rows = Rows({"x": X}, labels=torch.tensor([0, 1, 1]))
-    client = Client("c", ClientData(lambda: rows, Rows, Rows), two, {}, 0)
+    client = Client("c", ClientData(lambda: rows, Rows, Rows), two, {}, 0, trainer=train_client)
     job = Job(client, Params({"weight": W["weight"][[0, 2]]}), Adam(learning_rate=0.05, epochs=3, batch_size=2))
     torch.testing.assert_close(got[[0, 2]], loop.train([job])[0]["weight"])
 

@@ -19,6 +19,7 @@ from fedfm.errors import InputError
 from fedfm.runtime.progress import Progress
 from fedfm.training import SGD
 from fedfm.training.local_job import Job
+from fedfm.training.scheduler import train_client
 from small import features, pictures, tiny_vit
 
 
@@ -45,7 +46,7 @@ def test_each_row_is_changed_as_its_seed_says(names: tuple[str, ...]) -> None:
     n, seed = 7, 11
     x = torch.randn(n, 3, 16, 24, generator=torch.Generator().manual_seed(0))
     rows = Rows({"pixel_values": x}, labels=torch.arange(n), augment=names)
-    client: Any = Client("a", ClientData(lambda: rows, Rows, Rows), None, {}, seed=seed)  # type: ignore[arg-type]
+    client: Any = Client("a", ClientData(lambda: rows, Rows, Rows), None, {}, seed=seed, trainer=train_client)  # type: ignore[arg-type]
     seen, changed = [], 0
     for step, (part, index) in enumerate(Job(client, None, SGD(epochs=3, batch_size=3)).batches()):  # type: ignore[arg-type]
         batch = part.batch(index)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from fedfm.models.decay import undecayed
+from fedfm.training.scheduler import train_client
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -43,7 +44,7 @@ def test_the_loop_spares_what_the_model_names(decay_of, spares):
     net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     model = wrap(net, lambda m, b: (m(b["features"]) * 0).sum())  # without a gradient decay alone moves weights
     rows = Rows({"features": torch.ones(4, 3)}, labels=torch.zeros(4, dtype=torch.int64))
-    client = Client("a", ClientData(lambda: rows, Rows, Rows), model, {}, 0)
+    client = Client("a", ClientData(lambda: rows, Rows, Rows), model, {}, 0, trainer=train_client)
     w = model.params()
     (got,) = loop.train([Job(client, w, AdamW(learning_rate=0.1, weight_decay=1.0, batch_size=4, decay_of=decay_of))])
     for name in w:

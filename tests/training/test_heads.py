@@ -14,6 +14,7 @@ from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.training import SGD, Adam, AdamW, Proximal, heads
 from fedfm.training.local_job import Job
+from fedfm.training.scheduler import train_client
 
 NAMES = ("head.weight", "head.bias")
 OPTIMISERS = [
@@ -43,7 +44,9 @@ def jobs(local, sizes, d, c, *, mu=0.0, corrected=False, seed=0, one_start=True)
     for k, n in enumerate(sizes):
         x = torch.from_numpy(rng.normal(size=(n, d))).float()
         rows = Rows({"features": x}, labels=torch.from_numpy(rng.integers(0, c, n)))
-        client = Client(f"c{k}", ClientData(lambda rows=rows: rows, Rows, Rows), net, {}, seed * 1000 + k)
+        client = Client(
+            f"c{k}", ClientData(lambda rows=rows: rows, Rows, Rows), net, {}, seed * 1000 + k, trainer=train_client
+        )
         correction = draw(rng, c, d, 0.01) if corrected else None
         out.append(Job(client, shared if one_start else draw(rng, c, d, 0.1), local, mu, correction))
     return out
@@ -163,7 +166,7 @@ def test_a_client_without_rows_returns_what_it_was_sent():
 def test_rows_without_labels_are_refused():
     (job,) = jobs(SGD(), [4], 3, 2)
     rows = Rows(job.client.data.train.tensors)
-    client = Client("c", ClientData(lambda: rows, Rows, Rows), job.client.model, {}, 0)
+    client = Client("c", ClientData(lambda: rows, Rows, Rows), job.client.model, {}, 0, trainer=train_client)
     with pytest.raises(ValueError, match="labelled"):
         heads.train([Job(client, job.w, job.local)])
 

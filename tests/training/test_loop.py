@@ -12,6 +12,7 @@ from fedfm.models.load import load_model
 from fedfm.models.spec import ModelSpec
 from fedfm.training import SGD, Adam, AdamW, heads, loop, scheduler
 from fedfm.training.local_job import Job
+from fedfm.training.scheduler import train_client
 
 
 class Tiny:
@@ -54,7 +55,7 @@ class Tiny:
 def client(model, n=11, seed=3):
     torch.manual_seed(seed)
     rows = Rows({"features": torch.randn(n, 4)}, labels=torch.randint(0, 3, (n,)))
-    return Client(f"c{seed}", ClientData(lambda: rows, Rows, Rows), model, {}, seed)
+    return Client(f"c{seed}", ClientData(lambda: rows, Rows, Rows), model, {}, seed, trainer=train_client)
 
 
 def by_hand(job):

@@ -20,6 +20,7 @@ from fedfm.models.model import Model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training import SGD, AdamW, loop
 from fedfm.training.local_job import Job
+from fedfm.training.scheduler import train_client
 
 DEVICE = "lazy"  # not the CPU, and every build of PyTorch knows it
 ROWS, BATCH = 16, 4
@@ -128,7 +129,9 @@ def test_a_round_copies_batches_to_the_device_and_reads_one_number(adaptation, l
         if more.get("correction"):
             more = {"correction": 0.1 * w}
         data = ClientData(lambda: rows, lambda: rows, lambda: rows)
-        client = Client(id="a", data=data, model=model, memory={}, seed=0, secret=lambda name: b"0" * 32)
+        client = Client(
+            id="a", data=data, model=model, memory={}, seed=0, secret=lambda name: b"0" * 32, trainer=train_client
+        )
         reads.clear()
         with Counted() as counted:
             loop.train([Job(client, w, local, **more)])

@@ -29,6 +29,7 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.training import SGD, Adam, AdamW, Local, loop, packed, scheduler
 from fedfm.training.local_job import Job
 from fedfm.training.packed import linear, net, prefix
+from fedfm.training.scheduler import train_client
 
 CLASSES = 5
 COMMON: dict[str, Any] = {
@@ -98,7 +99,7 @@ def jobs_of(model: Model, family: str, local: Local, sizes: tuple[int, ...] = (9
     for k, n in enumerate(sizes):
         rows = rows_of(family, n, rng)
         data = ClientData(lambda rows=rows: rows, lambda: Rows(), lambda: Rows())
-        jobs.append(Job(Client(str(k), data, model, {}, seed=k), w, local, **extra))
+        jobs.append(Job(Client(str(k), data, model, {}, seed=k, trainer=train_client), w, local, **extra))
     return jobs
 
 

@@ -15,6 +15,7 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.models.wrap import wrap
 from fedfm.training import SGD, Adam, loop
 from fedfm.training.local_job import Job
+from fedfm.training.scheduler import train_client
 
 STEPS = 6  # 11 rows in batches of 4, two epochs
 
@@ -98,7 +99,7 @@ def test_parts_weigh_by_their_tokens():
     tokens = tuple(torch.from_numpy(rng.integers(1, 60, n)) for n in (3, 17, 5, 29, 2, 11, 7))
     rows, w, found, losses = Rows(tokens=tokens, pad=0), model.params(), [], []
     for size in (0, 1, 3):
-        c = Client("c", ClientData(lambda: rows, Rows, Rows), model, {}, 1)
+        c = Client("c", ClientData(lambda: rows, Rows, Rows), model, {}, 1, trainer=train_client)
         found.append(loop.train([Job(c, w, SGD(learning_rate=0.5, batch_size=4, micro_batch=size))])[0])
         losses.append(c.metrics["loss"])
     moved = (found[0] - w).norm()

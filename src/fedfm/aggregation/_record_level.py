@@ -57,7 +57,8 @@ class DpSgd(Mechanism):
             if rows is None:
                 raise InputError(
                     "privacy.noise_multiplier: epsilon depends on the silos' numbers of rows, which this server does "
-                    "not know; set target_epsilon, by which each silo chooses its own noise"
+                    "not know; set target_epsilon, by which each silo chooses its own noise",
+                    key="privacy.noise_multiplier",
                 )
             # Of clients with equally many steps the one with the fewest rows takes each row most often.
             least = {self.steps(n): n for n in sorted(rows, reverse=True) if n}

@@ -37,12 +37,19 @@ def under(aggregation: Aggregator, method: Any, privacy: Any) -> Aggregator:
         records = '; for records mechanism = "dp_sgd"' if isinstance(method, RowsByOptimiser) else ""
         faults.say(
             f'privacy.unit = "{privacy.unit}": this method has no mechanism of its own, and "{name}" protects a '
-            f'"client"{records}'
+            f'"client"{records}',
+            key="privacy.unit",
         )
     if privacy.clip_norm is None:
-        faults.say("privacy.clip_norm is missing: the norm to which a client's update is clipped, e.g. 1.0")
+        faults.say(
+            "privacy.clip_norm is missing: the norm to which a client's update is clipped, e.g. 1.0",
+            key="privacy.clip_norm",
+        )
     if name == "distributed_gaussian" and not hidden:
-        faults.say(f'privacy.mechanism = "{name}": a share of the noise hides no update; set aggregator = "secagg"')
+        faults.say(
+            f'privacy.mechanism = "{name}": a share of the noise hides no update; set aggregator = "secagg"',
+            key="privacy.mechanism",
+        )
     faults.refuse()
     adaptive = _adaptive(method, privacy, correlated)
     fraction = method.fraction if isinstance(method, Sampling) else 1.0
@@ -68,7 +75,8 @@ def under(aggregation: Aggregator, method: Any, privacy: Any) -> Aggregator:
     if method.rounds and not mechanism.affordable(1):
         spent = mechanism.epsilon_after(1)
         raise InputError(
-            f"privacy.halt_at_epsilon = {mechanism.budget:g}: one round spends {spent:.4g}; more noise costs less"
+            f"privacy.halt_at_epsilon = {mechanism.budget:g}: one round spends {spent:.4g}; more noise costs less",
+            key="privacy.halt_at_epsilon",
         )
     if isinstance(aggregation, Secure):
         aggregation = _resolving(aggregation, mechanism)
@@ -83,11 +91,13 @@ def _adaptive(method: Any, privacy: Any, correlated: bool) -> AdaptiveClip | Non
     if correlated:
         raise InputError(
             'privacy.clip_quantile: with mechanism = "correlated_gaussian" noise cancels between rounds of one unit, '
-            "and the clip would change the unit; drop one of the two"
+            "and the clip would change the unit; drop one of the two",
+            key="privacy.clip_quantile",
         )
     if len(method.means) != 1:
         raise InputError(
-            f"privacy.clip_quantile: one clip follows one mean a round, this method has {len(method.means)}; drop it"
+            f"privacy.clip_quantile: one clip follows one mean a round, this method has {len(method.means)}; drop it",
+            key="privacy.clip_quantile",
         )
     return AdaptiveClip(privacy.clip_norm, privacy.clip_quantile, privacy.clip_learning_rate)
 
@@ -96,16 +106,24 @@ def _period(method: Any, fraction: float) -> int:
     """b: in how many rounds every client takes part once."""
     where, period = 'privacy.mechanism = "correlated_gaussian":', round(1 / fraction)
     if len(method.means) != 1:
-        raise InputError(f"{where} it is for one mean a round, and this method has {len(method.means)}")
+        raise InputError(
+            f"{where} it is for one mean a round, and this method has {len(method.means)}", key="privacy.mechanism"
+        )
     if not math.isclose(period * fraction, 1.0):
-        raise InputError(f"{where} clients take turns, so method.fraction is 1 over a whole number, not {fraction:g}")
+        raise InputError(
+            f"{where} clients take turns, so method.fraction is 1 over a whole number, not {fraction:g}",
+            key="privacy.mechanism",
+        )
     if period == 1:
         fewer = ", or set method.fraction, e.g. 0.1" if isinstance(method, Sampling) else ""
         raise InputError(
-            f'{where} with every client in every round independent noise is best for the last model; "gaussian"{fewer}'
+            f'{where} with every client in every round independent noise is best for the last model; "gaussian"{fewer}',
+            key="privacy.mechanism",
         )
     if method.rounds < 2:
-        raise InputError(f"{where} it needs two rounds at least, method.rounds is {method.rounds}")
+        raise InputError(
+            f"{where} it needs two rounds at least, method.rounds is {method.rounds}", key="privacy.mechanism"
+        )
     return period
 
 
@@ -124,9 +142,12 @@ def _resolving(aggregation: Secure, mechanism: CentralGaussian) -> Secure:
     """Secure aggregation whose fixed-point numbers hold a bounded update and its noise, and resolve the lattice."""
     faults = Faults()
     if aggregation.clip_norm is not None:
-        faults.say("aggregation.clip_norm: privacy.clip_norm clips already; drop it")
+        faults.say("aggregation.clip_norm: privacy.clip_norm clips already; drop it", key="aggregation.clip_norm")
     if aggregation.compact:
-        faults.say("aggregation.compact: 32 bits do not hold an update and its noise; drop it under [privacy]")
+        faults.say(
+            "aggregation.compact: 32 bits do not hold an update and its noise; drop it under [privacy]",
+            key="aggregation.compact",
+        )
     faults.refuse()
     z = mechanism.noise_multiplier
     noise = mechanism.clip_norm * z

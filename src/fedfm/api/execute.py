@@ -19,7 +19,7 @@ from fedfm.engines.start import start
 from fedfm.errors import FedfmError, InputError, RunError
 from fedfm.models import devices
 from fedfm.runtime import missing_files, row_cache
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.resume_changes import extend, move

@@ -28,7 +28,7 @@ from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
 from fedfm.runtime.disclosure import JOINED, check_same
 from fedfm.runtime.own_rows import COLUMNS, OwnRows, populate
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 from fedfm.training import TrainsLocally, any_rank
 

@@ -72,23 +72,32 @@ class Pretraining:
         refuse_unknown(table, {"data", "model", "pretrain"}, "")
         for section in ("data", "model"):
             if section not in table:
-                raise InputError(f"[{section}] is missing; a pretraining has [data], [model] and [pretrain]")
+                raise InputError(
+                    f"[{section}] is missing; a pretraining has [data], [model] and [pretrain]", key=section
+                )
         data = build(DataSpec, table["data"], "data")
         model = build(ModelSpec, table["model"], "model")
         spec = build(PretrainSpec, table.get("pretrain", {}), "pretrain")
         check_central(data, model, "pretraining")
         check(spec, "pretrain")
         if (task := tasks.named(model.task)) is not None and task.no_pretraining:
-            raise InputError(f'model.task = "{task.name}": {task.no_pretraining}')
+            raise InputError(f'model.task = "{task.name}": {task.no_pretraining}', key="model.task")
         if isinstance(spec.local, Proximal) or spec.local.absent != "keep":
-            raise InputError('pretrain.local: expected name = "sgd", "adam" or "adamw", every class present')
+            raise InputError(
+                'pretrain.local: expected name = "sgd", "adam" or "adamw", every class present', key="pretrain.local"
+            )
         after = list(spec.milestones)
         if after != sorted(set(after)) or any(not 0 < e < spec.local.epochs for e in after):
             raise InputError(
-                f"pretrain.milestones = {after}: expected ascending numbers of epochs between 0 and {spec.local.epochs}"
+                f"pretrain.milestones = {after}: expected ascending numbers of epochs between 0 and "
+                f"{spec.local.epochs}",
+                key="pretrain.milestones",
             )
         if spec.vocabulary_size is not None and model.weights != "random":
-            raise InputError('pretrain.vocabulary_size: a new vocabulary fits no weights: set model.weights = "random"')
+            raise InputError(
+                'pretrain.vocabulary_size: a new vocabulary fits no weights: set model.weights = "random"',
+                key="pretrain.vocabulary_size",
+            )
         return cls(data, dataclasses.replace(model, adaptation=AdaptationSpec("full")), spec)
 
     def rate(self, epoch: int) -> float:
@@ -129,10 +138,17 @@ def check_central(data: DataSpec, model: ModelSpec, noun: str) -> None:
     check(model, "model")
     for key, default in (("partition", PartitionSpec()), ("val_fraction", 0.0)):
         if getattr(data, key) != default:
-            raise InputError(f"data.{key}: {noun} has all rows in one place and chooses nothing; drop it")
+            raise InputError(
+                f"data.{key}: {noun} has all rows in one place and chooses nothing; drop it", key=f"data.{key}"
+            )
     if data.augment:
-        raise InputError(f"data.augment: {noun} does not take it; drop it")
+        raise InputError(f"data.augment: {noun} does not take it; drop it", key="data.augment")
     if IN_MEMORY in (model.name, data.name):
-        raise InputError(f'"{IN_MEMORY}": {noun} reads its rows and makes its model; expected names or paths')
+        raise InputError(
+            f'"{IN_MEMORY}": {noun} reads its rows and makes its model; expected names or paths', key="data.name"
+        )
     if model.adaptation is not None and model.adaptation.name != "full":
-        raise InputError(f'model.adaptation.name = "{model.adaptation.name}": {noun} trains all parameters; drop it')
+        raise InputError(
+            f'model.adaptation.name = "{model.adaptation.name}": {noun} trains all parameters; drop it',
+            key="model.adaptation.name",
+        )

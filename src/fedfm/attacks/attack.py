@@ -111,7 +111,8 @@ class Attackers:
         if not count:
             raise InputError(
                 f"attack.fraction = {attack.fraction}: of {len(clients)} clients that is none; "
-                f"expected at least {1 / len(clients):.3g}"
+                f"expected at least {1 / len(clients):.3g}",
+                key="attack.fraction",
             )
         chosen = seeds.generator(seed, "attackers").choice(len(clients), size=count, replace=False)
         self.names: tuple[ClientId, ...] = tuple(sorted(sorted(clients)[i] for i in chosen))

@@ -44,7 +44,7 @@ class Backdoor(Attack):
 
     def poison(self, rows: Table, rng: np.random.Generator, task: Task) -> Table:
         if rows.labels is None:
-            raise InputError('attack.name = "backdoor": the rows have no labels')
+            raise InputError('attack.name = "backdoor": the rows have no labels', key="attack.name")
         count = math.ceil(self.share * len(rows) - 1e-9)
         chosen = np.sort(rng.permutation(len(rows))[:count])
         marked, labels = self.trigger(rows.take(chosen)).inputs, rows.labels.copy()
@@ -70,7 +70,8 @@ class Backdoor(Attack):
         side = min(pictures.shape[1:3])
         if 2 * self.size > side:
             raise InputError(
-                f"attack.size = {self.size}: pictures are {side} pixels wide; expected at most {side // 2}"
+                f"attack.size = {self.size}: pictures are {side} pixels wide; expected at most {side // 2}",
+                key="attack.size",
             )
         out = pictures.copy()
         i = np.arange(self.size)
@@ -94,16 +95,26 @@ class Backdoor(Attack):
 
     def fits(self, kind: str, task: Task, model: Model, classes: Sequence[str]) -> None:
         if task.is_language_model or not classes:
-            raise InputError(f'attack.name = "backdoor": task "{task}" has no classes, so there is no target')
+            raise InputError(
+                f'attack.name = "backdoor": task "{task}" has no classes, so there is no target', key="attack.name"
+            )
         if self.target and self.target not in classes:
-            raise InputError(f'attack.target = "{self.target}": expected one of {", ".join(map(str, classes[:20]))}')
+            raise InputError(
+                f'attack.target = "{self.target}": expected one of {", ".join(map(str, classes[:20]))}',
+                key="attack.target",
+            )
         if kind == "text":
             tokenizer = model.tools.tokenizer
             ids = tokenizer(self.word, add_special_tokens=False)["input_ids"]
             if not ids or (tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids):
-                raise InputError(f'attack.word = "{self.word}": the model\'s tokenizer does not know it; try another')
+                raise InputError(
+                    f'attack.word = "{self.word}": the model\'s tokenizer does not know it; try another',
+                    key="attack.word",
+                )
         elif kind not in ("image", "features"):
-            raise InputError(f'attack.name = "backdoor": no trigger is known for data of kind "{kind}"')
+            raise InputError(
+                f'attack.name = "backdoor": no trigger is known for data of kind "{kind}"', key="attack.name"
+            )
 
     @property
     def needs(self) -> str:

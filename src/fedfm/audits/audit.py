@@ -18,7 +18,7 @@ from fedfm.config.registry import available
 from fedfm.core import storage
 from fedfm.core.text import to_json
 from fedfm.errors import InputError, RunError, close, listed
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.progress import AuditProgress
 from fedfm.runtime.run_directory import Run
 

@@ -16,7 +16,7 @@ from fedfm.audits.replay import Replay, Turn
 from fedfm.core.client import Update
 from fedfm.linalg.params import Params
 from fedfm.privacy import gaussian
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do the models disclose more about single clients than the stated epsilon allows?"

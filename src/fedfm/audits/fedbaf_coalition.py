@@ -26,7 +26,7 @@ from fedfm.methods.fedbaf.pull import direction_distance
 from fedfm.methods.scaffold import Scaffold
 from fedfm.models.model import Model
 from fedfm.runtime.client_memory import secret
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
 ROUNDS, MEMORY = 12, 1 << 30  # rounds to keep, if they fit into this many bytes

@@ -23,7 +23,7 @@ from fedfm.methods.fedbip.fedbip import FedBip
 from fedfm.models.adapters import lora
 from fedfm.models.model import Model
 from fedfm.models.preprocessing import IGNORE
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
 CLIENTS, ROWS = 40, 150  # clients whose rows are scored; most members, and most strangers, of each

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedfm import seeds
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 
 TESTED, FITTED, PASSAGES = 300, 400, 8  # test rows, rows that fit a probe, passages of a language model
 RIDGE = 1e-3  # of the mean variance of the features

@@ -17,7 +17,7 @@ from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay, Turn, Watch
 from fedfm.audits.shadow_runs import RowPool
 from fedfm.core.client import ClientId
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.predictions import applied
 from fedfm.runtime.run_directory import Run
 

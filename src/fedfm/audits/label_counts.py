@@ -21,9 +21,10 @@ from fedfm.audits.shadow_runs import BUDGET, cost
 from fedfm.core.client import Client, ClientData, ClientId
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.predictions import applied, logits
 from fedfm.runtime.run_directory import Run
+from fedfm.training.scheduler import train_client
 
 QUESTION = "Can the server tell from a client's update how many rows of each class it has?"
 OWN = 300  # rows of the attacker's own: test rows, which the server judges models on
@@ -112,7 +113,10 @@ class _Attacker:
             mine = self._rows.take(index)
             none = mine.take([])
             data = ClientData(lambda mine=mine: mine, lambda none=none: none, lambda none=none: none)  # type: ignore[misc]
-            end = local(Client("attacker", data, self._model, {}, seed=seeds.derive(seed, "audit", i)), crossing.start)
+            end = local(
+                Client("attacker", data, self._model, {}, seed=seeds.derive(seed, "audit", i), trainer=train_client),
+                crossing.start,
+            )
             tried.append(self._traces(end - crossing.start, end, x))
             behind.append(np.bincount(self._labels[index], minlength=len(self._by_class)) / n)
         observed = self._traces(crossing.end - crossing.start, crossing.end, x)

@@ -18,7 +18,7 @@ from fedfm.audits.replay import Turn, Watch
 from fedfm.audits.row_evidence import evidence, losses
 from fedfm.audits.shadow_runs import RowPool
 from fedfm.core.client import ClientId
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
 

@@ -31,7 +31,7 @@ from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
 from fedfm.models.export import load_adapter
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.predictions import kept, personal
 from fedfm.runtime.run_directory import Run
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from fedfm.core.client import ClientId
 from fedfm.linalg.params import Params
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
 

@@ -36,7 +36,8 @@ from fedfm.runtime import file_integrity
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import secret
 from fedfm.runtime.disclosure import check_same, fingerprints
-from fedfm.runtime.population import Partitioned, populate
+from fedfm.runtime.partitioned import Partitioned
+from fedfm.runtime.population import populate
 from fedfm.runtime.predictions import personal
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.user_population import START, of_brought

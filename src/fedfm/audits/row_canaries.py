@@ -26,10 +26,11 @@ from fedfm.models.preprocessors import Tools
 from fedfm.models.spec import ModelSpec
 from fedfm.privacy.dp_sgd import DescentPlan
 from fedfm.runtime import client_memory
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 from fedfm.training import SGD, private
 from fedfm.training.local_job import Job
+from fedfm.training.scheduler import train_client
 
 QUESTION = "Do the private steps disclose more about single rows than the stated epsilon allows?"
 CONFIDENCE = 0.95
@@ -167,6 +168,7 @@ class Trainings:
             secret=lambda name: secret,
             first=firsts.setdefault,
             private=private.Descent(self.plan, data),
+            trainer=train_client,
         )
         steps: list[Array] = []
         in_step = np.zeros((self._n, self.plan.rounds * self._steps), dtype=bool)

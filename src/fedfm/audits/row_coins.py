@@ -24,7 +24,7 @@ from fedfm.audits.shadow_runs import BUDGET, Half, RowPool, cost, shadow_turns, 
 from fedfm.audits.stated_epsilon import claim
 from fedfm.audits.update_membership import NO_UPDATE, reads_updates
 from fedfm.linalg.threads import torch_threads
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Which epsilon can the updates of such a run not have, for single rows?"

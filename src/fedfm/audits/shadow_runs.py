@@ -29,7 +29,7 @@ from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
 from fedfm.models.model import Model
 from fedfm.runtime.evaluation import Evaluation
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.predictions import kept, personal
 from fedfm.runtime.row_cache import encodes
 from fedfm.runtime.run_directory import Run

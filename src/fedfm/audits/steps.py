@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedfm.audits.shadow_runs import cost
 from fedfm.errors import InputError
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from fedfm.audits.replay import Replay, own_sources
 from fedfm.core.client import ClientId
 from fedfm.core.rows import Rows
 from fedfm.linalg.threads import torch_threads
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 from fedfm.training import SGD, TrainsLocally
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from fedfm.aggregation._correlated import CorrelatedGaussian
 from fedfm.aggregation.secure import Secure
+from fedfm.config.parts import Parts
 from fedfm.config.registry import name_of
 from fedfm.core.capabilities import Sampling
 from fedfm.errors import InputError, close
 
 
-def enough(e: Any, names: Sequence[str], source: str = "") -> None:
+def enough(e: Parts, names: Sequence[str], source: str = "") -> None:
     """Refuse what the federation's clients cannot give: ``run.min_clients`` or an aggregation that needs more of them,
     and settings of a client that is not among them.
 
@@ -35,28 +35,31 @@ def enough(e: Any, names: Sequence[str], source: str = "") -> None:
     cohort, least = max(math.floor(fraction * clients + 1e-9), 1), e.aggregation.least()
     asks = f"a round asks {cohort} of {of}" if cohort < clients else there
     if e.run.min_clients is not None and e.run.min_clients > cohort and not e.method.needs.pooled:
-        raise InputError(f"run.min_clients = {e.run.min_clients}: {asks}")
+        raise InputError(f"run.min_clients = {e.run.min_clients}: {asks}", key="run.min_clients")
     late = e.run.asynchronous
     if late is not None and late.buffer > clients:
-        raise InputError(f"run.asynchronous.buffer = {late.buffer}: {there}")
+        raise InputError(f"run.asynchronous.buffer = {late.buffer}: {there}", key="run.asynchronous.buffer")
     if late is not None:
         named_clients(late.speeds, names)
     if cohort < least and isinstance(e.aggregation, Secure):
-        by = 'privacy.aggregator = "secagg"' if e.privacy is not None else 'aggregation.name = "secure"'
+        key, value = ("privacy.aggregator", "secagg") if e.privacy is not None else ("aggregation.name", "secure")
         raise InputError(
-            f"{by}: it needs {least} clients a round, since in a sum of two each knows the other's update, and a "
-            f"round asks {cohort} of {of}; {_cure(least, clients)}, or drop it"
+            f'{key} = "{value}": it needs {least} clients a round, since in a sum of two each knows the '
+            f"other's update, and a round asks {cohort} of {of}; {_cure(least, clients)}, or drop it",
+            key=key,
         )
     if cohort < least:
         raise InputError(
             f'aggregation.name = "{name_of("aggregation", e.aggregation)}": it needs {least} updates a round, and a '
-            f"round asks {cohort} of {of}; {_cure(least, clients)}, or take another rule"
+            f"round asks {cohort} of {of}; {_cure(least, clients)}, or take another rule",
+            key="aggregation.name",
         )
     mechanism = e.aggregation.mechanism
     if isinstance(mechanism, CorrelatedGaussian) and mechanism.period > clients:
         raise InputError(
             f"method.fraction = {fraction:g}: {mechanism.period} groups of clients take turns, and {there}; "
-            f"expected at least {1 / clients:.3g}"
+            f"expected at least {1 / clients:.3g}",
+            key="method.fraction",
         )
 
 
@@ -68,7 +71,9 @@ def named_clients(speeds: Mapping[str, float], names: Collection[str]) -> None:
     """
     if unknown := sorted(speeds.keys() - set(names)):
         hint = close(unknown[0], names) if len(unknown) == 1 else ""
-        raise InputError(f"run.asynchronous.speeds: no client is called {', '.join(unknown)}{hint}")
+        raise InputError(
+            f"run.asynchronous.speeds: no client is called {', '.join(unknown)}{hint}", key="run.asynchronous.speeds"
+        )
 
 
 def _cure(least: int, clients: int) -> str:

@@ -11,22 +11,23 @@ import dataclasses
 from typing import Any, get_type_hints
 
 from fedfm.aggregation import private
-from fedfm.aggregation._asynchronous import with_buffer
+from fedfm.aggregation.base import Aggregator
 from fedfm.aggregation.mean import Mean
 from fedfm.aggregation.secure import Secure
 from fedfm.attacks.attack import halves_of, locals_of
 from fedfm.config import dp_sgd
-from fedfm.config.cohorts import named_clients
-from fedfm.config.registry import name_of, ours, resolve
+from fedfm.config.parts import Parts
+from fedfm.config.registry import name_of
 from fedfm.config.user_code import is_function
 from fedfm.core import tasks
-from fedfm.core.capabilities import Keeping, Personal, Private, RowsByOptimiser, Sampling, Sealed, TakesLate
+from fedfm.core.capabilities import Keeping, Personal, Private, RowsByOptimiser, Sealed
 from fedfm.core.client import Update
-from fedfm.core.method import nested
+from fedfm.core.method import Method, nested
 from fedfm.data.spec import IN_MEMORY
 from fedfm.errors import Faults, InputError, listed
 from fedfm.linalg.params import Params
 from fedfm.linalg.quantised import EXACT
+from fedfm.privacy.spec import PrivacySpec
 from fedfm.training import TrainsLocally
 from fedfm.training.fit_head import HeadSpec
 from fedfm.training.personal import TwoModels
@@ -34,57 +35,7 @@ from fedfm.training.personal import TwoModels
 _OWN_DATA = ("name", "partition", "val_fraction")  # keys of [data] that rows from a user's function take
 
 
-def not_late(method: type, name: str) -> str:
-    """Why no run of this method is asynchronous; "" if it may be."""
-    if "takes_late" in vars(method):
-        return ""
-    names = [name for name in ours("methods") if "takes_late" in vars(resolve("methods", name))]
-    return (
-        f'run.asynchronous: method "{name}" needs the answers of a whole cohort to one state; expected {listed(names)}'
-    )
-
-
-def asynchronous(e: Any) -> Any:
-    """The aggregation of an experiment with ``run.asynchronous``.
-
-    Raises:
-        InputError: something needs whole cohorts.
-    """
-    late, where = e.run.asynchronous, "run.asynchronous:"
-    fraction = e.method.fraction if isinstance(e.method, Sampling) else 1.0
-    if (why := not_late(type(e.method), e.method_name)) or not isinstance(e.method, TakesLate):
-        raise InputError(why)
-    if any(local.personal for local in locals_of(e.method)):
-        raise InputError(
-            f"{where} with this [method.local] every client ends with a model of its own; drop one of the two"
-        )
-    if e.privacy is not None:
-        raise InputError(f"{where} [privacy] is accounted for rounds of whole cohorts; drop one of the two")
-    if e.aggregation.transport.form != "plain":
-        raise InputError(f"{where} a hidden sum is of clients that answer together; drop one of the two")
-    if fraction < 1:
-        raise InputError(
-            f"{where} all clients train all the time, and method.fraction = {fraction:g} asks for fewer; drop it"
-        )
-    if (least := e.aggregation.least()) > late.buffer:
-        raise InputError(
-            f'{where} buffer = {late.buffer}: aggregation.name = "{_rule(e)}" needs {least} updates; expected at least '
-            "so many"
-        )
-    if e.run.min_clients is not None and e.run.min_clients > late.buffer:
-        raise InputError(
-            f"run.min_clients = {e.run.min_clients}: a server update takes run.asynchronous.buffer = {late.buffer}"
-        )
-    if e.run.engine == "folder":
-        raise InputError(f'{where} engine = "folder" waits for the answers of whole rounds; drop one of the two')
-    if late.speeds and e.run.engine == "deployment":
-        raise InputError(f"{where} speeds: on a deployment clients are as fast as they are; drop it")
-    if e.data.clients:
-        named_clients(late.speeds, e.data.clients)
-    return with_buffer(e.aggregation, late.buffer, late.staleness, late.speeds)
-
-
-def protected(method: Any, privacy: Any) -> Any:
+def protected(method: Private, privacy: PrivacySpec) -> Method[Any]:
     """A method with a mechanism of its own, under the [privacy] table.
 
     Raises:
@@ -93,12 +44,12 @@ def protected(method: Any, privacy: Any) -> Any:
     faults = Faults()
     for key in ("noise_multiplier", "clip_norm", "clip_quantile", "halt_at_epsilon"):
         if getattr(privacy, key) is not None:
-            faults.say(f"privacy.{key}: the method's own mechanism does not take it; drop it")
+            faults.say(f"privacy.{key}: the method's own mechanism does not take it; drop it", key=f"privacy.{key}")
     faults.refuse()
     return method.protected(privacy)
 
 
-def guaranteed(method: Any, aggregation: Any, privacy: Any) -> tuple[Any, Any]:
+def guaranteed(method: Method[Any], aggregation: Aggregator, privacy: PrivacySpec) -> tuple[Method[Any], Aggregator]:
     """Method and aggregation under a [privacy] table that states an epsilon: here it is decided whose mechanism it is.
 
     Raises:
@@ -112,30 +63,30 @@ def guaranteed(method: Any, aggregation: Any, privacy: Any) -> tuple[Any, Any]:
     return method, private.under(aggregation, method, privacy)
 
 
-def _check_method(method: Any) -> None:
+def _check_method(method: Method[Any]) -> None:
     where = 'privacy.unit = "client":'
     if asks := _readable(method):
         raise InputError(
-            f"{where} the server looks at replies of single clients ({listed(asks)}), and the noise is on means"
+            f"{where} the server looks at replies of single clients ({listed(asks)}), and the noise is on means",
+            key="privacy.unit",
         )
     if not method.means:
-        raise InputError(f"{where} this method sends no update that noise could hide; drop [privacy]")
+        raise InputError(
+            f"{where} this method sends no update that noise could hide; drop [privacy]", key="privacy.unit"
+        )
     if isinstance(method, Keeping | Personal) or (isinstance(method, TrainsLocally) and method.local.personal):
-        raise InputError(f"{where} every client ends with a model of its own, and the noise is on means")
+        raise InputError(
+            f"{where} every client ends with a model of its own, and the noise is on means", key="privacy.unit"
+        )
 
 
-def _readable(method: Any) -> list[str]:
+def _readable(method: Method[Any]) -> list[str]:
     """Its client halves whose single replies the server can read."""
     sealed = method.sealed if isinstance(method, Sealed) else ()
     return [name for name in method.asks if name not in sealed]
 
 
-def _rule(e: Any) -> str:
-    """Name of the aggregation."""
-    return name_of("aggregation", e.aggregation)
-
-
-def check_as_asked(e: Any) -> None:
+def check_as_asked(e: Parts) -> None:
     """Check the rules on the method as the experiment names it.
 
     Raises:
@@ -144,149 +95,219 @@ def check_as_asked(e: Any) -> None:
     method, needs, adaptation, run = f'method "{e.method_name}"', e.method.needs, e.model.adaptation, e.run
     for local in locals_of(e.method):
         if isinstance(local, TwoModels) and local.momentum and local.optimiser != "sgd":
-            raise InputError(f'method.local.momentum: only optimiser = "sgd" has one, not "{local.optimiser}"')
+            raise InputError(
+                f'method.local.momentum: only optimiser = "sgd" has one, not "{local.optimiser}"',
+                key="method.local.momentum",
+            )
         if local.warmup and local.warmup_steps:
-            raise InputError("method.local.warmup_steps: it stands in place of warmup; drop one of the two")
+            raise InputError(
+                "method.local.warmup_steps: it stands in place of warmup; drop one of the two",
+                key="method.local.warmup_steps",
+            )
     if (e.data.name == IN_MEMORY) != (e.model.name == IN_MEMORY):
-        raise InputError(f'"{IN_MEMORY}": data and model are given by fedfm.federate(...), both or neither')
+        raise InputError(
+            f'"{IN_MEMORY}": data and model are given by fedfm.federate(...), both or neither', key="data.name"
+        )
     if e.own_code or is_function(e.model.name):
         _check_own_code(e, method)
     if e.in_memory and run.engine != "local":
-        raise InputError(f'run.engine = "{run.engine}": data and model in memory run on engine = "local" only')
+        raise InputError(
+            f'run.engine = "{run.engine}": data and model in memory run on engine = "local" only', key="run.engine"
+        )
     local_takes = e.method.local.adaptations if isinstance(e.method, TrainsLocally) else ()
     for who, takes in ((needs.because or method, needs.adaptations), ("this client optimiser", local_takes)):
         if takes and adaptation is not None and adaptation.name not in takes:
-            raise InputError(f'model.adaptation.name = "{adaptation.name}": {who} takes {listed(takes)} only')
+            raise InputError(
+                f'model.adaptation.name = "{adaptation.name}": {who} takes {listed(takes)} only',
+                key="model.adaptation.name",
+            )
     if needs.tasks and e.model.task not in needs.tasks:
-        raise InputError(f"model.task: {needs.because or method} takes {listed(needs.tasks)} only; set it")
+        raise InputError(
+            f"model.task: {needs.because or method} takes {listed(needs.tasks)} only; set it", key="model.task"
+        )
     if e.data.classes is not None and run.engine != "deployment":
         raise InputError(
             f'data.classes: a server without rows needs silos that have some, run.engine = "deployment", not '
-            f'"{run.engine}"'
+            f'"{run.engine}"',
+            key="data.classes",
         )
     if e.data.augment:
         _check_augmented(e, method)
     unseen = tasks.names(lambda task: task.scores_unseen_classes)
     if e.data.base_classes is not None and e.model.task not in unseen:
         raise InputError(
-            f"data.base_classes: only names score classes without training rows; set model.task = {listed(unseen)}"
+            f"data.base_classes: only names score classes without training rows; set model.task = {listed(unseen)}",
+            key="data.base_classes",
         )
     if adaptation is not None and (most := max(needs.ranks, default=0)) > adaptation.rank:
         raise InputError(
             f"method.ranks = {list(needs.ranks)}: {most} is above model.adaptation.rank = {adaptation.rank}, the "
-            "largest that the model has room for; raise that one, and set alpha"
+            "largest that the model has room for; raise that one, and set alpha",
+            key="method.ranks",
         )
     if run.superlink is not None and run.engine != "deployment":
-        raise InputError(f'run.superlink: only engine = "deployment" attaches to one, not "{run.engine}"')
+        raise InputError(
+            f'run.superlink: only engine = "deployment" attaches to one, not "{run.engine}"', key="run.superlink"
+        )
     _check_folder(e)
     if run.gpus_per_client is not None and run.gpus_per_client > 1 and run.gpus_per_client % 1:
-        raise InputError(f"run.gpus_per_client = {run.gpus_per_client}: expected at most 1, or a whole number of GPUs")
+        raise InputError(
+            f"run.gpus_per_client = {run.gpus_per_client}: expected at most 1, or a whole number of GPUs",
+            key="run.gpus_per_client",
+        )
     if e.model.compile and run.kernels != "exact":
         raise InputError(
-            f'run.kernels = "{run.kernels}": packed clients call no block, and model.compile compiles blocks; drop one'
+            f'run.kernels = "{run.kernels}": packed clients call no block, and model.compile compiles blocks; drop one',
+            key="run.kernels",
         )
     if run.engine == "simulation" and ":" in e.model.device:
         raise InputError(
-            f'model.device = "{e.model.device}": Ray shows each client\'s process its own GPUs alone; expected "cuda"'
+            f'model.device = "{e.model.device}": Ray shows each client\'s process its own GPUs alone; expected "cuda"',
+            key="model.device",
         )
     if run.wire and run.engine != "local":
-        raise InputError(f'run.wire: engine = "{run.engine}" always serialises; drop it')
+        raise InputError(f'run.wire: engine = "{run.engine}" always serialises; drop it', key="run.wire")
     if needs.pooled and run.engine != "local":
-        raise InputError(f'{method} pools all rows in one place: expected run.engine = "local"')
+        raise InputError(f'{method} pools all rows in one place: expected run.engine = "local"', key="run.engine")
     if needs.local and run.engine != "local":
-        raise InputError(f'{needs.local}: all parties are in one place: expected run.engine = "local"')
+        raise InputError(
+            f'{needs.local}: all parties are in one place: expected run.engine = "local"', key="run.engine"
+        )
     if run.local_scores and e.privacy is not None:
-        raise InputError("run.local_scores: accuracies of single clients are covered by no [privacy]; drop one")
+        raise InputError(
+            "run.local_scores: accuracies of single clients are covered by no [privacy]; drop one",
+            key="run.local_scores",
+        )
     if run.patience and e.privacy is not None:
-        raise InputError("run.patience: validation losses of single clients are covered by no [privacy]; drop one")
+        raise InputError(
+            "run.patience: validation losses of single clients are covered by no [privacy]; drop one",
+            key="run.patience",
+        )
     if run.patience and not e.data.val_fraction:
-        raise InputError("run.patience: early stopping needs validation rows; set data.val_fraction, e.g. 0.1")
+        raise InputError(
+            "run.patience: early stopping needs validation rows; set data.val_fraction, e.g. 0.1", key="run.patience"
+        )
     if run.patience and not run.evaluate_every:
-        raise InputError("run.patience: early stopping evaluates during the run, and run.evaluate_every = 0 does not")
+        raise InputError(
+            "run.patience: early stopping evaluates during the run, and run.evaluate_every = 0 does not",
+            key="run.patience",
+        )
     if isinstance(e.aggregation, Secure):
         _check_secagg(e, method)
     if run.transport != EXACT:
         _check_transport(e, method)
 
 
-def _check_transport(e: Any, method: str) -> None:
+def _check_transport(e: Parts, method: str) -> None:
     """Refuse ``run.transport`` where rounding would break a promise, or where no trained values cross."""
     where, halves = f'run.transport = "{e.run.transport}":', halves_of(e.method)
     if isinstance(e.aggregation, Secure):
-        raise InputError(f"{where} secure aggregation codes updates itself, as whole numbers that add up; drop one")
+        raise InputError(
+            f"{where} secure aggregation codes updates itself, as whole numbers that add up; drop one",
+            key="run.transport",
+        )
     if e.privacy is not None:
-        raise InputError(f"{where} [privacy] bounds the exact update of a client, and rounding may exceed it; drop one")
+        raise InputError(
+            f"{where} [privacy] bounds the exact update of a client, and rounding may exceed it; drop one",
+            key="run.transport",
+        )
     if (own := vars(e.method).get("transport", EXACT)) != EXACT:
-        raise InputError(f'{where} method.transport = "{own}" codes what {method} sends already; drop one')
+        raise InputError(
+            f'{where} method.transport = "{own}" codes what {method} sends already; drop one', key="run.transport"
+        )
     if e.method.needs.model == "server":
-        raise InputError(f"{where} {method} sends ciphertexts, of which no bit may change; drop it")
+        raise InputError(
+            f"{where} {method} sends ciphertexts, of which no bit may change; drop it", key="run.transport"
+        )
     if e.method.needs.pooled:
-        raise InputError(f"{where} {method} pools all rows in one place, and nothing crosses; drop it")
+        raise InputError(
+            f"{where} {method} pools all rows in one place, and nothing crosses; drop it", key="run.transport"
+        )
     statistics = not locals_of(e.method) and not any(isinstance(v, HeadSpec) for v in vars(e.method).values())
     if statistics or not any({Params, Update} & set(get_type_hints(half).values()) for half in halves):
-        raise InputError(f"{where} {method} sends no trained values but statistics or predictions; drop it")
+        raise InputError(
+            f"{where} {method} sends no trained values but statistics or predictions; drop it", key="run.transport"
+        )
 
 
-def _check_own_code(e: Any, method: str) -> None:
+def _check_own_code(e: Parts, method: str) -> None:
     if e.data.name != e.model.name:
         raise InputError(
             f'data.name = "{e.data.name or ""}", model.name = "{e.model.name}": one function brings rows and model; '
-            "expected the same name twice"
+            "expected the same name twice",
+            key="data.name",
         )
     for where, spec, used in (("data", e.data, _OWN_DATA), ("model", e.model, ("name",))):
         plain = type(spec)()
         for f in dataclasses.fields(spec):
             if f.name not in used and getattr(spec, f.name) != getattr(plain, f.name):
-                raise InputError(f"{where}.{f.name}: {e.data.name} brings rows and model as they are; drop it")
+                raise InputError(
+                    f"{where}.{f.name}: {e.data.name} brings rows and model as they are; drop it",
+                    key=f"{where}.{f.name}",
+                )
     if "local" not in {f.name for f in dataclasses.fields(e.method)}:
-        raise InputError(f'{method} has no client optimiser that trains a module; expected one that has, e.g. "fedavg"')
+        raise InputError(
+            f'{method} has no client optimiser that trains a module; expected one that has, e.g. "fedavg"',
+            key="method.name",
+        )
 
 
-def _check_folder(e: Any) -> None:
+def _check_folder(e: Parts) -> None:
     """Refuse what does not go with messages as files, and keys of this engine on another one."""
     run, method = e.run, f'method "{e.method_name}"'
     if run.engine != "folder":
         for key in ("folder", "roster", "identity"):
             if getattr(run, key) is not None:
-                raise InputError(f'run.{key}: only engine = "folder" takes it, not "{run.engine}"')
+                raise InputError(f'run.{key}: only engine = "folder" takes it, not "{run.engine}"', key=f"run.{key}")
         return
     if run.folder is None:
-        raise InputError('run.folder: engine = "folder" needs the folder that carries the messages')
+        raise InputError('run.folder: engine = "folder" needs the folder that carries the messages', key="run.folder")
     if run.roster is None:
-        raise InputError("run.roster: a file with the silos' public keys is needed; `fedfm silo check` prints each one")
+        raise InputError(
+            "run.roster: a file with the silos' public keys is needed; `fedfm silo check` prints each one",
+            key="run.roster",
+        )
     if e.attack is not None:
         raise InputError(
-            f'[attack]: {method} on engine = "folder" has silos of their own, which do not attack; drop it'
+            f'[attack]: {method} on engine = "folder" has silos of their own, which do not attack; drop it',
+            key="attack",
         )
     if e.data.base_classes is not None:
-        raise InputError('data.base_classes: silos of engine = "folder" train on all of their classes; drop it')
+        raise InputError(
+            'data.base_classes: silos of engine = "folder" train on all of their classes; drop it',
+            key="data.base_classes",
+        )
 
 
-def _check_augmented(e: Any, method: str) -> None:
+def _check_augmented(e: Parts, method: str) -> None:
     adaptation = e.model.adaptation
     if e.in_memory:
-        raise InputError("data.augment: the module's own data set changes its rows; drop it")
+        raise InputError("data.augment: the module's own data set changes its rows; drop it", key="data.augment")
     if adaptation is not None and adaptation.name in ("head", "side_adapter", "prompt"):
         raise InputError(
             f'data.augment: with model.adaptation.name = "{adaptation.name}" the frozen backbone reads each picture '
-            'once, and its features are trained on; drop it, or train what reads pictures, e.g. "lora"'
+            'once, and its features are trained on; drop it, or train what reads pictures, e.g. "lora"',
+            key="data.augment",
         )
     declared = (isinstance(m, RowsByOptimiser) and "rows_by_optimiser" in vars(type(m)) for m in _all(e.method))
     if not all(declared):
         raise InputError(
             f"data.augment: the clients of {method} read their pictures beside the local optimiser, which would see "
-            "them unchanged; drop it, or take a method whose clients train by it alone, e.g. fedavg"
+            "them unchanged; drop it, or take a method whose clients train by it alone, e.g. fedavg",
+            key="data.augment",
         )
     if e.privacy is not None and e.privacy.mechanism == "dp_sgd":
-        raise InputError("data.augment: DP-SGD bounds one gradient of each row as it is; drop one of the two")
+        raise InputError(
+            "data.augment: DP-SGD bounds one gradient of each row as it is; drop one of the two", key="data.augment"
+        )
 
 
-def _all(method: Any) -> tuple[Any, ...]:
+def _all(method: Method[Any]) -> tuple[Method[Any], ...]:
     """The method and those in its fields."""
     return (method, *nested(method))
 
 
-def hidden(aggregation: Any) -> Any:
+def hidden(aggregation: Aggregator) -> Aggregator:
     """The aggregation under ``privacy.aggregator = "secagg"``.
 
     Raises:
@@ -297,26 +318,28 @@ def hidden(aggregation: Any) -> Any:
     if type(aggregation) is not Mean:
         raise InputError(
             'privacy.aggregator = "secagg": a robust rule compares single updates, secure aggregation hides them; '
-            f'drop it or "{name_of("aggregation", aggregation)}"'
+            f'drop it or "{name_of("aggregation", aggregation)}"',
+            key="privacy.aggregator",
         )
     return Secure()
 
 
-def _check_secagg(e: Any, method: str) -> None:
-    where = 'privacy.aggregator = "secagg":' if e.privacy is not None else 'aggregation.name = "secure":'
+def _check_secagg(e: Parts, method: str) -> None:
+    key, value = ("privacy.aggregator", "secagg") if e.privacy is not None else ("aggregation.name", "secure")
+    where = f'{key} = "{value}":'
     bare = e.method
     if isinstance(bare, Private) and e.privacy and None not in (e.privacy.target_epsilon, e.privacy.delta):
         with contextlib.suppress(InputError):  # under [privacy] a method may use a mean where it else asks
             bare = protected(e.method, e.privacy)
     if asks := _readable(bare):
         raise InputError(
-            f'{where} the server of {method} looks at single replies ({" and ".join(asks)}); expected "plain"'
+            f'{where} the server of {method} looks at single replies ({" and ".join(asks)}); expected "plain"', key=key
         )
     if not bare.means:
-        raise InputError(f"{where} {method} sends no update that could be hidden; drop it")
+        raise InputError(f"{where} {method} sends no update that could be hidden; drop it", key=key)
 
 
-def check_as_run(e: Any) -> None:
+def check_as_run(e: Parts) -> None:
     """Check the rules on the method under [privacy], which may call other client halves.
 
     Raises:
@@ -325,28 +348,35 @@ def check_as_run(e: Any) -> None:
     method, attack = f'method "{e.method_name}"', e.attack
     if attack is not None:
         if e.in_memory or e.own_code:
-            raise InputError("[attack]: rows that were given from Python cannot be attacked; drop it")
+            raise InputError("[attack]: rows that were given from Python cannot be attacked; drop it", key="attack")
         halves, needs = halves_of(e.method), e.method.needs
         if needs.model == "server":
             raise InputError(
                 f"[attack]: the clients of {method} have no model, and attacks act on rows and updates of clients that "
-                "have one; drop it"
+                "have one; drop it",
+                key="attack",
             )
         if not e.method.rounds or needs.pooled or not halves:
-            raise InputError(f"[attack]: {method} has no client that trains, hence none that attacks; drop it")
+            raise InputError(
+                f"[attack]: {method} has no client that trains, hence none that attacks; drop it", key="attack"
+            )
         if attack.needs == "update" and all(get_type_hints(fn).get("return") is not Update for fn in halves):
             raise InputError(
                 f'attack.name = "{name_of("attacks", attack)}": the clients of {method} send no updates; '
-                '"label_shuffle"?'
+                '"label_shuffle"?',
+                key="attack.name",
             )
         if attack.needs == "epochs" and not locals_of(e.method):
             raise InputError(
                 f"attack.intensity = {attack.intensity}: {method} has no [method.local] whose epochs it could "
-                "multiply; expected 1"
+                "multiply; expected 1",
+                key="attack.intensity",
             )
     if not isinstance(e.aggregation, Mean):
-        where = f'aggregation.name = "{_rule(e)}":'
+        where = f'aggregation.name = "{name_of("aggregation", e.aggregation)}":'
         if not e.method.means:
-            raise InputError(f"{where} {method} takes no mean; drop it")
+            raise InputError(f"{where} {method} takes no mean; drop it", key="aggregation.name")
         if e.privacy is not None:
-            raise InputError(f"{where} [privacy] is accounted for the mean; drop one of the two")
+            raise InputError(
+                f"{where} [privacy] is accounted for the mean; drop one of the two", key="aggregation.name"
+            )

@@ -23,35 +23,51 @@ def under(method: Method[Any], aggregation: Aggregator, privacy: Any) -> Aggrega
     """
     faults = Faults()
     if privacy.unit != "record":
-        faults.say(f'privacy.unit = "{privacy.unit}": dp_sgd protects a "record"; for clients drop mechanism')
+        faults.say(
+            f'privacy.unit = "{privacy.unit}": dp_sgd protects a "record"; for clients drop mechanism',
+            key="privacy.unit",
+        )
     if privacy.clip_norm is None:
-        faults.say("privacy.clip_norm is missing: the norm to which each row's gradient is clipped, e.g. 1.0")
+        faults.say(
+            "privacy.clip_norm is missing: the norm to which each row's gradient is clipped, e.g. 1.0",
+            key="privacy.clip_norm",
+        )
     if privacy.halt_at_epsilon is not None:
         faults.say(
-            f"privacy.halt_at_epsilon: {_WHERE} each client spends its epsilon over all rounds; set target_epsilon"
+            f"privacy.halt_at_epsilon: {_WHERE} each client spends its epsilon over all rounds; set target_epsilon",
+            key="privacy.halt_at_epsilon",
         )
     if not all(
         isinstance(m, RowsByOptimiser) and "rows_by_optimiser" in vars(type(m)) for m in (method, *nested(method))
     ):
         faults.say(
             f"{_WHERE} the clients of this method use training rows beside their local optimiser, and no noise would "
-            "cover that; expected a method that declares rows_by_optimiser, e.g. fedavg"
+            "cover that; expected a method that declares rows_by_optimiser, e.g. fedavg",
+            key="privacy.mechanism",
         )
     if vars(method).get("weighting") == "tokens":
         faults.say(
             f'method.weighting = "tokens": {_WHERE} the number of tokens depends on every row, and no noise covers it; '
-            'expected "size" or "uniform"'
+            'expected "size" or "uniform"',
+            key="method.weighting",
         )
     faults.refuse()
     local, *more = dict.fromkeys(locals_of(method))
     if more or local.personal:
-        faults.say(f"{_WHERE} a client that trains a second model would need a budget for it; drop method.local")
+        faults.say(
+            f"{_WHERE} a client that trains a second model would need a budget for it; drop method.local",
+            key="privacy.mechanism",
+        )
     if local.absent != "keep":
-        faults.say(f'method.local.absent = "{local.absent}": it tells which classes a client has; drop it')
+        faults.say(
+            f'method.local.absent = "{local.absent}": it tells which classes a client has; drop it',
+            key="method.local.absent",
+        )
     if local.stepwise:
         faults.say(
             f"method.local: {_WHERE} it clips each row's gradient and takes its own parts of a batch, at one rate; "
-            "drop micro_batch, max_grad_norm, schedule, warmup and warmup_steps"
+            "drop micro_batch, max_grad_norm, schedule, warmup and warmup_steps",
+            key="method.local",
         )
     faults.refuse()
     plan = DescentPlan(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,20 +13,22 @@ from typing import Any, TypeVar
 from fedfm.aggregation.base import Aggregator
 from fedfm.attacks.attack import Attack
 from fedfm.config import compatibility
+from fedfm.config.asynchronous import asynchronous, not_late
 from fedfm.config.faults import read_all
 from fedfm.config.key_suggestions import UnknownKey
+from fedfm.config.known_keys import KINDS, SPECS, KnownKeys
+from fedfm.config.parts import Parts
 from fedfm.config.registry import admit_named, name_of, resolve
 from fedfm.config.replaced import without_former_keys
 from fedfm.config.run_spec import RunSpec
-from fedfm.config.toml import build, build_named, named, plain, put, read, refuse_unknown, to_toml
+from fedfm.config.toml import build, build_named, named, plain, read, refuse_unknown, to_toml
 from fedfm.config.user_code import filled, is_function
 from fedfm.core.capabilities import Modelled, Private
 from fedfm.core.fields import check
 from fedfm.core.method import Method
-from fedfm.core.toml_text import copy_tables
 from fedfm.data.spec import IN_MEMORY, WITHHELD, DataSpec, PartitionSpec
 from fedfm.data.spec import check as check_data
-from fedfm.errors import Faults, InputError
+from fedfm.errors import Absent, Faults, InputError
 from fedfm.models.adapters.adaptation import with_defaults
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.privacy.spec import PrivacySpec
@@ -35,14 +36,12 @@ from fedfm.privacy.spec import check as check_privacy
 
 T = TypeVar("T")
 _MODEL = "model.name"  # the one server-only value that is not a field of the method
-_SPECS = {"data": DataSpec, "model": ModelSpec, "privacy": PrivacySpec, "run": RunSpec}
-_KINDS = {"method": ("methods", ""), "attack": ("attacks", ""), "aggregation": ("aggregation", "mean")}  # and default
 _SECTIONS = ("data", "model", "method", "privacy", "attack", "aggregation", "run")
 _MISSING = "[{}] is missing; an experiment has [data], [model] and [method]"
 
 
 @dataclass(frozen=True, init=False)
-class Experiment:
+class Experiment(Parts):
     """Everything that defines a run, with every default filled in and checked.
 
     The arguments have the names of the file's tables; each is a table or the object itself, e.g.
@@ -54,22 +53,11 @@ class Experiment:
         10
     """
 
-    name: str
-    data: DataSpec
-    model: ModelSpec
-    method: Any  # Method
-    method_name: str
-    privacy: PrivacySpec | None
-    attack: Attack | None
-    run: RunSpec
-    aggregation: Aggregator
-    tuning: tuple[dict[str, Any], ...]  # trials of a search before this run, and their costs
-
     def __init__(
         self,
         data: DataSpec | Mapping[str, Any],
         model: ModelSpec | Mapping[str, Any] | None,
-        method: Any,
+        method: Method[Any] | Mapping[str, Any],
         *,
         name: str | None = None,
         privacy: PrivacySpec | Mapping[str, Any] | None = None,
@@ -89,15 +77,18 @@ class Experiment:
         if isinstance(method, Mapping):
             method_name, method = build_named("methods", method, "method")
         elif not isinstance(method, Method):
-            raise InputError(f'method = {method!r:.80}: expected a table, e.g. {{"name": "fedavg"}}, or a Method')
+            raise InputError(
+                f'method = {method!r:.80}: expected a table, e.g. {{"name": "fedavg"}}, or a Method', key="method"
+            )
         if isinstance(method, Modelled):
             if model is not None and not changed:
                 raise InputError(
-                    "[model]: clients of this method have no model, and method.foundation is the server's; drop it"
+                    "[model]: clients of this method have no model, and method.foundation is the server's; drop it",
+                    key="model",
                 )
             model = method.model_table()
         elif model is None:
-            raise InputError(_MISSING.format("model"))
+            raise Absent(_MISSING.format("model"), key="model")
         model = _built(ModelSpec, model, "model")
         privacy = None if privacy is None else _built(PrivacySpec, privacy, "privacy")
         method = method.settled(privacy) if isinstance(method, Private) else method
@@ -120,7 +111,9 @@ class Experiment:
             source = "silos" if data.clients else Path(data.name or data.path or data.hub or "data").name.split(".")[0]
             name = f"{method_name}-{source}"
         if not isinstance(name, str) or not name.strip() or any(c in name for c in "/\\\0") or len(name) > 200:
-            raise InputError(f"name = {name!r:.80}: expected a text of at most 200 characters, without slashes")
+            raise InputError(
+                f"name = {name!r:.80}: expected a text of at most 200 characters, without slashes", key="name"
+            )
         given = {"name": name, "data": data, "model": model, "method": method, "method_name": method_name}
         given |= {"privacy": privacy, "attack": attack, "run": run, "aggregation": aggregation, "tuning": tuning}
         for key, value in given.items():
@@ -140,7 +133,7 @@ class Experiment:
                 object.__setattr__(self, "aggregation", aggregation)
             compatibility.check_as_run(self)
             if run.asynchronous is not None:
-                object.__setattr__(self, "aggregation", compatibility.asynchronous(self))
+                object.__setattr__(self, "aggregation", asynchronous(self, run.asynchronous))
 
     @classmethod
     def load(
@@ -207,7 +200,7 @@ class Experiment:
         missing = [key for key, value in self.server_only().items() if value == WITHHELD and key not in known]
         if missing:
             where = missing[0] if missing[0] == _MODEL else f"method.{missing[0]}"
-            raise InputError(f"{where}: withheld from clients, and the server has no value for it")
+            raise InputError(f"{where}: withheld from clients, and the server has no value for it", key=where)
         return self._with({key: known[key] for key in self.server_only() if key in known})
 
     def _with(self, values: Mapping[str, Any]) -> Experiment:
@@ -216,16 +209,6 @@ class Experiment:
         fields = {key: value for key, value in values.items() if key != _MODEL}
         model = dataclasses.replace(self.model, name=values.get(_MODEL, self.model.name))
         return dataclasses.replace(self, method=dataclasses.replace(self.method, **fields), model=model)
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether data and model come from a Python program, :func:`fedfm.federate`."""
-        return self.data.name == IN_MEMORY
-
-    @property
-    def own_code(self) -> bool:
-        """Whether data and model come from a function of the user's that the experiment names."""
-        return is_function(self.data.name)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested tables with every default filled in; ``from_dict`` is the inverse."""
@@ -264,11 +247,11 @@ def _check_sections(table: Mapping[str, Any]) -> None:
             _refuse_hinted(error, table)
     for section in ("data", "method"):
         if section not in table:
-            faults.say(_MISSING.format(section))
+            faults.add(Absent(_MISSING.format(section), key=section))
     for section in _SECTIONS:
         if section in table and not isinstance(table[section], Mapping):
             text = f"{section} = {table[section]!r}: expected a table [{section}]"
-            faults.say(text, key=section)
+            faults.say(text, key=section, allowed="a table")
     faults.refuse()
 
 
@@ -278,11 +261,11 @@ def _check_alone(section: str, tables: Mapping[str, Any]) -> None:
     if not isinstance(table, Mapping):
         return
     try:
-        if section in _KINDS:
-            kind, default = _KINDS[section]
+        if section in KINDS:
+            kind, default = KINDS[section]
             found = build_named(kind, table, section, default=default)[1]
         else:
-            found = build(_SPECS[section], table, section)
+            found = build(SPECS[section], table, section)
         if section == "model" and found.adaptation is not None:
             found = dataclasses.replace(found, adaptation=with_defaults(found.adaptation, found.task))
     except InputError as error:
@@ -304,47 +287,25 @@ def _refuse_hinted(error: InputError, tables: Mapping[str, Any]) -> None:
     Raises:
         InputError: it has.
     """
-    found = [error, *error.more]
-    if any(isinstance(fault, UnknownKey) for fault in found):
+    if any(isinstance(fault, UnknownKey) for fault in error.all):
         faults = Faults()
-        for fault in found:
+        for fault in error.all:
             faults.found.append(_hinted(fault, tables) if isinstance(fault, UnknownKey) else fault)
         faults.refuse()
 
 
 def _hinted(error: UnknownKey, tables: Mapping[str, Any]) -> InputError:
     """The error with a hint that the other tables do not refuse."""
-    method = tables.get("method")
-    name = str(method.get("name", "")) if isinstance(method, Mapping) else ""
     value: Any = tables
-    for key in error.where.split("."):
+    for key in error.key.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
-
-    def refused(changes: Mapping[str, Any]) -> str | None:
-        trial = copy_tables(tables)
-        *path, last = error.where.split(".")
-        inner = trial
-        for key in path:
-            inner = inner.get(key, {})
-        inner.pop(last, None)
-        try:
-            for key, value in changes.items():
-                put(trial, key, value)
-            Experiment(**{"data": {}, "model": None, "method": {}, **trial})
-        except InputError as refusal:
-            begins = re.match(r"\[?([\w.]+)\]?(?=:| belongs| does not| = .*: expected a table)", str(refusal))
-            at = f"{begins[1]}." if begins else "\0"
-            return str(refusal) if any(f"{key}.".startswith(at) for key in changes) else None
-        except TypeError:  # another table that no experiment has
-            return None
-        return None
-
-    found = error.among(value, name, refused)
+    keys = KnownKeys(tables, value)
+    found = error.among(keys)
     run = tables.get("run")
-    if error.where.startswith("method.") and isinstance(run, Mapping) and run.get("asynchronous"):
+    if error.key.startswith("method.") and isinstance(run, Mapping) and run.get("asynchronous"):
         with contextlib.suppress(InputError):  # a name that is none is refused before its keys
-            if why := compatibility.not_late(resolve("methods", name), name):
-                return InputError(f"{why}; and {found}")
+            if why := not_late(resolve("methods", keys.method), keys.method):
+                return InputError(f"{why}; and {found}", key="run.asynchronous")
     return found
 
 

@@ -7,18 +7,16 @@ file has its key, because what follows from something that was taken out is no f
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fedfm.core.toml_text import copy_tables
-from fedfm.errors import Absent, InputError
+from fedfm.errors import Absent, FaultyFile, InputError
 
 T = TypeVar("T")
 Tables = Mapping[str, Any]
 _MOST = 50  # faults of one file
-_KEY = re.compile(r"\[?([A-Za-z_]\w*(?:\.\w+)*)\]?(?=[:\[ ]|$)")  # with which the message of a rule begins
 
 
 def read_all(
@@ -33,41 +31,45 @@ def read_all(
         each: readers of single tables, none of which needs what another one refuses.
 
     Raises:
-        InputError: all faults, a line each, with the file's name.
+        FaultyFile: all faults, a line each, with the file's name.
     """
     try:
         return read(table)
     except InputError as error:
-        found = {str(fault): fault for fault in (error, *error.more) if fault is error or _is_own(table, fault)}
+        found = [fault for fault in error.all if fault is error or _is_own(table, fault)]
         for alone in each:
             _add_of_one(table, alone, found)
         _add_others(table, read, found)
-        lines = [f"{path}: {fault}" for fault in list(found)[:_MOST]]
+        lines = [f"{path}: {fault}" for fault in found[:_MOST]]
         if len(found) > _MOST:
             lines.append(f"{path}: {len(found) - _MOST} more faults")
-        raise InputError("\n".join(lines)) from None
+        raise FaultyFile("\n".join(lines), found) from None
 
 
-def _add_of_one(table: Tables, alone: Callable[[Tables], object], found: dict[str, InputError]) -> None:
-    """Add the faults of one table, but for keys of which something was found: this reader may say it otherwise."""
-    known = {_key(fault) for fault in found.values()}
+def _add(found: list[InputError], faults: Iterable[InputError]) -> None:
+    """Add the faults of another reading, but for keys of which one was found: each reader may say it otherwise."""
+    known = {fault.key for fault in found}
+    found += [fault for fault in faults if fault.key not in known]
+
+
+def _add_of_one(table: Tables, alone: Callable[[Tables], object], found: list[InputError]) -> None:
+    """Add the faults of one table."""
     try:
         alone(table)
     except InputError as error:
-        own = [fault for fault in (error, *error.more) if _is_own(table, fault)]
-        found |= {str(fault): fault for fault in own if not _key(fault) or _key(fault) not in known}
+        _add(found, (fault for fault in error.all if _is_own(table, fault)))
 
 
-def _add_others(table: Tables, read: Callable[[Tables], Any], found: dict[str, InputError]) -> None:
+def _add_others(table: Tables, read: Callable[[Tables], Any], found: list[InputError]) -> None:
     """Add the faults that are left once those that were found are taken out."""
-    rest, latest = copy_tables(table), list(found.values())
+    rest, latest = copy_tables(table), list(found)
     while len(found) < _MOST and _take_out(rest, latest):
         try:
             read(rest)
             return
         except InputError as error:
-            latest = [fault for fault in (error, *error.more) if _owner(rest, fault) is not None]
-            found |= {str(fault): fault for fault in latest}
+            latest = [fault for fault in error.all if _owner(rest, fault) is not None]
+            _add(found, latest)
 
 
 def _is_own(table: Tables, fault: InputError) -> bool:
@@ -93,18 +95,12 @@ def _take_out(table: Tables, faults: Iterable[InputError]) -> bool:
 
 def _owner(table: Tables, fault: InputError) -> tuple[MutableMapping[str, Any], str, list[str]] | None:
     """(table, key, path) of what a fault is about; None where the file has no such key."""
-    path = _key(fault).split(".")
+    path = fault.key.partition("[")[0].split(".")  # of an entry of a list the list
     try:
         owner = _inner(table, path[:-1])
     except (KeyError, TypeError):
         return None
     return (owner, path[-1], path) if isinstance(owner, MutableMapping) and path[-1] in owner else None
-
-
-def _key(fault: InputError) -> str:
-    """The key of which a fault is, or with which its message begins; "" if it begins with none."""
-    begins = _KEY.match(str(fault))
-    return fault.key or (begins[1] if begins else "")
 
 
 def _inner(table: Any, path: list[str]) -> Any:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import fields
-from typing import Any
+from typing import Protocol
 
 from fedfm.config.registry import ours, resolve
 from fedfm.core.fields import key_of
-from fedfm.errors import InputError, close, listed
+from fedfm.errors import InputError, close, closest, listed
 
 _SAME = {
     "lr": ("learning_rate",),
@@ -69,36 +68,37 @@ _PLACES = {
 }
 
 
-Refusal = Callable[[Mapping[str, Any]], str | None]  # keys and values in place of the wrong key -> why one is refused
+class TakenKeys(Protocol):
+    """Which keys the other tables of a file take."""
+
+    method: str
+
+    def refused(self, key: str, **names: str) -> InputError | None:
+        """Why a key ``a.b.c`` is refused in place of the unknown one; None if it is taken.
+
+        Args:
+            names: names in place of those in the tables, by the last part of the table, as ``local="adam"``.
+        """
 
 
 class UnknownKey(InputError):
     """A key that its table does not have.
 
     Attributes:
-        where: the key with its tables, ``a.b.c``.
+        known: the keys that the table has.
+        hint: what was probably meant, as the suffix of the message; "" where nobody knows.
     """
 
-    def __init__(self, key: str, known: Collection[str], path: str) -> None:
-        self._key, self._known, self._path = key, list(known), path
-        self.where = f"{path}.{key}" if path else key
-        super().__init__(self._text(meant(key, known, path)), key=self.where)
+    def __init__(self, key: str, known: Collection[str], path: str, hint: str | None = None) -> None:
+        self.known, self._key, self._path = tuple(known), key, path
+        self.hint = meant(key, known, path) if hint is None else hint
+        where, table_of = (f"{path}.{key}", f"[{path}]") if path else (key, "the file")
+        taken = listed(known) or 'a "name" alone'
+        super().__init__(f"{where}: unknown key{self.hint}; {table_of} takes {taken}", key=where)
 
-    def among(self, value: Any, method: str, refused: Refusal) -> InputError:
-        """The same with a hint that fits the other tables of the experiment: none names a key that is refused next.
-
-        Args:
-            value: what stands at the key.
-            method: the experiment's method.
-            refused: why the experiment would be refused for one of these keys.
-        """
-        text = self._text(_meant_among(self._key, self._known, self._path, value, method, refused))
-        return InputError(text, key=self.where)
-
-    def _text(self, hint: str) -> str:
-        table_of = f"[{self._path}]" if self._path else "the file"
-        taken = listed(self._known) or 'a "name" alone'
-        return f"{self.where}: unknown key{hint}; {table_of} takes {taken}"
+    def among(self, taken: TakenKeys) -> UnknownKey:
+        """The same with a hint that fits the other tables of the file: none names a key that they refuse."""
+        return UnknownKey(self._key, self.known, self._path, _meant_among(self._key, self.known, self._path, taken))
 
 
 def meant(key: str, known: Collection[str], path: str) -> str:
@@ -145,26 +145,24 @@ def _example(key: str, guess: str) -> str:
     return f", e.g. {json.dumps(value)}" if found == guess else ""
 
 
-def _meant_among(key: str, known: Collection[str], path: str, value: Any, method: str, refused: Refusal) -> str:
+def _meant_among(key: str, known: Collection[str], path: str, taken: TakenKeys) -> str:
     without = False  # a client optimiser
-    instead, other = _INSTEAD.get(key.lower(), ("", None))
     for guess in _guesses(key, known, path):
-        why = refused({guess: other if guess == instead else value})
+        why = taken.refused(guess)
         if why is None:
             return _asked(guess, path, _example(key, guess))
-        if owners := re.search(r'belongs to "([^"]+)"', why):  # another kind of the same table takes it
-            rest = f', with {guess.rpartition(".")[0]}.name = "{owners[1]}"'
-            return _asked(guess, "", rest)
-        without |= why.startswith("method.local:")
+        if why.owners:  # another kind of the same table takes it
+            return _asked(guess, "", f', with {guess.rpartition(".")[0]}.name = "{why.owners[0]}"')
+        without |= why.key == "method.local"
     if without:
-        return f" ({method} has no client optimiser, hence no [method.local])"
-    if owned := _owners(key.lower(), value, refused):
+        return f" ({taken.method} has no client optimiser, hence no [method.local])"
+    if owned := _owners(key.lower(), taken):
         return f" ({owned})"
-    inside = f"{path}." if path else ""
-    return hint if (hint := close(key, known)) and refused({inside + hint.split('"')[1]: value}) is None else ""
+    near = closest(key, known)
+    return "" if near is None or taken.refused(f"{path}.{near}" if path else near) else close(key, known)
 
 
-def _owners(word: str, value: Any, refused: Refusal) -> str:
+def _owners(word: str, taken: TakenKeys) -> str:
     """Which methods, and which optimisers of this method, have such a key."""
     found = []
     for name in (word, *_SAME.get(word, ())):
@@ -172,9 +170,9 @@ def _owners(word: str, value: Any, refused: Refusal) -> str:
         if 0 < len(methods) <= _FEW:
             found.append(f"method.{name} is a key of {', '.join(methods)}")
         having, at = [o for o in ours("optimisers") if name in _keys("optimisers", o)], f"method.local.{name}"
-        taken = [o for o in having if refused({"method.local.name": o, at: value}) is None]
-        if 0 < len(taken) < _FEW:
-            found.append(f"with method.local.name = {' or '.join(json.dumps(o) for o in taken)} there is {at}")
+        fit = [o for o in having if taken.refused(at, local=o) is None]
+        if 0 < len(fit) < _FEW:
+            found.append(f"with method.local.name = {' or '.join(json.dumps(o) for o in fit)} there is {at}")
     return "; ".join(found)
 
 

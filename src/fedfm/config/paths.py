@@ -56,6 +56,7 @@ def _found(folder: Path, value: Any, key: str) -> Any:
     if path.exists() and not path.samefile(there):
         raise InputError(
             f'{key} = "{value}": there is {there}, and {path.resolve()} in the working directory; write the one that '
-            "is meant as an absolute path"
+            "is meant as an absolute path",
+            key=key,
         )
     return str(there)

@@ -103,13 +103,19 @@ def resolve(kind: str, name: Any, where: str = "") -> Any:
     where = where or f"{kind.removesuffix('s')}.name"
     names = available(kind)
     if not isinstance(name, str):
-        raise InputError(f"{where} = {json.dumps(name, default=str)}: expected {listed(names)}")
+        raise InputError(
+            f"{where} = {json.dumps(name, default=str)}: expected {listed(names)}", key=where, allowed=listed(names)
+        )
     if (kind, name) in _admitted:
         return _admitted[kind, name]
     if ":" in names.get(name, name):  # an entry point, or module:Class
-        raise InputError(f'{where} = "{name}": code beside fedfm\'s own, which nobody here has listed')
+        raise InputError(f'{where} = "{name}": code beside fedfm\'s own, which nobody here has listed', key=where)
     if name not in names:
-        raise InputError(f'{where} = "{name}": expected {listed(names)}{how_to_set(name) or close(name, names)}')
+        raise InputError(
+            f'{where} = "{name}": expected {listed(names)}{how_to_set(name) or close(name, names)}',
+            key=where,
+            allowed=listed(names),
+        )
     if kind in _HELD:
         return _attribute(_HELD[kind])[name]
     module, base = import_module(names[name]), _attribute(_BASES[kind])
@@ -139,9 +145,9 @@ def admit(kind: str, name: str, where: str) -> None:
         points = [point for point in _points(kind) if point.name == name]
         cls = points[0].load() if points else _attribute(name)
     except Exception as error:  # the module's own code ran
-        raise InputError(f'{where} = "{name}": {of_import(error)}') from None
+        raise InputError(f'{where} = "{name}": {of_import(error)}', key=where) from None
     if not (isinstance(cls, type) and issubclass(cls, base) and is_dataclass(cls)):
-        raise InputError(f'{where} = "{name}": expected a dataclass derived from {base.__name__}')
+        raise InputError(f'{where} = "{name}": expected a dataclass derived from {base.__name__}', key=where)
     _admitted[kind, name] = cls
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from fedfm.config.key_suggestions import UnknownKey
 from fedfm.config.registry import admit_named
 from fedfm.config.toml import build_named
 from fedfm.core.fields import check
 from fedfm.core.toml_text import copy_tables
 from fedfm.errors import InputError
-
-_KEY = re.compile(r"method((?:\.\w+)+)")
 
 
 def without_former_keys(
@@ -28,14 +26,12 @@ def without_former_keys(
         tell: receives a line for each key that is left out.
     """
     name = tables["method"].get("name")
-    if former.get("name") == name or _why_refused(former) is not None:
+    if former.get("name") == name or _refusal(former) is not None:
         return tables
     method = copy_tables(tables["method"])
-    while (why := _why_refused(method)) is not None:
-        found = _KEY.match(why)
-        path = found[1].split(".")[1:] if found else []
-        key = ".".join(["method", *path])
-        if not _has(former, path) or any(f"{one}.".startswith(f"{key}.") for one in given):
+    while (why := _refusal(method)) is not None:
+        section, *path = why.key.split(".")
+        if section != "method" or not _has(former, path) or any(f"{key}.".startswith(f"{why.key}.") for key in given):
             break  # the experiment says what is wrong
         inner = method
         for part in path[:-1]:
@@ -43,19 +39,19 @@ def without_former_keys(
         if path[-1] not in inner:
             break
         del inner[path[-1]]
-        rest = why[len(key) :].partition("; [method")[0].removeprefix(":").strip()
-        tell(f'{key} of the file is left out: method "{name}" does not take it ({rest})')
+        reason = f"unknown key{why.hint}" if isinstance(why, UnknownKey) else why.reason()
+        tell(f'{why.key} of the file is left out: method "{name}" does not take it ({reason})')
     return {**tables, "method": method}
 
 
-def _why_refused(method: Mapping[str, Any]) -> str | None:
+def _refusal(method: Mapping[str, Any]) -> InputError | None:
     try:
         admit_named({"method": method})
         found = build_named("methods", method, "method")[1]
         check(found, "method")
         found.validate()
     except InputError as error:
-        return str(error)
+        return error
     return None
 
 

@@ -78,7 +78,8 @@ def build(cls: type, table: Any, path: str) -> Any:
             of the table.
     """
     if not isinstance(table, Mapping):
-        raise InputError(f"{path} = {table!r}: expected a table, e.g. {{ name = ... }}", key=path)
+        text = f"{path} = {table!r}: expected a table, e.g. {{ name = ... }}"
+        raise InputError(text, key=path, allowed="a table")
     hints = get_type_hints(cls)
     known = {key_of(f.name): f for f in fields(cls) if f.init}
     at, faults, found = f"{path}." if path else "", Faults(), dict[str, Any]()
@@ -87,9 +88,8 @@ def build(cls: type, table: Any, path: str) -> Any:
     for key, value in table.items():
         if (of := known.get(key)) is None:
             continue
-        own = isinstance(of.default, Local) and (type(of.default) is SGD or not isinstance(of.default, SGD))
-        if own and isinstance(value, Mapping) and "name" not in value:
-            value = named(of.default) | dict(value)  # keys of the method's own optimiser
+        if (own := own_default(of)) is not None and isinstance(value, Mapping) and "name" not in value:
+            value = named(own) | dict(value)
         if isinstance(value, str) and value == of.metadata.get("alone"):
             value = (value,)  # a word in place of a list
         if isinstance(value, bool) and (word := of.metadata.get("true")):
@@ -100,13 +100,20 @@ def build(cls: type, table: Any, path: str) -> Any:
             found[of.name] = convert(value, hints[of.name], f"{at}{key}", of.metadata.get("help", ""))
     for key, of in known.items():
         if key not in table and needs_value(of):
-            text = f"{at}{key} is missing: expected {bounds_of(of).expected(hints[of.name])}"
-            faults.add(Absent(text, key=f"{at}{key}"))
+            allowed = bounds_of(of).expected(hints[of.name])
+            faults.add(Absent(f"{at}{key} is missing: expected {allowed}", key=f"{at}{key}", allowed=allowed))
     if faults.found:  # what else is asked of the instance, which is not made
         for fault in _of_fields(known, table, found, hints, at):
             faults.add(fault)
     faults.refuse()
     return cls(**found)
+
+
+def own_default(field: Field[Any]) -> Local | None:
+    """The client optimiser whose keys a table without a name has: the method's own; None where it is not of use."""
+    default = field.default
+    own = isinstance(default, Local) and (type(default) is SGD or not isinstance(default, SGD))
+    return default if own else None
 
 
 def _of_fields(
@@ -129,7 +136,8 @@ def _of_fields(
                 check(value, where)
         wrong = [*outside(of, hint, value, where)]
         if absent and not wrong:
-            wrong = [Absent(f"{where} is missing: expected {bounds_of(of).expected(hint)}", key=where)]
+            allowed = bounds_of(of).expected(hint)
+            wrong = [Absent(f"{where} is missing: expected {allowed}", key=where, allowed=allowed)]
         for fault in wrong:
             faults.add(fault)
     return faults.found
@@ -147,7 +155,7 @@ def convert(value: Any, hint: Any, path: str, meaning: str = "") -> Any:
     hint = plain_type(hint)
     origin, args = get_origin(hint), get_args(hint)
     _refuse_wide(value, path, deep=hint is Any)
-    if kind := _kind(hint):
+    if kind := kind_of(hint):
         default = "sgd" if kind == "optimisers" else hint.__module__.rpartition(".")[2]
         return build_named(kind, value, path, default=default, of=hint)[1]
     if is_dataclass(hint):
@@ -158,14 +166,16 @@ def convert(value: Any, hint: Any, path: str, meaning: str = "") -> Any:
         value = float(value)
     if hint in (int, float, str, bool):
         if type(value) is not hint or (hint is float and value != value):
-            raise InputError(f"{path} = {json.dumps(value, default=str)}: expected {_words(hint)}", key=path)
+            text = f"{path} = {json.dumps(value, default=str)}: expected {_words(hint)}"
+            raise InputError(text, key=path, allowed=_words(hint))
         return value
     if origin is tuple and isinstance(value, (list, tuple)):
         return tuple(convert(v, args[0], f"{path}[{i}]") for i, v in enumerate(value))
     if origin is dict and isinstance(value, Mapping):
         return {k: convert(v, args[1], f"{path}.{k}") for k, v in value.items()}
     says = f" ({meaning})" if origin is dict and meaning else ""
-    raise InputError(f"{path} = {json.dumps(value, default=str)}: expected {_words(hint)}{says}", key=path)
+    text = f"{path} = {json.dumps(value, default=str)}: expected {_words(hint)}{says}"
+    raise InputError(text, key=path, allowed=_words(hint))
 
 
 def _refuse_wide(value: Any, path: str, deep: bool) -> None:
@@ -198,20 +208,22 @@ def build_named(kind: str, table: Any, path: str, *, default: str = "", of: type
     """
     if not isinstance(table, Mapping):
         example = f'{{ name = "{default}" }}' if default else "{ name = ... }"
-        raise InputError(f"{path} = {table!r:.80}: expected a table, e.g. {example}", key=path)
+        text = f"{path} = {table!r:.80}: expected a table, e.g. {example}"
+        raise InputError(text, key=path, allowed="a table")
     table = dict(table)
     name = table.pop("name", default)
     if name == "":
-        raise Absent(f"{path}.name is missing: expected {listed(available(kind))}", key=f"{path}.name")
+        names = listed(available(kind))
+        raise Absent(f"{path}.name is missing: expected {names}", key=f"{path}.name", allowed=names)
     cls = resolve(kind, name, f"{path}.name")
     if not issubclass(cls, of):
-        fit = [n for n in ours(kind) if issubclass(resolve(kind, n), of)]
-        raise InputError(f'{path}.name = "{name}": expected {listed(fit)}', key=f"{path}.name")
+        fit = listed(n for n in ours(kind) if issubclass(resolve(kind, n), of))
+        raise InputError(f'{path}.name = "{name}": expected {fit}', key=f"{path}.name", allowed=fit)
     return name, build(cls, table, path)
 
 
-def _kind(cls: Any) -> str:
-    """Registry kind of a class; "" if it has none."""
+def kind_of(cls: Any) -> str:
+    """Registry kind of a class, which a table names; "" if it has none."""
     kinds = {"optimisers": Local, "methods": Method, "attacks": Attack, "aggregation": Aggregator}
     return next((kind for kind, base in kinds.items() if isinstance(cls, type) and issubclass(cls, base)), "")
 
@@ -230,6 +242,6 @@ def plain(value: Any) -> Any:
 
 def named(value: Any) -> Any:
     """As :func:`plain`, with the name of a value that the registry knows."""
-    kind = _kind(type(value))
+    kind = kind_of(type(value))
     name = name_of(kind, value) if kind else ""
     return {"name": name} | plain(value) if name else plain(value)

@@ -35,9 +35,11 @@ def admit_function(name: str, where: str) -> Callable[[], Any]:
         for part in attribute.split("."):
             found = getattr(found, part)
     except Exception as error:  # the module's own code ran
-        raise InputError(f'{where} = "{name}": {of_import(error)}') from None
+        raise InputError(f'{where} = "{name}": {of_import(error)}', key=where) from None
     if not callable(found):
-        raise InputError(f'{where} = "{name}": a {type(found).__name__}; expected a function without arguments')
+        raise InputError(
+            f'{where} = "{name}": a {type(found).__name__}; expected a function without arguments', key=where
+        )
     _admitted[name] = found
     return found
 
@@ -49,7 +51,7 @@ def function(name: str, where: str) -> Callable[[], Any]:
         InputError: it was not.
     """
     if name not in _admitted:
-        raise InputError(f'{where} = "{name}": code beside fedfm\'s own, which nobody here has listed')
+        raise InputError(f'{where} = "{name}": code beside fedfm\'s own, which nobody here has listed', key=where)
     return _admitted[name]
 
 
@@ -74,7 +76,7 @@ def filled(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         brings = brought(call(made, name, run.get("seed", 0)), local)
     except InputError as error:
-        raise InputError(f"data.name: {name}: {error}") from None
+        raise InputError(f"data.name: {name}: {error}", key="data.name") from None
     if brings.seed is None:
         return tables
     told = {"method": {**method, "local": dict(brings.local)}, "run": {"seed": brings.seed, **run}}

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 from fedfm.core import update_metrics
 from fedfm.core.rows import Rows
@@ -56,6 +56,26 @@ def no_secret(name: str) -> bytes:
     raise RuntimeError(f"this party has no secrets, so none called {name}")
 
 
+class Trainer(Protocol):
+    """Computes local training; the runtime gives each client one (:func:`fedfm.training.scheduler.train_client`)."""
+
+    def __call__(
+        self,
+        client: Client,
+        w: Params,
+        local: Any,
+        mu: float = 0.0,
+        correction: Params | None = None,
+        only: tuple[str, ...] | None = None,
+    ) -> Params:
+        """The parameters that the client optimiser ``local`` reaches from ``w``; the others as there."""
+
+
+def no_trainer(*_: Any, **__: Any) -> Params:
+    """The default of a party that trains nothing."""
+    raise RuntimeError("this party has no trainer: give it fedfm.training.scheduler.train_client")
+
+
 def no_firsts(name: str, value: bytes) -> bytes:
     """The default of a party that keeps nothing."""
     raise RuntimeError(f"this party keeps nothing, so not {name}")
@@ -86,6 +106,7 @@ class Client:
         smallest_cohort: the silo's own policy: its update goes into no sum of fewer clients; 0: as the protocol has it.
         span: the part of the run that this round is, from (t - 1) / T to t / T; schedules of eta follow it.
         round: t, as the message says.
+        trainer: computes local training, alone or with other clients as one batch.
     """
 
     id: ClientId
@@ -108,6 +129,24 @@ class Client:
     smallest_cohort: int = 0
     span: tuple[float, float] = (0.0, 1.0)
     round: int = 0
+    trainer: Trainer = no_trainer
+
+    def train(
+        self,
+        local: Any,
+        w: Params,
+        *,
+        mu: float = 0.0,
+        correction: Params | None = None,
+        only: tuple[str, ...] | None = None,
+    ) -> Params:
+        """Train from ``w`` as the client optimiser ``local`` says; return the trained parameters.
+
+        Args:
+            mu, correction, only: as of :meth:`fedfm.training.Local.__call__`.
+        """
+        self.trained = self.trainer(self, w, local, mu, correction, only)
+        return self.trained
 
 
 @dataclass(frozen=True)

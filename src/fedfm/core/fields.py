@@ -226,10 +226,11 @@ def check(settings: Any, where: str) -> None:
         if value is not None and not mine:
             theirs = listed(key_of(other.name) for other in fields(settings) if settings.name in owners_of(other))
             text = f'{key} belongs to {listed(owners)}, not to "{settings.name}", which takes {theirs}'
-            faults.say(text, key=key)
+            faults.say(text, key=key, owners=owners)
         if value in (None, "") and mine and f.metadata.get("required") and not wrong:
             by = f'required by "{settings.name}"' if owners else "missing"
-            missing.append(Absent(f"{key} is {by}: expected {_expected(settings, f)}", key=key))
+            allowed = _expected(settings, f)
+            missing.append(Absent(f"{key} is {by}: expected {allowed}", key=key, allowed=allowed))
     for one in missing:
         faults.add(one)
     faults.refuse()
@@ -241,7 +242,8 @@ def outside(f: Field[Any], hint: Any, value: Any, key: str) -> Iterator[InputErr
     kind = Absent if f.metadata.get("required") and value in ("", ()) else InputError
     for place, wrong in _wrong(value, bounds, key):
         near = close(wrong, bounds.choices or f.metadata.get("names", ())) if isinstance(wrong, str) else ""
-        yield kind(f"{place} = {shown(wrong)}: expected {bounds.expected(hint)}{near}", key=key)
+        allowed = bounds.expected(hint)
+        yield kind(f"{place} = {shown(wrong)}: expected {allowed}{near}", key=key, allowed=allowed)
 
 
 def _expected(settings: Any, f: Field[Any]) -> str:

@@ -6,15 +6,14 @@ A batch is computed by one process, from its rows alone: its bits do not depend 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from fedfm.core.rows import Rows
+from fedfm.core.deferred import Deferred
 from fedfm.errors import InputError
 
 AHEAD = 2  # batches that each process has ready
@@ -23,8 +22,8 @@ AHEAD = 2  # batches that each process has ready
 class _Parts(Dataset[dict[str, Tensor] | InputError]):
     """Index (b,) -> the deferred arguments of these rows."""
 
-    def __init__(self, rows: Rows) -> None:
-        self._deferred = rows.deferred
+    def __init__(self, deferred: Mapping[str, Deferred]) -> None:
+        self._deferred = deferred
 
     def __getitem__(self, index: np.ndarray) -> dict[str, Tensor] | InputError:
         try:
@@ -33,15 +32,15 @@ class _Parts(Dataset[dict[str, Tensor] | InputError]):
             return error
 
 
-def ahead(rows: Rows, orders: Sequence[np.ndarray]) -> Iterator[Rows]:
-    """The rows of each of these indexes, computed.
+def ahead(deferred: Mapping[str, Deferred], orders: Sequence[np.ndarray]) -> Iterator[dict[str, Tensor]]:
+    """The deferred arguments of the rows of each of these indexes, computed.
 
     Raises:
         InputError: a row cannot be computed.
     """
-    count = min(max(d.loaders for d in rows.deferred.values()), len(os.sched_getaffinity(0)), len(orders))
+    count = min(max(d.loaders for d in deferred.values()), len(os.sched_getaffinity(0)), len(orders))
     loader = DataLoader(
-        _Parts(rows),
+        _Parts(deferred),
         batch_size=None,
         sampler=orders,
         num_workers=count,
@@ -50,11 +49,10 @@ def ahead(rows: Rows, orders: Sequence[np.ndarray]) -> Iterator[Rows]:
         collate_fn=_as_is,  # type: ignore[arg-type] # without batch_size it gets what the data set gives
         generator=torch.Generator(),  # else it draws from the global one
     )
-    for index, made in zip(orders, loader, strict=True):
+    for made in loader:
         if isinstance(made, InputError):
             raise made
-        part = replace(rows, deferred={}).take(index)
-        yield replace(part, tensors=part.tensors | made)
+        yield made
 
 
 def _as_is(made: dict[str, Tensor] | InputError) -> dict[str, Tensor] | InputError:

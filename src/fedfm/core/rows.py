@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedfm.core.deferred import Deferred
 from fedfm.core.tokens import Tokens
 from fedfm.linalg.params import to_bytes
 
@@ -33,31 +33,6 @@ def blank(output: Output) -> bool:
 def has_tools(said: Asked) -> bool:
     """Whether tools are given, called, or have answered in what was said."""
     return not isinstance(said, str) and any(len(turn) > 2 or turn[0] == TOOLS for turn in said)
-
-
-class Deferred(Protocol):
-    """n rows of an argument of the model that are computed when a batch needs them; a row's bits depend on it alone.
-
-    Attributes:
-        loaders: processes that compute batches ahead; 0: none.
-    """
-
-    @property
-    def loaders(self) -> int: ...
-
-    def __len__(self) -> int: ...
-
-    def take(self, index: np.ndarray) -> Deferred:
-        """These rows, in this order; none is computed."""
-        ...
-
-    def sources(self) -> Iterator[bytes]:
-        """The bytes of which each row is computed."""
-        ...
-
-    def compute(self) -> Tensor:
-        """The rows (n, ...)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -205,4 +180,10 @@ class Rows:
             return (self.take(index) for index in orders)
         from fedfm.core.loader import ahead
 
-        return ahead(self, orders)
+        computed = replace(self, deferred={})
+        made = zip(orders, ahead(self.deferred, orders), strict=True)
+        return (_with(computed.take(index), tensors) for index, tensors in made)
+
+
+def _with(rows: Rows, tensors: Mapping[str, Tensor]) -> Rows:
+    return replace(rows, tensors={**rows.tensors, **tensors})

@@ -83,9 +83,9 @@ def check_list(texts: Sequence[str], key: str) -> None:
     """Raise an InputError for a list of names in a file if rows could not have one of them, or have it twice."""
     for text in texts:
         if (name := class_name(text)) != text:
-            raise InputError(f"{key}: {escape(text)} is read as {escape(name)} in the rows: write it so")
+            raise InputError(f"{key}: {escape(text)} is read as {escape(name)} in the rows: write it so", key=key)
     if len(set(texts)) != len(texts):
-        raise InputError(f"{key}: a name is there twice")
+        raise InputError(f"{key}: a name is there twice", key=key)
 
 
 def _joins(text: str, i: int) -> bool:

@@ -71,7 +71,10 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
         column = CLIENT if spec.clients is not None else part.column or ""
         if column not in table.columns and (key := _read_as(column, spec)):
             way = 'name = "by_class" with classes_per_client deals classes' if key == "label" else "name another column"
-            raise InputError(f'data.partition.column: column "{column}" is read as data.{key}, and not kept: {way}')
+            raise InputError(
+                f'data.partition.column: column "{column}" is read as data.{key}, and not kept: {way}',
+                key="data.partition.column",
+            )
         names, owners = _by_column(table, column, part, (train, val, test), seed, notices)
     else:
         names, owners = _by_rule(table, spec, (train, val, test), seed, notices)
@@ -161,7 +164,8 @@ def _by_rule(
     clients = DEFAULT_CLIENTS if part.clients is None else part.clients
     if clients > len(train):
         raise InputError(
-            f"data.partition.clients: {clients} clients and {len(train)} training rows: at most a client a row"
+            f"data.partition.clients: {clients} clients and {len(train)} training rows: at most a client a row",
+            key="data.partition.clients",
         )
     labels, named = table.labels, (("train", train), ("val", val))
     if part.name == "flower":
@@ -174,7 +178,8 @@ def _by_rule(
         owners = [_evenly(rows, clients, generator(seed, "partition", "iid", s)) for s, rows in named]
     elif labels is None:
         raise InputError(
-            f'data.partition.name: "{part.name}" needs labels, and {table.source} has none: use "iid" or "by_column"'
+            f'data.partition.name: "{part.name}" needs labels, and {table.source} has none: use "iid" or "by_column"',
+            key="data.partition.name",
         )
     else:
         known = np.unique(labels[np.concatenate([train, val])])
@@ -224,12 +229,13 @@ def _by_class(classes: np.ndarray, part: PartitionSpec, clients: int, seed: int)
     """(class, number of its rows) -> their owners; ``classes`` are those with rows."""
     each, key = part.classes_per_client or 0, "data.partition.classes_per_client"
     if each > len(classes):
-        raise InputError(f"{key}: {each} classes a client, and the training rows have {len(classes)}")
+        raise InputError(f"{key}: {each} classes a client, and the training rows have {len(classes)}", key=key)
     if each * clients < len(classes):
         raise InputError(
             f"{key}: {clients} clients of {each} classes hold at most {each * clients} of {len(classes)} classes, and "
             f"every row belongs to a client: raise it to {-(-len(classes) // clients)}, "
-            f"or clients to {-(-len(classes) // each)}"
+            f"or clients to {-(-len(classes) // each)}",
+            key=key,
         )
     # Each client takes the classes that the fewest clients have, ties at random: these numbers differ by at most one.
     rng = generator(seed, "partition", "by_class")
@@ -253,7 +259,8 @@ def _by_column(
     values = sorted(set(of[train].tolist()))
     if "" in values:
         raise InputError(
-            f'{key}.column: {int((of[train] == "").sum())} training rows have no value in column "{column}"'
+            f'{key}.column: {int((of[train] == "").sum())} training rows have no value in column "{column}"',
+            key=f"{key}.column",
         )
     for name, rows in (("val", val), ("test", test)):
         strange = sorted(set(of[rows].tolist()) - set(values))
@@ -267,13 +274,15 @@ def _by_column(
     for stem, value in zip(stems, values, strict=True):
         if stems.count(stem) > 1:
             raise InputError(
-                f'{key}.column: "{value}" and another value of "{column}" both give the client name "{stem}"'
+                f'{key}.column: "{value}" and another value of "{column}" both give the client name "{stem}"',
+                key=f"{key}.column",
             )
     total = len(values) if part.clients is None else part.clients
     if total % len(values):
         raise InputError(
             f'{key}.clients: {total} is no multiple of the {len(values)} values of "{column}" ({listing(values, 6)}): '
-            "each value's rows go to equally many clients"
+            "each value's rows go to equally many clients",
+            key=f"{key}.clients",
         )
     each = total // len(values)
     names: list[str] = []
@@ -281,7 +290,9 @@ def _by_column(
     for value, stem in zip(values, stems, strict=True):
         places = [np.flatnonzero(of[rows] == value) for rows in splits]
         if each > len(places[0]):
-            raise InputError(f'{key}.clients: "{value}" has {len(places[0])} training rows for {each} clients')
+            raise InputError(
+                f'{key}.clients: "{value}" has {len(places[0])} training rows for {each} clients', key=f"{key}.clients"
+            )
         mine = [
             _evenly(place, each, generator(seed, "partition", "by_column", s, value))
             for s, place in zip(("train", "val"), places[:2], strict=True)

@@ -136,16 +136,22 @@ def check(spec: DataSpec) -> None:
     given = [key for key in spec.one_of if getattr(spec, key) is not None]
     if len(given) != 1:
         what = " and ".join(given) or "none"
-        raise InputError(f"[data]: expected exactly one of {', '.join(spec.one_of)}; got {what}")
+        raise InputError(f"[data]: expected exactly one of {', '.join(spec.one_of)}; got {what}", key="data")
     if spec.name == IN_MEMORY:
         spec = dataclasses.replace(spec, name=BUILT_IN[0])
     faults = Faults()
     if spec.clients is not None and spec.partition != PartitionSpec():
-        faults.say("data.partition does not go with data.clients: every file is a client; remove one of the two")
+        faults.say(
+            "data.partition does not go with data.clients: every file is a client; remove one of the two",
+            key="data.partition",
+        )
     with faults:
         _check_without_rows(spec)
     if spec.where and spec.clients:
-        faults.say("data.where does not go with data.clients: a client's file holds its own rows, and no others")
+        faults.say(
+            "data.where does not go with data.clients: a client's file holds its own rows, and no others",
+            key="data.where",
+        )
     with faults:
         fields.check(spec, "data")
     faults.refuse()
@@ -155,17 +161,29 @@ def _check_without_rows(spec: DataSpec) -> None:
     """Check the keys of a server that has class names and no rows."""
     for key in ("kind", "width") if spec.classes is None else ():
         if getattr(spec, key) is not None:
-            raise InputError(f"data.{key} describes rows that the server does not have; it goes with data.classes")
+            raise InputError(
+                f"data.{key} describes rows that the server does not have; it goes with data.classes", key=f"data.{key}"
+            )
     if spec.classes is None:
         return
     if spec.kind is None:
-        raise InputError(f"data.kind is missing: with data.classes it says what the silos hold, one of {listed(KINDS)}")
+        raise InputError(
+            f"data.kind is missing: with data.classes it says what the silos hold, one of {listed(KINDS)}",
+            key="data.kind",
+        )
     if (spec.kind == "features") != (spec.width is not None):
-        raise InputError('data.width: kind "features" needs the length of its vectors, and no other kind has one')
+        raise InputError(
+            'data.width: kind "features" needs the length of its vectors, and no other kind has one', key="data.width"
+        )
     if spec.partition != PartitionSpec():
-        raise InputError("data.partition does not go with data.classes: the silos have rows of their own; drop it")
-    if spec.where or spec.limit is not None or spec.base_classes is not None:
-        raise InputError("data.where, limit and base_classes choose among the server's rows, and data.classes has none")
+        raise InputError(
+            "data.partition does not go with data.classes: the silos have rows of their own; drop it",
+            key="data.partition",
+        )
+    for key in ("where", "limit", "base_classes"):
+        if getattr(spec, key):
+            text = "data.where, limit and base_classes choose among the server's rows, and data.classes has none"
+            raise InputError(text, key=f"data.{key}")
     check_list(spec.classes, "data.classes")
     if not spec.classes and not tasks.row_kind(spec.kind):
-        raise InputError("data.classes = []: expected a list of class names")
+        raise InputError("data.classes = []: expected a list of class names", key="data.classes")

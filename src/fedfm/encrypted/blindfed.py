@@ -297,24 +297,30 @@ class BlindFed(Method[Carried]):
         if self.predict and (self.rounds or self.protocol != "masked" or not self.trained):
             raise InputError(
                 'method.predict = true trains nothing: expected rounds = 0, protocol = "masked", and in trained the '
-                "folder of a finished run"
+                "folder of a finished run",
+                key="method.predict",
             )
         if self.protocol != "permuted":
             if self.labels != "permuted":
-                raise InputError(f'method.labels = "{self.labels}" belongs to protocol = "permuted"; drop it')
+                raise InputError(
+                    f'method.labels = "{self.labels}" belongs to protocol = "permuted"; drop it', key="method.labels"
+                )
             return
         if self.released == "tokens":
             raise InputError(
                 'method.released = "tokens" hides tokens by a projection, and protocol = "permuted" sends them whole: '
-                'expected "class" or "grid"'
+                'expected "class" or "grid"',
+                key="method.released",
             )
         if self.labels == "loss_only" and self.encryption == "ckks":
             raise InputError(
                 'method.labels = "loss_only": encrypted clients judge on the labels that come back; expected '
-                'encryption = "clear", or labels = "permuted"'
+                'encryption = "clear", or labels = "permuted"',
+                key="method.labels",
             )
         if self.labels == "loss_only" and self.rounds:
             raise InputError(
                 f'method.labels = "loss_only": a client that gets the loss alone has no gradient, so that nothing can '
-                f'be trained in {self.rounds} rounds; expected rounds = 0, or labels = "permuted"'
+                f'be trained in {self.rounds} rounds; expected rounds = 0, or labels = "permuted"',
+                key="method.labels",
             )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedfm.runtime.population import Partitioned
+    from fedfm.runtime.partitioned import Partitioned
     from fedfm.runtime.progress import Progress
     from fedfm.runtime.run_directory import Run
 

@@ -71,7 +71,8 @@ class ExactLora(Method[S]):
         if max(ranks) > most:
             raise InputError(
                 f"method.ranks = {list(ranks)}: {max(ranks)} is above model.adaptation.rank = {most}, the largest that "
-                "the model has room for; raise that one, and set alpha"
+                "the model has room for; raise that one, and set alpha",
+                key="method.ranks",
             )
         return {c: ranks[i % len(ranks)] for i, c in enumerate(fed.clients)}
 
@@ -82,7 +83,10 @@ class ExactLora(Method[S]):
 
     def validate(self) -> None:
         if self.local.adaptations:
-            raise InputError('method.local.name = "dual_adapter": two adapters of one rank; take a plain one, e.g. sgd')
+            raise InputError(
+                'method.local.name = "dual_adapter": two adapters of one rank; take a plain one, e.g. sgd',
+                key="method.local.name",
+            )
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,8 @@ def need_head(model: Model, *, bias: bool = True) -> None:
     head = getattr(model, "head", None)
     if getattr(model, "adaptation", None) != "head" or head is None:
         raise InputError(
-            'model.adaptation: the method trains a linear head on frozen features; expected { name = "head" }'
+            'model.adaptation: the method trains a linear head on frozen features; expected { name = "head" }',
+            key="model.adaptation",
         )
     if bias and head.bias is None:
         raise InputError("model: the method fits a linear head with a bias, and this head has none; expected one")

@@ -35,5 +35,6 @@ class KeepingFedAvg(FedAvg):
     def validate(self) -> None:
         if self.local.personal:
             raise InputError(
-                "method.local.name: every client has a model of its own already; take a plain optimiser, e.g. sgd"
+                "method.local.name: every client has a model of its own already; take a plain optimiser, e.g. sgd",
+                key="method.local.name",
             )

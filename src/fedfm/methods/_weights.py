@@ -23,6 +23,7 @@ def weight_of(client: Client, weighting: str) -> int:
     count = targets_of(client.model, client.data.train)
     if count is None:
         raise InputError(
-            'method.weighting = "tokens": the rows have no tokens to predict; expected "size" or "uniform"'
+            'method.weighting = "tokens": the rows have no tokens to predict; expected "size" or "uniform"',
+            key="method.weighting",
         )
     return count

@@ -37,4 +37,7 @@ class Ditto(FedAvg):
 
     def validate(self) -> None:
         if not isinstance(self.local, DittoOptimiser):
-            raise InputError('method.local.name: ditto takes "ditto", "sgd", "adam" or "adamw"; it has a pull already')
+            raise InputError(
+                'method.local.name: ditto takes "ditto", "sgd", "adam" or "adamw"; it has a pull already',
+                key="method.local.name",
+            )

@@ -44,7 +44,9 @@ class FedALA(KeepingFedAvg):
 
     def init(self, fed: Federation) -> Params:
         if self.p > (count := len(layers(fed.model, "layer"))):
-            raise InputError(f"method.p = {self.p}: the model has {count} trained layers, expected at most that")
+            raise InputError(
+                f"method.p = {self.p}: the model has {count} trained layers, expected at most that", key="method.p"
+            )
         return super().init(fed)
 
     @on_client

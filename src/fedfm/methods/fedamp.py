@@ -67,7 +67,8 @@ class FedAMP(Method[Clouds]):
         if self.alpha is not None and self.sigma is not None and self.alpha * (K - 1) > self.sigma:
             raise InputError(
                 f"method.alpha = {self.alpha}: with {K} clients and sigma = {self.sigma} a client's own weight, xi_ii, "
-                f"is negative where models are alike; expected at most {self.sigma / (K - 1):.6g}"
+                f"is negative where models are alike; expected at most {self.sigma / (K - 1):.6g}",
+                key="method.alpha",
             )
         start = dict.fromkeys(fed.clients, fed.initial)
         return Clouds(start, start, Params({"xi": torch.zeros(1, K, K)}))
@@ -102,7 +103,9 @@ class FedAMP(Method[Clouds]):
 
     def validate(self) -> None:
         if self.alpha is not None and self.sigma is None:
-            raise InputError("method.alpha: it is a step against sigma; give method.sigma as well, or neither")
+            raise InputError(
+                "method.alpha: it is a step against sigma; give method.sigma as well, or neither", key="method.alpha"
+            )
 
 
 def squared_distances(G: np.ndarray) -> np.ndarray:

@@ -57,7 +57,7 @@ class FedBE(OwnHeads):
 
     def validate(self) -> None:
         if self.members == "sampled" and not self.draws:
-            raise InputError('method.draws = 0: members = "sampled" needs at least 1')
+            raise InputError('method.draws = 0: members = "sampled" needs at least 1', key="method.draws")
 
 
 def gaussian(heads: Sequence[tuple[float, Params]]) -> tuple[Params, Params]:

@@ -51,7 +51,7 @@ class FedCLIP(FedAvg):
     def train(self, client: Client, w: Params) -> Update:
         model, rows = need(client.model), client.data.train
         if rows.labels is None:
-            raise InputError("data.label: fedclip classifies; the rows have no labels")
+            raise InputError("data.label: fedclip classifies; the rows have no labels", key="data.label")
         start = model.params()
         V, T = expert_features(model, start, rows), expert_texts(model, start).cpu()
         adapter = Attention(V.shape[1])
@@ -85,7 +85,8 @@ class FedCLIP(FedAvg):
     def validate(self) -> None:
         if self.local.personal:
             raise InputError(
-                "method.local.name: fedclip trains one adapter for all; take a plain optimiser, e.g. adamw"
+                "method.local.name: fedclip trains one adapter for all; take a plain optimiser, e.g. adamw",
+                key="method.local.name",
             )
 
 

@@ -56,4 +56,6 @@ class FedDPA(FedAvg):
 
     def validate(self) -> None:
         if not isinstance(self.local, DualAdapter):
-            raise InputError('method.local.name: feddpa takes "dual_adapter", "sgd", "adam" or "adamw"')
+            raise InputError(
+                'method.local.name: feddpa takes "dual_adapter", "sgd", "adam" or "adamw"', key="method.local.name"
+            )

@@ -43,7 +43,8 @@ class FedPer(KeepingFedAvg):
             if not any(name in fed.model.live() for name in names):
                 raise InputError(
                     f"model.adaptation: nothing of this model's {half} is trained, and this method shares the body and "
-                    "leaves each client its head: take a classifier with adaptation full, lora or top_layers"
+                    "leaves each client its head: take a classifier with adaptation full, lora or top_layers",
+                    key="model.adaptation",
                 )
         return Base(fed.initial, ())
 

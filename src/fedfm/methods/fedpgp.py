@@ -75,7 +75,7 @@ class FedPGP(KeepingFedAvg):
         """
         model, rows = need(client.model), client.data.train
         if rows.labels is None:
-            raise InputError("data.label: fedpgp classifies; the rows have no labels")
+            raise InputError("data.label: fedpgp classifies; the rows have no labels", key="data.label")
         dual, (name,), device = model.dual, tuple(w), model.device
         live = {n: t.detach().to(device).clone().requires_grad_() for n, t in {"p_G": w[name], **low_rank}.items()}
         p_G, U, V = live.values()  # (M, h), (M, b), (b, h)

@@ -52,5 +52,6 @@ class FedProx(FedAvg):
         if self.server_term == "literal" and self.weighting != "uniform":
             raise InputError(
                 'method.server_term = "literal": the server has no sum of changes if their mean is weighted by size; '
-                'expected method.weighting = "uniform"'
+                'expected method.weighting = "uniform"',
+                key="method.server_term",
             )

@@ -67,5 +67,6 @@ class Scaffold(FedAvg):
         if not plain or self.local.momentum or self.local.weight_decay:  # type: ignore[attr-defined]
             raise InputError(
                 "method.local: scaffold's control variates are exact for plain SGD only; "
-                'expected name = "sgd" without momentum and weight_decay'
+                'expected name = "sgd" without momentum and weight_decay',
+                key="method.local",
             )

@@ -67,7 +67,7 @@ class Difference:
         new = {n for unit in self._units(lacking) if head and self._optional(unit) for n in lacking if within(n, unit)}
         faults = [*self._lacks(sorted(lacking - new)), *misshapen(odd), *_surplus(self.surplus())]
         if faults:
-            raise InputError(f"model.name: {self.path} {'; it '.join(faults)}")
+            raise InputError(f"model.name: {self.path} {'; it '.join(faults)}", key="model.name")
         return (self.missing | self.shapes.keys()), [*self._new_parts(new), *self._guessed_heads()]
 
     def surplus(self) -> list[str]:

@@ -135,7 +135,8 @@ def _of_encoder(path: Path | str, spec: ModelSpec, config: Any, classes: tuple[s
     if quantised.asked(spec, config):
         raise InputError(
             f"model.quantization: transformers has no classifier of type {config.model_type!r}, and encoders of "
-            "pictures are read whole; drop it"
+            "pictures are read whole; drop it",
+            key="model.quantization",
         )
     about = config.to_diff_dict()
     pooled_encoder.sees_all(config)
@@ -164,12 +165,14 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
         if config.model_type not in MODEL_TYPES:
             raise InputError(
                 f'model.name: model.task = "zero_shot" needs a model of two encoders, such as a CLIP or a SigLIP; '
-                f"{spec.name!r} is of type {config.model_type!r}"
+                f"{spec.name!r} is of type {config.model_type!r}",
+                key="model.name",
             )
         if quantised.asked(spec, config):
             raise InputError(
                 "model.quantization: models of two encoders are read whole; drop it, or take a classifier with "
-                'model.task = "classification"'
+                'model.task = "classification"',
+                key="model.quantization",
             )
         tools = _tools(path, spec, config.text_config, "text", answers=False)
         read = weights.load(transformers.AutoModel, path, spec, config, seed, DTYPES[spec.dtype], head=False)
@@ -190,7 +193,8 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
     if not families.find(dual, config.model_type).text_blocks:
         raise InputError(
             f"model.name: no layers are known of the text encoder of {spec.name!r}, of type "
-            f"{config.text_config.model_type!r}; expected a BERT or RoBERTa"
+            f"{config.text_config.model_type!r}; expected a BERT or RoBERTa",
+            key="model.name",
         )
     tools = dataclasses.replace(
         tools, image=preprocessing.processor_call(processor), processor=processor, notices=guess
@@ -214,7 +218,8 @@ def architecture(spec: ModelSpec, tokenizer: Any) -> Any:
         config = configuration.read(locate(spec.name), spec)
     if getattr(config, "vocab_size", None) is None:
         raise InputError(
-            f"pretrain.vocabulary_size: {spec.name!r} is of type {config.model_type!r}, without a vocabulary"
+            f"pretrain.vocabulary_size: {spec.name!r} is of type {config.model_type!r}, without a vocabulary",
+            key="pretrain.vocabulary_size",
         )
     config.vocab_size = len(tokenizer)
     config.pad_token_id = tokenizer.pad_token_id
@@ -265,13 +270,15 @@ def _check_kind(config: Any, name: str, kind: str, task: Task) -> None:
         words = {"image": "pictures", "text": "text"}
         raise InputError(
             f"model.name: {name!r} is of type {config.model_type!r}, which reads {words[other]}: it does not fit data "
-            f"of kind {kind}"
+            f"of kind {kind}",
+            key="model.name",
         )
     masked = type(config) in transformers.AutoModelForMaskedLM._model_mapping
     if task.is_language_model and masked and getattr(config, "is_decoder", None) is False:
         raise InputError(
             f"model.name: {name!r} is of type {config.model_type!r}, which sees the words that it predicts: "
-            f'model.task = "{task}" needs a causal model, such as a llama or a gpt2'
+            f'model.task = "{task}" needs a causal model, such as a llama or a gpt2',
+            key="model.name",
         )
 
 
@@ -281,12 +288,14 @@ def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str, *, answers
         return Tools(image=preprocessing.processor_call(processor), processor=processor, notices=guess)
     # From the configuration alone transformers would create a tokenizer without words.
     if isinstance(path, Path) and not any(f for p in ("tokenizer*", "vocab*", "*.model") for f in path.glob(p)):
-        raise InputError(f"model.name: {path} has no tokenizer for data of kind {kind}: put its files there")
+        raise InputError(
+            f"model.name: {path} has no tokenizer for data of kind {kind}: put its files there", key="model.name"
+        )
     try:
         tokenizer, by, guess = tokenizer_files.read(path, spec.name)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(
-            f"model.name: {path} has no tokenizer for data of kind {kind}: {weights.first_of(error)}"
+            f"model.name: {path} has no tokenizer for data of kind {kind}: {weights.first_of(error)}", key="model.name"
         ) from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
@@ -296,7 +305,10 @@ def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str, *, answers
         with quiet():
             template = chat_templates.text_of(spec.template, tokenizer)
             if template is not None and spec.chat_template_kwargs:
-                raise InputError("model.chat_template_kwargs: the template is a text without variables; drop one")
+                raise InputError(
+                    "model.chat_template_kwargs: the template is a text without variables; drop one",
+                    key="model.chat_template_kwargs",
+                )
             notices = (*guess, *chat_templates.fit(tokenizer, template, spec.chat_template_kwargs or {}))
     return Tools(  # max_length: lengths.fit
         tokenizer=tokenizer, tokenizer_class=by, max_length=spec.max_length, template=template, notices=notices
@@ -324,7 +336,8 @@ def _image_processor(path: Path | str, spec: ModelSpec, config: Any) -> tuple[An
         if any(stored_file(path, f"{kind}_config.json") is not None for kind in ("preprocessor", "processor")):
             raise InputError(
                 f"model.name: the image processor of {spec.name!r} cannot be read: "
-                f"{textwrap.shorten(weights.first_of(error), 200, placeholder=' ...')}"
+                f"{textwrap.shorten(weights.first_of(error), 200, placeholder=' ...')}",
+                key="model.name",
             ) from None
         vision = getattr(config, "vision_config", config)
         size = getattr(vision, "image_size", 224) or 224

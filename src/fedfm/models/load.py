@@ -120,9 +120,14 @@ def load_model(
     """
     task = _task(task or spec.task, kind, classes)
     if spec.template is not None and not task.answers:
-        raise InputError(f'model.template: it writes instructions, and the task is "{task}"; drop it')
+        raise InputError(
+            f'model.template: it writes instructions, and the task is "{task}"; drop it', key="model.template"
+        )
     if spec.options and spec.weights != "random":
-        raise InputError('model.options: they change the architecture, so that no weights fit: set weights = "random"')
+        raise InputError(
+            'model.options: they change the architecture, so that no weights fit: set weights = "random"',
+            key="model.options",
+        )
     adapt = spec.adaptation or AdaptationSpec("head" if spec.name == "features" else "lora")
     adapt = adaptation.with_defaults(adapt, task)
     spec = dataclasses.replace(spec, task=task.name, adaptation=adapt)
@@ -149,7 +154,8 @@ def load_model(
     if spec.fingerprint is not None and print_ != spec.fingerprint:
         raise InputError(
             f"model.fingerprint: {spec.name} here is {print_}, and the experiment needs {spec.fingerprint}: use the "
-            "federation's copy of the model"
+            "federation's copy of the model",
+            key="model.fingerprint",
         )
     del weights
     loaded.stored = None
@@ -157,7 +163,8 @@ def load_model(
     if adapt.name == "side_adapter":
         if adapt.name not in task.adaptations:
             raise InputError(
-                f'model.adaptation.name = "side_adapter": it has a classification head, task {task.name!r} none'
+                f'model.adaptation.name = "side_adapter": it has a classification head, task {task.name!r} none',
+                key="model.adaptation.name",
             )
         module, tools = loaded.module if loaded.placed else loaded.module.to(device), loaded.tools
         beside = side_adapter.around(module, spec, parts, classes=classes, tools=tools, fingerprint=print_, seed=seed)
@@ -176,13 +183,15 @@ def load_model(
     if loaded.placed and spec.device == devices.MAP:
         if adapt.dora or adapt.name not in ("head", *adaptation.LORA):
             raise InputError(
-                'model.device = "auto-map" trains lora without dora, ffa_lora or head; expected one of these'
+                'model.device = "auto-map" trains lora without dora, ffa_lora or head; expected one of these',
+                key="model.device",
             )
         devices.gather_trained(module, device)
     if spec.loss == "contrastive" and kind_of is Model:
         raise InputError(
             'model.loss = "contrastive" compares pictures with texts: it needs model.task = "zero_shot" and an '
-            'adaptation that keeps both encoders, such as "lora"'
+            'adaptation that keeps both encoders, such as "lora"',
+            key="model.loss",
         )
     model = kind_of(
         module if loaded.placed else module.to(device),
@@ -272,10 +281,11 @@ def _task(name: str | Task | None, kind: str, classes: Sequence[str]) -> Task:
     task = tasks.find(name) if name else tasks.implied(kind)
     if kind not in task.kinds:
         raise InputError(
-            f"model.task: {task.name!r} needs data of kind {' or '.join(task.kinds)}, these are of kind {kind}"
+            f"model.task: {task.name!r} needs data of kind {' or '.join(task.kinds)}, these are of kind {kind}",
+            key="model.task",
         )
     if task.needs_classes and len(classes) < 1:
-        raise InputError("data.label: classification needs labelled rows, these have no classes")
+        raise InputError("data.label: classification needs labelled rows, these have no classes", key="data.label")
     return task
 
 
@@ -290,10 +300,10 @@ def _load(
 ) -> Loaded:
     if (spec.name == "features") != (kind == "features"):
         right = '"features"' if kind == "features" else "a model that reads them"
-        raise InputError(f"model.name: {spec.name!r} does not fit data of kind {kind}: use {right}")
+        raise InputError(f"model.name: {spec.name!r} does not fit data of kind {kind}: use {right}", key="model.name")
     if spec.name == "features":
         if spec.options:
-            raise InputError('model.options: "features" has none; drop it')
+            raise InputError('model.options: "features" has none; drop it', key="model.options")
         if not feature_dim:
             raise InputError("data: feature vectors of unknown length")
         module = LinearSoftmax(feature_dim, len(classes))
@@ -312,9 +322,11 @@ def _resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...] | None, kind: 
     from safetensors.torch import load_file
 
     if kind != "image":
-        raise InputError(f"model.name: {path} reads images, the data are of kind {kind}")
+        raise InputError(f"model.name: {path} reads images, the data are of kind {kind}", key="model.name")
     if spec.options:
-        raise InputError(f"model.options: {path} is one file of weights, which says the architecture; drop it")
+        raise InputError(
+            f"model.options: {path} is one file of weights, which says the architecture; drop it", key="model.options"
+        )
     try:
         state = load_file(path)
         count = len(state["linear.weight"] if classes is None else classes)
@@ -325,7 +337,7 @@ def _resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...] | None, kind: 
             net.load_state_dict(state, strict=False)
     except (KeyError, RuntimeError, SafetensorError, OSError) as error:
         text = " ".join(str(error.args[0] if error.args else error).split())
-        raise InputError(f"model.name: {path} is not a CIFAR ResNet: {text}") from None
+        raise InputError(f"model.name: {path} is not a CIFAR ResNet: {text}", key="model.name") from None
     net = net.to(DTYPES[spec.dtype])
     config = {"model_type": "cifar_resnet", "blocks": net.config.blocks}
     image = preprocessing.plain_call(resnet.SIZE, resnet.IMAGE_MEAN, resnet.IMAGE_STD)

@@ -31,7 +31,7 @@ def locate(name: str) -> Path | str:
         InputError: it is none of these.
     """
     if not name:
-        raise InputError(f"model.name: missing, {_EXPECTED}")
+        raise InputError(f"model.name: missing, {_EXPECTED}", key="model.name")
     if name in BUILT_IN:
         return Path(str(importlib.resources.files("fedfm.models") / BUILT_IN[name]))
     path = Path(name).expanduser()
@@ -39,21 +39,33 @@ def locate(name: str) -> Path | str:
         if not (path / "config.json").exists():
             for command in ("pretrain", "distil"):
                 if (path / f"{command}.json").exists():
-                    raise InputError(f"model.name: {path} is not finished: the `fedfm {command}` that began it goes on")
+                    raise InputError(
+                        f"model.name: {path} is not finished: the `fedfm {command}` that began it goes on",
+                        key="model.name",
+                    )
             if (path / ADAPTER).exists():
                 raise no_whole_model(path)
             if (path / "manifest.json").exists():
-                raise InputError(f"model.name: {path} is a run, expected a model: write it by `fedfm export --to hf`")
-            raise InputError(f"model.name: {path} has no config.json, expected a folder as save_pretrained writes it")
+                raise InputError(
+                    f"model.name: {path} is a run, expected a model: write it by `fedfm export --to hf`",
+                    key="model.name",
+                )
+            raise InputError(
+                f"model.name: {path} has no config.json, expected a folder as save_pretrained writes it",
+                key="model.name",
+            )
         return path
     if path.is_file():
         if path.suffix != ".safetensors":
-            raise InputError(f"model.name: {path} is a file, expected a folder with config.json and model.safetensors")
+            raise InputError(
+                f"model.name: {path} is a file, expected a folder with config.json and model.safetensors",
+                key="model.name",
+            )
         return path
     if "/" not in name and (near := close(name, [*BUILT_IN, "features"])):
-        raise InputError(f"model.name: unknown {name!r}{near}")
+        raise InputError(f"model.name: unknown {name!r}{near}", key="model.name")
     if path.is_absolute() or name.startswith((".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise InputError(f"model.name: no folder {name}, {_EXPECTED}")
+        raise InputError(f"model.name: no folder {name}, {_EXPECTED}", key="model.name")
     return name
 
 
@@ -62,7 +74,8 @@ def no_whole_model(name: Path | str) -> InputError:
     return InputError(
         f"model.name: {name} has an adapter of PEFT ({ADAPTER}), expected a whole model: merge the adapter into its "
         "base, by `fedfm export --to hf` of its run or by PEFT's merge_and_unload, and name the merged model's folder; "
-        f"or, to start without the adapter, a folder without {ADAPTER}"
+        f"or, to start without the adapter, a folder without {ADAPTER}",
+        key="model.name",
     )
 
 

@@ -51,7 +51,7 @@ def check(stored: StoredWeights, settings: Mapping[str, Any], weights: Mapping[s
     if lacking:
         faults.insert(0, f"lacks {tensors(len(lacking))} of its quantised weights: {some(sorted(lacking))}")
     if faults:
-        raise InputError(f"model.name: {path} {'; it '.join(faults)}")
+        raise InputError(f"model.name: {path} {'; it '.join(faults)}", key="model.name")
 
 
 def scales(stored: StoredWeights) -> set[str]:
@@ -96,7 +96,9 @@ def _state(stored: StoredWeights, key: str) -> dict[str, Any]:
     try:
         return dict(json.loads(bytes(stored[key].tolist())))
     except ValueError:
-        raise InputError(f"model.name: {key} of the quantised weights is damaged: take a sound copy") from None
+        raise InputError(
+            f"model.name: {key} of the quantised weights is damaged: take a sound copy", key="model.name"
+        ) from None
 
 
 def _four(name: str, state: Mapping[str, Any], shape: Shape | None) -> dict[str, Shape]:

@@ -172,7 +172,7 @@ def load(
                 module: nn.Module = auto.from_config(config, **_attention(spec)).to(dtype)
             except Exception as error:  # incompatible options fail anywhere
                 if spec.options:
-                    raise InputError(f"model.options: {first_of(error)}") from None
+                    raise InputError(f"model.options: {first_of(error)}", key="model.options") from None
                 if isinstance(error, ValueError):
                     raise refusal(path, spec.name, error) from None
                 raise
@@ -182,11 +182,13 @@ def load(
     if isinstance(path, Path) and not any(path.glob("*.safetensors")):
         if pickled := next((f.name for p in ("*.bin", "*.pt", "*.pth", "*.ckpt") for f in sorted(path.glob(p))), ""):
             raise InputError(
-                f"model.name: {path} has {pickled}, expected model.safetensors (pickled weights are not read)"
+                f"model.name: {path} has {pickled}, expected model.safetensors (pickled weights are not read)",
+                key="model.name",
             )
         raise InputError(
             f'model.name: {spec.name!r} is an architecture without weights: set model.weights = "random", '
-            "or make weights with `fedfm pretrain` and name their folder"
+            "or make weights with `fedfm pretrain` and name their folder",
+            key="model.name",
         )
     try:
         # It draws the missing weights, which must neither depend on the global generator nor change it.
@@ -204,12 +206,13 @@ def load(
                 **where,
             )
     except ImportError as error:
-        raise InputError(f"model.attention: {first_of(error)}") from None
+        raise InputError(f"model.attention: {first_of(error)}", key="model.attention") from None
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if "conversion of the weights" in str(error):
             named = some(sorted(_failed(error))) or "some of the model's tensors"
             raise InputError(
-                f"model.name: {path} lacks tensors, or has some of another shape, of which {named} would be made"
+                f"model.name: {path} lacks tensors, or has some of another shape, of which {named} would be made",
+                key="model.name",
             ) from None
         raise refusal(path, spec.name, error) from None
     return Read(module, *Difference.of_load(module, path, info).judge(head=head))
@@ -224,7 +227,9 @@ def new_modules(module: nn.Module, model_type: str, missing: set[str]) -> list[s
     """
     head = families.find(module, model_type).head
     if not head:
-        raise InputError(f"model.name: no classification head found in a model of type {model_type!r}")
+        raise InputError(
+            f"model.name: no classification head found in a model of type {model_type!r}", key="model.name"
+        )
     known = {name for name, _ in module.named_parameters()}
     paths = {head.partition(".")[0], *(name.rpartition(".")[0] for name in missing & known)}
     top = sorted(p for p in paths if not any(p != q and p.startswith(f"{q}.") for q in paths))
@@ -232,7 +237,8 @@ def new_modules(module: nn.Module, model_type: str, missing: set[str]) -> list[s
         if whole := next((p for p in top if within(base, p)), None):
             raise InputError(
                 f"model.name: the head of a model of type {model_type!r} would be {whole}, which holds the pretrained "
-                f"{base}; expected a head beside it"
+                f"{base}; expected a head beside it",
+                key="model.name",
             )
     return [p for p in top if p]
 
@@ -261,14 +267,15 @@ def refusal(path: Path | str, name: str, error: Exception) -> InputError:
     first = first_of(error)
     if found := re.search(r"(\w+)Config'> for this kind of AutoModel: (?:AutoModelFor)?(\w+)", str(error)):
         first = f"transformers has no {found[1]} for {found[2]}, which model.task and the data ask for"
-        return InputError(f"model.name: {name!r} does not fit: {first}")
+        return InputError(f"model.name: {name!r} does not fit: {first}", key="model.name")
     if isinstance(path, Path):
-        return InputError(f"model.name: {path} cannot be read as a model: {first}")
+        return InputError(f"model.name: {path} cannot be read as a model: {first}", key="model.name")
     if is_offline_mode():
         first += " (HF_HUB_OFFLINE is set: nothing is downloaded)"
     return InputError(
         f"model.name: {name!r} is not built in ({', '.join(BUILT_IN)}), no folder here, "
-        f"and no hub id that could be read: {first}"
+        f"and no hub id that could be read: {first}",
+        key="model.name",
     )
 
 

@@ -50,7 +50,10 @@ class PrivacySpec:
             text = f"privacy.target_epsilon or privacy.noise_multiplier: {given}"
             faults.say(text, key="privacy.target_epsilon")
         if self.clip_quantile is not None and self.mechanism == "dp_sgd":
-            faults.say('privacy.clip_quantile: mechanism = "dp_sgd" clips to a fixed norm; drop it')
+            faults.say(
+                'privacy.clip_quantile: mechanism = "dp_sgd" clips to a fixed norm; drop it',
+                key="privacy.clip_quantile",
+            )
         faults.refuse()
 
 

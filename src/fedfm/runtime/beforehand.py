@@ -26,7 +26,7 @@ from fedfm.models.dual_encoder import DualModel
 from fedfm.models.families import unwrapped
 from fedfm.models.first_batch import look
 from fedfm.models.model import Model
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.training import TrainsLocally
 from fedfm.training.optimisers import joins_last
 

@@ -320,6 +320,7 @@ class Silos:
             private=None if plan is None else private.Descent(plan, data),
             span=self._span(request.round),
             round=request.round,
+            trainer=scheduler.train_client,
         )
 
     def _span(self, t: int) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from fedfm.config.run_spec import RunSpec
 from fedfm.core.capabilities import Costing
 from fedfm.core.rows import Rows
 from fedfm.models.model import Model
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.training import TrainsLocally
 
 _SLACK = 4.0  # a client's machine may be slower, and busy

@@ -22,9 +22,9 @@ from fedfm.core.wire import codec
 from fedfm.linalg.params import Params
 from fedfm.linalg.quantised import EXACT
 from fedfm.runtime.client_timeout import step_seconds
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.training import TrainsLocally
-from fedfm.training.scheduler import by_autograd, compiles
+from fedfm.training.scheduler import by_autograd, compiles, train_client
 
 _WHOLE = 10.0  # seconds: a client's round that should take less is trained for the estimate, of a longer one a step
 _LOAD = 0.3  # seconds: to load compiled loops takes longer, and so do those of a client's round, than torch's steps
@@ -129,7 +129,14 @@ def _client_seconds(experiment: Experiment, population: Partitioned, times: floa
     if seconds > _WHOLE or experiment.aggregation.mechanism.plan is not None:
         return seconds, False
     at_most = compiles(model, method.local) and seconds < _LOAD and seconds * times < _BRIEF
-    client = Client(id=name, data=data, model=model, memory={}, seed=seeds.derive(experiment.run.seed, "forecast"))
+    client = Client(
+        id=name,
+        data=data,
+        model=model,
+        memory={},
+        seed=seeds.derive(experiment.run.seed, "forecast"),
+        trainer=train_client,
+    )
     w, spent = model.params(), math.inf
     with by_autograd() if at_most else nullcontext():  # what is slower bounds what the run takes
         for _ in range(2):

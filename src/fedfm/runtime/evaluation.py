@@ -22,7 +22,7 @@ from fedfm.linalg.params import Params
 from fedfm.models import class_counts, metrics
 from fedfm.runtime.async_scores import PARTS, Newest
 from fedfm.runtime.coarse_scores import FIGURES
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.predictions import check_own, kept, logits, own, personal, scores, seen_by
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.who_scores import judged_by_clients, why_unasked

@@ -21,7 +21,8 @@ from fedfm.errors import InputError
 from fedfm.models.locate import BUILT_IN
 from fedfm.models.spec import ModelSpec
 from fedfm.runtime import user_population
-from fedfm.runtime.population import Partitioned, augmentation, model_of
+from fedfm.runtime.partitioned import Partitioned
+from fedfm.runtime.population import augmentation, model_of
 
 COLUMNS = (
     *("text", "image", "label", "label_name", "split"),

@@ -22,7 +22,8 @@ from fedfm.privacy import plausibility
 from fedfm.privacy.accountant import Accountant
 from fedfm.runtime import beforehand
 from fedfm.runtime.disclosure import check_same, fingerprints, tell
-from fedfm.runtime.population import REST, Partitioned, feature_dim, operations
+from fedfm.runtime.partitioned import REST, Partitioned
+from fedfm.runtime.population import feature_dim, operations
 from fedfm.runtime.who_scores import unscored
 from fedfm.training import Local, packed, private
 from fedfm.training.loop import over_classes

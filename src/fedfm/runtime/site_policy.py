@@ -14,7 +14,7 @@ from fedfm.core.wire import payload
 from fedfm.errors import ClientFault
 from fedfm.privacy.policy import Policy
 from fedfm.runtime.async_scores import PARTS
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 
 _SESSION = "fedfm.sites.silo_session"  # has the class Own
 

@@ -16,7 +16,7 @@ from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError, listed
 from fedfm.models.user.user_inputs import Brought, brought, call
 from fedfm.models.user.user_module import Places
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.seeds import generator
 
 if TYPE_CHECKING:

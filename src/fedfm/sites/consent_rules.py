@@ -9,7 +9,7 @@ from typing import Any
 from fedfm.aggregation.secure import Secure
 from fedfm.config.experiment import Experiment
 from fedfm.core.fields import shown
-from fedfm.errors import InputError, listed
+from fedfm.errors import Faults, listed
 from fedfm.privacy.policy import TOLERANCE, Requirements
 from fedfm.sites.release_cost import ReleaseCosts
 from fedfm.sites.silo_config import Silo
@@ -24,20 +24,25 @@ def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
         rows: training rows of the silo; None: before they are read.
 
     Raises:
-        InputError: the first term that the experiment does not meet, with its key in the silo's file.
+        InputError: the terms that the experiment does not meet, each with its key in the silo's file.
     """
+    faults = Faults()
     for key in ("test_fraction", "val_fraction"):
-        if not getattr(experiment.data, key) <= _MOST:
-            raise InputError(f"data.{key} = {getattr(experiment.data, key)}: at a silo at most {_MOST} of the rows")
+        if not (share := getattr(experiment.data, key)) <= _MOST:
+            faults.say(f"data.{key} = {share}: at a silo at most {_MOST} of the rows", key=f"data.{key}")
     if silo.allow_methods is not None and experiment.method_name not in silo.allow_methods:
-        raise InputError(f'method.name = "{experiment.method_name}": allow_methods is {listed(silo.allow_methods)}')
+        text = f'method.name = "{experiment.method_name}": allow_methods is {listed(silo.allow_methods)}'
+        faults.say(text, key="method.name")
     if experiment.run.local_scores and "scores" not in silo.policy.of(experiment.method_name):
-        raise InputError('run.local_scores: it tells the silo\'s accuracy, and "scores" is not in allow')
+        text = 'run.local_scores: it tells the silo\'s accuracy, and "scores" is not in allow'
+        faults.say(text, key="run.local_scores")
     costs = ReleaseCosts(experiment, rows)
     for key, told, wanted in _unmet(silo.require, experiment, costs):
-        raise InputError(f"require.{key} = {shown(wanted)}: the experiment has {told}")
+        faults.say(f"require.{key} = {shown(wanted)}: the experiment has {told}", key=f"require.{key}")
     if silo.budget.epsilon is not None and not costs.release.noise_multiplier:
-        raise InputError(f"budget.epsilon = {silo.budget.epsilon:g}: the experiment states no epsilon")
+        text = f"budget.epsilon = {silo.budget.epsilon:g}: the experiment states no epsilon"
+        faults.say(text, key="budget.epsilon")
+    faults.refuse()
 
 
 def _unmet(wanted: Requirements, experiment: Experiment, costs: ReleaseCosts) -> Iterator[tuple[str, str, Any]]:

@@ -23,7 +23,7 @@ from fedfm.core.fields import setting
 from fedfm.core.text import NAME, NAME_WORDS
 from fedfm.data.class_names import check_list
 from fedfm.engines.flower.kit_manifest import SERVER
-from fedfm.errors import Faults, InputError
+from fedfm.errors import Faults
 
 PORT = 8443  # of a server whose address names none
 _HOST = r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)"
@@ -101,8 +101,10 @@ def _read(table: Mapping[str, Any]) -> FederationFile:
     found: FederationFile = build(FederationFile, table, "")
     check_fields(found, "")
     faults = Faults()
-    for text in _faults(found):
-        faults.say(text)
+    for key, text in _faults(found):
+        faults.say(text, key=key)
+    with faults:
+        check_list(found.classes or (), "classes")
     faults.refuse()
     return found
 
@@ -139,26 +141,25 @@ def _unreachable(host: str) -> str:
     return ""
 
 
-def _faults(found: FederationFile) -> Iterator[str]:
-    """What is wrong with values that are each within their bounds."""
+def _faults(found: FederationFile) -> Iterator[tuple[str, str]]:
+    """(key, message) of what is wrong with values that are each within their bounds."""
     if not found.silos:
-        yield 'silos is missing: expected a list of names, e.g. ["hospital-a", "hospital-b"]'
+        yield "silos", 'silos is missing: expected a list of names, e.g. ["hospital-a", "hospital-b"]'
     lower = [name.lower() for name in found.silos]  # some file systems do not tell cases apart
     for name in sorted({name for name in lower if lower.count(name) > 1}):
-        yield f'silos: "{name}" is there twice; each silo has a name of its own'
+        yield "silos", f'silos: "{name}" is there twice; each silo has a name of its own'
     for name in (SERVER, AUTHORITY):
         if name in lower:
-            yield f'silos: "{name}" is the name of a folder that is made besides; give the silo another'
+            yield "silos", f'silos: "{name}" is the name of a folder that is made besides; give the silo another'
     for key, host in (("server", found.host), *(("hosts", host.strip("[]")) for host in found.hosts)):
         if why := _unreachable(host):
-            yield f'{key}: {host} is {why}; expected what the silos connect to, e.g. "fed.example.org"'
+            yield key, f'{key}: {host} is {why}; expected what the silos connect to, e.g. "fed.example.org"'
     if found.port > 65535:
-        yield f'server = "{found.server}": expected a port of at most 65535'
+        yield "server", f'server = "{found.server}": expected a port of at most 65535'
     if found.port == 0 and not found.on_loopback:
-        yield f'server = "{found.server}": which port is free there is not known here; expected "{found.host}:{PORT}"'
+        yield (
+            "server",
+            f'server = "{found.server}": which port is free there is not known here; expected "{found.host}:{PORT}"',
+        )
     if found.first_port + len(found.silos) > 65536:
-        yield f"first_port = {found.first_port}: {len(found.silos)} silos need ports up to 65535"
-    try:
-        check_list(found.classes or (), "classes")
-    except InputError as error:
-        yield str(error)
+        yield "first_port", f"first_port = {found.first_port}: {len(found.silos)} silos need ports up to 65535"

@@ -19,7 +19,7 @@ from fedfm.core.text import visible
 from fedfm.engines.flower import client_stub
 from fedfm.engines.folder.letters import Content, Header, digest, shared_key
 from fedfm.engines.folder.mailbox import mailboxes
-from fedfm.errors import E_REFUSED, ClientFault, InputError, first_line
+from fedfm.errors import E_REFUSED, ClientFault, InputError, lines_of
 from fedfm.sites.request_log import SiloLog
 
 if TYPE_CHECKING:
@@ -122,7 +122,8 @@ class SiloDesk:
             try:
                 here, _ = site.of_folder(folder)
             except (InputError, OSError) as error:
-                self._log.note(f"nothing is answered: {first_line(error, 2_000)}")
+                for line in lines_of(error):
+                    self._log.note(f"nothing is answered: {line}")
                 raise ClientFault(E_REFUSED, "the silo's file is wrong; its log says why") from None
             here.warm()
             self._site = folder, here

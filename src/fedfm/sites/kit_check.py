@@ -12,7 +12,7 @@ from typing import Any
 from fedfm.config.experiment import Experiment
 from fedfm.engines.flower import server_seen
 from fedfm.engines.flower.kit_manifest import Kit, load
-from fedfm.errors import InputError, first_line
+from fedfm.errors import InputError, lines_of
 from fedfm.runtime import own_rows
 from fedfm.runtime.run_manifest import of_silo
 from fedfm.sites import certificate_authority, consent_rules, identity, kits, silo_config
@@ -62,7 +62,7 @@ def _try(what: str, check: Callable[[], str]) -> Line:
     try:
         return _line(what, OK, check())
     except (InputError, OSError) as error:
-        return _line(what, DIFFERS, first_line(error, 500))
+        return _line(what, DIFFERS, "; ".join(lines_of(error, 500)))
 
 
 # --- the kit and its machine -----------------------------------------------------------------------------------------
@@ -145,8 +145,8 @@ def _of_silo(name: str, file: Path, needed: Experiment | None) -> Iterator[Line]
             raise InputError(f'name = "{silo.name}", and the kit is of {name}')
         identity.of(silo)
     except InputError as error:
-        for fault in str(error).splitlines():
-            yield _line(file.name, DIFFERS, fault[:500])
+        for line in lines_of(error, 500):
+            yield _line(file.name, DIFFERS, line)
         return
     yield _line(file.name, OK, "read")
     if needed is None:
@@ -192,7 +192,7 @@ def _classes(silo: silo_config.Silo, needed: Experiment) -> Line:
         federated = own_rows.deal(silo.rows, needed.data, seed=needed.run.seed, task=needed.model.task)
         mine = own_rows.agreed(silo.rows, federated.table)
     except InputError as error:
-        return _line("rows", DIFFERS, first_line(error, 500))
+        return _line("rows", DIFFERS, "; ".join(lines_of(error, 500)))
     spec = needed.data
     theirs = spec.classes or None
     if theirs is None and not needed.own_code:  # what a server names as its function is never imported

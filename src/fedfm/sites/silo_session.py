@@ -14,10 +14,10 @@ from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.wire import codec
 from fedfm.engines.flower import client_stub
-from fedfm.errors import E_REFUSED, OF_NO_ROW, ClientFault, InputError, first_line
+from fedfm.errors import E_REFUSED, OF_NO_ROW, ClientFault, InputError, lines_of
 from fedfm.privacy.policy import EXPOSES, HELLO
 from fedfm.runtime.own_rows import populate
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_manifest import of_silo
 from fedfm.runtime.site_policy import Question
 from fedfm.sites import consent_rules, identity, silo_config
@@ -84,7 +84,8 @@ class Own:
                 return False
             self._load()
         except (OSError, InputError) as error:
-            self.log.note(f"nothing is answered: {first_line(error, 2_000)}")
+            for line in lines_of(error):
+                self.log.note(f"nothing is answered: {line}")
             raise ClientFault(E_REFUSED, "the silo's file is wrong; its log says why") from None
         self.log.note(f"{self._path.name} was changed, and is read again")
         return True

@@ -237,7 +237,7 @@ class Task:
         from fedfm.errors import InputError
 
         if rows.labels is None:
-            raise InputError('attack.name = "label_shuffle": the rows have no labels to shuffle')
+            raise InputError('attack.name = "label_shuffle": the rows have no labels to shuffle', key="attack.name")
         return replace(rows, labels=rows.labels[rng.permutation(len(rows))])
 
     def rows(self, part: Table, tools: Tools, classes: tuple[str, ...]) -> Rows:

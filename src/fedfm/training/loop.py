@@ -252,7 +252,9 @@ def _loss(job: Job) -> Callable[[Batch], Tensor]:
         return model.loss
     over_classes(model, job.local)
     if labels is None:
-        raise InputError(f'method.local.absent = "{job.local.absent}": the rows have no labels; drop it')
+        raise InputError(
+            f'method.local.absent = "{job.local.absent}": the rows have no labels; drop it', key="method.local.absent"
+        )
     present = torch.zeros(len(model.classes), dtype=torch.bool)
     present[torch.unique(labels)] = True
 
@@ -287,5 +289,6 @@ def over_classes(model: Model, local: Local) -> None:
     if local.absent != "keep" and not (model.task.classifies_by_head and model.softmax):
         raise InputError(
             f'method.local.absent = "{local.absent}" needs a classifier trained with cross-entropy, the task here is '
-            f'"{model.task}"; drop it'
+            f'"{model.task}"; drop it',
+            key="method.local.absent",
         )

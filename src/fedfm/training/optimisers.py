@@ -90,11 +90,7 @@ class Local:
             correction: added to every gradient (SCAFFOLD's c - c_k).
             only: names of the tensors to train, the others stay as in ``w``; None: all.
         """
-        from fedfm.training.local_job import Job
-        from fedfm.training.scheduler import train
-
-        client.trained = train(Job(client, w, self, mu, correction, only))
-        return client.trained
+        return client.train(self, w, mu=mu, correction=correction, only=only)
 
     @property
     def personal(self) -> bool:
@@ -172,7 +168,8 @@ class Local:
         precision.check_trainable(model.spec)
         if self.micro_batch and (wrong := model.mixes_rows):
             raise InputError(
-                f"method.local.micro_batch: {wrong}, so that parts of a batch do not add up to it; drop it"
+                f"method.local.micro_batch: {wrong}, so that parts of a batch do not add up to it; drop it",
+                key="method.local.micro_batch",
             )
 
     def check_own(self, w: Params, model: Model) -> None:

@@ -162,5 +162,6 @@ class DualAdapter(TwoModels):
         if self.weight == "instance" and model.last_layer is None:
             raise InputError(
                 'method.local.weight = "instance" compares the inputs of the last linear layer; this model has no last '
-                'linear layer; expected "fixed"'
+                'linear layer; expected "fixed"',
+                key="method.local.weight",
             )

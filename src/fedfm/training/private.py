@@ -48,7 +48,8 @@ class Counted:
     def __getattr__(self, name: str) -> object:
         raise InputError(
             f'privacy.mechanism = "dp_sgd": this client half reads its training rows ({name}) past the private '
-            "optimiser; no epsilon covers that"
+            "optimiser; no epsilon covers that",
+            key="privacy.mechanism",
         )
 
 
@@ -66,12 +67,14 @@ def fits(model: Model) -> None:
     for key in ("gradient_checkpointing", "compile"):
         if getattr(model.spec, key):
             raise InputError(
-                f'privacy.mechanism = "dp_sgd" reads gradients inside of layers, which model.{key} hides; drop {key}'
+                f'privacy.mechanism = "dp_sgd" reads gradients inside of layers, which model.{key} hides; drop {key}',
+                key="privacy.mechanism",
             )
     if any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in getattr(model, "train_too", ())):
         raise InputError(
             'privacy.mechanism = "dp_sgd": the statistics of batch norm mix the rows of a batch, so that no gradient '
-            "belongs to one row; expected a model with group or layer norm, or adaptation head or lora"
+            "belongs to one row; expected a model with group or layer norm, or adaptation head or lora",
+            key="privacy.mechanism",
         )
 
 

@@ -1,8 +1,8 @@
 """Schedules local training: one client at a time, or all clients of a chunk as one batch.
 
 A method's client handler is written for one client and calls ``self.local(client, w)``. If a chunk of clients is
-trained as one batch, each handler runs in a greenlet. It stops at that call, all jobs are trained together, and each
-handler continues with its own result.
+trained as one batch, each handler runs in a greenlet. It stops at :meth:`fedfm.core.client.Client.train`, all jobs are
+trained together, and each handler continues with its own result.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import Any
 
 import greenlet
 
+from fedfm.core.client import Client
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
 from fedfm.training import heads, loop, packed, private
 from fedfm.training.local_job import Job
+from fedfm.training.optimisers import Local
 
 _HEADS = (64, 4)  # clients in a chunk of heads, at most and at least: a message costs as much as several heads
 
@@ -31,8 +33,20 @@ class _Chunk(greenlet.greenlet):  # type: ignore[misc]
     """A running client handler; its parent is the scheduler that collects jobs."""
 
 
+def train_client(
+    client: Client,
+    w: Params,
+    local: Local,
+    mu: float = 0.0,
+    correction: Params | None = None,
+    only: tuple[str, ...] | None = None,
+) -> Params:
+    """The trainer of every client: as :func:`train`, with the job's fields one by one."""
+    return train(Job(client, w, local, mu, correction, only))
+
+
 def train(job: Job) -> Params:
-    """Called by a client optimiser: train with the rest of the chunk if there is one, else alone."""
+    """Train with the rest of the chunk if there is one, else alone."""
     current = greenlet.getcurrent()
     # Overridden weights belong to this client: no other handler may run meanwhile.
     if isinstance(current, _Chunk) and not getattr(job.client.model, "weights_overridden", 0):

@@ -16,7 +16,7 @@ from fedfm.data.table import Table
 from fedfm.encrypted.student.conversion import block_states, folded
 from fedfm.errors import RunError
 from fedfm.models.adapters.side_adapter import SideModel
-from fedfm.runtime.population import Partitioned
+from fedfm.runtime.partitioned import Partitioned
 
 MOST, OTHERS = 1000, 300  # rows of a client, and of another kind
 _AT_ONCE = 128

@@ -23,7 +23,7 @@ def check(model: Model, name: str) -> SideModel:
     try:
         folded(model.backbone.module)
     except InputError as error:
-        raise InputError(f'method.foundation = "{name}": {error}') from None
+        raise InputError(f'method.foundation = "{name}": {error}', key="method.foundation") from None
     return model
 
 
@@ -36,13 +36,15 @@ def check_place(name: str) -> None:
     try:
         place = locate(name)
     except InputError as error:
-        raise InputError(str(error).replace("model.name", "method.foundation", 1)) from None
+        raise error.move("method.foundation") from None
     if not isinstance(place, Path):
         return  # on the hub: `check` looks at what was loaded
     try:
         config = json.loads((place / "config.json").read_text(encoding="utf-8")) if place.is_dir() else {}
     except (OSError, ValueError) as error:
-        raise InputError(f"method.foundation: {place}/config.json cannot be read: {error}") from None
+        raise InputError(
+            f"method.foundation: {place}/config.json cannot be read: {error}", key="method.foundation"
+        ) from None
     if KEY not in config:
         raise _refusal(name)
 
@@ -50,5 +52,6 @@ def check_place(name: str) -> None:
 def _refusal(name: str) -> InputError:
     return InputError(
         f'method.foundation = "{name}": its functions are no polynomials, so it cannot compute on encrypted rows; '
-        'expected "nano-vit-fhe", or a folder that `fedfm distil` made of it'
+        'expected "nano-vit-fhe", or a folder that `fedfm distil` made of it',
+        key="method.foundation",
     )

@@ -74,7 +74,9 @@ class Distillation:
         refuse_unknown(table, {"data", "model", "distil"}, "")
         for section in ("data", "model"):
             if section not in table:
-                raise InputError(f"[{section}] is missing; a distillation has [data], [model] and [distil]")
+                raise InputError(
+                    f"[{section}] is missing; a distillation has [data], [model] and [distil]", key=section
+                )
         data = build(DataSpec, table["data"], "data")
         model = build(ModelSpec, table["model"], "model")
         spec = build(DistilSpec, table.get("distil", {}), "distil")
@@ -82,9 +84,13 @@ class Distillation:
         check(spec, "distil")
         spec.validate()
         if model.weights != "pretrained":
-            raise InputError('model.weights = "random": a model without training has nothing to distil')
+            raise InputError(
+                'model.weights = "random": a model without training has nothing to distil', key="model.weights"
+            )
         if (task := tasks.named(model.task)) is not None and not task.classifies_by_head:
-            raise InputError(f'model.task = "{model.task}": expected classification, whose models read all tokens')
+            raise InputError(
+                f'model.task = "{model.task}": expected classification, whose models read all tokens', key="model.task"
+            )
         return cls(data, dataclasses.replace(model, adaptation=AdaptationSpec("full")), spec)
 
     def to_dict(self) -> dict[str, Any]:

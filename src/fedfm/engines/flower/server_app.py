@@ -32,13 +32,14 @@ from fedfm.engines.flower.link import FlowerLink
 from fedfm.engines.flower.private_api import is_simulated
 from fedfm.engines.flower.recovery.pending_requests import Outstanding
 from fedfm.engines.flower.recovery.round_replies import Answered
-from fedfm.errors import InputError, RunError
+from fedfm.errors import InputError, RunError, lines_of
 from fedfm.linalg.threads import torch_threads
 from fedfm.runtime import missing_files
 from fedfm.runtime.client_timeout import patience
 from fedfm.runtime.disclosure import tell
 from fedfm.runtime.evaluation import judge
-from fedfm.runtime.population import Partitioned, populate
+from fedfm.runtime.partitioned import Partitioned
+from fedfm.runtime.population import populate
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.run_manifest import describe
@@ -205,7 +206,8 @@ def serve(grid: Grid, context: Context) -> None:
             if isinstance(error, httpx.HTTPError):  # the SuperLink is gone: who waits for the run submits it again
                 raise
             kind = "InputError" if isinstance(error, InputError) else "RunError"
-            text = str(error) if isinstance(error, (InputError, RunError)) else f"{type(error).__name__}: {error}"
+            known = isinstance(error, (InputError, RunError))
+            text = "\n".join(lines_of(error)) if known else f"{type(error).__name__}: {error}"
             outcome = {"run": context.run_id, "kind": kind, "text": text}
             storage.write_atomic(run.path / OUTCOME, json.dumps(outcome).encode(), 0o600)
             raise

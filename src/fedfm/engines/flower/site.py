@@ -35,12 +35,14 @@ from fedfm.errors import (
     ClientFault,
     InputError,
     first_line,
+    lines_of,
 )
 from fedfm.linalg.params import Params
 from fedfm.privacy.policy import HELLO, WORDS
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import CALLS, ROUNDS
-from fedfm.runtime.population import Partitioned, populate, record_error
+from fedfm.runtime.partitioned import Partitioned
+from fedfm.runtime.population import populate, record_error
 from fedfm.runtime.site_policy import Question, SitePolicy, session
 from fedfm.version import __version__
 
@@ -99,7 +101,8 @@ class Site:
         except InputError as error:
             if self._own is None:
                 raise
-            self._own.note(f"the run does not fit any more: {first_line(error, 2_000)}")
+            for line in lines_of(error):
+                self._own.note(f"the run does not fit any more: {line}")
             raise ClientFault(E_EXPERIMENT, _MISFIT) from None
 
     def _silos(self, classes: Sequence[str]) -> Silos:
@@ -279,7 +282,7 @@ class Site:
             self.__dict__["silos"] = self._silos(classes)
         except Exception as error:
             self._on_error(name, "".join(traceback.format_exception(error)))
-            own.misfit(f"{type(error).__name__}: {first_line(error, 2_000)}")
+            own.misfit(f"{type(error).__name__}: {'; '.join(lines_of(error))}")
             raise ClientFault(E_EXPERIMENT, _MISFIT) from None
         experiment = self.experiment
         own.agree(classes, f"method {experiment.method_name}, model {experiment.model.name}")

@@ -33,7 +33,8 @@ from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import ROUNDS
 from fedfm.runtime.client_timeout import patience
 from fedfm.runtime.evaluation import Evaluation, judge
-from fedfm.runtime.population import Partitioned, populate, record_error
+from fedfm.runtime.partitioned import Partitioned
+from fedfm.runtime.population import populate, record_error
 from fedfm.runtime.run_manifest import describe
 from fedfm.runtime.server import Server
 

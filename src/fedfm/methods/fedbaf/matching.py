@@ -110,10 +110,16 @@ def match(model: Model, foundation: str, identical: Collection[str] = ()) -> Mat
             pieces[line.name] = Piece(line.region, part.to("cpu", live[line.name].dtype).contiguous())
     if not pieces:
         reasons = sorted({m.why for m in table})
-        raise InputError(f'method.foundation = "{foundation}": nothing of it matches the model: {"; ".join(reasons)}')
+        raise InputError(
+            f'method.foundation = "{foundation}": nothing of it matches the model: {"; ".join(reasons)}',
+            key="method.foundation",
+        )
     for name, piece in pieces.items():
         if not torch.isfinite(piece.tensor).all():
-            raise InputError(f'method.foundation = "{foundation}": {_bare(name)} has entries that are not finite')
+            raise InputError(
+                f'method.foundation = "{foundation}": {_bare(name)} has entries that are not finite',
+                key="method.foundation",
+            )
     packed = Params({name: piece.tensor for name, piece in pieces.items()})  # one block of memory
     return Matching(tuple(table), {name: Piece(piece.region, packed[name]) for name, piece in pieces.items()})
 
@@ -218,7 +224,7 @@ def _as_foundation() -> Iterator[None]:
         yield
     except InputError as error:
         text = str(error).replace("model.name: ", "", 1)
-        raise InputError(f"method.foundation: {text}") from None
+        raise InputError(f"method.foundation: {text}", key="method.foundation") from None
 
 
 def _tensors(model: Model, foundation: str) -> Mapping[str, Tensor]:
@@ -230,7 +236,8 @@ def _tensors(model: Model, foundation: str) -> Mapping[str, Tensor]:
     if lora:
         raise InputError(
             f'method.foundation = "{foundation}": with LoRA only an adapter mixes (a folder with adapter_config.json): '
-            'the frozen weights are at every client. Expected model.adaptation = "full"'
+            'the frozen weights are at every client. Expected model.adaptation = "full"',
+            key="method.foundation",
         )
     if (folder / "fedfm.json").is_file() and (folder / "model.safetensors").is_file():
         return _read(folder / "model.safetensors", foundation)
@@ -239,7 +246,8 @@ def _tensors(model: Model, foundation: str) -> Mapping[str, Tensor]:
         what = "a head on feature vectors" if model.spec.name == "features" else "a module of one's own"
         raise InputError(
             f'method.foundation = "{foundation}": {what} takes the folder of one that was trained so '
-            "(fedfm.json and model.safetensors, as a run's adapter/)"
+            "(fedfm.json and model.safetensors, as a run's adapter/)",
+            key="method.foundation",
         )
     return _whole(own, foundation)
 
@@ -260,17 +268,23 @@ def _whole(own: Any, foundation: str) -> Mapping[str, Tensor]:
 
 def _adapter(model: Model, folder: Path, lora: bool) -> Mapping[str, Tensor]:
     if not lora:
-        raise InputError(f'method.foundation = "{folder}": an adapter mixes with model.adaptation "lora" only')
+        raise InputError(
+            f'method.foundation = "{folder}": an adapter mixes with model.adaptation "lora" only',
+            key="method.foundation",
+        )
     try:
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         rank, alpha = config["r"], config["lora_alpha"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"method.foundation: {folder}/adapter_config.json cannot be read: {error}") from None
+        raise InputError(
+            f"method.foundation: {folder}/adapter_config.json cannot be read: {error}", key="method.foundation"
+        ) from None
     own: Any = model.module.peft_config["default"]  # type: ignore[index]
     if (rank, alpha) != (own.r, own.lora_alpha):
         raise InputError(
             f"method.foundation: {folder} has rank {rank} and alpha {alpha}, the model rank {own.r} and alpha "
-            f"{own.lora_alpha}: factors of another rank or scaling do not mix"
+            f"{own.lora_alpha}: factors of another rank or scaling do not mix",
+            key="method.foundation",
         )
     saved = _read(folder / "adapter_model.safetensors", str(folder))
     return {name.removeprefix("base_model.model."): tensor for name, tensor in saved.items()}
@@ -284,7 +298,9 @@ def _read(path: Path, foundation: str) -> dict[str, Tensor]:
         saved: dict[str, Tensor] = load_file(path)
         return saved
     except (OSError, SafetensorError) as error:
-        raise InputError(f'method.foundation = "{foundation}": {path} cannot be read: {error}') from None
+        raise InputError(
+            f'method.foundation = "{foundation}": {path} cannot be read: {error}', key="method.foundation"
+        ) from None
 
 
 def _dims(shape: tuple[int, ...] | None) -> str:

@@ -49,7 +49,7 @@ class Around(Method[Any]):
         settings: dict[str, Any] = {key: getattr(self, key) for key in ("rounds", "fraction", "local")}
         for key, ours in settings.items():
             if getattr(self.base, key) not in (ours, getattr(plain, key), getattr(usual, key)):
-                raise InputError(f"method.base.{key}: say it once, as method.{key}")
+                raise InputError(f"method.base.{key}: say it once, as method.{key}", key=f"method.base.{key}")
         object.__setattr__(self, "base", dataclasses.replace(self.base, **settings))
 
     @property
@@ -97,17 +97,25 @@ class Around(Method[Any]):
         if self.base.needs.pooled:
             raise InputError(
                 "method.base.name: it trains on all rows in one place, and there is no aggregate to mix into; expected "
-                'e.g. "fedavg"'
+                'e.g. "fedavg"',
+                key="method.base.name",
             )
         try:
             self.base.validate()
         except InputError as error:
-            text = str(error)  # the base's own keys belong to [method.base]
-            own = [f.name for f in dataclasses.fields(self.base) if f.name not in ("rounds", "fraction", "local")]
-            moved = any(text.startswith(f"method.{key} ") for key in own)
-            raise InputError(text.replace("method.", "method.base.", 1) if moved else text) from None
+            own = {f.name for f in dataclasses.fields(self.base)} - {"rounds", "fraction", "local"}
+            first, *rest = (_of_base(fault, own) for fault in error.all)
+            first.more = tuple(rest)
+            raise first from None
         if isinstance(self.base, Personal):
             raise InputError(
                 "method.base.name: its clients have a model each, and a foundation model is mixed into one for all; "
-                'expected e.g. "fedavg"'
+                'expected e.g. "fedavg"',
+                key="method.base.name",
             )
+
+
+def _of_base(fault: InputError, own: set[str]) -> InputError:
+    """The fault, of a key of [method.base] where it is one of the base's ``own``."""
+    section, _, rest = fault.key.partition(".")
+    return fault.move(f"method.base.{rest}") if section == "method" and rest.partition(".")[0] in own else fault

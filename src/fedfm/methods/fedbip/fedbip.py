@@ -193,7 +193,8 @@ class FedBip(Method[BipState]):
         most = fed.model.adaptation_spec.rank
         if max(self.ranks) > most:
             raise InputError(
-                f"method.ranks = {list(self.ranks)}: {max(self.ranks)} is above model.adaptation.rank = {most}"
+                f"method.ranks = {list(self.ranks)}: {max(self.ranks)} is above model.adaptation.rank = {most}",
+                key="method.ranks",
             )
         at = {r: lora.first(fed.initial, r) for r in self.ranks}
         return {c: at[self.ranks[i % len(self.ranks)]] for i, c in enumerate(fed.clients)}
@@ -245,9 +246,14 @@ class FedBip(Method[BipState]):
 
     def validate(self) -> None:
         if self.ranks and self.space != "product":
-            raise InputError(f'method.ranks = {list(self.ranks)}: they go with method.space = "product"')
+            raise InputError(
+                f'method.ranks = {list(self.ranks)}: they go with method.space = "product"', key="method.ranks"
+            )
         if self.ranks and self.local.personal:
-            raise InputError("method.ranks: a client optimiser that keeps a model of its own takes one rank for all")
+            raise InputError(
+                "method.ranks: a client optimiser that keeps a model of its own takes one rank for all",
+                key="method.ranks",
+            )
 
 
 def similarities(G: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:

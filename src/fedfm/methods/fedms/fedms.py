@@ -222,7 +222,7 @@ class FedMS(Method[MSState]):
         model, rows = need(client.model), client.data.train
         labels = rows.labels
         if labels is None:
-            raise InputError("data.label: fedms classifies; the rows have no labels")
+            raise InputError("data.label: fedms classifies; the rows have no labels", key="data.label")
         mixture = Experts(model, W_g, rows, k, self.gate_backbone)
         gate = Gate(self.gate_width(model)).load(Z_g).to(model.device)
         trunk = {n: t.to(model.device).clone().requires_grad_() for n, t in Z_g.items() if n.startswith(TRUNK)}
@@ -390,15 +390,25 @@ class FedMS(Method[MSState]):
 
     def validate(self) -> None:
         if self.gate == "all" and self.gate_backbone:
-            raise InputError('method.gate_backbone: it is frozen; gate = "all" trains the gate\'s trunk: choose one')
+            raise InputError(
+                'method.gate_backbone: it is frozen; gate = "all" trains the gate\'s trunk: choose one',
+                key="method.gate_backbone",
+            )
         if self.local.personal:
-            raise InputError("method.local.name: every client has an expert of its own already; take a plain optimiser")
+            raise InputError(
+                "method.local.name: every client has an expert of its own already; take a plain optimiser",
+                key="method.local.name",
+            )
         if self.local.batch_size == 1:
-            raise InputError("method.local.batch_size = 1: the gate's batch norm has no variance of one row; take 2")
+            raise InputError(
+                "method.local.batch_size = 1: the gate's batch norm has no variance of one row; take 2",
+                key="method.local.batch_size",
+            )
         if self.local.micro_batch:
             raise InputError(
                 "method.local.micro_batch: the gate's batch norm mixes a batch's rows, so that its parts do not add up "
-                "to it; drop it"
+                "to it; drop it",
+                key="method.local.micro_batch",
             )
 
 

@@ -18,13 +18,13 @@ def refuse(m: Any) -> None:
     if m.counts == "withheld":
         _refuse_counting(m)
     if (m.topology == "dag") != bool(m.edges):
-        raise InputError('method.edges goes with topology = "dag", and a dag needs them')
+        raise InputError('method.edges goes with topology = "dag", and a dag needs them', key="method.edges")
     if m.shuffle and (m.topology != "star" or m.bound):
-        raise InputError('method.shuffle: only with topology = "star" and without bound')
+        raise InputError('method.shuffle: only with topology = "star" and without bound', key="method.shuffle")
     if m.bound and m.topology != "star":
-        raise InputError(f'method.bound: only with topology = "star", not "{m.topology}"')
+        raise InputError(f'method.bound: only with topology = "star", not "{m.topology}"', key="method.bound")
     if any(len(edge) != 2 for edge in m.edges):
-        raise InputError('method.edges: expected pairs of names, e.g. [["a", "b"]]')
+        raise InputError('method.edges: expected pairs of names, e.g. [["a", "b"]]', key="method.edges")
     names = {name for edge in m.edges for name in edge}
     topological({n: [a for a, b in m.edges if b == n] for n in names})
 
@@ -32,18 +32,25 @@ def refuse(m: Any) -> None:
 def _refuse_counting(m: Any) -> None:
     """Refuse settings that would reveal the counts."""
     if not m.samples or m.topology != "star" or m.bound:
-        raise InputError('method.samples: counts = "withheld" needs a number to draw, topology "star" and no bound')
+        raise InputError(
+            'method.samples: counts = "withheld" needs a number to draw, topology "star" and no bound',
+            key="method.samples",
+        )
     if m.verify:
-        raise InputError('method.verify: clients send their numbers of rows; with counts = "withheld" drop it')
+        raise InputError(
+            'method.verify: clients send their numbers of rows; with counts = "withheld" drop it', key="method.verify"
+        )
     if m.covariance == "full":
         raise InputError(
             'method.covariance = "full": the rank of a covariance matrix reveals the number of rows; with '
-            'counts = "withheld" expected spherical, diag'
+            'counts = "withheld" expected spherical, diag',
+            key="method.covariance",
         )
     if m.min_count < 2:
         raise InputError(
             f"method.min_count = {m.min_count}: a class of one row has no variance, which reveals it; with "
-            'counts = "withheld" expected at least 2'
+            'counts = "withheld" expected at least 2',
+            key="method.min_count",
         )
 
 
@@ -65,27 +72,43 @@ def plan_of(m: Any, privacy: Any) -> Plan:
     """
     faults = Faults()
     if privacy.mechanism not in (None, "gaussian"):
-        faults.say(f'privacy.mechanism = "{privacy.mechanism}": fedpft has "gaussian"')
+        faults.say(f'privacy.mechanism = "{privacy.mechanism}": fedpft has "gaussian"', key="privacy.mechanism")
     if privacy.unit != "record":
-        faults.say(f'privacy.unit = "{privacy.unit}": fedpft protects a "record"')
+        faults.say(f'privacy.unit = "{privacy.unit}": fedpft protects a "record"', key="privacy.unit")
     star = m.topology == "star"  # elsewhere each client's own release has one component, and refits cost nothing
     if m.pooled and not star:
-        faults.say(f'method.pooled: one sum over the federation needs topology "star", not "{m.topology}"')
+        faults.say(
+            f'method.pooled: one sum over the federation needs topology "star", not "{m.topology}"', key="method.pooled"
+        )
     if m.calibration == "paper_client" and not star:
-        faults.say(f'method.calibration = "paper_client": only with topology "star", not "{m.topology}"')
+        faults.say(
+            f'method.calibration = "paper_client": only with topology "star", not "{m.topology}"',
+            key="method.calibration",
+        )
     if m.pooled and m.calibration != "analytic":
-        faults.say(f'method.calibration = "{m.calibration}": one sum over the federation has "analytic"')
+        faults.say(
+            f'method.calibration = "{m.calibration}": one sum over the federation has "analytic"',
+            key="method.calibration",
+        )
     if m.pooled and m.components != 1:
-        faults.say(f"method.components = {m.components}: one sum over the federation has 1 component")
+        faults.say(
+            f"method.components = {m.components}: one sum over the federation has 1 component", key="method.components"
+        )
     if star and m.components == 1 and m.budgets:
-        faults.say("method.budgets: with method.components = 1 under [privacy] drop it")
+        faults.say("method.budgets: with method.components = 1 under [privacy] drop it", key="method.budgets")
     if star and m.components > 1 and m.calibration != "analytic":
-        faults.say(f'method.calibration = "{m.calibration}": private EM has "analytic"')
+        faults.say(f'method.calibration = "{m.calibration}": private EM has "analytic"', key="method.calibration")
     if m.bound or m.verify:
-        faults.say("method.bound and method.verify reveal what is not accounted for: drop them under [privacy]")
+        faults.say(
+            "method.bound and method.verify reveal what is not accounted for: drop them under [privacy]",
+            key="method.bound",
+        )
     if m.components == 1 and m.shuffle:
-        faults.say("method.shuffle: noisy sums come with their sender; under [privacy] drop it")
+        faults.say("method.shuffle: noisy sums come with their sender; under [privacy] drop it", key="method.shuffle")
     if m.counts == "withheld":
-        faults.say('method.counts = "withheld": under [privacy] each class has its count, noisy but for "replace"')
+        faults.say(
+            'method.counts = "withheld": under [privacy] each class has its count, noisy but for "replace"',
+            key="method.counts",
+        )
     faults.refuse()
     return Plan(m.relation, m.covariance, privacy.target_epsilon, privacy.delta, m.calibration)

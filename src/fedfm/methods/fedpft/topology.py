@@ -90,7 +90,9 @@ def parents_of(
     for edge in edges:
         for name in edge:
             if name not in parents:
-                raise InputError(f'method.edges: "{name}" is none of the clients {", ".join(clients)}')
+                raise InputError(
+                    f'method.edges: "{name}" is none of the clients {", ".join(clients)}', key="method.edges"
+                )
         parents[edge[1]].append(edge[0])
     return parents
 
@@ -106,7 +108,7 @@ def topological(parents: Mapping[ClientId, Sequence[ClientId]]) -> list[ClientId
     while left:
         ready = next((c for c in left if all(p in done for p in parents[c])), None)
         if ready is None:
-            raise InputError(f"method.edges: {', '.join(left)} form a cycle")
+            raise InputError(f"method.edges: {', '.join(left)} form a cycle", key="method.edges")
         done.append(ready)
         left.remove(ready)
     return done

@@ -60,7 +60,8 @@ def apply(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
     if task.keeps_base and spec.name not in LORA:
         raise InputError(
             f'model.adaptation.name: "{spec.name}" changes the base, to which task "{task}" holds the model: use '
-            "lora, without which the base is what it was"
+            "lora, without which the base is what it was",
+            key="model.adaptation.name",
         )
     module.requires_grad_(spec.name == "full")
     if spec.name == "full":
@@ -70,7 +71,8 @@ def apply(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
     if spec.name == "head":
         if not parts.head or spec.name not in task.adaptations:
             raise InputError(
-                f"model.adaptation.name: 'head' needs a classification head, task {task.name!r} has none: use lora"
+                f"model.adaptation.name: 'head' needs a classification head, task {task.name!r} has none: use lora",
+                key="model.adaptation.name",
             )
         module.get_submodule(parts.head).requires_grad_(True)
         return module
@@ -78,7 +80,8 @@ def apply(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
         if not isinstance(module, DualEncoder) or module.context is None:
             raise InputError(
                 f'model.adaptation.name: "prompt" learns words before class names, task {task.name!r} has none: '
-                'expected model.task = "zero_shot"'
+                'expected model.task = "zero_shot"',
+                key="model.adaptation.name",
             )
         module.context.requires_grad_(True)
         return module
@@ -153,7 +156,10 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
         from peft import LoraConfig
 
     if spec.name == "ffa_lora" and spec.dora:
-        raise InputError("model.adaptation.dora: ffa_lora trains B alone, DoRA a norm beside it; expected lora")
+        raise InputError(
+            "model.adaptation.dora: ffa_lora trains B alone, DoRA a norm beside it; expected lora",
+            key="model.adaptation.dora",
+        )
     _refuse_changes_of_the_base(spec)
     if spec.targets == (ALL_LINEAR,):
         spec = dataclasses.replace(spec, targets=all_linear(module, parts, new))
@@ -171,7 +177,8 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
         if not targets:
             raise InputError(
                 f"model.adaptation.targets: none of {', '.join(spec.targets or ())} is in the last {spec.layers} of "
-                f"{_deepest(parts)} blocks; drop model.adaptation.layers, or raise it"
+                f"{_deepest(parts)} blocks; drop model.adaptation.layers, or raise it",
+                key="model.adaptation.targets",
             )
     hits = {n: m for n, m in module.named_modules() if _named(n, targets)}
     stacked = [n for n in experts if _named(n, targets)]
@@ -181,7 +188,8 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
         targets = [*hits, *stacked]
         if not targets:
             raise InputError(
-                f"model.adaptation.targets: the rows do not pass {unread[0]}, so that nothing would be learned there"
+                f"model.adaptation.targets: the rows do not pass {unread[0]}, so that nothing would be learned there",
+                key="model.adaptation.targets",
             )
     _check_excluded(spec, hits, stacked)
     excluded = [key for key in spec.exclude_modules or () if any(_named(n, (key,)) for n in hits)]
@@ -191,14 +199,16 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
         owner = type(module.get_submodule(idle[0].rpartition(".")[0])).__name__
         raise InputError(
             f"model.adaptation.targets: {owner} reads the weight of {idle[0]} and does not call it, so that LoRA would "
-            "do nothing there: add it to exclude_modules"
+            "do nothing there: add it to exclude_modules",
+            key="model.adaptation.targets",
         )
     if stacked and (spec.dropout or spec.dora):
         key = "dora" if spec.dora else "dropout"
         owners = (path.rpartition(".")[0] for path in stacked)
         raise InputError(
             f"model.adaptation.{key}: PEFT has none for experts such as {stacked[0]}, which are one parameter: drop "
-            f"it, or {without(owners)}"
+            f"it, or {without(owners)}",
+            key=f"model.adaptation.{key}",
         )
     for key in ("rank_pattern", "alpha_pattern"):
         _check_pattern(key, getattr(spec, key) or {}, (*hits, *stacked))
@@ -237,20 +247,32 @@ def _check_targets(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: l
     has = ", ".join(sorted({n.rpartition(".")[2] for n in fit if n != parts.head}))
     right = f"it has {has}" if has else "use top_layers, head or full"
     if not spec.targets and not default_targets(parts):
-        raise InputError(f"model.adaptation.targets: lora finds no query and value projections in this model: {right}")
+        raise InputError(
+            f"model.adaptation.targets: lora finds no query and value projections in this model: {right}",
+            key="model.adaptation.targets",
+        )
     refused = refused_by_peft(module, modules)
     for target in spec.targets or ():
         hits = [n for n in modules if target and (n == target or n.endswith(f".{target}"))]
         if not hits:
-            raise InputError(f"model.adaptation.targets: no module {target!r} in this model: {right}")
+            raise InputError(
+                f"model.adaptation.targets: no module {target!r} in this model: {right}", key="model.adaptation.targets"
+            )
         if made.issuperset(hits):
-            raise InputError(f"model.adaptation.targets: {hits[0]} is new here and trained as it is: {right}")
+            raise InputError(
+                f"model.adaptation.targets: {hits[0]} is new here and trained as it is: {right}",
+                key="model.adaptation.targets",
+            )
         if no := next((n for n in hits if n.rpartition(".")[2] in refused), None):
-            raise InputError(f"model.adaptation.targets: PEFT does not adapt {no} in a model of this type: {right}")
+            raise InputError(
+                f"model.adaptation.targets: PEFT does not adapt {no} in a model of this type: {right}",
+                key="model.adaptation.targets",
+            )
         if wrong := next((n for n in hits if n not in fit | made), None):
             kind = type(modules[wrong]).__name__
             raise InputError(
-                f"model.adaptation.targets: {wrong} is of type {kind}, which {spec.name} cannot adapt: {right}"
+                f"model.adaptation.targets: {wrong} is of type {kind}, which {spec.name} cannot adapt: {right}",
+                key="model.adaptation.targets",
             )
 
 
@@ -273,7 +295,8 @@ def _refuse_changes_of_the_base(spec: AdaptationSpec) -> None:
     if spec.bias != "none":
         raise InputError(
             f'model.adaptation.bias = "{spec.bias}": it trains biases of the frozen base, which '
-            'stays as it was where the adapter is off, merged or exchanged; expected "none", or top_layers or full'
+            'stays as it was where the adapter is off, merged or exchanged; expected "none", or top_layers or full',
+            key="model.adaptation.bias",
         )
     start = spec.init_lora_weights
     if start not in ("default", "gaussian"):
@@ -284,7 +307,10 @@ def _refuse_changes_of_the_base(spec: AdaptationSpec) -> None:
             "corda": "it reads the rows before the start, and each client has other ones",
             "lora_ga": "it reads the rows before the start, and each client has other ones",
         }.get(start, "it takes a part of the base's weights out of them, so that the adapter fits no other copy of it")
-        raise InputError(f'model.adaptation.init_lora_weights = "{start}": {why}; expected "default" or "gaussian"')
+        raise InputError(
+            f'model.adaptation.init_lora_weights = "{start}": {why}; expected "default" or "gaussian"',
+            key="model.adaptation.init_lora_weights",
+        )
 
 
 def _check_excluded(spec: AdaptationSpec, hits: Iterable[str], stacked: Iterable[str]) -> None:
@@ -293,10 +319,16 @@ def _check_excluded(spec: AdaptationSpec, hits: Iterable[str], stacked: Iterable
     has = ", ".join(sorted({name.rpartition(".")[2] for name in (*names, *parameters)}))
     for key in spec.exclude_modules or ():
         if not any(_named(name, (key,)) for name in names) and not any(_in_or_named(p, (key,)) for p in parameters):
-            raise InputError(f"model.adaptation.exclude_modules: no target's name ends with {key!r}: there is {has}")
+            raise InputError(
+                f"model.adaptation.exclude_modules: no target's name ends with {key!r}: there is {has}",
+                key="model.adaptation.exclude_modules",
+            )
     ends = spec.exclude_modules or ()
     if all(_named(name, ends) for name in names) and all(_in_or_named(p, ends) for p in parameters):
-        raise InputError("model.adaptation.exclude_modules: it leaves no module to adapt; drop a name")
+        raise InputError(
+            "model.adaptation.exclude_modules: it leaves no module to adapt; drop a name",
+            key="model.adaptation.exclude_modules",
+        )
 
 
 def _check_pattern(of: str, keys: Iterable[str], adapted: Iterable[str]) -> None:
@@ -304,7 +336,10 @@ def _check_pattern(of: str, keys: Iterable[str], adapted: Iterable[str]) -> None
     for key in keys:
         if not any(_named(name, (key,)) for name in adapted):
             has = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))
-            raise InputError(f"model.adaptation.{of}: no adapted module's name ends with {key!r}: it has {has}")
+            raise InputError(
+                f"model.adaptation.{of}: no adapted module's name ends with {key!r}: it has {has}",
+                key=f"model.adaptation.{of}",
+            )
 
 
 def _takes_factors(module: nn.Module | nn.Parameter, spec: AdaptationSpec, parts: Parts) -> bool:
@@ -320,9 +355,15 @@ def _takes_factors(module: nn.Module | nn.Parameter, spec: AdaptationSpec, parts
 
 def _enough(count: int, parts: Parts) -> None:
     if not any(parts.stages):
-        raise InputError("model.adaptation.layers: no blocks are known of this architecture; use lora, head or full")
+        raise InputError(
+            "model.adaptation.layers: no blocks are known of this architecture; use lora, head or full",
+            key="model.adaptation.layers",
+        )
     if count > _deepest(parts):
-        raise InputError(f"model.adaptation.layers: {count}, but the model has {_deepest(parts)} blocks")
+        raise InputError(
+            f"model.adaptation.layers: {count}, but the model has {_deepest(parts)} blocks",
+            key="model.adaptation.layers",
+        )
 
 
 def _deepest(parts: Parts) -> int:

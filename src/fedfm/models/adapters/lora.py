@@ -231,19 +231,24 @@ def need(model: Model, *, experts: bool = False) -> None:
     """Raise an InputError for a model that is not adapted by LoRA on linear maps, or with ``experts`` also on these."""
     found = pairs(model.names)
     if getattr(model, "adaptation", None) != "lora" or not found:
-        raise InputError('model.adaptation: the method multiplies LoRA\'s factors; expected { name = "lora" }')
+        raise InputError(
+            'model.adaptation: the method multiplies LoRA\'s factors; expected { name = "lora" }',
+            key="model.adaptation",
+        )
     spec = model.adaptation_spec
     if spec.dora or spec.rslora or spec.rank_pattern or spec.alpha_pattern:
         raise InputError(
             "model.adaptation: the method computes with (alpha / r) B A of one rank; drop dora, rslora, rank_pattern "
-            "and alpha_pattern"
+            "and alpha_pattern",
+            key="model.adaptation",
         )
     shapes = {path: model.layout.slots[b][3] for path, (_, b) in found.items()}
     if bad := [path for path, shape in shapes.items() if len(shape) != 2 and not (experts and _of_experts(shape))]:
         path, mixed = stacked.path_of(bad[0]), [stacked.path_of(p) for p in bad if _of_experts(shapes[p])]
         cure = stacked.without(mixed) if mixed else "name linear maps only"
         raise InputError(
-            f"model.adaptation.targets: {path} is no linear map, and the method adapts these alone: {cure}"
+            f"model.adaptation.targets: {path} is no linear map, and the method adapts these alone: {cure}",
+            key="model.adaptation.targets",
         )
 
 

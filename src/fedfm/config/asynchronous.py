@@ -1,0 +1,72 @@
+"""Which experiments may have asynchronous rounds, and the aggregation of one that has."""
+
+from __future__ import annotations
+
+from fedfm.aggregation._asynchronous import with_buffer
+from fedfm.aggregation.base import Aggregator
+from fedfm.attacks.attack import locals_of
+from fedfm.config.cohorts import named_clients
+from fedfm.config.parts import Parts
+from fedfm.config.registry import name_of, ours, resolve
+from fedfm.config.run_spec import AsynchronousSpec
+from fedfm.core.capabilities import Sampling, TakesLate
+from fedfm.errors import InputError, listed
+
+WHERE = "run.asynchronous"
+
+
+def not_late(method: type, name: str) -> str:
+    """Why no run of this method is asynchronous; "" if it may be."""
+    if "takes_late" in vars(method):
+        return ""
+    names = [name for name in ours("methods") if "takes_late" in vars(resolve("methods", name))]
+    return (
+        f'run.asynchronous: method "{name}" needs the answers of a whole cohort to one state; expected {listed(names)}'
+    )
+
+
+def asynchronous(e: Parts, late: AsynchronousSpec) -> Aggregator:
+    """The aggregation of an experiment with ``run.asynchronous``.
+
+    Raises:
+        InputError: something needs whole cohorts.
+    """
+    where = f"{WHERE}:"
+    fraction = e.method.fraction if isinstance(e.method, Sampling) else 1.0
+    if (why := not_late(type(e.method), e.method_name)) or not isinstance(e.method, TakesLate):
+        raise InputError(why, key=WHERE)
+    if any(local.personal for local in locals_of(e.method)):
+        raise InputError(
+            f"{where} with this [method.local] every client ends with a model of its own; drop one of the two",
+            key=WHERE,
+        )
+    if e.privacy is not None:
+        raise InputError(f"{where} [privacy] is accounted for rounds of whole cohorts; drop one of the two", key=WHERE)
+    if e.aggregation.transport.form != "plain":
+        raise InputError(f"{where} a hidden sum is of clients that answer together; drop one of the two", key=WHERE)
+    if fraction < 1:
+        raise InputError(
+            f"{where} all clients train all the time, and method.fraction = {fraction:g} asks for fewer; drop it",
+            key=WHERE,
+        )
+    if (least := e.aggregation.least()) > late.buffer:
+        raise InputError(
+            f'{where} buffer = {late.buffer}: aggregation.name = "{name_of("aggregation", e.aggregation)}" needs '
+            f"{least} updates; expected at least so many",
+            key=WHERE,
+        )
+    if e.run.min_clients is not None and e.run.min_clients > late.buffer:
+        raise InputError(
+            f"run.min_clients = {e.run.min_clients}: a server update takes run.asynchronous.buffer = {late.buffer}",
+            key="run.min_clients",
+        )
+    if e.run.engine == "folder":
+        raise InputError(
+            f'{where} engine = "folder" waits for the answers of whole rounds; drop one of the two',
+            key=WHERE,
+        )
+    if late.speeds and e.run.engine == "deployment":
+        raise InputError(f"{where} speeds: on a deployment clients are as fast as they are; drop it", key=WHERE)
+    if e.data.clients:
+        named_clients(late.speeds, e.data.clients)
+    return with_buffer(e.aggregation, late.buffer, late.staleness, late.speeds)

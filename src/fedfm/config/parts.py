@@ -1,0 +1,45 @@
+"""The parts of an experiment, which the rules between its tables read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fedfm.aggregation.base import Aggregator
+from fedfm.attacks.attack import Attack
+from fedfm.config.run_spec import RunSpec
+from fedfm.config.user_code import is_function
+from fedfm.core.method import Method
+from fedfm.data.spec import IN_MEMORY, DataSpec
+from fedfm.models.spec import ModelSpec
+from fedfm.privacy.spec import PrivacySpec
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the tables of an experiment say.
+
+    Attributes:
+        tuning: trials of a search before this run, and their costs.
+    """
+
+    name: str
+    data: DataSpec
+    model: ModelSpec
+    method: Method[Any]
+    method_name: str
+    privacy: PrivacySpec | None
+    attack: Attack | None
+    run: RunSpec
+    aggregation: Aggregator
+    tuning: tuple[dict[str, Any], ...]
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether data and model come from a Python program, :func:`fedfm.federate`."""
+        return self.data.name == IN_MEMORY
+
+    @property
+    def own_code(self) -> bool:
+        """Whether data and model come from a function of the user's that the experiment names."""
+        return is_function(self.data.name)
