@@ -24,10 +24,10 @@ from threadpoolctl import threadpool_limits
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
 from fedfm.encrypted.ckks.refresh import DistanceLedger
-from fedfm.encrypted.inference.model_owner import Holder, Owner
-from fedfm.encrypted.inference.permuted_key_holder import PermutedHolder
-from fedfm.encrypted.inference.permuted_model_owner import PermutedOwner, both
-from fedfm.encrypted.student.conversion import block_states, folded
+from fedfm.encrypted.inference.model_owner import KeyHolder, ModelOwner
+from fedfm.encrypted.inference.permuted_key_holder import PermutedKeyHolder
+from fedfm.encrypted.inference.permuted_model_owner import PermutedModelOwner, join_messages
+from fedfm.encrypted.student.conversion import block_states, fold
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
@@ -65,15 +65,15 @@ class Link:
 
 def masked(model: Any, x: np.ndarray, states: np.ndarray) -> dict[str, Any]:
     """The default protocol, which releases means."""
-    holder, session, key = Holder.new(x.shape[1]), os.urandom(16), os.urandom(32)
+    holder, session, key = KeyHolder.new(x.shape[1]), os.urandom(16), os.urandom(32)
     public, found = holder.public(), list[np.ndarray]()
-    owner = Owner(model, "grid", public, session, key, DistanceLedger())
+    owner = ModelOwner(model, "grid", public, session, key, DistanceLedger())
     holder.begin(session, key)
     link = Link()
     rows = link.carry(lambda _: holder.rows(x), b"")
 
     def release(block: int, message: bytes) -> None:
-        found.append(link.carry(lambda m: holder.released(m, len(x)), message))
+        found.append(link.carry(lambda m: holder.decrypt_released(m, len(x)), message))
 
     owner.run(rows, lambda message: link.carry(holder.refresh, message), release)
     want = owner.kind.clear(states / model.scales[:, None, None])
@@ -82,19 +82,19 @@ def masked(model: Any, x: np.ndarray, states: np.ndarray) -> dict[str, Any]:
 
 def permuted(model: Any, x: np.ndarray, states: np.ndarray) -> dict[str, Any]:
     """The paper's protocol, which releases all tokens in secret orders."""
-    holder, session, key = PermutedHolder.new(x.shape[1]), os.urandom(16), os.urandom(32)
+    holder, session, key = PermutedKeyHolder.new(x.shape[1]), os.urandom(16), os.urandom(32)
     public, found, blocks = holder.public(), list[np.ndarray](), len(model.blocks)
     rng = np.random.default_rng(0)
     pi = [rng.permutation(len(x)) for _ in range(blocks + 1)]
-    owner = PermutedOwner(model, "grid", public, session, key, DistanceLedger(), orders=pi)
+    owner = PermutedModelOwner(model, "grid", public, session, key, DistanceLedger(), orders=pi)
     labels = rng.integers(10, size=len(x))
     holder.begin(session, key)
     link = Link()
-    rows = link.carry(lambda _: both(holder.rows(x), holder.labels(session, labels, 10)), b"")
+    rows = link.carry(lambda _: join_messages(holder.rows(x), holder.labels(session, labels, 10)), b"")
 
     def turned(message: bytes) -> bytes:
-        found.append(holder.turned(message, len(x)))
-        return holder.again(session, found[-1]) if len(found) < blocks else b""
+        found.append(holder.states_of(message, len(x)))
+        return holder.encrypt_states(session, found[-1]) if len(found) < blocks else b""
 
     def release(block: int, message: bytes) -> Any:
         if block < blocks:
@@ -116,7 +116,7 @@ def main() -> None:
         ModelSpec("nano-vit-fhe", adaptation=AdaptationSpec("head")), classes=table.classes, kind="image"
     )
     pixels = whole.prepare(table, range(ROWS)).tensors["pixel_values"]
-    model = folded(whole.module)
+    model = fold(whole.module)
     with torch.no_grad():
         states, x = block_states(whole.module, pixels).double().numpy(), model.patch(pixels).double().numpy()
     if options.quick:

@@ -29,11 +29,11 @@ from threadpoolctl import threadpool_limits
 from fedfm.encrypted.ckks import matrices, seal
 from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
 from fedfm.encrypted.ckks.refresh import DistanceLedger, Masking, least_limbs
-from fedfm.encrypted.ckks.remote_refresh import RemoteRefresh, answered, sealed
+from fedfm.encrypted.ckks.remote_refresh import RemoteRefresh, answer_refresh, encrypt_message
 from fedfm.encrypted.ckks.ring import Parameters
 from fedfm.encrypted.ckks.transformer_block import EncryptedBlock, Packing
 from fedfm.encrypted.ckks.wire import Channel
-from fedfm.encrypted.inference.model_owner import Holder
+from fedfm.encrypted.inference.model_owner import KeyHolder
 from fedfm.encrypted.inference.worker_pool import EncryptedBatch, run_all
 from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSquareRoot, Polynomial, Quadratic
 
@@ -106,12 +106,12 @@ class Session:
 
     def _answer(self, message: bytes) -> bytes:
         start = time.process_time()
-        out = answered(self.client, self._here, message, self._floor)
+        out = answer_refresh(self.client, self._here, message, self._floor)
         self.seconds += time.process_time() - start
         return out
 
     def send(self, slots: np.ndarray) -> Ciphertexts:
-        message = sealed(self.client, self._here, slots)
+        message = encrypt_message(self.client, self._here, slots)
         self.sent += len(message)
         residues, scale = self._there.unpack(message, limbs=PARAMETERS.limbs, count=len(slots))
         return Ciphertexts(residues.view(np.uint64), scale, self.server)
@@ -297,7 +297,7 @@ class Relay:
     """A holder in this process, for several batches at once."""
 
     def __init__(self, features: int) -> None:
-        self.holder, self._rows = Holder.new(16), np.random.default_rng(0).normal(size=(256, 16, features))
+        self.holder, self._rows = KeyHolder.new(16), np.random.default_rng(0).normal(size=(256, 16, features))
 
     def rows(self, job: EncryptedBatch) -> bytes:
         self.holder.begin(job.session, job.key)

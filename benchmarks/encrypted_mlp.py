@@ -26,7 +26,7 @@ from fedfm.encrypted.ckks import seal
 from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
 from fedfm.encrypted.ckks.matrices import linear
 from fedfm.encrypted.ckks.refresh import DistanceLedger, Masking, least_limbs
-from fedfm.encrypted.ckks.remote_refresh import RemoteRefresh, answered, sealed
+from fedfm.encrypted.ckks.remote_refresh import RemoteRefresh, answer_refresh, encrypt_message
 from fedfm.encrypted.ckks.ring import Parameters
 from fedfm.encrypted.ckks.wire import Channel
 
@@ -120,11 +120,13 @@ def run(net: Network, pixels: np.ndarray, clear: np.ndarray, truth: np.ndarray) 
     here, there = (Channel(PARAMETERS, bytes(32), bytes(16), side) for side in ("client", "server"))
     ledger = DistanceLedger()
     server.refresh = refresh = RemoteRefresh(
-        Masking(BOUND, ledger), there, lambda m: timed("client: refresh", lambda: answered(client, here, m, floor))
+        Masking(BOUND, ledger),
+        there,
+        lambda m: timed("client: refresh", lambda: answer_refresh(client, here, m, floor)),
     )
     slots = np.zeros((pixels.shape[1], PARAMETERS.slots))
     slots[:, : len(pixels)] = pixels.T
-    message = timed("client: encrypt", lambda: sealed(client, here, slots))
+    message = timed("client: encrypt", lambda: encrypt_message(client, here, slots))
     residues, scale = there.unpack(message, limbs=PARAMETERS.limbs, count=len(slots))
     out = timed("server", lambda: computed(net, Ciphertexts(residues.view(np.uint64), scale, server)))
     seconds["server"] -= seconds["client: refresh"]

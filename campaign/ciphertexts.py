@@ -10,7 +10,7 @@ from gate import Gate, Outcome, scaled
 
 from fedfm.encrypted.ckks import seal
 from fedfm.encrypted.ckks.refresh import least_limbs
-from fedfm.encrypted.ckks.remote_refresh import sealed
+from fedfm.encrypted.ckks.remote_refresh import encrypt_message
 from fedfm.encrypted.ckks.ring import Parameters
 from fedfm.encrypted.ckks.transformer_block import Packing
 from fedfm.encrypted.ckks.wire import Channel
@@ -32,7 +32,7 @@ def attempt(size: float, folder: Path, progress: Callable[[str], None]) -> Outco
     def channel(sender: str, key: bytes = KEY, session: bytes = SESSION) -> Channel:
         return Channel(PARAMETERS, key, session, sender)
 
-    message = bytearray(sealed(client, channel("client"), layout.pack(tokens)))
+    message = bytearray(encrypt_message(client, channel("client"), layout.pack(tokens)))
 
     def arrives(data: bytes, there: Channel | None = None) -> bool:
         try:

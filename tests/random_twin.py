@@ -17,7 +17,7 @@ class Clear(np.ndarray):
 
 def apply(polynomial, x):
     a, b = polynomial.fold
-    return np.asarray(polynomial.folded((a * x + b).view(Clear)))
+    return np.asarray(polynomial.evaluate_folded((a * x + b).view(Clear)))
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
 from fedfm.encrypted.ckks.refresh import DistanceLedger
 from fedfm.encrypted.inference.cost_estimate import plan
-from fedfm.encrypted.inference.model_owner import Checkpoint, Holder
+from fedfm.encrypted.inference.model_owner import Checkpoint, KeyHolder
 from fedfm.encrypted.inference.released_states import Released
 from fedfm.encrypted.inference.worker_pool import EncryptedBatch, run_all
 from fedfm.encrypted.student import conversion
-from fedfm.encrypted.student.folding import block_states, folded
+from fedfm.encrypted.student.folding import block_states, fold
 from fedfm.models import derived_modules
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
@@ -51,7 +51,7 @@ class Watch:
     """
 
     def __init__(
-        self, holder: Holder, rows: np.ndarray, want: np.ndarray, scales: np.ndarray, shape: Released, work: Path
+        self, holder: KeyHolder, rows: np.ndarray, want: np.ndarray, scales: np.ndarray, shape: Released, work: Path
     ) -> None:
         self.holder, self._rows, self._want, self._scales = holder, rows, want, scales
         self._shape, self._work = shape, work
@@ -86,7 +86,7 @@ class Watch:
 
     def release(self, job: EncryptedBatch, block: int, message: bytes) -> None:
         self._bytes += len(message)
-        got = self.holder.released(message, len(self._rows))
+        got = self.holder.decrypt_released(message, len(self._rows))
         want = self._shape.clear(self._want[:, block]) / self._scales[block]
         self._released = float(np.abs(got - want).max())
 
@@ -178,10 +178,10 @@ def main() -> None:
         return
     data = load_table(DataSpec(path=a.data), seed=0, task="classification")
     model = loaded(a.model, data.classes)
-    matrices = folded(model.module)
+    matrices = fold(model.module)
     tokens = len(matrices.positions)
     key = a.work / "holder"
-    holder = Holder.from_bytes(key.read_bytes()) if key.exists() else Holder.new(tokens)
+    holder = KeyHolder.from_bytes(key.read_bytes()) if key.exists() else KeyHolder.new(tokens)
     key.write_bytes(holder.to_bytes())
     count = min(a.rows or holder.layout.samples, holder.layout.samples)
     index = data.rows("test")[np.linspace(0, len(data.rows("test")) - 1, count).astype(int)]

@@ -10,7 +10,7 @@ import torch
 from fedfm.aggregation.base import Aggregator
 from fedfm.core.messages import Request
 from fedfm.core.wire import codec, limits, payload
-from fedfm.engines.flower.message_codec import Underway, reply_of
+from fedfm.engines.flower.message_codec import InFlight, reply_of
 from fedfm.engines.flower.private_api import over_the_wire
 from fedfm.engines.local.engine import LocalLink
 from fedfm.errors import ClientFault
@@ -85,6 +85,6 @@ def test_flower_s_replies_take_what_fits_the_layout() -> None:
     message = SimpleNamespace(has_error=lambda: False, has_content=lambda: True, content=codec.to_record(value))
     request = Request("a", "train.FedAvg_train", {}, 1, 1)
     layout = Wide().layout
-    sent = Underway(1, request, 0, 0)
+    sent = InFlight(1, request, 0, 0)
     assert reply_of(message, sent, limits.room(layout))[0].fault is None  # type: ignore[arg-type]
     assert "E_SIZE" in str(reply_of(message, sent, None)[0].fault)  # type: ignore[arg-type]

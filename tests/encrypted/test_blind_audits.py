@@ -6,7 +6,7 @@ import pytest
 
 import fedfm
 from fedfm.audits.audit import choose, perform
-from fedfm.encrypted.audits.server_view import found
+from fedfm.encrypted.audits.server_view import examine
 from fedfm.errors import InputError
 from fedfm.runtime.run_directory import Run
 from tiny_twin import folder as twin
@@ -99,7 +99,7 @@ def test_rows_in_the_clear_refute_an_encrypted_run(masked):
     claimed = Run.open(masked)
     method = dataclasses.replace(claimed.experiment.method, encryption="ckks")
     object.__setattr__(claimed.experiment, "method", method)
-    assert found(claimed).contradicts
+    assert examine(claimed).contradicts
 
 
 @pytest.mark.proof

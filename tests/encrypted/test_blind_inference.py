@@ -22,20 +22,20 @@ def residual_stream(n=12, levels=4, tokens=3, dim=16, seed=0):
 
 
 def test_the_orders_of_a_residual_stream_are_found():
-    mixed, orders = inference_alignment.shuffled(residual_stream(), 1)
-    assert inference_alignment.found(mixed, orders) == [1.0, 1.0, 1.0]
+    mixed, orders = inference_alignment.shuffle(residual_stream(), 1)
+    assert inference_alignment.aligned_shares(mixed, orders) == [1.0, 1.0, 1.0]
     assert len({tuple(order) for order in orders}) == 4  # they were different
 
 
 def test_states_without_likeness_keep_their_order():
     rng = np.random.default_rng(2)
-    mixed, orders = inference_alignment.shuffled(rng.normal(size=(40, 3, 2, 8)), 3)
-    assert max(inference_alignment.found(mixed, orders)) < 0.3  # chance is 1 in 40
+    mixed, orders = inference_alignment.shuffle(rng.normal(size=(40, 3, 2, 8)), 3)
+    assert max(inference_alignment.aligned_shares(mixed, orders)) < 0.3  # chance is 1 in 40
 
 
 def test_one_sample_has_no_order():
     with pytest.raises(ValueError, match="n >= 2"):
-        inference_alignment.aligned(np.zeros((1, 2)), np.zeros((1, 2)))
+        inference_alignment.align(np.zeros((1, 2)), np.zeros((1, 2)))
 
 
 @settings(max_examples=40, deadline=None)

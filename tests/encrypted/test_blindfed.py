@@ -14,7 +14,7 @@ from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.encrypted.inference.serialization import pack, unpack
 from fedfm.encrypted.protocol import permutations
-from fedfm.encrypted.protocol.client import Held
+from fedfm.encrypted.protocol.client import ClientHalf
 from fedfm.encrypted.protocol.handshake import Hello, spans, spans_by_part
 from fedfm.errors import ClientFault, InputError
 from fedfm.models.adapters.side_adapter import STATES
@@ -167,7 +167,7 @@ def client(n=6, tests=3):
 
 
 def test_a_client_keeps_its_states_by_batch_and_block():
-    held, who = Held("masked", "clear"), client()
+    held, who = ClientHalf("masked", "clear"), client()
     with pytest.raises(ClientFault, match="has not opened"):
         held.rows(who, 0, None, False)
     assert held.open(who, hello()).rows == {"train": 6, "val": 0, "test": 3}
@@ -183,7 +183,7 @@ def test_a_client_keeps_its_states_by_batch_and_block():
     assert torch.equal(seen.data.test.tensors[STATES], states[6:])
     assert torch.equal(seen.data.train.labels, who.data.train.labels)
     # Another process of the client reads the same.
-    assert torch.equal(Held("masked", "clear").view(who).data.train.tensors[STATES], states[:6])
+    assert torch.equal(ClientHalf("masked", "clear").view(who).data.train.tensors[STATES], states[:6])
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_a_client_keeps_its_states_by_batch_and_block():
     ],
 )
 def test_a_client_refuses_what_does_not_fit(call):
-    held, who = Held("masked", "clear"), client()
+    held, who = ClientHalf("masked", "clear"), client()
     held.open(who, hello())
     with pytest.raises(ClientFault):
         call(held, who)
@@ -208,7 +208,7 @@ def test_a_client_refuses_what_does_not_fit(call):
 def test_a_client_sends_no_rows_in_the_clear_to_a_server_that_dropped_the_encryption():
     for protocol in ("masked", "permuted"):
         with pytest.raises(ClientFault, match='encryption = "ckks"'):
-            Held(protocol, "ckks").open(client(), hello())
+            ClientHalf(protocol, "ckks").open(client(), hello())
 
 
 def test_values_survive_the_store():

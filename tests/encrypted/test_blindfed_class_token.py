@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedfm.core.rows import Rows
-from fedfm.encrypted.student.folding import folded
+from fedfm.encrypted.student.folding import fold
 from fedfm.errors import InputError
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
@@ -66,13 +66,13 @@ def test_all_tokens_are_released_with_the_class_token(twin):
 
 
 def test_other_processes_know_of_it(twin):
-    matrices = folded(sided(twin[0], "class").backbone.module)
+    matrices = fold(sided(twin[0], "class").backbone.module)
     assert model_of(model_bytes(matrices)).class_token
     assert not model_of(model_bytes(replace(matrices, class_token=False))).class_token
 
 
 def test_a_grid_has_no_class_token(twin):
-    matrices = folded(sided(twin[0], "class").backbone.module)
+    matrices = fold(sided(twin[0], "class").backbone.module)
     assert matrices.class_token
     with pytest.raises(InputError, match="has 4 tokens, the first a class token"):
         plan(matrices, [5], "grid")

@@ -15,12 +15,12 @@ from random_twin import random_model
 
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
-from fedfm.encrypted.inference.key_holder import checked
-from fedfm.encrypted.inference.model_owner import Checkpoint, Holder, OutOfRange, Owner
+from fedfm.encrypted.inference.key_holder import zero_out_of_range
+from fedfm.encrypted.inference.model_owner import Checkpoint, KeyHolder, ModelOwner, OutOfRange
 
 SAMPLES, TOKENS, D = 5, 4, 4
 MODEL, ROWS, STATES = random_model(SAMPLES, TOKENS, D)
-HOLDER = Holder.new(TOKENS)
+HOLDER = KeyHolder.new(TOKENS)
 PUBLIC = HOLDER.public()
 PROJECTION = projection_matrix(b"owner", 3, D)
 
@@ -32,7 +32,7 @@ class Run:
         session, key = keys.entropy(16), keys.entropy(32)
         self.holder, self.ledger = holder, DistanceLedger() if ledger is None else ledger
         projection = PROJECTION if kind == "tokens" else None
-        self.owner = Owner(model, kind, PUBLIC, session, key, self.ledger, projection=projection)
+        self.owner = ModelOwner(model, kind, PUBLIC, session, key, self.ledger, projection=projection)
         holder.begin(session, key)
         self.asked, self.answers, self.sent, self.states, self.saved = [], [], [], {}, []
 
@@ -43,7 +43,7 @@ class Run:
 
     def release(self, block, message):
         self.sent.append(message)
-        self.states[block] = self.holder.released(message, SAMPLES)
+        self.states[block] = self.holder.decrypt_released(message, SAMPLES)
 
     def go(self, rows=ROWS, start=None):
         message = b"" if start else self.holder.rows(rows)
@@ -72,7 +72,7 @@ def test_a_released_message_holds_nothing_else(kind):
     slots = HOLDER._keys.decrypt(residues, scale)
     shape = run.owner.kind
     want = shape.clear(x / MODEL.scales[1])
-    np.testing.assert_allclose(shape.opened(slots, len(x)), want, atol=1e-3)
+    np.testing.assert_allclose(shape.from_slots(slots, len(x)), want, atol=1e-3)
     flat = slots.reshape(len(slots), TOKENS, -1)[0]
     if kind == "class":  # four features fill the ciphertext; take one away
         few = replace(run.owner.kind, features=3)
@@ -95,7 +95,7 @@ def test_other_slots_of_a_grid_are_zero():
         sums += np.roll(factors[0] * x[0, :, 0], -j)
     np.testing.assert_allclose(sums[[0, 2, 8, 10]], shape.clear(x)[0, 1:, 0])
     assert not sums[[1, 3, 4, 5, 6, 7, 9, 11, 12, 13, 14, 15]].any()
-    np.testing.assert_allclose(shape.opened(sums[None], 1), shape.clear(x))
+    np.testing.assert_allclose(shape.from_slots(sums[None], 1), shape.clear(x))
 
 
 def test_the_second_polynomial_says_nothing_of_the_weights():
@@ -138,7 +138,7 @@ def test_a_killed_run_goes_on_in_another_session_with_new_masks(monkeypatch):
     assert [what for what, _ in order] == ["kept", "sent"] * (len(order) // 2)
     assert all(a[1] == b[1] for a, b in zip(order[::2], order[1::2], strict=True))
     spent = DistanceLedger(spent=ledger.spent, ciphertexts=ledger.ciphertexts)
-    again = Holder.from_bytes(HOLDER.to_bytes())
+    again = KeyHolder.from_bytes(HOLDER.to_bytes())
     second = Run(holder=again, ledger=spent).go(start=Checkpoint.from_bytes(first.saved[-1]))
     want = second.owner.kind.clear(STATES)
     assert set(second.states) == {1}
@@ -173,13 +173,13 @@ ALTERED = {
 def test_the_holder_refuses_before_it_decrypts(name, monkeypatch):
     change, reason = ALTERED[name]
     run = Run()
-    monkeypatch.setattr(HOLDER._keys, "opened", None)  # nothing may be computed
+    monkeypatch.setattr(HOLDER._keys, "decrypt_polynomials", None)  # nothing may be computed
     run.owner.link = run.owner.keys.refresh = None
     message = run.owner._channel.pack(np.ones((1, 2, 3, 8192), np.int64), 2.0**36)
     with pytest.raises(ClientFault, match=reason):
         run.holder.refresh(change(message))
     with pytest.raises(ClientFault, match=reason):
-        run.holder.released(change(message), 1)
+        run.holder.decrypt_released(change(message), 1)
 
 
 def test_the_holder_refuses_other_levels_counts_and_repetitions(monkeypatch):
@@ -199,11 +199,11 @@ def test_the_holder_refuses_other_levels_counts_and_repetitions(monkeypatch):
     run = Run()
     note = messages.NOTE.pack(0, 0, 8, 1.0)  # eight features are two ciphertexts
     with pytest.raises(ClientFault, match="expected 2"):
-        run.holder.released(run.owner._channel.pack(one[:, :, :1], 2.0**36, note=note), 1)
+        run.holder.decrypt_released(run.owner._channel.pack(one[:, :, :1], 2.0**36, note=note), 1)
     run = Run()
     note = messages.NOTE.pack(9, 0, 4, 1.0)
     with pytest.raises(ClientFault, match="unknown kind"):
-        run.holder.released(run.owner._channel.pack(one[:, :, :1], 2.0**36, note=note), 1)
+        run.holder.decrypt_released(run.owner._channel.pack(one[:, :, :1], 2.0**36, note=note), 1)
 
 
 def test_the_owner_refuses_rows_before_it_computes(monkeypatch):
@@ -241,7 +241,7 @@ def test_the_owner_refuses_an_answer_that_is_repeated():
 
 
 def test_keys_are_checked():
-    keys_for = lambda public, model=MODEL: Owner(model, "class", public, bytes(16), bytes(32), DistanceLedger())  # noqa: E731
+    keys_for = lambda public, model=MODEL: ModelOwner(model, "class", public, bytes(16), bytes(32), DistanceLedger())  # noqa: E731
     for bad, reason in (
         (PUBLIC[:5], "cut off"),
         (b"0000" + PUBLIC[4:], "no keys"),
@@ -259,11 +259,11 @@ def test_keys_are_checked():
 def test_another_key_shows_in_the_range():
     """Released states under another holder's key are numbers far beyond what the model can give."""
     run = Run()
-    other = Holder.new(TOKENS)
+    other = KeyHolder.new(TOKENS)
     other._channels = HOLDER._channels
     x = Ciphertexts(HOLDER._keys.encrypt(np.ones((D, 4096))).view(np.uint64), 2.0**36, run.owner.keys).at(3)
     with pytest.raises(OutOfRange, match=r"all rows of block 1: up to .*or the keys are others"):
-        other.released(run.owner.release(0, x), SAMPLES)
+        other.decrypt_released(run.owner.release(0, x), SAMPLES)
 
 
 def test_a_row_out_of_range_is_zeros():
@@ -272,13 +272,13 @@ def test_a_row_out_of_range_is_zeros():
     x[1] *= 1.5 * MODEL.ranges[0]
     encrypted = HOLDER._keys.encrypt(run.owner.layout.pack(x))
     message = run.owner.release(0, Ciphertexts(encrypted.view(np.uint64), 2.0**36, run.owner.keys).at(3))
-    states = run.holder.released(message, 3)
+    states = run.holder.decrypt_released(message, 3)
     assert not states[1].any()
     assert np.abs(states[[0, 2]]).min() > 0
     nothing = np.full((2, 1, 1), np.nan)
     with pytest.raises(OutOfRange, match="nan"):
-        checked(nothing, 1.0, 0)
-    assert not checked(nothing, 1.0, 1).any()  # a batch that overflowed later
+        zero_out_of_range(nothing, 1.0, 0)
+    assert not zero_out_of_range(nothing, 1.0, 1).any()  # a batch that overflowed later
 
 
 def test_kinds_that_a_model_does_not_allow():
@@ -291,7 +291,7 @@ def test_kinds_that_a_model_does_not_allow():
     with pytest.raises(InputError, match="expected 1 to 4"):
         projection_matrix(b"", 5, 4)
     with pytest.raises(InputError, match="begin one"):
-        Holder.new(TOKENS).rows(ROWS)
+        KeyHolder.new(TOKENS).rows(ROWS)
     made = projection_matrix(b"a", 3, 4)
     np.testing.assert_allclose(made @ made.T, np.eye(3), atol=1e-12)
     assert not np.allclose(made, projection_matrix(b"b", 3, 4))

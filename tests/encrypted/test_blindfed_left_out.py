@@ -8,7 +8,7 @@ import fedfm
 import tiny_twin
 from fedfm.core.client import Client
 from fedfm.core.rows import Rows
-from fedfm.encrypted.protocol.out_of_range import kept
+from fedfm.encrypted.protocol.out_of_range import exclude_rows
 from fedfm.errors import ClientFault
 from fedfm.models.adapters.side_adapter import STATES
 from fedfm.training.scheduler import train_client
@@ -61,13 +61,13 @@ def test_a_client_without_another_row_takes_no_part():
     notes = []
     client = Client("c", None, None, {}, 0, note=notes.append, trainer=train_client)
     parts = {part: Rows({STATES: states}, labels=torch.arange(3)) for part in ("train", "val", "test")}
-    found, whole = kept(client, parts)
+    found, whole = exclude_rows(client, parts)
     assert {part: mask.tolist() for part, mask in whole.items()} == {part: [True, False, False] for part in parts}
     assert {part: rows.labels.tolist() for part, rows in found.items()} == {"train": [0], "val": [0], "test": [0, 1, 2]}
     assert found["test"].tensors[STATES].sum((1, 2, 3)).tolist() == [8, 0, 0]
     assert "2 of 3 train rows" in notes[0]
     with pytest.raises(ClientFault, match="all rows to train on left the intervals"):
-        kept(client, {part: rows.take([1, 2]) for part, rows in parts.items()})
+        exclude_rows(client, {part: rows.take([1, 2]) for part, rows in parts.items()})
 
 
 @pytest.mark.proof

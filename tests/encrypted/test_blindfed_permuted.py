@@ -19,17 +19,23 @@ from random_twin import random_model
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
 from fedfm.encrypted.inference.cost_estimate import plan
-from fedfm.encrypted.inference.key_holder import Holder
-from fedfm.encrypted.inference.model_owner import Checkpoint, Owner
-from fedfm.encrypted.inference.operation_count import counted
-from fedfm.encrypted.inference.permuted_key_holder import PermutedHolder
-from fedfm.encrypted.inference.permuted_model_owner import PermutedOwner, both, order_bytes, orders_of, parted
+from fedfm.encrypted.inference.key_holder import KeyHolder
+from fedfm.encrypted.inference.model_owner import Checkpoint, ModelOwner
+from fedfm.encrypted.inference.operation_count import count_operations
+from fedfm.encrypted.inference.permuted_key_holder import PermutedKeyHolder
+from fedfm.encrypted.inference.permuted_model_owner import (
+    PermutedModelOwner,
+    join_messages,
+    order_bytes,
+    orders_of,
+    split_messages,
+)
 
 SAMPLES, TOKENS, CLASSES = 5, 4, 6
 MODEL, ROWS, STATES = random_model(SAMPLES, TOKENS, 4, blocks=2)
 RAW = STATES * MODEL.scales[:, None, None]
 LABELS = np.array([0, 5, 2, 2, 1])
-HOLDER = PermutedHolder.new(TOKENS)
+HOLDER = PermutedKeyHolder.new(TOKENS)
 PUBLIC = HOLDER.public()
 ORDERS = [np.array(o) for o in ([3, 0, 4, 1, 2], [4, 3, 2, 1, 0], [1, 2, 0, 4, 3])]
 
@@ -41,7 +47,7 @@ class Run:
         self.rows, self.known, self.n = rows, labels, len(rows)
         self.session, key = keys.entropy(16), keys.entropy(32)
         self.holder, self.ledger = holder, DistanceLedger()
-        self.owner = PermutedOwner(MODEL, "class", public, self.session, key, self.ledger, orders=orders)
+        self.owner = PermutedModelOwner(MODEL, "class", public, self.session, key, self.ledger, orders=orders)
         holder.begin(self.session, key)
         self.states, self.labels, self.saved, self.crossed, self.sent = {}, None, [], [], []
 
@@ -55,16 +61,18 @@ class Run:
         if block == len(MODEL.blocks):
             self.labels = self.holder.labels_of(message, self.n, CLASSES)
             return b""
-        self.states[block] = self.holder.turned(message, self.n)
+        self.states[block] = self.holder.states_of(message, self.n)
         if block + 1 == len(MODEL.blocks):
             return b""
-        self.crossed.append(self.holder.again(self.session, self.states[block]))
+        self.crossed.append(self.holder.encrypt_states(self.session, self.states[block]))
         return self.crossed[-1]
 
     def go(self, start=None):
         rows = b"" if start else self.holder.rows(self.rows)
         self.sent = [rows, self.holder.labels(self.session, self.known, CLASSES)]
-        self.owner.run(both(*self.sent), self.refresh, self.release, start, lambda c: self.saved.append(c.to_bytes()))
+        self.owner.run(
+            join_messages(*self.sent), self.refresh, self.release, start, lambda c: self.saved.append(c.to_bytes())
+        )
         return self
 
 
@@ -78,7 +86,7 @@ def test_a_message_with_states_holds_nothing_else():
     """All slots of its ciphertexts: states of the samples in the order, and noise in the rest, which are zero."""
     run = Run()
     x = np.random.default_rng(1).normal(size=(run.owner.layout.samples, TOKENS, 4))
-    message = run.owner.ordered(1, encrypted(run, x), ORDERS[0])
+    message = run.owner.permute(1, encrypted(run, x), ORDERS[0])
     residues, scale = HOLDER._current.unpack(message, limbs=1, note=messages.NOTE.size)
     slots = HOLDER._keys.decrypt_complex(residues, scale).reshape(2, TOKENS, -1)
     assert len(slots) == 2  # of four features
@@ -92,7 +100,7 @@ def test_second_polynomials_say_nothing():
     run = Run()
     x = encrypted(run, np.ones((SAMPLES, TOKENS, 4)))
     (a, _), (b, _) = (
-        HOLDER._current.unpack(run.owner.ordered(0, x, ORDERS[0]), limbs=1, note=messages.NOTE.size) for _ in range(2)
+        HOLDER._current.unpack(run.owner.permute(0, x, ORDERS[0]), limbs=1, note=messages.NOTE.size) for _ in range(2)
     )
     assert (a[:, 1] == b[:, 1]).mean() < 1e-3
 
@@ -112,7 +120,7 @@ def test_a_killed_batch_goes_on_in_the_same_orders():
         first.go()
     np.testing.assert_allclose(first.states[0], RAW[ORDERS[0], 0], atol=1e-3)
     assert first.labels is None
-    second = Run(holder=PermutedHolder.from_bytes(HOLDER.to_bytes()))
+    second = Run(holder=PermutedKeyHolder.from_bytes(HOLDER.to_bytes()))
     second.go(start=Checkpoint.from_bytes(first.saved[-1]))
     assert set(second.states) == {1}
     np.testing.assert_allclose(second.states[1], RAW[ORDERS[1], 1], atol=1e-3)
@@ -126,7 +134,7 @@ def test_what_comes_back_is_checked():
 
     def fewer(run):
         def answer(block, message):
-            return run.holder.again(run.session, run.holder.turned(message, SAMPLES)[:, :, :3])
+            return run.holder.encrypt_states(run.session, run.holder.states_of(message, SAMPLES)[:, :, :3])
 
         return answer
 
@@ -140,31 +148,31 @@ def test_what_comes_back_is_checked():
 def test_what_the_holder_refuses():
     run = Run()
     x = encrypted(run, np.ones((SAMPLES, TOKENS, 4)))
-    message = run.owner.ordered(0, x, ORDERS[0])
+    message = run.owner.permute(0, x, ORDERS[0])
     with pytest.raises(ClientFault, match="altered"):
-        HOLDER.turned(message[:-1] + bytes([message[-1] ^ 1]), SAMPLES)
+        HOLDER.states_of(message[:-1] + bytes([message[-1] ^ 1]), SAMPLES)
     with pytest.raises(ClientFault, match="unknown kind"):
         HOLDER.labels_of(message, SAMPLES, CLASSES)
     run = Run()
     with pytest.raises(ClientFault, match="something else"):  # ones everywhere are no labels
         HOLDER.labels_of(
-            run.owner.ordered(2, encrypted(run, np.ones((SAMPLES, TOKENS, 2))), ORDERS[0]), SAMPLES, CLASSES
+            run.owner.permute(2, encrypted(run, np.ones((SAMPLES, TOKENS, 2))), ORDERS[0]), SAMPLES, CLASSES
         )
     run = Run()
     large = np.ones((SAMPLES, TOKENS, 4))
     large[1] *= 1.2 * MODEL.ranges[0]
-    turned = HOLDER.turned(run.owner.ordered(0, encrypted(run, large), ORDERS[0]), SAMPLES)
+    turned = HOLDER.states_of(run.owner.permute(0, encrypted(run, large), ORDERS[0]), SAMPLES)
     assert turned.any((1, 2)).tolist() == [place != 3 for place in range(SAMPLES)]  # at place 3 stands row 1
 
 
 def test_orders_and_keys_are_checked():
     with pytest.raises(ClientFault, match="rotation key is missing"):
-        Run(public=Holder.new(TOKENS).public())
+        Run(public=KeyHolder.new(TOKENS).public())
     with pytest.raises(InputError, match="expected one more"):
         Run(orders=ORDERS[:2])
     assert all(np.array_equal(a, b) for a, b in zip(orders_of(order_bytes(ORDERS)), ORDERS, strict=True))
-    assert parted(both(b"abc", b"de")) == (b"abc", b"de")
-    Owner(MODEL, "class", PUBLIC, bytes(16), bytes(32), DistanceLedger())  # more keys than it needs
+    assert split_messages(join_messages(b"abc", b"de")) == (b"abc", b"de")
+    ModelOwner(MODEL, "class", PUBLIC, bytes(16), bytes(32), DistanceLedger())  # more keys than it needs
 
 
 @pytest.mark.proof
@@ -188,7 +196,7 @@ def test_a_full_batch_comes_in_its_orders_and_does_what_was_planned():
     assert np.array_equal(run.labels, labels[orders[2]])
     assert len(run.saved) == 1  # the last block's states are not needed again
     made = plan(MODEL, [(3, 0, 2)], "class", permuted=CLASSES)
-    both_blocks = [counted(layer, TOKENS, parameters, n == 0, True) for n, layer in enumerate(MODEL.blocks)]
+    both_blocks = [count_operations(layer, TOKENS, parameters, n == 0, True) for n, layer in enumerate(MODEL.blocks)]
     want = sum((c.operations for c in both_blocks), Counter())
     assert want.pop(("weigh", 2)) > 0
     found["rescale", 4] -= 4  # the embedding's

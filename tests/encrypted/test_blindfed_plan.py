@@ -14,8 +14,8 @@ from random_twin import random_model
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
 from fedfm.encrypted.inference.cost_estimate import plan
-from fedfm.encrypted.inference.model_owner import Holder, Owner
-from fedfm.encrypted.inference.operation_count import counted
+from fedfm.encrypted.inference.model_owner import KeyHolder, ModelOwner
+from fedfm.encrypted.inference.operation_count import count_operations
 
 TOKENS, D = 4, 4
 
@@ -25,9 +25,9 @@ TOKENS, D = 4, 4
 def test_a_run_does_what_was_planned(parameters):
     """Operations, refreshes, messages, bytes, distance, and states within 1e-3 of the clear, at both rings."""
     model, rows, states = random_model(3, TOKENS, D, blocks=1)
-    holder = Holder.new(TOKENS, parameters)
+    holder = KeyHolder.new(TOKENS, parameters)
     public, session, key, ledger = holder.public(), keys.entropy(16), keys.entropy(32), DistanceLedger()
-    owner, found, done = Owner(model, "class", public, session, key, ledger), Counter(), []
+    owner, found, done = ModelOwner(model, "class", public, session, key, ledger), Counter(), []
     for name in ("relinearise", "rescale", "rotate"):
         call = getattr(owner.keys, name)
 
@@ -49,7 +49,7 @@ def test_a_run_does_what_was_planned(parameters):
     def release(block, message):
         done.append(message)
         crossed.append(len(message))
-        got = holder.released(message, 3)
+        got = holder.decrypt_released(message, 3)
         np.testing.assert_allclose(got, owner.kind.clear(states)[:, block], atol=1e-3)
 
     sent = holder.rows(rows)
@@ -57,7 +57,7 @@ def test_a_run_does_what_was_planned(parameters):
     owner._chosen = lambda *a: done.append(0) or choose(*a)  # what follows is the release, not the block
     owner.run(sent, exchange, release)
     made = plan(model, [3], "class", parameters=parameters)
-    want = counted(model.blocks[0], TOKENS, parameters, first=True)
+    want = count_operations(model.blocks[0], TOKENS, parameters, first=True)
     found["rescale", max(n for n in range(1, parameters.limbs + 1) if not parameters.wide(n))] -= D  # the embedding's
     assert found == want.operations
     assert ledger.ciphertexts == sum(want.refreshes) == made.refreshed

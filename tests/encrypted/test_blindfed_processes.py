@@ -16,14 +16,14 @@ from random_twin import random_model
 pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
 
 from fedfm.encrypted.inference import worker_pool
-from fedfm.encrypted.inference.model_owner import Checkpoint, Holder
+from fedfm.encrypted.inference.model_owner import Checkpoint, KeyHolder
 from fedfm.encrypted.inference.model_serialization import model_bytes, model_of
 from fedfm.encrypted.inference.released_states import Released
 from fedfm.encrypted.inference.worker_pool import EncryptedBatch, run_all
 
 SAMPLES, TOKENS, D = 5, 4, 4
 MODEL, ROWS, STATES = random_model(2 * SAMPLES, TOKENS, D, blocks=1)
-HOLDER = Holder.new(TOKENS)
+HOLDER = KeyHolder.new(TOKENS)
 PUBLIC = HOLDER.public()
 
 
@@ -43,7 +43,7 @@ class Talk:
         return HOLDER.refresh(message)
 
     def release(self, job, block, message):
-        self.states[job.batch, block] = HOLDER.released(message, SAMPLES)
+        self.states[job.batch, block] = HOLDER.decrypt_released(message, SAMPLES)
 
     def save(self, job, checkpoint):
         self.saved.append(Checkpoint.from_bytes(checkpoint).blocks)

@@ -223,13 +223,13 @@ def test_a_newcomer_s_rows_pass_by_ciphertexts_too(encrypted, clear, tmp_path, m
 
     secrets, received = [], []
 
-    class Newcomer(masked.Holder):
+    class Newcomer(masked.KeyHolder):
         @classmethod
         def new(cls, *told):
             secrets.append(super().new(*told))
             return secrets[-1]
 
-    class Watched(masked.Owner):
+    class Watched(masked.ModelOwner):
         def __init__(self, folded, released, public, session, key, ledger, **more):
             received.append(public + session + key)
             super().__init__(folded, released, public, session, key, ledger, **more)
@@ -245,8 +245,8 @@ def test_a_newcomer_s_rows_pass_by_ciphertexts_too(encrypted, clear, tmp_path, m
     def in_the_clear(*_):
         raise AssertionError("rows passed the model in the clear")
 
-    monkeypatch.setattr(masked, "Holder", Newcomer)
-    monkeypatch.setattr(masked, "Owner", Watched)
+    monkeypatch.setattr(masked, "KeyHolder", Newcomer)
+    monkeypatch.setattr(masked, "ModelOwner", Watched)
     monkeypatch.setattr(SideModel, "states", in_the_clear)
     monkeypatch.setattr(SideModel, "blocks", in_the_clear)
     found = join(encrypted[0] / "run", clear[0] / "pictures.npz")

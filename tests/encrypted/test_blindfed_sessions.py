@@ -32,7 +32,7 @@ def opened(key, message, run=RUN, own=SERVER, ring=8192):
 
 
 def test_evaluation_keys_arrive_with_their_tag(sent):
-    parameters, tokens, _ = messages.opened(messages.PUBLIC, opened(*sent))
+    parameters, tokens, _ = messages.parse_header(messages.PUBLIC, opened(*sent))
     assert (parameters.degree, tokens) == (8192, 4)
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedfm.encrypted.ckks import encoding
-from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, finished, inner, joined, products
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, concatenate, inner, products, relinearise_and_rescale
 from fedfm.encrypted.ckks.matrices import linear, matrix_product
 from fedfm.encrypted.ckks.ring import SECURE_BITS, SLOW_LINK, Parameters
 from fedfm.errors import InputError
@@ -167,8 +167,8 @@ def test_squares_rotations_and_sums():
     np.testing.assert_allclose(opened(EX.rotate(-7)), np.roll(X, 7, axis=1), atol=1e-4)
     assert EX.rotate(PARAMETERS.slots) is EX
     np.testing.assert_allclose(opened(EX[:3].total()), X[:3].sum(0, keepdims=True), atol=1e-6)
-    np.testing.assert_allclose(opened(finished(inner(EX, EY))), (X * Y).sum(0, keepdims=True), atol=1e-5)
-    np.testing.assert_allclose(opened(joined([EX[:2], EY.at(4)[2:]])), np.vstack([X[:2], Y[2:]]), atol=1e-6)
+    np.testing.assert_allclose(opened(relinearise_and_rescale(inner(EX, EY))), (X * Y).sum(0, keepdims=True), atol=1e-5)
+    np.testing.assert_allclose(opened(concatenate([EX[:2], EY.at(4)[2:]])), np.vstack([X[:2], Y[2:]]), atol=1e-6)
 
 
 def test_a_public_encryption_is_fresh_and_right():
@@ -187,8 +187,8 @@ def test_the_tensor_product_is_seals_bit_for_bit():
 
 def test_three_polynomials_open_to_the_product():
     """Exactly, since decryption is a homomorphism: the product of what the factors open to."""
-    x, y = CLIENT.opened(EX.residues), CLIENT.opened(EY.residues)
-    product = CLIENT.opened(products(EX, EY).residues)
+    x, y = CLIENT.decrypt_polynomials(EX.residues), CLIENT.decrypt_polynomials(EY.residues)
+    product = CLIENT.decrypt_polynomials(products(EX, EY).residues)
     assert np.array_equal(product, RING.dyadic(x, y, np.zeros_like(x)))
     with pytest.raises(InputError, match="outgrown"):  # scale 2^72: coefficients beyond 2^62
         encoding.to_coefficients(product, RING)
@@ -300,7 +300,7 @@ def test_a_second_polynomial_of_ones_own_choice():
     """The receiver makes c1 from a seed: the ciphertext still opens to the same polynomial."""
     plain = encoding.modulo(encoding.encode(X[:1], PARAMETERS.scale, 8192), 5, RING)
     second = np.random.default_rng(8).integers(0, RING.primes[:5, None], (1, 5, 8192))
-    residues = CLIENT.encrypted(plain, second)
+    residues = CLIENT.encrypt_polynomials(plain, second)
     assert np.array_equal(residues[:, 1], second)
     np.testing.assert_allclose(CLIENT.decrypt(residues, PARAMETERS.scale), X[:1], atol=1e-6)
 

@@ -10,7 +10,7 @@ import transformers
 from fedfm.encrypted.student import conversion
 from fedfm.encrypted.student.distillation_loss import OUTPUTS, STATES, TAME, Distiller, Recipe, nearness
 from fedfm.encrypted.student.interval_table import finish
-from fedfm.encrypted.student.recalibrate import widened
+from fedfm.encrypted.student.recalibrate import widen
 from fedfm.errors import InputError
 from fedfm.models import derived_modules
 from fedfm.models.load import load_model
@@ -184,7 +184,7 @@ def test_arguments_that_have_moved_get_wider_intervals(tmp_path):
         d.student(rows)
         wrong = d.student.features.clone()
     assert not torch.allclose(wrong, right, rtol=0.1)
-    found = widened(d.student, d.entries, "scaled", lambda: [rows])
+    found = widen(d.student, d.entries, "scaled", lambda: [rows])
     caught = []
     hook = student.parts.blocks[0][1].register_forward_pre_hook(lambda _, args: caught.append(args[0]))
     with torch.no_grad(), student.evaluating():
@@ -195,7 +195,7 @@ def test_arguments_that_have_moved_get_wider_intervals(tmp_path):
     assert found[0]["norms"][0]["interval"] == pytest.approx([low, high], rel=1e-5)
     assert sum(outside for outside, _ in derived_modules.violations(student.module).values()) == 0
     torch.testing.assert_close(d.student.features, right, rtol=0.02, atol=0.02)
-    assert widened(d.student, found, "scaled", lambda: [rows]) == found  # all have room now
+    assert widen(d.student, found, "scaled", lambda: [rows]) == found  # all have room now
 
 
 def test_arguments_that_spread_too_far_are_refused(tmp_path):
@@ -206,7 +206,7 @@ def test_arguments_that_spread_too_far_are_refused(tmp_path):
     with torch.no_grad():
         d.student.model.parts.embedding.position_embeddings[:, 0].mul_(300)
     with pytest.raises(InputError, match="block 1, measured again: variances before the attention"):
-        widened(d.student, d.entries, "scaled", lambda: [rows])
+        widen(d.student, d.entries, "scaled", lambda: [rows])
 
 
 def test_without_taming_a_wide_model_is_refused(tmp_path):
@@ -264,7 +264,7 @@ def test_a_bert_is_distilled_and_loads(tmp_path):
         want = d.student(rows)
     good = d.entries
     d.put(narrowed(good))
-    d.put(widened(d.student, d.entries, "scaled", lambda: [rows]))
+    d.put(widen(d.student, d.entries, "scaled", lambda: [rows]))
     conversion.forget(d.student.model.module)
     with torch.no_grad():
         torch.testing.assert_close(d.student(rows), want, rtol=0.02, atol=0.02)
@@ -279,7 +279,7 @@ def test_a_bert_is_distilled_and_loads(tmp_path):
     assert got.isfinite().all()
     assert want.isfinite().all()
     with pytest.raises(InputError, match="'bert' cannot run encrypted"):
-        conversion.folded(again.module)
+        conversion.fold(again.module)
     plain = transformers.AutoModel.from_pretrained(tmp_path / "twin").eval()
     with torch.no_grad():
         exact = plain(input_ids=ids, attention_mask=rows["attention_mask"]).last_hidden_state

@@ -103,7 +103,7 @@ def test_a_twin_without_class_token_of_smaller_pictures(place, tmp_path):
     assert json.loads((tmp_path / "twin" / "preprocessor_config.json").read_text())["size"]["width"] == 8
     spec = ModelSpec(str(tmp_path / "twin"), adaptation=AdaptationSpec("full"))
     twin = load_model(spec, classes=("x", "y"), kind="image")
-    fhe = conversion.folded(twin.module) if result["outside"] <= conversion.MOST_OUTSIDE else None
+    fhe = conversion.fold(twin.module) if result["outside"] <= conversion.MOST_OUTSIDE else None
     assert fhe is None or fhe.positions.shape == (4, 8)
     assert twin.parts.embedding.position_embeddings.shape == (1, 4, 8)
     assert result["distance"] < 0.9

@@ -8,7 +8,7 @@ import pytest
 
 from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
 from fedfm.encrypted.ckks.refresh import Masking, least_limbs
-from fedfm.encrypted.ckks.remote_refresh import RemoteRefresh, answered, sealed
+from fedfm.encrypted.ckks.remote_refresh import RemoteRefresh, answer_refresh, encrypt_message
 from fedfm.encrypted.ckks.ring import Parameters
 from fedfm.encrypted.ckks.transformer_block import EncryptedBlock, Packing
 from fedfm.encrypted.ckks.wire import Channel
@@ -82,7 +82,7 @@ class Clear(np.ndarray):
 
 def apply(recipe, x):
     a, b = recipe.fold
-    return np.asarray(recipe.folded((a * x + b).view(Clear)))
+    return np.asarray(recipe.evaluate_folded((a * x + b).view(Clear)))
 
 
 def weights(seed=0):
@@ -134,10 +134,10 @@ class Session:
         self.server.refresh = self.refresh = RemoteRefresh(Masking(bound), self.there, self.answer)
 
     def answer(self, message):
-        return answered(CLIENT, self.here, message, FLOOR)
+        return answer_refresh(CLIENT, self.here, message, FLOOR)
 
     def send(self, x):
-        message = sealed(CLIENT, self.here, LAYOUT.pack(x))
+        message = encrypt_message(CLIENT, self.here, LAYOUT.pack(x))
         residues, scale = self.there.unpack(message, limbs=PARAMETERS.limbs, count=D, scale=PARAMETERS.scale)
         return Ciphertexts(residues.view(np.uint64), scale, self.server)
 

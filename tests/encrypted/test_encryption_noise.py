@@ -41,7 +41,7 @@ def test_draws_never_repeat():
 @pytest.mark.parametrize("limbs", [1, 3, 5])
 def test_encryptions_of_zero_hold_noise_alone(limbs):
     made = SERVER.zeros(3, limbs)
-    found = encoding.to_coefficients(CLIENT.opened(made), CLIENT.ring)
+    found = encoding.to_coefficients(CLIENT.decrypt_polynomials(made), CLIENT.ring)
     # e u + e0 + e1 s, both keys ternary: variance 10.5 (4 N / 3 + 1)
     assert found.std() == pytest.approx(math.sqrt(10.5 * (4 * N / 3 + 1)), rel=0.05)
     primes = np.array(PARAMETERS.primes[:limbs])[:, None]
@@ -53,7 +53,7 @@ def test_encryptions_of_zero_hold_noise_alone(limbs):
 
 def test_a_client_adds_one_error_and_no_more():
     plain = np.random.default_rng(0).integers(-(2**40), 2**40, (2, N))
-    made = CLIENT.encrypted(encoding.modulo(plain, 5, CLIENT.ring))
-    off = encoding.to_coefficients(CLIENT.opened(made), CLIENT.ring) - plain
+    made = CLIENT.encrypt_polynomials(encoding.modulo(plain, 5, CLIENT.ring))
+    off = encoding.to_coefficients(CLIENT.decrypt_polynomials(made), CLIENT.ring) - plain
     assert 3.1 < off.std() < 3.4
     assert np.abs(off).max() <= 21

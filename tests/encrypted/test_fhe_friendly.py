@@ -248,7 +248,7 @@ def by_definition(block, x):
 
     def value(polynomial, v):
         a, b = polynomial.fold
-        return polynomial.folded(torch.from_numpy(a * v + b)).numpy()
+        return polynomial.evaluate_folded(torch.from_numpy(a * v + b)).numpy()
 
     def norm(v, polynomial):
         return v * value(polynomial, (v * v).mean(-1, keepdims=True))
@@ -264,7 +264,7 @@ def by_definition(block, x):
         keys = k[..., at] - k[..., at].mean(1, keepdims=True) if block.centred_keys else k[..., at]
         powers = value(block.exponential, np.einsum("ntd,nsd->nts", q[..., at], keys))
         c = block.inverse_scales[h]
-        inverses = block.inverse.folded(torch.from_numpy(powers.sum(-1, keepdims=True) * c)).numpy() * c
+        inverses = block.inverse.evaluate_folded(torch.from_numpy(powers.sum(-1, keepdims=True) * c)).numpy() * c
         heads.append((powers * inverses) @ v[..., at])
     z = x + linear("output", np.concatenate(heads, -1))
     return z + linear("down", value(block.gelu, linear("up", norm(z, block.norms[1]))))
@@ -283,7 +283,7 @@ def states_by_definition(folded, x):
 def test_the_folded_model_by_its_definition(tmp_path, polynomials):
     x = make_twin("ijepa", tmp_path, polynomials=polynomials).double()
     module = load(tmp_path).module.double()
-    got = conversion.folded(module)
+    got = conversion.fold(module)
     with torch.no_grad():
         want = conversion.block_states(module, x)
     assert want.shape == (len(x), 2, 4, 8)
@@ -299,7 +299,7 @@ def test_a_class_token_is_a_token_of_zeros(tmp_path):
     """Three patches and a class token are four tokens."""
     x = make_twin("vit", tmp_path, size=(4, 12)).double()
     module = load(tmp_path).module.double()
-    got = conversion.folded(module)
+    got = conversion.fold(module)
     assert got.patch(x).shape == (len(x), 4, 48)
     with torch.no_grad():
         want = conversion.block_states(module, x)
@@ -319,16 +319,16 @@ def test_centring_changes_no_output(tmp_path):
 def test_models_that_cannot_run_encrypted_are_refused(twin, tmp_path):
     folder, _ = twin
     with pytest.raises(InputError, match="no polynomials"):
-        conversion.folded(load(tiny("ijepa", tmp_path / "plain")).module)
+        conversion.fold(load(tiny("ijepa", tmp_path / "plain")).module)
     with pytest.raises(InputError, match="merge"):
-        conversion.folded(load(folder, "lora").module)
+        conversion.fold(load(folder, "lora").module)
     make_twin("vit", tmp_path / "vit")
     with pytest.raises(InputError, match=r"5 tokens, 1 of them class tokens: .* power of two"):
-        conversion.folded(load(tmp_path / "vit").module)
+        conversion.fold(load(tmp_path / "vit").module)
     module = load(folder).module
     module.config.fedfm_polynomials["outside"] = 0.0011
     with pytest.raises(InputError, match=r"0.11% of the arguments .* distil it longer"):
-        conversion.folded(module)
+        conversion.fold(module)
 
 
 @pytest.mark.proof
@@ -339,7 +339,7 @@ def test_a_folded_block_on_encrypted_tokens(twin):
 
     folder, x = twin
     module = load(folder).module.double()
-    got = conversion.folded(module)
+    got = conversion.fold(module)
     assert got.bound <= BOUND
     session = Session()
     tokens = got.patch(x.double()).numpy() @ got.embedding.T + got.bias + got.positions
@@ -390,7 +390,7 @@ def test_the_shipped_twin():
     assert float(((a - b).square().mean(0) / b.var(0)).mean()) < 0.15
     counts = derived_modules.violations(twin.module).values()
     assert sum(outside for outside, _ in counts) <= 1e-3 * sum(total for _, total in counts)
-    got = conversion.folded(twin.module)
+    got = conversion.fold(twin.module)
     assert (len(got.blocks), got.embedding.shape, got.positions.shape) == (8, (128, 192), (16, 128))
     with torch.no_grad():
         states = conversion.block_states(twin.module, rows.tensors["pixel_values"][:8])

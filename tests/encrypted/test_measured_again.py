@@ -12,7 +12,7 @@ from fedfm.cli import main
 from fedfm.config.toml import to_toml
 from fedfm.encrypted.student import conversion
 from fedfm.encrypted.student.distil import distil
-from fedfm.encrypted.student.fit_polynomials import Measured, renewed
+from fedfm.encrypted.student.fit_polynomials import Measured, refit
 from fedfm.encrypted.student.polynomials import WIDEST, InverseSquareRoot
 from fedfm.models import derived_modules
 from fedfm.models.load import load_model
@@ -139,7 +139,7 @@ def test_an_interval_of_a_root_grows_as_far_as_its_ratio(old, seen):
     norm = {"kind": "inverse_square_root", "steps": steps, "interval": [low, high]}
     measured = Measured()
     measured.extremes["first"] = torch.tensor([seen[0], seen[0] * seen[1]], dtype=torch.float64)
-    new = renewed({"norms": [norm, norm]}, measured, "scaled", "first", keep=True)
+    new = refit({"norms": [norm, norm]}, measured, "scaled", "first", keep=True)
     if new is None:
         assert low <= seen[0]
         assert seen[0] * seen[1] <= high

@@ -74,7 +74,7 @@ def test_levels_of_exponentials(degree, squarings, levels):
     polynomial = Exponential(degree, squarings)
     assert polynomial.depth == levels
     a, b = polynomial.fold
-    got = polynomial.folded(Leveled(a * 0.7 + b))
+    got = polynomial.evaluate_folded(Leveled(a * 0.7 + b))
     assert got.level == levels
     assert got.value == pytest.approx(at(polynomial, 0.7), rel=1e-12)
 
@@ -84,7 +84,7 @@ def test_taylor_polynomials_of_any_even_degree(degree):
     polynomial = Exponential(degree, 0)
     for x in (-2.3, 0.4, 3.1):
         assert at(polynomial, x) == pytest.approx(sum(x**i / math.factorial(i) for i in range(degree + 1)), rel=1e-12)
-    assert polynomial.folded(Leveled(0.3)).level == math.ceil(math.log2(degree + 1)) == polynomial.depth
+    assert polynomial.evaluate_folded(Leveled(0.3)).level == math.ceil(math.log2(degree + 1)) == polynomial.depth
 
 
 def test_odd_degrees_are_refused():
@@ -112,7 +112,7 @@ def test_ranges_of_inverses(steps, widest):
     polynomial, x = Inverse(steps, (m, big)), np.linspace(m, big, 1001)
     found = np.abs(x * polynomial(torch.from_numpy(x)).numpy() - 1).max()
     assert found == pytest.approx(polynomial.error(), rel=1e-3)
-    assert polynomial.folded(Leveled(1.2)).level == steps + 1 == polynomial.depth
+    assert polynomial.evaluate_folded(Leveled(1.2)).level == steps + 1 == polynomial.depth
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_errors_of_inverse_square_roots(r, steps, stated):
     found = np.abs(np.sqrt(x) * polynomial(torch.from_numpy(x)).numpy() - 1).max()
     assert found == pytest.approx(stated, rel=0.15)
     assert polynomial.error() == pytest.approx(found, rel=1e-3)
-    assert polynomial.folded(Leveled(0.5)).level == 1 + 2 * steps == polynomial.depth
+    assert polynomial.evaluate_folded(Leveled(0.5)).level == 1 + 2 * steps == polynomial.depth
 
 
 def test_inverse_square_roots_have_the_published_values():
@@ -140,7 +140,7 @@ def test_quadratics_have_the_published_values():
     paper = Quadratic()
     assert (at(paper, -1.0), at(paper, 2.0)) == (pytest.approx(0.375), pytest.approx(1.5))
     a, b = paper.fold
-    got = paper.folded(Leveled(a * 2 + b))
+    got = paper.evaluate_folded(Leveled(a * 2 + b))
     assert (got.value, got.level) == (pytest.approx(1.5), 1)
 
 

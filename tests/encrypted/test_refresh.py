@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
-from fedfm.encrypted.ckks.refresh import DistanceLedger, Masking, distance, least_limbs, mask_bits, renewed
+from fedfm.encrypted.ckks.refresh import DistanceLedger, Masking, distance, least_limbs, mask_bits, renew
 from fedfm.encrypted.ckks.ring import SLOW_LINK, Parameters
 from fedfm.errors import InputError, RunError
 
@@ -41,14 +41,17 @@ def test_a_refresh_gives_the_same_whole_numbers_with_all_primes():
     x = spent()
     masking = Masking(8.0)
     hidden, mask = masking.hide(x)
-    answer = Ciphertexts(renewed(CLIENT, hidden.residues).view(np.uint64), x.scale, SERVER)
+    answer = Ciphertexts(renew(CLIENT, hidden.residues).view(np.uint64), x.scale, SERVER)
     fresh = masking.reveal(answer, mask)
     assert fresh.level == 4
     np.testing.assert_allclose(CLIENT.decrypt(fresh.residues, fresh.scale), X, atol=1e-5)
     # Beyond the noise of the two encryptions not one unit is lost.
-    before = np.array(integers(CLIENT.opened(x.residues)[0]))
-    after = np.array(integers(CLIENT.opened(fresh.residues)[0]))
-    seen, shown = integers(CLIENT.opened(hidden.residues)[0]), integers(CLIENT.opened(answer.residues)[0])
+    before = np.array(integers(CLIENT.decrypt_polynomials(x.residues)[0]))
+    after = np.array(integers(CLIENT.decrypt_polynomials(fresh.residues)[0]))
+    seen, shown = (
+        integers(CLIENT.decrypt_polynomials(hidden.residues)[0]),
+        integers(CLIENT.decrypt_polynomials(answer.residues)[0]),
+    )
     fresh_noise = np.array([a - b for a, b in zip(shown, seen, strict=True)], np.int64)
     assert np.abs(fresh_noise).max() < 64  # one symmetric encryption: 3.2 * 6 and the rounding
     assert np.abs(after - before).max() < 2**14
@@ -61,7 +64,7 @@ def test_what_the_client_decrypts_is_uniform_and_new_each_time():
     views = []
     for _ in range(2):
         hidden, _ = Masking(8.0).hide(x)
-        views.append(np.array(integers(CLIENT.opened(hidden.residues)[0]), object))
+        views.append(np.array(integers(CLIENT.decrypt_polynomials(hidden.residues)[0]), object))
         assert not np.array_equal(hidden.limbs[:, 1], x.limbs[:, 1])
     places = [(v / 2 ** (bits - 1)).astype(float) for v in views]
     for place in places:  # 8192 uniform numbers in (-1, 1): five standard errors
@@ -127,7 +130,7 @@ def test_the_ledger_adds_up_and_stops():
 def test_masks_serve_once_and_fit():
     masking = Masking(8.0)
     hidden, mask = masking.hide(spent())
-    answer = Ciphertexts(renewed(CLIENT, hidden.residues).view(np.uint64), hidden.scale, SERVER)
+    answer = Ciphertexts(renew(CLIENT, hidden.residues).view(np.uint64), hidden.scale, SERVER)
     with pytest.raises(InputError, match="mask of 3"):
         masking.reveal(answer[:2], mask)
     masking.reveal(answer, mask)
@@ -152,7 +155,7 @@ class Asked:
         self.counts.append(len(x))
         masking = Masking(8.0, self.ledger)
         hidden, mask = masking.hide(x)
-        return masking.reveal(Ciphertexts(renewed(CLIENT, hidden.residues).view(np.uint64), x.scale, SERVER), mask)
+        return masking.reveal(Ciphertexts(renew(CLIENT, hidden.residues).view(np.uint64), x.scale, SERVER), mask)
 
     def holds(self, values, limbs, scale=1.0):
         fresh = CLIENT.encrypt(np.asarray(values)).view(np.uint64)

@@ -22,13 +22,13 @@ SCALE = P.scale / 4 * P.primes[1] / P.scale  # of masks, so that a quarter of th
 def routed(x, order, features):
     encrypted = Ciphertexts(CLIENT.encrypt(LAYOUT.pack(x)).view(np.uint64), P.scale, SERVER).at(2)
     plains = slot_permutation.masks(order, LAYOUT, 2, SCALE, SERVER.ring)
-    pairs = slot_permutation.paired(encrypted)
+    pairs = slot_permutation.pair_features(encrypted)
     assert len(pairs) == -(-features // 2)
     out = SERVER.rescale(
-        slot_permutation.routed(pairs, len(order), LAYOUT, slot_permutation.weighing(plains, SCALE, SERVER))
+        slot_permutation.permute_samples(pairs, len(order), LAYOUT, slot_permutation.weighing(plains, SCALE, SERVER))
     )
     assert out.limbs.shape[1:3] == (2, 1)
-    return slot_permutation.unpaired(CLIENT.decrypt_complex(out.residues, out.scale), features)
+    return slot_permutation.unpair_features(CLIENT.decrypt_complex(out.residues, out.scale), features)
 
 
 @pytest.mark.parametrize("n", [2, 17, 256])

@@ -23,7 +23,7 @@ from fedfm.core.client import Client, Update, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.wire import codec, payload
 from fedfm.engines.flower import client_stub
-from fedfm.engines.flower.app_writer import told
+from fedfm.engines.flower.app_writer import experiment_text
 from fedfm.engines.flower.link import HELLO, FlowerLink
 from fedfm.engines.flower.private_api import error_codes, identity, serialised_nbytes
 from fedfm.engines.flower.server_app import host
@@ -348,8 +348,8 @@ def silo_site(folder, name, demanded, **keys):
     folder.mkdir()
     lines = [f"{key} = {json.dumps(value)}" for key, value in {"name": name, **keys}.items()]
     (folder / "silo.toml").write_text("\n".join(lines))
-    config, node = {"experiment": told(demanded), "key": "k"}, {"silo": str(folder / "silo.toml")}
-    return of_folder(client_stub.admitted(config, node, 1))
+    config, node = {"experiment": experiment_text(demanded), "key": "k"}, {"silo": str(folder / "silo.toml")}
+    return of_folder(client_stub.admit(config, node, 1))
 
 
 def test_a_silo_with_rows_of_its_own_never_attacks_on_demand(tmp_path):

@@ -81,7 +81,7 @@ class Server:
     def raw(self, handler: str, head: str, data: bytes) -> dict[str, Any]:
         """As :meth:`send`, of a message's bytes."""
         try:
-            folder = client_stub.admitted(self.config, self.node, 1)
+            folder = client_stub.admit(self.config, self.node, 1)
             answer = sites.of_folder(folder)[0].answer("", handler, head, data)
         except sites.ClientFault as fault:
             answer = client_stub.fault_halves(fault, head, data)
@@ -337,7 +337,7 @@ def test_a_silo_downloads_nothing_unless_its_file_says_so(tmp_path):
     for downloads, expected in ((None, False), (False, False), (True, True)):
         path = silo(tmp_path / str(downloads), **({} if downloads is None else {"downloads": downloads}))
         server = Server(path)
-        folder = client_stub.admitted(server.config, server.node, 1)
+        folder = client_stub.admit(server.config, server.node, 1)
         assert site_worker._downloads(folder) is expected
         path.write_text("damaged = ")
         assert not site_worker._downloads(folder)
@@ -378,7 +378,7 @@ def test_a_site_scores_as_often_as_the_experiment_says(tmp_path):
     run = {"asynchronous": {"buffer": 2}, "evaluate_every": 3}
     server = Server(silo(tmp_path), experiment(run=run, method={"name": "fedavg", "rounds": 9}))
     assert server.hello() == "fits"
-    site, scored = sites.of_folder(client_stub.admitted(server.config, server.node, 1))[0], []
+    site, scored = sites.of_folder(client_stub.admit(server.config, server.node, 1))[0], []
     for t in (1, 2, 3, 4, 6, 8):
         head_, pieces = payload.encode({"round": t, "call": 1, "body": {"w": W}})
         told = payload.decode(*site.answer("", "train.FedAvg_train", head_, b"".join(pieces)), None)

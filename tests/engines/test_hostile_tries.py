@@ -144,7 +144,7 @@ class Silo:
         """The reply's halves to a message that Flower does not let through."""
         head, data = flower_records.unpack(content)
         try:
-            return self.worker(client_stub.admitted(context.run_config, self.node, 1), None, handler, head, data)
+            return self.worker(client_stub.admit(context.run_config, self.node, 1), None, handler, head, data)
         except ClientFault as fault:
             return client_stub.fault_halves(fault, head, data)
 

@@ -9,7 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedfm.engines.folder import letters
-from fedfm.engines.folder.letters import REPLY, REQUEST, SERVER, Content, Header, Letter, Unfinished, sealed, shared_key
+from fedfm.engines.folder.letters import REPLY, REQUEST, SERVER, Content, Header, Letter, Unfinished, seal, shared_key
 from fedfm.engines.folder.mailbox import Mailbox
 from fedfm.errors import InputError, RunError
 from fedfm.privacy.crypto import keys
@@ -27,7 +27,7 @@ def key():
 def written(tmp_path, key, monkeypatch):
     monkeypatch.setattr(letters, "PIECE", 500)
     path = tmp_path / "x.letter"
-    path.write_bytes(b"".join(sealed(key, SILO, TEXT)))
+    path.write_bytes(b"".join(seal(key, SILO, TEXT)))
     return path
 
 

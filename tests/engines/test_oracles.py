@@ -73,7 +73,7 @@ class Silo:
     def run(self, key: str = "run", **tables: Any) -> str:
         """A run of an experiment, after a hello that fits; its key."""
         config = {"experiment": to_toml(experiment(**tables)), "key": key}
-        folder = client_stub.admitted(config, {"silo": str(self.path)}, 1)
+        folder = client_stub.admit(config, {"silo": str(self.path)}, 1)
         self._sites[key] = sites.of_folder(folder)[0]
         assert "name" in self.send(HELLO, {"classes": CLASSES}, 0, 0, key=key)["body"]
         return key

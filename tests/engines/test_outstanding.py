@@ -23,8 +23,8 @@ from fedfm.core.transport import linked
 from fedfm.core.wire import codec
 from fedfm.engines.flower.async_link import FlowerStream
 from fedfm.engines.flower.private_api import identity
-from fedfm.engines.flower.recovery.last_reply import FILE, LastAnswer, asked
-from fedfm.engines.flower.recovery.pending_requests import Outstanding, SentRequest
+from fedfm.engines.flower.recovery.last_reply import FILE, LastAnswer, referenced_name
+from fedfm.engines.flower.recovery.pending_requests import PendingRequests, SentRequest
 from fedfm.engines.flower.registry import NAMELESS
 from fedfm.engines.flower.site import Site
 from fedfm.errors import RunError
@@ -93,7 +93,7 @@ class World:
         self.end = lambda: grid._replies.extend(later)
         link = FlowerStream(
             grid,
-            outstanding=Outstanding(self.folder),
+            outstanding=PendingRequests(self.folder),
             timeout=5.0,
             expected=sorted(ROWS),
             spare=True,
@@ -122,7 +122,7 @@ class World:
 def _to(message):
     """A client's name, with a question mark if the message refers to an answer that the site keeps."""
     body = codec.from_record(message.content, None, 1 << 30)["body"]
-    return NODES[message.metadata.dst_node_id] + "?" * (asked(body) is not None)
+    return NODES[message.metadata.dst_node_id] + "?" * (referenced_name(body) is not None)
 
 
 def change(client, w):
@@ -408,7 +408,7 @@ def test_files_are_the_servers_alone_and_at_most_three_a_client(tmp_path):
     kept = [tmp_path / "underway.json", *(tmp_path / "underway").iterdir(), *tmp_path.glob(f"*/{FILE}")]
     assert len(kept) <= 1 + 3 * len(ROWS)  # the last two answers here, the last at the site
     assert [path for path in kept if path.stat().st_mode & 0o077] == []
-    Outstanding(tmp_path).clear()
+    PendingRequests(tmp_path).clear()
     assert not (tmp_path / "underway").exists()
     assert not (tmp_path / "underway.json").exists()
 
@@ -417,20 +417,20 @@ def test_the_answer_before_stays_until_its_client_is_asked_for_another_pass(tmp_
     def sent(t, name):
         return SentRequest(100, t, 1, "train.Counted_train", "p" * 64, name, 10, 0)
 
-    kept = Outstanding(tmp_path)
+    kept = PendingRequests(tmp_path)
     kept.enter({"c": sent(1, "first")})
     assert kept.at_work() == {100: "c"}
     kept.keep("c", Reply("c", {"x": 1.5}, 1, 1, 10, 5))
     kept.enter({"c": sent(2, "short")})
     kept.enter({"c": sent(2, "whole")})  # the site did not hold what it referred to
-    for now in (kept, Outstanding(tmp_path)):
-        assert [one.name for one in now.sent("c")] == ["whole", "first"]
-        answers = [now.answer("c", one) for one in now.sent("c")]
+    for now in (kept, PendingRequests(tmp_path)):
+        assert [one.name for one in now.last_requests("c")] == ["whole", "first"]
+        answers = [now.answer("c", one) for one in now.last_requests("c")]
         assert answers[0] is None
         assert (answers[1].value, answers[1].round) == ({"x": 1.5}, 1)
         assert now.at_work() == {100: "c"}
     kept.enter({"c": sent(3, "third")})
-    assert [one.name for one in kept.sent("c")] == ["third"]  # the second was not answered
+    assert [one.name for one in kept.last_requests("c")] == ["third"]  # the second was not answered
     assert list((tmp_path / "underway").iterdir()) == []
 
 

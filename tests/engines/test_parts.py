@@ -101,7 +101,7 @@ def test_a_method_that_pools_rows_has_no_app(tmp_path):
 
 def test_whoever_follows_a_server_app_is_told_of_rounds_and_clients(tmp_path, capsys):
     run = Run.create(Experiment.from_dict(table(features(tmp_path / "rows.npz", "ab"))), tmp_path / "run")
-    told = server_app.Told()
+    told = server_app.ProgressLines()
     told.started(run, 3, 0)
     told.excluded(Excluded(1, "north\nfedfm: fine", "E_DIED", "no node of that name is connected"))
     told.round({"round": 1, "accuracy": 0.5, "perplexity": None})
@@ -166,10 +166,10 @@ def test_a_silo_reports_its_rows_and_its_policy(tmp_path):
     told = silo_config.report(silo(tmp_path, text))
     assert told["rows"] == {"train": 24, "val": 0, "test": 6}
     assert (told["takes_part"], told["shows_single_replies"]) == (True, False)
-    assert "exposes: its update, in a mean, scores on its own rows\n" in silo_config.described(told)
+    assert "exposes: its update, in a mean, scores on its own rows\n" in silo_config.render(told)
     told = silo_config.report(silo(tmp_path, text + '\nallow_by_method = { fedpft = ["reply"], fedavg = [] }'))
     assert told["shows_single_replies"]
-    said = silo_config.described(told)
+    said = silo_config.render(told)
     assert "exposes of method fedpft: single replies, which the server sees one by one\n" in said
     assert "exposes of method fedavg: nothing\n" in said
     told = silo_config.report(silo(tmp_path, 'name = "north"\ndata = "rows.npz"\nallow = []'))
@@ -254,7 +254,7 @@ def test_children_end_with_us_and_tell_how_they_ended(tmp_path):
     children.start("brief", [sys.executable, "-c", "print('so long'); raise SystemExit(3)"])
     ended = []
     while not ended:
-        ended = list(children.ended())
+        ended = list(children.reap())
     assert ended == [("brief", "exit status 3")]
     assert children.tail("brief") == "so long"
     while "up" not in children.tail("stubborn"):

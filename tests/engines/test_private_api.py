@@ -163,10 +163,10 @@ def an_error_reply_says_whether_its_node_is_gone(codes: Any) -> None:
         assert private_api.client_fault(Error(getattr(codes, name), "r")).code == "E_DIED"
     for name in ("UNKNOWN", "LOAD_CLIENT_APP_EXCEPTION", "CLIENT_APP_RAISED_EXCEPTION"):
         assert private_api.client_fault(Error(getattr(codes, name), "r")).code == "E_EXCEPTION"
-    assert private_api.died(Error(codes.CLIENT_APP_CRASHED))
-    assert not private_api.died(Error(codes.NODE_UNAVAILABLE))
-    assert all(private_api.lost(Error(getattr(codes, name), "r")) for name in gone[:3])
-    assert not private_api.lost(Error(codes.CLIENT_APP_CRASHED, "r"))
+    assert private_api.process_died(Error(codes.CLIENT_APP_CRASHED))
+    assert not private_api.process_died(Error(codes.NODE_UNAVAILABLE))
+    assert all(private_api.message_lost(Error(getattr(codes, name), "r")) for name in gone[:3])
+    assert not private_api.message_lost(Error(codes.CLIENT_APP_CRASHED, "r"))
 
 
 @needs(

@@ -33,7 +33,7 @@ def changed(config, text):
 def test_an_app_says_every_experiment_whole(name, tmp_path):
     e = Experiment.from_dict(experiment_of(name, tmp_path))
     told = run_config.whole(written(tmp_path, e))["experiment"]
-    assert tomllib.loads(told) == tomllib.loads(app_writer.told(e))
+    assert tomllib.loads(told) == tomllib.loads(app_writer.experiment_text(e))
 
 
 def test_flwr_run_changes_settings(tmp_path):

@@ -45,11 +45,11 @@ def test_the_key_is_made_once_and_for_its_owner_only(tmp_path, capsys):
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     assert keys.identity_of(bytes.fromhex(key.read_text().strip())).hex() == first
     assert silo_config.report(path)["public_key"] == first
-    found = silo_config.described(silo_config.report(path))
+    found = silo_config.render(silo_config.report(path))
     assert f"signs as {first}" in found
     assert "trusts the other silos' keys on first use" in found
     federation.write("north")
-    assert "signs as another one in each run" in silo_config.described(silo_config.report(path))
+    assert "signs as another one in each run" in silo_config.render(silo_config.report(path))
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path):

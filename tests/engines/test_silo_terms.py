@@ -15,7 +15,7 @@ from fedfm.cli.entry import main
 from fedfm.config.experiment import Experiment
 from fedfm.core.wire import flower_records
 from fedfm.engines.flower import client_stub
-from fedfm.engines.flower.app_writer import told
+from fedfm.engines.flower.app_writer import experiment_text
 from fedfm.engines.flower.private_api import identity
 from fedfm.engines.flower.server_app import host
 from fedfm.engines.flower.site import of_folder
@@ -75,9 +75,9 @@ class Federation:
         experiment = Experiment.from_dict(known | tables)
         apps = {}
         for number, name in enumerate(NAMES):
-            config = {"experiment": told(experiment), "key": key}
+            config = {"experiment": experiment_text(experiment), "key": key}
             node = {"silo": str(self.folder / name / "silo.toml")}
-            site, own = of_folder(client_stub.admitted(config, node, 1))
+            site, own = of_folder(client_stub.admit(config, node, 1))
             apps[100 + number] = Heard(site, own)
         self.directory = self.folder / f"out-{self.runs}"
         return host(Run.create(experiment, self.directory), InProcessGrid(apps))
@@ -316,7 +316,7 @@ def test_a_term_that_its_owner_adds_holds_in_a_run_that_goes_on(tmp_path):
     federation.run(key="one")
     config = {"experiment": json.loads((tmp_path / "north/.fedfm/runs/one/silo/site.json").read_text())["experiment"]}
     node = {"silo": str(tmp_path / "north" / "silo.toml")}
-    site, own = of_folder(client_stub.admitted(config | {"key": "one"}, node, 1))
+    site, own = of_folder(client_stub.admit(config | {"key": "one"}, node, 1))
     asked = _request({"w": _params()})
     assert '"fault"' not in site.answer(own, "train.FedAvg_train", *asked)[0]
     federation.write("north", allow=["scores"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedfm.engines.flower.orphan_cleanup import marked
+from fedfm.engines.flower.orphan_cleanup import processes_with
 from processes import begin, experiment, fedfm, mentioning, rounds, same, until
 
 pytestmark = pytest.mark.simulation
@@ -34,7 +34,7 @@ def test_same_bits_and_bytes_as_local(tmp_path, method, adaptation):
     before = set(os.listdir("/dev/shm"))
     running = begin("run", exp, "--out", tmp_path / "simulated", "--engine", "simulation")
     told, error = running.communicate(timeout=300)
-    assert not marked(f"fedfm-ray{running.pid}-")
+    assert not processes_with(f"fedfm-ray{running.pid}-")
     assert running.returncode == 0, error[-2000:]
     simulated = json.loads(told.splitlines()[-1])
     same(simulated, fedfm("run", exp, "--out", tmp_path / "local"))
@@ -78,7 +78,7 @@ def test_a_client_that_raises_or_dies_is_left_out_and_a_stop_ends_everything(tmp
     until(lambda: rounds(out) >= 3 or running.poll() is not None)
     running.send_signal(signal.SIGINT)
     _, error = running.communicate(timeout=300)
-    assert not marked(f"fedfm-ray{running.pid}-")  # at once: what is left writes into folders that are gone
+    assert not processes_with(f"fedfm-ray{running.pid}-")  # at once: what is left writes into folders that are gone
     assert running.returncode == 130, error[-2000:]
     assert "client-00 left out, E_EXCEPTION: ValueError: as ordered" in error
     assert "client-01 left out" not in error  # its actor came back, and was asked once more
@@ -93,9 +93,9 @@ def test_what_a_killed_run_had_started_ends_too_and_it_resumes_to_the_same_bits(
     running = begin("run", exp, "--out", out, "--engine", "simulation")
     until(lambda: rounds(out) >= 3 or running.poll() is not None)
     (folder,) = Path(tempfile.gettempdir()).glob(f"fedfm-ray{running.pid}-*")
-    assert len(marked(str(folder))) > 3  # Ray's own and the clients'
+    assert len(processes_with(str(folder))) > 3  # Ray's own and the clients'
     running.kill()
     running.communicate()
-    until(lambda: not marked(str(folder)) and not folder.exists())
+    until(lambda: not processes_with(str(folder)) and not folder.exists())
     assert 3 <= rounds(out) < 60
     same(fedfm("resume", out), fedfm("run", exp, "--out", tmp_path / "local"))

@@ -132,7 +132,7 @@ def test_who_is_refused_is_told_under_the_registered_name():
     assert sorted(refused) == [2, 3]
     assert refused[2].reason == 'its silo.toml says name = "hospital-a", and its key is registered as "hospital-b"'
     assert "another node's key is registered under that name" in refused[3].reason
-    assert [registry.called(node) for node in (1, 2, 3, 4)] == ["hospital-a", "hospital-b", "node 3", "node 4"]
+    assert [registry.display_name(node) for node in (1, 2, 3, 4)] == ["hospital-a", "hospital-b", "node 3", "node 4"]
     assert registry.nameless([1, 3])
     assert not registry.nameless([1, 2])
     long = registry.refusals({2: "x" * 10**6 + "\n"}, {})[2].reason
@@ -188,7 +188,7 @@ def test_a_silo_runs_fedfms_bundle_and_none_that_brings_or_names_code(tmp_path):
 @pytest.fixture(scope="module")
 def signer(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("authority")
-    certificate_authority.found(folder, "here")
+    certificate_authority.create(folder, "here")
     return folder
 
 
@@ -242,7 +242,7 @@ def seen(kit: Path | None, ca: Path, answer: bytes = b"HTTP/1.1 200 OK\r\nconten
 
 def test_each_way_in_which_a_server_is_the_wrong_one_has_its_line(tmp_path, signer):
     other = tmp_path / "other"
-    certificate_authority.found(other, "elsewhere")
+    certificate_authority.create(other, "elsewhere")
     good = certificate(signer, tmp_path / "good", "127.0.0.1", -1, 1)
     assert seen(good, signer) == ""
     assert "certificate is of another federation" in seen(good, other)

@@ -49,8 +49,8 @@ def test_a_copy_that_reads_rows_otherwise_has_another_fingerprint(folder, tmp_pa
     theirs = load(copy, table, "lora")
     assert theirs.fingerprint == ours.fingerprint  # of the weights
     hello = {"name": "north", "fedfm": __version__, "wire": flower_records.WIRE, "model": theirs.identity}
-    assert answers.introduced(hello | {"model": ours.identity}, ours.identity) == ("north", None)
-    _, fault = answers.introduced(hello, ours.identity)
+    assert answers.parse_hello(hello | {"model": ours.identity}, ours.identity) == ("north", None)
+    _, fault = answers.parse_hello(hello, ours.identity)
     assert "tokenizer or image processor" in str(fault)
 
 

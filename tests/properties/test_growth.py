@@ -125,8 +125,8 @@ OF_A_TEXT = {
     "close": lambda t: close(t, ("rounds", "learning_rate", "weight_decay")),
     "payload": lambda t: payload.decode(*_halves({t: [t, t]})),
     "head": lambda t: payload.decode(t, b""),
-    "fault": lambda t: answers.opened({"round": 1, "call": 1, "fault": {"code": t, "reason": t}}),
-    "hello": lambda t: answers.introduced({"name": t, "fedfm": t, "wire": t, "model": t}, "a" * 64),
+    "fault": lambda t: answers.parse_envelope({"round": 1, "call": 1, "fault": {"code": t, "reason": t}}),
+    "hello": lambda t: answers.parse_hello({"name": t, "fedfm": t, "wire": t, "model": t}, "a" * 64),
     "halves": lambda t: client_stub.fault_halves(ClientFault(t[:20], t), t, b""),
     "reasons": lambda t: reasons.reasons([Excluded(1, t, t, t)]),
     "crossing": lambda t: Crossing(1, t, t, t, 1, t, True).line(),
@@ -175,19 +175,19 @@ def test_a_name_that_no_silo_has_is_none_at_the_server_and_is_not_repeated(name)
     """By the rule of silo.toml and of a federation's file; another node is left out in one short line."""
     hello = {"name": name, "fedfm": __version__, "wire": WIRE, "model": None}
     with pytest.raises(ClientFault) as fault:
-        answers.introduced(hello, None)
+        answers.parse_hello(hello, None)
     assert fault.value.code == E_FORMAT
     assert len(fault.value.reason) < 150
     assert not isinstance(name, str) or len(name) < 3 or name not in fault.value.reason
     if isinstance(name, str):
         assert re.fullmatch(bounds_of(next(f for f in fields(Silo) if f.name == "name")).pattern, name) is None
         if name:  # the experiment itself may deal rows to clients of such names
-            assert answers.introduced(hello, None, [name]) == (name, None)
+            assert answers.parse_hello(hello, None, [name]) == (name, None)
 
 
 @pytest.mark.parametrize("name", ["a", "hospital-a", "Klinik_9.b", "Zürich", "9" * 64])
 def test_a_silos_name_is_one_at_the_server(name):
-    assert answers.introduced({"name": name, "fedfm": __version__, "wire": WIRE}, None) == (name, None)
+    assert answers.parse_hello({"name": name, "fedfm": __version__, "wire": WIRE}, None) == (name, None)
 
 
 # --- lists, tables and nestings --------------------------------------------------------------------------------------

@@ -446,7 +446,7 @@ def test_a_replay_of_a_run_that_lost_its_secret_says_why_it_ends_otherwise(copy)
 def test_a_silo_refuses_for_itself_and_tells_the_server_no_path(tmp_path, how):
     text = Experiment.from_dict(fedala(tmp_path)).to_toml()
     (tmp_path / "silo.toml").write_text('name = "north"\ndata = "rows.npz"\n')
-    folder = client_stub.admitted({"experiment": text, "key": "run"}, {"silo": str(tmp_path / "silo.toml")}, 1)
+    folder = client_stub.admit({"experiment": text, "key": "run"}, {"silo": str(tmp_path / "silo.toml")}, 1)
 
     def send(handler, body, t):
         site, name = of_folder(folder)  # as a worker that has just been started

@@ -22,10 +22,10 @@ from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.encrypted.paper import SETTINGS
 from fedfm.encrypted.protocol import clear, foundation_check, permuted_clear, predictions
-from fedfm.encrypted.protocol.client import Held
+from fedfm.encrypted.protocol.client import ClientHalf
 from fedfm.encrypted.protocol.handshake import Hello, Opened
 from fedfm.encrypted.student.distillation_loss import Recipe
-from fedfm.encrypted.student.folding import folded
+from fedfm.encrypted.student.folding import fold
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
@@ -119,20 +119,20 @@ class BlindFed(Method[Carried]):
     # --- server half --------------------------------------------------------------------------------------------------
     def init(self, fed: Federation) -> Carried:
         model = foundation_check.check(fed.model, self.foundation)
-        w = predictions.trained(self, fed, model) if self.predict else fed.initial
-        figures = self.passed(fed)
+        w = predictions.load_trained(self, fed, model) if self.predict else fed.initial
+        figures = self.run_forward_pass(fed)
         if self.predict:
             figures["predicted"] = float(sum(fed.ask(self.predicted, w=w).values()))
         return Carried(w, figures)
 
-    def passed(self, fed: Federation) -> dict[str, float]:
+    def run_forward_pass(self, fed: Federation) -> dict[str, float]:
         """Steps 1 to 4 of the protocol, once: all rows of all clients pass the model."""
         if self.encryption == "clear":
-            return permuted_clear.passed(self, fed) if self.protocol == "permuted" else clear.passed(self, fed)
+            return permuted_clear.run(self, fed) if self.protocol == "permuted" else clear.run(self, fed)
         from fedfm.encrypted.protocol import masked  # need TenSEAL
         from fedfm.encrypted.protocol import permuted as permuted_passes
 
-        return permuted_passes.passed(self, fed) if self.protocol == "permuted" else masked.passed(self, fed)
+        return permuted_passes.run(self, fed) if self.protocol == "permuted" else masked.run(self, fed)
 
     def step(self, fed: Federation, state: Carried, t: int) -> Carried:
         cohort = fed.sample(self.fraction)
@@ -145,53 +145,53 @@ class BlindFed(Method[Carried]):
     @on_client
     def train(self, client: Client, w: Params) -> Update:
         mine = self.view(client)
-        w_k = client.trained = self.paced(mine, w)
+        w_k = client.trained = self.scheduled_local(mine, w)
         return Update(w_k - w, len(mine.data.train), mine.metrics)
 
     @cached_property
-    def paced(self) -> Local:
+    def scheduled_local(self) -> Local:
         """The client optimiser with the paper's schedule, if it has none of its own."""
         return replace(self.local, schedule="steps") if self.drops and self.local.schedule == "constant" else self.local
 
     def view(self, client: Client) -> Client:
-        return self.held.view(client)
+        return self.client_half.view(client)
 
     @on_client(kind="query")
     def open(self, client: Client, told: Hello) -> Opened:
         """Step 1: what the rows have to look like; the client's numbers of rows, and its keys."""
-        return self.held.open(client, told)
+        return self.client_half.open(client, told)
 
     @on_client(kind="query")
     def rows(self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False) -> Tensor:
         """Step 2: a batch of rows, in the client's own order; ``go_on``: the server has its states from before."""
-        return self.held.rows(client, batch, session, go_on)
+        return self.client_half.rows(client, batch, session, go_on)
 
     @on_client(kind="query", varying=("states",))
     def keep(self, client: Client, batch: int, block: int, states: Tensor) -> int:
         """Step 4: released states, which the client keeps for all rounds; it says how many rows they are of."""
-        return self.held.keep(client, batch, block, states)
+        return self.client_half.keep(client, batch, block, states)
 
     @on_client(kind="query", varying=("message",))
     def refresh(self, client: Client, message: Tensor) -> Tensor:
         """Step 3: decrypt masked numbers, and encrypt them again."""
-        return self.held.refresh(client, message)
+        return self.client_half.refresh(client, message)
 
     @on_client(kind="query")
     def labelled(
         self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False
     ) -> dict[str, Tensor]:
         """Permuted, step 1: a batch of rows with its labels; ``go_on``: the server has its states from before."""
-        return self.held.labelled(client, batch, session, go_on)
+        return self.client_half.rows_with_labels(client, batch, session, go_on)
 
     @on_client(kind="query", varying=("states",))
     def turn(self, client: Client, batch: int, block: int, states: Tensor) -> Tensor:
         """Permuted, step 3: the states of all tokens in a secret order, which the client keeps and returns."""
-        return self.held.turn(client, batch, block, states)
+        return self.client_half.turn(client, batch, block, states)
 
     @on_client(kind="query", varying=("orders", "labels"))
     def align(self, client: Client, batch: int, orders: Tensor, labels: Tensor) -> int:
         """Permuted, steps 4 and 6: the orders from each block to the next, and the labels in the last one."""
-        return self.held.align(client, batch, orders, labels)
+        return self.client_half.align(client, batch, orders, labels)
 
     @on_client(kind="query")
     def predicted(self, client: Client, w: Params) -> int:
@@ -199,9 +199,9 @@ class BlindFed(Method[Carried]):
         return predictions.keep(client, self.view(client), w)
 
     @cached_property
-    def held(self) -> Held:
+    def client_half(self) -> ClientHalf:
         """What this process knows of its clients' released states."""
-        return Held(self.protocol, self.encryption)
+        return ClientHalf(self.protocol, self.encryption)
 
     # --- what it needs and promises -----------------------------------------------------------------------------------
     @property
@@ -245,7 +245,7 @@ class BlindFed(Method[Carried]):
         return self.encryption == "ckks"
 
     def fidelity(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
-        return self.held.errors(seen, clear) if self.encryption == "ckks" else {}
+        return self.client_half.errors(seen, clear) if self.encryption == "ckks" else {}
 
     def encoded(self, model: Model, rows: Rows) -> Rows:
         if self.encryption == "clear":
@@ -276,7 +276,7 @@ class BlindFed(Method[Carried]):
         from fedfm.encrypted.inference import cost_estimate
         from fedfm.encrypted.inference.messages import parameters_of
 
-        matrices = folded(twin.owned[0].module)
+        matrices = fold(twin.owned[0].module)
         parameters = parameters_of(self.ring)
         if self.protocol == "permuted":
             return cost_estimate.plan(matrices, rows, self.released, permuted=len(model.classes), parameters=parameters)

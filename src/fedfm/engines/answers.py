@@ -34,7 +34,7 @@ class Envelope(NamedTuple):
     fault: ClientFault | None
 
 
-def opened(value: Any) -> Envelope:
+def parse_envelope(value: Any) -> Envelope:
     """The parts of a reply's envelope.
 
     Raises:
@@ -46,13 +46,13 @@ def opened(value: Any) -> Envelope:
         raise ClientFault(E_FORMAT, "the reply's round and call are not whole numbers")
     at = value["round"], value["call"]
     if "fault" in value:
-        return Envelope(*at, None, _told(value["fault"]))
+        return Envelope(*at, None, _parse_fault(value["fault"]))
     if "body" not in value:
         raise ClientFault(E_FORMAT, "the reply has no body")
     return Envelope(*at, value["body"], None)
 
 
-def _told(value: Any) -> ClientFault:
+def _parse_fault(value: Any) -> ClientFault:
     """The fault that a site reports."""
     code, reason = (value.get("code"), value.get("reason")) if isinstance(value, Mapping) else (None, None)
     if not isinstance(code, str) or not isinstance(reason, str):
@@ -63,7 +63,7 @@ def _told(value: Any) -> ClientFault:
     return ClientFault(code, reason[:400])
 
 
-def introduced(
+def parse_hello(
     value: Any, identity: str | None, expected: Collection[ClientId] = ()
 ) -> tuple[ClientId, ClientFault | None]:
     """(name, reason not to take part or None) from the answer to a hello.

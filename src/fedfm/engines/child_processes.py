@@ -57,7 +57,7 @@ class Children:
             return "\n".join(line[:300] for line in text[-lines:])
         return ""
 
-    def ended(self) -> Iterator[tuple[str, str]]:
+    def reap(self) -> Iterator[tuple[str, str]]:
         """(name, how) of the programs that ended since the last call."""
         for name, process in list(self._running.items()):
             code = process.poll()
@@ -67,7 +67,7 @@ class Children:
                 yield name, f"signal {-code}" if code < 0 else f"exit status {code}"
 
     def stop(self, name: str) -> None:
-        """End a program's group if it runs; :meth:`ended` does not report it."""
+        """End a program's group if it runs; :meth:`reap` does not report it."""
         if (process := self._running.pop(name, None)) is not None:
             _signal(process.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -140,7 +140,7 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def held(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether another process has this lock file locked; False if the file is absent."""
     try:
         with open(path) as file:

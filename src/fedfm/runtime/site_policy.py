@@ -61,13 +61,13 @@ class SitePolicy(Protocol):
     def of_client(self) -> dict[str, Any]:
         """What the silo's file says of its :class:`~fedfm.core.client.Client`."""
 
-    def changed(self) -> bool:
+    def reload(self) -> bool:
         """Whether the silo's file was changed since it was read; it is then read again. Raises a ClientFault."""
 
     def populate(self, experiment: Experiment, classes: Sequence[str]) -> Partitioned:
         """The silo's rows and model. Raises an InputError if the experiment does not fit."""
 
-    def asked(self, classes: Sequence[str]) -> None:
+    def count_hello(self, classes: Sequence[str]) -> None:
         """Count a hello before it is answered. Raises a ClientFault."""
 
     def agree(self, classes: Sequence[str], what: str) -> None:
@@ -88,7 +88,7 @@ class SitePolicy(Protocol):
     def refuses(self, question: Question, fault: ClientFault, experiment: Experiment) -> ClientFault:
         """What the silo says of a failure after its rows were read."""
 
-    def refused(self, handler: str, fault: ClientFault) -> None:
+    def log_refusal(self, handler: str, fault: ClientFault) -> None:
         """Log a request that was not answered."""
 
 

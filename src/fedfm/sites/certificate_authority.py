@@ -15,7 +15,7 @@ YEARS = 10  # validity of the authority; the certificates that it signs end earl
 _SKEW = datetime.timedelta(hours=2)  # a certificate is valid this long before it is made: clocks differ
 
 
-def found(folder: Path, name: str) -> bool:
+def create(folder: Path, name: str) -> bool:
     """Make the authority ``ca.key`` (mode 0600) and ``ca.crt`` in a folder, unless it has one; returns whether it did.
 
     Raises:

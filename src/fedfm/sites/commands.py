@@ -21,7 +21,7 @@ def provision(args: Any) -> int:
     from fedfm.sites import federation_config, kits
 
     found = kits.provision(federation_config.load(args.federation), args.out, renew=args.renew)
-    return say(args, found, kits.described(found))
+    return say(args, found, kits.render(found))
 
 
 def start(args: Any) -> int:
@@ -44,7 +44,7 @@ def silo(args: Any) -> int:
         from fedfm.sites import kit_check
 
         checked = kit_check.examine(args.file, args.experiment)
-        say(args, checked, kit_check.described(checked))
+        say(args, checked, kit_check.render(checked))
         return 0 if checked["fits"] else 1
     if args.experiment is not None:
         raise InputError(f"{args.experiment}: only `fedfm silo check KIT EXPERIMENT` takes an experiment")

@@ -100,7 +100,7 @@ class SiloDesk:
             self._note(f"request {header.number} of run {header.run[:100]} is ignored: another one had its number")
             return False
         try:
-            folder = client_stub.admitted({"experiment": experiment, "key": header.run}, {"silo": str(self._path)}, 0)
+            folder = client_stub.admit({"experiment": experiment, "key": header.run}, {"silo": str(self._path)}, 0)
             told = json.dumps({"number": header.number, "digest": asked})
             storage.write_atomic(folder / _STATE, told.encode(), 0o600)
             head, data = self._site_of(folder).answer(self.name, handler, content.head, content.data)

@@ -46,7 +46,7 @@ def examine(folder: Path, experiment: Path | None) -> dict[str, Any]:
     return {"name": name, "fits": all(line["status"] != DIFFERS for line in checks), "checks": checks}
 
 
-def described(found: dict[str, Any]) -> str:
+def render(found: dict[str, Any]) -> str:
     """The result of :func:`examine` as text, a line a check."""
     lines = [f"{found['name']}: {line['status']:<7} {line['what']}: {line['found']}" for line in found["checks"]]
     count = sum(line["status"] == DIFFERS for line in found["checks"])
@@ -74,13 +74,13 @@ def _of_kit(kit: Kit) -> Iterator[Line]:
     for name in ("ca.crt", "server.pem") if kit.serves else ("ca.crt",):
         yield _try(f"certificate {name}", partial(_certificate, kit.folder / name, now))
     if kit.serves:
-        yield _line("port", OK if kits.free(kit.port) else NOTE, f"{kit.port} is {_used(kit.port)}")
+        yield _line("port", OK if kits.free(kit.port) else NOTE, f"{kit.port} is {_port_use(kit.port)}")
         return
-    yield _line("port", OK if kits.free(kit.port) else NOTE, f"{kit.port}, on loopback, is {_used(kit.port)}")
+    yield _line("port", OK if kits.free(kit.port) else NOTE, f"{kit.port}, on loopback, is {_port_use(kit.port)}")
     yield from _server_seen(kit)
 
 
-def _used(port: int) -> str:
+def _port_use(port: int) -> str:
     return "free" if kits.free(port) else "in use: by this kit if it runs"
 
 
@@ -130,11 +130,11 @@ def _server_seen(kit: Kit) -> Iterator[Line]:
 def _of_server(needed: Experiment) -> Iterator[Line]:
     from fedfm.runtime.population import populate
 
-    def loaded() -> str:
+    def load_model() -> str:
         model = populate(needed, server=True).model
         return f"{needed.model.name}, fingerprint {model.fingerprint[:12]}"
 
-    yield _try("model", loaded)
+    yield _try("model", load_model)
 
 
 def _of_silo(name: str, file: Path, needed: Experiment | None) -> Iterator[Line]:

@@ -37,14 +37,14 @@ def provision(federation: FederationFile, out: Path, *, renew: bool = False) -> 
     """
     _check_folder(out)
     with alone_in(out, "making kits"):
-        return _made(federation, out, renew)
+        return _write_kits(federation, out, renew)
 
 
-def _made(federation: FederationFile, out: Path, renew: bool) -> dict[str, Any]:
+def _write_kits(federation: FederationFile, out: Path, renew: bool) -> dict[str, Any]:
     server, made, kept = out / SERVER, list[str](), list[str]()
     old = load(server) if (server / FILE).exists() else None
     address, port = _address(federation, old, out)
-    certificate_authority.found(out / AUTHORITY, federation.host)
+    certificate_authority.create(out / AUTHORITY, federation.host)
     out.chmod(0o700)
     if old is None or renew:
         server.mkdir(mode=0o700, exist_ok=True)
@@ -85,7 +85,7 @@ def _made(federation: FederationFile, out: Path, renew: bool) -> dict[str, Any]:
     }
 
 
-def described(found: dict[str, Any]) -> str:
+def render(found: dict[str, Any]) -> str:
     """The result of :func:`provision` as text, with what comes next."""
     out, silos = Path(found["out"]), [name for name in (*found["made"], *found["kept"]) if name != SERVER]
     lines = [f"made: {', '.join(found['made']) or 'nothing'}"]

@@ -137,7 +137,7 @@ class Totals:
         """Whether this answer to this question left before in its run."""
         return (entry.run, entry.asked, entry.sha256) in self._seen
 
-    def heard(self, entry: Entry) -> bool:
+    def knows_question(self, entry: Entry) -> bool:
         """Whether this question was answered before in its run."""
         return (entry.run, entry.asked) in self._asked
 
@@ -198,14 +198,14 @@ class Ledger:
                 or the file is damaged or cannot be read.
         """
         with self._current():
-            if self._totals.heard(entry):
+            if self._totals.knows_question(entry):
                 return
             if entry.exposes in ONCE and self._totals.another(entry):
                 of = f" on {entry.part} rows" if entry.part else ""
                 raise ClientFault(
                     E_REFUSED, f"round {entry.round} has had its question for {entry.exposes}{of}: one is answered"
                 )
-            if (why := self._exceeded(entry)) is not None:
+            if (why := self._exceeded_budget(entry)) is not None:
                 raise ClientFault(E_REFUSED, why)
 
     def enter(self, entry: Entry) -> None:
@@ -215,7 +215,7 @@ class Ledger:
             ClientFault: E_REFUSED, the entry would exceed a budget, or the file is damaged or cannot be written.
         """
         with self._current() as file:
-            if (why := self._exceeded(entry)) is not None:
+            if (why := self._exceeded_budget(entry)) is not None:
                 raise ClientFault(E_REFUSED, why)
             self._append(file, entry)
 
@@ -261,7 +261,7 @@ class Ledger:
         if torn:
             os.ftruncate(file, self._at)
 
-    def _exceeded(self, entry: Entry) -> str | None:
+    def _exceeded_budget(self, entry: Entry) -> str | None:
         """The budget that the entry would exceed, in words; None: none."""
         totals, budget = self._totals, self.budget
         if budget.bytes is not None and totals.bytes + entry.bytes > budget.bytes:

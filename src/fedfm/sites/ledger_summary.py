@@ -71,7 +71,7 @@ def _rest(limit: float, spent: float | None) -> float:
     return 0 if spent is None else max(limit - spent, 0)
 
 
-def described(found: Mapping[str, Any]) -> str:
+def render(found: Mapping[str, Any]) -> str:
     """The result of :func:`report` as text."""
     if not found["runs"]:
         return f"{found['name']}: nothing has left ({found['ledger']})"

@@ -31,7 +31,7 @@ def report(path: Path) -> dict[str, Any]:
     return {"name": silo.name, "runs": found}
 
 
-def described(found: Mapping[str, Any]) -> str:
+def render(found: Mapping[str, Any]) -> str:
     """The result of :func:`report` as text."""
     lines = []
     for run in found["runs"]:

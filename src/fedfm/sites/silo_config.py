@@ -237,7 +237,7 @@ def report(path: Path) -> dict[str, Any]:
     }
 
 
-def described(found: Mapping[str, Any]) -> str:
+def render(found: Mapping[str, Any]) -> str:
     """The result of :func:`report` as text."""
     rows = found["rows"]
     policies = {"": found["allow"], **{f" of method {m}": words for m, words in found["allow_by_method"].items()}}

@@ -73,7 +73,7 @@ class Own:
             "note": lambda text: self.log.note(f"run {self._folder.parent.name}: {text}"),
         }
 
-    def changed(self) -> bool:
+    def reload(self) -> bool:
         """Whether the silo's file was changed since it was read; it is then read again.
 
         Raises:
@@ -104,7 +104,7 @@ class Own:
             self.log.note(f"run {self._folder.parent.name}: {notice}")
         return found
 
-    def asked(self, classes: Sequence[str]) -> None:
+    def count_hello(self, classes: Sequence[str]) -> None:
         """Count a hello before it is answered, since the answer discloses whether the silo's rows fit.
 
         Raises:
@@ -214,7 +214,7 @@ class Own:
             return over
         return fault
 
-    def refused(self, handler: str, fault: ClientFault) -> None:
+    def log_refusal(self, handler: str, fault: ClientFault) -> None:
         """Log a request that was not answered."""
         with contextlib.suppress(OSError):  # the server gets its answer even if the disk is full
             self.log.note(

@@ -171,11 +171,11 @@ class _Supervisor:
             SiloLog(self._state, self._kit.folder / "silo.toml").note(text)
 
     def _step(self, now: float) -> None:
-        for name, how in self._children.ended():
+        for name, how in self._children.reap():
             if now - self._began[name] > _STEADY:
                 self._pause[name] = _PAUSES[0]
             self._due[name] = now + self._pause[name]
-            why = self._taken(name) or self._cause(name)
+            why = self._port_conflict(name) or self._cause(name)
             text = f"{name} ended with {how}{f' ({why})' if why else ''}; it starts again"
             if self._said.get(name, ("", 0.0))[0] != text or now - self._said[name][1] > _REPEAT:
                 self._said[name] = text, now
@@ -194,7 +194,7 @@ class _Supervisor:
                 self._begin("superlink", now)
             self._admit()
 
-    def _taken(self, name: str) -> str:
+    def _port_conflict(self, name: str) -> str:
         """What to do if another program has the port of this process; else nothing."""
         port, remedy = self._kit.port, "end it" if self._kit.serves else "end it, or change port in kit.json"
         if name not in ("superlink", "supernode") or free(port):

@@ -18,7 +18,7 @@ from fedfm.audits.finding import ABOVE, Finding, nothing
 from fedfm.audits.inference.rates import clopper_pearson
 from fedfm.audits.replay import Replay
 from fedfm.encrypted.audits.block_states import largest_client, of_client
-from fedfm.encrypted.audits.inference_alignment import found, shuffled
+from fedfm.encrypted.audits.inference_alignment import aligned_shares, shuffle
 from fedfm.encrypted.protocol.permutations import relative, to_last
 from fedfm.runtime.run_directory import Run
 
@@ -47,19 +47,19 @@ class BlockOrder(Audit):
         if n < 2 or levels < 2:
             return [nothing("order.sent", SENT, "There is no client with two rows, or no second block.")]
         blocks = states.blocks[:n].double().numpy()
-        mixed, orders = shuffled(blocks, seed)
-        return [_sent(blocks, orders), self._seen(mixed, orders, n), self._tokens(blocks, seed, n)]
+        mixed, orders = shuffle(blocks, seed)
+        return [_pair_by_orders(blocks, orders), self._pair_by_states(mixed, orders, n), self._tokens(blocks, seed, n)]
 
-    def _seen(self, mixed: np.ndarray, orders: np.ndarray, n: int) -> Finding:
-        return _share("order.from_states", SEEN, found(mixed, orders), n, "all tokens")
+    def _pair_by_states(self, mixed: np.ndarray, orders: np.ndarray, n: int) -> Finding:
+        return _share("order.from_states", SEEN, aligned_shares(mixed, orders), n, "all tokens")
 
     def _tokens(self, blocks: np.ndarray, seed: int, n: int) -> Finding:
-        mixed, orders = shuffled(blocks.mean(2), seed + 1)
+        mixed, orders = shuffle(blocks.mean(2), seed + 1)
         question = "Could it from the means over the tokens alone?"
-        return _share("order.from_means", question, found(mixed, orders), n, "the mean over the tokens")
+        return _share("order.from_means", question, aligned_shares(mixed, orders), n, "the mean over the tokens")
 
 
-def _sent(blocks: np.ndarray, orders: np.ndarray) -> Finding:
+def _pair_by_orders(blocks: np.ndarray, orders: np.ndarray) -> Finding:
     """Step 4 of the protocol: the client takes all lists of states to the last order, as it has to."""
     pi = [torch.from_numpy(order) for order in orders]
     lists = [torch.from_numpy(blocks[order, level]) for level, order in enumerate(orders)]

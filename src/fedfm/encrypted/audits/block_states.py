@@ -13,7 +13,7 @@ from fedfm import seeds
 from fedfm.core.client import ClientId
 from fedfm.data.scikit_files import scikit_file
 from fedfm.data.table import Table
-from fedfm.encrypted.student.conversion import block_states, folded
+from fedfm.encrypted.student.conversion import block_states, fold
 from fedfm.errors import RunError
 from fedfm.models.adapters.side_adapter import SideModel
 from fedfm.runtime.partitioned import Partitioned
@@ -88,7 +88,7 @@ def _states(population: Partitioned, table: Table, index: np.ndarray) -> States:
     model = side_model(population)
     backbone, _, _ = model.owned
     rows = model.prepare(table, index).computed()
-    patch, done = folded(backbone.module).patch, []
+    patch, done = fold(backbone.module).patch, []
     with torch.no_grad():
         for pixels in torch.split(rows.tensors["pixel_values"], _AT_ONCE):
             done.append((patch(pixels), block_states(backbone.module, pixels)))

@@ -14,7 +14,7 @@ from fedfm.encrypted.audits.block_states import side_model
 from fedfm.encrypted.audits.inference_second_polynomials import weights_of
 from fedfm.encrypted.ckks.matrices import matrix_product
 from fedfm.encrypted.ckks.ring import Parameters
-from fedfm.encrypted.student.conversion import folded
+from fedfm.encrypted.student.conversion import fold
 from fedfm.errors import MissingExtra
 
 QUESTION = "Does an encrypted answer of the server show the weights of a linear layer to the owner of the key?"
@@ -40,12 +40,12 @@ class CiphertextWeights(Audit):
             return [nothing("weights.by_ciphertext", QUESTION, f"{missing}.")]
         server = seal.ServerKeys(parameters, client.public())
         backbone, _, _ = side_model(replay.population).owned
-        weight = folded(backbone.module).embedding[:OUTPUTS, :INPUTS]
+        weight = fold(backbone.module).embedding[:OUTPUTS, :INPUTS]
         whole = np.rint(weight / np.abs(weight).max() * 2**BITS)
         x = client.encrypt(np.random.default_rng(0).normal(size=(whole.shape[1], parameters.slots)))
         bare = matrix_product(whole, x, client.ring)
         hidden = server.ring.add(bare, server.zeros(len(bare), parameters.limbs))
-        with_zero, without = (_found(out, x, whole, parameters) for out in (hidden, bare))
+        with_zero, without = (_share_found(out, x, whole, parameters) for out in (hidden, bare))
         says = f"{with_zero:.0%} of {whole.size} weights of the embedding are found exactly. Without the encryption of "
         says += f"zero that the server adds to what it sends they would be {without:.0%}."
         detail = {"without_encryption_of_zero": without}
@@ -53,7 +53,7 @@ class CiphertextWeights(Audit):
         return [Finding(name, QUESTION, with_zero, None, None, LINE, SHARE, says, contradicts, detail)]
 
 
-def _found(out: np.ndarray, x: np.ndarray, whole: np.ndarray, parameters: Parameters) -> float:
+def _share_found(out: np.ndarray, x: np.ndarray, whole: np.ndarray, parameters: Parameters) -> float:
     """Share of the weights that are solved for modulo one prime; the transform of a polynomial changes nothing."""
     guess = weights_of(x[:, 1, 0], out[:, 1, 0], parameters.primes[0])
     return float((guess == whole).mean())

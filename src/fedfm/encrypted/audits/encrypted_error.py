@@ -14,7 +14,7 @@ from fedfm.audits.finding import Finding, VerdictRule
 from fedfm.audits.replay import Replay
 from fedfm.encrypted.audits.block_states import largest_client, side_model
 from fedfm.encrypted.ckks.refresh import DistanceLedger
-from fedfm.encrypted.student.conversion import folded
+from fedfm.encrypted.student.conversion import fold
 from fedfm.errors import ClientFault
 from fedfm.models.adapters.side_adapter import STATES, SideModel
 from fedfm.runtime.run_directory import Run
@@ -76,37 +76,37 @@ def _logits(encrypted: Tensor, clear: Tensor) -> Finding:
 
 
 def _refusals(model: SideModel, pixels: Tensor) -> Finding:
-    from fedfm.encrypted.inference.model_owner import Holder, Owner
+    from fedfm.encrypted.inference.model_owner import KeyHolder, ModelOwner
 
-    matrices = folded(model.owned[0].module)
-    holder, other = (Holder.new(len(matrices.positions)) for _ in range(2))
+    matrices = fold(model.owned[0].module)
+    holder, other = (KeyHolder.new(len(matrices.positions)) for _ in range(2))
     public, x = holder.public(), matrices.patch(pixels).double().numpy()
     session, key = os.urandom(16), os.urandom(32)
     holder.begin(session, key)
     good = holder.rows(x)
     other.begin(session, os.urandom(32))
     holder.begin(os.urandom(16), key)
-    cases = {**dict(_damaged(good)), "another key": other.rows(x), "another session": holder.rows(x)}
+    cases = {**dict(_damage(good)), "another key": other.rows(x), "another session": holder.rows(x)}
 
-    def refused(message: bytes) -> bool:
+    def refuses(message: bytes) -> bool:
         def never(_: bytes) -> bytes:
             raise AssertionError("a refresh was asked for")
 
-        owner = Owner(matrices, "class", public, session, key, DistanceLedger())
+        owner = ModelOwner(matrices, "class", public, session, key, DistanceLedger())
         try:
             owner.run(message, never, lambda block, states: None)
         except ClientFault:
             return True
         return False
 
-    missed = [name for name, message in cases.items() if not refused(message)]
+    missed = [name for name, message in cases.items() if not refuses(message)]
     share = 1 - len(missed) / len(cases)
     says = f"{len(cases) - len(missed)} of {len(cases)} are refused before anything is computed: {', '.join(cases)}."
     says += f" Taken: {', '.join(missed)}." if missed else ""
     return Finding("encryption.refusals", REFUSED, share, None, None, 1.0, ALL, says, bool(missed))
 
 
-def _damaged(good: bytes) -> Iterator[tuple[str, bytes]]:
+def _damage(good: bytes) -> Iterator[tuple[str, bytes]]:
     """A message with one fault each."""
     middle = len(good) // 2
     yield "cut off", good[:-1]

@@ -11,7 +11,7 @@ import numpy as np
 from fedfm.audits.inference.rates import Array
 
 
-def aligned(before: Array, after: Array) -> Array:
+def align(before: Array, after: Array) -> Array:
     """For each sample before the block, the place of its state after it: centred cosines, then the best assignment.
 
     Args:
@@ -37,22 +37,22 @@ def aligned(before: Array, after: Array) -> Array:
     return np.asarray(linear_sum_assignment(a @ b.T, maximize=True)[1])
 
 
-def shuffled(states: Array, seed: int) -> tuple[Array, Array]:
+def shuffle(states: Array, seed: int) -> tuple[Array, Array]:
     """Each block's states in an order of its own: (n, L, ...) -> (n, L, ...), and the orders (L, n)."""
     rng = np.random.default_rng(seed)
     orders = np.stack([rng.permutation(len(states)) for _ in range(states.shape[1])])
     return np.stack([states[order, level] for level, order in enumerate(orders)], axis=1), orders
 
 
-def found(mixed: Array, orders: Array) -> list[float]:
-    """Share of the samples that :func:`aligned` finds again, for each pair of blocks that follow each other: (L - 1,).
+def aligned_shares(mixed: Array, orders: Array) -> list[float]:
+    """Share of the samples that :func:`align` finds again, for each pair of blocks that follow each other: (L - 1,).
 
     Args:
-        mixed, orders: from :func:`shuffled`.
+        mixed, orders: from :func:`shuffle`.
     """
     shares = []
     for level in range(1, mixed.shape[1]):
-        guess = aligned(mixed[:, level - 1], mixed[:, level])
+        guess = align(mixed[:, level - 1], mixed[:, level])
         shares.append(float((orders[level][guess] == orders[level - 1]).mean()))
     return shares
 

@@ -60,7 +60,7 @@ def fit_block(before: Tensor, after: Tensor, heads: int, hidden: int, seed: int,
         torch.manual_seed(seed)
         net = SurrogateBlock(before.shape[-1], heads, hidden)
         scale = (after - before).std()
-        return _fitted(net, before, lambda out, x, i: ((out - after[i]) / scale).square().mean(), steps)
+        return _fit(net, before, lambda out, x, i: ((out - after[i]) / scale).square().mean(), steps)
 
 
 def fit_student(
@@ -78,7 +78,7 @@ def fit_student(
         torch.manual_seed(seed)
         net = Student(patches.shape[1], patches.shape[2], released.shape[1], dim, heads, hidden)
         scale = released.std((0, 2, 3), keepdim=True)
-        return _fitted(
+        return _fit(
             net, patches, lambda out, x, i: ((read(out) - released[i]) / scale).square().mean(), steps
         )  # fmt: skip
 
@@ -110,7 +110,7 @@ def agreement(fit: tuple[Tensor, Tensor], true: Tensor, guess: Tensor, classes: 
     return float((says[0] == says[1]).mean())
 
 
-def _fitted(net: nn.Module, x: Tensor, loss: object, steps: int) -> nn.Module:
+def _fit(net: nn.Module, x: Tensor, loss: object, steps: int) -> nn.Module:
     """Adam with a cosine schedule; the weights are an average of the last quarter of the steps."""
     optimiser = torch.optim.Adam(net.parameters(), RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)

@@ -24,10 +24,10 @@ class ServerView(Audit):
     replays: ClassVar[bool] = False
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
-        return [found(replay.run)]
+        return [examine(replay.run)]
 
 
-def found(run: Run) -> Finding:
+def examine(run: Run) -> Finding:
     """The finding of a run's messages.jsonl."""
     forms, clear, largest = Counter[str](), Counter[str](), 0
     for _, line, _ in logs.lines(run.path / "messages.jsonl"):

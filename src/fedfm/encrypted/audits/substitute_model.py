@@ -89,13 +89,13 @@ class SubstituteModel(Audit):
             f"{error:.3f} on its other rows and of {far:.2f} on photographs (0 is a copy, 1 is no knowledge). From "
             f"{len(quarter)} rows it is {before:.3f} on the other rows."
         )
-        detail = {"rows": len(own), "by_block": _rounded(inside), "by_block_outside": _rounded(outside)}
-        detail |= {"fewer_rows": len(quarter), "by_block_from_fewer_rows": _rounded(few)}
+        detail = {"rows": len(own), "by_block": _round(inside), "by_block_outside": _round(outside)}
+        detail |= {"fewer_rows": len(quarter), "by_block_from_fewer_rows": _round(few)}
         found = Finding("substitute.blocks", BLOCKS, error, None, None, CLOSE, COPIED, says, False, detail)
 
         read = _Released(side_model(replay.population))
 
-        def chained(states: States) -> Tensor:
+        def chain(states: States) -> Tensor:
             with torch.no_grad():
                 x: Tensor = first(states.patches)[:, 0]
                 for fit in fits:
@@ -104,7 +104,7 @@ class SubstituteModel(Audit):
             return out
 
         question = "Do these blocks, one after another, compute the model's features from pixels?"
-        return [found, self._likeness(replay, "substitute.chain", question, own, held, others, chained)]
+        return [found, self._likeness(replay, "substitute.chain", question, own, held, others, chain)]
 
     def _student(
         self, replay: Replay, own: States, held: States, others: States, seed: int, notice: Callable[[str], None]
@@ -121,12 +121,12 @@ class SubstituteModel(Audit):
             )  # fmt: skip
 
         def features(net: nn.Module) -> Callable[[States], Tensor]:
-            def said(states: States) -> Tensor:
+            def compute(states: States) -> Tensor:
                 with torch.no_grad():
                     out: Tensor = read(net(states.patches))[:, -1, 0]
                 return out
 
-            return said
+            return compute
 
         finding = self._likeness(replay, "substitute.student", STUDENT, own, held, others, features(made[1.0]))
         few = features(made[SHARES[0]])
@@ -194,5 +194,5 @@ def _feature(states: States) -> Tensor:
     return states.released[:, -1, 0]
 
 
-def _rounded(values: Sequence[float]) -> list[float]:
+def _round(values: Sequence[float]) -> list[float]:
     return [round(v, 4) for v in values]

@@ -132,9 +132,9 @@ class Ciphertexts:
         if not isinstance(other, Ciphertexts):
             number = float(other)
             if number and number.is_integer() and abs(number) <= _EXACT_FACTOR:
-                return self._scaled(np.full(len(self), int(number), object), 1.0)
+                return self._scale_by(np.full(len(self), int(number), object), 1.0)
             return self.times(np.full(len(self), number))
-        return finished(products(self, other))
+        return relinearise_and_rescale(products(self, other))
 
     __rmul__ = __mul__
 
@@ -163,7 +163,7 @@ class Ciphertexts:
         factors = np.array([round(float(v) * scale) for v in numbers], object)
         if not factors.all():
             raise InputError(f"a product with {np.abs(numbers).min():g} vanishes at scale 2^{math.log2(scale):.0f}")
-        return x.evaluator.rescale(x._scaled(factors, scale))
+        return x.evaluator.rescale(x._scale_by(factors, scale))
 
     def at(self, limbs: int) -> Ciphertexts:
         """The same numbers with fewer primes."""
@@ -187,7 +187,7 @@ class Ciphertexts:
             parts = np.concatenate([parts, rest]) if len(rest) else parts
         return self._like(parts)
 
-    def refreshed(self) -> Ciphertexts:
+    def refresh(self) -> Ciphertexts:
         """Fresh ciphertexts of the same numbers.
 
         Raises:
@@ -211,7 +211,7 @@ class Ciphertexts:
             if wide := self._able():
                 return self.at(wide[0])
             if attempt == 0 and self.evaluator.refresh is not None:
-                self._become(self.refreshed())
+                self._become(self.refresh())
             elif able:
                 return self.at(able[0])
         raise InputError("the parameters have no level for a product with numbers")
@@ -233,7 +233,7 @@ class Ciphertexts:
             return
         usual = [part._usual().at(self.evaluator.floor) for part in spent]
         together = np.concatenate([part.limbs for part in usual])
-        fresh = Ciphertexts(together, max(part.scale for part in usual), self.evaluator).refreshed()
+        fresh = Ciphertexts(together, max(part.scale for part in usual), self.evaluator).refresh()
         start = 0
         for part, told in zip(spent, usual, strict=True):
             part.limbs, part.scale = np.ascontiguousarray(fresh.limbs[start : start + len(part)]), told.scale
@@ -255,7 +255,7 @@ class Ciphertexts:
     def _sum(self, other: Ciphertexts | float, sign: int) -> Ciphertexts:
         if not isinstance(other, Ciphertexts):
             return self.plus(np.full(len(self), sign * float(other)))
-        a, b = aligned(self, other)
+        a, b = align_levels(self, other)
         if abs(a.scale / b.scale - 1) > SCALE_TOLERANCE:
             raise InputError(f"scales 2^{math.log2(a.scale):.4f} and 2^{math.log2(b.scale):.4f} in one sum")
         if a.limbs.shape[1] != b.limbs.shape[1]:
@@ -263,7 +263,7 @@ class Ciphertexts:
         x, y = (np.ascontiguousarray(np.broadcast_to(c.residues, _larger(a, b))) for c in (a, b))
         return a._like(self.evaluator.ring.add(x, y, sign))
 
-    def _scaled(self, factors: NDArray[np.object_], scale: float) -> Ciphertexts:
+    def _scale_by(self, factors: NDArray[np.object_], scale: float) -> Ciphertexts:
         """Times whole numbers, (count,), that stand for numbers at a scale."""
         ring = self.evaluator.ring
         rows = np.stack([ring.constant(int(f), self.level + 1) for f in factors])
@@ -278,12 +278,12 @@ class Ciphertexts:
         if parameters.wide(limbs):
             return self.at(limbs - 1)._usual()
         scale = self.plain_scale()
-        return self.evaluator.rescale(self._scaled(np.full(len(self), round(scale), object), round(scale)))
+        return self.evaluator.rescale(self._scale_by(np.full(len(self), round(scale), object), round(scale)))
 
     def _for_product(self) -> int:
         """The most primes with which this can be multiplied by ciphertexts; refreshed if there are none."""
         if not self._able():
-            self._become(self.refreshed())
+            self._become(self.refresh())
         if not (able := self._able()):
             raise InputError("the parameters have no level for a product of ciphertexts")
         return able[0]
@@ -298,7 +298,7 @@ class Ciphertexts:
         self.limbs, self.scale = fresh.limbs, fresh.scale
 
 
-def aligned(a: Ciphertexts, b: Ciphertexts) -> tuple[Ciphertexts, Ciphertexts]:
+def align_levels(a: Ciphertexts, b: Ciphertexts) -> tuple[Ciphertexts, Ciphertexts]:
     """Both with the primes that both have."""
     if a.evaluator is not b.evaluator:
         raise InputError("ciphertexts of two evaluators")
@@ -309,7 +309,7 @@ def aligned(a: Ciphertexts, b: Ciphertexts) -> tuple[Ciphertexts, Ciphertexts]:
 
 
 def products(a: Ciphertexts, b: Ciphertexts) -> Ciphertexts:
-    """Products, one by one, of three polynomials each; :func:`finished` makes it a usual ciphertext."""
+    """Products, one by one, of three polynomials each; :func:`relinearise_and_rescale` makes it a usual ciphertext."""
     x, y = _factors(a, b)
     count, _, limbs, degree = _larger(x, y)
     out = np.empty((count, 3, limbs, degree), np.int64)
@@ -330,12 +330,12 @@ def inner(a: Ciphertexts, b: Ciphertexts) -> Ciphertexts:
     return x._like(out, x.scale * y.scale)
 
 
-def finished(product: Ciphertexts) -> Ciphertexts:
+def relinearise_and_rescale(product: Ciphertexts) -> Ciphertexts:
     """Relinearise and rescale."""
     return product.evaluator.rescale(product.evaluator.relinearise(product))
 
 
-def joined(parts: Sequence[Ciphertexts]) -> Ciphertexts:
+def concatenate(parts: Sequence[Ciphertexts]) -> Ciphertexts:
     """Several arrays one after another; they have the scale of the first."""
     limbs = min(part.level for part in parts) + 1
     if any(abs(part.scale / parts[0].scale - 1) > SCALE_TOLERANCE for part in parts):
@@ -347,7 +347,7 @@ def _factors(a: Ciphertexts, b: Ciphertexts) -> tuple[Ciphertexts, Ciphertexts]:
     limbs = min(a._for_product(), b._for_product())
     if not a.evaluator.ring.parameters.wide(limbs):  # pragma: no cover - both numbers are of wide primes
         raise InputError("no common level")
-    x, y = aligned(a.at(limbs), b.at(limbs))
+    x, y = align_levels(a.at(limbs), b.at(limbs))
     if x.limbs.shape[1] != 2 or y.limbs.shape[1] != 2:
         raise InputError("factors must be relinearised")
     return x, y

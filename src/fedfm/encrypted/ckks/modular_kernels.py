@@ -16,7 +16,7 @@ _PLAIN: set[str] = set()  # no relaxed floating point: quotients must not be off
 _INT, _UINT, _FLOAT = np.int64, np.uint64, np.float64
 
 
-def _reduced(r, q):  # type: ignore[no-untyped-def]
+def _reduce(r, q):  # type: ignore[no-untyped-def]
     """From [-q, 2 q) into [0, q)."""
     r = r + q if r < 0 else r
     return r - q if r >= q else r
@@ -30,10 +30,10 @@ def _times(v, w, ratio, q):  # type: ignore[no-untyped-def]
 def _remainder(r, q, inverse):  # type: ignore[no-untyped-def]
     """Any int64 below 2^62 in magnitude, modulo q."""
     r = r - _INT(np.floor(_FLOAT(r) * inverse)) * q
-    return reduced(r, q)
+    return reduce(r, q)
 
 
-reduced, times, remainder = part(_reduced, _PLAIN), part(_times, _PLAIN), part(_remainder, _PLAIN)
+reduce, times, remainder = part(_reduce, _PLAIN), part(_times, _PLAIN), part(_remainder, _PLAIN)
 
 
 def _add(a, b, sign, out, primes):  # type: ignore[no-untyped-def]
@@ -59,7 +59,7 @@ def _affine(a, factor, shift, out, primes):  # type: ignore[no-untyped-def]
             ratio = _FLOAT(w) / _FLOAT(q)
             x, o = a[row, limb], out[row, limb]
             for i in range(x.shape[0]):
-                r = reduced(times(x[i], w, ratio, q), q) + c
+                r = reduce(times(x[i], w, ratio, q), q) + c
                 o[i] = r - q if r >= q else r
 
 
@@ -71,7 +71,7 @@ def _dyadic(a, b, c, out, primes):  # type: ignore[no-untyped-def]
             inverse = 1.0 / _FLOAT(q)
             x, y, z, o = a[row, limb], b[row, limb], c[row, limb], out[row, limb]
             for i in range(x.shape[0]):
-                r = reduced(times(x[i], y[i], _FLOAT(y[i]) * inverse, q), q) + z[i]
+                r = reduce(times(x[i], y[i], _FLOAT(y[i]) * inverse, q), q) + z[i]
                 o[i] = r - q if r >= q else r
 
 
@@ -130,7 +130,7 @@ def _forward(x, roots, ratios, primes):  # type: ignore[no-untyped-def]
                     w, ratio = roots[limb, blocks + block], ratios[limb, blocks + block]
                     low, high = y[2 * block * gap :], y[(2 * block + 1) * gap :]
                     for i in range(gap):
-                        u, v = low[i], reduced(times(high[i], w, ratio, q), q)
+                        u, v = low[i], reduce(times(high[i], w, ratio, q), q)
                         s, d = u + v, u - v
                         low[i] = s - q if s >= q else s
                         high[i] = d + q if d < 0 else d
@@ -153,13 +153,13 @@ def _backward(x, roots, ratios, shrink, primes):  # type: ignore[no-untyped-def]
                         u, v = low[i], high[i]
                         s, d = u + v, u - v
                         low[i] = s - q if s >= q else s
-                        high[i] = reduced(times(d + q if d < 0 else d, w, ratio, q), q)
+                        high[i] = reduce(times(d + q if d < 0 else d, w, ratio, q), q)
                 gap *= 2
                 blocks //= 2
             w = shrink[limb]
             ratio = _FLOAT(w) / _FLOAT(q)
             for i in range(size):
-                y[i] = reduced(times(y[i], w, ratio, q), q)
+                y[i] = reduce(times(y[i], w, ratio, q), q)
 
 
 def _split(x, start, shift, out):  # type: ignore[no-untyped-def]
@@ -187,7 +187,7 @@ def _join(products, start, shift, q, out):  # type: ignore[no-untyped-def]
                     target[i] = remainder(_INT(source[i]), q, inverse)
             else:
                 for i in range(source.shape[0]):
-                    r = remainder(_INT(source[i]), q, inverse) + reduced(times(target[i], step, ratio, q), q)
+                    r = remainder(_INT(source[i]), q, inverse) + reduce(times(target[i], step, ratio, q), q)
                     target[i] = r - q if r >= q else r
 
 
@@ -204,7 +204,7 @@ def _residues(words, bits, shift, out, primes):  # type: ignore[no-untyped-def]
             for word in range(words.shape[1] - 1, -1, -1):
                 w = words[row, word]
                 for i in range(o.shape[0]):
-                    r = reduced(times(o[i], step, ratio, q), q) + remainder(w[i], q, inverse)
+                    r = reduce(times(o[i], step, ratio, q), q) + remainder(w[i], q, inverse)
                     o[i] = r - q if r >= q else r
             for i in range(o.shape[0]):
                 r = o[i] - shift[limb]
@@ -227,10 +227,10 @@ def _digits(x, half, products, inverses, primes):  # type: ignore[no-untyped-def
             for k in range(limb):
                 p, ratio, d = products[limb, k], _FLOAT(products[limb, k]) * inverse, x[row, k]
                 for i in range(y.shape[0]):
-                    r = y[i] - reduced(times(remainder(d[i], q, inverse), p, ratio, q), q)
+                    r = y[i] - reduce(times(remainder(d[i], q, inverse), p, ratio, q), q)
                     y[i] = r + q if r < 0 else r
             for i in range(y.shape[0]):
-                y[i] = reduced(times(y[i], inverses[limb], last, q), q)
+                y[i] = reduce(times(y[i], inverses[limb], last, q), q)
 
 
 def _from_digits(digits, half, products, out, primes):  # type: ignore[no-untyped-def]
@@ -244,7 +244,7 @@ def _from_digits(digits, half, products, out, primes):  # type: ignore[no-untype
             for k in range(digits.shape[1]):
                 p, ratio, d = products[limb, k], _FLOAT(products[limb, k]) * inverse, digits[row, k]
                 for i in range(o.shape[0]):
-                    r = o[i] + reduced(times(remainder(d[i], q, inverse), p, ratio, q), q)
+                    r = o[i] + reduce(times(remainder(d[i], q, inverse), p, ratio, q), q)
                     o[i] = r - q if r >= q else r
 
 

@@ -177,20 +177,20 @@ class Masking:
         return Ciphertexts(out.view(np.uint64), fresh.scale, fresh.evaluator)
 
 
-def renewed(client: ClientKeys, masked: Residues, second: Residues | None = None) -> Residues:
+def renew(client: ClientKeys, masked: Residues, second: Residues | None = None) -> Residues:
     """The client's half: fresh ciphertexts of the same whole numbers, with all primes.
 
     Args:
         masked: (count, 2, limbs, N).
-        second: second polynomials of the results, as for :meth:`ClientKeys.encrypted`.
+        second: second polynomials of the results, as for :meth:`ClientKeys.encrypt_polynomials`.
     """
     limbs = client.parameters.limbs
     out = np.empty((len(masked), 2, limbs, masked.shape[3]), np.int64)
     for start in range(0, len(masked), _AT_A_TIME):
         piece = slice(start, start + _AT_A_TIME)
-        known = client.ring.backward(client.opened(masked[piece]))
+        known = client.ring.backward(client.decrypt_polynomials(masked[piece]))
         whole = np.concatenate([known, client.ring.lift(known, limbs)], axis=1)
-        out[piece] = client.encrypted(whole, None if second is None else second[piece])
+        out[piece] = client.encrypt_polynomials(whole, None if second is None else second[piece])
     return out
 
 

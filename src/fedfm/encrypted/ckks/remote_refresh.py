@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fedfm.encrypted.ckks import encoding, zero_encryptions
 from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
-from fedfm.encrypted.ckks.refresh import Masking, renewed
+from fedfm.encrypted.ckks.refresh import Masking, renew
 from fedfm.encrypted.ckks.seal import ClientKeys
 from fedfm.encrypted.ckks.wire import Channel
 from fedfm.privacy.crypto import keys
@@ -50,7 +50,7 @@ class RemoteRefresh:
         return self.masking.reveal(Ciphertexts(residues.view(np.uint64), scale, x.evaluator), mask)
 
 
-def answered(client: ClientKeys, channel: Channel, message: bytes, limbs: int) -> bytes:
+def answer_refresh(client: ClientKeys, channel: Channel, message: bytes, limbs: int) -> bytes:
     """The client's side of one refresh: renewed ciphertexts, with a seed in place of their second polynomials.
 
     Args:
@@ -62,15 +62,17 @@ def answered(client: ClientKeys, channel: Channel, message: bytes, limbs: int) -
     residues, scale = channel.unpack(message, limbs=limbs)
     seed = keys.entropy(keys.KEY)
     second = zero_encryptions.uniform(seed, len(residues), client.parameters.limbs, client.parameters)
-    return channel.pack(renewed(client, residues, second), scale, seed)
+    return channel.pack(renew(client, residues, second), scale, seed)
 
 
-def sealed(client: ClientKeys, channel: Channel, values: NDArray[np.floating[Any]], limbs: int | None = None) -> bytes:
+def encrypt_message(
+    client: ClientKeys, channel: Channel, values: NDArray[np.floating[Any]], limbs: int | None = None
+) -> bytes:
     """Real slots (count, N / 2), encrypted with so many primes (None: all), as the client's next message."""
     parameters = client.parameters
     limbs = parameters.limbs if limbs is None else limbs
     plain = encoding.encode(np.asarray(values, np.float64), parameters.scale, parameters.degree)
     seed = keys.entropy(keys.KEY)
     second = zero_encryptions.uniform(seed, len(plain), limbs, parameters)
-    residues = client.encrypted(encoding.modulo(plain, limbs, client.ring), second)
+    residues = client.encrypt_polynomials(encoding.modulo(plain, limbs, client.ring), second)
     return channel.pack(residues, parameters.scale, seed)

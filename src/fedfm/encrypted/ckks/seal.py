@@ -118,7 +118,7 @@ class _Library:
 
     @staticmethod
     def _stream_version(ciphertext: Any) -> tuple[int, int]:
-        _, _, major, minor, *_ = struct.unpack_from(_HEADER, saved(ciphertext))
+        _, _, major, minor, *_ = struct.unpack_from(_HEADER, dump(ciphertext))
         return major, minor
 
 
@@ -241,7 +241,7 @@ class ClientKeys:
             self._generator = s.KeyGenerator(library.context, self._secret)
         public = s.PublicKey()
         self._generator.create_public_key(public)
-        self._public = saved(public)
+        self._public = dump(public)
         library.check_access(s.Encryptor(library.context, public))
         numbers = self._secret.data().dyn_array()
         words = np.array([numbers.at(i) for i in range(numbers.size())], np.uint64).view(np.int64)
@@ -250,16 +250,16 @@ class ClientKeys:
     @property
     def secret(self) -> bytes:
         """The secret key, for a file that only the client can read."""
-        return saved(self._secret)
+        return dump(self._secret)
 
     def public(self, rotations: Iterable[int] = ()) -> bytes:
         """Public, relinearisation and Galois keys, sent to the server once; without the secret key."""
         elements = sorted({galois_element(r, self.parameters.degree) for r in rotations} - {1})
-        parts = [self._public, saved(self._generator.create_relin_keys())]
-        parts.append(saved(self._generator.create_galois_keys(elements)) if elements else b"")
+        parts = [self._public, dump(self._generator.create_relin_keys())]
+        parts.append(dump(self._generator.create_galois_keys(elements)) if elements else b"")
         return struct.pack(_KEYS, b"FFK1", *map(len, parts)) + b"".join(parts)
 
-    def encrypted(self, coefficients: Residues, second: Residues | None = None) -> Residues:
+    def encrypt_polynomials(self, coefficients: Residues, second: Residues | None = None) -> Residues:
         """Fresh ciphertexts of whole polynomials: coefficients (count, limbs, N) -> (count, 2, limbs, N).
 
         ``second`` (count, limbs, N) becomes the second polynomial: uniform numbers that the receiver can make itself,
@@ -269,16 +269,16 @@ class ClientKeys:
         if second is None:
             second = zero_encryptions.uniform(keys.entropy(keys.KEY), count, limbs, self.parameters)
         error = zero_encryptions.errors(count, degree)
-        plain = self.ring.forward(zero_encryptions.shifted(coefficients, error, self.ring))
+        plain = self.ring.forward(zero_encryptions.add_errors(coefficients, error, self.ring))
         masked = self.ring.dyadic(second, self._key_like(second), np.zeros_like(plain))
         return np.ascontiguousarray(np.stack([self.ring.add(plain, masked, -1), second], axis=1))
 
     def encrypt(self, values: NDArray[np.floating[Any]]) -> Residues:
         """Real slots (count, N / 2) -> fresh ciphertexts (count, 2, limbs, N)."""
         plain = encoding.encode(np.asarray(values, np.float64), self.parameters.scale, self.parameters.degree)
-        return self.encrypted(encoding.modulo(plain, self.parameters.limbs, self.ring))
+        return self.encrypt_polynomials(encoding.modulo(plain, self.parameters.limbs, self.ring))
 
-    def opened(self, residues: Residues) -> Residues:
+    def decrypt_polynomials(self, residues: Residues) -> Residues:
         """The encrypted polynomials with their noise: (count, 2 or 3, limbs, N) -> (count, limbs, N)."""
         out = np.ascontiguousarray(residues[:, -1])
         key = self._key_like(out)
@@ -288,11 +288,11 @@ class ClientKeys:
 
     def decrypt(self, residues: Residues, scale: float) -> NDArray[np.float64]:
         """Slots, (count, 2 or 3, limbs, N) -> (count, N / 2)."""
-        return encoding.decode(encoding.to_coefficients(self.opened(residues), self.ring), scale)
+        return encoding.decode(encoding.to_coefficients(self.decrypt_polynomials(residues), self.ring), scale)
 
     def decrypt_complex(self, residues: Residues, scale: float) -> NDArray[np.complex128]:
         """Slots with their imaginary parts, as :meth:`decrypt`."""
-        return encoding.decode_complex(encoding.to_coefficients(self.opened(residues), self.ring), scale)
+        return encoding.decode_complex(encoding.to_coefficients(self.decrypt_polynomials(residues), self.ring), scale)
 
     def _key_like(self, x: Residues) -> Residues:
         return np.ascontiguousarray(np.broadcast_to(self._key[: x.shape[1]], x.shape))
@@ -303,7 +303,7 @@ def galois_element(steps: int, degree: int) -> int:
     return pow(3, steps % (degree // 2), 2 * degree)
 
 
-def saved(thing: Any) -> bytes:
+def dump(thing: Any) -> bytes:
     """One of SEAL's objects as bytes."""
     with tempfile.TemporaryFile() as file:
         thing.save(_path(file))
@@ -312,7 +312,7 @@ def saved(thing: Any) -> bytes:
 
 
 def load(thing: Any, data: bytes, context: Any) -> None:
-    """The inverse of :func:`saved`; SEAL checks that the content fits the context.
+    """The inverse of :func:`dump`; SEAL checks that the content fits the context.
 
     Raises:
         ValueError, RuntimeError: it does not.

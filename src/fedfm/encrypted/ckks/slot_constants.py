@@ -13,7 +13,7 @@ from fedfm.encrypted.ckks.ring import Residues, Ring
 from fedfm.errors import InputError
 
 
-def encoded(values: NDArray[np.floating[Any]], limbs: int, scale: float, ring: Ring) -> Residues:
+def encode_slots(values: NDArray[np.floating[Any]], limbs: int, scale: float, ring: Ring) -> Residues:
     """Real slots (count, N / 2) as polynomials in evaluation form, (count, limbs, N)."""
     return encoding.to_residues(encoding.encode(np.asarray(values, np.float64), scale, ring.degree), limbs, ring)
 
@@ -28,7 +28,7 @@ def plus_slots(x: Ciphertexts, values: NDArray[np.floating[Any]]) -> Ciphertexts
         raise InputError(f"{len(values)} rows of numbers for {len(x)} ciphertexts")
     ring = x.evaluator.ring
     out = x.residues.copy()
-    plain = encoded(values, x.level + 1, x.scale, ring)
+    plain = encode_slots(values, x.level + 1, x.scale, ring)
     out[:, 0] = ring.add(np.ascontiguousarray(out[:, 0]), plain)
     return Ciphertexts(out.view(np.uint64), x.scale, x.evaluator)
 

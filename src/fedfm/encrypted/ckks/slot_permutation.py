@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedfm.encrypted.ckks import encoding
-from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, KeyOperations, joined
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, KeyOperations, concatenate
 from fedfm.encrypted.ckks.ring import Residues, Ring
-from fedfm.encrypted.ckks.slot_constants import encoded, weighted_sum
+from fedfm.encrypted.ckks.slot_constants import encode_slots, weighted_sum
 from fedfm.encrypted.ckks.transformer_block import Packing
 from fedfm.errors import InputError
 
@@ -51,18 +51,18 @@ def giants(samples: int, layout: Packing) -> range:
     return range((1 - samples) // b, (samples - 1) // b + 1)
 
 
-def paired(x: Ciphertexts) -> Ciphertexts:
+def pair_features(x: Ciphertexts) -> Ciphertexts:
     """Two by two: (count,) -> (count / 2, rounded up,), a + i sqrt(2) b."""
     ring, limbs = x.evaluator.ring, x.level + 1
     whole = np.zeros((2, ring.degree), np.int64)
     whole[0, 0] = whole[1, ring.degree // 4] = whole[1, 3 * ring.degree // 4] = 1
     plains = encoding.to_residues(whole, limbs, ring)
     two = (x[start : start + 2] for start in range(0, len(x), 2))
-    return joined([weighted_sum(pair, plains[: len(pair)], 1.0) for pair in two])
+    return concatenate([weighted_sum(pair, plains[: len(pair)], 1.0) for pair in two])
 
 
-def unpaired(slots: NDArray[np.complex128], count: int) -> NDArray[np.float64]:
-    """The inverse of :func:`paired`, on decrypted slots: (count / 2, N / 2) -> (count, N / 2)."""
+def unpair_features(slots: NDArray[np.complex128], count: int) -> NDArray[np.float64]:
+    """The inverse of :func:`pair_features`, on decrypted slots: (count / 2, N / 2) -> (count, N / 2)."""
     parts = np.stack([slots.real, slots.imag / math.sqrt(2)], axis=1)
     return np.ascontiguousarray(parts.reshape(-1, slots.shape[1])[:count])
 
@@ -82,12 +82,12 @@ def masks(order: Order, layout: Packing, limbs: int, scale: float, ring: Ring) -
         here = np.flatnonzero(shifts // b == g)
         run[shifts[here] % b, here] = 1
         # The giant step comes after the product: the mask is rotated back beforehand.
-        out[g] = encoded(np.tile(np.roll(run, g * b, axis=1), layout.tokens), limbs, scale, ring)
+        out[g] = encode_slots(np.tile(np.roll(run, g * b, axis=1), layout.tokens), limbs, scale, ring)
     return out
 
 
 def weighing(plains: dict[int, Residues], scale: float, keys: KeyOperations) -> Weigh:
-    """What :func:`routed` needs, with the plaintexts of :func:`masks`.
+    """What :func:`permute_samples` needs, with the plaintexts of :func:`masks`.
 
     To each sum an encryption of zero is added: where an order has no shift, there is nothing else, and SEAL computes
     with no ciphertext that anyone can read.
@@ -101,7 +101,7 @@ def weighing(plains: dict[int, Residues], scale: float, keys: KeyOperations) -> 
     return weigh
 
 
-def routed(x: Ciphertexts, samples: int, layout: Packing, weigh: Weigh) -> Ciphertexts:
+def permute_samples(x: Ciphertexts, samples: int, layout: Packing, weigh: Weigh) -> Ciphertexts:
     """All of them in another order, of so many samples; not rescaled."""
     rotate, b = x.evaluator.rotate, baby(layout)
     below, above = [g for g in giants(samples, layout) if g < 0], [g for g in giants(samples, layout) if g >= 0]
@@ -110,7 +110,7 @@ def routed(x: Ciphertexts, samples: int, layout: Packing, weigh: Weigh) -> Ciphe
         steps = [x[i : i + 1]]
         while len(steps) < b:
             steps.append(rotate(steps[-1], 1))
-        turned = joined(steps)
+        turned = concatenate(steps)
         total = weigh(turned, above[-1])
         for g in reversed(above[:-1]):
             total = rotate(total, b) + weigh(turned, g)
@@ -120,4 +120,4 @@ def routed(x: Ciphertexts, samples: int, layout: Packing, weigh: Weigh) -> Ciphe
                 other = rotate(other, -b) + weigh(turned, g)
             total = total + rotate(other, -b)
         done.append(total)
-    return joined(done)
+    return concatenate(done)

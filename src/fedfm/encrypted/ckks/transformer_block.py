@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, finished, inner, joined
+from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, concatenate, inner, relinearise_and_rescale
 from fedfm.encrypted.ckks.matrices import linear
 from fedfm.encrypted.ckks.ring import Parameters
 from fedfm.errors import InputError
@@ -33,7 +33,7 @@ class Folding(Protocol):
     def fold(self) -> tuple[float, float]:
         """(a, b), which weights take up."""
 
-    def folded(self, u: Any, /) -> Any:
+    def evaluate_folded(self, u: Any, /) -> Any:
         """The value."""
 
 
@@ -140,15 +140,15 @@ class EncryptedBlock:
     def norm(self, x: Ciphertexts, which: int) -> Ciphertexts:
         """X over its standard deviation, of centred x."""
         a, b = self.norms[which].fold
-        variance = finished(inner(x, x)).over(len(x) / a)
-        inverse: Ciphertexts = self.norms[which].folded(variance + b if b else variance)
+        variance = relinearise_and_rescale(inner(x, x)).over(len(x) / a)
+        inverse: Ciphertexts = self.norms[which].evaluate_folded(variance + b if b else variance)
         return x * inverse
 
     def mlp(self, y: Ciphertexts) -> Ciphertexts:
         """W_2 gelu(W_1 y + b_1) + b_2."""
         a, b = self.gelu.fold
         hidden = linear(self.weights["up"] * a, y, self.weights["up_bias"] * a + b)
-        return linear(self.weights["down"], self.gelu.folded(hidden), self.weights["down_bias"])
+        return linear(self.weights["down"], self.gelu.evaluate_folded(hidden), self.weights["down_bias"])
 
     def attention(self, y: Ciphertexts) -> Ciphertexts:
         """The heads' outputs, one after another: (d,) -> (d,)."""
@@ -164,12 +164,12 @@ class EncryptedBlock:
             key = _times_whole(part, tokens) - total
         else:
             key = linear(self.weights["key"], y, self.weights["key_bias"])
-        query, key, value = (x.refreshed() for x in (query, key, value))
-        powers = self.exponential.folded(self._scores(query, key) + b)
+        query, key, value = (x.refresh() for x in (query, key, value))
+        powers = self.exponential.evaluate_folded(self._scores(query, key) + b)
         sums = self._row_sums(powers).times(self.inverse_scales)
-        inverses = self.inverse.folded(sums).times(self.inverse_scales)
+        inverses = self.inverse.evaluate_folded(sums).times(self.inverse_scales)
         # Refreshed here: the rotated copies are many.
-        return self._mixed(self._weighted(powers, inverses.refreshed()).refreshed(), value)
+        return self._mix_values(self._attention_weights(powers, inverses.refresh()).refresh(), value)
 
     # Diagonal g b + i of head k is number k T + g b + i. It lies rotated by -g b tokens until rows are summed.
 
@@ -187,8 +187,8 @@ class EncryptedBlock:
             babies = [k.rotate(i * step) for i in range(self.layout.baby)]
             for giant in self._giants:
                 turned = q.rotate(-giant * step)
-                out += [finished(inner(turned, moved)) for moved in babies]
-        return joined(out)
+                out += [relinearise_and_rescale(inner(turned, moved)) for moved in babies]
+        return concatenate(out)
 
     def _row_sums(self, powers: Ciphertexts) -> Ciphertexts:
         step, b, out = self.layout.samples, self.layout.baby, []
@@ -197,28 +197,28 @@ class EncryptedBlock:
             for giant in self._giants[1:]:
                 total = total + head[giant : giant + b].total().rotate(giant * step)
             out.append(total)
-        return joined(out)
+        return concatenate(out)
 
-    def _weighted(self, powers: Ciphertexts, inverses: Ciphertexts) -> Ciphertexts:
+    def _attention_weights(self, powers: Ciphertexts, inverses: Ciphertexts) -> Ciphertexts:
         """The attention weights: each diagonal times the inverse sums of its rows."""
         step, b = self.layout.samples, self.layout.baby
         turned = [inverses.rotate(-giant * step) for giant in self._giants]
         rows = [turned[g][[k]] for k in range(self.heads) for g in range(len(turned)) for _ in range(b)]
-        return powers * joined(rows)
+        return powers * concatenate(rows)
 
-    def _mixed(self, weights: Ciphertexts, value: Ciphertexts) -> Ciphertexts:
+    def _mix_values(self, weights: Ciphertexts, value: Ciphertexts) -> Ciphertexts:
         """Values under the attention weights."""
         step, b, out = self.layout.samples, self.layout.baby, []
         for head, values in zip(self._heads(weights), self._heads(value), strict=True):
             for f in range(len(values)):
                 v = values[f : f + 1]
-                moved = joined([v.rotate(i * step) for i in range(b)])
-                parts = [finished(inner(head[giant : giant + b], moved)) for giant in self._giants]
+                moved = concatenate([v.rotate(i * step) for i in range(b)])
+                parts = [relinearise_and_rescale(inner(head[giant : giant + b], moved)) for giant in self._giants]
                 total = parts[0]
                 for giant, part in zip(self._giants[1:], parts[1:], strict=True):
                     total = total + part.rotate(giant * step)
                 out.append(total)
-        return joined(out)
+        return concatenate(out)
 
 
 def _times_whole(x: Ciphertexts, factor: int) -> Ciphertexts:

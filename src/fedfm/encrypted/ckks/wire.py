@@ -67,11 +67,11 @@ class Channel:
             for polynomial in range(sent):
                 modular_kernels.pack(residues[i, polynomial], bits, words[i, polynomial])
         kind = _SEEDED if seed else _FULL
-        return self._closed(kind, count, limbs, scale, seed or bytes(32), words.astype("<u8").tobytes() + note)
+        return self._seal(kind, count, limbs, scale, seed or bytes(32), words.astype("<u8").tobytes() + note)
 
     def pack_keys(self, data: bytes) -> bytes:
         """Public keys as the next message."""
-        return self._closed(_BYTES, 1, 1, 1.0, bytes(32), data)
+        return self._seal(_BYTES, 1, 1, 1.0, bytes(32), data)
 
     def unpack_keys(self, data: bytes) -> bytes:
         """The inverse of :meth:`pack_keys`.
@@ -79,7 +79,7 @@ class Channel:
         Raises:
             ClientFault: as :meth:`unpack`.
         """
-        kind, *_ = self._opened(data)
+        kind, *_ = self._unseal(data)
         if kind != _BYTES:
             raise ClientFault(E_FORMAT, "ciphertexts came where keys were expected")
         self.received += 1
@@ -96,7 +96,7 @@ class Channel:
             ClientFault: the message is damaged, altered, of another session, step or sender, for other parameters, of
                 another count, level or scale, or has residues that are none or ciphertexts that anyone can read.
         """
-        kind, got_count, got_limbs, got_scale, seed = self._opened(data)
+        kind, got_count, got_limbs, got_scale, seed = self._unseal(data)
         if kind == _BYTES:
             raise ClientFault(E_FORMAT, "keys came where ciphertexts were expected")
         if got_limbs != limbs:
@@ -131,7 +131,7 @@ class Channel:
         """Of a polynomial; N is a multiple of 64."""
         return sum(self.parameters.bits[:limbs]) * self.parameters.degree // 8
 
-    def _closed(self, kind: int, count: int, limbs: int, scale: float, seed: bytes, content: bytes) -> bytes:
+    def _seal(self, kind: int, count: int, limbs: int, scale: float, seed: bytes, content: bytes) -> bytes:
         self.sent += 1
         header = _HEADER.pack(
             _MARK, _VERSION, kind, self._side, self._session, self.sent, count, limbs, 2, scale, self.parameters.digest,
@@ -140,7 +140,7 @@ class Channel:
         body = header + content
         return body + hmac.digest(self._key, body, "sha256")
 
-    def _opened(self, data: bytes) -> tuple[int, int, int, float, bytes]:
+    def _unseal(self, data: bytes) -> tuple[int, int, int, float, bytes]:
         """Kind, count, limbs, scale and seed of a message that is the next one."""
         if len(data) < _HEADER.size + _TAG:
             raise ClientFault(E_SIZE, f"a message of {len(data)} bytes is cut off")

@@ -57,7 +57,7 @@ def public_zeros(public: Residues, count: int, limbs: int, ring: Ring) -> Residu
     return out
 
 
-def shifted(coefficients: Residues, error: NDArray[np.int64], ring: Ring) -> Residues:
+def add_errors(coefficients: Residues, error: NDArray[np.int64], ring: Ring) -> Residues:
     """Coefficients (count, limbs, N) plus small errors (count, N)."""
     out = np.empty_like(coefficients)
     for limb, q in enumerate(ring.primes[: coefficients.shape[1]]):

@@ -15,14 +15,14 @@ from fedfm.encrypted.ckks import seal, slot_permutation
 from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, products
 from fedfm.encrypted.ckks.matrices import linear
 from fedfm.encrypted.ckks.refresh import HOLDS_WHILE, MOST, Masking, distance
-from fedfm.encrypted.ckks.remote_refresh import answered, sealed
+from fedfm.encrypted.ckks.remote_refresh import answer_refresh, encrypt_message
 from fedfm.encrypted.ckks.ring import SECURE_BITS, Parameters
 from fedfm.encrypted.ckks.slot_constants import weighted_sum
 from fedfm.encrypted.ckks.transformer_block import Packing
 from fedfm.encrypted.ckks.wire import Channel, Sender
 from fedfm.encrypted.inference import messages
 from fedfm.encrypted.inference.folded_model import FoldedModel
-from fedfm.encrypted.inference.operation_count import Count, counted
+from fedfm.encrypted.inference.operation_count import Count, count_operations
 from fedfm.encrypted.inference.released_states import Released
 from fedfm.errors import InputError
 
@@ -127,7 +127,8 @@ def plan(
     matrix = np.ones((projection, d)) if released == "tokens" else None
     kind = Released(released, tokens, d, matrix, folded.class_token)
     counts = [
-        counted(layer, tokens, parameters, number == 0, bool(permuted)) for number, layer in enumerate(folded.blocks)
+        count_operations(layer, tokens, parameters, number == 0, bool(permuted))
+        for number, layer in enumerate(folded.blocks)
     ]
     full, low = (sum(parameters.bits[:n]) * parameters.degree // 8 for n in (parameters.limbs, floor))
     rows_bytes = sum(parameters.bits[: messages.rows_limbs(parameters)]) * parameters.degree // 8
@@ -199,21 +200,21 @@ def _seconds(
         y = x.at(limbs)
         if name == "relinearise":
             wide = Ciphertexts(np.repeat(y.limbs, 2, axis=1)[:, :3].copy(), y.scale, server)
-            each[name, limbs] = _timed(lambda wide=wide: server.relinearise(wide))  # type: ignore[misc]
+            each[name, limbs] = _measure_seconds(lambda wide=wide: server.relinearise(wide))  # type: ignore[misc]
         elif name == "weigh":
             plains = np.ones((len(y), limbs, parameters.degree), np.int64)
-            each[name, limbs] = _timed(lambda y=y, plains=plains: weighted_sum(y, plains, 1.0))  # type: ignore[misc]
+            each[name, limbs] = _measure_seconds(lambda y=y, plains=plains: weighted_sum(y, plains, 1.0))  # type: ignore[misc]
         elif name == "rescale":
-            each[name, limbs] = _timed(lambda y=y: server.rescale(y))  # type: ignore[misc]
+            each[name, limbs] = _measure_seconds(lambda y=y: server.rescale(y))  # type: ignore[misc]
         else:
             step = min(layout.rotations)
-            each[name, limbs] = _timed(lambda y=y, step=step: server.rotate(y, step))  # type: ignore[misc]
+            each[name, limbs] = _measure_seconds(lambda y=y, step=step: server.rotate(y, step))  # type: ignore[misc]
     many = Ciphertexts(np.repeat(x.limbs, _WIDE // _AGAIN, axis=0), x.scale, server)
     sizes = Counter(size for c in counts for size in c.refreshes)
     theirs, ours = _refreshes(client, x, floor, folded.bound, sizes)
     returned, taken = _returns(client) if again else (0.0, 0.0)
-    term = _timed(lambda: products(x, x))
-    matrix = _timed(lambda: linear(np.ones((_WIDE, _WIDE)), many), _WIDE**2)
+    term = _measure_seconds(lambda: products(x, x))
+    matrix = _measure_seconds(lambda: linear(np.ones((_WIDE, _WIDE)), many), _WIDE**2)
     m = np.mean([len(layer.weights["up"]) for layer in folded.blocks])
     refreshed, again_each = sum(sum(c.refreshes) for c in counts) / len(counts), again / len(counts)
     fixed = sum(count * each[key] for key, count in operations.items()) / len(counts)
@@ -242,7 +243,7 @@ def _refreshes(
 
         def answer(here: Channel = here, message: bytes = message) -> bytes:
             here.received = here.sent = 0
-            return answered(client, here, message, floor)
+            return answer_refresh(client, here, message, floor)
 
         reply = answer()
 
@@ -254,8 +255,8 @@ def _refreshes(
             masking.reveal(Ciphertexts(fresh.view(np.uint64), scale, x.evaluator), mask)
 
         turns = 1 if size > _WIDE else _AGAIN
-        theirs += often * _timed(answer, 1, turns)
-        ours += often * _timed(ask, 1, turns)
+        theirs += often * _measure_seconds(answer, 1, turns)
+        ours += often * _measure_seconds(ask, 1, turns)
     total = sum(size * often for size, often in sizes.items())
     return theirs / total, ours / total
 
@@ -267,7 +268,7 @@ def _returns(client: seal.ClientKeys) -> tuple[float, float]:
 
     def renew() -> bytes:
         here.sent = 0
-        return sealed(client, here, np.ones((_WIDE, parameters.slots)))
+        return encrypt_message(client, here, np.ones((_WIDE, parameters.slots)))
 
     fresh = renew()
 
@@ -275,10 +276,10 @@ def _returns(client: seal.ClientKeys) -> tuple[float, float]:
         there.received = 0
         there.unpack(fresh, limbs=parameters.limbs)
 
-    return _timed(renew, _WIDE), _timed(take, _WIDE)
+    return _measure_seconds(renew, _WIDE), _measure_seconds(take, _WIDE)
 
 
-def _timed(work: Callable[[], object], count: int = _AGAIN, turns: int = _AGAIN) -> float:
+def _measure_seconds(work: Callable[[], object], count: int = _AGAIN, turns: int = _AGAIN) -> float:
     """CPU seconds of one of ``count`` ciphertexts: the least of some turns."""
     work()  # compiles, and makes tables
     best = math.inf

@@ -8,7 +8,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from fedfm.encrypted.ckks.remote_refresh import answered, sealed
+from fedfm.encrypted.ckks.remote_refresh import answer_refresh, encrypt_message
 from fedfm.encrypted.ckks.ring import Parameters
 from fedfm.encrypted.ckks.seal import ClientKeys
 from fedfm.encrypted.ckks.transformer_block import Packing
@@ -23,7 +23,7 @@ class OutOfRange(ClientFault):
     """Released states are not what the model can give."""
 
 
-class Holder:
+class KeyHolder:
     """The half of whoever has the rows: makes all keys, encrypts, renews, decrypts what is released.
 
     It may hold several sessions at once; a message finds its own by the name in its header. A process that has lost
@@ -58,16 +58,16 @@ class Holder:
         Raises:
             ClientFault, InputError: these bytes are none.
         """
-        parameters, tokens, secret = messages.opened(messages.SECRET, data)
+        parameters, tokens, secret = messages.parse_header(messages.SECRET, data)
         return cls(tokens, parameters, secret)
 
     def to_bytes(self) -> bytes:
         """The secret key with its layout, for the holder's own storage: never to be sent."""
-        return messages.opening(messages.SECRET, self.layout.parameters, self.layout.tokens) + self._keys.secret
+        return messages.make_header(messages.SECRET, self.layout.parameters, self.layout.tokens) + self._keys.secret
 
     def public(self) -> bytes:
         """Evaluation keys, to be sent once; every call makes others that fit as well."""
-        head = messages.opening(messages.PUBLIC, self.layout.parameters, self.layout.tokens)
+        head = messages.make_header(messages.PUBLIC, self.layout.parameters, self.layout.tokens)
         return head + self._keys.public(self.rotations)
 
     @property
@@ -102,7 +102,7 @@ class Holder:
         if self._current is None:
             raise InputError("encrypted rows need a session: begin one")
         limbs = messages.rows_limbs(self.layout.parameters)
-        return sealed(self._keys, self._current, self.layout.pack(np.asarray(x, np.float64)), limbs)
+        return encrypt_message(self._keys, self._current, self.layout.pack(np.asarray(x, np.float64)), limbs)
 
     def refresh(self, message: bytes) -> bytes:
         """The same masked numbers, encrypted again.
@@ -110,9 +110,9 @@ class Holder:
         Raises:
             ClientFault: the message is not the next one of an open session.
         """
-        return answered(self._keys, self._channel(session_of(message)), message, self._floor)
+        return answer_refresh(self._keys, self._channel(session_of(message)), message, self._floor)
 
-    def released(self, message: bytes, samples: int) -> NDArray[np.float32]:
+    def decrypt_released(self, message: bytes, samples: int) -> NDArray[np.float32]:
         """Released states of a block, (samples, P, width), over the block's scale; zeros for rows out of range.
 
         Raises:
@@ -125,11 +125,11 @@ class Holder:
         kind, block, width, largest = messages.NOTE.unpack(note_of(message, messages.NOTE.size))
         if kind >= len(KINDS) or not (math.isfinite(largest) and largest > 0):
             raise ClientFault(E_FORMAT, "released states of an unknown kind came")
-        shape = Released.received(KINDS[kind], tokens, width)
+        shape = Released.for_receiver(KINDS[kind], tokens, width)
         if len(residues) != shape.ciphertexts or not 1 <= samples <= self.layout.samples:
             raise ClientFault(E_SHAPE, f"{len(residues)} ciphertexts of released states: expected {shape.ciphertexts}")
-        states = shape.opened(self._keys.decrypt(residues, scale), samples)
-        return checked(states, largest, block).astype(np.float32)
+        states = shape.from_slots(self._keys.decrypt(residues, scale), samples)
+        return zero_out_of_range(states, largest, block).astype(np.float32)
 
     def _channel(self, session: bytes) -> Channel:
         if session not in self._channels:
@@ -137,7 +137,7 @@ class Holder:
         return self._channels[session]
 
 
-def checked(states: NDArray[np.float64], largest: float, block: int) -> NDArray[np.float64]:
+def zero_out_of_range(states: NDArray[np.float64], largest: float, block: int) -> NDArray[np.float64]:
     """States (samples, P, width), zeros for rows that are not finite or larger than the model's.
 
     An argument of theirs left its interval, or the computation of their batch has overflowed.

@@ -48,13 +48,13 @@ def rows_limbs(parameters: Parameters) -> int:
     return max(n for n in range(1, parameters.limbs + 1) if not parameters.wide(n))
 
 
-def opening(mark: bytes, parameters: Parameters, tokens: int) -> bytes:
+def make_header(mark: bytes, parameters: Parameters, tokens: int) -> bytes:
     """What keys begin with."""
     return _OPENING.pack(mark, number_of(parameters), tokens)
 
 
-def opened(mark: bytes, data: bytes) -> tuple[Parameters, int, bytes]:
-    """Parameters, tokens and the rest of what begins with :func:`opening`.
+def parse_header(mark: bytes, data: bytes) -> tuple[Parameters, int, bytes]:
+    """Parameters, tokens and the rest of what begins with :func:`make_header`.
 
     Raises:
         ClientFault: it begins with something else.

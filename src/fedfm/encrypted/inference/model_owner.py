@@ -27,23 +27,23 @@ from fedfm.encrypted.ckks.matrices import linear, matrix_product
 from fedfm.encrypted.ckks.refresh import Masking, Spending
 from fedfm.encrypted.ckks.remote_refresh import RemoteRefresh
 from fedfm.encrypted.ckks.seal import ServerKeys
-from fedfm.encrypted.ckks.slot_constants import encoded, plus_slots, weighted_sum
+from fedfm.encrypted.ckks.slot_constants import encode_slots, plus_slots, weighted_sum
 from fedfm.encrypted.ckks.transformer_block import Packing
 from fedfm.encrypted.ckks.wire import Channel
 from fedfm.encrypted.inference import messages
 from fedfm.encrypted.inference.folded_model import FoldedModel, block_of
-from fedfm.encrypted.inference.key_holder import Holder, OutOfRange
+from fedfm.encrypted.inference.key_holder import KeyHolder, OutOfRange
 from fedfm.encrypted.inference.messages import RELEASE_LIMBS, Checkpoint
 from fedfm.encrypted.inference.released_states import KINDS, Numbers, Released
 from fedfm.errors import E_FORMAT, E_SHAPE, ClientFault, InputError
 from fedfm.privacy.crypto import keys
 
-__all__ = ["FLOOD", "Checkpoint", "Holder", "OutOfRange", "Owner"]
+__all__ = ["FLOOD", "Checkpoint", "KeyHolder", "ModelOwner", "OutOfRange"]
 
 FLOOD = 2.0**-14  # rms of the noise in a released slot
 
 
-class Owner:
+class ModelOwner:
     """The half of whoever has the model, for one session with one holder.
 
     Args:
@@ -73,7 +73,7 @@ class Owner:
     ) -> None:
         self.folded = folded
         tokens, features = folded.positions.shape
-        parameters, found, rest = messages.opened(messages.PUBLIC, public)
+        parameters, found, rest = messages.parse_header(messages.PUBLIC, public)
         if found != tokens:
             raise ClientFault(E_SHAPE, f"keys for {found} tokens came, the model has {tokens}")
         self.layout = Packing(parameters, tokens)
@@ -101,7 +101,7 @@ class Owner:
         """All blocks of one batch.
 
         Args:
-            rows: of :meth:`Holder.rows`; not looked at if there is a checkpoint.
+            rows: of :meth:`KeyHolder.rows`; not looked at if there is a checkpoint.
             exchange: carries a refresh to the holder and brings its answer.
             release: sends the released states of block 0, 1, ...
             start: where an earlier session of this batch ended.
@@ -113,7 +113,7 @@ class Owner:
         """
         self.link = self.keys.refresh = RemoteRefresh(self._masking, self._channel, exchange)
         first = 0 if start is None else start.blocks
-        x = self._embedded(rows) if start is None else self._resumed(start)
+        x = self._embed(rows) if start is None else self._resume(start)
         for number in range(first, len(self._blocks)):
             x = self._blocks[number](x)
             x = x.at(min(self._floor, x.level + 1))
@@ -124,7 +124,7 @@ class Owner:
     def release(self, block: int, x: Ciphertexts) -> bytes:
         """The message with the released states of a block, of its encrypted states (d,)."""
         largest = float(self.folded.ranges[block] / self.folded.scales[block]) * self.kind.gain()
-        chosen = self._chosen(x.at(RELEASE_LIMBS), float(self.folded.scales[block]), largest)
+        chosen = self._select_released(x.at(RELEASE_LIMBS), float(self.folded.scales[block]), largest)
         return self._clean(chosen, messages.NOTE.pack(KINDS.index(self.kind.kind), block, self.kind.width, largest))
 
     def _clean(self, chosen: Ciphertexts, note: bytes) -> bytes:
@@ -135,7 +135,7 @@ class Owner:
         out[:, 0] = ring.add(np.ascontiguousarray(out[:, 0]), self._noise(len(out), chosen.scale))
         return self._channel.pack(out, chosen.scale, note=note)
 
-    def _embedded(self, rows: bytes) -> Ciphertexts:
+    def _embed(self, rows: bytes) -> Ciphertexts:
         """Encrypted tokens, with their positions."""
         parameters, folded = self.layout.parameters, self.folded
         limbs = messages.rows_limbs(parameters)
@@ -146,13 +146,13 @@ class Owner:
         added = (folded.positions + folded.bias).T
         return plus_slots(linear(folded.embedding, x), np.repeat(added, self.layout.samples, axis=1))
 
-    def _resumed(self, start: Checkpoint) -> Ciphertexts:
+    def _resume(self, start: Checkpoint) -> Ciphertexts:
         parameters, features = self.layout.parameters, self.folded.positions.shape[1]
         if start.parameters != parameters or len(start.residues) != features or start.blocks > len(self._blocks):
             raise InputError("a checkpoint of another model or of other encryption parameters")
         return Ciphertexts(start.residues.view(np.uint64), start.scale, self.keys)
 
-    def _chosen(self, x: Ciphertexts, over: float, largest: float) -> Ciphertexts:
+    def _select_released(self, x: Ciphertexts, over: float, largest: float) -> Ciphertexts:
         """The released numbers, over the block's scale, at one prime; all other slots are zero."""
         ring, step, factor = self.keys.ring, self.layout.samples, self._factor(x, largest)
         if self.kind.projection is not None:
@@ -160,14 +160,14 @@ class Owner:
             picked = matrix_product(rounded, x.residues, ring)
             return self.keys.rescale(Ciphertexts(picked.view(np.uint64), x.scale * factor, self.keys))
         plains = {
-            j: encoded(np.repeat(w / over, step, axis=1), RELEASE_LIMBS, factor, ring)
+            j: encode_slots(np.repeat(w / over, step, axis=1), RELEASE_LIMBS, factor, ring)
             for j, w in self.kind.weights().items()
         }
         out = []
         for start in range(0, len(x), self.kind.together):
             part = x[start : start + self.kind.together]
             sums = {j: weighted_sum(part, p[: len(part)], factor) for j, p in plains.items()}
-            out.append(self._turned(sums).residues)
+            out.append(self._rotate_and_sum(sums).residues)
         whole = np.concatenate(out).view(np.uint64)
         return self.keys.rescale(Ciphertexts(whole, x.scale * factor, self.keys))
 
@@ -178,7 +178,7 @@ class Owner:
         target = min(parameters.scale, 2.0 ** math.floor(math.log2(parameters.primes[0] / 4 / largest)))
         return target * parameters.primes[RELEASE_LIMBS - 1] / x.scale
 
-    def _turned(self, sums: dict[int, Ciphertexts]) -> Ciphertexts:
+    def _rotate_and_sum(self, sums: dict[int, Ciphertexts]) -> Ciphertexts:
         """The sum of ciphertexts, each rotated by its number of tokens: by one bit of all numbers after another."""
         for bit in range(self.layout.tokens.bit_length() - 1):
             halves: dict[int, Ciphertexts] = {}

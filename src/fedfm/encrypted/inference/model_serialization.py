@@ -61,7 +61,9 @@ def model_bytes(folded: FoldedModel) -> bytes:
         arrays |= {f"{number}.weights.{name}": np.asarray(w) for name, w in layer.weights.items()}
         arrays[f"{number}.inverse_scales"] = np.asarray(layer.inverse_scales)
         recipes = [*layer.norms, layer.exponential, layer.inverse, layer.gelu]
-        blocks.append({"heads": layer.heads, "centred": layer.centred_keys, "recipes": [_told(r) for r in recipes]})
+        blocks.append(
+            {"heads": layer.heads, "centred": layer.centred_keys, "recipes": [_fields_of(r) for r in recipes]}
+        )
     about = {"blocks": blocks, "bound": folded.bound, "class_token": folded.class_token}
     arrays["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
     out = io.BytesIO()
@@ -90,7 +92,7 @@ def model_of(data: bytes) -> CarriedModel:
     return CarriedModel(**whole, blocks=blocks, bound=about["bound"], class_token=about["class_token"])
 
 
-def _told(recipe: Folding) -> dict[str, Any]:
+def _fields_of(recipe: Folding) -> dict[str, Any]:
     kind = type(recipe).__name__
     if _KINDS.get(kind) is not type(recipe):
         raise InputError(f"a polynomial {kind}: processes take {', '.join(_KINDS)}")

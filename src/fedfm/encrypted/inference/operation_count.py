@@ -10,7 +10,7 @@ import numpy as np
 
 from fedfm.encrypted.ckks.ciphertexts import Ciphertexts, Refresh
 from fedfm.encrypted.ckks.ring import Parameters, Residues, Ring
-from fedfm.encrypted.ckks.slot_permutation import routed
+from fedfm.encrypted.ckks.slot_permutation import permute_samples
 from fedfm.encrypted.ckks.transformer_block import Packing
 from fedfm.encrypted.inference import messages
 from fedfm.encrypted.inference.folded_model import FoldedLayer, block_of
@@ -64,18 +64,20 @@ class Count:
 
     def _fresh(self, x: Ciphertexts) -> Ciphertexts:
         self.refreshes.append(len(x))
-        return self.made(len(x), self.ring.parameters.limbs, x.scale)
+        return self.ones(len(x), self.ring.parameters.limbs, x.scale)
 
-    def made(self, count: int, limbs: int, scale: float) -> Ciphertexts:
+    def ones(self, count: int, limbs: int, scale: float) -> Ciphertexts:
         """Ciphertexts of ones."""
         return Ciphertexts(self.zeros(count, limbs).view(np.uint64), scale, self)
 
     def _like(self, name: str, x: Ciphertexts, limbs: int, scale: float) -> Ciphertexts:
         self.operations[name, x.level + 1] += len(x)
-        return self.made(len(x), limbs, scale)
+        return self.ones(len(x), limbs, scale)
 
 
-def counted(layer: FoldedLayer, tokens: int, parameters: Parameters, first: bool = False, fresh: bool = False) -> Count:
+def count_operations(
+    layer: FoldedLayer, tokens: int, parameters: Parameters, first: bool = False, fresh: bool = False
+) -> Count:
     """Operations of a block; the first one's input has the primes that the embedding leaves.
 
     Args:
@@ -88,18 +90,18 @@ def counted(layer: FoldedLayer, tokens: int, parameters: Parameters, first: bool
     count = Count(ring, floor)
     block = block_of(layer, Packing(short, tokens))
     begun = messages.rows_limbs(parameters) - 1 if first else parameters.limbs if fresh else floor
-    block(count.made(block.features, begun, parameters.scale))
+    block(count.ones(block.features, begun, parameters.scale))
     if fresh:
-        reordered(count, block.features, Packing(parameters, tokens))
+        count_permutation(count, block.features, Packing(parameters, tokens))
     return count
 
 
-def reordered(count: Count, features: int, layout: Packing) -> None:
+def count_permutation(count: Count, features: int, layout: Packing) -> None:
     """Count what it takes to bring so many features of a full batch to another order, two by two."""
 
     def weigh(turned: Ciphertexts, giant: int) -> Ciphertexts:
         count.operations["weigh", turned.level + 1] += len(turned)
         return turned[:1]
 
-    x = count.made(-(-features // 2), messages.RELEASE_LIMBS, layout.parameters.scale)
-    count.rescale(routed(x, layout.samples, layout, weigh))
+    x = count.ones(-(-features // 2), messages.RELEASE_LIMBS, layout.parameters.scale)
+    count.rescale(permute_samples(x, layout.samples, layout, weigh))

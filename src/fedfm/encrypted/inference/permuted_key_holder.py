@@ -8,18 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedfm.encrypted.ckks import slot_permutation
-from fedfm.encrypted.ckks.remote_refresh import sealed
+from fedfm.encrypted.ckks.remote_refresh import encrypt_message
 from fedfm.encrypted.ckks.wire import note_of, session_of
 from fedfm.encrypted.inference import messages
-from fedfm.encrypted.inference.key_holder import Holder, checked
+from fedfm.encrypted.inference.key_holder import KeyHolder, zero_out_of_range
 from fedfm.encrypted.inference.released_states import Numbers
 from fedfm.errors import E_FORMAT, E_NORM, E_SHAPE, ClientFault
 
 _OFF = 0.1  # of a number of an encrypted label: 0 or 1
 
 
-class PermutedHolder(Holder):
-    """As :class:`~fedfm.encrypted.inference.key_holder.Holder`; it also sends labels, and returns states."""
+class PermutedKeyHolder(KeyHolder):
+    """As :class:`~fedfm.encrypted.inference.key_holder.KeyHolder`; it also sends labels, and returns states."""
 
     @property
     def rotations(self) -> set[int]:
@@ -30,21 +30,21 @@ class PermutedHolder(Holder):
         """Encrypted labels (n,), one number a class: class k T + t in token t of ciphertext k."""
         count, tokens = -(-classes // self.layout.tokens), self.layout.tokens
         ones = np.eye(count * tokens)[labels].reshape(-1, count, tokens).transpose(0, 2, 1)
-        return sealed(self._keys, self._channel(session), self.layout.pack(ones), messages.RELEASE_LIMBS)
+        return encrypt_message(self._keys, self._channel(session), self.layout.pack(ones), messages.RELEASE_LIMBS)
 
-    def turned(self, message: bytes, samples: int) -> NDArray[np.float64]:
+    def states_of(self, message: bytes, samples: int) -> NDArray[np.float64]:
         """States of a block, (samples, T, d), in the owner's order; zeros for rows out of range.
 
         Raises:
             ClientFault: the message is not the next one of an open session.
             OutOfRange: the first block's states of all rows are: the keys are not those of this holder.
         """
-        states, block, largest = self._ordered(message, messages.TURNED, samples)
-        return checked(states, largest, block)
+        states, block, largest = self._decrypt(message, messages.TURNED, samples)
+        return zero_out_of_range(states, largest, block)
 
-    def again(self, session: bytes, states: Numbers) -> bytes:
+    def encrypt_states(self, session: bytes, states: Numbers) -> bytes:
         """Fresh encryptions of states (samples, T, d), with all primes."""
-        return sealed(self._keys, self._channel(session), self.layout.pack(states))
+        return encrypt_message(self._keys, self._channel(session), self.layout.pack(states))
 
     def labels_of(self, message: bytes, samples: int, classes: int) -> NDArray[np.int64]:
         """Labels (samples,) in the owner's order.
@@ -52,14 +52,14 @@ class PermutedHolder(Holder):
         Raises:
             ClientFault: the message is not the next one of an open session, or holds no labels.
         """
-        found, *_ = self._ordered(message, messages.LABELS, samples)
+        found, *_ = self._decrypt(message, messages.LABELS, samples)
         ones = found.transpose(0, 2, 1).reshape(samples, -1)
         labels = ones.argmax(axis=1)
         if not (np.abs(ones - np.eye(ones.shape[1])[labels]) < _OFF).all() or labels.max() >= classes:
             raise ClientFault(E_NORM, "encrypted labels came back as something else")
         return np.asarray(labels, np.int64)
 
-    def _ordered(self, message: bytes, kind: int, samples: int) -> tuple[NDArray[np.float64], int, float]:
+    def _decrypt(self, message: bytes, kind: int, samples: int) -> tuple[NDArray[np.float64], int, float]:
         """Numbers (samples, T, features), the number of the block, and the largest that is expected."""
         channel = self._channel(session_of(message))
         residues, scale = channel.unpack(message, limbs=messages.RELEASE_LIMBS - 1, note=messages.NOTE.size)
@@ -68,5 +68,5 @@ class PermutedHolder(Holder):
             raise ClientFault(E_FORMAT, "states or labels of an unknown kind came")
         if len(residues) != -(-features // 2) or not 1 <= samples <= self.layout.samples:
             raise ClientFault(E_SHAPE, f"{len(residues)} ciphertexts of {features} features: expected half as many")
-        slots = slot_permutation.unpaired(self._keys.decrypt_complex(residues, scale), features)
+        slots = slot_permutation.unpair_features(self._keys.decrypt_complex(residues, scale), features)
         return self.layout.unpack(slots, samples), block, largest

@@ -20,15 +20,15 @@ import numpy as np
 from fedfm.encrypted.ckks import slot_permutation
 from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
 from fedfm.encrypted.ckks.remote_refresh import RemoteRefresh
-from fedfm.encrypted.ckks.slot_permutation import Order, masks, paired, routed, weighing
+from fedfm.encrypted.ckks.slot_permutation import Order, masks, pair_features, permute_samples, weighing
 from fedfm.encrypted.inference import messages
 from fedfm.encrypted.inference.messages import RELEASE_LIMBS, Checkpoint
-from fedfm.encrypted.inference.model_owner import Owner
+from fedfm.encrypted.inference.model_owner import ModelOwner
 from fedfm.errors import E_FORMAT, ClientFault, InputError
 
 
-class PermutedOwner(Owner):
-    """As :class:`~fedfm.encrypted.inference.model_owner.Owner`, for one batch.
+class PermutedModelOwner(ModelOwner):
+    """As :class:`~fedfm.encrypted.inference.model_owner.ModelOwner`, for one batch.
 
     Args:
         orders: Pi_1 ... Pi_{L+1}, each (n,): at place j stands sample order[j] of the holder's own order.
@@ -57,7 +57,8 @@ class PermutedOwner(Owner):
         """All blocks of one batch.
 
         Args:
-            rows: of :meth:`PermutedHolder.rows` and :meth:`~PermutedHolder.labels`, :func:`both`; with a checkpoint
+            rows: of :meth:`PermutedKeyHolder.rows` and :meth:`~PermutedKeyHolder.labels`, joined by
+                :func:`join_messages`; with a checkpoint
                 the rows are empty.
             exchange: carries a refresh to the holder and brings its answer.
             release: sends the states of block 0, 1, ... and brings the holder's fresh encryptions of them (after the
@@ -71,22 +72,22 @@ class PermutedOwner(Owner):
         """
         self.link = self.keys.refresh = RemoteRefresh(self._masking, self._channel, exchange)
         first, own = 0 if start is None else start.blocks, np.arange(len(self.orders[0]))
-        sent, labels = parted(rows)
-        x = self._embedded(sent) if start is None else self._resumed(start)
+        sent, labels = split_messages(rows)
+        x = self._embed(sent) if start is None else self._resume(start)
         residues, scale = self._channel.unpack(labels, limbs=RELEASE_LIMBS, scale=self.layout.parameters.scale)
         known = Ciphertexts(residues.view(np.uint64), scale, self.keys)
         before, last = own if start is None else self.orders[first - 1], len(self._blocks) - 1
         for number in range(first, last + 1):
             x = self._blocks[number](x)
-            answer = release(number, self.ordered(number, x, np.argsort(before)[self.orders[number]]))
+            answer = release(number, self.permute(number, x, np.argsort(before)[self.orders[number]]))
             before = self.orders[number]
             if number < last:
-                x = self._returned(answer)
+                x = self._receive_states(answer)
                 if save is not None:
                     save(Checkpoint(number + 1, x.scale, x.residues, self.layout.parameters))
-        release(last + 1, self.ordered(last + 1, known, self.orders[-1]))
+        release(last + 1, self.permute(last + 1, known, self.orders[-1]))
 
-    def ordered(self, block: int, x: Ciphertexts, order: Order) -> bytes:
+    def permute(self, block: int, x: Ciphertexts, order: Order) -> bytes:
         """The message with the states of a block, of its encrypted states (d,), brought to another order.
 
         As block L: encrypted labels.
@@ -96,11 +97,11 @@ class PermutedOwner(Owner):
         x = x.at(RELEASE_LIMBS)
         factor = self._factor(x, largest * slot_permutation.TOGETHER)
         plains = masks(order, self.layout, RELEASE_LIMBS, factor, self.keys.ring)
-        found = routed(paired(x), len(order), self.layout, weighing(plains, factor, self.keys))
+        found = permute_samples(pair_features(x), len(order), self.layout, weighing(plains, factor, self.keys))
         kind = messages.TURNED if states else messages.LABELS
         return self._clean(self.keys.rescale(found), messages.NOTE.pack(kind, block, len(x), largest))
 
-    def _returned(self, answer: bytes) -> Ciphertexts:
+    def _receive_states(self, answer: bytes) -> Ciphertexts:
         """The holder's fresh encryptions."""
         parameters, features = self.layout.parameters, self.folded.positions.shape[1]
         residues, scale = self._channel.unpack(answer, limbs=parameters.limbs, count=features, scale=parameters.scale)
@@ -117,12 +118,12 @@ def orders_of(data: bytes) -> list[Order]:
     return list(np.frombuffer(data, "<i8", -1, 8).reshape(int.from_bytes(data[:8], "little"), -1))
 
 
-def both(rows: bytes, labels: bytes) -> bytes:
-    """Two messages in one; :func:`parted` is the inverse."""
+def join_messages(rows: bytes, labels: bytes) -> bytes:
+    """Two messages in one; :func:`split_messages` is the inverse."""
     return len(rows).to_bytes(8, "little") + rows + labels
 
 
-def parted(message: bytes) -> tuple[bytes, bytes]:
+def split_messages(message: bytes) -> tuple[bytes, bytes]:
     """Rows and labels."""
     end = 8 + int.from_bytes(message[:8], "little")
     return message[8:end], message[end:]

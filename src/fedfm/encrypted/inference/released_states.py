@@ -72,7 +72,7 @@ class Released:
             raise InputError(f"a projection {self.projection.shape} for {self.features} features")
 
     @classmethod
-    def received(cls, kind: str, tokens: int, width: int) -> Released:
+    def for_receiver(cls, kind: str, tokens: int, width: int) -> Released:
         """As its receiver knows it: without the projection, whose results are features like others."""
         return cls(kind, tokens, width, np.eye(width) if kind == "tokens" else None)
 
@@ -124,7 +124,7 @@ class Released:
                     out.setdefault(j, np.zeros((self.together, self.tokens)))[feature, token] = 1 / len(group)
         return out
 
-    def opened(self, slots: NDArray[np.float64], samples: int) -> NDArray[np.float64]:
+    def from_slots(self, slots: NDArray[np.float64], samples: int) -> NDArray[np.float64]:
         """Slots (ciphertexts, N / 2) -> states (samples, P, width)."""
         x = slots.reshape(len(slots), self.tokens, -1)[..., :samples]
         if self.kind == "tokens":

@@ -12,9 +12,9 @@ from typing import BinaryIO
 import numpy as np
 
 from fedfm.encrypted.inference import framing
-from fedfm.encrypted.inference.model_owner import Checkpoint, Owner
+from fedfm.encrypted.inference.model_owner import Checkpoint, ModelOwner
 from fedfm.encrypted.inference.model_serialization import CarriedModel, model_of
-from fedfm.encrypted.inference.permuted_model_owner import PermutedOwner, orders_of
+from fedfm.encrypted.inference.permuted_model_owner import PermutedModelOwner, orders_of
 from fedfm.encrypted.inference.released_states import Numbers
 from fedfm.errors import ClientFault, FedfmError, RunError
 from fedfm.linalg.kernels import buffers
@@ -65,10 +65,10 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
             if kind != framing.JOB or model is None:
                 raise RunError("a process of the encrypted computation was asked for something unknown")
             public, session, key, rows, start, orders = parts
-            owner: Owner = (
-                PermutedOwner(model, released, public, session, key, link, orders=orders_of(orders))
+            owner: ModelOwner = (
+                PermutedModelOwner(model, released, public, session, key, link, orders=orders_of(orders))
                 if orders
-                else Owner(model, released, public, session, key, link, projection=projection)
+                else ModelOwner(model, released, public, session, key, link, projection=projection)
             )
             owner.run(
                 rows,

@@ -143,7 +143,7 @@ def run_all(
 
     Args:
         processes: at most so many at once.
-        folded, released, projection: as for :class:`~fedfm.encrypted.inference.model_owner.Owner`.
+        folded, released, projection: as for :class:`~fedfm.encrypted.inference.model_owner.ModelOwner`.
 
     Raises:
         RunError: a process died, or cannot go on.
@@ -166,7 +166,7 @@ def run_all(
                 busy = sum(worker.job is not None for worker in workers) - len(waiting.asked)
                 for found, _ in ready.select(waiting.patience(busy)):
                     worker = found.data
-                    if not _answered(worker, waiting, failed):
+                    if not _answer(worker, waiting, failed):
                         failed |= _next(worker, left, relay)
                 waiting.settle(len([w for w in workers if w.job]), failed)
         finally:
@@ -220,7 +220,7 @@ class _Waiting:
         if isinstance(self.relay, Gathering):
             answers = self.relay.refreshes(pairs)
         else:
-            answers = [_tried(self.relay, job, message) for job, message in pairs]
+            answers = [_try_refresh(self.relay, job, message) for job, message in pairs]
         self._took = time.monotonic() - begun
         for (worker, job, _), answer in zip(asked, answers, strict=True):
             if isinstance(answer, ClientFault):
@@ -229,7 +229,7 @@ class _Waiting:
                 worker.write(framing.ANSWER, answer)
 
 
-def _tried(relay: Relay, job: EncryptedBatch, message: bytes) -> bytes | ClientFault:
+def _try_refresh(relay: Relay, job: EncryptedBatch, message: bytes) -> bytes | ClientFault:
     try:
         return relay.refresh(job, message)
     except ClientFault as fault:
@@ -243,7 +243,7 @@ def _fail(
     worker.write(framing.FAULT, fault.code.encode(), fault.reason.encode())
 
 
-def _answered(worker: _BlockProcess, waiting: _Waiting, failed: dict[tuple[Any, int], ClientFault]) -> bool:
+def _answer(worker: _BlockProcess, waiting: _Waiting, failed: dict[tuple[Any, int], ClientFault]) -> bool:
     """Answer one question of a process, or let it wait; False if its job has ended."""
     kind, parts = worker.read()
     job, relay = worker.job, waiting.relay

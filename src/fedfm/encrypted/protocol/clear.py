@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fedfm.core.federation import Federation
 from fedfm.encrypted.protocol.foundation_check import check
 from fedfm.encrypted.protocol.handshake import spans
-from fedfm.encrypted.protocol.server import Passing, clear_states, rows_of
+from fedfm.encrypted.protocol.server import ForwardPass, clear_states, rows_of
 from fedfm.models.adapters.side_adapter import with_numbers
 
 if TYPE_CHECKING:
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 NOTICE = 'encryption = "clear" is a simulation: the server saw all rows; only "ckks" hides them'
 
 
-def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
+def run(method: BlindFed, fed: Federation) -> dict[str, float]:
     """All rows pass the server's model: a batch of every client at a time."""
-    passing = Passing.begin(fed, check(fed.model, method.foundation))
+    passing = ForwardPass.begin(fed, check(fed.model, method.foundation))
     fed.notice(NOTICE)
     passing.opened = fed.ask(method.open, told=passing.hello())
     passing.count_bytes()
@@ -39,7 +39,7 @@ def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
         for client in states:
             lost[client] = lost.get(client, 0) + int((~with_numbers(states[client])).sum())
         kept = fed.ask(method.keep, of=rows, least=0, batch=batch, block=1, states=states)
-        passing.finished(kept, batch)
+        passing.finish_batch(kept, batch)
         passing.tell((batch + 1) / max(batches.values()), "rows pass the server's model")
     for client, count in sorted(lost.items()):
         if count:

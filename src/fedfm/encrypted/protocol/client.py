@@ -38,7 +38,7 @@ class SeenRows:
 
 
 @dataclass
-class Held:
+class ClientHalf:
     """The client half, for all clients of this process.
 
     Attributes:
@@ -73,7 +73,7 @@ class Held:
             self.sessions.begin(client, session)
             return of_bytes(b"")
         pictures, _ = self._batch(client, told, batch)
-        pixels = prepared(pictures, told)
+        pixels = preprocess(pictures, told)
         if session is None and told.key is None:
             return pixels
         if session is None or told.key is None:
@@ -87,7 +87,7 @@ class Held:
         n = len(self._batch(client, told, batch)[0])
         if told.key is not None:
             message = states
-            states = self.sessions.released(client, told.session, told.key, message, n)[:, None]
+            states = self.sessions.decrypt_released(client, told.session, told.key, message, n)[:, None]
             if block == told.blocks:
                 self.sessions.end(client, message)
         shape = (n, states.shape[1] if states.dim() == 4 else 0, told.positions, told.width)
@@ -106,12 +106,12 @@ class Held:
             raise ClientFault(E_FIELD, "there is no encryption in this run")
         return self.sessions.refresh(client, told.session, told.key, message)
 
-    def labelled(self, client: Client, batch: int, session: Tensor | None, go_on: bool) -> dict[str, Tensor]:
+    def rows_with_labels(self, client: Client, batch: int, session: Tensor | None, go_on: bool) -> dict[str, Tensor]:
         """Permuted: a batch as :meth:`rows` gives it, and its labels; in a session ciphertexts."""
         rows, told = self.rows(client, batch, session, go_on), told_to(client)
         _, labels = self._batch(client, told, batch)
         if session is not None and told.key is not None:
-            labels = self.ordered.labels(client, told.session, told.key, session, labels, len(told.classes))
+            labels = self.permuted_sessions.labels(client, told.session, told.key, session, labels, len(told.classes))
         return {"rows": rows, "labels": labels}
 
     def turn(self, client: Client, batch: int, block: int, states: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class Held:
         n, answer = len(self._batch(client, told, batch)[0]), states
         if told.key is not None:
             last = block == told.blocks
-            states, answer = self.ordered.turned(client, told.session, told.key, states, n, last)
+            states, answer = self.permuted_sessions.exchange_states(client, told.session, told.key, states, n, last)
         if tuple(states.shape) != (n, told.tokens, told.width) or not 1 <= block <= told.blocks:
             raise ClientFault(E_SHAPE, f"states {tuple(states.shape)}: expected {(n, told.tokens, told.width)}")
         client.store[f"turned-{batch}-{block}"] = pack(states)
@@ -131,7 +131,7 @@ class Held:
         told = told_to(client)
         n = len(self._batch(client, told, batch)[0])
         if told.key is not None:
-            labels = self.ordered.labels_of(client, told.session, told.key, labels, n, len(told.classes))
+            labels = self.permuted_sessions.labels_of(client, told.session, told.key, labels, n, len(told.classes))
         if tuple(relative.shape) != (told.blocks + 1, n) or tuple(labels.shape) not in ((n,), (0,)):
             raise ClientFault(E_SHAPE, f"orders {tuple(relative.shape)}: expected {(told.blocks + 1, n)}")
         for order in relative:
@@ -150,7 +150,7 @@ class Held:
         return self._sessions[0]  # type: ignore[no-any-return]
 
     @property
-    def ordered(self) -> PermutedSessions:
+    def permuted_sessions(self) -> PermutedSessions:
         """Of the permuted protocol."""
         return cast("PermutedSessions", self.sessions)
 
@@ -192,8 +192,8 @@ class Held:
     def _read(self, client: Client, told: Hello) -> SeenRows:
         have = counts(client)
         try:
-            read = _aligned if self.protocol == "permuted" else _released
-            parts, whole = out_of_range.kept(client, read(client, told, have))
+            read = _permuted_rows if self.protocol == "permuted" else _masked_rows
+            parts, whole = out_of_range.exclude_rows(client, read(client, told, have))
         except KeyError as error:
             raise ClientFault(E_LOST, f"the rows have not passed the server's model: {error} is missing") from None
         train, val, test = (parts[part] for part in PARTS)
@@ -243,12 +243,12 @@ def pictures_of(rows: Rows) -> Iterable[Any]:
     return iter(rows.tensors["pixels"].numpy())
 
 
-def prepared(pictures: Sequence[Any], told: Hello) -> Tensor:
+def preprocess(pictures: Sequence[Any], told: Hello) -> Tensor:
     """Pictures as pixel values (n, 3, H', W'), resized and normalised as the server says."""
     return pixels(pictures, preprocessing.from_told(told.picture))
 
 
-def _released(client: Client, told: Hello, have: Mapping[str, int]) -> dict[str, Rows]:
+def _masked_rows(client: Client, told: Hello, have: Mapping[str, int]) -> dict[str, Rows]:
     """Masked: rows of released states, by part."""
     done = [torch.zeros(0, told.blocks, told.positions, told.width)]
     for batch in range(len(spans(have, told.batch))):
@@ -264,7 +264,7 @@ def _released(client: Client, told: Hello, have: Mapping[str, int]) -> dict[str,
     return found
 
 
-def _aligned(client: Client, told: Hello, have: Mapping[str, int]) -> dict[str, Rows]:
+def _permuted_rows(client: Client, told: Hello, have: Mapping[str, int]) -> dict[str, Rows]:
     """Permuted: every block's states in the last order, by the relative orders, and the labels in that order."""
     if told.release is None or told.scales is None:
         raise ClientFault(E_FIELD, "release and scales are missing")

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fedfm.core.client import Client
 from fedfm.encrypted.ckks.wire import Channel, Sender, session_of
-from fedfm.encrypted.inference.key_holder import Holder
+from fedfm.encrypted.inference.key_holder import KeyHolder
 from fedfm.encrypted.inference.messages import SETS, parameters_of
-from fedfm.encrypted.inference.permuted_key_holder import PermutedHolder
+from fedfm.encrypted.inference.permuted_key_holder import PermutedKeyHolder
 from fedfm.encrypted.inference.serialization import of_bytes, to_bytes
 from fedfm.encrypted.student.folding import Patches
 from fedfm.errors import E_FORMAT, E_ROUND, E_VERSION, ClientFault
@@ -35,8 +35,8 @@ class Sessions:
         kind: of the holders.
     """
 
-    kind: ClassVar[type[Holder]] = Holder
-    _holders: dict[tuple[str, str], Holder] = field(default_factory=dict)
+    kind: ClassVar[type[KeyHolder]] = KeyHolder
+    _holders: dict[tuple[str, str], KeyHolder] = field(default_factory=dict)
 
     def open(self, client: Client, run: str, tokens: int, ring: int, server: Tensor) -> tuple[Tensor, Tensor]:
         """The public key for agreements, and a message with the evaluation keys; the secret key is made once and kept.
@@ -58,7 +58,7 @@ class Sessions:
     ) -> Tensor:
         """Encrypted rows of pixel values, in a new session."""
         self.begin(client, session)
-        holder, name = self._resumed(client, run, server, to_bytes(session))
+        holder, name = self._resume(client, run, server, to_bytes(session))
         message = holder.rows(patches(pixels).double().numpy())
         self._keep(client, holder, name)
         return of_bytes(message)
@@ -74,26 +74,26 @@ class Sessions:
     def refresh(self, client: Client, run: str, server: Tensor, message: Tensor) -> Tensor:
         """The same masked numbers, encrypted again."""
         asked = to_bytes(message)
-        holder, name = self._resumed(client, run, server, session_of(asked))
+        holder, name = self._resume(client, run, server, session_of(asked))
         answer = holder.refresh(asked)
         self._keep(client, holder, name)
         return of_bytes(answer)
 
-    def released(self, client: Client, run: str, server: Tensor, message: Tensor, samples: int) -> Tensor:
+    def decrypt_released(self, client: Client, run: str, server: Tensor, message: Tensor, samples: int) -> Tensor:
         """Released states (n, P, d)."""
         came = to_bytes(message)
-        holder, name = self._resumed(client, run, server, session_of(came))
-        states = holder.released(came, samples)
+        holder, name = self._resume(client, run, server, session_of(came))
+        states = holder.decrypt_released(came, samples)
         self._keep(client, holder, name)
         return torch.from_numpy(states)
 
-    def _holder(self, client: Client, run: str) -> Holder:
+    def _holder(self, client: Client, run: str) -> KeyHolder:
         key = client.id, run
         if key not in self._holders:
             self._holders[key] = self.kind.from_bytes(client.store[_KEY])
         return self._holders[key]
 
-    def _resumed(self, client: Client, run: str, server: Tensor, name: bytes) -> tuple[Holder, bytes]:
+    def _resume(self, client: Client, run: str, server: Tensor, name: bytes) -> tuple[KeyHolder, bytes]:
         """The holder with this session open, as far as its messages have come."""
         if _place(name) not in client.store:
             raise ClientFault(E_ROUND, "a message of a session that is not open")
@@ -102,31 +102,31 @@ class Sessions:
         holder.begin(name, key, (sent, received))
         return holder, name
 
-    def _keep(self, client: Client, holder: Holder, name: bytes) -> None:
+    def _keep(self, client: Client, holder: KeyHolder, name: bytes) -> None:
         client.store[_place(name)] = json.dumps(list(holder.counts(name))).encode()
         holder.end(name)
 
 
 class PermutedSessions(Sessions):
-    """As :class:`Sessions`, for :class:`PermutedHolder`."""
+    """As :class:`Sessions`, for :class:`PermutedKeyHolder`."""
 
-    kind: ClassVar[type[Holder]] = PermutedHolder
+    kind: ClassVar[type[KeyHolder]] = PermutedKeyHolder
 
     def labels(self, client: Client, run: str, server: Tensor, session: Tensor, labels: Tensor, classes: int) -> Tensor:
         """Encrypted labels of a batch, in the session that its rows or :meth:`begin` opened."""
-        holder, name = self._permuted(client, run, server, to_bytes(session))
+        holder, name = self._resume_permuted(client, run, server, to_bytes(session))
         message = holder.labels(name, labels.numpy(), classes)
         self._keep(client, holder, name)
         return of_bytes(message)
 
-    def turned(
+    def exchange_states(
         self, client: Client, run: str, server: Tensor, message: Tensor, samples: int, last: bool
     ) -> tuple[Tensor, Tensor]:
         """States (n, T, d), and fresh encryptions of them; after the last block there is nothing to go on with."""
         came = to_bytes(message)
-        holder, name = self._permuted(client, run, server, session_of(came))
-        states = holder.turned(came, samples)
-        answer = b"" if last else holder.again(name, states)
+        holder, name = self._resume_permuted(client, run, server, session_of(came))
+        states = holder.states_of(came, samples)
+        answer = b"" if last else holder.encrypt_states(name, states)
         self._keep(client, holder, name)
         return torch.from_numpy(states.astype(np.float32)), of_bytes(answer)
 
@@ -135,15 +135,17 @@ class PermutedSessions(Sessions):
     ) -> Tensor:
         """Labels (n,) in the server's last order; the session is over."""
         came = to_bytes(message)
-        holder, name = self._permuted(client, run, server, session_of(came))
+        holder, name = self._resume_permuted(client, run, server, session_of(came))
         labels = holder.labels_of(came, samples, classes)
         self._keep(client, holder, name)
         self.end(client, message)
         return torch.from_numpy(labels)
 
-    def _permuted(self, client: Client, run: str, server: Tensor, name: bytes) -> tuple[PermutedHolder, bytes]:
-        holder, name = self._resumed(client, run, server, name)
-        return cast(PermutedHolder, holder), name
+    def _resume_permuted(
+        self, client: Client, run: str, server: Tensor, name: bytes
+    ) -> tuple[PermutedKeyHolder, bytes]:
+        holder, name = self._resume(client, run, server, name)
+        return cast(PermutedKeyHolder, holder), name
 
 
 def keys_channel(own: bytes, other: bytes, run: str, ring: int, side: Sender) -> Channel:

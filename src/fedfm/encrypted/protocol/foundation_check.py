@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fedfm.encrypted.student.conversion import KEY, folded, is_twin
+from fedfm.encrypted.student.conversion import KEY, fold, is_twin
 from fedfm.errors import InputError
 from fedfm.models.adapters.side_adapter import SideModel
 from fedfm.models.locate import locate
@@ -21,7 +21,7 @@ def check(model: Model, name: str) -> SideModel:
     if not isinstance(model, SideModel) or model.backbone is None or not is_twin(model.backbone.module):
         raise _refusal(name)
     try:
-        folded(model.backbone.module)
+        fold(model.backbone.module)
     except InputError as error:
         raise InputError(f'method.foundation = "{name}": {error}', key="method.foundation") from None
     return model

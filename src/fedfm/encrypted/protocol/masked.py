@@ -24,14 +24,14 @@ from fedfm.core.federation import Federation
 from fedfm.core.rows import Rows
 from fedfm.encrypted.ckks.refresh import DistanceLedger
 from fedfm.encrypted.inference.messages import parameters_of
-from fedfm.encrypted.inference.model_owner import Checkpoint, Holder, Owner
+from fedfm.encrypted.inference.model_owner import Checkpoint, KeyHolder, ModelOwner
 from fedfm.encrypted.inference.serialization import of_bytes, pack, to_bytes, unpack
 from fedfm.encrypted.inference.worker_pool import EncryptedBatch, run_all
 from fedfm.encrypted.protocol.client_sessions import keys_channel
 from fedfm.encrypted.protocol.foundation_check import check
 from fedfm.encrypted.protocol.handshake import Hello, Opened, RowSpan, spans
-from fedfm.encrypted.protocol.server import Passing
-from fedfm.encrypted.student.folding import folded
+from fedfm.encrypted.protocol.server import ForwardPass
+from fedfm.encrypted.student.folding import fold
 from fedfm.errors import E_CLIENT, ClientFault, InputError
 from fedfm.models.adapters.side_adapter import STATES, Release, SideModel
 from fedfm.privacy.crypto import keys
@@ -43,13 +43,15 @@ if TYPE_CHECKING:
 _SILENT = "it gave no valid reply"
 
 
-def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
+def run(method: BlindFed, fed: Federation) -> dict[str, float]:
     """All rows pass the server's model, encrypted; figures for the result."""
-    return EncryptedPasses(method, fed, Passing.begin(fed, check(fed.model, method.foundation), method.ring)).go()
+    return EncryptedForwardPass(
+        method, fed, ForwardPass.begin(fed, check(fed.model, method.foundation), method.ring)
+    ).go()
 
 
 @dataclass
-class EncryptedPasses:
+class EncryptedForwardPass:
     """The passes of all clients; carries the messages of the processes that compute (:class:`.processes.Relay`).
 
     Attributes:
@@ -59,7 +61,7 @@ class EncryptedPasses:
 
     method: BlindFed
     fed: Federation
-    passing: Passing
+    passing: ForwardPass
     figures: dict[str, float] = field(default_factory=dict)
     gone: set[ClientId] = field(default_factory=set)
     _begun: float = 0.0
@@ -83,7 +85,7 @@ class EncryptedPasses:
         backbone, release, _ = passing.model.owned
         count = self.method.processes or os.cpu_count() or 1
         kind = passing.model.adaptation_spec.released
-        run_all(jobs, self, count, folded=folded(backbone.module), released=kind, projection=_rows_of(release))
+        run_all(jobs, self, count, folded=fold(backbone.module), released=kind, projection=_rows_of(release))
         return self._result()
 
     def _open(self) -> None:
@@ -94,7 +96,7 @@ class EncryptedPasses:
         if new := [client for client in fed.clients if client not in known]:
             public = of_bytes(keys.public_of(fed.secret("channel")))
             least = max(0, fed.enough(len(fed.clients)) - len(known))
-            told = self._told(public)
+            told = self._hello(public)
             ask = partial(fed.ask, self.method.open, of=new, least=least, form="encrypted", check=self._check_keys)
             for client, opened in ask(told=told).items():
                 fed.store[f"opened-{client}"] = pack(opened)
@@ -115,7 +117,7 @@ class EncryptedPasses:
             to_bytes(opened.keys)
         )
 
-    def _told(self, public: Tensor) -> Hello:
+    def _hello(self, public: Tensor) -> Hello:
         return self.passing.hello(key=public)
 
     def _spans(self, client: ClientId) -> list[RowSpan]:
@@ -163,13 +165,13 @@ class EncryptedPasses:
         """Send a block's released states; with the last block the batch has passed."""
         self._ask(job, self.method.keep, down="encrypted", batch=job.batch, block=block + 1, states=of_bytes(message))
         if block + 1 == self.passing.model.net.shape[0]:
-            self._finished(job)
+            self._finish_batch(job)
         return None
 
-    def _finished(self, job: EncryptedBatch) -> None:
+    def _finish_batch(self, job: EncryptedBatch) -> None:
         span = self._spans(job.client)[job.batch]
         self.figures["rows"] = self.figures.get("rows", 0) + span.stop - span.start
-        self.passing.finished([job.client], job.batch)
+        self.passing.finish_batch([job.client], job.batch)
         self.fed.store.pop(_place(job.client, job.batch), None)
         self._note()
 
@@ -246,8 +248,8 @@ def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
     if "pixel_values" not in rows.names:
         raise InputError("encrypted passes take pictures")
     backbone, released, _ = model.owned
-    matrices, kind, projection = folded(backbone.module), model.adaptation_spec.released, _rows_of(released)
-    holder = Holder.new(len(matrices.positions), parameters_of(ring))
+    matrices, kind, projection = fold(backbone.module), model.adaptation_spec.released, _rows_of(released)
+    holder = KeyHolder.new(len(matrices.positions), parameters_of(ring))
     public, ledger, blocks = holder.public(), DistanceLedger(), model.net.shape[0]
     done = [torch.zeros(0, *model.net.shape)]
     for part in Rows(rows.tensors, deferred=rows.deferred).batches(holder.layout.samples):
@@ -257,9 +259,9 @@ def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
         states: list[np.ndarray] = []
 
         def release(block: int, message: bytes, n: int = len(x), states: list[np.ndarray] = states) -> None:
-            states.append(holder.released(message, n))
+            states.append(holder.decrypt_released(message, n))
 
-        owner = Owner(matrices, kind, public, session, key, ledger, projection=projection)
+        owner = ModelOwner(matrices, kind, public, session, key, ledger, projection=projection)
         owner.run(holder.rows(x), holder.refresh, release)
         holder.end(session)
         if len(states) != blocks:

@@ -16,7 +16,7 @@ from fedfm.errors import E_NONFINITE, ClientFault
 from fedfm.models.adapters.side_adapter import STATES, with_numbers
 
 
-def kept(client: Client, parts: Mapping[str, Rows]) -> tuple[dict[str, Rows], dict[str, Tensor]]:
+def exclude_rows(client: Client, parts: Mapping[str, Rows]) -> tuple[dict[str, Rows], dict[str, Tensor]]:
     """The rows by part, as the client trains and is judged on them; of all its rows (n,), which have numbers.
 
     Raises:

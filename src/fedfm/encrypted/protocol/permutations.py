@@ -39,7 +39,7 @@ def draw(n: int, key: bytes, purpose: str) -> Tensor:
     return torch.from_numpy(np.argsort(words, kind="stable"))
 
 
-def drawn(key: bytes, client: str, batch: int, blocks: int, n: int) -> list[Tensor]:
+def draw_all(key: bytes, client: str, batch: int, blocks: int, n: int) -> list[Tensor]:
     """Pi_1 ... Pi_{L+1} of a batch; a batch that is computed again has the same."""
     return [draw(n, key, f"{client}/{batch}/{level}") for level in range(1, blocks + 2)]
 

@@ -21,16 +21,16 @@ from fedfm.core.federation import Federation
 from fedfm.core.rows import Rows
 from fedfm.encrypted.ckks.refresh import DistanceLedger
 from fedfm.encrypted.inference.messages import parameters_of
-from fedfm.encrypted.inference.permuted_key_holder import PermutedHolder
-from fedfm.encrypted.inference.permuted_model_owner import PermutedOwner, both, order_bytes
+from fedfm.encrypted.inference.permuted_key_holder import PermutedKeyHolder
+from fedfm.encrypted.inference.permuted_model_owner import PermutedModelOwner, join_messages, order_bytes
 from fedfm.encrypted.inference.serialization import of_bytes, to_bytes
 from fedfm.encrypted.inference.worker_pool import EncryptedBatch
 from fedfm.encrypted.protocol import permutations
 from fedfm.encrypted.protocol.foundation_check import check
 from fedfm.encrypted.protocol.handshake import Hello, RowSpan, spans_by_part
-from fedfm.encrypted.protocol.masked import EncryptedPasses
-from fedfm.encrypted.protocol.server import Passing
-from fedfm.encrypted.student.folding import folded
+from fedfm.encrypted.protocol.masked import EncryptedForwardPass
+from fedfm.encrypted.protocol.server import ForwardPass
+from fedfm.encrypted.student.folding import fold
 from fedfm.errors import InputError
 from fedfm.models.adapters.side_adapter import STATES, SideModel
 
@@ -38,20 +38,22 @@ if TYPE_CHECKING:
     from fedfm.encrypted.blindfed import BlindFed
 
 
-def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
+def run(method: BlindFed, fed: Federation) -> dict[str, float]:
     """All rows pass the server's model, encrypted and in secret orders; figures for the result."""
-    return PermutedPasses(method, fed, Passing.begin(fed, check(fed.model, method.foundation), method.ring)).go()
+    return PermutedForwardPass(
+        method, fed, ForwardPass.begin(fed, check(fed.model, method.foundation), method.ring)
+    ).go()
 
 
 @dataclass
-class PermutedPasses(EncryptedPasses):
+class PermutedForwardPass(EncryptedForwardPass):
     """The passes of all clients in secret orders."""
 
     def rows(self, job: EncryptedBatch) -> bytes:
         """Begin the session; encrypted rows, unless their states are known, and labels."""
         session, go_on = of_bytes(job.session), job.start is not None
         sent = self._ask(job, self.method.labelled, batch=job.batch, session=session, go_on=go_on)
-        return both(to_bytes(sent["rows"]), to_bytes(sent["labels"]))
+        return join_messages(to_bytes(sent["rows"]), to_bytes(sent["labels"]))
 
     def release(self, job: EncryptedBatch, block: int, message: bytes) -> bytes | None:
         """Send a block's states; as the last one labels and relative orders, and the batch has passed."""
@@ -61,14 +63,14 @@ class PermutedPasses(EncryptedPasses):
             return to_bytes(answer)
         steps = permutations.steps(self._orders(job.client, job.batch))
         self._ask(job, self.method.align, batch=job.batch, orders=steps, labels=sent)
-        self._finished(job)
+        self._finish_batch(job)
         return None
 
     @property
     def _levels(self) -> int:
         return self.passing.model.net.shape[0]
 
-    def _told(self, public: Tensor) -> Hello:
+    def _hello(self, public: Tensor) -> Hello:
         _, released, scales = self.passing.model.owned
         return self.passing.hello(key=public, release=released.positions, scales=scales)
 
@@ -81,7 +83,7 @@ class PermutedPasses(EncryptedPasses):
 
     def _orders(self, client: ClientId, batch: int) -> list[Tensor]:
         span = self._spans(client)[batch]
-        return permutations.drawn(self.fed.secret("orders"), client, batch, self._levels, span.stop - span.start)
+        return permutations.draw_all(self.fed.secret("orders"), client, batch, self._levels, span.stop - span.start)
 
 
 def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
@@ -97,14 +99,14 @@ def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
     if len(rows) == 1:
         raise InputError('1 row: with protocol = "permuted" a batch in a secret order needs at least 2')
     backbone, released, scales = model.owned
-    matrices, kind, levels = folded(backbone.module), model.adaptation_spec.released, model.net.shape[0]
-    holder = PermutedHolder.new(len(matrices.positions), parameters_of(ring))
+    matrices, kind, levels = fold(backbone.module), model.adaptation_spec.released, model.net.shape[0]
+    holder = PermutedKeyHolder.new(len(matrices.positions), parameters_of(ring))
     public, ledger, secret = holder.public(), DistanceLedger(), os.urandom(32)
     done = [torch.zeros(0, *model.net.shape)]
     for number, span in enumerate(spans_by_part({"train": len(rows), "val": 0, "test": 0}, holder.layout.samples)):
         part = rows.take(range(span.start, span.stop)).computed()
         x = matrices.patch(part.tensors["pixel_values"]).double().numpy()
-        pi = permutations.drawn(secret, "", number, levels, len(x))
+        pi = permutations.draw_all(secret, "", number, levels, len(x))
         session, key, turned = os.urandom(16), os.urandom(32), list[Tensor]()
         holder.begin(session, key)
 
@@ -114,12 +116,12 @@ def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
             if block == levels:
                 holder.labels_of(message, n, 1)
                 return b""
-            states = holder.turned(message, n)
+            states = holder.states_of(message, n)
             turned.append(torch.from_numpy(states.astype(np.float32)))
-            return b"" if block + 1 == levels else holder.again(session, states)
+            return b"" if block + 1 == levels else holder.encrypt_states(session, states)
 
-        owner = PermutedOwner(matrices, kind, public, session, key, ledger, orders=[order.numpy() for order in pi])
-        sent = both(holder.rows(x), holder.labels(session, np.zeros(len(x), np.int64), 1))
+        owner = PermutedModelOwner(matrices, kind, public, session, key, ledger, orders=[order.numpy() for order in pi])
+        sent = join_messages(holder.rows(x), holder.labels(session, np.zeros(len(x), np.int64), 1))
         owner.run(sent, holder.refresh, release)
         holder.end(session)
         came = torch.stack(permutations.to_last(turned, permutations.steps(pi)), 1)[torch.argsort(pi[-1])]

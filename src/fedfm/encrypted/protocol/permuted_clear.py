@@ -18,15 +18,15 @@ from fedfm.encrypted.protocol import permutations
 from fedfm.encrypted.protocol.clear import NOTICE
 from fedfm.encrypted.protocol.foundation_check import check
 from fedfm.encrypted.protocol.handshake import spans_by_part
-from fedfm.encrypted.protocol.server import Passing, token_states
+from fedfm.encrypted.protocol.server import ForwardPass, token_states
 
 if TYPE_CHECKING:
     from fedfm.encrypted.blindfed import BlindFed
 
 
-def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
+def run(method: BlindFed, fed: Federation) -> dict[str, float]:
     """All rows pass the server's model, in secret orders."""
-    passing = Passing.begin(fed, check(fed.model, method.foundation))
+    passing = ForwardPass.begin(fed, check(fed.model, method.foundation))
     fed.notice(NOTICE)
     _, released, scales = passing.model.owned
     told = passing.hello(release=released.positions, scales=scales)
@@ -38,11 +38,11 @@ def passed(method: BlindFed, fed: Federation) -> dict[str, float]:
                 continue
             if not _batch(method, fed, passing, client, batch):
                 break
-            passing.finished([client], batch)
+            passing.finish_batch([client], batch)
     return {}
 
 
-def _batch(method: BlindFed, fed: Federation, passing: Passing, client: ClientId, batch: int) -> bool:
+def _batch(method: BlindFed, fed: Federation, passing: ForwardPass, client: ClientId, batch: int) -> bool:
     """One batch of one client; whether the client has answered everything."""
     sent = fed.ask(method.labelled, of=[client], least=0, batch=batch)
     passing.count_bytes()
@@ -51,7 +51,7 @@ def _batch(method: BlindFed, fed: Federation, passing: Passing, client: ClientId
     rows, labels = sent[client]["rows"], sent[client]["labels"]
     levels = token_states(passing.model, rows)  # (n, L, T, d)
     n, blocks = levels.shape[:2]
-    pi = permutations.drawn(fed.secret("orders"), client, batch, blocks, n)
+    pi = permutations.draw_all(fed.secret("orders"), client, batch, blocks, n)
     for block in range(1, blocks + 1):
         turned = levels[:, block - 1][pi[block - 1]]  # B_l Pi_l
         if not fed.ask(method.turn, of=[client], least=0, batch=batch, block=block, states=turned):

@@ -24,7 +24,7 @@ from fedfm.models.export import load_adapter
 _ALIKE = ("foundation", "released", "projection", "rank")  # settings on which adapters depend
 
 
-def trained(method: Any, fed: Federation, model: SideModel) -> Params:
+def load_trained(method: Any, fed: Federation, model: SideModel) -> Params:
     """(theta, eta) of the finished run that ``method.trained`` names.
 
     Raises:

@@ -16,7 +16,7 @@ from fedfm.core.client import ClientId, each
 from fedfm.core.federation import Federation
 from fedfm.core.transcript import Crossing
 from fedfm.encrypted.protocol.handshake import PARTS, Hello, Opened
-from fedfm.encrypted.student.folding import Patches, folded
+from fedfm.encrypted.student.folding import Patches, fold
 from fedfm.models import preprocessing
 from fedfm.models.adapters.side_adapter import SideModel
 
@@ -27,7 +27,7 @@ _OFTEN = 5.0  # seconds between two words on how far it is
 
 
 @dataclass
-class Passing:
+class ForwardPass:
     """The server's side of all clients' passes.
 
     Attributes:
@@ -50,7 +50,7 @@ class Passing:
     _full: int = 0
 
     @classmethod
-    def begin(cls, fed: Federation, model: SideModel, ring: int = 8192) -> Passing:
+    def begin(cls, fed: Federation, model: SideModel, ring: int = 8192) -> ForwardPass:
         """A session, or that of the killed run that goes on."""
         if _SESSION not in fed.store:
             fed.store[_SESSION] = os.urandom(16)
@@ -63,7 +63,7 @@ class Passing:
     @property
     def tokens(self) -> int:
         """T of a row."""
-        return len(folded(self.model.owned[0].module).positions)
+        return len(fold(self.model.owned[0].module).positions)
 
     @property
     def batch(self) -> int:
@@ -72,7 +72,7 @@ class Passing:
 
     def hello(self, **more: Any) -> Hello:
         """What every client is told."""
-        model, patches = self.model, folded(self.model.owned[0].module).patch
+        model, patches = self.model, fold(self.model.owned[0].module).patch
         if not isinstance(patches, Patches):
             raise TypeError(f"clients cannot cut pictures as {patches!r} does")
         blocks, positions, width = model.net.shape
@@ -94,7 +94,7 @@ class Passing:
         }
         return Hello(**(told | more))
 
-    def finished(self, clients: Iterable[ClientId], batch: int) -> None:
+    def finish_batch(self, clients: Iterable[ClientId], batch: int) -> None:
         """The batch of these clients is kept by them."""
         for client in clients:
             self.done.setdefault(client, []).append(batch)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fedfm.encrypted.student.fit_polynomials import apply
-from fedfm.encrypted.student.folding import KEY, MOST_OUTSIDE, PRE_NORM, Folded, FoldedBlock, block_states, folded
+from fedfm.encrypted.student.folding import KEY, MOST_OUTSIDE, PRE_NORM, Folded, FoldedBlock, block_states, fold
 from fedfm.encrypted.student.modules import (
     ATTENTION,
     Functions,
@@ -41,7 +41,7 @@ __all__ = [
     "block_states",
     "centre",
     "depth",
-    "folded",
+    "fold",
     "forget",
     "install",
     "is_twin",
@@ -87,12 +87,12 @@ def prepare(module: nn.Module) -> tuple[Functions, ...]:
     if not blocks:
         raise InputError(f"model.name: no blocks are known of a model of type {inner.config.model_type!r}")
     register()
-    made = tuple(_prepared(block, inner.config.model_type) for _, block in blocks)
+    made = tuple(_prepare_block(block, inner.config.model_type) for _, block in blocks)
     inner.config._attn_implementation = ATTENTION
     return made
 
 
-def _prepared(block: nn.Module, model_type: str) -> Functions:
+def _prepare_block(block: nn.Module, model_type: str) -> Functions:
     if any(isinstance(m, Replaced) for m in block.modules()):
         return Functions.of(block)
     attentions: list[Any] = [m for m in block.modules() if hasattr(m, "is_causal") and hasattr(m, "scaling")]

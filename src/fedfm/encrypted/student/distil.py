@@ -28,7 +28,7 @@ from fedfm.encrypted.student.distil_spec import Distillation
 from fedfm.encrypted.student.distillation_loss import OUTPUTS, STAGES, STATES, TAME, Distiller, save
 from fedfm.encrypted.student.folding import check_tokens
 from fedfm.encrypted.student.interval_table import finish
-from fedfm.encrypted.student.recalibrate import widened
+from fedfm.encrypted.student.recalibrate import widen
 from fedfm.encrypted.student.recalibrate_run import measure_again
 from fedfm.encrypted.student.scores import PROBED, Outputs, compare, outputs, quick
 from fedfm.errors import InputError, RunError
@@ -226,7 +226,7 @@ class _DistilWork:
             return
         known = self.state.setdefault("widened", {})
         if STAGES[stage] not in known:
-            found = widened(distiller.student, distiller.entries, spec.polynomials, lessons.measured)
+            found = widen(distiller.student, distiller.entries, spec.polynomials, lessons.measured)
             known[STAGES[stage]] = found
             self.place.write()
         distiller.put(known[STAGES[stage]])

@@ -109,7 +109,7 @@ def entry(measured: Measured, kind: str, exponential: Exponential, where: str) -
     }
 
 
-def renewed(
+def refit(
     entry: Mapping[str, Any], measured: Measured, kind: str, name: str, *, keep: bool = False
 ) -> dict[str, Any] | None:
     """A block's entry with one argument's polynomials chosen again; None where its interval still has room.
@@ -132,14 +132,14 @@ def renewed(
         if _inside(low, high, old):
             return None
         norms = list(entry["norms"])
-        norms[place] = _norm(_joined(measured.positive(name), old if keep else None), kind, name)
+        norms[place] = _norm(_union(measured.positive(name), old if keep else None), kind, name)
         return {**entry, "norms": norms}
     if name == "sums":
         scales = torch.tensor(entry["inverse"]["scales"], dtype=torch.float64)
         old = torch.tensor(entry["inverse"]["interval"], dtype=torch.float64)
         if _inside(low * scales, high * scales, old):
             return None
-        found = _joined(measured.positive(name), old[:, None] / scales if keep else None)
+        found = _union(measured.positive(name), old[:, None] / scales if keep else None)
         return {**entry, "inverse": _inverse(found, kind)}
     part = {"scores": "exp", "hidden": "gelu"}[name]
     first, last = entry[part]["interval"]
@@ -150,7 +150,7 @@ def renewed(
     return {**entry, part: {**entry[part], "interval": interval}}
 
 
-def _joined(found: Tensor, old: Tensor | None) -> Tensor:
+def _union(found: Tensor, old: Tensor | None) -> Tensor:
     """Both ranges of positive arguments (2, ...), as far as the ratio allows from the upper end."""
     if old is None:
         return found

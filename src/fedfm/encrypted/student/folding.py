@@ -116,7 +116,7 @@ def check_tokens(embedding: Any) -> None:
     )
 
 
-def folded(module: nn.Module) -> Folded:
+def fold(module: nn.Module) -> Folded:
     """The matrices and polynomials of a twin, float64.
 
     Raises:
@@ -146,11 +146,11 @@ def folded(module: nn.Module) -> Folded:
     front = [getattr(embedding, name) for name in ("cls_token", "distillation_token") if hasattr(embedding, name)]
     for i, token in enumerate(front):
         positions[i] += _array(token[0, 0]) - bias  # its pixels are zeros, to which the bias is added
-    blocks = tuple(folded_block(block) for _, block in parts.blocks)
+    blocks = tuple(fold_block(block) for _, block in parts.blocks)
     largest = max(entry["largest"] for entry in table["blocks"])
     return Folded(
-        embedding=_centred(weight),
-        bias=_centred(bias),
+        embedding=_centre(weight),
+        bias=_centre(bias),
         positions=positions - positions.mean(-1, keepdims=True),
         blocks=blocks,
         scales=np.array([entry["scale"] for entry in table["blocks"]]),
@@ -161,7 +161,7 @@ def folded(module: nn.Module) -> Folded:
     )
 
 
-def folded_block(block: Any) -> FoldedBlock:
+def fold_block(block: Any) -> FoldedBlock:
     """Of a block of a ViT, a DeiT or an I-JEPA with polynomials."""
     functions = Functions.of(block)
     softmax, norms, gelu = functions.softmax, functions.norms, functions.gelu
@@ -183,7 +183,7 @@ def folded_block(block: Any) -> FoldedBlock:
         w = _array(linear.weight)
         b = np.zeros(len(w)) if linear.bias is None else _array(linear.bias)
         if norm is None:
-            w, b = _centred(w), _centred(b)
+            w, b = _centre(w), _centre(b)
         else:
             # folded() of 1 / x leaves the product with its scale to the weights.
             scale = norm.inverse.fold[0] if isinstance(norm.inverse, Inverse) else 1.0
@@ -251,7 +251,7 @@ def _inside(polynomial: Polynomial) -> float:
     """The largest magnitude of a number in the recipe of a polynomial, over its interval."""
     most = [0.0]
     a, b = polynomial.fold
-    polynomial.folded(_Watched(a * np.linspace(*polynomial.interval, _GRID) + b, most))
+    polynomial.evaluate_folded(_Watched(a * np.linspace(*polynomial.interval, _GRID) + b, most))
     return most[0]
 
 
@@ -272,31 +272,31 @@ def largest_between(block: FoldedBlock, x: Tensor) -> float:
     n, tokens, d = x.shape
     most = 0.0
 
-    def seen(y: Tensor) -> Tensor:
+    def observe(y: Tensor) -> Tensor:
         nonlocal most
         most = max(most, float(y.abs().max()))
         return y
 
     def linear(name: str, y: Tensor) -> Tensor:
-        return seen(y @ w[name].T + w[f"{name}_bias"])
+        return observe(y @ w[name].T + w[f"{name}_bias"])
 
     def norm(y: Tensor, polynomial: Polynomial) -> Tensor:
         a, b = polynomial.fold
-        return seen(y * polynomial.folded(a * seen(y.square().mean(-1, keepdim=True)) + b))
+        return observe(y * polynomial.evaluate_folded(a * observe(y.square().mean(-1, keepdim=True)) + b))
 
     def heads(y: Tensor) -> Tensor:
         return y.reshape(n, tokens, block.heads, -1).transpose(1, 2)
 
-    y = norm(seen(x), block.norms[0])
+    y = norm(observe(x), block.norms[0])
     q, k, v = (heads(linear(name, y)) for name in ("query", "key", "value"))
     if block.centred_keys:
-        k = seen(k - k.mean(-2, keepdim=True))
+        k = observe(k - k.mean(-2, keepdim=True))
     powers = block.exponential(q @ k.transpose(-1, -2))
     c = torch.from_numpy(block.inverse_scales)[:, None, None]
-    weights = seen(powers * (block.inverse.folded(powers.sum(-1, keepdim=True) * c) * c))
-    z = seen(x + linear("output", seen(weights @ v).transpose(1, 2).reshape(n, tokens, d)))
-    hidden = seen(block.gelu(linear("up", norm(z, block.norms[1]))))
-    seen(z + linear("down", hidden))
+    weights = observe(powers * (block.inverse.evaluate_folded(powers.sum(-1, keepdim=True) * c) * c))
+    z = observe(x + linear("output", observe(weights @ v).transpose(1, 2).reshape(n, tokens, d)))
+    hidden = observe(block.gelu(linear("up", norm(z, block.norms[1]))))
+    observe(z + linear("down", hidden))
     return most if math.isfinite(most) else math.inf
 
 
@@ -304,7 +304,7 @@ def _array(x: Tensor) -> Matrix:
     return np.asarray(x.detach().cpu().double().numpy().copy(), dtype=np.float64)
 
 
-def _centred(x: Matrix) -> Matrix:
+def _centre(x: Matrix) -> Matrix:
     """Minus the mean over features, the first axis."""
     centred: Matrix = x - x.mean(0)
     return centred

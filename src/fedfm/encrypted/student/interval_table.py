@@ -31,13 +31,13 @@ def table_of(
 
     Args:
         taps: the twin, centred, with the polynomials of ``entries``.
-        kind: of the polynomials, as in :data:`choose_polynomials.KINDS`.
+        kind: of the polynomials, as in :data:`fit_polynomials.KINDS`.
         batches: the rows; those of which a state is no number are left out.
         outside: the share of arguments outside their intervals on held-out rows.
     """
     model = taps.model
     blocks = [block for _, block in model.parts.blocks]
-    folds = [folding.folded_block(b) for b in blocks] if conversion.pre_norm(model.module) else None
+    folds = [folding.fold_block(b) for b in blocks] if conversion.pre_norm(model.module) else None
     n, squares = 0, [0.0] * len(entries)
     highest, largest = [0.0] * len(entries), [0.0] * len(entries)
     inputs: list[Tensor] = []

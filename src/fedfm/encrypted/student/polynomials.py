@@ -5,7 +5,7 @@ own kind or by a number) and ``square()``, such as an array of ciphertexts. Blin
 polynomials (equations 1 to 3, Algorithm 1); scaling, squaring and the start of the square root are ours.
 
 An affine map before a polynomial is free where it is folded into the weights of the layer before. So each class gives
-the map (:attr:`~Polynomial.fold`) and the rest (:meth:`~Polynomial.folded`), whose multiplicative depth is
+the map (:attr:`~Polynomial.fold`) and the rest (:meth:`~Polynomial.evaluate_folded`), whose multiplicative depth is
 :attr:`~Polynomial.depth`.
 """
 
@@ -44,22 +44,22 @@ class Polynomial(ABC):
     @property
     @abstractmethod
     def depth(self) -> int:
-        """Multiplications one after another in :meth:`folded`, with those by numbers."""
+        """Multiplications one after another in :meth:`evaluate_folded`, with those by numbers."""
 
     @property
     def fold(self) -> tuple[float, float]:
-        """(a, b): :meth:`folded` takes a x + b."""
+        """(a, b): :meth:`evaluate_folded` takes a x + b."""
         return 1.0, 0.0
 
     @abstractmethod
-    def folded(self, u: X) -> X:
+    def evaluate_folded(self, u: X) -> X:
         """The value at x of u = a x + b."""
 
     def evaluate(self, x: X) -> X:
         """The value at x; :attr:`fold` costs one multiplication more here."""
         a, b = self.fold
         u = x if a == 1.0 else x * a
-        return self.folded(u if b == 0.0 else u + b)
+        return self.evaluate_folded(u if b == 0.0 else u + b)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The value at every entry of a tensor."""
@@ -99,7 +99,7 @@ class Exponential(Polynomial):
         # T_2(u) = ((u + 1)^2 + 1) / 2 = ((u + 1) / sqrt 2)^2 + 1/2: one square, no other product.
         return (unit / math.sqrt(2), 1 / math.sqrt(2)) if self.degree == 2 else (unit, 0.0)
 
-    def folded(self, u: X) -> X:
+    def evaluate_folded(self, u: X) -> X:
         coefficients = [1 / math.factorial(i) for i in range(self.degree + 1)]
         y = u.square() + 0.5 if self.degree == 2 else power_series(coefficients, u)
         for _ in range(self.squarings):
@@ -138,7 +138,7 @@ class Inverse(Polynomial):
     def fold(self) -> tuple[float, float]:
         return self._scale, 0.0
 
-    def folded(self, u: X) -> X:
+    def evaluate_folded(self, u: X) -> X:
         """1 / u, of the scaled argument: the caller multiplies by the scale, or folds it too."""
         _renew(u)
         minus = u * -1
@@ -151,7 +151,7 @@ class Inverse(Polynomial):
 
     def evaluate(self, x: X) -> X:
         c = self._scale
-        return self.folded(x) if c == 1.0 else self.folded(x * c) * c
+        return self.evaluate_folded(x) if c == 1.0 else self.evaluate_folded(x * c) * c
 
     def error(self) -> float:
         """Largest relative error in the interval."""
@@ -198,7 +198,7 @@ class InverseSquareRoot(Polynomial):
     def depth(self) -> int:
         return 1 + 2 * self.steps
 
-    def folded(self, u: X) -> X:
+    def evaluate_folded(self, u: X) -> X:
         m, (p, q) = self.interval[0], self.line
         last = 1 / math.sqrt(m)  # folded into the last step
         if not self.steps:
@@ -263,7 +263,7 @@ class Quadratic(Polynomial):
         root = math.sqrt(self.a)
         return root, self.b / (2 * root)
 
-    def folded(self, u: X) -> X:
+    def evaluate_folded(self, u: X) -> X:
         return u.square() + (self.c - self.b**2 / (4 * self.a))
 
 

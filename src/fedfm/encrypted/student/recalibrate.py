@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedfm.core.rows import Batch
 from fedfm.encrypted.student import conversion, fit_polynomials
 from fedfm.encrypted.student.distillation_loss import Taps
-from fedfm.encrypted.student.fit_polynomials import Measured, renewed
+from fedfm.encrypted.student.fit_polynomials import Measured, refit
 from fedfm.encrypted.student.modules import Functions
 from fedfm.errors import InputError
 
@@ -28,7 +28,7 @@ _UNCHANGED = ("scores", "hidden")  # their polynomials stay as they are
 
 
 @torch.no_grad()
-def widened(
+def widen(
     taps: Taps,
     entries: list[dict[str, Any]],
     kind: str,
@@ -41,9 +41,9 @@ def widened(
 
     Args:
         taps: the twin, with the polynomials of ``entries``; it gets the new ones.
-        kind: of the polynomials, as in :data:`choose_polynomials.KINDS`.
+        kind: of the polynomials, as in :data:`fit_polynomials.KINDS`.
         batches: the rows, or so many of the first ones that their states before a block take a gigabyte.
-        keep: intervals only grow, and as far as they can, as in :func:`choose_polynomials.renewed`.
+        keep: intervals only grow, and as far as they can, as in :func:`fit_polynomials.refit`.
         tick: called after each block.
 
     Returns:
@@ -62,7 +62,7 @@ def widened(
             while True:
                 measured, states = _pass(taps, block, functions, calls)
                 try:
-                    entry, left = _renewed(entry, measured, kind, left, keep)
+                    entry, left = _refit_next(entry, measured, kind, left, keep)
                 except ValueError as error:
                     raise InputError(f"block {i}, measured again: {error}; train longer") from None
                 fit_polynomials.apply(functions, entry)
@@ -76,12 +76,12 @@ def widened(
     return found
 
 
-def _renewed(
+def _refit_next(
     entry: dict[str, Any], measured: Measured, kind: str, names: tuple[str, ...], keep: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The entry with the first polynomial renewed that changes what follows, and the names that follow."""
     for k, name in enumerate(names, 1):
-        new = renewed(entry, measured, kind, name, keep=keep)
+        new = refit(entry, measured, kind, name, keep=keep)
         if new is not None:
             entry = new
             if name not in _UNCHANGED:

@@ -21,7 +21,7 @@ from fedfm.encrypted.student.distil_rows import AT_ONCE, MEASURED
 from fedfm.encrypted.student.distil_spec import DistilSpec
 from fedfm.encrypted.student.distillation_loss import Taps, save
 from fedfm.encrypted.student.interval_table import table_of
-from fedfm.encrypted.student.recalibrate import widened
+from fedfm.encrypted.student.recalibrate import widen
 from fedfm.encrypted.student.scores import outputs, outside
 from fedfm.errors import InputError
 from fedfm.linalg.params import sha256_of
@@ -61,9 +61,9 @@ def measure_again(
 
     taps = Taps(twin)
     watcher.started(1, 0, len(entries))
-    before = _judged(taps, table, held)
-    entries = widened(taps, entries, known["kind"], batches, keep=True, tick=watcher.step)
-    after = _judged(taps, table, held)
+    before = _scores(taps, table, held)
+    entries = widen(taps, entries, known["kind"], batches, keep=True, tick=watcher.step)
+    after = _scores(taps, table, held)
     shares = [outside([block]) for block in taps.functions]  # of the held-out rows
     new = table_of(taps, entries, known["kind"], batches, after["outside"])
     for block, old in zip(new["blocks"], known["blocks"], strict=True):
@@ -102,7 +102,7 @@ def _check(spec: DistilSpec, twin: Model) -> None:
         )
 
 
-def _judged(taps: Taps, table: Table, held: np.ndarray) -> dict[str, Any]:
+def _scores(taps: Taps, table: Table, held: np.ndarray) -> dict[str, Any]:
     """Figures on held-out rows."""
     conversion.forget(taps.model.module)
     logits, features, labels = outputs(taps, taps.model.prepare(table, held), len(held))

@@ -64,7 +64,7 @@ def with_tokens(model: Model, side: int | None, class_token: bool) -> nn.Module:
             if name.rpartition(".")[2] not in dropped
         }
     place = next(name for name in state if name.endswith("position_embeddings"))
-    positions = moved(state[place], extra, old, new)
+    positions = interpolate_positions(state[place], extra, old, new)
     state[place] = positions if class_token else positions[:, extra:]
     with quiet(), torch.random.fork_rng(devices=[]):
         made: nn.Module = kind_of(made_config)
@@ -72,7 +72,7 @@ def with_tokens(model: Model, side: int | None, class_token: bool) -> nn.Module:
     return made.eval()
 
 
-def moved(positions: Tensor, extra: int, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+def interpolate_positions(positions: Tensor, extra: int, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
     """Positions (1, extra + h w, d) of a grid (h, w) of patches, for another grid."""
     if old == new:
         return positions.clone()

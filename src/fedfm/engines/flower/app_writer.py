@@ -72,7 +72,11 @@ def write_app(
     name = re.sub(r"[^a-z0-9]+", "-", experiment.name.lower()).strip("-") or "experiment"
     app = f"fedfm-{name}"[:32].strip("-")  # the longest name that Flower accepts
     values: dict[str, Any] = {"out": str(out), "run": run, "key": key} | ({"loopback": True} if loopback else {})
-    values |= run_config.apart(told(experiment), _FIXED) if settable else {run_config.EXPERIMENT: told(experiment)}
+    values |= (
+        run_config.apart(experiment_text(experiment), _FIXED)
+        if settable
+        else {run_config.EXPERIMENT: experiment_text(experiment)}
+    )
     lines = "\n".join(f"{_key(k)} = {json.dumps(v, ensure_ascii=False)}" for k, v in values.items())
     (folder / "pyproject.toml").write_text(
         f"""[build-system]
@@ -103,7 +107,7 @@ clientapp = "fedfm.apps:client"
     )
 
 
-def told(experiment: Experiment) -> str:
+def experiment_text(experiment: Experiment) -> str:
     """The text of an experiment that the ServerApp and the sites of a deployment receive, with absolute paths."""
 
     def path(text: str | None) -> str | None:
@@ -120,7 +124,7 @@ def _key(key: str) -> str:
     return json.dumps(key) if "." in key else key  # one key: the table "run" would hide the key "run"
 
 
-def _simulated(folder: Path, experiment: Experiment) -> str:
+def _how_to_simulate(folder: Path, experiment: Experiment) -> str:
     """How to run the app on this machine."""
     if (known := known_clients(experiment)) is not None:
         names, source = known
@@ -140,7 +144,7 @@ def _simulated(folder: Path, experiment: Experiment) -> str:
 def _how_to(folder: Path, experiment: Experiment) -> str:
     return f"""wrote {folder / "pyproject.toml"}: experiment "{experiment.name}"
 
-{_simulated(folder, experiment)}
+{_how_to_simulate(folder, experiment)}
 
 on real machines, each with `pip install fedfm=={__version__}` and the three variables above:
   the operator, once

@@ -55,7 +55,7 @@ def _answer(handler: str, context: Context, head: str, data: bytes) -> tuple[str
         from fedfm.engines.flower.simulation import answer
 
         return answer(config, int(node["partition-id"]), context.run_id, handler, head, data)
-    folder = client_stub.admitted(config, node, context.run_id)
+    folder = client_stub.admit(config, node, context.run_id)
     client_stub.enter_run(folder, context.node_id, context.run_id)
     return client_stub.call(folder, node.get("client"), handler, head, data)
 

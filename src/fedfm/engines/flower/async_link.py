@@ -17,10 +17,10 @@ from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import codec, flower_records
 from fedfm.engines.flower.link import POLL, FlowerLink
-from fedfm.engines.flower.message_codec import Underway, failed, reply_of
+from fedfm.engines.flower.message_codec import InFlight, fault_reply, reply_of
 from fedfm.engines.flower.private_api import SUPERLINK, push
 from fedfm.engines.flower.recovery import last_reply
-from fedfm.engines.flower.recovery.pending_requests import Outstanding, SentRequest
+from fedfm.engines.flower.recovery.pending_requests import PendingRequests, SentRequest
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import E_DIED, E_HELD, E_TIMEOUT, ClientFault
 
@@ -35,12 +35,12 @@ class FlowerStream(FlowerLink):
 
     streams, kept = True, True
 
-    def __init__(self, grid: Grid, *, outstanding: Outstanding, **settings: Any) -> None:
-        self._underway: dict[str, tuple[Underway, float]] = {}  # with the time of giving up
+    def __init__(self, grid: Grid, *, outstanding: PendingRequests, **settings: Any) -> None:
+        self._underway: dict[str, tuple[InFlight, float]] = {}  # with the time of giving up
         self._ready: list[Reply] = []  # what is pulled is nowhere else, and the caller may stop
         self._outstanding = outstanding
         self._restored: dict[ClientId, tuple[int, int]] = {}
-        self._unmet: dict[str, tuple[Underway, ClientId]] = {}  # hellos that nobody waits for
+        self._unmet: dict[str, tuple[InFlight, ClientId]] = {}  # hellos that nobody waits for
         self._anew: dict[str, Request] = {}  # by the message that asks for an answer: what to send if it is not there
         super().__init__(grid, **settings)
 
@@ -79,7 +79,7 @@ class FlowerStream(FlowerLink):
             suspects = self._probes.suspects
             came = list(self._grid.pull_messages([*self._underway, *self._late, *self._unmet, *self._probes.names]))
             for message in came:
-                self._arrived(message)
+                self._take_reply(message)
             if self._stop():
                 raise Interrupted
             if self._returns:
@@ -89,7 +89,9 @@ class FlowerStream(FlowerLink):
                 late, _ = self._underway.pop(name)
                 self._late.add(name)
                 self._anew.pop(name, None)
-                self._ready.append(failed(late.request, ClientFault(E_TIMEOUT, f"no reply within {self._timeout:g} s")))
+                self._ready.append(
+                    fault_reply(late.request, ClientFault(E_TIMEOUT, f"no reply within {self._timeout:g} s"))
+                )
             if not came:
                 time.sleep(pause)
                 pause = min(pause * 1.5, POLL[1])
@@ -105,16 +107,16 @@ class FlowerStream(FlowerLink):
         found = [self._outstanding.answer(client, before) for client, before in known.items()]
         pulled = sorted((r for r in found if r is not None), key=lambda reply: (reply.round, reply.call, reply.client))
         there = {reply.client for reply in pulled}
-        sent, absent = self._placed([request for request in requests if request.client not in there])
+        sent, absent = self._assign_nodes([request for request in requests if request.client not in there])
         self._ready += [*pulled, *absent]
         self._ready += self._launch([(node, request) for node, request in sent if request.client not in known])
         self._ready += self._recall([(node, request) for node, request in sent if request.client in known], known)
 
-    def _arrived(self, message: Message) -> None:
+    def _take_reply(self, message: Message) -> None:
         """Take in what was pulled."""
         name = message.metadata.reply_to_message_id
         self._late.discard(name)
-        self._probed(message)
+        self._take_probe_reply(message)
         if name in self._unmet:
             self._met_late(message, *self._unmet.pop(name))
         if name not in self._underway:
@@ -134,7 +136,7 @@ class FlowerStream(FlowerLink):
     def _find_lost(self, suspects: Collection[str]) -> None:
         """Send again what was lost on the way, and ask nodes that have been silent for long."""
         waiting = {name: one for name, (one, _) in self._underway.items()}
-        for name in self._vanished(waiting, suspects):
+        for name in self._confirm_lost(waiting, suspects):
             one, _ = self._underway.pop(name)
             self._held.pop(one.node, None)
             self._ready.extend(self._launch([(one.node, self._anew.pop(name, one.request))]))
@@ -143,13 +145,13 @@ class FlowerStream(FlowerLink):
 
     def _launch(self, sent: Sequence[tuple[int, Request]]) -> Iterator[Reply]:
         """Send requests of :meth:`stream`; yields those that the SuperLink did not take."""
-        waiting: dict[str, Underway] = {}
+        waiting: dict[str, InFlight] = {}
         yield from self._push(sent, waiting, self._timeout)
         self._underway |= {name: (one, time.monotonic() + self._timeout) for name, one in waiting.items()}
         if waiting:
             self._outstanding.enter({one.request.client: self._entry(one) for one in waiting.values()})
 
-    def _entry(self, one: Underway) -> SentRequest:
+    def _entry(self, one: InFlight) -> SentRequest:
         request = one.request
         digest = self._outstanding.digest.of(request)
         return SentRequest(
@@ -165,7 +167,7 @@ class FlowerStream(FlowerLink):
         round that was not completed.
         """
         at = self._restored.pop(request.client, None)
-        sent = [one for one in self._outstanding.sent(request.client) if one.handler == request.handler]
+        sent = [one for one in self._outstanding.last_requests(request.client) if one.handler == request.handler]
         awaited = [one for one in sent if one.at == at]
         return next(iter(awaited or [one for one in sent if self._is(one, request)]), None)
 
@@ -182,7 +184,7 @@ class FlowerStream(FlowerLink):
         busy = {node: client for node, client in busy.items() if node not in self._greeted}
         if busy and online.keys() - busy.keys():  # else all have to be waited for
             self._greeted.update(busy)
-            waiting: dict[str, Underway] = {}
+            waiting: dict[str, InFlight] = {}
             unsent = [
                 reply.client for reply in self._push([self._hello(node) for node in busy], waiting, self._timeout)
             ]
@@ -190,7 +192,7 @@ class FlowerStream(FlowerLink):
             self._nodes |= {client: node for node, client in busy.items() if f"node {node}" not in unsent}
         super()._greet()
 
-    def _met_late(self, message: Message, one: Underway, client: ClientId) -> None:
+    def _met_late(self, message: Message, one: InFlight, client: ClientId) -> None:
         reply, self._held[one.node] = reply_of(message, one, self._most)
         if reply.fault is not None and reply.fault.code == E_DIED:
             return  # lost on its way or with its process: the client is who it was
@@ -212,5 +214,5 @@ class FlowerStream(FlowerLink):
                 continue
             former = Request(request.client, request.handler, {}, *before.at)
             nbytes = before.nbytes + codec.weigh(body)
-            one = Underway(node, former, nbytes, before.spared, self._presence.since(node), before.name)
+            one = InFlight(node, former, nbytes, before.spared, self._presence.since(node), before.name)
             self._underway[name], self._anew[name] = (one, time.monotonic() + self._timeout), request

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.core.text import complain, safe_name
-from fedfm.engines.child_processes import cause, held
+from fedfm.engines.child_processes import cause, is_locked
 from fedfm.engines.flower.run_config import LONGEST
 from fedfm.errors import E_DIED, E_EXCEPTION, E_EXPERIMENT, E_REFUSED, ClientFault, InputError
 
@@ -93,7 +93,7 @@ def prepare(folder: Path, config: Mapping[str, Any], node: Mapping[str, Any]) ->
     os.replace(temporary, path)
 
 
-def admitted(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -> Path:
+def admit(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -> Path:
     """The folder of this site and this run, for a server's message: a silo's, or one prepared on loopback.
 
     Raises:
@@ -135,7 +135,7 @@ def address(folder: Path) -> str:
 
 def running(folder: Path) -> bool:
     """Whether the site's worker is running: it holds a lock until it ends."""
-    return held(folder / "worker.lock")
+    return is_locked(folder / "worker.lock")
 
 
 def start(folder: Path) -> None:

@@ -59,7 +59,7 @@ def start(
         )
     clients = dealt_clients(run.experiment) if silos is None else []
     enough(run.experiment, clients or list(silos or ()))
-    config = {"experiment": app_writer.told(run.experiment), "key": key_of(run)}
+    config = {"experiment": app_writer.experiment_text(run.experiment), "key": key_of(run)}
     with loopback(folder, clients, config, stop, silos) as fleet:
         return _Watch(run, fleet.control, fleet, stop, progress).follow(
             _submit(run, folder, fleet.control, loopback=True)

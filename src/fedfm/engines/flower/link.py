@@ -13,9 +13,9 @@ from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.transcript import Crossing
 from fedfm.core.wire import flower_records
-from fedfm.engines.answers import introduced
-from fedfm.engines.flower.message_codec import EncodedPayload, Underway, failed, reply_of
-from fedfm.engines.flower.private_api import SUPERLINK, died, lost, push, restarting
+from fedfm.engines.answers import parse_hello
+from fedfm.engines.flower.message_codec import EncodedPayload, InFlight, fault_reply, reply_of
+from fedfm.engines.flower.private_api import SUPERLINK, message_lost, process_died, push, restarting
 from fedfm.engines.flower.recovery import parameter_cache
 from fedfm.engines.flower.recovery.lost_messages import Probes
 from fedfm.engines.flower.recovery.node_presence import Presence
@@ -134,7 +134,7 @@ class FlowerLink:
         """Deliver; yield replies as clients finish. A client that is absent or late gets a fault."""
         if self._stop():
             raise Interrupted
-        sent, known = self._placed(requests)
+        sent, known = self._assign_nodes(requests)
         yield from known
         asked = {request.client: request for _, request in sent}
         for reply in self._answers(sent):
@@ -142,7 +142,7 @@ class FlowerLink:
                 self._answered.keep(asked.pop(reply.client), reply)
             yield reply
 
-    def _placed(self, requests: Sequence[Request]) -> tuple[list[tuple[int, Request]], list[Reply]]:
+    def _assign_nodes(self, requests: Sequence[Request]) -> tuple[list[tuple[int, Request]], list[Reply]]:
         """Requests with their nodes; replies that are known, and faults for clients that cannot be asked."""
         if any(r.client not in self._nodes and r.client not in self._barred for r in requests):
             self._greet()
@@ -152,11 +152,11 @@ class FlowerLink:
         for request in requests:
             node = self._nodes.get(request.client)
             if request.client in self._barred:
-                known.append(failed(request, self._barred[request.client]))
+                known.append(fault_reply(request, self._barred[request.client]))
             elif self._answered is not None and (reply := self._answered.find(request)) is not None:
                 known.append(reply)
             elif node is None or not self._presence.expects(node, online):
-                known.append(failed(request, ClientFault(E_DIED, "no node of that name is connected")))
+                known.append(fault_reply(request, ClientFault(E_DIED, "no node of that name is connected")))
             else:
                 sent.append((node, request))
         return sent, known
@@ -164,10 +164,10 @@ class FlowerLink:
     def _answers(self, sent: Sequence[tuple[int, Request]]) -> Iterator[Reply]:
         """Deliver, and deliver again what a site does not hold any more or what its process did not survive."""
         ended: list[tuple[int, Request]] = []
-        yield from self._deliver(sent, ended, died)
+        yield from self._deliver(sent, ended, process_died)
         if self._unheld:
             whole, self._unheld = self._unheld, []
-            yield from self._deliver(whole, ended, died)
+            yield from self._deliver(whole, ended, process_died)
         begun = time.monotonic()
         while ended:  # ask again until the process that replaces an ended one is ready
             retried, ended = ended, []
@@ -178,23 +178,23 @@ class FlowerLink:
 
     def _forget(self, online: Mapping[int, str]) -> None:
         """What a node held is gone if it began anew since."""
-        for node in [node for node in self._held if self._presence.changed(node, online)]:
+        for node in [node for node in self._held if self._presence.has_reconnected(node, online)]:
             del self._held[node]
 
     def _deliver(
         self,
         sent: Sequence[tuple[int, Request]],
         ended: list[tuple[int, Request]] | None = None,
-        again: Callable[[Any], bool] = died,
+        again: Callable[[Any], bool] = process_died,
     ) -> Iterator[Reply]:
         """Send and collect. Requests whose error satisfies ``again`` are appended to ``ended`` and get no fault."""
-        waiting: dict[str, Underway] = {}
+        waiting: dict[str, InFlight] = {}
         patience = self._timeout * (-(-len(sent) // self._slots) if self._slots else 1)
         yield from self._push(sent, waiting, patience)
         yield from self._collect(waiting, time.monotonic() + patience, ended, again)
 
     def _push(
-        self, sent: Sequence[tuple[int, Request]], waiting: dict[str, Underway], patience: float
+        self, sent: Sequence[tuple[int, Request]], waiting: dict[str, InFlight], patience: float
     ) -> Iterator[Reply]:
         """Send, and enter into ``waiting`` what is under way."""
         encoded: EncodedPayload | None = None
@@ -207,7 +207,7 @@ class FlowerLink:
                 record, spared, known_as = encoded.without(self._held.get(node, frozenset()))
                 kind = flower_records.message_type(request.handler)
                 message = Message(record, node, kind, ttl=patience + 600, group_id=str(request.round))
-                one = Underway(node, request, encoded.nbytes, spared, self._presence.since(node), known_as)
+                one = InFlight(node, request, encoded.nbytes, spared, self._presence.since(node), known_as)
                 messages.append((message, one))
             taken = push(self._grid, [message for message, _ in messages])
             for message, one in messages:
@@ -215,18 +215,18 @@ class FlowerLink:
                 if name in taken:
                     waiting[name] = one
                 else:
-                    yield failed(one.request, ClientFault(E_DIED, "the SuperLink did not take the message"))
+                    yield fault_reply(one.request, ClientFault(E_DIED, "the SuperLink did not take the message"))
 
     def _collect(
         self,
-        waiting: dict[str, Underway],
+        waiting: dict[str, InFlight],
         deadline: float,
         ended: list[tuple[int, Request]] | None,
         again: Callable[[Any], bool],
     ) -> Iterator[Reply]:
         pause = POLL[0]
-        done: dict[str, Underway] = {}
-        away: list[Underway] = []  # lost, with their nodes or on the way
+        done: dict[str, InFlight] = {}
+        away: list[InFlight] = []  # lost, with their nodes or on the way
         asked = {one.request.client: one.node for one in waiting.values()}
         while waiting or away:
             begun = time.monotonic()
@@ -238,10 +238,10 @@ class FlowerLink:
                 name = message.metadata.reply_to_message_id
                 self._late.discard(name)
                 known = waiting.get(name) or done.get(name)
-                self._probed(message)
+                self._take_probe_reply(message)
                 if known is None or message.metadata.src_node_id not in (known.node, SUPERLINK):
                     continue  # an unknown reply, or one from another node
-                if self._returns and name in waiting and message.has_error() and lost(message.error):
+                if self._returns and name in waiting and message.has_error() and message_lost(message.error):
                     away.append(waiting.pop(name))
                     continue
                 if ended is not None and name in waiting and message.has_error() and again(message.error):
@@ -262,13 +262,13 @@ class FlowerLink:
                 self._late.update(waiting)
                 self._presence.give_up(one.node for one in (*waiting.values(), *away))
                 for late in waiting.values():
-                    yield failed(late.request, ClientFault(E_TIMEOUT, f"no reply within {self._timeout:g} s"))
+                    yield fault_reply(late.request, ClientFault(E_TIMEOUT, f"no reply within {self._timeout:g} s"))
                 for gone in away:
                     told = f"its node went and did not come back within {self._timeout:g} s"
-                    yield failed(gone.request, ClientFault(E_DIED, told))
+                    yield fault_reply(gone.request, ClientFault(E_DIED, told))
                 break
             if self._returns:
-                again_now = self._lost(waiting, away, suspects)
+                again_now = self._take_lost(waiting, away, suspects)
                 yield from self._push(again_now, waiting, max(deadline - time.monotonic(), 1.0))
                 self._probe(waiting)
             self._waits(asked, {one.request.client for one in (*waiting.values(), *away)})
@@ -277,14 +277,14 @@ class FlowerLink:
                 pause = POLL[0] if came else min(pause * 1.5, POLL[1])
         self._waits(asked, ())
 
-    def _lost(
-        self, waiting: dict[str, Underway], away: list[Underway], suspects: Collection[str]
+    def _take_lost(
+        self, waiting: dict[str, InFlight], away: list[InFlight], suspects: Collection[str]
     ) -> list[tuple[int, Request]]:
         """Take out what has to be sent again: lost on the way, or its node is back and began anew without it.
 
         The client's memory is versioned by (round, call), so a second answer equals the first.
         """
-        found = [waiting.pop(name) for name in self._vanished(waiting, suspects)]
+        found = [waiting.pop(name) for name in self._confirm_lost(waiting, suspects)]
         if (online := self._presence.look()) is not None:
             anew = [n for n, one in waiting.items() if one.since and online.get(one.node, one.since) != one.since]
             found += [waiting.pop(name) for name in anew] + [one for one in away if one.node in online]
@@ -293,24 +293,24 @@ class FlowerLink:
             self._held.pop(one.node, None)
         return [one[:2] for one in found]
 
-    def _vanished(self, waiting: Mapping[str, Underway], suspects: Collection[str]) -> list[str]:
+    def _confirm_lost(self, waiting: Mapping[str, InFlight], suspects: Collection[str]) -> list[str]:
         """Suspects that the last pull did not clear; the operator is told."""
         found = [name for name in waiting if name in suspects]
         for name in found:
             self._notice(f"{waiting[name].request.client} is asked again: a message or its answer was lost on the way")
         return found
 
-    def _probe(self, waiting: Mapping[str, Underway]) -> None:
+    def _probe(self, waiting: Mapping[str, InFlight]) -> None:
         """Say hello to nodes that have been silent for long."""
-        hellos: dict[str, Underway] = {}
-        due = self._probes.due(waiting, self._presence.connected)
+        hellos: dict[str, InFlight] = {}
+        due = self._probes.due(waiting, self._presence.last_online)
         for _ in self._push([self._hello(node) for node in due], hellos, self._timeout):
             pass  # the SuperLink did not take it: the next one is due in a while
-        self._probes.sent(hellos)
+        self._probes.enter(hellos)
 
-    def _probed(self, message: Message) -> None:
+    def _take_probe_reply(self, message: Message) -> None:
         """Take in the answer to such a hello, if it is one."""
-        if (hello := self._probes.answered(message)) is not None:
+        if (hello := self._probes.take_reply(message)) is not None:
             clients = [client for client, node in self._nodes.items() if node == hello.node]
             self._enter_hello(clients[0] if clients else hello.request.client, reply_of(message, hello, self._most)[0])
 
@@ -354,7 +354,7 @@ class FlowerLink:
 
     def _greet(self) -> None:
         """Send hello to the nodes that have not received it."""
-        new = self._registry.known(node for node in self._presence.online() if node not in self._greeted)
+        new = self._registry.identify(node for node in self._presence.online() if node not in self._greeted)
         if not new:
             return
         self._greeted.update(new)
@@ -376,7 +376,7 @@ class FlowerLink:
             stranger = fault is None and self._stranger(reply, name)
             if stranger:
                 fault = ClientFault(E_CLIENT, f'"{str(name)[:40]}" is none of this experiment\'s clients')
-            called = name or self._registry.called(node)
+            called = name or self._registry.display_name(node)
             if said is not None:
                 self._enter_hello(called, reply)
             if fault is None:
@@ -394,7 +394,7 @@ class FlowerLink:
         if reply.fault is not None:
             return None, reply.fault
         try:
-            return introduced(reply.value, self._identity, self._expected)
+            return parse_hello(reply.value, self._identity, self._expected)
         except ClientFault as fault:
             return None, fault
 

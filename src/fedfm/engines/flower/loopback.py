@@ -36,7 +36,7 @@ class Fleet:
         Raises:
             RunError: the SuperLink or its executor ended.
         """
-        for name, how in self.children.ended():
+        for name, how in self.children.reap():
             if name in ("superlink", "superexec"):
                 raise RunError(f"{name} ended with {how}:\n{self.children.tail(name)}")
             notice(f"{name} ended with {how}")
@@ -207,7 +207,7 @@ def _until(ready: Callable[[], bool], children: Children, stop: Callable[[], boo
     """Wait until ``ready()``; a process that ends meanwhile is reported with the last lines of its log."""
     deadline = time.monotonic() + _START
     while not ready():
-        for name, how in children.ended():
+        for name, how in children.reap():
             if name != "workers":  # the site reports at hello why a worker ended
                 raise RunError(f"{name} did not start ({how}):\n{children.tail(name)}")
         if stop():

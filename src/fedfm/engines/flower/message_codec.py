@@ -8,18 +8,18 @@ from flwr.app import Message
 
 from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import codec, flower_records
-from fedfm.engines.answers import opened
+from fedfm.engines.answers import parse_envelope
 from fedfm.engines.flower.private_api import client_fault
 from fedfm.engines.flower.recovery import last_reply, parameter_cache
 from fedfm.errors import E_FORMAT, ClientFault
 
 
-def failed(request: Request, fault: ClientFault) -> Reply:
+def fault_reply(request: Request, fault: ClientFault) -> Reply:
     """A fault in place of a reply."""
     return Reply(request.client, None, request.round, request.call, 0, 0, fault)
 
 
-def reply_of(message: Message, sent: Underway, most: int | None) -> tuple[Reply, frozenset[str]]:
+def reply_of(message: Message, sent: InFlight, most: int | None) -> tuple[Reply, frozenset[str]]:
     """A Flower message as a Reply, and what its site holds; an invalid message becomes a fault."""
     request, there = sent.request, frozenset[str]()
     fault, round, call = None, request.round, request.call
@@ -29,8 +29,8 @@ def reply_of(message: Message, sent: Underway, most: int | None) -> tuple[Reply,
         if not message.has_content():
             raise ClientFault(E_FORMAT, "an empty message")
         value = codec.from_record(message.content, None, most)
-        round, call, body, fault = opened(value)
-        there = parameter_cache.named(value.get(parameter_cache.NAMES))
+        round, call, body, fault = parse_envelope(value)
+        there = parameter_cache.names_in(value.get(parameter_cache.NAMES))
         if fault is None:
             return Reply(request.client, body, round, call, sent.nbytes, codec.weigh(body), spared=sent.spared), there
     except ClientFault as bad:
@@ -38,7 +38,7 @@ def reply_of(message: Message, sent: Underway, most: int | None) -> tuple[Reply,
     return Reply(request.client, None, round, call, sent.nbytes, 0, fault, sent.spared), there
 
 
-class Underway(NamedTuple):
+class InFlight(NamedTuple):
     """A request on its way."""
 
     node: int
@@ -67,7 +67,7 @@ class EncodedPayload:
         """(record, spared bytes, name) for a site where these parameters are."""
         names = there & frozenset(self._known.values())
         if names not in self._forms:
-            body = parameter_cache.shortened(self.payload, self._known, names) if names else self.payload
+            body = parameter_cache.with_references(self.payload, self._known, names) if names else self.payload
             record = codec.to_record(codec.envelope(self._request.round, self._request.call, body))
             name = last_reply.name_of(self._request.handler, *flower_records.unpack(record)) if self._kept else ""
             self._forms[names] = record, self.nbytes - codec.weigh(body), name

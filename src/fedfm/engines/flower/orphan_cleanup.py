@@ -36,7 +36,7 @@ def reaping(folder: str) -> Iterator[None]:
             reaper.communicate(b".")
 
 
-def marked(text: str) -> list[int]:
+def processes_with(text: str) -> list[int]:
     """Other processes of this user that have the text in their environment."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
@@ -49,7 +49,7 @@ def marked(text: str) -> list[int]:
 def end_all(folder: str) -> None:
     """End processes with ``folder`` in their environment, and then remove the folder."""
     deadline = time.monotonic() + _PATIENCE
-    while (left := marked(folder)) and time.monotonic() < deadline:
+    while (left := processes_with(folder)) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -49,20 +49,20 @@ def over_the_wire(silos: Silos, requests: Sequence[Request]) -> list[Any]:
     """Answer requests as a network engine would: payloads and replies are serialised and rebuilt."""
     from fedfm.core.wire import codec
 
-    def sent(request: Request, body: Any) -> Any:
+    def transfer(request: Request, body: Any) -> Any:
         record = codec.to_record(codec.envelope(request.round, request.call, body))
         return codec.from_record(round_trip(record), None, silos.room)["body"]
 
-    def returned(request: Request, value: Any) -> Any:
+    def transfer_reply(request: Request, value: Any) -> Any:
         try:
-            return value if isinstance(value, ClientFault) else sent(request, value)
+            return value if isinstance(value, ClientFault) else transfer(request, value)
         except ClientFault as fault:
             return fault
         except TypeError as error:  # the value cannot travel
             return ClientFault(E_EXCEPTION, str(error))
 
-    delivered = [r._replace(payload=silos.conform(r.handler, sent(r, r.payload))) for r in requests]
-    return [returned(r, v) for r, v in zip(requests, silos.answer(delivered), strict=True)]
+    delivered = [r._replace(payload=silos.conform(r.handler, transfer(r, r.payload))) for r in requests]
+    return [transfer_reply(r, v) for r, v in zip(requests, silos.answer(delivered), strict=True)]
 
 
 @contextlib.contextmanager
@@ -186,14 +186,14 @@ def client_fault(error: Any) -> ClientFault:
     return ClientFault(E_EXCEPTION, reason or f"Flower error {error.code}")
 
 
-def died(error: Any) -> bool:
+def process_died(error: Any) -> bool:
     """Whether a new process may succeed: the error says that the process ended, and its node is available."""
     reason = str(error.reason or "")
     crashed = error.code == error_codes().CLIENT_APP_CRASHED
     return crashed or "ActorDiedError" in reason or "ActorUnavailableError" in reason
 
 
-def lost(error: Any) -> bool:
+def message_lost(error: Any) -> bool:
     """Whether a message or its reply is lost, on the way or with a node that went: it can be asked again."""
     codes = error_codes()
     return error.code in (codes.NODE_UNAVAILABLE, codes.MESSAGE_UNAVAILABLE, codes.REPLY_MESSAGE_UNAVAILABLE)

@@ -40,7 +40,7 @@ class Registry:
             for node in self._grid.get_nodes():
                 self._names[node.node_id] = str(getattr(node, "name", "") or "")
 
-    def known(self, nodes: Iterable[int]) -> list[int]:
+    def identify(self, nodes: Iterable[int]) -> list[int]:
         """Those of these nodes of which it is known whether they have names."""
         asked = list(nodes)
         if asked:
@@ -51,7 +51,7 @@ class Registry:
         """The name under which a node's key is registered; None if without one."""
         return self._names.get(node) or None
 
-    def called(self, node: int) -> str:
+    def display_name(self, node: int) -> str:
         """A node's name for people."""
         return self.name(node) or f"node {node}"
 

@@ -30,7 +30,7 @@ from fedfm.engines.flower import run_config
 from fedfm.engines.flower.async_link import FlowerStream
 from fedfm.engines.flower.link import FlowerLink
 from fedfm.engines.flower.private_api import is_simulated
-from fedfm.engines.flower.recovery.pending_requests import Outstanding
+from fedfm.engines.flower.recovery.pending_requests import PendingRequests
 from fedfm.engines.flower.recovery.round_replies import Answered
 from fedfm.errors import InputError, RunError, lines_of
 from fedfm.linalg.threads import torch_threads
@@ -51,7 +51,7 @@ WAITING = "private/waiting.json"  # whom the ServerApp waits for, for the proces
 LOCK = "private/server.lock"  # locked while a ServerApp writes the run; its process and its run at the SuperLink
 
 
-class Told(Progress):
+class ProgressLines(Progress):
     """A Progress in lines on standard error, which ``flwr run --stream`` shows."""
 
     def started(self, run: Run, rounds: int, done: int) -> None:
@@ -79,7 +79,7 @@ def host(
     progress: Progress | None = None,
     slots: int = 0,
     returns: bool = True,
-    ended: Callable[[bool], None] = lambda straggling: None,
+    on_end: Callable[[bool], None] = lambda straggling: None,
 ) -> dict[str, Any]:
     """Run from the last commit to the end; returns the result line.
 
@@ -87,7 +87,7 @@ def host(
         population: rows and model, if they have been read already.
         slots: number of clients that run at the same time; 0: all.
         returns: nodes that go may come back, on a network.
-        ended: called at the end, also after an error, with whether clients that timed out may still be running.
+        on_end: called at the end, also after an error, with whether clients that timed out may still be running.
     """
     watcher = progress or Progress()
     experiment, spec = run.experiment, run.experiment.run
@@ -102,7 +102,7 @@ def host(
         real = not is_simulated(grid)
         answered = Answered(run.path / "private" / "answered") if real else None
         describe(run, population, watcher)
-        outstanding = Outstanding(run.path / "private") if real and spec.asynchronous is not None else None
+        outstanding = PendingRequests(run.path / "private") if real and spec.asynchronous is not None else None
         kind = FlowerLink if outstanding is None else partial(FlowerStream, outstanding=outstanding)
         link = kind(
             grid,
@@ -142,7 +142,7 @@ def host(
                     kept.clear()
             return result
         finally:
-            ended(link.straggling)
+            on_end(link.straggling)
 
 
 class _WaitingFile:
@@ -191,7 +191,7 @@ def serve(grid: Grid, context: Context) -> None:
         engine = "simulation" if is_simulated(grid) else "deployment"
         spec = replace(experiment.run, engine=engine, wire=False, workers=0)
         run = Run.create(replace(experiment, run=spec), path)
-    told = Told()
+    told = ProgressLines()
     if run.manifest["result"] is not None:
         told.notice(f"{run.path} is finished already")
         return
@@ -245,6 +245,6 @@ def only_server(run: Run, run_id: int, patience: float = 30.0) -> Iterator[None]
 def is_served(path: Path, run_id: int) -> bool:
     """Whether the ServerApp of this run of Flower's writes the run directory; a former one may still be ending."""
     try:
-        return (path / LOCK).read_text().split()[1:] == [str(run_id)] and child_processes.held(path / LOCK)
+        return (path / LOCK).read_text().split()[1:] == [str(run_id)] and child_processes.is_locked(path / LOCK)
     except OSError:
         return False

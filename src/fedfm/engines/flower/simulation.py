@@ -57,13 +57,15 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
     end = run.path / _END
     end.unlink(missing_ok=True)
 
-    def ended(straggling: bool) -> None:
+    def end_actors(straggling: bool) -> None:
         if straggling:  # Flower waits for every running call, and a call ends with its actor
             end.touch()
 
     def main(grid: Any, context: Context) -> None:
         try:
-            outcome["result"] = host(run, grid, population, stop=stop, progress=progress, slots=slots, ended=ended)
+            outcome["result"] = host(
+                run, grid, population, stop=stop, progress=progress, slots=slots, on_end=end_actors
+            )
         except BaseException as error:  # raised by the caller below: Flower's thread would only print it
             outcome["error"] = error
 
@@ -71,7 +73,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
     try:
         with _ray(workers, run.path / "private" / "flower.log", len(gpus)) as give_up:
             try:
-                _watched(lambda: simulate(main, app, len(population.clients), each), outcome, give_up)
+                _run_watched(lambda: simulate(main, app, len(population.clients), each), outcome, give_up)
             except RuntimeError as error:
                 outcome.setdefault("error", error)
     finally:
@@ -99,7 +101,7 @@ def shares(each: float | None, device: str) -> tuple[float, list[str]]:
     return each, gpus
 
 
-def _watched(simulate: Callable[[], None], outcome: Mapping[str, Any], give_up: Callable[[], None]) -> None:
+def _run_watched(simulate: Callable[[], None], outcome: Mapping[str, Any], give_up: Callable[[], None]) -> None:
     """Run in a thread; if that does not end soon after the server, call ``give_up`` and abandon it."""
     errors: list[Exception] = []
 

@@ -24,7 +24,7 @@ from fedfm.core.toml_text import check_depth
 from fedfm.core.wire import codec, flower_records, payload
 from fedfm.engines.flower import client_stub
 from fedfm.engines.flower.recovery import last_reply
-from fedfm.engines.flower.recovery.parameter_cache import NAMES, Retained, unreferred
+from fedfm.engines.flower.recovery.parameter_cache import NAMES, Retained, refuse_references
 from fedfm.errors import (
     E_EXCEPTION,
     E_EXPERIMENT,
@@ -114,7 +114,7 @@ class Site:
             memory=self._memory,
             seed=self.experiment.run.seed,
             attack=population.attackers,
-            allow=self._allowed,
+            allow=self._allowed_words,
             on_error=self._on_error,
             reveal=self._own is None and self.experiment.privacy is None and not self._hides,
             local_scores=self.experiment.run.local_scores,
@@ -135,7 +135,7 @@ class Site:
         return self.experiment.run.evaluate_every if late else 0
 
     @property
-    def _allowed(self) -> list[str]:
+    def _allowed_words(self) -> list[str]:
         """Words of the silo's policy. An epsilon covers no scores on single rows and no own model of a client."""
         allowed = WORDS if self._own is None else self._own.policy.of(self.experiment.method_name)
         private = self.experiment.privacy is not None and self.experiment.privacy.states_epsilon
@@ -170,12 +170,12 @@ class Site:
             message = payload.decode(head, data, None, most=None if known is None else known.room)
             if not isinstance(message, Mapping) or message.keys() != {"round", "call", "body"}:
                 raise ClientFault(E_FORMAT, "the request is not an envelope")
-            round, call = (_counted(message[key], key, most) for key, most in (("round", ROUNDS), ("call", CALLS)))
+            round, call = (_check_number(message[key], key, most) for key, most in (("round", ROUNDS), ("call", CALLS)))
             self._round = round
             name = self._name(client)
-            if self._own is not None and self._own.changed():
+            if self._own is not None and self._own.reload():
                 self.__dict__.pop("silos", None)
-            answers, asked = self._keeping(handler), last_reply.asked(message["body"])
+            answers, asked = self._keeping(handler), last_reply.referenced_name(message["body"])
             sent = asked or ("" if answers is None else last_reply.name_of(handler, head, data))
             given = None if answers is None else answers.find(sent)
             question, blank = Question(handler, (round, call), ""), ""
@@ -212,14 +212,14 @@ class Site:
         if self._own is not None:
             if unsettled is not None:
                 fault = self._own.refuses(unsettled, fault, self.experiment)
-            self._own.refused(handler, fault)
+            self._own.log_refusal(handler, fault)
         why = {"code": fault.code, "reason": fault.reason[:400]}
         head, data = _halves({"round": round, "call": call, "fault": why})
         return self._telling(head), data
 
     def _payload(self, handler: str, body: Any) -> Any:
         """The payload of a message that the silo's policy permits."""
-        body = (unreferred if self._held is None else self._held.rebuilt)(body)
+        body = (refuse_references if self._held is None else self._held.resolve)(body)
         body = self.silos.conform(handler, body)
         self.silos.permit(handler)
         return body
@@ -273,7 +273,7 @@ class Site:
 
     def _agree(self, name: ClientId, own: SitePolicy, classes: Sequence[str]) -> None:
         """Agree to the run or refuse it; only the silo's log says why the experiment does not fit."""
-        own.asked(classes)
+        own.count_hello(classes)
         if own.classes is not None:
             if own.classes != tuple(classes):
                 raise ClientFault(E_EXPERIMENT, "the classes are others than those that this run began with")
@@ -288,7 +288,7 @@ class Site:
         own.agree(classes, f"method {experiment.method_name}, model {experiment.model.name}")
 
 
-def _counted(value: Any, key: str, most: int) -> int:
+def _check_number(value: Any, key: str, most: int) -> int:
     """Check a round or a call, by which memories are named."""
     number: int = conform(value, int, key)
     if not 0 <= number <= most:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fedfm.config.cohorts import enough
 from fedfm.core.client import ClientId
 from fedfm.core.wire.limits import room
-from fedfm.engines.flower.app_writer import told
+from fedfm.engines.flower.app_writer import experiment_text
 from fedfm.engines.flower.deployment import key_of
 from fedfm.engines.folder.letters import SERVER, shared_key
 from fedfm.engines.folder.link import FolderLink, Post
@@ -65,7 +65,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
         link = FolderLink(
             posts,
             key_of(run),
-            told(experiment),
+            experiment_text(experiment),
             patience=math.inf if spec.extend_timeout else spec.timeout,
             identity=population.model.identity,
             most=room(population.model.layout),

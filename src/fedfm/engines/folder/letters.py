@@ -86,7 +86,7 @@ def shared_key(private: bytes, public: bytes) -> bytes:
         raise InputError(f"{public.hex()} is no public key: expected the one that its owner's fedfm prints") from None
 
 
-def sealed(key: bytes, header: Header, content: Content) -> list[bytes]:
+def seal(key: bytes, header: Header, content: Content) -> list[bytes]:
     """The pieces of a letter's file; ``header.size`` is set here."""
     front, head = json.dumps(content.front).encode(), content.head.encode()
     plain = b"".join((_PARTS.pack(len(front), len(head)), front, head, content.data))

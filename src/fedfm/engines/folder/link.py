@@ -13,9 +13,9 @@ from fedfm.core.messages import Reply, Request
 from fedfm.core.transcript import Crossing
 from fedfm.core.wire import codec, payload
 from fedfm.core.wire.limits import MAX_HEAD
-from fedfm.engines.answers import introduced, opened
+from fedfm.engines.answers import parse_envelope, parse_hello
 from fedfm.engines.folder.letters import Content, digest
-from fedfm.engines.folder.mailbox import Mailbox, Stamp, stamped
+from fedfm.engines.folder.mailbox import Mailbox, Stamp, stamp_of
 from fedfm.engines.folder.sent import Sent
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import E_CLIENT, E_DIED, E_TIMEOUT, ClientFault, RunError
@@ -35,7 +35,7 @@ class Post:
     out: Mailbox
     back: Mailbox
     sent: Sent
-    heard: float | None = None  # when it last answered, of the monotonic clock
+    last_reply: float | None = None  # when it last answered, of the monotonic clock
 
 
 @dataclass
@@ -125,9 +125,9 @@ class FolderLink:
         for request in requests:
             name = request.client
             if name in self._barred:
-                yield _failed(request, self._barred[name])
+                yield _fault_reply(request, self._barred[name])
             elif name in self._hellos:
-                yield _failed(request, ClientFault(E_DIED, "it has not answered the hello yet"))
+                yield _fault_reply(request, ClientFault(E_DIED, "it has not answered the hello yet"))
             else:
                 self._posts[name].sent.forget(request.round)
                 opened[name] = self._ask(request)
@@ -166,30 +166,30 @@ class FolderLink:
             else:
                 post.sent.close()
             post.out.drop(self._run, one.number + 1)
-            post.heard = time.monotonic()
+            post.last_reply = time.monotonic()
             return reply
-        self._written(post, one)
+        self._ensure_written(post, one)
         return None
 
-    def _written(self, post: Post, one: _Open) -> None:
+    def _ensure_written(self, post: Post, one: _Open) -> None:
         """Write the letter if it is not there as it was written: a stick may be new, or a copy damaged."""
         path = post.out.file(self._run, one.number)
-        if one.stamp is not None and stamped(path) == one.stamp:
+        if one.stamp is not None and stamp_of(path) == one.stamp:
             return
         if not post.out.holds(self._run, one.number):
             post.out.put(self._run, one.number, one.content)
             post.out.drop(self._run, one.number)
-        one.stamp = stamped(path)
+        one.stamp = stamp_of(path)
 
     def _reply(self, one: _Open, content: Content) -> Reply:
         request = one.request
         try:
             value = payload.decode(content.head, content.data, None, most=self._most)
-            round, call, body, fault = opened(value)
+            round, call, body, fault = parse_envelope(value)
             if fault is None:
                 return Reply(request.client, body, round, call, one.nbytes, codec.weigh(body))
         except ClientFault as bad:
-            return _failed(request, bad, one.nbytes)
+            return _fault_reply(request, bad, one.nbytes)
         return Reply(request.client, None, round, call, one.nbytes, 0, fault)
 
     # --- waiting ------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class FolderLink:
                     if not keep:
                         self._posts[name].out.drop(self._run, one.number + 1)
                     fault = ClientFault(E_TIMEOUT, f"no reply within {self._patience:g} s")
-                    yield _failed(one.request, fault, one.nbytes)
+                    yield _fault_reply(one.request, fault, one.nbytes)
             if waiting:
                 if now - changed > _QUIET:
                     self._say(sorted(waiting), asked)
@@ -225,12 +225,12 @@ class FolderLink:
         if self._told[0] == tuple(names) and now - self._told[1] < _AGAIN:
             return
         self._told = tuple(names), now
-        known = [self._seen(name, now) for name in names[:_NAMED]]
+        known = [self._last_reply_text(name, now) for name in names[:_NAMED]]
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         self._tell(f"waiting for {len(names)} of {asked} silos: {', '.join(known)}{more}")
 
-    def _seen(self, name: ClientId, now: float) -> str:
-        heard = self._posts[name].heard
+    def _last_reply_text(self, name: ClientId, now: float) -> str:
+        heard = self._posts[name].last_reply
         return name if heard is None else f"{name} (last heard {_ago(now - heard)} ago)"
 
     # --- hello --------------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class FolderLink:
         fault = reply.fault
         if fault is None:
             try:
-                said, fault = introduced(reply.value, self._identity, [name])
+                said, fault = parse_hello(reply.value, self._identity, [name])
                 if said != name:
                     fault = ClientFault(E_CLIENT, f'its silo.toml names it "{said[:40]}", and the roster "{name}"')
             except ClientFault as bad:
@@ -267,7 +267,7 @@ class FolderLink:
             self._list(Crossing(0, sender, receiver, HELLO, nbytes, "plain", counted=False))
 
 
-def _failed(request: Request, fault: ClientFault, down: int = 0) -> Reply:
+def _fault_reply(request: Request, fault: ClientFault, down: int = 0) -> Reply:
     return Reply(request.client, None, request.round, request.call, down, 0, fault)
 
 

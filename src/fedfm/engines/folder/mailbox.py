@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fedfm.core import storage
 from fedfm.core.text import safe_name
-from fedfm.engines.folder.letters import REPLY, REQUEST, SERVER, Content, Header, Letter, Unfinished, sealed
+from fedfm.engines.folder.letters import REPLY, REQUEST, SERVER, Content, Header, Letter, Unfinished, seal
 from fedfm.errors import RunError
 
 SUFFIX = ".letter"
@@ -66,7 +66,7 @@ class Mailbox:
             self.path.mkdir(parents=True, exist_ok=True)
             storage.sweep(self.path, path.name)
             header = Header(self._kind, *self._ends, run, number, 0)
-            storage.write_atomic(path, sealed(self._key, header, content))
+            storage.write_atomic(path, seal(self._key, header, content))
             with contextlib.suppress(OSError):  # not every file system can
                 storage.sync_folder(self.path)
         except (OSError, RunError) as error:
@@ -86,7 +86,7 @@ class Mailbox:
     def holds(self, run: str, number: int) -> bool:
         """Whether the letter with this number is there, whole and as it was written."""
         path = self.file(run, number)
-        if (stamp := stamped(path)) is None:
+        if (stamp := stamp_of(path)) is None:
             return False
         if self._whole.get(path.name) != stamp:  # a large one is not opened at every look
             found = any(True for _ in self._read(path.name, lambda h: (h.run, h.number) == (run, number)))
@@ -104,7 +104,7 @@ class Mailbox:
 
     def _read(self, name: str, wanted: Callable[[Header], bool]) -> Iterator[tuple[Header, Content]]:
         path, now = self.path / name, time.monotonic()
-        if (stamp := stamped(path)) is None:
+        if (stamp := stamp_of(path)) is None:
             return
         try:
             if name in self._bad and self._bad[name][0] == stamp and now - self._bad[name][1] < _AGAIN:
@@ -135,7 +135,7 @@ class Mailbox:
             self._ignored(f"{self.path.parent.name}/{self.path.name}/{name} {text}")
 
 
-def stamped(path: Path) -> Stamp | None:
+def stamp_of(path: Path) -> Stamp | None:
     """What changes with a file: time, size and number; None if it is not there."""
     try:
         status = path.lstat()

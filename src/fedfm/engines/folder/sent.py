@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fedfm.core import storage
 from fedfm.core.text import safe_name
-from fedfm.engines.folder.letters import REPLY, SERVER, Content, Header, Letter, Unfinished, sealed
+from fedfm.engines.folder.letters import REPLY, SERVER, Content, Header, Letter, Unfinished, seal
 from fedfm.errors import InputError
 
 FIRST = 0  # the round before the first: hello, and what a method asks before its rounds
@@ -66,7 +66,7 @@ class Sent:
         path = self._answer(round, digest)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         header = Header(REPLY, self._silo, SERVER, run, self.number, 0)
-        storage.write_atomic(path, sealed(self._key, header, content), 0o600)
+        storage.write_atomic(path, seal(self._key, header, content), 0o600)
 
     def answer(self, round: int, digest: str) -> Content | None:
         """The kept answer to a request; None if there is none, or it is damaged."""

@@ -111,7 +111,7 @@ class LocalLink:
         if asked is not None:
             self._scored = weakref.ref(asked), found
 
-    def told(self, w: Params) -> dict[ClientId, dict[str, Any]]:
+    def last_scores(self, w: Params) -> dict[ClientId, dict[str, Any]]:
         """What the clients have answered to the last evaluation, if it was of this very object."""
         of, found = self._scored
         return found if of() is w else {}
@@ -292,7 +292,7 @@ def start(
             spawn=None if start is None else lambda slot: start(places[slot]),
         )
         try:
-            scores = judge(population, experiment.method, link.judge, experiment.data.base_classes, link.told)
+            scores = judge(population, experiment.method, link.judge, experiment.data.base_classes, link.last_scores)
             aside = partial(fidelity, silos, population)
             return Server(run, link, population.model, judge=scores, progress=progress, aside=aside).go()
         finally:

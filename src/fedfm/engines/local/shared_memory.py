@@ -59,7 +59,7 @@ class Payloads:
         """Whether no other request has this payload."""
         return self._uses[id(request.payload)] == 1
 
-    def answered(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         """Remove its payload unless another request has it."""
         number = self._numbers[id(request.payload)]
         if self.once(request) and self.files[number] >= 0:
@@ -115,7 +115,7 @@ def message(block: np.ndarray, at: int, head: int, data: int, most: int) -> Any:
     return payload.decode(str(block[at : at + head].data, "utf-8"), block[begin : begin + data], None, most=most)
 
 
-def mapped(fd: int, *, shared: bool) -> np.ndarray:
+def map_file(fd: int, *, shared: bool) -> np.ndarray:
     """The file's bytes (n,), memory-mapped; closes the descriptor.
 
     Args:
@@ -136,7 +136,7 @@ class Outbox:
         self._boxes: list[mmap.mmap] = []
         self._free: list[int] = []  # the last one is the most likely to be in the caches
 
-    def freed(self, boxes: Sequence[int]) -> None:
+    def mark_free(self, boxes: Sequence[int]) -> None:
         """Mark files that the server does not read any more."""
         self._free += boxes
 

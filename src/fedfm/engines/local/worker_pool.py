@@ -31,7 +31,7 @@ from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import codec, payload
 from fedfm.engines.child_processes import cause, die_with
-from fedfm.engines.local.shared_memory import Outbox, Payloads, data_at, laid_out, mapped, message
+from fedfm.engines.local.shared_memory import Outbox, Payloads, data_at, laid_out, map_file, message
 from fedfm.engines.local.spawned import MOST, Spawned
 from fedfm.errors import E_DIED, E_EXCEPTION, E_TIMEOUT, ClientFault, RunError
 from fedfm.linalg.kernels import buffers
@@ -58,7 +58,7 @@ class _Worker:
         """Deadline of the current chunk if a client has ``timeout`` seconds."""
         return self.begun + timeout * len(self.chunks[0])
 
-    def answered(self) -> list[Request]:
+    def finish_chunk(self) -> list[Request]:
         """End the current chunk and return it."""
         chunk, now = self.chunks.popleft(), time.monotonic()
         self.pace, self.begun = (now - self.begun) / len(chunk), now
@@ -106,7 +106,7 @@ class Pool:
         missing = min(self._count, max(len(requests), 1)) - len(self._workers)
         if missing > 0:
             self._silos.prepare(requests)
-            self._workers += self._started(range(len(self._workers), len(self._workers) + missing))
+            self._workers += self._start(range(len(self._workers), len(self._workers) + missing))
         for worker in self._workers:
             worker.known.clear()
         places = self._last if again else self._home
@@ -131,17 +131,17 @@ class Pool:
                         if not worker.chunks:  # an idle worker sends nothing, so it has ended
                             self._replace(slot, selector)
                             continue
-                        answer = _received(worker)
+                        answer = _receive(worker)
                         if answer is None:
-                            yield from self._lost(slot, selector, now, None)
+                            yield from self._replace_lost(slot, selector, now, None)
                             continue
-                        answered = worker.answered()
+                        answered = worker.finish_chunk()
                         # The worker continues while its replies are read.
                         self._feed(slot, selector, now, helps=True)
                         yield from _replies(answered, worker, *answer, now.payloads, self._silos.room)
                     for slot, worker in enumerate(self._workers):
                         if worker.chunks and time.monotonic() > worker.deadline(self._timeout):
-                            yield from self._lost(slot, selector, now, self._timeout)
+                            yield from self._replace_lost(slot, selector, now, self._timeout)
         finally:
             now.payloads.close()
 
@@ -229,11 +229,11 @@ class Pool:
         selector.unregister(worker.socket)
         worker.socket.close()
         _, status = os.waitpid(worker.pid, 0)
-        (self._workers[slot],) = self._started([slot])
+        (self._workers[slot],) = self._start([slot])
         selector.register(self._workers[slot].socket, selectors.EVENT_READ, slot)
         return status
 
-    def _lost(
+    def _replace_lost(
         self, slot: int, selector: selectors.BaseSelector, now: _Exchange, timeout: float | None
     ) -> Iterator[Reply]:
         """Replace a worker that died or whose time is over. Its clients are asked again one at a time, so that one
@@ -259,7 +259,7 @@ class Pool:
             fault = ClientFault(E_DIED, f"its process was ended, and a second one too: {cause(status)}")
         yield Reply(request.client, None, request.round, request.call, 0, 0, fault)
 
-    def _started(self, slots: Sequence[int]) -> list[_Worker]:
+    def _start(self, slots: Sequence[int]) -> list[_Worker]:
         """New workers of these slots, ready for their first task: their clients' time does not begin before.
 
         Raises:
@@ -313,7 +313,7 @@ class Pool:
         self._workers = []
 
 
-def _received(worker: _Worker) -> tuple[bytes, list[int]] | None:
+def _receive(worker: _Worker) -> tuple[bytes, list[int]] | None:
     """A worker's message and the descriptors of new memory files; None if the worker has ended."""
     try:
         text, fds, _, _ = socket.recv_fds(worker.socket, _LIMIT, 1)
@@ -328,7 +328,7 @@ def _replies(
     """The replies of a chunk, decoded one by one on demand."""
     box, lines = json.loads(text)
     if fds:
-        worker.boxes[box] = mapped(fds[0], shared=box >= 0)
+        worker.boxes[box] = map_file(fds[0], shared=box >= 0)
     at, block = 0, buffers.lease(worker.boxes[box], worker.freed, box) if box >= 0 else worker.boxes.pop(box)
     for request, (code, reason, head_size, data_size) in zip(requests, lines, strict=True):
         fault, value, up = (ClientFault(code, reason) if code else None), None, 0
@@ -339,7 +339,7 @@ def _replies(
             except ClientFault as bad:
                 fault = bad
             at = data_at(at, head_size) + data_size
-        payloads.answered(request)
+        payloads.release(request)
         yield Reply(request.client, value, request.round, request.call, payloads.nbytes(request), up, fault)
 
 
@@ -352,13 +352,13 @@ def work(silos: Silos, link: socket.socket) -> None:
         if not text:
             return
         freed, *tasks = json.loads(text)
-        outbox.freed(freed)
+        outbox.mark_free(freed)
         if (tasks[0][2], tasks[0][3]) != exchange:
             payloads, exchange = {}, (tasks[0][2], tasks[0][3])
         requests = []
         for client, handler, round, call, number, fd, head, _ in tasks:
             if fd >= 0:
-                block = mapped(fds[fd], shared=False)
+                block = map_file(fds[fd], shared=False)
                 size = len(block) - data_at(0, head)
                 payloads[number] = silos.conform(handler, message(block, 0, head, size, silos.room))
             requests.append(Request(client, handler, payloads[number], round, call))

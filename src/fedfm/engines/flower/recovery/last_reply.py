@@ -36,7 +36,7 @@ def reference(name: str) -> Mapping[str, str]:
     return {KEY: name}
 
 
-def asked(body: Any) -> str | None:
+def referenced_name(body: Any) -> str | None:
     """The name in such a body; None for any other body.
 
     Raises:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from flwr.app import Message
 
-from fedfm.engines.flower.message_codec import Underway
+from fedfm.engines.flower.message_codec import InFlight
 
 FIRST = 30.0  # seconds of silence before the first hello, or twice the longest time of an answer to this handler
 _FACTOR = 2  # by which the pause before the next one grows: the hellos of a long pass wait at the node for its end
@@ -29,7 +29,7 @@ class _Silence:
         suspected: its node has answered a hello that was sent after it.
     """
 
-    one: Underway
+    one: InFlight
     since: float
     until: float
     pause: float
@@ -42,7 +42,7 @@ class Probes:
     def __init__(self) -> None:
         self._silent: dict[str, _Silence] = {}  # by request
         self._slowest: dict[str, float] = {}  # by handler: seconds of the slowest answer
-        self._sent: dict[str, tuple[Underway, list[str]]] = {}  # by hello: it, and what was sent to its node before
+        self._sent: dict[str, tuple[InFlight, list[str]]] = {}  # by hello: it, and what was sent to its node before
 
     @property
     def names(self) -> Collection[str]:
@@ -54,7 +54,7 @@ class Probes:
         """Requests that are lost if the next pull does not bring their answers."""
         return {name for name, silence in self._silent.items() if silence.suspected}
 
-    def answered(self, message: Message) -> Underway | None:
+    def take_reply(self, message: Message) -> InFlight | None:
         """Take in the answer to a hello; returns the hello, or None if the message answers none."""
         name = message.metadata.reply_to_message_id
         if name not in self._sent:
@@ -65,7 +65,7 @@ class Probes:
                 self._silent[request].suspected = True
         return hello
 
-    def due(self, waiting: Mapping[str, Underway], online: Collection[int]) -> list[int]:
+    def due(self, waiting: Mapping[str, InFlight], online: Collection[int]) -> list[int]:
         """Connected nodes that have been silent for long. To be called with all requests that are underway."""
         now = time.monotonic()
         for name in self._silent.keys() - waiting.keys():
@@ -83,7 +83,7 @@ class Probes:
                 due.add(one.node)
         return sorted(due)
 
-    def sent(self, hellos: Mapping[str, Underway]) -> None:
+    def enter(self, hellos: Mapping[str, InFlight]) -> None:
         """Enter hellos that are on their way, after all requests that :meth:`due` has seen last."""
         for name, hello in hellos.items():
             self._sent[name] = hello, [n for n, silence in self._silent.items() if silence.one.node == hello.node]

@@ -40,7 +40,7 @@ class Presence:
         return None if time.monotonic() - self._looked < _LOOK else self.online()
 
     @property
-    def connected(self) -> Collection[int]:
+    def last_online(self) -> Collection[int]:
         """The nodes that were connected at the last look."""
         return self._online.keys()
 
@@ -52,7 +52,7 @@ class Presence:
         """Whether a message to this node can be answered: it is connected, or was not yet waited for in vain."""
         return node in online or (self._returns and node not in self._given_up)
 
-    def changed(self, node: int, online: Mapping[int, str]) -> bool:
+    def has_reconnected(self, node: int, online: Mapping[int, str]) -> bool:
         """Whether a node connected anew since this was asked last."""
         if node not in online:
             return False

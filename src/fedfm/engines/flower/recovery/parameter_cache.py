@@ -44,7 +44,7 @@ class Retained:
         """Hashes of what is held, sorted."""
         return sorted({*self._first, *self._last})[:_MOST]
 
-    def rebuilt(self, body: Any) -> Any:
+    def resolve(self, body: Any) -> Any:
         """A message's body, whole, of which the parameters are held from now on in place of the last one's.
 
         Raises:
@@ -73,7 +73,7 @@ class Retained:
         return body
 
 
-def unreferred(body: Any) -> Any:
+def refuse_references(body: Any) -> Any:
     """A message's body at a site that holds nothing.
 
     Raises:
@@ -103,7 +103,7 @@ def hashes(payload: Mapping[str, Any]) -> dict[int, str]:
     return found
 
 
-def shortened(payload: Mapping[str, Any], known: Mapping[int, str], held: Container[str]) -> Any:
+def with_references(payload: Mapping[str, Any], known: Mapping[int, str], held: Container[str]) -> Any:
     """The payload with a reference in place of parameters that are held; ``known`` is of :func:`hashes`."""
 
     def short(part: Any) -> Any:
@@ -114,7 +114,7 @@ def shortened(payload: Mapping[str, Any], known: Mapping[int, str], held: Contai
     return replaced(payload, short)
 
 
-def named(value: Any) -> frozenset[str]:
+def names_in(value: Any) -> frozenset[str]:
     """What a reply's envelope says that its site holds; nothing if it is malformed."""
     if not isinstance(value, list) or len(value) > _MOST:
         return frozenset()

@@ -55,7 +55,7 @@ class SentRequest:
         return self.round, self.call
 
 
-class Outstanding:
+class PendingRequests:
     """The last request to each client, the one before it if that was answered, and the answers.
 
     Args:
@@ -72,7 +72,7 @@ class Outstanding:
         self._sizes = {path.name: path.stat().st_size for path in self._folder.glob("*")}
         self.digest = Digest()
 
-    def sent(self, client: ClientId) -> list[SentRequest]:
+    def last_requests(self, client: ClientId) -> list[SentRequest]:
         """The last requests to a client, the newest first."""
         return [one[client] for one in (self._sent, self._before) if client in one]
 
@@ -115,7 +115,7 @@ class Outstanding:
             self._remove(path)
 
     def answer(self, client: ClientId, sent: SentRequest) -> Reply | None:
-        """The answer to one of :meth:`sent`, if it was pulled."""
+        """The answer to one of :meth:`last_requests`, if it was pulled."""
         path = self._file(client, sent)
         told = storage.load(path, None) if path.exists() else None
         if not isinstance(told, Mapping) or told.get("name") != sent.name:
