@@ -104,7 +104,7 @@ def test_the_second_polynomial_says_nothing_of_the_weights():
     (a, _), (b, _) = (
         run.holder._current.unpack(run.owner.release(0, x), limbs=1, note=messages.NOTE.size) for _ in range(2)
     )
-    bare = run.owner._chosen(x.at(2), 1.0, 1.0).residues
+    bare = run.owner._select_released(x.at(2), 1.0, 1.0).residues
     assert (a[:, 1] == b[:, 1]).mean() < 1e-3
     assert (a[:, 1] == bare[:, 1]).mean() < 1e-3
 

@@ -53,8 +53,8 @@ def test_a_run_does_what_was_planned(parameters):
         np.testing.assert_allclose(got, owner.kind.clear(states)[:, block], atol=1e-3)
 
     sent = holder.rows(rows)
-    choose = owner._chosen
-    owner._chosen = lambda *a: done.append(0) or choose(*a)  # what follows is the release, not the block
+    choose = owner._select_released
+    owner._select_released = lambda *a: done.append(0) or choose(*a)  # what follows is the release, not the block
     owner.run(sent, exchange, release)
     made = plan(model, [3], "class", parameters=parameters)
     want = count_operations(model.blocks[0], TOKENS, parameters, first=True)

@@ -170,11 +170,11 @@ def test_what_a_faulty_sender_signs_is_refused_too():
     with pytest.raises(InputError, match="do not fit"):
         client().pack(RESIDUES[:0], SCALE)
     with pytest.raises(ClientFault, match="0 ciphertexts came"):
-        received(client()._closed(0, 0, 2, SCALE, bytes(32), b""), count=None)
+        received(client()._seal(0, 0, 2, SCALE, bytes(32), b""), count=None)
     with pytest.raises(ClientFault, match="does not hold"):
-        received(client()._closed(0, 2, 2, SCALE, bytes(32), MESSAGE[_HEADER.size : -40]))
+        received(client()._seal(0, 2, 2, SCALE, bytes(32), MESSAGE[_HEADER.size : -40]))
     with pytest.raises(ClientFault, match="unknown kind"):
-        received(client()._closed(9, 2, 2, SCALE, bytes(32), MESSAGE[_HEADER.size : -32]))
+        received(client()._seal(9, 2, 2, SCALE, bytes(32), MESSAGE[_HEADER.size : -32]))
     with pytest.raises(ClientFault, match="1 to 5 were expected"):
         received(client().pack(np.repeat(RESIDUES[:1], 6, axis=0), SCALE), server(most=5), count=None)
 

@@ -35,7 +35,7 @@ class Square:
     c: float
     fold: tuple[float, float] = (1.0, 0.0)
 
-    def folded(self, u):
+    def evaluate_folded(self, u):
         return (u + self.b).square() * self.a + self.c
 
 

@@ -58,8 +58,8 @@ def predict_remote(path: str | Path, file: str | Path, progress: Progress | None
         raise InputError(f"{file}: no such file or folder; predict takes rows")
     with tempfile.TemporaryDirectory(prefix="fedfm-predict-") as folder:
         silo, rows = Path(folder) / "silo.toml", str(Path(file).expanduser().resolve())
-        told = {"name": HOLDER, "data": rows, "predict": rows, "image": experiment.data.image}
-        lines = [f"{key} = {json.dumps(value)}" for key, value in told.items()]
+        settings = {"name": HOLDER, "data": rows, "predict": rows, "image": experiment.data.image}
+        lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
         silo.write_text("\n".join([*lines, 'allow = ["reply"]']), encoding="utf-8")
         asked = Run.create(experiment, Path(folder) / "run")
         drive(asked, progress or Progress(), fresh=True, silos={HOLDER: silo})

@@ -37,8 +37,8 @@ def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
         text = 'run.local_scores: it tells the silo\'s accuracy, and "scores" is not in allow'
         faults.say(text, key="run.local_scores")
     costs = ReleaseCosts(experiment, rows)
-    for key, told, wanted in _unmet(silo.require, experiment, costs):
-        faults.say(f"require.{key} = {shown(wanted)}: the experiment has {told}", key=f"require.{key}")
+    for key, offer, wanted in _unmet(silo.require, experiment, costs):
+        faults.say(f"require.{key} = {shown(wanted)}: the experiment has {offer}", key=f"require.{key}")
     if silo.budget.epsilon is not None and not costs.release.noise_multiplier:
         text = f"budget.epsilon = {silo.budget.epsilon:g}: the experiment states no epsilon"
         faults.say(text, key="budget.epsilon")
@@ -57,8 +57,8 @@ def _unmet(wanted: Requirements, experiment: Experiment, costs: ReleaseCosts) ->
     if wanted.unit and release.unit != wanted.unit:
         yield "unit", f'unit "{release.unit}"' if release.unit else "no epsilon", wanted.unit
     if wanted.mechanism and costs.mechanism not in wanted.mechanism:
-        told = f'mechanism "{costs.mechanism}"' if costs.mechanism else "no mechanism"
-        yield "mechanism", told, wanted.mechanism
+        offer = f'mechanism "{costs.mechanism}"' if costs.mechanism else "no mechanism"
+        yield "mechanism", offer, wanted.mechanism
     clips = [None if privacy is None or privacy.clip_quantile is not None else privacy.clip_norm]
     clips += [aggregation.clip_norm] if isinstance(aggregation, Secure) else []
     clip = min((c for c in clips if c is not None), default=math.inf)

@@ -101,8 +101,8 @@ class SiloDesk:
             return False
         try:
             folder = client_stub.admit({"experiment": experiment, "key": header.run}, {"silo": str(self._path)}, 0)
-            told = json.dumps({"number": header.number, "digest": asked})
-            storage.write_atomic(folder / _STATE, told.encode(), 0o600)
+            record = json.dumps({"number": header.number, "digest": asked})
+            storage.write_atomic(folder / _STATE, record.encode(), 0o600)
             head, data = self._site_of(folder).answer(self.name, handler, content.head, content.data)
         except ClientFault as fault:
             self._note(f"run {header.run[:100]}: {handler[:100]} is not answered: {fault}")
@@ -137,8 +137,8 @@ def _state(folder: Path) -> dict[str, Any]:
         InputError: the file is damaged.
     """
     try:
-        told = json.loads((folder / _STATE).read_text(encoding="utf-8"))
-        return {"number": int(told["number"]), "digest": str(told["digest"])}
+        record = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+        return {"number": int(record["number"]), "digest": str(record["digest"])}
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (ValueError, KeyError, TypeError):

@@ -50,8 +50,8 @@ def render(found: dict[str, Any]) -> str:
     """The result of :func:`examine` as text, a line a check."""
     lines = [f"{found['name']}: {line['status']:<7} {line['what']}: {line['found']}" for line in found["checks"]]
     count = sum(line["status"] == DIFFERS for line in found["checks"])
-    told = "fits" if found["fits"] else f"{count} {'thing differs' if count == 1 else 'things differ'}"
-    return "\n".join([*lines, f"{found['name']}: {told}"])
+    verdict = "fits" if found["fits"] else f"{count} {'thing differs' if count == 1 else 'things differ'}"
+    return "\n".join([*lines, f"{found['name']}: {verdict}"])
 
 
 def _line(what: str, status: str, found: str) -> Line:
@@ -177,8 +177,8 @@ def _policy(silo: silo_config.Silo, needed: Experiment) -> Iterator[Line]:
     method, allowed = needed.method, silo.policy.of(needed.method_name)
     for used, word in ((method.means, "mean"), (method.asks, "reply")):
         if used and word not in allowed:
-            told = f'{needed.method_name} needs "{word}" ({silo_config.EXPOSED[word]}), and allow is {list(allowed)}'
-            yield _line("policy", DIFFERS, told)
+            missing = f'{needed.method_name} needs "{word}" ({silo_config.EXPOSED[word]}), and allow is {list(allowed)}'
+            yield _line("policy", DIFFERS, missing)
             return
     scored = "scores" in allowed
     yield _line("policy", OK, "allows what the method asks" if scored else "no scores of this silo will be seen")
@@ -203,8 +203,8 @@ def _classes(silo: silo_config.Silo, needed: Experiment) -> Line:
     if tuple(theirs) == tuple(mine):
         return _line("classes", OK, f"{list(mine)}")
     same = sorted(theirs) == sorted(mine)
-    told = "the same names in another order" if same else _difference(tuple(theirs), tuple(mine))
-    return _line("classes", DIFFERS, f"{told}: the experiment has {list(theirs)}, silo.toml {list(mine)}")
+    difference = "the same names in another order" if same else _difference(tuple(theirs), tuple(mine))
+    return _line("classes", DIFFERS, f"{difference}: the experiment has {list(theirs)}, silo.toml {list(mine)}")
 
 
 def _difference(theirs: tuple[str, ...], mine: tuple[str, ...]) -> str:
@@ -228,5 +228,7 @@ def _model(silo: silo_config.Silo, needed: Experiment, notices: list[str]) -> st
     name, pinned = silo.data if needed.own_code else found.spec.name, needed.model.fingerprint
     if pinned is not None and found.fingerprint != pinned:
         raise InputError(f"{name} is {found.fingerprint[:12]}, and the experiment needs {pinned[:12]}")
-    told = f"{name}, fingerprint {found.fingerprint}"
-    return told if pinned is not None else f"{told}; compare it with what `fedfm check` says at the server"
+    description = f"{name}, fingerprint {found.fingerprint}"
+    return (
+        description if pinned is not None else f"{description}; compare it with what `fedfm check` says at the server"
+    )

@@ -179,5 +179,5 @@ def _write(kit: Kit, out: Path, files: dict[str, str]) -> None:
         path = kit.folder / name
         path.write_text(text, encoding="utf-8")
         path.chmod(0o755 if name.endswith(".sh") else 0o644)
-    told = {"schema": SCHEMA} | {key: value for key, value in asdict(kit).items() if key != "folder"}
-    storage.write_atomic(kit.folder / FILE, json.dumps(told, indent=1).encode() + b"\n")
+    manifest = {"schema": SCHEMA} | {key: value for key, value in asdict(kit).items() if key != "folder"}
+    storage.write_atomic(kit.folder / FILE, json.dumps(manifest, indent=1).encode() + b"\n")

@@ -80,9 +80,9 @@ def render(found: Mapping[str, Any]) -> str:
         rows.append(_row("all", "", found["total"]))
     lines = [f"what left {found['name']}, by {found['ledger']}", "", *_columns(rows)]
     if found["budget"]:
-        told = [("budget", "spent", "limit", "left")]
-        told += [(key, *(_number(key, of[k]) for k in told[0][1:])) for key, of in found["budget"].items()]
-        lines += ["", *_columns(told)]
+        table = [("budget", "spent", "limit", "left")]
+        table += [(key, *(_number(key, of[k]) for k in table[0][1:])) for key, of in found["budget"].items()]
+        lines += ["", *_columns(table)]
     if found["total"]["epsilon"] is None:
         lines += ["", "epsilon none: nothing bounds what the answers of this run tell of single rows"]
     if failures := found["total"]["failures"]:

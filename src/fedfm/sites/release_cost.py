@@ -35,11 +35,11 @@ class ReleaseCosts:
             method.spend(own)
         mechanism = experiment.aggregation.mechanism
         mechanism.spend(shared, 1)
-        told = experiment.privacy.mechanism or "gaussian" if experiment.privacy is not None else ""
+        mechanism_name = experiment.privacy.mechanism or "gaussian" if experiment.privacy is not None else ""
         if (mine := _cost(own, "server" if method.means else "silo")) is not None:
-            told = "own" if mine.by == "silo" else "gaussian"
+            mechanism_name = "own" if mine.by == "silo" else "gaussian"
         # The mechanism composes a round, and a round has one answer for each mean.
-        release = mine or _cost(shared, "silo" if told in _AT_SILOS else "server", max(len(method.means), 1))
+        release = mine or _cost(shared, "silo" if mechanism_name in _AT_SILOS else "server", max(len(method.means), 1))
         if isinstance(mechanism, DpSgd):
             one = mechanism.one_round(mechanism.batch_size if rows is None else rows)
             release = Cost("record", "add_remove", one.noise_multiplier, one.rate, one.times, "silo")
@@ -47,7 +47,7 @@ class ReleaseCosts:
         if isinstance(mechanism, CorrelatedGaussian) and release is not None:  # answers share noise, so they cost more
             release = replace(release, noise_multiplier=mechanism.noise_of_one_answer)
             times = -(-times // mechanism.period)
-        self.mechanism, self.release = told if release else "", release or UNBOUNDED
+        self.mechanism, self.release = mechanism_name if release else "", release or UNBOUNDED
         self._asks, self._times = mine is not None, times
         self._hidden = isinstance(experiment.aggregation, Secure)
 

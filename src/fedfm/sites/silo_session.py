@@ -47,12 +47,12 @@ class Own:
         classes: the server's class names once a hello with them has fitted; a restarted process reads them again.
     """
 
-    def __init__(self, folder: Path, told: Mapping[str, Any]) -> None:
-        self._path, self._folder, self._told = Path(told["silo"]), folder, told
+    def __init__(self, folder: Path, site_file: Mapping[str, Any]) -> None:
+        self._path, self._folder, self._site_file = Path(site_file["silo"]), folder, site_file
         self.log = SiloLog(client_stub.silo_folder(folder), self._path)
         self._load()
         self._rows: int | None = None  # to train on, once they are read
-        classes = told.get("classes")
+        classes = site_file.get("classes")
         self.classes: tuple[str, ...] | None = None if classes is None else tuple(classes)
 
     def _load(self) -> None:
@@ -118,7 +118,7 @@ class Own:
     def agree(self, classes: Sequence[str], what: str) -> None:
         """Take part in the run from now on."""
         self.classes = tuple(classes)
-        text = json.dumps({**self._told, "classes": list(classes)})
+        text = json.dumps({**self._site_file, "classes": list(classes)})
         storage.write_atomic(self._folder / "site.json", text.encode(), 0o600)
         self.log.fits(self._question(classes))
         self.log.note(f"takes part in run {self._folder.parent.name}: {what}")
@@ -178,7 +178,7 @@ class Own:
         return Entry(
             time=now(),
             run=self._folder.parent.name,
-            experiment=hashlib.sha256(self._told["experiment"].encode(errors="surrogatepass")).hexdigest(),
+            experiment=hashlib.sha256(self._site_file["experiment"].encode(errors="surrogatepass")).hexdigest(),
             round=question.at[0],
             call=question.at[1],
             method=experiment.method_name,
@@ -194,12 +194,12 @@ class Own:
         )
 
     def _enter_refusal(self, question: Question, fault: ClientFault, experiment: Experiment) -> None:
-        told = {"code": fault.code, "reason": fault.reason}
+        refusal = {"code": fault.code, "reason": fault.reason}
         entry = replace(
             self._entry(question, experiment),
             form="plain",
-            bytes=min(codec.weigh(told), _REFUSAL),
-            sha256=hashlib.sha256(json.dumps(told).encode()).hexdigest(),
+            bytes=min(codec.weigh(refusal), _REFUSAL),
+            sha256=hashlib.sha256(json.dumps(refusal).encode()).hexdigest(),
             fault=fault.code,
         )
         self.ledger.enter(entry)
@@ -222,4 +222,4 @@ class Own:
             )
 
     def _question(self, classes: Sequence[str]) -> str:
-        return json.dumps([self._told["experiment"], list(classes)])
+        return json.dumps([self._site_file["experiment"], list(classes)])

@@ -235,8 +235,8 @@ class Ciphertexts:
         together = np.concatenate([part.limbs for part in usual])
         fresh = Ciphertexts(together, max(part.scale for part in usual), self.evaluator).refresh()
         start = 0
-        for part, told in zip(spent, usual, strict=True):
-            part.limbs, part.scale = np.ascontiguousarray(fresh.limbs[start : start + len(part)]), told.scale
+        for part, prepared in zip(spent, usual, strict=True):
+            part.limbs, part.scale = np.ascontiguousarray(fresh.limbs[start : start + len(part)]), prepared.scale
             start += len(part)
 
     def over(self, number: float) -> Ciphertexts:

@@ -77,15 +77,15 @@ def model_of(data: bytes) -> CarriedModel:
         arrays = {name: file[name] for name in file.files}
     about = json.loads(arrays.pop("about").tobytes())
     blocks = []
-    for number, told in enumerate(about["blocks"]):
+    for number, fields in enumerate(about["blocks"]):
         start = f"{number}.weights."
         weights = {name[len(start) :]: w for name, w in arrays.items() if name.startswith(start)}
-        first, second, *others = (_recipe(r) for r in told["recipes"])
+        first, second, *others = (_recipe(r) for r in fields["recipes"])
         exponential, inverse, gelu = others
         scales = arrays[f"{number}.inverse_scales"]
         blocks.append(
             CarriedLayer(
-                weights, told["heads"], (first, second), exponential, inverse, scales, gelu, bool(told["centred"])
+                weights, fields["heads"], (first, second), exponential, inverse, scales, gelu, bool(fields["centred"])
             )
         )
     whole = {name: arrays[name] for name in _ARRAYS}
@@ -100,7 +100,7 @@ def _fields_of(recipe: Folding) -> dict[str, Any]:
     return {"kind": kind} | {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
 
 
-def _recipe(told: dict[str, Any]) -> Folding:
-    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in told.items() if k != "kind"}
-    made: Folding = _KINDS[told["kind"]](**fields)
+def _recipe(fields: dict[str, Any]) -> Folding:
+    arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items() if k != "kind"}
+    made: Folding = _KINDS[fields["kind"]](**arguments)
     return made

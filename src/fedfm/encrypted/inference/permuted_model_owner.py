@@ -58,8 +58,7 @@ class PermutedModelOwner(ModelOwner):
 
         Args:
             rows: of :meth:`PermutedKeyHolder.rows` and :meth:`~PermutedKeyHolder.labels`, joined by
-                :func:`join_messages`; with a checkpoint
-                the rows are empty.
+                :func:`join_messages`; with a checkpoint the rows are empty.
             exchange: carries a refresh to the holder and brings its answer.
             release: sends the states of block 0, 1, ... and brings the holder's fresh encryptions of them (after the
                 last block: anything); as block L it sends the labels.

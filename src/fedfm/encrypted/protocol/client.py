@@ -52,92 +52,94 @@ class ClientHalf:
     _views: dict[tuple[str, str], SeenRows] = field(default_factory=dict)
 
     # --- messages -----------------------------------------------------------------------------------------------------
-    def open(self, client: Client, told: Hello) -> Opened:
+    def open(self, client: Client, hello: Hello) -> Opened:
         """Keep what was told; the numbers of rows.
 
         Raises:
             ClientFault: the server has no key although the experiment says that rows leave encrypted, or has one.
         """
-        if (told.key is None) != (self.encryption == "clear"):
+        if (hello.key is None) != (self.encryption == "clear"):
             raise ClientFault(E_FIELD, f'a server that does not agree on encryption = "{self.encryption}"')
-        client.store["told"] = pack(told)
+        client.store["told"] = pack(hello)
         key, evaluation = None, None
-        if told.key is not None:
-            key, evaluation = self.sessions.open(client, told.session, told.tokens, told.ring, told.key)
+        if hello.key is not None:
+            key, evaluation = self.sessions.open(client, hello.session, hello.tokens, hello.ring, hello.key)
         return Opened(counts(client), key, evaluation)
 
     def rows(self, client: Client, batch: int, session: Tensor | None, go_on: bool) -> Tensor:
         """Pixel values (n, 3, H, W) of a batch; in a session ciphertexts, or nothing if its states are known."""
-        told = told_to(client)
+        hello = hello_of(client)
         if session is not None and go_on:
             self.sessions.begin(client, session)
             return of_bytes(b"")
-        pictures, _ = self._batch(client, told, batch)
-        pixels = preprocess(pictures, told)
-        if session is None and told.key is None:
+        pictures, _ = self._batch(client, hello, batch)
+        pixels = preprocess(pictures, hello)
+        if session is None and hello.key is None:
             return pixels
-        if session is None or told.key is None:
+        if session is None or hello.key is None:
             raise ClientFault(E_FIELD, "rows leave encrypted, or not at all: a session and a key belong together")
-        patches = Patches((told.patch[0], told.patch[1]), told.extra)
-        return self.sessions.rows(client, told.session, told.key, session, pixels, patches)
+        patches = Patches((hello.patch[0], hello.patch[1]), hello.extra)
+        return self.sessions.rows(client, hello.session, hello.key, session, pixels, patches)
 
     def keep(self, client: Client, batch: int, block: int, states: Tensor) -> int:
         """Keep released states (n, k, P, d) of the blocks from ``block`` on."""
-        told = told_to(client)
-        n = len(self._batch(client, told, batch)[0])
-        if told.key is not None:
+        hello = hello_of(client)
+        n = len(self._batch(client, hello, batch)[0])
+        if hello.key is not None:
             message = states
-            states = self.sessions.decrypt_released(client, told.session, told.key, message, n)[:, None]
-            if block == told.blocks:
+            states = self.sessions.decrypt_released(client, hello.session, hello.key, message, n)[:, None]
+            if block == hello.blocks:
                 self.sessions.end(client, message)
-        shape = (n, states.shape[1] if states.dim() == 4 else 0, told.positions, told.width)
-        if tuple(states.shape) != shape or not 1 <= block <= block + shape[1] - 1 <= told.blocks:
+        shape = (n, states.shape[1] if states.dim() == 4 else 0, hello.positions, hello.width)
+        if tuple(states.shape) != shape or not 1 <= block <= block + shape[1] - 1 <= hello.blocks:
             raise ClientFault(E_SHAPE, f"states {tuple(states.shape)} of block {block}: expected {shape}")
         if not bool(torch.isfinite(states).all()):
             raise ClientFault(E_NONFINITE, f"released states of block {block} are not finite")
         client.store[f"states-{batch}-{block}"] = pack(states)
-        self._views.pop((client.id, told.session), None)
+        self._views.pop((client.id, hello.session), None)
         return n
 
     def refresh(self, client: Client, message: Tensor) -> Tensor:
         """Masked numbers, encrypted again."""
-        told = told_to(client)
-        if told.key is None:
+        hello = hello_of(client)
+        if hello.key is None:
             raise ClientFault(E_FIELD, "there is no encryption in this run")
-        return self.sessions.refresh(client, told.session, told.key, message)
+        return self.sessions.refresh(client, hello.session, hello.key, message)
 
     def rows_with_labels(self, client: Client, batch: int, session: Tensor | None, go_on: bool) -> dict[str, Tensor]:
         """Permuted: a batch as :meth:`rows` gives it, and its labels; in a session ciphertexts."""
-        rows, told = self.rows(client, batch, session, go_on), told_to(client)
-        _, labels = self._batch(client, told, batch)
-        if session is not None and told.key is not None:
-            labels = self.permuted_sessions.labels(client, told.session, told.key, session, labels, len(told.classes))
+        rows, hello = self.rows(client, batch, session, go_on), hello_of(client)
+        _, labels = self._batch(client, hello, batch)
+        if session is not None and hello.key is not None:
+            labels = self.permuted_sessions.labels(
+                client, hello.session, hello.key, session, labels, len(hello.classes)
+            )
         return {"rows": rows, "labels": labels}
 
     def turn(self, client: Client, batch: int, block: int, states: Tensor) -> Tensor:
         """Permuted: keep the states (n, T, d) of a block, in the order in which they came; return them, encrypted."""
-        told = told_to(client)
-        n, answer = len(self._batch(client, told, batch)[0]), states
-        if told.key is not None:
-            last = block == told.blocks
-            states, answer = self.permuted_sessions.exchange_states(client, told.session, told.key, states, n, last)
-        if tuple(states.shape) != (n, told.tokens, told.width) or not 1 <= block <= told.blocks:
-            raise ClientFault(E_SHAPE, f"states {tuple(states.shape)}: expected {(n, told.tokens, told.width)}")
+        hello = hello_of(client)
+        n, answer = len(self._batch(client, hello, batch)[0]), states
+        if hello.key is not None:
+            last = block == hello.blocks
+            states, answer = self.permuted_sessions.exchange_states(client, hello.session, hello.key, states, n, last)
+        if tuple(states.shape) != (n, hello.tokens, hello.width) or not 1 <= block <= hello.blocks:
+            raise ClientFault(E_SHAPE, f"states {tuple(states.shape)}: expected {(n, told.tokens, hello.width)}")
         client.store[f"turned-{batch}-{block}"] = pack(states)
         return answer
 
     def align(self, client: Client, batch: int, relative: Tensor, labels: Tensor) -> int:
         """Permuted: keep the relative orders (L + 1, n) and the labels (n,) in the last order."""
-        told = told_to(client)
-        n = len(self._batch(client, told, batch)[0])
-        if told.key is not None:
-            labels = self.permuted_sessions.labels_of(client, told.session, told.key, labels, n, len(told.classes))
-        if tuple(relative.shape) != (told.blocks + 1, n) or tuple(labels.shape) not in ((n,), (0,)):
-            raise ClientFault(E_SHAPE, f"orders {tuple(relative.shape)}: expected {(told.blocks + 1, n)}")
+        hello = hello_of(client)
+        n = len(self._batch(client, hello, batch)[0])
+        if hello.key is not None:
+            labels = self.permuted_sessions.labels_of(client, hello.session, hello.key, labels, n, len(hello.classes))
+        if tuple(relative.shape) != (hello.blocks + 1, n) or tuple(labels.shape) not in ((n,), (0,)):
+            raise ClientFault(E_SHAPE, f"orders {tuple(relative.shape)}: expected {(hello.blocks + 1, n)}")
         for order in relative:
             permutations.check(order)
         client.store[f"orders-{batch}"] = pack({"relative": relative, "labels": labels})
-        self._views.pop((client.id, told.session), None)
+        self._views.pop((client.id, hello.session), None)
         return n
 
     @property
@@ -161,11 +163,11 @@ class ClientHalf:
         Raises:
             ClientFault: its rows have not passed the server's model.
         """
-        told = told_to(client)
-        key = client.id, told.session
+        hello = hello_of(client)
+        key = client.id, hello.session
         if key not in self._views:
-            self._views[key] = self._read(client, told)
-        return replace(client, model=self._model(told), data=self._views[key].data)
+            self._views[key] = self._read(client, hello)
+        return replace(client, model=self._model(hello), data=self._views[key].data)
 
     def errors(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
         """The largest difference of a released number from that in the clear; how many rows have no numbers."""
@@ -181,27 +183,27 @@ class ClientHalf:
                 most = max(most, float((states - true).abs().max()))
         return {"max_error": most, "most_rows_left_out": float(sum(int((~mask).sum()) for mask in whole.values()))}
 
-    def _model(self, told: Hello) -> SideModel:
-        shape = told.blocks, told.positions, told.width, told.rank, tuple(told.classes)
+    def _model(self, hello: Hello) -> SideModel:
+        shape = hello.blocks, hello.positions, hello.width, hello.rank, tuple(hello.classes)
         if shape not in self._models:
             self._models[shape] = of_states(*shape)
         model = self._models[shape]
-        model.kernels = told.kernels
+        model.kernels = hello.kernels
         return model
 
-    def _read(self, client: Client, told: Hello) -> SeenRows:
+    def _read(self, client: Client, hello: Hello) -> SeenRows:
         have = counts(client)
         try:
             read = _permuted_rows if self.protocol == "permuted" else _masked_rows
-            parts, whole = out_of_range.exclude_rows(client, read(client, told, have))
+            parts, whole = out_of_range.exclude_rows(client, read(client, hello, have))
         except KeyError as error:
             raise ClientFault(E_LOST, f"the rows have not passed the server's model: {error} is missing") from None
         train, val, test = (parts[part] for part in PARTS)
         return SeenRows(ClientData(lambda: train, lambda: val, lambda: test), whole)
 
-    def _batch(self, client: Client, told: Hello, batch: int) -> tuple[list[Any], Tensor]:
+    def _batch(self, client: Client, hello: Hello, batch: int) -> tuple[list[Any], Tensor]:
         """Pictures and labels of a batch."""
-        of = (spans_by_part if self.protocol == "permuted" else spans)(counts(client), told.batch)
+        of = (spans_by_part if self.protocol == "permuted" else spans)(counts(client), hello.batch)
         if not 0 <= batch < len(of):
             raise ClientFault(E_FIELD, f"batch {batch}: there are {len(of)}")
         span = of[batch]
@@ -218,7 +220,7 @@ def counts(client: Client) -> dict[str, int]:
     return {part: len(getattr(client.data, part)) for part in PARTS}
 
 
-def told_to(client: Client) -> Hello:
+def hello_of(client: Client) -> Hello:
     """What the server told this client.
 
     Raises:
@@ -243,17 +245,17 @@ def pictures_of(rows: Rows) -> Iterable[Any]:
     return iter(rows.tensors["pixels"].numpy())
 
 
-def preprocess(pictures: Sequence[Any], told: Hello) -> Tensor:
+def preprocess(pictures: Sequence[Any], hello: Hello) -> Tensor:
     """Pictures as pixel values (n, 3, H', W'), resized and normalised as the server says."""
-    return pixels(pictures, preprocessing.from_told(told.picture))
+    return pixels(pictures, preprocessing.from_told(hello.picture))
 
 
-def _masked_rows(client: Client, told: Hello, have: Mapping[str, int]) -> dict[str, Rows]:
+def _masked_rows(client: Client, hello: Hello, have: Mapping[str, int]) -> dict[str, Rows]:
     """Masked: rows of released states, by part."""
-    done = [torch.zeros(0, told.blocks, told.positions, told.width)]
-    for batch in range(len(spans(have, told.batch))):
+    done = [torch.zeros(0, hello.blocks, hello.positions, hello.width)]
+    for batch in range(len(spans(have, hello.batch))):
         levels: list[Tensor] = []
-        while (block := sum(x.shape[1] for x in levels) + 1) <= told.blocks:
+        while (block := sum(x.shape[1] for x in levels) + 1) <= hello.blocks:
             levels.append(unpack(client.store[f"states-{batch}-{block}"], Tensor))
         done.append(torch.cat(levels, 1))
     states, found, at = torch.cat(done), {}, 0
@@ -264,21 +266,21 @@ def _masked_rows(client: Client, told: Hello, have: Mapping[str, int]) -> dict[s
     return found
 
 
-def _permuted_rows(client: Client, told: Hello, have: Mapping[str, int]) -> dict[str, Rows]:
+def _permuted_rows(client: Client, hello: Hello, have: Mapping[str, int]) -> dict[str, Rows]:
     """Permuted: every block's states in the last order, by the relative orders, and the labels in that order."""
-    if told.release is None or told.scales is None:
+    if hello.release is None or hello.scales is None:
         raise ClientFault(E_FIELD, "release and scales are missing")
-    release = Release(told.release)
-    states: dict[str, list[Tensor]] = {part: [torch.zeros(0, told.blocks, *_shape(told))] for part in PARTS}
+    release = Release(hello.release)
+    states: dict[str, list[Tensor]] = {part: [torch.zeros(0, hello.blocks, *_shape(hello))] for part in PARTS}
     labels: dict[str, list[Tensor]] = {part: [torch.zeros(0, dtype=torch.int64)] for part in PARTS}
-    for batch, span in enumerate(spans_by_part(have, told.batch)):
+    for batch, span in enumerate(spans_by_part(have, hello.batch)):
         came = unpack(client.store[f"orders-{batch}"], dict[str, Tensor])
-        turned = [unpack(client.store[f"turned-{batch}-{b}"], Tensor) for b in range(1, told.blocks + 1)]
+        turned = [unpack(client.store[f"turned-{batch}-{b}"], Tensor) for b in range(1, hello.blocks + 1)]
         levels = torch.stack(permutations.to_last(turned, came["relative"]), 1)  # (n, L, T, d)
-        states[span.part].append(release(levels / told.scales[:, None, None]))
+        states[span.part].append(release(levels / hello.scales[:, None, None]))
         labels[span.part].append(came["labels"])
     return {part: Rows({STATES: torch.cat(states[part])}, labels=torch.cat(labels[part])) for part in PARTS}
 
 
-def _shape(told: Hello) -> Sequence[int]:
-    return told.positions, told.width
+def _shape(hello: Hello) -> Sequence[int]:
+    return hello.positions, hello.width

@@ -96,9 +96,9 @@ class EncryptedForwardPass:
         if new := [client for client in fed.clients if client not in known]:
             public = of_bytes(keys.public_of(fed.secret("channel")))
             least = max(0, fed.enough(len(fed.clients)) - len(known))
-            told = self._hello(public)
+            hello = self._hello(public)
             ask = partial(fed.ask, self.method.open, of=new, least=least, form="encrypted", check=self._check_keys)
-            for client, opened in ask(told=told).items():
+            for client, opened in ask(told=hello).items():
                 fed.store[f"opened-{client}"] = pack(opened)
                 passing.opened[client] = opened
             passing.count_bytes()

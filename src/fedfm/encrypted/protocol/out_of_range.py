@@ -33,8 +33,8 @@ def exclude_rows(client: Client, parts: Mapping[str, Rows]) -> tuple[dict[str, R
             found[part] = rows.take(whole[part].nonzero().flatten())
     lost = {part: int((~mask).sum()) for part, mask in whole.items()}
     if any(lost.values()):
-        told = ", ".join(f"{n} of {len(whole[part])} {part} rows" for part, n in lost.items() if n)
-        client.note(f"{told} left the intervals of the server's model and have no states")
+        counts = ", ".join(f"{n} of {len(whole[part])} {part} rows" for part, n in lost.items() if n)
+        client.note(f"{counts} left the intervals of the server's model and have no states")
     if lost["train"] and not len(found["train"]):
         raise ClientFault(E_NONFINITE, "all rows to train on left the intervals of the server's model")
     return found, whole

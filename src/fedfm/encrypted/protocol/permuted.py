@@ -78,8 +78,8 @@ class PermutedForwardPass(EncryptedForwardPass):
         return spans_by_part(self.passing.opened[client].rows, self.passing.batch)
 
     def _job(self, client: ClientId, batch: int, ledger: DistanceLedger) -> EncryptedBatch:
-        told = order_bytes([order.numpy() for order in self._orders(client, batch)])
-        return replace(super()._job(client, batch, ledger), orders=told)
+        orders = order_bytes([order.numpy() for order in self._orders(client, batch)])
+        return replace(super()._job(client, batch, ledger), orders=orders)
 
     def _orders(self, client: ClientId, batch: int) -> list[Tensor]:
         span = self._spans(client)[batch]

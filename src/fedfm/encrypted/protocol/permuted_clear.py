@@ -29,8 +29,8 @@ def run(method: BlindFed, fed: Federation) -> dict[str, float]:
     passing = ForwardPass.begin(fed, check(fed.model, method.foundation))
     fed.notice(NOTICE)
     _, released, scales = passing.model.owned
-    told = passing.hello(release=released.positions, scales=scales)
-    passing.opened = fed.ask(method.open, told=told)
+    hello = passing.hello(release=released.positions, scales=scales)
+    passing.opened = fed.ask(method.open, told=hello)
     passing.count_bytes()
     for client, opened in passing.opened.items():
         for batch in range(len(spans_by_part(opened.rows, passing.batch))):

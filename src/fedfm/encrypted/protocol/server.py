@@ -76,7 +76,7 @@ class ForwardPass:
         if not isinstance(patches, Patches):
             raise TypeError(f"clients cannot cut pictures as {patches!r} does")
         blocks, positions, width = model.net.shape
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "session": self.session.hex(),
             "blocks": blocks,
             "positions": positions,
@@ -92,7 +92,7 @@ class ForwardPass:
             "digest": model.fingerprint,
             "ring": self.ring,
         }
-        return Hello(**(told | more))
+        return Hello(**(fields | more))
 
     def finish_batch(self, clients: Iterable[ClientId], batch: int) -> None:
         """The batch of these clients is kept by them."""

@@ -21,8 +21,8 @@ def check(content: bytes) -> None:
     Raises:
         InputError: it does.
     """
-    if told := _foreign(content):
-        raise InputError(f"this silo runs fedfm's own app only, and the bundle {told}")
+    if difference := _foreign(content):
+        raise InputError(f"this silo runs fedfm's own app only, and the bundle {difference}")
 
 
 def _foreign(content: bytes) -> str:

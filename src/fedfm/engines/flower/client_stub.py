@@ -86,10 +86,10 @@ def prepare(folder: Path, config: Mapping[str, Any], node: Mapping[str, Any]) ->
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     silo = str(Path(str(node["silo"])).expanduser().resolve()) if node.get("silo") else None
-    told = {"experiment": experiment, "silo": silo, "client": None if silo else node.get("client")}
+    site_file = {"experiment": experiment, "silo": silo, "client": None if silo else node.get("client")}
     handle, temporary = tempfile.mkstemp(dir=folder)
     with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(told, file)
+        json.dump(site_file, file)
     os.replace(temporary, path)
 
 
@@ -106,10 +106,10 @@ def admit(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -> Pa
         except OSError as error:
             raise off(error, folder) from None
     try:
-        told = json.loads((folder / "site.json").read_text(encoding="utf-8"))
+        site_file = json.loads((folder / "site.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise ClientFault(E_REFUSED, NO_SILO) from None
-    if told["experiment"] != config.get("experiment"):
+    if site_file["experiment"] != config.get("experiment"):
         raise ClientFault(E_EXPERIMENT, "the experiment is another than the one that this run began with")
     return folder
 
@@ -271,6 +271,6 @@ def fault_halves(fault: ClientFault, head: str, data: bytes) -> tuple[str, bytes
     # The envelope begins with two integers, in this order: see the wire format's head grammar.
     if re.match(r'\{"m":\{"round":"i","call":"i"[,}]', head) and len(data) >= 16:
         round, call = struct.unpack("<qq", data[:16])
-    told = {"m": {"code": {"s": fault.code}, "reason": {"s": fault.reason[:400]}}}
-    text = json.dumps({"m": {"round": "i", "call": "i", "fault": told}}, separators=(",", ":"))
+    fault_head = {"m": {"code": {"s": fault.code}, "reason": {"s": fault.reason[:400]}}}
+    text = json.dumps({"m": {"round": "i", "call": "i", "fault": fault_head}}, separators=(",", ":"))
     return text, struct.pack("<qq", round, call)

@@ -122,7 +122,7 @@ def _reach(control: Control, wait: float, stop: Callable[[], bool], progress: Pr
         RunError: it does not answer in time.
         Interrupted: the user stopped the run.
     """
-    deadline, told = time.monotonic() + wait, False
+    deadline, notified = time.monotonic() + wait, False
     while True:
         try:
             control.nodes()
@@ -130,8 +130,8 @@ def _reach(control: Control, wait: float, stop: Callable[[], bool], progress: Pr
         except RunError:
             if time.monotonic() > deadline:
                 raise
-        if not told:
-            told = True
+        if not notified:
+            notified = True
             progress.notice("waiting for the SuperLink")
         if stop():
             raise Interrupted
@@ -167,19 +167,19 @@ class _Watch:
     ) -> None:
         self._run, self._control, self._fleet = run, control, fleet
         self._stop, self._progress = stop, progress
-        self._told = {line["round"] for line in run.metrics()}
+        self._reported = {line["round"] for line in run.metrics()}
         self._notices = {*run.manifest["notices"], *private_notices(run)}
         self._asked = self._reached = time.monotonic()
         self._held, self._served, self._size = False, False, 0
         self._read: tuple[int, dict[str, Any]] | None = None
         self._away = False
         self._missing, self._looked = Missing(progress.notice), self._asked
-        progress.started(run, run.experiment.method.rounds, max(self._told, default=0))
+        progress.started(run, run.experiment.method.rounds, max(self._reported, default=0))
 
     @property
     def done(self) -> int:
         """The last round that is known to be complete; -1: none."""
-        return max(self._told, default=-1)
+        return max(self._reported, default=-1)
 
     def follow(self, run_id: int) -> dict[str, Any]:
         """Wait for the result line.
@@ -218,8 +218,8 @@ class _Watch:
         size = log.stat().st_size if log.exists() else 0
         lines, self._size = self._run.metrics() if size != self._size else [], size
         for line in lines:
-            if line["round"] not in self._told:
-                self._told.add(line["round"])
+            if line["round"] not in self._reported:
+                self._reported.add(line["round"])
                 for left_out in failures.of_line(line):
                     self._progress.excluded(left_out)
                 self._progress.round(line)
@@ -268,14 +268,16 @@ class _Watch:
     def _tell_missing(self) -> None:
         """Say which of the silos that the ServerApp waits for are not connected."""
         try:
-            told = json.loads((self._run.path / server_app.WAITING).read_text(encoding="utf-8"))
+            waiting = json.loads((self._run.path / server_app.WAITING).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return
-        names = {node: name for name, node in told["asked"].items()}
+        names = {node: name for name, node in waiting["asked"].items()}
         with contextlib.suppress(RunError):
-            look = bool(told["missing"]) or self._missing.any
+            look = bool(waiting["missing"]) or self._missing.any
             nodes = [node for node in self._control.nodes() if node.id in names] if look else []
-            here = [replace(n, name=names[n.id], online=n.online or names[n.id] not in told["missing"]) for n in nodes]
+            here = [
+                replace(n, name=names[n.id], online=n.online or names[n.id] not in waiting["missing"]) for n in nodes
+            ]
             self._missing.tell(here, left_out=not all(node.online for node in nodes))
 
     def _ending(self, gone: bool, details: str) -> str:
@@ -288,6 +290,6 @@ class _Watch:
 
     def _outcome(self, run_id: int) -> None:
         path = self._run.path / server_app.OUTCOME
-        told = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        if told.get("run") == run_id:  # not that of a former ServerApp, which was ending
-            raise InputError(told["text"]) if told["kind"] == "InputError" else RunError(told["text"])
+        outcome = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if outcome.get("run") == run_id:  # not that of a former ServerApp, which was ending
+            raise InputError(outcome["text"]) if outcome["kind"] == "InputError" else RunError(outcome["text"])

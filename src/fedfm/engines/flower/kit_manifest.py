@@ -71,18 +71,18 @@ def load(folder: Path) -> Kit:
     """
     path = folder / FILE
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{folder}: no kit here ({FILE} is missing); `fedfm provision` makes kits") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
     known = {"name": str, "server": str, "port": int, "loopback": bool, "proxy": bool}
-    if not isinstance(told, dict) or told.pop("schema", None) != SCHEMA or told.keys() != known.keys():
+    if not isinstance(manifest, dict) or manifest.pop("schema", None) != SCHEMA or manifest.keys() != known.keys():
         raise InputError(f"{path}: another release wrote it, or it is damaged; this one reads schema {SCHEMA}")
     for key, kind in known.items():
-        if type(told[key]) is not kind:
-            raise InputError(f"{path}: {key} = {told[key]!r:.80} is not {kind.__name__}")
-    return Kit(**told, folder=folder)
+        if type(manifest[key]) is not kind:
+            raise InputError(f"{path}: {key} = {manifest[key]!r:.80} is not {kind.__name__}")
+    return Kit(**manifest, folder=folder)
 
 
 def silos_of(kit: Kit) -> list[str]:

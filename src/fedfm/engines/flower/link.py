@@ -264,8 +264,8 @@ class FlowerLink:
                 for late in waiting.values():
                     yield fault_reply(late.request, ClientFault(E_TIMEOUT, f"no reply within {self._timeout:g} s"))
                 for gone in away:
-                    told = f"its node went and did not come back within {self._timeout:g} s"
-                    yield fault_reply(gone.request, ClientFault(E_DIED, told))
+                    reason = f"its node went and did not come back within {self._timeout:g} s"
+                    yield fault_reply(gone.request, ClientFault(E_DIED, reason))
                 break
             if self._returns:
                 again_now = self._take_lost(waiting, away, suspects)
@@ -365,12 +365,12 @@ class FlowerLink:
 
     def _meet(self, replies: Iterable[Reply]) -> None:
         """Take in answers to hellos; of a node's, the first."""
-        told = dict[int, tuple[Reply, ClientId | None, ClientFault | None]]()
+        hellos = dict[int, tuple[Reply, ClientId | None, ClientFault | None]]()
         for reply in replies:
-            told.setdefault(node_of(reply), (reply, *self._introduction(reply)))
-        claims = {node: said for node, (_, said, _) in told.items() if said is not None}
+            hellos.setdefault(node_of(reply), (reply, *self._introduction(reply)))
+        claims = {node: said for node, (_, said, _) in hellos.items() if said is not None}
         refused = self._registry.refusals(claims, self._nodes)
-        for node, (reply, said, fault) in told.items():
+        for node, (reply, said, fault) in hellos.items():
             name = self._registry.name(node) or (None if node in refused else said)
             fault = refused.get(node, fault)
             stranger = fault is None and self._stranger(reply, name)

@@ -27,11 +27,11 @@ def write(folder: Path, address: str, authority: Path, secret: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700, parents=True)
     parts = {"authn-type": "oidc", "oidc-access-token": secret.read_text().strip(), "oidc-refresh-token": "none"}
-    told = {
+    credentials = {
         CREDENTIAL.format(address=address, part=part): base64.b64encode(value.encode()).decode()
         for part, value in parts.items()
     }
-    write_private(folder / "credentials.yaml", json.dumps(told).encode())
+    write_private(folder / "credentials.yaml", json.dumps(credentials).encode())
     config = f"address = {json.dumps(address)}\nroot-certificates = {json.dumps(str(authority))}\n"
     text = f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n{config}'
     write_private(folder / "config.toml", text.encode())

@@ -149,7 +149,7 @@ class _WaitingFile:
     """A file that says whom the ServerApp waits for."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._told = path, dict[str, Any]()
+        self._path, self._written = path, dict[str, Any]()
         self._nodes = dict[str, int]()  # of clients before a stop
         with contextlib.suppress(OSError, ValueError):
             self._nodes |= json.loads(path.read_text(encoding="utf-8"))["asked"]
@@ -162,11 +162,11 @@ class _WaitingFile:
             missing: those that have not answered, and those from before a stop that have not come back.
         """
         before = {name: self._nodes[name] for name in missing if name in self._nodes}
-        told = {"asked": before | dict(asked), "missing": sorted(missing)}
-        if told != self._told:
-            self._told = told
+        record = {"asked": before | dict(asked), "missing": sorted(missing)}
+        if record != self._written:
+            self._written = record
             with contextlib.suppress(RunError):  # it is for people only
-                storage.write_atomic(self._path, json.dumps(told).encode(), 0o600, sync=False)
+                storage.write_atomic(self._path, json.dumps(record).encode(), 0o600, sync=False)
 
 
 def serve(grid: Grid, context: Context) -> None:
@@ -191,17 +191,17 @@ def serve(grid: Grid, context: Context) -> None:
         engine = "simulation" if is_simulated(grid) else "deployment"
         spec = replace(experiment.run, engine=engine, wire=False, workers=0)
         run = Run.create(replace(experiment, run=spec), path)
-    told = ProgressLines()
+    progress = ProgressLines()
     if run.manifest["result"] is not None:
-        told.notice(f"{run.path} is finished already")
+        progress.notice(f"{run.path} is finished already")
         return
     with only_server(run, context.run_id):
         (run.path / OUTCOME).unlink(missing_ok=True)
         try:
             for notice in missing_files.settle(run):
-                told.notice(notice)
-            host(run, grid, progress=told, returns=not config.get("loopback", False))
-            told.notice(f"finished; `fedfm report {run.path}` writes its report")
+                progress.notice(notice)
+            host(run, grid, progress=progress, returns=not config.get("loopback", False))
+            progress.notice(f"finished; `fedfm report {run.path}` writes its report")
         except Exception as error:
             if isinstance(error, httpx.HTTPError):  # the SuperLink is gone: who waits for the run submits it again
                 raise

@@ -205,10 +205,10 @@ class Site:
         except (Exception, SystemExit) as error:
             self._on_error(name, "".join(traceback.format_exception(error)))
             # The text may hold a silo's own paths and values: the server receives none of it.
-            told = SENTENCES[E_EXCEPTION] if self._own else f"{type(error).__name__}: {first_line(error)}"
+            text = SENTENCES[E_EXCEPTION] if self._own else f"{type(error).__name__}: {first_line(error)}"
             if self._own is not None and storage.unwritten(error):
-                told = client_stub.DISK
-            fault = ClientFault(E_EXCEPTION, told)
+                text = client_stub.DISK
+            fault = ClientFault(E_EXCEPTION, text)
         if self._own is not None:
             if unsettled is not None:
                 fault = self._own.refuses(unsettled, fault, self.experiment)
@@ -251,12 +251,12 @@ class Site:
             return self._own.name
         return self.client(client) if isinstance(client, int) else client
 
-    def _hello(self, name: ClientId, told: Any) -> dict[str, Any]:
+    def _hello(self, name: ClientId, greeting: Any) -> dict[str, Any]:
         """Name, versions and the model's fingerprint; loads rows and model before round 1."""
-        told = conform(told, dict[str, Any], "hello")
+        greeting = conform(greeting, dict[str, Any], "hello")
         if self._own is not None:
-            self._agree(name, self._own, conform(told.get("classes"), list[str], "classes"))
-        if told.get(NAMES) is True and self._held is None:
+            self._agree(name, self._own, conform(greeting.get("classes"), list[str], "classes"))
+        if greeting.get(NAMES) is True and self._held is None:
             self._held = Retained(self._start)
             self._held.begin()
         return {
@@ -310,8 +310,8 @@ def of_experiment(
         errors: folder with a ``private/`` for tracebacks.
         answers: as of :class:`Site`.
     """
-    told = partial(record_error, errors)
-    return Site(experiment, memory, lambda known, classes: populate(known), on_error=told, answers=answers)
+    on_error = partial(record_error, errors)
+    return Site(experiment, memory, lambda known, classes: populate(known), on_error=on_error, answers=answers)
 
 
 def of_folder(folder: Path) -> tuple[Site, ClientId | int]:
@@ -320,18 +320,18 @@ def of_folder(folder: Path) -> tuple[Site, ClientId | int]:
     Raises:
         InputError: the silo's own file is wrong.
     """
-    told = json.loads((folder / "site.json").read_text(encoding="utf-8"))
+    site_file = json.loads((folder / "site.json").read_text(encoding="utf-8"))
 
     def experiment(imports: bool) -> Experiment:
-        if told["silo"]:
-            check_depth(told["experiment"])
-        return Experiment.from_dict(tomllib.loads(told["experiment"]), imports=imports)
+        if site_file["silo"]:
+            check_depth(site_file["experiment"])
+        return Experiment.from_dict(tomllib.loads(site_file["experiment"]), imports=imports)
 
     (folder / "private").mkdir(mode=0o700, exist_ok=True)
     answers = folder / "private" / last_reply.FILE
-    if not told["silo"]:
-        return of_experiment(partial(experiment, True), folder / "memory", folder, answers), told["client"]
-    own = session(folder, told)
+    if not site_file["silo"]:
+        return of_experiment(partial(experiment, True), folder / "memory", folder, answers), site_file["client"]
+    own = session(folder, site_file)
     site = Site(
         partial(experiment, False),
         folder / "memory",

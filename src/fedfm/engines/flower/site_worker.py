@@ -81,8 +81,8 @@ def _places(folder: Path, count: int) -> list[str | None]:
 
     from fedfm.models import devices
 
-    told = tomllib.loads(json.loads((folder / "site.json").read_text(encoding="utf-8"))["experiment"])
-    device, run = told.get("model", {}).get("device", "auto"), told.get("run", {})
+    experiment = tomllib.loads(json.loads((folder / "site.json").read_text(encoding="utf-8"))["experiment"])
+    device, run = experiment.get("model", {}).get("device", "auto"), experiment.get("run", {})
     if not devices.opens(device):
         return []
     if device not in ("auto", "cuda") or not torch.cuda.is_available():

@@ -171,10 +171,10 @@ class Letter:
             at = _PARTS.size + front
             if front > _FRONT or at + head > len(plain):
                 raise ValueError
-            told = json.loads(plain[_PARTS.size : at])
-            if not isinstance(told, dict):
+            front_table = json.loads(plain[_PARTS.size : at])
+            if not isinstance(front_table, dict):
                 raise TypeError
-            return Content(told, plain[at : at + head].decode(), bytes(memoryview(plain)[at + head :]))
+            return Content(front_table, plain[at : at + head].decode(), bytes(memoryview(plain)[at + head :]))
         except (ValueError, TypeError, RecursionError, struct.error):
             raise ValueError("its sender's fedfm wrote a content that this one cannot read") from None
 

@@ -96,7 +96,7 @@ class FolderLink:
         for post in self._posts.values():
             post.back.most = None if most is None else most + _AROUND
         self._barred: dict[ClientId, ClientFault] = {}
-        self._told: tuple[tuple[str, ...], float] = ((), -math.inf)  # who was waited for, and when that was told
+        self._last_notice: tuple[tuple[str, ...], float] = ((), -math.inf)  # who was waited for, and when that was told
         self._encoded: tuple[Any, ...] | None = None
         self._met: list[Crossing] = []
         self._list: Callable[[Crossing], None] = self._met.append
@@ -222,9 +222,9 @@ class FolderLink:
     def _say(self, names: Sequence[ClientId], asked: int) -> None:
         """Tell the operator for whom the run waits."""
         now = time.monotonic()
-        if self._told[0] == tuple(names) and now - self._told[1] < _AGAIN:
+        if self._last_notice[0] == tuple(names) and now - self._last_notice[1] < _AGAIN:
             return
-        self._told = tuple(names), now
+        self._last_notice = tuple(names), now
         known = [self._last_reply_text(name, now) for name in names[:_NAMED]]
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         self._tell(f"waiting for {len(names)} of {asked} silos: {', '.join(known)}{more}")

@@ -41,8 +41,12 @@ class Sent:
         self.number, self.digest, self.since = 0, "", 0.0
         if begun or self._file.exists():
             try:
-                told = json.loads(self._file.read_text(encoding="utf-8"))
-                self.number, self.digest, self.since = int(told["number"]), str(told["digest"]), float(told["since"])
+                record = json.loads(self._file.read_text(encoding="utf-8"))
+                self.number, self.digest, self.since = (
+                    int(record["number"]),
+                    str(record["digest"]),
+                    float(record["since"]),
+                )
             except (OSError, ValueError, KeyError, TypeError):
                 raise InputError(f"{self._file} is damaged or missing: put it back from a backup of the run") from None
 
@@ -58,8 +62,8 @@ class Sent:
         self._write()
 
     def _write(self) -> None:
-        told = {"number": self.number, "digest": self.digest, "since": self.since}
-        storage.write_atomic(self._file, json.dumps(told).encode(), 0o600)
+        record = {"number": self.number, "digest": self.digest, "since": self.since}
+        storage.write_atomic(self._file, json.dumps(record).encode(), 0o600)
 
     def keep(self, round: int, digest: str, run: str, content: Content) -> None:
         """Keep an answer, on the disk."""

@@ -66,10 +66,10 @@ class LastAnswer:
         Args:
             asked: the question, as the silo's ledger names it.
         """
-        told = {"name": name, "asked": asked, "head": head, "sha256": hashlib.sha256(data).hexdigest()}
+        record = {"name": name, "asked": asked, "head": head, "sha256": hashlib.sha256(data).hexdigest()}
         storage.sweep(self._path.parent, self._path.name)
         try:
-            storage.write_atomic(self._path, [json.dumps(told).encode() + b"\n", data], 0o600, sync=False)
+            storage.write_atomic(self._path, [json.dumps(record).encode() + b"\n", data], 0o600, sync=False)
         except RunError:
             self._path.unlink(missing_ok=True)
 
@@ -77,14 +77,14 @@ class LastAnswer:
         """The question, head and data of the answer to the request of this name; None: it is not here, or not whole."""
         try:
             with open(self._path, "rb") as file:
-                told = json.loads(file.readline())
-                if told["name"] != name:
+                record = json.loads(file.readline())
+                if record["name"] != name:
                     return None
                 data = file.read()
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        asked = str(told.get("asked", ""))
-        return (asked, told["head"], data) if hashlib.sha256(data).hexdigest() == told["sha256"] else None
+        asked = str(record.get("asked", ""))
+        return (asked, record["head"], data) if hashlib.sha256(data).hexdigest() == record["sha256"] else None
 
 
 def missing() -> ClientFault:

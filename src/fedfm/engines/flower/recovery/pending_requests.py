@@ -91,12 +91,12 @@ class PendingRequests:
             if self._file(client, last).exists():
                 self._before[client] = last
         self._sent |= requests
-        told = {
+        record = {
             client: asdict(sent) | ({"before": asdict(self._before[client])} if client in self._before else {})
             for client, sent in sorted(self._sent.items())
         }
         with contextlib.suppress(RunError):  # a full disk costs second passes after a stop, and no more
-            storage.write_atomic(self._path, json.dumps(told, indent=1).encode(), 0o600, sync=False)
+            storage.write_atomic(self._path, json.dumps(record, indent=1).encode(), 0o600, sync=False)
 
     def keep(self, client: ClientId, reply: Reply) -> None:
         """Write the answer to a client's last request, if it is one."""
@@ -117,11 +117,11 @@ class PendingRequests:
     def answer(self, client: ClientId, sent: SentRequest) -> Reply | None:
         """The answer to one of :meth:`last_requests`, if it was pulled."""
         path = self._file(client, sent)
-        told = storage.load(path, None) if path.exists() else None
-        if not isinstance(told, Mapping) or told.get("name") != sent.name:
+        record = storage.load(path, None) if path.exists() else None
+        if not isinstance(record, Mapping) or record.get("name") != sent.name:
             return None
         try:
-            return Reply(client, told["value"], *sent.at, told["down"], told["up"], None, told["spared"])
+            return Reply(client, record["value"], *sent.at, record["down"], record["up"], None, record["spared"])
         except KeyError:
             return None
 
@@ -133,9 +133,9 @@ class PendingRequests:
     def _read(self) -> None:
         """Take in what a former process wrote; nothing if it is not whole."""
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-            for client, told in json.loads(self._path.read_text(encoding="utf-8")).items():
-                before = told.pop("before", None)
-                self._sent[client] = SentRequest(**told)
+            for client, record in json.loads(self._path.read_text(encoding="utf-8")).items():
+                before = record.pop("before", None)
+                self._sent[client] = SentRequest(**record)
                 if before is not None:
                     self._before[client] = SentRequest(**before)
 

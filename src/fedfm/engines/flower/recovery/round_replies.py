@@ -36,15 +36,15 @@ class Answered:
         """The reply to this request, if it came before."""
         self._begin(request.round)
         path = self._path(request)
-        told = storage.load(path, None) if path.exists() else None
-        if not isinstance(told, Mapping) or told.keys() != _KEYS:
+        record = storage.load(path, None) if path.exists() else None
+        if not isinstance(record, Mapping) or record.keys() != _KEYS:
             return None
-        if (told["client"], told["handler"]) != (request.client, request.handler):
+        if (record["client"], record["handler"]) != (request.client, request.handler):
             return None
-        if told["payload"] != self._digest.of(request):
+        if record["payload"] != self._digest.of(request):
             return None
-        sizes = told["down"], told["up"]
-        return Reply(request.client, told["value"], request.round, request.call, *sizes, None, told["spared"])
+        sizes = record["down"], record["up"]
+        return Reply(request.client, record["value"], request.round, request.call, *sizes, None, record["spared"])
 
     def keep(self, request: Request, reply: Reply) -> None:
         """Write a reply. A disk that is full costs a second answer after a stop, and nothing else."""
@@ -53,11 +53,11 @@ class Answered:
         if self._size > _MOST:
             self.clear()
             return
-        told = {"client": request.client, "handler": request.handler, "payload": self._digest.of(request)}
+        record = {"client": request.client, "handler": request.handler, "payload": self._digest.of(request)}
         sizes = {"down": reply.nbytes_down, "up": reply.nbytes_up, "spared": reply.spared}
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            storage.save(self._path(request), told | sizes | {"value": reply.value}, 0o600, sync=False)
+            storage.save(self._path(request), record | sizes | {"value": reply.value}, 0o600, sync=False)
         except (OSError, RunError):
             self.clear()
 
