@@ -124,7 +124,7 @@ class ClientHalf:
             last = block == hello.blocks
             states, answer = self.permuted_sessions.exchange_states(client, hello.session, hello.key, states, n, last)
         if tuple(states.shape) != (n, hello.tokens, hello.width) or not 1 <= block <= hello.blocks:
-            raise ClientFault(E_SHAPE, f"states {tuple(states.shape)}: expected {(n, told.tokens, hello.width)}")
+            raise ClientFault(E_SHAPE, f"states {tuple(states.shape)}: expected {(n, hello.tokens, hello.width)}")
         client.store[f"turned-{batch}-{block}"] = pack(states)
         return answer
 

@@ -1,0 +1,49 @@
+"""Names: a function that acts is a verb, and a value is a noun; a bare participle is neither."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "fedfm"
+PACKAGES = ("encrypted", "engines", "sites")
+ALLOWED = Path(__file__).with_name("participles.txt")
+NOUNS = {"bed", "embed", "exceed", "feed", "need", "red", "seed", "shed", "speed"}
+IRREGULAR = re.compile(
+    "begun|broken|brought|chosen|drawn|felt|found|frozen|given|gone|grown|heard|held|hidden|kept|known|laid|led|left|lent|"
+    "lost|made|meant|overridden|paid|rebuilt|said|seen|sent|shown|sold|spent|spoilt|taken|thrown|told|understood|withheld|"
+    "won|written"
+)
+
+
+def is_participle(name: str) -> bool:
+    """Whether a name is a single participle, as ``told`` or ``_folded``."""
+    word = name.strip("_")
+    return "_" not in word and word not in NOUNS and bool(IRREGULAR.fullmatch(word) or re.fullmatch("[a-z]+ed", word))
+
+
+def participles() -> set[str]:
+    """``file name`` of each function of these packages that is named by one participle, also of nested functions."""
+    return {
+        f"{path.relative_to(SOURCE)} {node.name}"
+        for package in PACKAGES
+        for path in (SOURCE / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and is_participle(node.name)
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("told", True), ("_folded", True), ("__seen", True), ("fold", False), ("seed", False), ("is_locked", False)],
+)
+def test_a_bare_participle_is_recognised(name, expected):
+    assert is_participle(name) is expected
+
+
+def test_no_function_of_these_packages_is_a_bare_participle():
+    allowed = {line for line in ALLOWED.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")}
+    found = participles()
+    assert not found - allowed, "name it by a verb if it acts, by a noun if it is a value"
+    assert not allowed - found, f"these are gone: remove them from {ALLOWED.name}"
