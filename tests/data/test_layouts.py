@@ -171,11 +171,11 @@ def test_every_layout_of_instructions(name: str, task: str | None, tmp_path: Pat
 
 
 def test_preferences_of_instructions_and_inputs(tmp_path: Path) -> None:
-    row = {"instruction": "add", "input": "1 2", "chosen": "3", "rejected": "4", "system": "you are a calculator"}
+    row = {"instruction": "add", "input": "1 2", "chosen": "3", "rejected": "4", "remark": "it is a calculator"}
     table = read(jsonl(tmp_path / "a.jsonl", *[row] * 6), "preference")
     assert table.inputs[0] == ("add\n\n### Input:\n1 2", "3", "4")
     assert any('data.prompt = "instruction"' in n for n in table.notices)
-    assert any('"system" of' in n and "not read" in n for n in table.notices)
+    assert any('"remark" of' in n and "not read" in n for n in table.notices)
 
 
 def test_a_name_that_the_user_has_set_is_never_replaced(tmp_path: Path) -> None:

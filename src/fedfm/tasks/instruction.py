@@ -35,6 +35,7 @@ class Instruction(LanguageTask):
         Column(
             "messages", 'column of conversations of task "instruction", lists of { role, content }, in place of these'
         ),
+        Column("system", "column of what the system says before an instruction, a conversation or a prompt: text"),
         Column("tools", "column of the tools that a row's answers may call: a list of JSON schemas, or that in JSON"),
     )
     means_over_tokens: ClassVar[bool] = True
@@ -57,7 +58,7 @@ class Instruction(LanguageTask):
             refuse_other(columns, spec.label, source, asked)
             inputs = _conversations.pairs(columns, spec, source, at, answered=labelled)
             used = {asked, spec.column("input"), spec.column("output")}
-        return with_tools("instruction", inputs, used, sheet, spec)
+        return with_system_and_tools("instruction", inputs, used, sheet, spec, source)
 
     def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
         """Each instruction with the answer of another one."""
@@ -87,11 +88,14 @@ class Instruction(LanguageTask):
         return answer_prompts(trained, table)
 
 
-def with_tools(kind: str, inputs: Any, used: set[str], sheet: Sheet, spec: DataSpec) -> Reading:
-    """The rows, with the tools that their answers may call where the columns name them."""
-    from fedfm.data.sources import _tools
+def with_system_and_tools(kind: str, inputs: Any, used: set[str], sheet: Sheet, spec: DataSpec, source: str) -> Reading:
+    """The rows with what the system says before them, and with the tools that their answers may call."""
+    from fedfm.data.sources import _system, _tools
 
-    name = spec.column("tools")
-    if name in sheet.columns:
+    notices: tuple[str, ...] = ()
+    if (name := _system.system_column(sheet.columns, spec)) is not None:
+        inputs, used = _system.with_system(inputs, sheet.columns[name], name, sheet.at), used | {name}
+        notices = (f'column "{name}" of {source} is read as what the system says before each row (data.system)',)
+    if (name := spec.column("tools")) in sheet.columns:
         inputs, used = _tools.with_tools(inputs, sheet.columns[name], name, sheet.at), used | {name}
-    return Reading(kind, inputs, frozenset(used))
+    return Reading(kind, inputs, frozenset(used), notices)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedfm.core.fields import setting
 from fedfm.tasks._language import LanguageTask, answer_prompts
-from fedfm.tasks.instruction import with_tools
+from fedfm.tasks.instruction import with_system_and_tools
 from fedfm.tasks.task import LORA, Column, Reading, RowKind, Scores, Trained
 
 if TYPE_CHECKING:
@@ -79,8 +79,9 @@ class Preference(LanguageTask):
         else:
             inputs = _conversations.prompts(columns, spec, source, at)
         used = {spec.column(key) for key in ("prompt", "input", "chosen", "rejected")}
-        found = with_tools("preference" if labelled else "instruction", inputs, used, sheet, spec)
-        return replace(found, notices=notices)
+        kind = "preference" if labelled else "instruction"
+        found = with_system_and_tools(kind, inputs, used, sheet, spec, source)
+        return replace(found, notices=(*notices, *found.notices))
 
     def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
         """The two answers of each row swapped, or not."""

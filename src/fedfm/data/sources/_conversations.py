@@ -20,8 +20,13 @@ if TYPE_CHECKING:
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
-# ShareGPT's and others' names of roles
-_ALSO = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}
+# ShareGPT's and others' names of roles, in lower case
+_ALSO = {
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "ai", _tools.CALLING), ASSISTANT),
+    **dict.fromkeys(("function", "observation", "ipython", "function_response", "tool_response"), "tool"),
+}
+_NOTHING = "<noinput>"  # what Alpaca's authors write where an instruction has no input
 _LIKE = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
 
 Columns = Mapping[str, Sequence[Any]]
@@ -90,7 +95,7 @@ def pairs(columns: Columns, spec: DataSpec, source: str, at: At, *, answered: bo
 
 def _with_input(asked: Asked, more: Any, name: str, where: str) -> Asked:
     """An instruction with its input below it."""
-    if more is None or (isinstance(more, str) and not more.strip()):
+    if more is None or (isinstance(more, str) and more.strip().lower() in ("", _NOTHING)):
         return asked
     if not isinstance(more, str):
         raise InputError(f'{where}: column "{name}" holds {type(more).__name__} {more!r:.40}: text is expected')
@@ -231,15 +236,30 @@ def _turns(value: Any, name: str, where: str, *, first: bool = False) -> tuple[T
     return turns
 
 
+def _text_of_parts(content: Any) -> Any:
+    """The text of a content in parts, [{"type": "text", "text": ...}], as templates join them; others unchanged."""
+    parts = content if isinstance(content, list) else []
+    texts = [p.get("text") for p in parts if isinstance(p, dict) and p.get("type", "text") == "text"]
+    if not parts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        return content
+    return "".join(map(str, texts))
+
+
 def _turn(message: Any, i: int, name: str, where: str) -> Turn:
     at = f'{where}: message {i} of column "{name}"'
     if isinstance(message, dict) and {"from", "value"} <= message.keys() and "role" not in message:  # ShareGPT
         message = {"role": message["from"], "content": message["value"]} | {
             key: v for key, v in message.items() if key not in ("from", "value")
         }
-    fields: dict[str, Any] = message if isinstance(message, dict) else {}
+    fields: dict[str, Any] = dict(message) if isinstance(message, dict) else {}
+    if fields.get(_tools.CALLING) and not fields.get(_tools.CALLS):  # OpenAI's older name of a single call
+        fields[_tools.CALLS] = fields.pop(_tools.CALLING)
     role, content, called = fields.get("role"), fields.get("content"), fields.get(_tools.CALLS) or ()
-    role = _ALSO.get(role, role) if isinstance(role, str) else role
+    if isinstance(role, str):
+        if role.lower() == _tools.CALLING and not called:
+            called, content = _tools.calls_in(content, at), None
+        role = _ALSO.get(role.lower(), role.lower() if role.lower() in ROLES else role)
+    content = _text_of_parts(content)
     if "role" not in fields or not (called or "content" in fields):
         keys = f" with {listed(map(str, message))}" if isinstance(message, dict) else ""
         raise InputError(f"{at} is {type(message).__name__} {keys}".rstrip() + f": messages are expected, {_LIKE}")

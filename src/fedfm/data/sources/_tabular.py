@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 SPLITS = ("train", "val", "test")
 _ALIASES = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test", "eval": "test"}
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")
+_WHOLE = re.compile(r"(-?[0-9]+)[.,]0+")  # a whole number with a fraction of zero, after a point or a comma
 
 Columns = Mapping[str, Sequence[Any]]
 Labels = tuple[np.ndarray | None, tuple[str, ...], tuple[str, ...]]  # (N,) int64, class names, notices
@@ -158,16 +159,27 @@ def labels_of(
 
 def codes_of(values: Sequence[Any], name: str, at: At) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
     """Labels (N,) int64, class names and notices of raw label values."""
-    cleaned = [_label(value, name, at, row) for row, value in enumerate(values)]
+    cleaned, written = _whole_numbers([_label(value, name, at, row) for row, value in enumerate(values)], name)
     distinct = set(cleaned)
     integers = all(isinstance(v, int) or _INTEGER.fullmatch(v) for v in distinct)
     keys = sorted({int(v) for v in distinct}) if integers else sorted({str(v) for v in distinct})
     code = {str(key): index for index, key in enumerate(keys)}
-    notices = notices_of((v for v in values if isinstance(v, str)), name)
+    notices = (*notices_of((v for v in values if isinstance(v, str)), name), *written)
     if integers and keys != list(range(len(keys))):
         shown = listing([str(k) for k in keys], 5)
         notices += (f'the integers in column "{name}" are not 0..{len(keys) - 1}: taken as class names {shown}',)
     return np.array([code[str(v)] for v in cleaned], dtype=np.int64), tuple(map(str, keys)), notices
+
+
+def _whole_numbers(labels: list[int | str], name: str) -> tuple[list[int | str], tuple[str, ...]]:
+    """The labels as integers, and a notice, if all are whole numbers and some have a fraction of zero, as "1,0"."""
+    texts = {v for v in labels if isinstance(v, str) and not _INTEGER.fullmatch(v)}
+    whole: dict[int | str, int] = {v: int(found[1]) for v in texts if (found := _WHOLE.fullmatch(v))}
+    if not texts or len(whole) < len(texts):
+        return labels, ()
+    first = min(texts)
+    note = f'the labels in column "{name}" are read as whole numbers: "{first}" as {whole[first]}'
+    return [whole.get(v, v) for v in labels], (note,)
 
 
 def codes_within(values: Sequence[Any], classes: tuple[str, ...], name: str, at: At) -> np.ndarray:

@@ -10,6 +10,7 @@ from fedfm.data.sources._files import At
 from fedfm.errors import InputError
 
 CALLS = "tool_calls"
+CALLING = "function_call"  # ShareGPT's role of a message that is nothing but a call, in JSON
 KEYS = {"assistant": (CALLS,), "tool": ("name", "tool_call_id")}  # what is read of a message besides role and content
 _LIKE_CALL = '{"type": "function", "function": {"name": "...", "arguments": {...}}}'
 _LIKE_TOOL = '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
@@ -60,6 +61,19 @@ def _parse(value: Any) -> Any:
         return json.loads(value) if value.strip() else None
     except ValueError:
         return value
+
+
+def calls_in(content: Any, at: str) -> list[Any]:
+    """The calls that stand in JSON where a message has its text.
+
+    Raises:
+        InputError: there is none.
+    """
+    found = _parse(content)
+    calls: list[Any] = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(call, dict) for call in calls):
+        raise InputError(f"{at} holds {content!r:.40}: a call is expected, in JSON, {_LIKE_CALL}")
+    return calls
 
 
 def calls_of(value: Any, at: str) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import sys
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,7 @@ from fedfm.data.sources._sheet import Sheet
 from fedfm.errors import InputError
 
 _NAMES = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}
+_STATED = re.compile(r'"?sep=(.)"?[ \t]*\r?\n', re.IGNORECASE)  # a first line of Excel, which is no row
 _MARKS = (";", "\t", "|")  # that part fields where no comma does
 
 
@@ -23,7 +25,12 @@ def sheet_of(data: bytes, path: Path) -> Sheet:
         InputError: neither UTF-8 nor UTF-16, an open quote, or rows of unequal length.
     """
     text = decode(data, path, "a CSV file")
-    mark = _mark_of(text.lstrip("\r\n").partition("\n")[0])
+    if stated := _STATED.match(text):
+        if (mark := stated[1]) not in _NAMES:
+            raise InputError(f"{path}, line 1: sep={mark}: expected one of {listing(_NAMES)}")
+        text = text[stated.end() :]
+    else:
+        mark = _mark_of(text.lstrip("\r\n").partition("\n")[0])
     columns, at = _columns_of(text, path, mark)
     note = f"{path} is read with {_NAMES[mark]}s between its fields, as in its first row" if mark != "," else ""
     return Sheet(columns, at, (note,) if note else ())

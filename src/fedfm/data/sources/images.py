@@ -1,7 +1,7 @@
 """Image folders, as Hugging Face's ``imagefolder`` has them.
 
 ``train/<class>/*.png`` and ``test/<class>/*.png`` (also ``val``), or ``<class>/*.png`` without splits; optionally
-``metadata.csv``, ``metadata.jsonl`` or ``metadata.parquet`` beside the class folders or above the splits, with
+``metadata.csv``, ``metadata.jsonl`` or ``metadata.parquet`` in any of these folders, with
 ``file_name`` relative to its folder and further columns. A label column in it replaces the class folders.
 """
 
@@ -182,7 +182,8 @@ def _pictures(folder: Path, strange: list[str], *, deep: bool) -> list[Path]:
 def _metadata(path: Path, folders: Sequence[Path], files: Sequence[Path]) -> dict[str, list[Any]]:
     """Columns of all metadata in the order of ``files``; an InputError for a file without a row."""
     rows: dict[Path, dict[str, Any]] = {}
-    for home in dict.fromkeys((path, *folders)):
+    homes = {path, *folders, *(file.parent for file in files)}
+    for home in sorted(homes, key=lambda folder: (-len(folder.parts), folder)):  # a deeper one comes first
         there = [home / name for name in METADATA if (home / name).is_file()]
         if not there:
             continue

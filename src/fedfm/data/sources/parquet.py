@@ -68,9 +68,21 @@ def _class_names(metadata: Any) -> dict[str, tuple[str, ...]]:
     try:
         features = json.loads((metadata or {})[b"huggingface"])["info"]["features"]
         return {
-            column: tuple(map(str, kind["names"]))
+            column: _in_order(kind["names"])
             for column, kind in features.items()
             if isinstance(kind, dict) and kind.get("_type") == "ClassLabel" and kind.get("names")
         }
     except (KeyError, TypeError, ValueError, AttributeError):
         return {}  # of another program
+
+
+def _in_order(names: Any) -> tuple[str, ...]:
+    """Names of classes by their numbers: a list, or an object of number and name, as in the Hub's cards.
+
+    Raises:
+        KeyError: the numbers are not 0, 1, ...
+    """
+    if isinstance(names, dict):
+        by_number = {int(number): name for number, name in names.items()}
+        names = [by_number[number] for number in range(len(by_number))]
+    return tuple(map(str, names))

@@ -1,0 +1,58 @@
+"""The column of what the system says before a conversation, as beside ShareGPT's conversations and Alpaca's forms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedfm.data.sources._files import At
+from fedfm.data.spec import DataSpec
+from fedfm.errors import InputError
+
+_SYSTEM = ("system", "developer")
+_OTHER = "system_prompt"  # OpenOrca's name
+_DEFAULT = "system"
+
+
+def system_column(columns: Mapping[str, Sequence[Any]], spec: DataSpec) -> str | None:
+    """The name of the column; None if no cell of one says anything."""
+    key = spec.column("system")
+    names = (key, *((_OTHER,) if key == _DEFAULT else ()))
+    found = next((name for name in names if name in columns), None)
+    return found if found is not None and any(not _empty(value) for value in columns[found]) else None
+
+
+def with_system(rows: Sequence[tuple[Any, ...]], values: Sequence[Any], name: str, at: At) -> list[tuple[Any, ...]]:
+    """The rows with the system's message of their cells before all that was said.
+
+    Args:
+        rows: of each what was said, and answers to it.
+        values: cells, each a text or nothing.
+
+    Raises:
+        InputError: a cell is no text, or a conversation begins with another message of the system.
+    """
+    found: list[tuple[Any, ...]] = []
+    for row, ((said, *answers), value) in enumerate(zip(rows, values, strict=True)):
+        if _empty(value):
+            found.append((said, *answers))
+            continue
+        other = f"if the column holds something else, set data.system to another name than {name!r}"
+        if not isinstance(value, str):
+            raise InputError(
+                f'{at(row)}: column "{name}" holds {type(value).__name__} {value!r:.40}: text is expected; {other}'
+            )
+        turns = (("user", said),) if isinstance(said, str) else said
+        if turns[0][0] not in _SYSTEM:
+            turns = (("system", value), *turns)
+        elif turns[0][1].strip() != value.strip():
+            raise InputError(
+                f'{at(row)}: column "{name}" and the first message say different things of the system: keep one; '
+                f"{other}"
+            )
+        found.append((turns, *answers))
+    return found
+
+
+def _empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value.strip())
