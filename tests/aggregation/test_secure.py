@@ -172,7 +172,7 @@ def test_a_sparse_graph(tmp_path):
     fed, link, method = federation(tmp_path, 24, Secure(neighbours=8, threshold=0.5))
     link.late["give"], link.lost["unmask"] = {"c03", "c10"}, {"c20"}
     agrees(step(fed, method, 1), sorted(set(names(24)) - {"c03", "c10"}), 1, method)
-    assert {len(held) for held in fed.process_memory["SecAgg"].held.values()} == {9}
+    assert {len(held) for held in fed.process_memory["SecAgg"].shares_at.values()} == {9}
     link.late.clear(), link.lost.clear()
     half = replace(method, fraction=0.5)
     for t in (2, 3):
@@ -279,11 +279,11 @@ def test_all_that_the_server_learns_leaves_a_masked_vector_masked(tmp_path):
     for p, name in enumerate(names(3)):
         points = {
             x: int.from_bytes(side.bytes_of(shares[names(3)[h]][session.holds[h].index(p)]), "little")
-            for x, h in enumerate(session.held[p], 1)
+            for x, h in enumerate(session.shares_at[p], 1)
         }
         seed = shamir.combine(points, session.threshold).to_bytes(32, "little")
         head, body = sent[name].value.head.numpy().view("u8").copy(), sent[name].value.body.numpy().view("u8").copy()
-        context = session.agreed.context(0, side.bytes_of(tell.cohort), side.bytes_of(sent[name].value.seal)[:32])
+        context = session.agreement.context(0, side.bytes_of(tell.cohort), side.bytes_of(sent[name].value.seal)[:32])
         masks.add((head, body), side.self_mask(seed, context), negative=True)
         left[name] = body
         code = FixedPoint(64, Secure().bound, 3)

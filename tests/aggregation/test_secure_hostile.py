@@ -156,7 +156,7 @@ def test_the_masks_of_clients_that_saw_different_models_do_not_cancel(tmp_path):
     link.change = changed("give", "c02", w=lambda w: w * 1.5)
     with pytest.raises(RunError):
         step(fed, method, 1)
-    agreed = fed.process_memory["SecAgg"].agreed
+    agreed = fed.process_memory["SecAgg"].agreement
     seals = {c: side.bytes_of(r.value.seal) for c, r in link.replies("give").items()}
     shown = {c: seal[:32] for c, seal in seals.items()}
     assert len(set(shown.values())) == 2
@@ -302,7 +302,7 @@ def test_the_server_cannot_choose_who_is_whose_neighbour(tmp_path):
     n = 40
     fed, link, method = federation(tmp_path, n, Secure(neighbours=4))
     step(fed, method, 1)
-    agreed = fed.process_memory["SecAgg"].agreed
+    agreed = fed.process_memory["SecAgg"].agreement
     found = [agreed.around(p) for p in range(n)]
     assert all(len(near) == 4 for near in found)
     assert all(p in found[o] for p, near in enumerate(found) for o in near)

@@ -7,8 +7,8 @@ that began tau_i server updates ago:
     w <- w + (1 / K) sum_i s(tau_i) Delta_i,   s(tau) = (1 + tau)^(-1/2),
 
 or, weighted by rows as everywhere here, sum_i n_i s(tau_i) Delta_i / sum_i n_i. A client that has answered begins at
-once with the newest model; if that is the one that it has just trained, it waits for the next update. So nobody is in a
-buffer twice. With K as large as the federation every round is FedAvg's.
+once with the newest model; if it has just trained that model, it waits for the next update. So no client is in a buffer
+twice. If K is the number of clients, every round is one of FedAvg.
 
 On a deployment the order of arrival is real. Elsewhere it is simulated by a clock: a pass takes |N(0, 1)| over the
 client's speed, as in the paper's simulations, so that a run has the same bits every time.
@@ -31,7 +31,7 @@ from fedfm.linalg.params import Layout
 
 Check = Callable[[ClientId, Update], None]
 
-# In the server's memory: client -> [when it ends, round in which it began]; round -> what it sent; the two clocks.
+# In the server's memory: client -> [time of its end, round of its begin]; round -> payload; the two clocks.
 _UNDERWAY, _SENT, _CLOCKS = "asynchronous.underway", "asynchronous.sent", "asynchronous.clocks"
 
 
@@ -42,7 +42,7 @@ class Buffered(Transport):
     Attributes:
         buffer: K, updates of a server update.
         staleness: a of s(tau) = (1 + tau)^(-a).
-        speeds: of clients, over that of all others; only of a simulated clock.
+        speeds: by client, relative to that of all others; for a simulated clock only.
     """
 
     figures: ClassVar[tuple[str, ...]] = ("clock", "synchronous_clock", "staleness", "largest_staleness")
@@ -61,7 +61,7 @@ class Buffered(Transport):
         return float(abs(draw)) / self.speeds.get(client, 1.0)
 
     def _discount(self, update: Update, tau: int) -> Update:
-        """Times s(tau), with its weight n_i; whole numbers, such as counts of batches, stay."""
+        """The update times s(tau), with its weight n_i; integers, such as counts of batches, do not change."""
         s = self.scale(tau)
         return replace(update, delta=update.delta.map(lambda x: s * x if x.is_floating_point() else x))
 
@@ -72,8 +72,8 @@ class Buffered(Transport):
             match(update.delta, like, "delta")
 
         means, ages = update_metrics.Means(), list[int]()
-        came = self._arriving if fed.streams else self._simulate
-        for began, update in came(fed, handler, payload, check):
+        arrivals = self._arriving if fed.streams else self._simulate
+        for began, update in arrivals(fed, handler, payload, check):
             tau = fed.round - began
             ages.append(tau)
             means.add(update)
@@ -83,7 +83,7 @@ class Buffered(Transport):
             fed.metrics |= {"staleness": sum(ages) / len(ages), "largest_staleness": float(max(ages))}
 
     def _arriving(self, fed: Federation, handler: Half, payload: Payload, check: Check) -> Iterator[tuple[int, Update]]:
-        """(round in which it began, update) of the first K to answer."""
+        """(round in which it began, update) of the first K clients that answer."""
         idle = [client for client in fed.clients if client not in fed.underway]
         first = fed.exchange(
             "train", handler, idle, payload, self.wire_type, form=self.form, check=check, first=self.buffer
@@ -92,22 +92,23 @@ class Buffered(Transport):
             yield fed.began[client], update
 
     def _simulate(self, fed: Federation, handler: Half, payload: Payload, check: Check) -> Iterator[tuple[int, Update]]:
-        """(round in which it began, update) of the first K to end by the simulated clock; of one that fails, the next
-        to end has the place, as on a deployment. The clock's draws are of the run's seed, and so is the order.
+        """(round in which it began, update) of the first K clients that end by the simulated clock.
+
+        If a client fails, the next one takes its place, as on a deployment. The run's seed determines clock and order.
         """
         clock, synchronous = fed.memory.get(_CLOCKS, [0.0, 0.0])
-        underway = dict(fed.memory.get(_UNDERWAY, {}))
+        simulated = dict(fed.memory.get(_UNDERWAY, {}))
         sent = {**fed.memory.get(_SENT, {}), str(fed.round): dict(payload)}
         took = {client: self.duration(fed.seed, client, fed.round) for client in fed.clients}
         for client in fed.clients:
-            if client not in underway:
-                underway[client] = [clock + took[client], fed.round]
-        queue = sorted(underway, key=lambda client: (underway[client][0], client))
+            if client not in simulated:
+                simulated[client] = [clock + took[client], fed.round]
+        queue = sorted(simulated, key=lambda client: (simulated[client][0], client))
         before, cohort, start, taken = len(fed.excluded), list[ClientId](), clock, dict[ClientId, Any]()
         while queue and len(cohort) < self.buffer:
             places = self.buffer - len(cohort)
             due, queue = sorted(queue[:places]), queue[places:]
-            ended = {client: underway.pop(client) for client in due}
+            ended = {client: simulated.pop(client) for client in due}
             clock = max(clock, *(end for end, _ in ended.values()))
             taken |= ended
             began = {client: t for client, (_, t) in ended.items()}
@@ -121,19 +122,19 @@ class Buffered(Transport):
                 yield began[client], update
         for client in sorted(cohort, key=lambda client: (taken[client][0], client))[:-1]:
             end, t = taken[client]
-            if t < fed.round:  # it got this round's model while the last one was waited for
-                underway[client] = [max(start, end) + took[client], fed.round]
+            if t < fed.round:  # it received this round's model while the server waited for the last client
+                simulated[client] = [max(start, end) + took[client], fed.round]
         fed.cohort, fed.heard = tuple(sorted(cohort)), len(cohort)
         fed.suffice(len(cohort), self.buffer, f"train.{action(handler)}", before)
-        needed = {str(t) for _, t in underway.values()}
+        needed = {str(t) for _, t in simulated.values()}
         clocks = [clock, synchronous + max(took.values())]
-        fed.memory[_UNDERWAY], fed.memory[_CLOCKS] = underway, clocks
+        fed.memory[_UNDERWAY], fed.memory[_CLOCKS] = simulated, clocks
         fed.memory[_SENT] = {t: value for t, value in sent.items() if t in needed}
         fed.metrics |= dict(zip(self.figures, clocks, strict=False))
 
 
 def with_buffer(aggregation: Aggregator, buffer: int, staleness: float, speeds: Mapping[str, float]) -> Aggregator:
-    """The aggregation, with updates as they arrive."""
+    """The aggregation with buffered asynchronous rounds."""
     late: Any = copy.copy(aggregation)
     object.__setattr__(late, "transport", Buffered(buffer, staleness, speeds))
     return late  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Client-level differential privacy of a mean: whether a client took part is hidden, with all of its rows.
+"""Client-level differential privacy of a mean: it hides whether a client took part, with all of its rows.
 
 McMahan, Ramage, Talwar, Zhang. Learning Differentially Private Recurrent Language Models. ICLR 2018, arXiv:1710.06963,
 Algorithm 1 with a fixed denominator, equal weights and flat clipping. With ``distributed_gaussian`` each client adds
@@ -8,7 +8,7 @@ follows the clients: :mod:`fedfm.privacy.clipping`.
 
 A clipped update is rounded towards zero to a lattice, which cannot make it longer: the sensitivity of the sum is
 ``clip_norm`` exactly. Sums of lattice points are exact and the noise is rounded to the lattice, so the result is a
-rounded Gaussian mechanism: no bit of a float tells more (Mironov. On Significance of the Least Significant Bits for
+rounded Gaussian mechanism: no bit of a float discloses more (Mironov. On Significance of the Least Significant Bits for
 Differential Privacy. CCS 2012).
 """
 
@@ -56,17 +56,17 @@ _STATISTICS = (
 
 @dataclass(frozen=True)
 class CentralGaussian(Mechanism):
-    """The server adds the noise: the guarantee is against who sees the models, not against the server.
+    """The server adds the noise: the guarantee holds against readers of the models, not against the server.
 
     Attributes:
-        clip_norm: C, the largest L2 norm of what one client adds to a sum; 1 under an adaptive clip, whose sums are in
+        clip_norm: C, the largest L2 norm of a client's part of a sum; 1 under an adaptive clip, whose sums are in
             units of the round's clip.
         noise_multiplier: z; the noise on each entry of a sum has the standard deviation z C.
         delta: of (epsilon, delta).
         budget: the epsilon that no round may exceed.
-        releases: means of one round.
+        releases: number of means in a round.
         hidden: the server sees sums only.
-        rate: q; below 1 a secret coin takes each client into each round, and the sum is divided by q N.
+        rate: q; below 1 a secret coin decides whether a client is in a round, and the sum is divided by q N.
         adaptive: how the clip follows the clients; None: it is fixed.
     """
 
@@ -80,7 +80,7 @@ class CentralGaussian(Mechanism):
     adaptive: AdaptiveClip | None = None
 
     name: ClassVar[str] = "Gaussian, by the server"
-    told_type: ClassVar[Any] = float | None
+    message_type: ClassVar[Any] = float | None
     figures: ClassVar[tuple[str, ...]] = (CLIP, SHARE)
     withholds: ClassVar[bool] = True
 
@@ -97,7 +97,7 @@ class CentralGaussian(Mechanism):
         if rest := model.layout.slots.keys() - model.live().keys():
             raise InputError(_STATISTICS.format(sorted(rest)[0]))
 
-    # --- who takes part
+    # --- cohort
 
     @property
     def fraction(self) -> float | None:
@@ -107,10 +107,10 @@ class CentralGaussian(Mechanism):
         return by_coins(fed.secret("cohort"), fed.round, fed.clients, self.rate)
 
     def divisor(self, fed: Federation, asked: Sequence[ClientId]) -> float:
-        """The number of clients that are asked, or its expectation: it depends on no client's coin, data or failure.
+        """The number of clients in the cohort, or its expectation: it depends on no client's coin, data or failure.
 
         Raises:
-            RunError: the method asks others than those whom the account assumes.
+            RunError: the method asks other clients than the accountant assumes.
         """
         if self.fraction is None:
             return len(asked)
@@ -124,10 +124,10 @@ class CentralGaussian(Mechanism):
     # --- client half
 
     def bound(self, client: Client, update: Update) -> Update:
-        """The clipped delta as numbers of the lattice, with weight 1; metrics and whole numbers stay at the client.
+        """The clipped delta on the lattice, with weight 1; metrics and integers stay at the client.
 
         Raises:
-            ClientFault: E_NONFINITE, the delta has NaN or infinity; E_FIELD, no clip came with the message.
+            ClientFault: E_NONFINITE, the delta has NaN or infinity; E_FIELD, the message has no clip.
         """
         if self.adaptive is None:
             steps = clip_to_lattice(update.delta, self.clip_norm)
@@ -141,20 +141,20 @@ class CentralGaussian(Mechanism):
         return Update(on_layout(self.wire(update.delta.layout), steps * self.step), 1.0)
 
     def blank(self, client: Client) -> Update:
-        """No change at all, with the weight and the noise of any other."""
-        told = client.told
+        """An update of zeros, with the weight and the noise of any other update."""
+        request = client.told
         layout = client.model.layout
-        if isinstance(told, Sum) and told.size:
-            layout = layout_of((("", torch.float64, (told.size - (self.adaptive is not None),)),))
+        if isinstance(request, Sum) and request.size:
+            layout = layout_of((("", torch.float64, (request.size - (self.adaptive is not None),)),))
         flats = {dtype: torch.zeros(size, dtype=dtype) for dtype, size in layout.sizes.items()}
         return self.bound(client, Update(Params.from_flat(layout, flats), 1.0))
 
     def _add_share(self, client: Client, steps: Steps) -> Steps:
-        """With the client's part of the noise; here none."""
+        """Add the client's share of the noise; here there is none."""
         return steps
 
     def wire(self, like: Layout) -> Layout:
-        """One floating-point type for all, in which the lattice is exact; with the bit under an adaptive clip."""
+        """One floating-point type in which the lattice is exact; with the clip's bit under an adaptive clip."""
         like = in_dtype(like, dtype := torch.float64 if self.hidden else torch.float32)
         return like if self.adaptive is None else layout_of((*like.entries, (WITHIN, dtype, (1,))))
 
@@ -165,7 +165,7 @@ class CentralGaussian(Mechanism):
         return {} if self.adaptive is None else {SCALE: _clip(fed, self.adaptive)}
 
     def release(self, fed: Federation, updates: Iterator[Update], rule: Rule, asked: float, like: Layout) -> Params:
-        """(sum + noise) / asked: the denominator depends on no client's data, and on no client's failure.
+        """(sum + noise) / asked: the denominator depends on no client's data or failure.
 
         Raises:
             RunError: the round makes more releases than are accounted.
@@ -176,10 +176,10 @@ class CentralGaussian(Mechanism):
         wide = in_dtype(self.wire(like), torch.float64)
         total = np.zeros(sum(n for dtype, n in wide.sizes.items() if dtype.is_floating_point), np.int64)
         for update in updates:
-            # An update in the clear is clipped once more: a client that does not clip gets no more influence.
+            # The server clips an update in the clear again: a client that does not clip gains no influence.
             total += self._sum(update) if self.hidden else self._again(update.delta)
         if self.rate < 1:
-            fed.heard = max(round(asked), 1)  # how many were drawn is a secret
+            fed.heard = max(round(asked), 1)  # the number of drawn clients is secret
         if not self.fresh:
             self._enter(fed, at, total)
         total = self._noisy(fed, total, f"round {fed.round}, release {at}", asked)
@@ -192,7 +192,7 @@ class CentralGaussian(Mechanism):
         return on_layout(in_dtype(like, torch.float64), total * scale).cast(like)
 
     def _enter(self, fed: Federation, at: int, total: Steps) -> None:
-        """Keep on the disk what is released before it is; count a round that is released again with another sum.
+        """Write a digest to the disk before a release; count a round that is released again with another sum.
 
         Raises:
             RunError: it would exceed the budget.
@@ -214,11 +214,11 @@ class CentralGaussian(Mechanism):
         return int(store.get(_AGAIN, b"0"))
 
     def _sum(self, update: Update) -> Steps:
-        """The exact sum of which secure aggregation returned the mean."""
+        """The exact sum, from the mean that secure aggregation returned."""
         return np.rint(flat_of(update.delta) * (update.weight / self.step)).astype(np.int64)
 
     def _again(self, delta: Params) -> Steps:
-        """One client's numbers, bounded by the server itself."""
+        """One client's update, clipped by the server."""
         if self.adaptive is None:
             return clip_to_lattice(delta, self.clip_norm)
         bit = math.copysign(0.5, float(delta[WITHIN]))
@@ -229,24 +229,24 @@ class CentralGaussian(Mechanism):
         return self._add_noise(fed.secret("noise"), purpose, total, asked)
 
     def _add_noise(self, key: bytes, purpose: str, steps: Steps, clients: float, shares: int = 1) -> Steps:
-        """These numbers with their noise, or with one of so many shares of it."""
+        """These numbers with noise, or with one of ``shares`` shares of it."""
         z, unit = self.noise_multiplier, self.clip_norm / self.step / math.sqrt(shares)
         purpose = f"{purpose}, step {self.step!r}"
         if self.adaptive is None:
             return add_noise(key, purpose, steps, z * unit)
         sigma_b = self.adaptive.count_noise(clients, z)
-        purpose = f"{purpose}, {digest(steps)}"  # an equal count of other updates gets noise of its own
+        purpose = f"{purpose}, {digest(steps)}"  # the same count from other updates gets other noise
         own = add_noise(key, purpose, steps[:-1], self.adaptive.update_noise(z, sigma_b) * unit)
         return np.append(own, add_noise(key, f"{purpose}, count", steps[-1:], sigma_b * unit))
 
     def check(self, fed: Federation, model_of: Callable[[Any], Params], before: Any, after: Any) -> None:
         """Check that every trainable tensor has moved in the first round.
 
-        A frozen tensor cannot move: states, updates and means consist of the trainable tensors alone, by their layout,
-        and a model that is loaded refuses any other name.
+        A frozen tensor cannot move: states, updates and means have the trainable tensors only, by their layout, and
+        loading refuses any other name.
 
         Raises:
-            RunError: with the first tensor that stayed.
+            RunError: with the first tensor that did not move.
         """
         then, now = model_of(before), model_of(after)
         for name, tensor in then.items():
@@ -256,10 +256,10 @@ class CentralGaussian(Mechanism):
                     "for it, or its dtype is too coarse for the noise"
                 )
 
-    # --- what it spends
+    # --- accounting
 
     def epsilon_after(self, rounds: int) -> float:
-        """What this number of rounds spends. The means of one round share the coins."""
+        """Epsilon of this number of rounds. The means of one round share the coins."""
         if self.rate < 1:
             return epsilon_of(
                 [Releases(self.noise_multiplier / math.sqrt(self.releases), rounds, self.rate)], self.delta
@@ -272,7 +272,7 @@ class CentralGaussian(Mechanism):
         return bisect.bisect_right(range(1, rounds + 1), self.budget, key=self.epsilon_after)
 
     def sensitivity(self, rounds: int) -> float:
-        """Of all sums of so many rounds together, in units of ``clip_norm``."""
+        """Sensitivity of all sums of this number of rounds together, in units of ``clip_norm``."""
         return math.sqrt(rounds * self.releases)
 
     def spend(self, accountant: Accountant, rounds: int, rows: Sequence[int] | None = None) -> None:
@@ -319,13 +319,13 @@ class CentralGaussian(Mechanism):
 
 @dataclass(frozen=True)
 class DistributedGaussian(CentralGaussian):
-    """Each client adds a share of the noise, so that every sum that can be unmasked has at least all of it.
+    """Each client adds a share of the noise, so that every sum that can be unmasked has at least the full noise.
 
-    Of a cohort of n clients secure aggregation unmasks no sum of fewer than t, more than ``threshold`` n. A share has
-    the variance (z C)^2 / t. If all n stay, the noise has n / t times the promised variance.
+    In a cohort of n clients secure aggregation unmasks no sum of fewer than t > ``threshold`` n clients. A share has
+    the variance (z C)^2 / t. If all n stay, the noise has n / t times the stated variance.
 
-    The account is that of sums of discrete Gaussians (Kairouz et al. 2021, Theorem 1): with shares of s >= 4096 steps
-    its term tau = 10 sum_k exp(-2 pi^2 s^2 k / (k + 1)) is 0 in float64. A share is a rounded normal, whose
+    The accounting is that of sums of discrete Gaussians (Kairouz et al. 2021, Theorem 1): with shares of s >= 4096
+    steps its term tau = 10 sum_k exp(-2 pi^2 s^2 k / (k + 1)) is 0 in float64. A share is a rounded normal, whose
     probabilities at x standard deviations differ from a discrete Gaussian's by a relative (x^2 - 1) / (24 s^2).
 
     An adaptive clip costs the same: with concentrated privacy the two parts of a sum add up as in Theorem 1 of Andrew
@@ -342,13 +342,13 @@ class DistributedGaussian(CentralGaussian):
         return ()
 
     def _add_share(self, client: Client, steps: Steps) -> Steps:
-        told = sum_of(client)
-        clients = int(told.cohort.sum())
+        request = sum_of(client)
+        clients = int(request.cohort.sum())
         least = max(least_of(self.threshold, clients), 2)
         scale = self.noise_multiplier * self.clip_norm / self.step / math.sqrt(least)
         if scale < _LEAST_SHARE:
             raise refusal(f"a share of the noise of {scale:.2g} steps, expected {_LEAST_SHARE:g} at least")
-        call = hashlib.sha256(repr((client.memory[MEMORY]["session"], told.number)).encode()).hexdigest()
+        call = hashlib.sha256(repr((client.memory[MEMORY]["session"], request.number)).encode()).hexdigest()
         return self._add_noise(client.secret("noise"), f"{client.seed} {call}", steps, clients, least)
 
     def _noisy(self, fed: Federation, total: Steps, purpose: str, asked: float) -> Steps:

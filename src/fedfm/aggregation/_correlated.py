@@ -1,4 +1,4 @@
-"""Client-level privacy with noise that the rounds share: :mod:`fedfm.privacy.correlated` is the mathematics."""
+"""Client-level privacy by noise that is correlated over rounds; :mod:`fedfm.privacy.correlated` has the mathematics."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _GROUPS, _SUMS = "CorrelatedGaussian/groups", "CorrelatedGaussian/sums"  # keys 
 class CorrelatedGaussian(CentralGaussian):
     """The server adds C^-1 Z to the sums of the rounds; a client takes part every b rounds, in a rotation.
 
-    Row j of Z has the standard deviation z clip_norm. It is drawn again wherever it is needed, from the secret, the
-    round j and the sums of all rounds up to j: a resumed run repeats it. A round that is repeated with another sum gets
-    another row, and so do all rounds after it: with the old rows, the difference of two histories would be that of
-    their sums. A round t costs t draws of a vector.
+    Row j of Z has the standard deviation z clip_norm. It is derived from the secret, the round j and the sums of all
+    rounds up to j: a resumed run repeats it. If a round is repeated with another sum, it gets another row, and so do
+    all later rounds: with the old rows, the difference of two histories would be that of their sums. Round t costs t
+    draws of a vector.
 
     Attributes:
-        rounds: T of the run, which the strategy is made for.
+        rounds: T of the run, for which the strategy is made.
         period: b.
     """
 
@@ -84,17 +84,17 @@ class CorrelatedGaussian(CentralGaussian):
         return epsilon_of([Releases(self.noise_multiplier / self.sensitivity(rounds))], self.delta)
 
     def sensitivity(self, rounds: int) -> float:
-        """As of :class:`CentralGaussian`; each round beyond the T of the run stands for one that was released again.
+        """As :class:`CentralGaussian`; each round beyond the run's T stands for one that was released again.
 
-        From such a round on the run has another history of sums, with rows of noise of its own: it costs what another
-        run costs at most.
+        From such a round on the run has another history of sums, with other rows of noise: it costs at most as much as
+        another run.
         """
         again = max(rounds - self.rounds, 0)
         return self.strategy.sensitivity(min(rounds, self.rounds)) * math.sqrt(1 + again)
 
     @property
     def noise_of_one_answer(self) -> float:
-        """The noise multiplier of independent releases of which a client's answers cost at most as much."""
+        """The noise multiplier of independent releases that spend at least as much for a client's answers."""
         return self.noise_multiplier / self.strategy.of_one_answer()
 
     @property

@@ -1,4 +1,4 @@
-"""Bounded updates and their noise as whole multiples of one step: sums are exact, and no bit of a float tells more."""
+"""Bounded updates and noise as integer multiples of a step: sums are exact, and no bit of a float discloses more."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def clip_to_lattice(delta: Params, clip_norm: float, unit: float = 1.0) -> Steps
     The L2 norm of the result times :func:`step_of` is at most ``clip_norm``. A second call changes nothing.
 
     Args:
-        unit: what the entries are divided by first.
+        unit: divisor of the entries.
 
     Raises:
         ClientFault: E_NONFINITE, an entry is NaN or infinite.
@@ -56,9 +56,9 @@ def norm_of(x: NDArray[np.float64]) -> float:
 
 
 def add_noise(key: bytes, purpose: str, steps: Steps, scale: float) -> Steps:
-    """The numbers with whole normal noise of standard deviation ``scale``.
+    """The integers plus rounded normal noise of standard deviation ``scale``.
 
-    A repeated round gets its noise again, and a round that differs gets other noise, not the same noise on other data.
+    A repeated round gets the same noise; a round with other numbers gets other noise.
     """
     return np.asarray(noise.cover(key, f"client level/{purpose}", steps, scale))
 
@@ -70,7 +70,7 @@ def flat_of(delta: Params) -> NDArray[np.float64]:
 
 
 def on_layout(layout: Layout, values: NDArray[np.floating[Any]]) -> Params:
-    """Values (P,) of the one floating-point type of a layout; other entries are 0."""
+    """Values (P,) in a layout of one floating-point type; other entries are 0."""
     flats = {
         dtype: torch.from_numpy(values).to(dtype) if dtype.is_floating_point else torch.zeros(size, dtype=dtype)
         for dtype, size in layout.sizes.items()

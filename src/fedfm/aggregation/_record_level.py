@@ -1,7 +1,7 @@
 """Record-level differential privacy by DP-SGD at the clients, as the mechanism of a mean.
 
-The updates themselves are private, so nothing is added to them on their way: neither the server nor anybody behind it
-sees more. :mod:`fedfm.privacy.dp_sgd` is the guarantee, :mod:`fedfm.training.private` the training.
+The updates are private when they leave the client: neither the server nor a later reader learns more.
+:mod:`fedfm.privacy.dp_sgd` is the guarantee, :mod:`fedfm.training.private` the training.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class DpSgd(Mechanism):
     """DP-SGD at every client.
 
     Attributes:
-        chosen: what each client keeps to.
+        chosen: the plan that each client follows.
         batch_size: B of the client optimiser.
-        steps: of the client optimiser in one round, by the number of rows.
+        steps: number of steps of the client optimiser in a round, by the number of rows.
     """
 
     chosen: DescentPlan
@@ -39,16 +39,16 @@ class DpSgd(Mechanism):
         return self.chosen
 
     def bound(self, client: Client, update: Update) -> Update:
-        """The update without metrics, which would be figures of the rows."""
+        """The update without metrics, which would disclose figures of the rows."""
         return replace(update, metrics={})
 
     def one_round(self, rows: int) -> Releases:
-        """What a client with this number of rows releases in one round."""
+        """The releases of a client with this number of rows in one round."""
         steps = self.steps(rows)
         return replace(self.plan.releases(max(rows, 1), self.batch_size, steps), times=steps)
 
     def spend(self, accountant: Accountant, rounds: int, rows: Sequence[int] | None = None) -> None:
-        """Compose what the client with the largest epsilon spends."""
+        """Compose the releases of the client with the largest epsilon."""
         plan = self.plan
         if not rounds:
             return
@@ -60,7 +60,7 @@ class DpSgd(Mechanism):
                     "not know; set target_epsilon, by which each silo chooses its own noise",
                     key="privacy.noise_multiplier",
                 )
-            # Of clients with equally many steps the one with the fewest rows takes each row most often.
+            # Among clients with equally many steps, the one with the fewest rows draws each row most often.
             least = {self.steps(n): n for n in sorted(rows, reverse=True) if n}
             found = [plan.releases(n, self.batch_size, steps) for steps, n in least.items()]
             epsilon = max((plan.epsilon(releases) for releases in found), default=0.0)

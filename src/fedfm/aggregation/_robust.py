@@ -1,4 +1,4 @@
-"""Base of the robust rules: they hold all updates of a cohort in memory and work on blocks of coordinates."""
+"""Base of the robust rules: they keep all updates of a cohort in memory and work on blocks of coordinates."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Robust(Aggregator):
         Raises:
             RunError: fewer updates came than the rule needs.
         """
-        came = list(updates)
-        if len(came) < self.least():
-            raise RunError(f"round {fed.round}: {len(came)} updates came, {self} needs {self.least()}")
-        return self.combine([u.weight for u in came], [u.delta for u in came])
+        received = list(updates)
+        if len(received) < self.least():
+            raise RunError(f"round {fed.round}: {len(received)} updates came, {self} needs {self.least()}")
+        return self.combine([u.weight for u in received], [u.delta for u in received])
 
     @abstractmethod
     def combine(self, weights: Sequence[float], x: Sequence[Params]) -> Params:

@@ -1,21 +1,21 @@
-"""Secure aggregation: the server sees sums of updates, weights and metrics, and none of a single client.
+"""Secure aggregation: the server sees sums of updates, weights and metrics, and nothing of a single client.
 
 Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth. Practical Secure Aggregation for
 Privacy-Preserving Machine Learning. CCS 2017. Figure 4, with signatures and the consistency check. Bell, Bonawitz,
 Gascon, Lepoint, Raykova. CCS 2020: each client shares masks with O(log n) neighbours. As in Ma, Woods, Angel,
-Polychroniadou, Rabin. Flamingo. S&P 2023, keys are agreed once for many sums, and clients that take no part in a sum
-help to unmask it.
+Polychroniadou, Rabin. Flamingo. S&P 2023, keys are agreed once for many sums, and clients outside a sum help to
+unmask it.
 
-1. keys: each client publishes its keys for the coming sums, signed;
-2. share: it gets the keys of all, and sends its neighbours encrypted shares of the seeds from which its masks are made;
-3. hold: it receives theirs;
+1. keys: each client publishes signed keys for the next sums;
+2. share: it receives the keys of all, and sends its neighbours encrypted shares of the seeds of its masks;
+3. hold: it receives its neighbours' shares;
 4. the method's train message to the sum's cohort: the reply is the masked update and the client's seal, its signature
    of the cohort and of what the server sent to all;
-5. consent, if somebody of the cohort dropped out: the others sign the list of survivors;
-6. unmask: they reveal, of each neighbour in the cohort, a share of one of its two seeds.
+5. consent, if a client of the cohort dropped out: the others sign the list of survivors;
+6. unmask: they reveal, for each neighbour in the cohort, a share of one of its two seeds.
 
-Messages 1 to 3 go to all clients, before the first sum, and again when a cohort has a client without keys, somebody
-dropped out, the keys are used up, or the run was resumed. With them a sum takes two messages, or three.
+Messages 1 to 3 go to all clients before the first sum. They are repeated when a cohort has a client without keys, a
+client dropped out, the keys are used up, or the run was resumed. With agreed keys a sum takes two messages, or three.
 
 *Why no client is unmasked alone*. Let h clients hold shares of the seeds of one, c of them help the server, and t
 shares determine a seed. (a) Each honest holder agrees to one list of survivors a sum and reveals once, one kind of
@@ -72,8 +72,8 @@ from fedfm.linalg.params import Layout, Params
 from fedfm.privacy.crypto import keys, masks, shamir
 from fedfm.privacy.crypto.fixed_point import FixedPoint
 
-MEMORY = "SecAgg"  # key of the state at both sides
-_TOLD = "SecAgg/coarse"  # that the user knows how coarse the sums are
+MEMORY = "SecAgg"  # key of the state at server and client
+_TOLD = "SecAgg/coarse"  # set once the user was notified of the rounding of sums
 _SEAL = KEY + SIGNATURE
 _WORD = 8  # bytes of a masked number
 _MILLIONTH = 1e-6
@@ -92,11 +92,11 @@ class SecAgg(Transport):
 
     form = "masked"
     wire_type = Masked
-    told_type = Sum
+    message_type = Sum
 
     @property
     def _terms(self) -> str:
-        """Digest of the settings: who has others can neither sign nor decrypt for those who have these."""
+        """Digest of the settings: clients with other settings can neither sign nor decrypt for those with these."""
         return hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()
 
     def why_missing(self, metric: str) -> str:
@@ -108,7 +108,7 @@ class SecAgg(Transport):
         )
 
     def head_code(self, n: int) -> FixedPoint:
-        """Code of weights and weighted metrics; whole weights are exact."""
+        """Code of weights and weighted metrics; integer weights are exact."""
         return FixedPoint(64, MAX_WEIGHT, n)
 
     def body_code(self, n: int) -> FixedPoint:
@@ -149,10 +149,10 @@ class SecAgg(Transport):
         client.memory[MEMORY] = dataclasses.asdict(member)
 
     def ready(self, client: Client) -> None:
-        told, member = sum_of(client), self._member(client)
-        member.fit(client, told.number, bytes_of(told.cohort))
-        if not 0 <= told.size * _WORD <= limits.room(getattr(client.model, "layout", None)):
-            raise refusal(f"a masked vector of {told.size} numbers")
+        request, member = sum_of(client), self._member(client)
+        member.fit(client, request.number, bytes_of(request.cohort))
+        if not 0 <= request.size * _WORD <= limits.room(getattr(client.model, "layout", None)):
+            raise refusal(f"a masked vector of {request.size} numbers")
 
     def protect(self, client: Client, update: Update) -> Masked:
         """Message 4.
@@ -161,13 +161,13 @@ class SecAgg(Transport):
             ClientFault: E_NORM, an entry times its weight is NaN or above the bound; E_SHAPE, the update has another
                 size than the sum; E_REFUSED, no keys are agreed.
         """
-        factor, told = update.weight, sum_of(client)
-        if told.size not in (0, size := sum(update.delta.layout.sizes.values())):
-            raise ClientFault(E_SHAPE, f"an update of {size} numbers, expected {told.size}")
+        factor, request = update.weight, sum_of(client)
+        if request.size not in (0, size := sum(update.delta.layout.sizes.values())):
+            raise ClientFault(E_SHAPE, f"an update of {size} numbers, expected {request.size}")
         if self.clip_norm is not None and (norm := update.delta.norm()) > self.clip_norm:
             factor *= self.clip_norm / norm
         metrics = [update.weight * update.metrics.get(name, 0.0) for name in self.metrics]
-        n = max(int(told.cohort.sum()), 1)
+        n = max(int(request.cohort.sum()), 1)
         head_code, body_code = self.head_code(n), self.body_code(n)
         try:
             head = head_code.encode(np.clip([update.weight, *metrics], -MAX_WEIGHT, MAX_WEIGHT))
@@ -178,15 +178,15 @@ class SecAgg(Transport):
         return self._mask(client, head, body)
 
     def blank(self, client: Client) -> Masked:
-        """Message 4 of a client without an update: zeros of weight 0 under its masks, which look like any other."""
+        """Message 4 of a client without an update: masked zeros of weight 0, which look like any other update."""
         size = sum_of(client).size or sum(client.model.layout.sizes.values())
-        head, body = self.head_code(1), self.body_code(1)  # of zeros any code is the same
+        head, body = self.head_code(1), self.body_code(1)  # zeros have the same code under any settings
         return self._mask(client, np.zeros(1 + len(self.metrics), head.dtype), np.zeros(size, body.dtype))
 
     def _mask(self, client: Client, head: masks.Words, body: masks.Words) -> Masked:
-        member, told = self._member(client), sum_of(client)
-        cohort = bytes_of(check_bytes(told.cohort, len(member.names)))
-        seal = member.mask(client, told.number, cohort, digest_of(client.shown), (head, body))
+        member, request = self._member(client), sum_of(client)
+        cohort = bytes_of(check_bytes(request.cohort, len(member.names)))
+        seal = member.mask(client, request.number, cohort, digest_of(client.shown), (head, body))
         integers = torch.from_numpy(head.view(np.int64)), torch.from_numpy(body.view(f"i{body.itemsize}"))
         return Masked(to_tensor(b"".join(seal)), *integers)
 
@@ -200,7 +200,7 @@ class SecAgg(Transport):
     def unmask(
         self, client: Client, sum: int, status: Tensor, seals: Tensor, names: list[str], signatures: Tensor
     ) -> Tensor:
-        """Message 6: a share of one seed of each member of the cohort of which it holds any, (held, 32) uint8."""
+        """Message 6: a share of one seed of each cohort member whose shares this client has, (members, 32) uint8."""
         member = self._member(client)
         digest = self._survivors(member, client, sum, status, seals)
         signed = map(bytes_of, check_bytes(signatures, len(names), SIGNATURE))
@@ -220,21 +220,21 @@ class SecAgg(Transport):
         asked = sorted(fed.clients if of is None else of)
         if undeclared := {k for k, v in payload.items() if isinstance(v, each)} - {*handler.varying}:  # type: ignore[attr-defined]
             raise RunError(f"{handler.__name__}: {undeclared} differ by client; mark it @on_client(varying=(...))")
-        fed.cohort = fed.cohort or tuple(asked)  # not all those with whom keys are agreed
+        fed.cohort = fed.cohort or tuple(asked)  # some clients with agreed keys are missing
         _enough(fed, len(asked), LEAST, "clients are asked")
         session: Session | None = fed.process_memory.get(MEMORY)
         if session is None or not session.serves(asked):
             session = self._agree(fed)
-        i, agreed = session.used, session.agreed
+        i, agreement = session.used, session.agreement
         fed.process_memory[MEMORY] = session
-        session.used, session.broken = i + 1, True  # unless all goes well
+        session.used, session.broken = i + 1, True  # reset below if all messages succeed
         wanted = set(asked)
-        cohort = bytes(p in session.held and name in wanted for p, name in enumerate(agreed.names))
+        cohort = bytes(p in session.shares_at and name in wanted for p, name in enumerate(agreement.names))
         n = sum(cohort)
         _enough(fed, n, LEAST, "clients have keys")
         head, body = self.head_code(n), self.body_code(n)
         vectors = np.zeros(1 + len(self.metrics), head.dtype), np.zeros(sum(like.sizes.values()), body.dtype)
-        position = {name: p for p, name in enumerate(agreed.names)}
+        position = {name: p for p, name in enumerate(agreement.names)}
         seals: dict[int, bytes] = {}
 
         def check(client: ClientId, reply: Masked) -> None:
@@ -243,15 +243,15 @@ class SecAgg(Transport):
                     raise ClientFault(E_SHAPE, f"a masked vector of {tuple(got.shape)}, expected {vector.shape}")
             bytes_check(_SEAL)(reply.seal)
             seal, p = bytes_of(reply.seal), position[client]
-            said = agreed.statement("masked", i, cohort, seal[:KEY])
-            if not keys.verify(agreed.card(p).identity, seal[KEY:], *said):
+            said = agreement.statement("masked", i, cohort, seal[:KEY])
+            if not keys.verify(agreement.card(p).identity, seal[KEY:], *said):
                 raise ClientFault(E_FIELD, f"a masked update that is not of sum {i} and its cohort")
             seals[p] = seal
 
-        told = {**payload, TOLD: Sum(i, to_tensor(cohort), vectors[1].size)}
-        members = [name for p, name in enumerate(agreed.names) if cohort[p] and p in session.holds]
+        payloads = {**payload, TOLD: Sum(i, to_tensor(cohort), vectors[1].size)}
+        members = [name for p, name in enumerate(agreement.names) if cohort[p] and p in session.holds]
         alive = 0
-        for _, reply in fed.exchange("train", handler, members, told, Masked, form="masked", check=check):
+        for _, reply in fed.exchange("train", handler, members, payloads, Masked, form="masked", check=check):
             for part, vector in zip((reply.head, reply.body), vectors, strict=True):
                 vector += part.numpy().view(vector.dtype)
             alive += 1
@@ -279,7 +279,7 @@ class SecAgg(Transport):
         yield Update(Params.from_flat(like, flats), weight)
 
     def _judge(self, fed: Federation, off: float, total: Tensor) -> None:
-        """Tell once if the rounding of a compact sum is more than a millionth of it.
+        """Notify the user once if the rounding of a compact sum is more than a millionth of it.
 
         Args:
             off: root mean square of the rounding error; each of the sum's terms is off by up to half a step, uniformly.
@@ -302,15 +302,17 @@ class SecAgg(Transport):
         names, n = sorted(sent), len(sent)
         _enough(fed, n, LEAST, "clients sent keys")
         table = torch.stack([sent[c][:length] for c in names])
-        agreed = Agreed(self._terms, name, names, table, self.neighbours)
+        agreement = Agreed(self._terms, name, names, table, self.neighbours)
         if alone := [p for p, c in enumerate(names) if not sent[c][length]]:
-            told = ", ".join(f"{names[p]} {short(agreed.card(p).identity.hex())}" for p in alone)
-            fed.notice(f"secure aggregation: silos without a roster trust identities on first use; theirs are {told}")
+            identities = ", ".join(f"{names[p]} {short(agreement.card(p).identity.hex())}" for p in alone)
+            fed.notice(
+                f"secure aggregation: silos without a roster trust identities on first use; theirs are {identities}"
+            )
         d = degree(self.neighbours, n)
         shape = bytes_check(d, keys.SEALED + 2 * KEY * AHEAD)
         came = fed.ask(self.share, of=names, check=shape, names=names, published=table)
         _enough(fed, len(came), LEAST, "clients sent shares")
-        around = {p: agreed.around(p) for p, c in enumerate(names) if c in came}
+        around = {p: agreement.around(p) for p, c in enumerate(names) if c in came}
         present = {p: [o for o in near if o in around] for p, near in around.items()}
         sealed = {
             names[p]: torch.stack([came[names[o]][around[o].index(p)] for o in others])
@@ -319,34 +321,34 @@ class SecAgg(Transport):
         }
         theirs = each({names[p]: [names[o] for o in others] for p, others in present.items()})
         hold = fed.ask(self.hold, of=sealed, present=theirs, sealed=each(sealed))
-        held = {p: [p, *near] for p, near in around.items()}
+        shares_at = {p: [p, *near] for p, near in around.items()}
         holds = {p: [p, *others] for p, others in present.items() if names[p] in hold}
-        return Session(agreed, least_of(self.threshold, d + 1), held, holds)
+        return Session(agreement, least_of(self.threshold, d + 1), shares_at, holds)
 
     def _reveal(
         self, fed: Federation, session: Session, i: int, status: bytes, seals: Mapping[int, bytes]
     ) -> dict[int, Tensor]:
-        """Messages 5 and 6: what each holder reveals, by position."""
-        names = session.agreed.names
+        """Messages 5 and 6: the shares that each client reveals, by position."""
+        names = session.agreement.names
         asked = {names[p]: p for p in session.askable(status)}
         rows = {
             c: torch.stack([to_tensor(seals[o]) for o in witnesses(session.holds[p], status)]) for c, p in asked.items()
         }
-        told: dict[str, Any] = {"sum": i, "status": to_tensor(status), "seals": each(rows)}
+        message: dict[str, Any] = {"sum": i, "status": to_tensor(status), "seals": each(rows)}
         signed: dict[ClientId, Tensor] = {}
         if DEAD in status:
-            signed = fed.ask(self.consent, of=asked, check=bytes_check(SIGNATURE), least=1, **told)
+            signed = fed.ask(self.consent, of=asked, check=bytes_check(SIGNATURE), least=1, **message)
             asked = {c: p for c, p in asked.items() if c in signed}
         others = {c: [names[o] for o in session.holds[p][1:] if names[o] in signed] for c, p in asked.items()}
         none = torch.empty(0, SIGNATURE, dtype=torch.uint8)
-        told["names"] = each(others)
-        told["signatures"] = each({c: torch.stack([signed[o] for o in n]) if n else none for c, n in others.items()})
+        message["names"] = each(others)
+        message["signatures"] = each({c: torch.stack([signed[o] for o in n]) if n else none for c, n in others.items()})
         shapes = {c: (sum(status[o] != OUT for o in session.holds[p]), KEY) for c, p in asked.items()}
         found = fed.exchange(
             "aggregate",
             self.unmask,
             asked,
-            told,
+            message,
             Tensor,
             check=lambda client, value: bytes_check(*shapes[client])(value),
             least=1,
@@ -363,18 +365,18 @@ class SecAgg(Transport):
         revealed: Mapping[int, Tensor],
         vectors: Sequence[masks.Words],
     ) -> None:
-        """Take from the sum the survivors' own masks, and those that they share with members who dropped out."""
-        agreed, cohort = session.agreed, {p for p, s in enumerate(status) if s != OUT}
+        """Subtract from the sum the survivors' own masks, and those that they share with members that dropped out."""
+        agreement, cohort = session.agreement, {p for p, s in enumerate(status) if s != OUT}
         rows = {h: {o: k for k, o in enumerate(o for o in session.holds[h] if o in cohort)} for h in revealed}
-        context = {p: agreed.context(i, bytes(s != OUT for s in status), seal[:KEY]) for p, seal in seals.items()}
+        context = {p: agreement.context(i, bytes(s != OUT for s in status), seal[:KEY]) for p, seal in seals.items()}
         for p in sorted(cohort):
-            name, card = agreed.names[p], agreed.card(p)
-            partners = [] if p in seals else [o for o in agreed.around(p, cohort) if o in seals]
+            name, card = agreement.names[p], agreement.card(p)
+            partners = [] if p in seals else [o for o in agreement.around(p, cohort) if o in seals]
             if p not in seals and not partners:
                 continue
             shares = {
                 x: int.from_bytes(bytes_of(revealed[h][rows[h][p]]), "little")
-                for x, h in enumerate(session.held[p], 1)
+                for x, h in enumerate(session.shares_at[p], 1)
                 if p in rows.get(h, ())
             }
             try:
@@ -387,8 +389,8 @@ class SecAgg(Transport):
             if p in seals:
                 masks.add(vectors, self_mask(seed, context[p]), negative=True)
             for o in partners:
-                other = agreed.names[o]
-                key = pair_mask(seed, agreed.card(o).pair(i), context[o], (name, other))
+                other = agreement.names[o]
+                key = pair_mask(seed, agreement.card(o).pair(i), context[o], (name, other))
                 masks.add(vectors, key, negative=other < name)  # the survivor added it if its name comes first
 
 

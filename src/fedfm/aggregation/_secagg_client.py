@@ -1,8 +1,8 @@
-"""The client's side of secure aggregation: what it holds for its neighbours, and what it refuses.
+"""The client's side of secure aggregation: its neighbours' shares, and the requests that it refuses.
 
 A client reveals at most one of the two seeds of another for each sum, masks at most one vector with a key, and agrees
-to at most one list of survivors. :attr:`Client.first` keeps this on the disk, so that neither a resumed run nor a
-server that repeats a message undoes it.
+to at most one list of survivors. :attr:`Client.first` writes this to the disk, so that neither a resumed run nor a
+repeated message undoes it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from fedfm.privacy.crypto import keys, masks, shamir
 
 
 def refusal(why: str) -> ClientFault:
-    """The client does not do what the server asks."""
+    """The fault of a client that refuses the server's request."""
     return ClientFault(E_REFUSED, f"secure aggregation: {why}")
 
 
 def once(client: Client, name: str, what: str, value: bytes = b"") -> None:
-    """Refuse a second time."""
+    """Refuse a second request."""
     mark = value + keys.entropy(16)
     if client.first(name, mark) != mark:
         raise refusal(f"{what} again: this was answered before, and a second answer would reveal an update")
@@ -56,13 +56,13 @@ class Member:
     Attributes:
         session: the server's name of this agreement.
         master: see :class:`OwnKeys`, in hexadecimal digits.
-        tag: name under which this client keeps what it has done, from its own keys.
+        tag: name of this client's records of past answers, derived from its own keys.
         terms: digest of the settings, which every signature covers.
         neighbours: the setting.
         threshold: number of shares that determine a seed.
         names, table: of all members, see :class:`Agreed`; rows of :class:`Card`.
-        digest, ring: see :class:`Agreed`; computed once an agreement, so that a sum takes no time for each member.
-        holds: positions of those of whose seeds this client holds shares, itself first.
+        digest, ring: see :class:`Agreed`; computed once for an agreement, because they take time for each member.
+        holds: positions of the members whose seeds this client has shares of, itself first.
         held: these shares, 64 bytes a sum.
     """
 
@@ -90,14 +90,14 @@ class Member:
         return Agreed(self.terms, self.session, self.names, self.table, self.neighbours, known)
 
     def key_context(self, name: str, data: bytes) -> tuple[keys.Context, ...]:
-        """What the signature of a client's keys covers."""
+        """The context of the signature of a client's keys."""
         return (LABEL, "keys", self.terms, self.session, name, data)
 
     def join(self, client: Client, names: Sequence[str], table: Tensor) -> None:
-        """Take the keys of all members.
+        """Accept the keys of all members.
 
         Raises:
-            ClientFault: the list is not in order, or a signature or an identity is wrong.
+            ClientFault: the list is not sorted, or a signature or an identity is wrong.
         """
         if client.id not in names or list(names) != sorted(set(names)):
             raise refusal("a list of members that is not in order, or is without this client")
@@ -116,7 +116,7 @@ class Member:
         _trust(client, found)
 
     def deal(self, name: str, threshold: int) -> list[bytes]:
-        """Shares of this client's seeds of all sums: those that it holds itself, then encrypted ones by neighbour."""
+        """Shares of this client's seeds for all sums: its own first, then the encrypted ones for each neighbour."""
         at, own, self.threshold = self.names.index(name), self.own, threshold
         around = self.agreement.around(at)
         parts = [bytearray() for _ in range(len(around) + 1)]
@@ -135,7 +135,7 @@ class Member:
         """Decrypt the shares of the neighbours whose shares came.
 
         Raises:
-            ClientFault: too few came, or one is not what its sender encrypted for this client.
+            ClientFault: too few arrived, or a share is not what its sender encrypted for this client.
         """
         if len(self.holds) != 1 or len(present) + 1 < self.threshold:
             raise refusal(f"shares of {len(present)} neighbours came, {self.threshold - 1} are needed")
@@ -169,33 +169,35 @@ class Member:
         _enough(client, sum(cohort), LEAST)
 
     def mask(
-        self, client: Client, i: int, cohort: bytes, shown: bytes, vectors: Sequence[masks.Words]
+        self, client: Client, i: int, cohort: bytes, payload_digest: bytes, vectors: Sequence[masks.Words]
     ) -> tuple[bytes, bytes]:
-        """Add the masks of sum i, in place; returns ``shown``, and a signature of it and of the cohort.
+        """Add the masks of sum i, in place; returns ``payload_digest``, and a signature of it and of the cohort.
 
         Args:
-            cohort: one byte a position.
-            shown: digest of what the server sent to all.
+            cohort: a byte for each position.
+            payload_digest: of the payload that the server sent to all.
 
         Raises:
             ClientFault: the cohort is too small or without this client, or these keys were used.
         """
         self.fit(client, i, cohort)
         once(client, f"{self.tag}-mask-{i}", f"sum {i}: a masked update")
-        own, context = self.own, self.agreement.context(i, cohort, shown)
+        own, context = self.own, self.agreement.context(i, cohort, payload_digest)
         masks.add(vectors, self_mask(own.self(i), context))
         for p in self.agreement.around(self.holds[0], {p for p, here in enumerate(cohort) if here}):
             key = pair_mask(own.pair(i), self.agreement.card(p).pair(i), context, (client.id, self.names[p]))
             masks.add(vectors, key, negative=client.id > self.names[p])
-        return shown, keys.sign(identity_of(client), *self.agreement.statement("masked", i, cohort, shown))
+        return payload_digest, keys.sign(
+            identity_of(client), *self.agreement.statement("masked", i, cohort, payload_digest)
+        )
 
     def survivors(self, client: Client, i: int, status: bytes, seals: Sequence[bytes], share: float) -> bytes:
         """Check a list of survivors; returns its digest.
 
         Args:
-            status: one of OUT, DEAD and ALIVE a position.
-            seals: what :meth:`mask` returned, in order of positions, see :func:`witnesses`.
-            share: of the cohort, of which more must have survived.
+            status: OUT, DEAD or ALIVE for each position.
+            seals: return values of :meth:`mask`, in order of positions, see :func:`witnesses`.
+            share: more than this share of the cohort must have survived.
 
         Raises:
             ClientFault: it is too short or malformed, or a survivor has masked for another cohort or another model.
@@ -203,25 +205,25 @@ class Member:
         ok = self.holds and 0 <= i < self.sums and len(status) == len(self.names) and set(status) <= {OUT, DEAD, ALIVE}
         if not ok or status[self.holds[0]] == DEAD:
             raise refusal("a list of survivors that is not one of this client's sums")
-        cohort, shown = bytes(s != OUT for s in status), b""
+        cohort, payload_digest = bytes(s != OUT for s in status), b""
         _enough(client, status.count(ALIVE), max(least_of(share, sum(cohort)), 2))
-        seen = witnesses(self.holds, status)
-        if len(seen) != len(seals):
-            raise refusal(f"seals of {len(seals)} survivors, expected {len(seen)}")
-        for p, seal in zip(seen, seals, strict=True):
+        signers = witnesses(self.holds, status)
+        if len(signers) != len(seals):
+            raise refusal(f"seals of {len(seals)} survivors, expected {len(signers)}")
+        for p, seal in zip(signers, seals, strict=True):
             said = self.agreement.statement("masked", i, cohort, seal[:KEY])
             if not keys.verify(self.agreement.card(p).identity, seal[KEY:], *said):
                 raise refusal(f"{self.names[p]} did not mask an update in sum {i} for this cohort")
-            shown = shown or seal[:KEY]
-            if seal[:KEY] != shown:
-                raise refusal(f"{self.names[p]} was shown another model than {self.names[seen[0]]}")
-        return hashlib.sha256(keys.encode(i, status, shown)).digest()
+            payload_digest = payload_digest or seal[:KEY]
+            if seal[:KEY] != payload_digest:
+                raise refusal(f"{self.names[p]} was shown another model than {self.names[signers[0]]}")
+        return hashlib.sha256(keys.encode(i, status, payload_digest)).digest()
 
     def consent(self, client: Client, i: int, digest: bytes) -> bytes:
         """Agree to a list of survivors.
 
         Raises:
-            ClientFault: a second one.
+            ClientFault: it agreed to another list before.
         """
         once(client, f"{self.tag}-survivors-{i}", f"sum {i}: a list of survivors", digest)
         return keys.sign(identity_of(client), *self.agreement.statement("survivors", digest))
@@ -229,9 +231,9 @@ class Member:
     def reveal(
         self, client: Client, i: int, status: bytes, digest: bytes, signatures: Mapping[str, bytes]
     ) -> list[bytes]:
-        """One share of each member of the cohort: of survivors that of their own mask, else that of their pair masks.
+        """A share for each member of the cohort: of survivors' own masks, and of the pair masks of the others.
 
-        If nobody dropped out, the survivors' seals say that they agree. Else others must have signed the list.
+        If no client dropped out, the survivors' seals prove their consent. Otherwise others must have signed the list.
 
         Raises:
             ClientFault: this client agreed to another list, or too few signed this one.
@@ -268,10 +270,10 @@ def _enough(client: Client, got: int, least: int) -> None:
 
 
 def _trust(client: Client, found: Mapping[str, str]) -> None:
-    """Compare identities with the silo's roster; without one, with those that were seen first in this run.
+    """Compare identities with the silo's roster; without a roster, with the first ones in this run.
 
     Raises:
-        ClientFault: one is another.
+        ClientFault: an identity differs.
     """
     if client.roster is not None:
         for name, identity in found.items():
@@ -285,8 +287,8 @@ def _trust(client: Client, found: Mapping[str, str]) -> None:
         label = f"identity-{hashlib.sha256(name.encode()).hexdigest()}"
         if (seen.get(name) or client.first(label, identity.encode()).decode()) != identity:
             raise refusal(f"{name} has another identity than before in this run")
-    told = ", ".join(f"{name} {short(identity)}" for name, identity in found.items())
-    client.note(f"no roster: these identities are trusted on first use: {told}")
+    identities = ", ".join(f"{name} {short(identity)}" for name, identity in found.items())
+    client.note(f"no roster: these identities are trusted on first use: {identities}")
 
 
 def short(identity: str) -> str:
@@ -295,10 +297,10 @@ def short(identity: str) -> str:
 
 
 def sum_of(client: Client) -> Sum:
-    """What the train message says of the sum.
+    """The parameters of the sum in the train message.
 
     Raises:
-        ClientFault: nothing.
+        ClientFault: the message has none.
     """
     if not isinstance(client.told, Sum):
         raise refusal("a request without number and cohort of the sum")

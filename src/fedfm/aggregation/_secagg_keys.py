@@ -1,4 +1,4 @@
-"""What the clients of a secure aggregation agree on: their keys, and the graph that follows from them."""
+"""The agreement of the clients of a secure aggregation: their keys, and the graph that follows from them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from fedfm.privacy.crypto import keys, shamir
 
 KEY, SIGNATURE = keys.KEY, keys.SIGNATURE
-OUT, DEAD, ALIVE = 0, 1, 2  # of a member in one sum: not in the cohort, dropped out, its masked update came
-LEAST = 3  # clients: in a sum of two each knows the other's part
+OUT, DEAD, ALIVE = 0, 1, 2  # status of a member in a sum: not in the cohort, dropped out, masked update received
+LEAST = 3  # clients: in a sum of two, each can compute the other's part
 LABEL = "fedfm-secagg-2"
 
 
 def to_tensor(data: bytes) -> Tensor:
-    """Bytes as a uint8 tensor, which travels without text."""
+    """Bytes as a uint8 tensor, which is sent without text encoding."""
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
@@ -53,10 +53,10 @@ def least_of(share: float, n: int) -> int:
 
 @dataclass(frozen=True)
 class OwnKeys:
-    """What a client derives from 32 random bytes for one agreement on keys, which serves ``sums`` sums.
+    """A client's keys for one agreement, which serves ``sums`` sums; derived from 32 random bytes.
 
-    Each sum has its own key of pairwise masks and its own seed of the client's mask, so what is revealed after one sum
-    says nothing about another.
+    Each sum has its own key of pairwise masks and its own seed of the client's mask, so the shares revealed after a sum
+    disclose nothing about another.
     """
 
     master: bytes
@@ -86,13 +86,13 @@ def _in_field(key: bytes) -> bytes:
 
 
 def fingerprint(seed: bytes) -> bytes:
-    """The SHA-256 by which the server tells whether a seed was put together from right shares."""
+    """The SHA-256 by which the server checks a seed that it reconstructed from shares."""
     return hashlib.sha256(seed).digest()
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a client published: identity, keys, signature."""
+    """The published data of a client: identity, keys, signature."""
 
     data: bytes
 
@@ -125,17 +125,17 @@ class Card:
 
 
 class Agreed:
-    """The members and their keys, of which each client and the server compute the same graph.
+    """The members and their keys, from which each client and the server compute the same graph.
 
-    The ring is in the order of a hash of all names and keys. So nobody places a client in it without knowing the keys
-    of all others, and every client sees whether its neighbours are those that follow from the keys.
+    The ring is in the order of a hash of all names and keys. So nobody can place a client in it without the keys of all
+    others, and every client can check its neighbours.
 
     Args:
-        known: digest and ring, if they were computed before: they take time that grows with the number of members.
+        known: digest and ring, if they are known already: their computation takes time for each member.
 
     Attributes:
         names: of all members, sorted; a member's position is its place here.
-        digest: of all of it, with the settings and the name of the agreement; signatures and encrypted shares cover it.
+        digest: of names, keys, settings and the agreement's name; signatures and encrypted shares cover it.
         ring: positions in order of the ring.
     """
 
@@ -157,7 +157,7 @@ class Agreed:
         self.digest, self.ring = known
 
     def card(self, at: int) -> Card:
-        """What the member at a position published."""
+        """The published data of the member at a position."""
         return Card(bytes_of(self._table[at]))
 
     def around(self, at: int, among: Container[int] | None = None) -> list[int]:
@@ -167,14 +167,15 @@ class Agreed:
         return sorted(ring[j] for j in neighbours_of(ring.index(at), n, degree(self._neighbours, n)))
 
     def statement(self, *what: keys.Context) -> tuple[keys.Context, ...]:
-        """What a signature covers."""
+        """The context of a signature."""
         return (LABEL, self.digest, *what)
 
-    def context(self, i: int, cohort: bytes, shown: bytes) -> bytes:
-        """Digest of what the masks of sum i depend on: clients whom the server shows another cohort or another model
-        have masks that do not cancel.
+    def context(self, i: int, cohort: bytes, payload_digest: bytes) -> bytes:
+        """Digest of the context of sum i, from which masks are derived.
+
+        If the server sends two clients different cohorts or models, their masks do not cancel.
         """
-        return hashlib.sha256(keys.encode(*self.statement("masked", i, cohort, shown))).digest()
+        return hashlib.sha256(keys.encode(*self.statement("masked", i, cohort, payload_digest))).digest()
 
 
 def pair_mask(private: bytes, public: bytes, context: bytes, names: Sequence[str]) -> bytes:
@@ -188,5 +189,5 @@ def self_mask(seed: bytes, context: bytes) -> bytes:
 
 
 def witnesses(holds: Sequence[int], status: bytes) -> list[int]:
-    """Positions of the survivors whose seals a client sees: those of whom it holds shares, and the first of all."""
+    """Positions of the survivors whose seals a client receives: those whose shares it has, and the first of all."""
     return sorted({p for p in holds if status[p] == ALIVE} | {status.index(ALIVE)})

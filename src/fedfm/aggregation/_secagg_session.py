@@ -1,4 +1,4 @@
-"""What a secure aggregation sends with the train message, and what its server keeps between sums."""
+"""Messages of a secure aggregation with the train message, and the server's state between sums."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ AHEAD = 16  # sums for which keys are agreed
 
 @dataclass(frozen=True)
 class Sum:
-    """What the train message says of the sum.
+    """The parameters of a sum in the train message.
 
     Attributes:
-        number: since keys were agreed.
-        cohort: (n,) uint8, 1 at the positions of those who take part.
-        size: P, numbers of a masked vector, whatever becomes of the client's update; 0: those of the update.
+        number: of the sum since the agreement on keys.
+        cohort: (n,) uint8, 1 at the positions of its members.
+        size: P, numbers of a masked vector, also of a client without an update; 0: the size of the update.
     """
 
     number: int
@@ -38,7 +38,7 @@ class Masked:
     """A client's reply to the train message.
 
     Attributes:
-        seal: digest of what the client was sent, and its signature of that and of the cohort, (96,) uint8.
+        seal: digest of the message to the client, and its signature of that and of the cohort, (96,) uint8.
         head: weight and weighted metrics, (1 + M,) int64, masked.
         body: weighted delta, (P,) int64 or int32, masked.
     """
@@ -53,31 +53,31 @@ class Session:
     """The server's state of one agreement on keys.
 
     Attributes:
-        held: of each member whose shares came, the positions of those who hold them, in the order of the shares.
-        holds: of each member that holds shares of others, the positions of those, in the order in which it reveals.
+        shares_at: by member whose shares arrived, the positions of the clients with them, in the order of the shares.
+        holds: by member that has shares of others, the positions of those, in the order in which it reveals.
         used: number of sums so far.
-        broken: somebody dropped out.
+        broken: a client dropped out.
     """
 
-    agreed: Agreed
+    agreement: Agreed
     threshold: int
-    held: dict[int, list[int]]
+    shares_at: dict[int, list[int]]
     holds: dict[int, list[int]]
     used: int = 0
     broken: bool = False
 
     def serves(self, cohort: Collection[ClientId]) -> bool:
         """Whether these keys serve another sum, of this cohort."""
-        ready = {self.agreed.names[p] for p in self.holds}
+        ready = {self.agreement.names[p] for p in self.holds}
         return not self.broken and self.used < AHEAD and ready >= set(cohort)
 
     def askable(self, status: bytes) -> list[int]:
-        """Who is asked to unmask: holders of shares of the cohort, unless they dropped out."""
+        """Positions of the clients to ask for unmasking: those with shares of the cohort that did not drop out."""
         return [p for p, held in self.holds.items() if status[p] != DEAD and any(status[o] != OUT for o in held)]
 
 
 def bytes_check(*shape: int) -> Any:
-    """Check of a reply: bytes of this shape."""
+    """A check that a reply is bytes of this shape."""
 
     def check(value: Tensor) -> None:
         if value.dtype != torch.uint8 or tuple(value.shape) != shape:
@@ -87,14 +87,14 @@ def bytes_check(*shape: int) -> Any:
 
 
 def check_bytes(tensor: Tensor, *shape: int) -> Tensor:
-    """Check a payload: bytes of this shape."""
+    """Check that a payload is bytes of this shape."""
     bytes_check(*shape)(tensor)
     return tensor
 
 
-def digest_of(shown: Any) -> bytes:
-    """SHA-256 of what the server sent to all clients alike."""
-    head, pieces = wire.encode(shown)
+def digest_of(payload: Any) -> bytes:
+    """SHA-256 of the payload that is the same for all clients."""
+    head, pieces = wire.encode(payload)
     found = hashlib.sha256(head.encode())
     for piece in pieces:
         found.update(piece)

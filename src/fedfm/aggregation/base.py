@@ -1,7 +1,7 @@
-"""How a mean is made: a transport delivers the updates, a rule combines them, a mechanism may add noise.
+"""Aggregation: a transport delivers the updates, a rule combines them, a mechanism may add noise.
 
-The transport decides what the server sees, the rule how much one client can change, the mechanism what the mean
-reveals. The name of an aggregation is that of its rule.
+The transport decides what the server sees, the rule limits the influence of a client, the mechanism limits what the
+mean discloses. An aggregation has the name of its rule.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Rule = Callable[[Federation, Iterator[Update]], Params]
 
 
 class Transport:
-    """How updates reach the rule, and what the server sees of them. This one sends each update in the clear.
+    """Delivers updates to the rule, and decides what the server sees. This one sends each update in the clear.
 
     A transport that hides updates sends messages of its own before and after them: ``fed.ask`` of handlers marked
     ``@on_client(kind="aggregate")``; a client that did not answer is missing from the replies. It keeps state in
@@ -38,37 +38,37 @@ class Transport:
     Attributes:
         form: what the server sees of a reply to the train message: plain, masked or encrypted.
         wire_type: the type that :meth:`protect` returns.
-        told_type: of the payload's entry ``TOLD``, which :meth:`updates` may add and :meth:`protect` finds as
+        message_type: type of the payload's entry ``TOLD``, which :meth:`updates` may add and :meth:`protect` reads as
             ``client.told``.
-        figures: names in ``fed.metrics`` that the line of a round shows.
+        figures: names of metrics in ``fed.metrics`` that the line of a round shows.
     """
 
     figures: ClassVar[tuple[str, ...]] = ()
     form = "plain"
     wire_type: Any = Update
-    told_type: Any = None
+    message_type: Any = None
 
     def why_missing(self, metric: str) -> str:
-        """Why ``fed.metrics`` has none of this name, and what would be right."""
+        """Why ``fed.metrics`` has no metric of this name, and what to do."""
         return f'no client reported it; the client half returns it: Update(..., client.metrics | {{"{metric}": ...}})'
 
     def ready(self, client: Client) -> None:
-        """Client half: check what the server asks before any row is read, so that a refusal tells of none.
+        """Client half: check the request before any row is read, so that a refusal discloses nothing about rows.
 
         Raises:
             ClientFault: with the reason.
         """
 
     def protect(self, client: Client, update: Update) -> Any:
-        """Client half: what to send instead of ``update``, which may stay in ``client.memory`` for a later message."""
+        """Client half: the message in place of ``update``, which may stay in ``client.memory`` for a later message."""
         return update
 
     def blank(self, client: Client) -> Any | None:
-        """Client half: what to send if there is no update, and nobody can tell from one; None: all can tell."""
+        """Client half: a message without an update that looks like any update; None if there is none."""
         return None
 
     def updates(self, fed: Federation, handler: Half, of: Of, payload: Payload, like: Layout) -> Iterator[Update]:
-        """Server half: the valid updates in order of names, or one that stands for their mean and their weight.
+        """Server half: the valid updates in order of names, or one update with their mean and weight.
 
         Afterwards ``fed.metrics`` holds the means of their metrics.
         """
@@ -78,35 +78,37 @@ class Transport:
             match(update.delta, like, "delta")
 
         asked = fed.clients if of is None else tuple(of)
-        # A stop because few were drawn would tell who was; only those who were and failed are missed.
+        # A stop because few clients were drawn would disclose the draw: only drawn clients that fail count as missing.
         least = min(fed.enough(len(asked)), len(asked)) if fed.aggregator.mechanism.fraction is not None else None
-        came = fed.exchange("train", handler, asked, payload, self.wire_type, form=self.form, check=check, least=least)
-        for _, update in came:
+        replies = fed.exchange(
+            "train", handler, asked, payload, self.wire_type, form=self.form, check=check, least=least
+        )
+        for _, update in replies:
             yield update
             means.add(update)
         fed.metrics.update(means.means())
 
 
 class Mechanism:
-    """What limits how much the mean reveals of one client or record, and what that spends. This one does nothing.
+    """Limits what the mean discloses about a client or record, and accounts for it. This one does nothing.
 
     Attributes:
         secrets: names of the server's secrets that it draws.
-        told_type: of the payload's entry ``SCALE``, which :meth:`message` may add.
-        figures: names in ``fed.metrics`` that the line of a round shows.
-        fresh: a round that a resume repeats gets other noise: it is one release more to who saw it before.
+        message_type: type of the payload's entry ``SCALE``, which :meth:`message` may add.
+        figures: names of metrics in ``fed.metrics`` that the line of a round shows.
+        fresh: a round that a resume repeats gets other noise: it is one more release to a reader of the first.
         withholds: the metrics of updates stay at the clients.
     """
 
     secrets: ClassVar[tuple[str, ...]] = ()
-    told_type: ClassVar[Any] = None
+    message_type: ClassVar[Any] = None
     figures: ClassVar[tuple[str, ...]] = ()
     fresh: ClassVar[bool] = False
     withholds: ClassVar[bool] = False
 
     @property
     def plan(self) -> DescentPlan | None:
-        """Of clients that train by DP-SGD; None: they train without noise."""
+        """The plan of clients that train by DP-SGD; None: they train without noise."""
         return None
 
     @property
@@ -115,7 +117,7 @@ class Mechanism:
         return None
 
     def fits(self, model: Model) -> None:
-        """Refuse a model whose parameters the mechanism cannot protect; a run does it before its first round.
+        """Refuse a model whose parameters the mechanism cannot protect; called before the first round.
 
         Raises:
             InputError: with what would be right.
@@ -126,19 +128,19 @@ class Mechanism:
         return fed.clients
 
     def divisor(self, fed: Federation, asked: Sequence[ClientId]) -> float:
-        """Server half: the number of clients of a mean that asks these, for :meth:`release`."""
+        """Server half: the divisor of a mean over these clients, for :meth:`release`."""
         return len(asked)
 
     def message(self, fed: Federation) -> Payload:
-        """Server half: what the train message says to :meth:`bound`."""
+        """Server half: entries of the train message that :meth:`bound` reads."""
         return {}
 
     def bound(self, client: Client, update: Update) -> Update:
-        """Client half: the update as the mechanism needs it, e.g. of bounded norm."""
+        """Client half: bound the update as the mechanism needs it, e.g. its norm."""
         return update
 
     def blank(self, client: Client) -> Update | None:
-        """Client half: :meth:`bound` of no change at all, if that counts like any update; None: it does not."""
+        """Client half: :meth:`bound` of an update of zeros if it counts like any update, else None."""
         return None
 
     def wire(self, like: Layout) -> Layout:
@@ -146,18 +148,18 @@ class Mechanism:
         return like
 
     def release(self, fed: Federation, updates: Iterator[Update], rule: Rule, asked: float, like: Layout) -> Params:
-        """Server half: what the method gets for the updates of ``asked`` clients, by default what the rule makes."""
+        """Server half: the mean that the method gets for the updates of ``asked`` clients; here the rule's result."""
         return rule(fed, updates)
 
     def spend(self, accountant: Accountant, rounds: int, rows: Sequence[int] | None = None) -> None:
-        """Compose what this number of rounds releases.
+        """Compose the releases of this number of rounds.
 
         Args:
             rows: the clients' numbers of rows; None if the server does not know them.
         """
 
     def repeat_count(self, store: Mapping[str, bytes]) -> int:
-        """How many rounds were released again with another sum, by the server's store: each is one release more."""
+        """Number of rounds released again with another sum, by the server's store: each is one more release."""
         return 0
 
     def check(self, fed: Federation, model_of: Callable[[Any], Params], before: Any, after: Any) -> None:
@@ -168,7 +170,7 @@ class Mechanism:
         """
 
     def affordable(self, rounds: int) -> int:
-        """How many of this number of rounds a budget allows."""
+        """The number of these rounds that a budget allows."""
         return rounds
 
 
@@ -188,20 +190,20 @@ class Aggregator:
         return 1
 
     def why_missing(self, metric: str) -> str:
-        """Why ``fed.metrics`` has none of this name, and what would be right."""
+        """Why ``fed.metrics`` has no metric of this name, and what to do."""
         if self.mechanism.withholds:
             return "under [privacy] metrics stay at the clients; a method that needs one cannot run with this mechanism"
         return self.transport.why_missing(metric)
 
     def protect(self, client: Client, update: Update) -> Any:
-        """Client half: what to send instead of ``update``."""
+        """Client half: the message in place of ``update``."""
         return self.transport.protect(client, self.mechanism.bound(client, update))
 
     def blank(self, client: Client) -> Any | None:
-        """Client half: what to send in place of an update that there is none of, so that the failure tells nothing.
+        """Client half: the message of a client without an update, so that its failure discloses nothing.
 
-        A refusal would be a question about rows that no budget counts: the server chooses the weights with which an
-        update overflows. None: the server sees single updates, and is told the failure.
+        A refusal would answer a question about rows that no budget counts: the server can choose weights with which an
+        update overflows. None: the server sees single updates, and learns of the failure.
         """
         empty = self.mechanism.blank(client)
         return self.transport.blank(client) if empty is None else self.transport.protect(client, empty)

@@ -1,4 +1,4 @@
-"""Which mechanism makes a mean private for whole clients: by the [privacy] table of an experiment."""
+"""The client-level mechanism of a mean, chosen by the [privacy] table of an experiment."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fedfm.privacy.crypto.fixed_point import FixedPoint
 
 __all__ = ["CentralGaussian", "CorrelatedGaussian", "DistributedGaussian", "under"]
 
-_TAIL = 10.0  # standard deviations that no number of the noise exceeds
-_MOST_CLIENTS = 1 << 16  # for which secure aggregation must resolve the lattice
+_TAIL = 10.0  # standard deviations that no noise value exceeds
+_MOST_CLIENTS = 1 << 16  # clients for which secure aggregation must resolve the lattice
 
 
 def under(aggregation: Aggregator, method: Any, privacy: Any) -> Aggregator:
@@ -54,7 +54,7 @@ def under(aggregation: Aggregator, method: Any, privacy: Any) -> Aggregator:
     adaptive = _adaptive(method, privacy, correlated)
     fraction = method.fraction if isinstance(method, Sampling) else 1.0
     period = _period(method, fraction) if correlated else 1
-    # Under secure aggregation a small cohort is refused, which tells who took part: coins would amplify nothing. A
+    # Under secure aggregation a small cohort is refused, which discloses its size: coins would amplify nothing. A
     # method of several means may ask others for one of them, as ccvr asks all for its last.
     rate = fraction if name == "gaussian" and not hidden and len(method.means) == 1 else 1.0
     z = privacy.noise_multiplier or _noise_multiplier(name, method, privacy, rate, period)
@@ -103,7 +103,7 @@ def _adaptive(method: Any, privacy: Any, correlated: bool) -> AdaptiveClip | Non
 
 
 def _period(method: Any, fraction: float) -> int:
-    """b: in how many rounds every client takes part once."""
+    """b: number of rounds in which every client takes part once."""
     where, period = 'privacy.mechanism = "correlated_gaussian":', round(1 / fraction)
     if len(method.means) != 1:
         raise InputError(

@@ -1,4 +1,4 @@
-"""The weighted mean of which the server sees the sum alone: secure aggregation.
+"""Secure aggregation: the weighted mean, of which the server sees the sum only.
 
 Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth. Practical Secure Aggregation for
 Privacy-Preserving Machine Learning. CCS 2017, ePrint 2017/281. Bell, Bonawitz, Gascon, Lepoint, Raykova. Secure
@@ -23,23 +23,23 @@ from fedfm.linalg.params import Params
 
 @dataclass(frozen=True)
 class Secure(Mean):
-    """sum_k n_k x_k / sum_k n_k: updates, weights and metrics are hidden; the sum and who takes part are not.
+    """sum_k n_k x_k / sum_k n_k: updates, weights and metrics are hidden; the sum and the cohort are not.
 
     Every entry of the mean is exact up to m s / 2 / sum_k n_k with m clients in the sum, and rounded once to its dtype.
     The step s of the fixed-point numbers is below n bound / 2^62 (compact: 2^30) with a cohort of n clients. With
     updates of root mean square r and weights w, compact's relative error is about n bound / (12^(1/2) 2^30 w r):
-    for five clients below 1e-6 while bound is below 740 w r. A run tells once if a sum is rounded by more than 1e-6.
+    for five clients below 1e-6 while bound is below 740 w r. A run notifies once if a sum is rounded by more than 1e-6.
 
-    ``compact`` is no default. Nobody knows r before the updates exist. A client that told it would disclose it. With a
-    bound from earlier sums clients would have to refuse an update that grows. 64 bits need no such knowledge: with the
-    default bound their step is below n 2^-34. ``benchmarks/secagg_compact.py`` measures how far the bounds of several
-    runs lie apart.
+    ``compact`` is not the default. r is unknown before the updates exist, and a client that reported it would disclose
+    it. With a bound from earlier sums clients would have to refuse an update that grows. 64 bits need no such
+    knowledge: with the default bound their step is below n 2^-34. ``benchmarks/secagg_compact.py`` compares the bounds
+    of several runs.
 
-    A client whose update is not finite, or above ``bound``, adds zeros of weight 0: a refusal would tell the server of
-    its rows. The mean is then that of the others, and if all add nothing, the run ends.
+    A client whose update is not finite, or above ``bound``, adds zeros of weight 0: a refusal would disclose something
+    about its rows. The mean is then that of the others; if all add nothing, the run ends.
 
-    A client that lies about its update is not found. A server that deviates from the protocol needs the help of 2 t - h
-    of the h clients that hold shares of one; t is more than ``threshold`` of h.
+    A client that sends a false update is not detected. A server that deviates from the protocol needs the help of
+    2 t - h of the h clients that have shares of one client; t is more than ``threshold`` of h.
     """
 
     bound: float = setting(

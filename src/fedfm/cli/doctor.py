@@ -56,10 +56,10 @@ def _packages() -> Iterator[tuple[str, str, str]]:
             yield name, "bad" if wrong else "ok", f"{found}, expected {versions}" if wrong else found
     for extra, packages in sorted(extras.items()):
         there = {name: found for name in packages if (found := _version(name)) is not None}
-        told = [f"{name} {found}" for name, found in sorted(there.items())]
+        parts = [f"{name} {found}" for name, found in sorted(there.items())]
         if missing := sorted(packages - there.keys()):
-            told.append(f"not installed: {', '.join(missing)}; pip install 'fedfm[{extra}]' brings them")
-        yield f"extra {extra}", "note" if missing else "ok", "; ".join(told)
+            parts.append(f"not installed: {', '.join(missing)}; pip install 'fedfm[{extra}]' brings them")
+        yield f"extra {extra}", "note" if missing else "ok", "; ".join(parts)
 
 
 def _requirements(package: str, deep: bool = True) -> Iterator[tuple[str, set[str], str, str]]:

@@ -45,11 +45,11 @@ _FORMS = ("plain", "masked", "encrypted")
 
 
 def messages(run: RunFiles) -> str:
-    """Bytes per message type, and what their receivers could read."""
-    if not run.seen.traffic:
+    """Bytes by type of message, and what the receivers could read."""
+    if not run.exposure.traffic:
         return note("No message has been recorded yet.")
-    n = sum(t.messages for t in run.seen.traffic)
-    own = [t for t in run.seen.traffic if t.counted]
+    n = sum(t.messages for t in run.exposure.traffic)
+    own = [t for t in run.exposure.traffic if t.counted]
     up, down, across = (sum(t.bytes for t in own if t.direction == way) for way in _WAY)
     text = f"{plural(n, 'message')}. The method's own: {size(up)} up, {size(down)} down"
     text += f", {size(across)} between clients." if across else "."
@@ -65,16 +65,16 @@ def messages(run: RunFiles) -> str:
             str(t.clients),
             "yes" if t.counted else "no",
         ]
-        for t in run.seen.traffic
+        for t in run.exposure.traffic
     ]
     head = ["handler", "direction", "form", "messages", "total", "mean", "seconds", "clients", "counted"]
     listing = table(head, rows, "Messages by handler, direction and form", words=(1, 2))
     listing += note("Seconds: what a mean message takes on a client's link of 0.1, 1 and 10 MB/s.")
-    if any(not t.counted for t in run.seen.traffic):
+    if any(not t.counted for t in run.exposure.traffic):
         listing += note(
             "Not counted: the hello and evaluation, and messages that only let one program train clients alone."
         )
-    sentences = "".join(f"<li>{_sentence(t)}</li>" for t in run.seen.traffic)
+    sentences = "".join(f"<li>{_sentence(t)}</li>" for t in run.exposure.traffic)
     meaning = note("In the clear: to the receiver. In a deployment TLS hides every message from all others.")
     listing += f'<h3>Who saw what</h3><ul class="plain">{sentences}</ul>{note(esc(smallest_sum(run)))}{meaning}'
     return note(text + _operations(run)) + listing + _traffic_by_form(run)
@@ -82,26 +82,26 @@ def messages(run: RunFiles) -> str:
 
 def smallest_sum(run: RunFiles) -> str:
     """A sentence on the smallest number of clients in a sum that the server saw."""
-    least = run.seen.smallest_sum
+    least = run.exposure.smallest_sum
     if least == 1:
         return "The smallest sum that the server saw has 1 update: it could read what each client sent."
     if least is not None:
         return f"The smallest sum that the server saw has {count(least)} updates; it read no client's update by itself."
-    replies = any(t.direction == "up" and t.form == "masked" for t in run.seen.traffic)
+    replies = any(t.direction == "up" and t.form == "masked" for t in run.exposure.traffic)
     return "This log does not say how many updates are in each sum." if replies else "The server could read no update."
 
 
 def _traffic_by_form(run: RunFiles) -> str:
-    """Bytes that each party received, by form; folded."""
-    parties = sorted(run.seen.received.items(), key=lambda item: (item[0] != SERVER, item[0]))
-    forms = [*_FORMS, *sorted({form for _, by in parties for form in by} - {*_FORMS})]
-    rows = [[party, *(size(by[form]) if form in by else "" for form in forms)] for party, by in parties]
-    listing = table(["party", *forms], rows, "Bytes that each party received, by form")
-    return details(f"What each of {plural(len(rows), 'party', 'parties')} received", listing)
+    """Bytes that the server and each client received, by form; folded."""
+    receivers = sorted(run.exposure.received.items(), key=lambda item: (item[0] != SERVER, item[0]))
+    forms = [*_FORMS, *sorted({form for _, by in receivers for form in by} - {*_FORMS})]
+    rows = [[name, *(size(by[form]) if form in by else "" for form in forms)] for name, by in receivers]
+    listing = table(["receiver", *forms], rows, "Bytes that each receiver got, by form")
+    return details(f"What each of {plural(len(rows), 'receiver')} got", listing)
 
 
 def _operations(run: RunFiles) -> str:
-    """A sentence on the clients' computation, if the ledger counts it."""
+    """A sentence on the clients' computation, if the ledger has it."""
     found = mapping(mapping(run.manifest.get("ledger")).get("operations"))
     sample, each = numeric(found.get("macs_per_sample")), numeric(found.get("macs_per_client_round"))
     if sample is None or each is None:
@@ -127,7 +127,7 @@ def _sentence(t: Traffic) -> str:
 
 
 def privacy(run: RunFiles) -> str:
-    """The privacy that the run claims, and its ledger."""
+    """The differential privacy that the run claims, and its ledger."""
     ledger = mapping(run.manifest.get("ledger"))
     entries = [mapping(e) for e in sequence(ledger.get("entries"))]
     text, listed = privacy_claim(run)
@@ -146,7 +146,7 @@ def privacy(run: RunFiles) -> str:
 
 
 def privacy_claim(run: RunFiles) -> tuple[str, list[str]]:
-    """What differential privacy the run claims, in a sentence, and what it assumes."""
+    """The differential privacy that the run claims, in a sentence, and its assumptions."""
     ledger = mapping(run.manifest.get("ledger"))
     spent = {**ledger, "epsilon": run.result.get("epsilon", ledger.get("epsilon"))}
     found = guarantee(spent, mapping(run.experiment.get("privacy")))
@@ -194,7 +194,7 @@ def result(run: RunFiles) -> str:
 
 
 def share_box(run: RunFiles) -> str:
-    """Files and facts of the run, and of this report, that must not be shared."""
+    """Files of the run, and facts in this report, that must not be shared."""
     items = [text for s in sequence(run.manifest.get("do_not_share")) if (text := present(run, str(s)))]
     private, read = run.experiment.get("privacy"), mapping(run.manifest.get("split")).get("clients")
     counted = " and shows their rows per class" if read and not private else ""

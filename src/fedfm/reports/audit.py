@@ -16,8 +16,9 @@ FILE = "audit.json"
 
 
 def findings(run: RunFiles) -> list[Mapping[str, Any]] | None:
-    """The findings in the run's audit.json, none if it is not a file of ``fedfm audit``; None without the file, or if
-    the findings are of other parameters.
+    """The findings in the run's audit.json, or None without that file or if it is about other parameters.
+
+    A file that ``fedfm audit`` did not write has no findings.
     """
     value = _file(run)
     if value is None or _is_outdated(run, value):
@@ -26,7 +27,7 @@ def findings(run: RunFiles) -> list[Mapping[str, Any]] | None:
 
 
 def is_outdated(run: RunFiles) -> bool:
-    """Whether the run went on after its audit, so that the findings are of parameters that it has no more."""
+    """Whether the run went on after its audit: the findings are then about earlier parameters."""
     return _is_outdated(run, _file(run) or {})
 
 
@@ -61,7 +62,7 @@ def section(run: RunFiles) -> str:
 
 
 def _extraction(found: Sequence[Mapping[str, Any]]) -> str:
-    """Chart of the error of the server's foundation model as coalitions compute it."""
+    """Chart of the error with which coalitions compute the server's foundation model."""
     rows, spans, line = list[ChartBar](), list[tuple[float, float] | None](), 0.0
     for f in found:
         name, error = str(f.get("name")), numeric(f.get("estimate"))

@@ -1,4 +1,4 @@
-"""The accuracy by which runs are compared: of the same rows for all of them."""
+"""The accuracy by which runs are compared: on the same rows for all runs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Basis(NamedTuple):
 
     Attributes:
         key: of a run's metrics.
-        rows: the rows that it is of, in words.
-        mixed: what ``accuracy`` means differs among the runs.
+        rows: the rows that it was measured on, in words.
+        mixed: the meaning of ``accuracy`` differs among the runs.
     """
 
     key: str
@@ -31,9 +31,9 @@ class Basis(NamedTuple):
 
 
 def basis(runs: Sequence[RunFiles]) -> Basis:
-    """What all runs state on the same rows: their headline accuracy, that on all test rows, or the clients' mean.
+    """The accuracy that all runs state on the same rows: the headline, that on all test rows, or the clients' mean.
 
-    The headline of a method with one model is of all test rows, that of one with a model for each client the mean.
+    The headline of a method with one model is measured on all test rows; with a model for each client it is the mean.
     """
     meant = {meaning(run) for run in runs if finite(run.value(HEADLINE))}
     if len(meant) <= 1:
@@ -43,7 +43,7 @@ def basis(runs: Sequence[RunFiles]) -> Basis:
 
 
 def meaning(run: RunFiles) -> str:
-    """Which of the figures a run's headline accuracy is."""
+    """The key of the figure that is a run's headline accuracy."""
     stated = run.value(HEADLINE)
     return next((key for key in (GLOBAL, LOCAL) if run.value(key) == stated), HEADLINE)
 

@@ -1,4 +1,4 @@
-"""The section on classes: what the model takes for what on the global test rows, with the scores of each class."""
+"""The section on classes: the confusion matrix on the global test rows, and the scores of each class."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fedfm.reports.read import RunFiles, mapping, numeric, sequence
 from fedfm.reports.svg import heat
 from fedfm.reports.text import count, esc, percent
 
-_MOST = 40  # classes in the drawing
+_MOST = 40  # classes in the matrix
 _KEPT = 1000  # classes whose counts a result has
 _WORST = 5  # classes and mistakes in words
 _ALL = 60  # classes in a table that is not folded
 
 
 class _ClassLine(NamedTuple):
-    """A class: rows of it, that were taken for it, and of both; the class it is most often taken for, with its rows."""
+    """A class: its rows, the rows predicted as it, and both; the class most often predicted instead, and how often."""
 
     name: str
     rows: float
@@ -37,7 +37,7 @@ class _ClassLine(NamedTuple):
 
 
 def section(run: RunFiles) -> str:
-    """A confusion matrix, or why there is none, and a table; nothing unless the result has counts of classes."""
+    """The confusion matrix, or why there is none, and a table; empty unless the result has counts by class."""
     own = run.value("accuracy") == run.value("local_accuracy") != run.value("global_accuracy")
     several = own and len(run.manifest.get("clients") or ()) > 1
     text = "All clients' models are added up. " if several else ""

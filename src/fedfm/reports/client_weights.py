@@ -1,4 +1,4 @@
-"""The section on who learns from whom: the K x K weights of a server that mixes a model for each client."""
+"""The section on who learns from whom: the K x K weights with which the server mixes a model for each client."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Weights:
     """Content of the file.
 
     Attributes:
-        p: (T, L, K, K): the share of client k's vector in client i's model, by round and layer; zero rows for clients
-            that the round did not ask.
+        p: (T, L, K, K): the share of client k's vector in client i's model, by round and layer; rows of clients outside
+            the round's cohort are zero.
         rounds: (T,) their numbers.
     """
 
@@ -45,13 +45,13 @@ class Weights:
 
     @property
     def cohorts(self) -> np.ndarray:
-        """(T, K): whether the round asked the client."""
+        """(T, K): whether the client is in the round's cohort."""
         found: np.ndarray = (self.p != 0).any((1, 3))
         return found
 
     @property
     def last(self) -> np.ndarray:
-        """(L, K, K): every client's row of the last round that asked it; zero if none did."""
+        """(L, K, K): every client's row in its last round; zero if it was in none."""
         known = self.cohorts
         at = len(known) - 1 - known[::-1].argmax(0)  # (K,)
         return self.p[at, :, np.arange(len(self.clients))].swapaxes(0, 1)
@@ -120,7 +120,7 @@ def words(path: Path) -> str:
 
 
 def seriation(p: np.ndarray) -> list[int]:
-    """Order of the clients (K,) that puts clients that learn from each other side by side, by average linkage."""
+    """Order of the clients (K,) in which clients that learn from each other are neighbours, by average linkage."""
     if len(p) < 3:
         return list(range(len(p)))
     from scipy.cluster.hierarchy import leaves_list, linkage
@@ -135,10 +135,10 @@ def seriation(p: np.ndarray) -> list[int]:
 
 
 def group_means(p: np.ndarray, order: Sequence[int], most: int) -> tuple[np.ndarray, list[list[int]]]:
-    """The map in this order, with neighbours in at most ``most`` groups.
+    """The map in this order, with neighbours averaged in at most ``most`` groups.
 
     Returns:
-        ``q`` (G, G): the share of all clients of group b in the model of a client of group a, mean over a; and the
+        ``q`` (G, G), the share of all clients of group b in the model of a client of group a, averaged over a; the
         groups.
     """
     n = min(most, len(order))
@@ -190,7 +190,7 @@ def _most(p: np.ndarray) -> list[tuple[int, float]]:
 
 
 def _own(w: Weights) -> np.ndarray:
-    """(T, L, K): p_ii; NaN if the round did not ask i."""
+    """(T, L, K): p_ii; NaN for clients outside the round's cohort."""
     own = np.einsum("tlkk->tlk", w.p)
     return np.where(w.cohorts[:, None], own, np.nan)
 

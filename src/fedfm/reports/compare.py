@@ -22,10 +22,10 @@ _PLAIN = ("perplexity", "local loss")  # metrics that are not fractions
 
 
 def table(run_dirs: Sequence[Path]) -> str:
-    """The runs as an aligned text table, one a line, in the order given.
+    """The runs as an aligned text table, one a line, in the given order.
 
-    Accuracies are fractions. If ``accuracy`` is of all test rows for some runs and of each client's own rows for
-    others, it is left out, and a last line says by which figure the runs compare. ``spread`` is the standard deviation
+    Accuracies are fractions. If ``accuracy`` is measured on all test rows in some runs and on each client's own rows
+    in others, it is left out, and a last line names the figure for comparison. ``spread`` is the standard deviation
     over the clients' accuracies. For language models the table has ``perplexity`` and ``local loss`` (mean on the
     clients' own test rows), and no column that all runs lack. If a run is unfinished, ``state`` is added.
 
@@ -55,7 +55,7 @@ def table(run_dirs: Sequence[Path]) -> str:
 
 
 def _compared_by(runs: Sequence[RunFiles]) -> list[str]:
-    """A sentence if the runs' accuracies are not of the same rows."""
+    """A sentence if the runs' accuracies are measured on different rows."""
     by = basis(runs)
     if not by.mixed:
         return []
@@ -181,7 +181,7 @@ def _settings(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
 
 
 def labels(runs: Sequence[RunFiles]) -> list[str]:
-    """Short unique names of the runs: their methods, names, directories or paths, the first that differ."""
+    """Short unique names of the runs: methods, names, directories or paths, whichever differ first."""
     for of in (lambda r: r.method, lambda r: r.name, lambda r: r.path.resolve().name, lambda r: str(r.path)):
         out = [of(run) for run in runs]
         if len(set(out)) == len(out):
@@ -190,7 +190,7 @@ def labels(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def differences(runs: Sequence[RunFiles]) -> list[str]:
-    """Sentences on differences that make the runs' numbers hard to compare."""
+    """Sentences on differences that make the runs hard to compare."""
     out, names = other_data(runs), labels(runs)
     every = dict(zip(names, runs, strict=True))
 
@@ -213,8 +213,9 @@ def differences(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def other_data(runs: Sequence[RunFiles]) -> list[str]:
-    """Sentences if the runs' data differ, by the fingerprints of all rows, or may differ: under [privacy] every run has
-    a fingerprint with a key of its own.
+    """Sentences if the runs' data differ or may differ, by the fingerprints of all rows.
+
+    Under [privacy] each run has a fingerprint with a key of its own, so that two runs cannot be compared.
     """
     out, public = [], _not_private(runs)
     if others := _unlike(public, lambda run: mapping(run.manifest.get("fingerprints")).get("data")):
@@ -244,9 +245,9 @@ def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         points = [(float(r.number), r.values.get(key)) for r in run.rounds]
         once = sum(value is not None for _, value in points) == 1 and points[-1][1] is not None
-        if (run.done_rounds <= 1 or once) and last > 1 and points:  # a line, to be compared at each round of the others
+        if (run.done_rounds <= 1 or once) and last > 1 and points:  # a baseline is a level line over all rounds
             points = [(0.0, points[-1][1]), (last, points[-1][1])]
-        # A run that was evaluated in some rounds only is a line, too.
+        # A run that was evaluated in some rounds only is also a line.
         points = [(x, y) for x, y in points if y is not None] or points
         if points:
             series.append(Series(name, points, i % COLOURS + 1))
@@ -263,20 +264,20 @@ def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
 
 
 def _curve_key(runs: Sequence[RunFiles]) -> str:
-    """The metric of the lines: of the same rows in all runs, and of their rounds."""
+    """The metric of the lines: one that is measured on the same rows in all runs, round by round."""
 
     def has_curve(key: str) -> bool:
         counts = (sum(r.values.get(key) is not None for r in run.rounds) for run in runs)
         return all(count > min(run.done_rounds, 1) for count, run in zip(counts, runs, strict=True))
 
-    # Clients' own models are evaluated on the global test rows only at the end: these figures have no line.
+    # Clients' own models are evaluated on the global test rows at the end only: these figures have no line.
     if all(sum(r.values.get("perplexity") is not None for r in run.rounds) > 1 for run in runs):
         return "perplexity"
     by = basis(runs)
     keys = [by.key, LOCAL, GLOBAL] if by.mixed else [HEADLINE]
     if found := next(filter(has_curve, keys), None):
         return found
-    # One run was evaluated only at its end: its level is a line, as long as all lines are of the same rows.
+    # A run that was evaluated at its end only is a level line, if all lines are measured on the same rows.
     if by.mixed and all(run.rounds and run.rounds[-1].values.get(by.key) is not None for run in runs):
         return by.key
     rounds = [r for run in runs for r in run.rounds]
@@ -287,13 +288,13 @@ def _curve_key(runs: Sequence[RunFiles]) -> str:
 def _ranges(runs: Sequence[RunFiles], names: list[str]) -> str:
     rows, spans = [], []
     for run, name in zip(runs, names, strict=True):
-        seen, mean = run.finite_accuracies, run.value("local_accuracy")
-        if not seen:
+        accuracies, mean = run.finite_accuracies, run.value("local_accuracy")
+        if not accuracies:
             continue
-        mean = mean if finite(mean) else math.fsum(seen) / len(seen)
-        title = f"{name}: worst {percent(min(seen))}, mean {percent(mean)}, best {percent(max(seen))}"
+        mean = mean if finite(mean) else math.fsum(accuracies) / len(accuracies)
+        title = f"{name}: worst {percent(min(accuracies))}, mean {percent(mean)}, best {percent(max(accuracies))}"
         rows.append(ChartBar(name, mean, percent(mean), title))
-        spans.append((min(seen), max(seen)))
+        spans.append((min(accuracies), max(accuracies)))
     if not rows:
         return ""
     text = "A dot is the mean of the clients; the bar runs from the worst to the best client, on a scale of 0 to 100 %."

@@ -1,8 +1,8 @@
 """``dossier.html``: one printable page on a run for a data protection officer, in the order of the EDPB's opinion.
 
 European Data Protection Board: Opinion 28/2024 on certain data protection aspects related to the processing of personal
-data in the context of AI models. 17 December 2024, sections 3.2 to 3.4. Statements come from the run's files; what they
-do not hold is a line to fill in.
+data in the context of AI models. 17 December 2024, sections 3.2 to 3.4. Statements come from the run's files; the
+controller fills in the other lines.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fedfm.reports.plain_words import reading
 from fedfm.reports.read import RunFiles, mapping, numeric, read, sequence
 from fedfm.reports.text import count, esc, plural, size
 
-Fact = tuple[str, str | None]  # what it is, and a text, or None for a line to fill in
+Fact = tuple[str, str | None]  # label, and text, or None for a line to fill in
 
 FILE = "dossier.html"
 _MOST = 8  # rows of a table: one page of paper, or two
-# Kinds of attacks that the opinion names, and the findings of this library that are of the kind.
+# Kinds of attacks that the opinion names, and this library's findings of each kind.
 _KINDS = {
     "membership inference": (
         "membership",
@@ -85,7 +85,7 @@ def write(run_dir: Path, unfit: str = "") -> Path:
 
 
 def renew(run_dir: Path) -> Path:
-    """Write the report again, and the dossier where the run has one: both tell of files that have changed."""
+    """Write the report again, and the dossier if the run has one: both describe files that have changed."""
     if (Path(run_dir) / FILE).is_file():
         write(run_dir)
     return html.write(run_dir)
@@ -152,7 +152,7 @@ def _split(run: RunFiles) -> Any:
 
 
 def _outbound_data(run: RunFiles) -> str:
-    up = [t for t in run.seen.traffic if t.direction != "down"]
+    up = [t for t in run.exposure.traffic if t.direction != "down"]
     receiver = {"up": "server", "across": "other clients"}
     rows = [
         [t.handler, receiver[t.direction], t.form, count(t.messages), size(t.bytes), str(t.clients)] for t in up[:_MOST]
@@ -180,7 +180,7 @@ def _analysis(run: RunFiles) -> str:
 
 
 def kind_of(name: str) -> str:
-    """The opinion's kind of attack of a finding."""
+    """The kind of attack, in the opinion's terms, of a finding."""
     return next((k for k, starts in _KINDS.items() if any(map(name.startswith, sorted(starts)))), _OTHER)
 
 
@@ -200,7 +200,7 @@ def _attacks(run: RunFiles, found: Sequence[Any], unfit: str) -> str:
 
 
 def _rules(found: Sequence[Any]) -> str:
-    """The rules of numbered findings, without their numbers, which the table has."""
+    """The rules of numbered findings; their numbers are in the table."""
     by_rule: dict[str, list[str]] = {}
     for i, f in enumerate(found, 1):
         if f.get("rule"):

@@ -1,4 +1,4 @@
-"""The section on a FedMS run: what stage two trained in each round, and how long the backward passes took."""
+"""The section on a FedMS run: the parameters that stage two trained in each round, and the time of backward passes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _HEAD = ["round", "parameters trained, all clients", "mean per client", "mean ac
 
 def section(run: RunFiles) -> str:
     """Empty for other methods, and before stage two."""
-    told = [r for r in run.rounds if "backward_seconds" in r.figures]
-    if not told:
+    timed = [r for r in run.rounds if "backward_seconds" in r.figures]
+    if not timed:
         return ""
     rows = []
-    for r in told:
+    for r in timed:
         f = r.figures
         counts = [count(round(f.get(name, 0.0))) for name in ("trainable", "trainable_mean")]
         layers, deciding = number(f.get("active_layers")), count(round(f.get("deciding_rows", 0.0)))
@@ -25,7 +25,7 @@ def section(run: RunFiles) -> str:
         "Stage two. A client trains LoRA of its top active layers, and the gate. The backward passes are timed where "
         "they run, summed over the clients; a shared machine changes the time and nothing else."
     )
-    points = [(float(r.number), r.figures.get("active_layers")) for r in told]
+    points = [(float(r.number), r.figures.get("active_layers")) for r in timed]
     label = "Mean active layers by round: " + ", ".join(f"{row[0]}: {row[3]}" for row in rows) + "."
     draw = figure(lambda w: lines(w, [Series("active layers", points)], label, number, x_label="round"))
-    return note(text) + (draw if len(told) > 1 else "") + table([*_HEAD, "backward passes"], rows, "Active layers")
+    return note(text) + (draw if len(timed) > 1 else "") + table([*_HEAD, "backward passes"], rows, "Active layers")

@@ -21,7 +21,7 @@ def section(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     alone, pooled = list[str](), list[str]()
     for run, name in zip(runs, short(names), strict=True):
         if run.method == "centralised":
-            pooled.append(name)  # all rows in one place: its bytes cost nothing
+            pooled.append(name)  # all rows in one place: it sends no bytes
             continue
         sent, reached = (run.traffic_total("up") or 0) + (run.traffic_total("down") or 0), run.value(by.key)
         if finite(reached) and sent > 0:
@@ -56,7 +56,7 @@ def _prefix_length(names: Sequence[str]) -> int:
 
 
 def frontier(spots: Sequence[Spot]) -> list[Spot]:
-    """The spots that no other equals or beats with fewer bytes, in order of bytes."""
+    """The Pareto frontier, in order of bytes: spots whose accuracy no spot with fewer bytes reaches."""
     out: list[Spot] = []
     for spot in sorted(spots, key=lambda s: (s[1], -s[2])):
         if not out or spot[2] > out[-1][2]:

@@ -20,7 +20,7 @@ def write(run_dir: Path, baselines: Sequence[Path] | None = None) -> Path:
 
     Args:
         run_dir: holds manifest.json, metrics.jsonl and messages.jsonl.
-        baselines: directories of other runs to compare this one with; None: those that were run with it.
+        baselines: directories of other runs for comparison; None: the baselines that ran with this run.
 
     Returns:
         The path of the report.

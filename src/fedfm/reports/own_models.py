@@ -1,4 +1,4 @@
-"""Who has which model at the end of a run, by its method: folders of models may be of clients that joined later."""
+"""Which clients have models of their own at the end of a run; some may have joined after training."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def own_models(run: RunFiles) -> bool | None:
 
 
 def newcomers_of(run: RunFiles) -> list[str]:
-    """Clients that have got a model after training, by ``fedfm join``."""
+    """Clients that received a model after training, by ``fedfm join``."""
     return list(map(str, mapping(run.manifest.get("newcomers"))))

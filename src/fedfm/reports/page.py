@@ -46,7 +46,7 @@ def save(text: str, path: Path) -> Path:
     part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.unlink(missing_ok=True)  # of a killed process; writing would follow a link
+        part.unlink(missing_ok=True)  # a remnant of a killed process; writing would follow a link
         part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:
@@ -59,7 +59,7 @@ def save(text: str, path: Path) -> Path:
 
 
 def figure(draw: Callable[[int], str]) -> str:
-    """The drawing at both widths; the style sheet shows one of them, so that text keeps its size on a phone."""
+    """The drawing at two widths; the style sheet shows one, so that text keeps its size on a phone."""
     return f'<figure><div class="wide">{draw(WIDE)}</div><div class="narrow">{draw(NARROW)}</div></figure>'
 
 

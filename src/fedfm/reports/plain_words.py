@@ -1,4 +1,4 @@
-"""A run's epsilon in two sentences, and its sentences on files that it has."""
+"""A run's epsilon in two sentences, and sentences on its private files."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fedfm.runtime.disclosure import guarantee
 _NAME = r"(?:[\w-]+/(?:[\w.-]+)?|[\w-]+\.(?:jsonl|json|npz|html))"
 _SUBJECT = re.compile(rf"{_NAME}(?:(?:, | and ){_NAME})*")
 _MEMORIES = re.compile(r" holds clients' memories and keys(, if the run has any)?")
-_LARGEST = 700.0  # epsilon whose e^epsilon is a finite number
+_LARGEST = 700.0  # largest epsilon with a finite e^epsilon
 
 
 def _content_of(private: Path) -> list[str]:
-    """What a run's private folder holds, in words; nothing of a lock or of ``data.json``."""
+    """The kinds of files in a run's private folder, in words; a lock and ``data.json`` do not count."""
     files = [path.relative_to(private) for path in private.rglob("*") if path.is_file()]
     kinds = {
         "clients' memories": lambda p: p.parts[0] == "memory" and "+kept" not in p.parts and p.suffix != ".secret",
@@ -32,10 +32,10 @@ def _content_of(private: Path) -> list[str]:
 
 
 def reading(run: RunFiles) -> str:
-    """What a run's epsilon means for one person, in two sentences; "" without one.
+    """The meaning of a run's epsilon for one person, in two sentences; "" without an epsilon.
 
-    k rows of one person: a mechanism that is (epsilon, delta) for one row is (k epsilon, delta (e^(k epsilon) - 1) /
-    (e^epsilon - 1)) for k of them (group privacy).
+    Group privacy: a mechanism that is (epsilon, delta)-private for one row is (k epsilon, delta (e^(k epsilon) - 1) /
+    (e^epsilon - 1))-private for k rows of one person.
     """
     ledger = mapping(run.manifest.get("ledger"))
     spent = {**ledger, "epsilon": run.result.get("epsilon", ledger.get("epsilon"))}
@@ -61,7 +61,7 @@ def reading(run: RunFiles) -> str:
 
 
 def present(run: RunFiles, sentence: str) -> str:
-    """A sentence about the files at its head, with those that this run has; "" if it has none of them."""
+    """A sentence without the files that this run does not have; "" if it has none of those that the sentence names."""
     subject = _SUBJECT.match(sentence)
     if subject is None:
         return sentence

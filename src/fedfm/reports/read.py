@@ -1,4 +1,4 @@
-"""A run directory, read for its report. Invalid files are refused; missing values are allowed in an unfinished run."""
+"""Read a run directory for its report. Invalid files are refused; an unfinished run may lack values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BASE_AND_NEW = ("base_accuracy", "new_accuracy", "harmonic_mean")  # as fedfm.mo
 
 @dataclass(frozen=True)
 class Round:
-    """One line of metrics.jsonl; values are None if undefined, and NaN if training diverged.
+    """A line of metrics.jsonl; values are None if undefined, and NaN if training diverged.
 
     Attributes:
         number: 0 before training, then 1, 2, ...
@@ -31,10 +31,10 @@ class Round:
             train_loss, val_loss, base_accuracy, new_accuracy, harmonic_mean.
         seconds: of this round; the file counts from the start of the run.
         bytes_up, bytes_down: of the method's own messages since the start of the run.
-        figures: every number of the line, those of the method alone among them.
+        figures: every number of the line, including those of the method.
         clients: accuracy of each client on its own test rows; None if it has none.
         losses: loss of each client, if no accuracy is defined.
-        scored: the round of the model that each client has scored, where that is not this round's.
+        scored: by client, the round of the model that it scored, if that is an earlier round.
     """
 
     number: int
@@ -57,15 +57,15 @@ class RunFiles:
     Attributes:
         result: the result line, empty while the run is unfinished.
         rounds: committed rounds in order of number.
-        seen: the crossings, summed.
-        missing: one sentence for each damaged or missing record, and for each file that the run continued without.
+        exposure: sums over all messages.
+        missing: a sentence for each damaged or missing record, and for each file without which the run continued.
     """
 
     path: Path
     manifest: Mapping[str, Any]
     result: Mapping[str, Any]
     rounds: tuple[Round, ...]
-    seen: Sight
+    exposure: Sight
     missing: tuple[str, ...]
 
     @property
@@ -108,19 +108,19 @@ class RunFiles:
 
     @property
     def client_accuracy(self) -> Mapping[str, float | None]:
-        """Each client's accuracy at the end; None if it has told none."""
+        """Each client's accuracy at the end; None if it reported none."""
         final = _by_client(self.result.get("client_accuracy"))
         return final or next((r.clients for r in reversed(self.rounds) if r.clients), {})
 
     @property
     def client_loss(self) -> Mapping[str, float | None]:
-        """Each client's loss at the end, if no accuracy is defined; None if it has told none."""
+        """Each client's loss at the end, if no accuracy is defined; None if it reported none."""
         final = _by_client(mapping(self.result.get("details")).get("client_loss"))
         return final or next((r.losses for r in reversed(self.rounds) if r.losses), {})
 
     @property
     def silos_own_rows(self) -> bool:
-        """Whether clients brought rows of their own, so that no partition dealt any."""
+        """Whether clients have rows of their own, without a partition of common rows."""
         at_sites = self.manifest.get("clients") and self.manifest.get("split", "") is None  # of a deployment
         return bool(mapping(self.experiment.get("data")).get("clients") or at_sites)
 
@@ -136,12 +136,12 @@ class RunFiles:
 
     @property
     def spread(self) -> float | None:
-        """Standard deviation over the clients (of these clients, not of a larger population)."""
+        """Population standard deviation over the clients."""
         return statistics.pstdev(self.finite_accuracies) if self.finite_accuracies else None
 
     @property
     def seconds(self) -> float | None:
-        """Of the result line, else the sum over the rounds."""
+        """Seconds of the result line, else the sum over the rounds."""
         total = numeric(self.result.get("seconds"))
         if total is not None or not self.rounds:
             return total
@@ -196,7 +196,7 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
         manifest=manifest,
         result=result,
         rounds=_spans([rounds[t] for t in sorted(rounds)]),
-        seen=seen(run_dir / logs.MESSAGES, left_out) if messages else Sight((), {}, None),
+        exposure=seen(run_dir / logs.MESSAGES, left_out) if messages else Sight((), {}, None),
         missing=(*missing, *_gaps(run_dir, result, max(rounds, default=0), messages)),
     )
 
@@ -207,14 +207,14 @@ def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _gaps(run_dir: Path, result: Mapping[str, Any], last: int, messages: bool) -> list[str]:
-    """Missing records: up to the end of a finished run, else up to the newest checkpoint."""
+    """Sentences on missing records, up to the end of a finished run, else up to the newest checkpoint."""
     files = [f for where in ("", "private/") for f in run_dir.glob(f"{where}checkpoint/round-*.safetensors")]
     committed = [int(name) for f in files if (name := f.stem.removeprefix("round-")).isdigit()]
     # A round's line is written after its checkpoint.
     last = int(whole(result.get("rounds"))) if result else max([last, *(t - 1 for t in committed)])
     logs_of = (run_dir if messages else run_dir / logs.METRICS), last, result or None
     of_logs = logs.gaps(*logs_of) if messages else logs.gaps_of_metrics(*logs_of)
-    # Without private/, a copy that was made to be shared, the checkpoint may have been in there.
+    # In a copy to share, without private/, the checkpoint may have been there.
     gone = bool(result) and last not in committed and (run_dir / "private").is_dir()
     model = f"the checkpoint of round {last} is missing: `fedfm predict`, `export` and `audit` need it"
     return [*of_logs, *([model] if gone else [])]
@@ -271,7 +271,7 @@ def _exclusion(entry: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _spans(rounds: Sequence[Round]) -> tuple[Round, ...]:
-    """The rounds with their own seconds in place of the run's so far."""
+    """The rounds, each with its own seconds instead of the seconds since the start of the run."""
     out, before = [], 0.0
     for r in rounds:
         own = r.seconds

@@ -19,7 +19,7 @@ MOST_CELLS = 20_000  # of the table of class counts
 
 
 def curves(run: RunFiles) -> str:
-    """Accuracy, perplexity and losses per round, as far as they are defined."""
+    """Accuracy, perplexity and losses by round, as far as they are defined."""
     rounds = run.rounds
     if not rounds:
         return note("No round has been committed yet.")
@@ -29,7 +29,7 @@ def curves(run: RunFiles) -> str:
     if ages := [r.number - t for r in rounds for t in numbers(r.scored.values())]:
         out.append(
             note(
-                "Asynchronous rounds: between the first and the last one the clients' scores are those that each told "
+                "Asynchronous rounds: between the first and the last one a client's scores are those that it reported "
                 f"last, of models of up to {plural(int(max(ages)), 'round')} before."
             )
         )
@@ -56,9 +56,9 @@ def curves(run: RunFiles) -> str:
 def _accuracy(rounds: tuple[Round, ...]) -> str:
     names = {"global_accuracy": "on the global test rows", "local_accuracy": "mean of the clients"}
     names = {k: v for k, v in names.items() if _any(rounds, k)} or {"accuracy": "accuracy"}
-    seen = [(float(r.number), numbers(r.clients.values())) for r in rounds]
-    band = [(t, min(values, default=None), max(values, default=None)) for t, values in seen]
-    return _plot(rounds, names, percent, band if any(values for _, values in seen) else [], (0.0, 1.0))
+    spread = [(float(r.number), numbers(r.clients.values())) for r in rounds]
+    band = [(t, min(values, default=None), max(values, default=None)) for t, values in spread]
+    return _plot(rounds, names, percent, band if any(values for _, values in spread) else [], (0.0, 1.0))
 
 
 def _plot(
@@ -94,34 +94,34 @@ def _numbers(rounds: tuple[Round, ...]) -> str:
 
 
 def clients(run: RunFiles) -> str:
-    """Each client's accuracy at the end, or its loss if no accuracy is defined; best first, without scores last."""
+    """Each client's accuracy at the end, or its loss if no accuracy is defined; the best first, no scores last."""
     as_loss = bool(numbers(run.client_loss.values()))
     final = run.client_loss if as_loss else run.client_accuracy
-    seen = numbers(final.values())
+    known = numbers(final.values())
     if not final:
         return note("No accuracy per client was measured.")
-    if run.experiment.get("privacy") and not seen:
+    if run.experiment.get("privacy") and not known:
         return note("Under [privacy] no client is asked for scores: the ledger does not cover them.")
-    if mapping(run.experiment.get("method")).get("counts") == "withheld" and not seen:
+    if mapping(run.experiment.get("method")).get("counts") == "withheld" and not known:
         return note("No client is asked for scores, which would disclose its number of rows: counts are withheld.")
     form: Format = number if as_loss else percent
     name, sign = ("loss", 1) if as_loss else ("accuracy", -1)
     order = sorted(final, key=lambda c: (sign * v if finite(v := final[c]) else math.inf, c))
     rows = [ChartBar(c, final[c], _why_no_scores(run, c) if final[c] is None else form(final[c])) for c in order]
     text = f"{plural(len(final), 'client')}, each model on the client's own test rows"
-    mean = statistics.fmean(seen) if seen else None
+    mean = statistics.fmean(known) if known else None
     if as_loss:
         text += ", where no accuracy is defined: "
-        text += f"mean loss {number(mean)}, worst {number(max(seen))}, best {number(min(seen))}; less is better"
-    elif seen:
-        text += f": mean {percent(mean)}, worst {percent(min(seen))}, best {percent(max(seen))}, standard deviation "
-        text += f"{100 * statistics.pstdev(seen):.1f} points"
+        text += f"mean loss {number(mean)}, worst {number(max(known))}, best {number(min(known))}; less is better"
+    elif known:
+        text += f": mean {percent(mean)}, worst {percent(min(known))}, best {percent(max(known))}, standard deviation "
+        text += f"{100 * statistics.pstdev(known):.1f} points"
     if silent := sum(1 for v in final.values() if v is None):
         text += f". {count(silent)} without scores, left out of means"
     many = len(rows) > MOST_BARS
     drawn = _group_bars([r for r in rows if finite(r.value)], form) if many else rows
     line = (mean, f"mean {form(mean)}") if mean is not None else None
-    body = figure(lambda w: bars(w, drawn, f"Bars. {text}.", max(seen) if as_loss else 1.0, line))
+    body = figure(lambda w: bars(w, drawn, f"Bars. {text}.", max(known) if as_loss else 1.0, line))
     listing = table(["client", name], [[r.label, r.text] for r in rows], f"{name.capitalize()} per client")
     body += _before_and_after(run, final, order, as_loss) or details("All clients", listing)
     grouped = "Sorted and gathered into groups of neighbours; a bar is a group's mean." if many else ""
@@ -129,13 +129,13 @@ def clients(run: RunFiles) -> str:
 
 
 def _why_no_scores(run: RunFiles, client: str) -> str:
-    """Why a client has no scores. What a silo has, and what its policy allows, only the silo knows."""
+    """Why a client has no scores. The run does not know a silo's rows and policy."""
     counts = mapping(mapping(mapping(run.manifest.get("split")).get("clients")).get(client))
     return "no test rows" if mapping(counts.get("test")).get("rows") == 0 else "no scores"
 
 
 def _before_and_after(run: RunFiles, final: Mapping[str, float | None], order: Sequence[str], as_loss: bool) -> str:
-    """Each client's score with the server's model for it, and after its last local pass."""
+    """Each client's score with the model that the server sent, and after its last local pass."""
     known = mapping(run.result.get("details")).get("server_client_loss" if as_loss else "server_client_accuracy")
     before = {str(c): numeric(v) for c, v in mapping(known).items()}
     if not numbers(before.values()):

@@ -30,7 +30,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps values to pixels, linearly or by logarithm."""
+    """Maps values to pixels, linearly or logarithmically."""
 
     low: float
     high: float
@@ -100,7 +100,7 @@ def lines(
     height: int = 0,
     from_zero: bool = False,
 ) -> str:
-    """Lines over whole-numbered x, with an optional band (x, least, greatest) behind them."""
+    """Lines over integer x, with an optional band (x, least, greatest) behind them."""
     values = [*(y for s in series for _, y in s.points), *(y for _, *b in band for y in b)]
     known = [y for y in numbers(values) if abs(y) < 1e100]
     if not known:

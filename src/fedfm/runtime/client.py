@@ -168,7 +168,10 @@ class Silos:
             payload = self._coding.rebuilt(payload)
         hints = self._hints[handler]
         if handler.startswith("train."):
-            hints = hints | {TOLD: self.aggregator.transport.told_type, SCALE: self.aggregator.mechanism.told_type}
+            hints = hints | {
+                TOLD: self.aggregator.transport.message_type,
+                SCALE: self.aggregator.mechanism.message_type,
+            }
         if unknown := payload.keys() - (hints.keys() - {"client", "return"}):
             raise ClientFault(E_FIELD, f"{handler} takes no {sorted(unknown)}")
         return {key: conform(value, hints[key], key) for key, value in payload.items()}
