@@ -41,7 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # d
 def rounds_of(path: Path) -> list[tuple[int, float, float]]:
     """Of each round: the clients, the largest weight times entry, and the root mean square of the weighted sum."""
     found = []
-    for _, seen in itertools.groupby(replay(Run.open(path)).seen, key=lambda s: s.round):
+    for _, seen in itertools.groupby(replay(Run.open(path)).replies, key=lambda s: s.round):
         updates = [s.value for s in seen if isinstance(s.value, Update)]
         if updates:
             terms = [u.weight * np.concatenate([x.double().numpy() for x in u.delta.flats.values()]) for u in updates]

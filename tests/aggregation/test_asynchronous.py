@@ -267,9 +267,9 @@ def test_an_audit_repeats_it(tmp_path):
     from fedfm.audits.replay import open_finished, replay
 
     fedfm.run(asynchronous(tmp_path), tmp_path / "run", progress=Progress())
-    assert len(replay(open_finished(tmp_path / "run")).seen) == 12  # an error if it ends with other bits
+    assert len(replay(open_finished(tmp_path / "run")).replies) == 12  # an error if it ends with other bits
     fedfm.run(failing(tmp_path, "client-00"), tmp_path / "failing", progress=Progress())
-    assert len(replay(open_finished(tmp_path / "failing")).seen) == 12
+    assert len(replay(open_finished(tmp_path / "failing")).replies) == 12
 
 
 @pytest.mark.parametrize(

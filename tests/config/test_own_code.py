@@ -117,7 +117,7 @@ def test_a_function_in_the_file_runs_predicts_exports_and_is_audited(ward, tmp_p
     with torch.no_grad():
         x, y = ward.rows(20, 1).tensors
         assert result["accuracy"] == pytest.approx(float((net(x).argmax(1) == y).float().mean()))
-    assert len(replay(open_finished(tmp_path / "run")).seen) == 9  # an error if it ends with other bits
+    assert len(replay(open_finished(tmp_path / "run")).replies) == 9  # an error if it ends with other bits
 
 
 def test_workers_engines_and_a_kill_change_no_bits(ward, tmp_path):
@@ -267,7 +267,7 @@ def test_a_run_in_memory_needs_its_module_again(ward, tmp_path, capsys):
         predict(tmp_path / "run", ward.new(), given=nn.Linear(4, 3))
     with pytest.raises(InputError, match="another than the run's"):
         predict(tmp_path / "run", ward.new(), given=ward.pieces()["model"])  # another frozen bias
-    seen = replay(open_finished(tmp_path / "run", told), given=told).seen  # an error if it ends with other bits
+    seen = replay(open_finished(tmp_path / "run", told), given=told).replies  # an error if it ends with other bits
     assert len(seen) == 6
     settings["method"], settings["rounds"] = "fedbip", 2
     federated = fedfm.federate(**told, **settings, out=tmp_path / "bip")

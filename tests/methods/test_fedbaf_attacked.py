@@ -92,7 +92,7 @@ def test_a_round_is_the_rule_of_the_updates_and_then_the_mixture(rule, tmp_path)
     )
     first, draws = None, []
     for t, turn in enumerate(turns(tmp_path / "run")):  # the paper's t = 0, 1, 2
-        w_t, deltas = vector(turn.before), np.stack([vector(s.value.delta) for s in turn.seen])
+        w_t, deltas = vector(turn.before), np.stack([vector(s.value.delta) for s in turn.replies])
         assert len(deltas) == 6
         w = w_t + BY_HAND[rule](deltas)  # line 8, with the rule in the mean's place
         length = np.linalg.norm(direction(w) - direction(w_t))
@@ -104,7 +104,7 @@ def test_a_round_is_the_rule_of_the_updates_and_then_the_mixture(rule, tmp_path)
         expected = (w + a * w_pre) / (1 + a)  # line 11
         np.testing.assert_allclose(after, expected, rtol=1e-4, atol=1e-6)
         assert np.linalg.norm(expected - w) > 1e-2 * np.linalg.norm(w)  # it was pulled
-        weights = np.array([s.value.weight for s in turn.seen])
+        weights = np.array([s.value.weight for s in turn.replies])
         assert np.linalg.norm(w - w_t - weights @ deltas / weights.sum()) > 1e-2 * np.linalg.norm(w - w_t)  # no mean
     assert all(-1e-3 < u < 1 + 1e-3 for u in draws)
     assert len({round(u, 4) for u in draws}) == 3
@@ -115,7 +115,7 @@ def test_attackers_alone_send_something_else(tmp_path):
     honest = tables(tmp_path)
     del honest["attack"]
     assert fedfm.run(honest, tmp_path / "honest")["attackers"] == []
-    sent = [{s.client: vector(s.value.delta) for s in turns(tmp_path / r)[0].seen} for r in ("attacked", "honest")]
+    sent = [{s.client: vector(s.value.delta) for s in turns(tmp_path / r)[0].replies} for r in ("attacked", "honest")]
     changed = {c for c in sent[0] if not np.array_equal(sent[0][c], sent[1][c])}
     assert changed == set(attacked["attackers"])
 

@@ -57,7 +57,7 @@ def seen(file, folder, **method):
     result = fedfm.run(tables(file, **method), folder)
     counts = fedfm.load_run(folder).manifest["split"]["clients"]
     cells = []
-    for reply in replay(open_finished(folder)).seen:
+    for reply in replay(open_finished(folder)).replies:
         for c, g in zip(reply.value.labels, unpack(reply.value.mixtures), strict=True):
             cells.append((reply.client, c, counts[reply.client]["train"]["by_class"][c], g))
     return result, cells
@@ -127,7 +127,7 @@ def test_a_class_of_few_rows_leaves_no_trace(file, tmp_path):
         for name, path in (("with", file), ("without", tmp_path / "without.npz")):
             folder = tmp_path / f"{at}-{name}"
             result = fedfm.run(tables(path, **counts), folder)
-            (message,) = [s.value for s in replay(open_finished(folder)).seen if s.client == "c0"]
+            (message,) = [s.value for s in replay(open_finished(folder)).replies if s.client == "c0"]
             messages.append(message)
         one, other = messages
         assert one.labels == other.labels == [4, 5]
@@ -240,7 +240,7 @@ def test_a_private_run_says_of_rows_left_out_what_its_noisy_counts_say(file, tmp
     result = fedfm.run(base | privacy, tmp_path / "run")
     told, run = result["details"], open_finished(tmp_path / "run")
     plan = run.experiment.method.privacy
-    left = [n for s in replay(run).seen for n in s.value.counts.double().tolist() if n <= 2 * plan.count_sigma]
+    left = [n for s in replay(run).replies for n in s.value.counts.double().tolist() if n <= 2 * plan.count_sigma]
     assert len(left) == told["cells"] - told["cells_kept"] > 0
     assert told["left_out_rows"] == max(0, round(math.fsum(left)))
     assert told["left_out_rows_std"] == pytest.approx(plan.count_sigma * math.sqrt(len(left)))

@@ -53,7 +53,7 @@ def test_deterministic_algorithms_are_on_during_the_run_and_no_longer(plain, tmp
     assert not torch.are_deterministic_algorithms_enabled()
     assert Run.open(tmp_path / "run").manifest["device"]["deterministic"]
     assert result["params_sha256"] == Run.open(plain).manifest["result"]["params_sha256"]  # on a CPU it is no news
-    assert replay(open_finished(tmp_path / "run")).seen
+    assert replay(open_finished(tmp_path / "run")).replies
 
 
 def test_cublas_gets_its_workspace_before_it_starts(monkeypatch):
@@ -111,7 +111,7 @@ def as_if_on_a_gpu(path, tmp_path, by):
 
 def test_off_the_cpu_a_replay_is_compared_within_a_tolerance(plain, tmp_path):
     notices = []
-    assert replay(open_finished(as_if_on_a_gpu(plain, tmp_path / "near", 0.3 * TOLERANCE)), notices.append).seen
+    assert replay(open_finished(as_if_on_a_gpu(plain, tmp_path / "near", 0.3 * TOLERANCE)), notices.append).replies
     (said,) = [n for n in notices if "of what training moved" in n]
     assert float(said.split("ends ")[1].split()[0]) == pytest.approx(0.3 * TOLERANCE, rel=0.05)
     with pytest.raises(RunError, match="ends with other parameters"):

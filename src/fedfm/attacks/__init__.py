@@ -1,1 +1,1 @@
-"""Poisoning: what malicious clients of a run do. One file an attack."""
+"""Poisoning attacks by malicious clients; one file for each attack."""

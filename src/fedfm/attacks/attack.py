@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Attack:
-    """Base of attacks: override what the attackers change."""
+    """Base of attacks: subclasses override what the attackers change."""
 
     fraction: float = setting(0.0, "share of the clients that attack [required]", gt=0, le=1)
 
@@ -116,7 +116,9 @@ class Attackers:
             )
         chosen = seeds.generator(seed, "attackers").choice(len(clients), size=count, replace=False)
         self.names: tuple[ClientId, ...] = tuple(sorted(sorted(clients)[i] for i in chosen))
-        self._parts: dict[int, tuple[Any, Any]] = {}  # id of a part of the run -> (it, what the attackers run instead)
+        self._parts: dict[
+            int, tuple[Any, Any]
+        ] = {}  # id of a part of the run -> (the part, the attackers' part in its place)
 
     def poison(self, client: ClientId, rows: Table) -> Table:
         """An attacker's training rows, the same at every call."""
@@ -134,8 +136,8 @@ class Attackers:
         return self.attack.upload(reply, next(sent, None))
 
     def _instead(self, part: Any) -> Any:
-        """The method with the attackers' optimisers, or another part of the run, e.g. its evaluation, with such methods
-        in its attributes: a client's own model may be trained when it is scored.
+        """The method with the attackers' optimisers; or another part of the run, e.g. its evaluation, if its attributes
+        contain such methods: scoring a client's own model may train it.
         """
         # One optimiser object for all attackers: only clients of the same optimiser train as one batch.
         if id(part) not in self._parts:

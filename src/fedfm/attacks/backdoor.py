@@ -1,4 +1,4 @@
-"""Backdoor: the model shall predict one class for every row with a trigger, and be correct on all other rows.
+"""Backdoor: the model learns to predict one class for every row with a trigger, and is correct on all other rows.
 
 Gu, Dolan-Gavitt, Garg. BadNets: Identifying Vulnerabilities in the Machine Learning Model Supply Chain. 2017.
 arXiv:1708.06733. In federated learning, with a scaled update that outweighs the others: Bagdasaryan, Veit, Hua, Estrin,
@@ -18,7 +18,7 @@ import numpy as np
 from fedfm.attacks.attack import Attack
 from fedfm.core.client import Update
 from fedfm.core.fields import setting
-from fedfm.data.pictures import rgb
+from fedfm.data.images import rgb
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Backdoor(Attack):
-    """Each attacker puts the trigger on a share of its training rows and labels them ``target``. The trigger of a
-    picture is a chequered square in the lower right corner, of a feature vector alternating values in the first
+    """Each attacker puts the trigger on a share of its training rows and labels them ``target``. The trigger of an
+    image is a chequered square in the lower right corner, of a feature vector alternating values in the first
     coordinates, of a text a word before it.
     """
 
@@ -65,21 +65,21 @@ class Backdoor(Attack):
             return replace(rows, inputs=[self._stamped_file(item) for item in rows.inputs])
         return replace(rows, inputs=[f"{self.word} {text}" for text in rows.inputs])
 
-    def _stamp(self, pictures: np.ndarray) -> np.ndarray:
-        """Pictures (n, H, W, C), uint8, with the square."""
-        side = min(pictures.shape[1:3])
+    def _stamp(self, images: np.ndarray) -> np.ndarray:
+        """Images (n, H, W, C), uint8, with the square."""
+        side = min(images.shape[1:3])
         if 2 * self.size > side:
             raise InputError(
                 f"attack.size = {self.size}: pictures are {side} pixels wide; expected at most {side // 2}",
                 key="attack.size",
             )
-        out = pictures.copy()
+        out = images.copy()
         i = np.arange(self.size)
         out[:, -self.size :, -self.size :] = np.where((i[:, None] + i) % 2, 0, 255)[:, :, None]
         return out
 
     def _stamped_file(self, item: Any) -> bytes:
-        """A picture (a path or its bytes) with the square, as PNG, which is lossless."""
+        """An image (a path or its bytes) with the square, as lossless PNG."""
         from PIL import Image
 
         pixels = self._stamp(np.asarray(rgb(item))[None])[0]

@@ -18,8 +18,8 @@ STATISTICS = ("running_mean", "running_var")
 
 @dataclass(frozen=True)
 class ReversedWeights(Attack):
-    """Instead of w_k the server gets -w_k, as printed, or 2 w_t - w_k. Running means and variances stay: a negative
-    variance would be found out at once.
+    """The server gets -w_k, as printed, or 2 w_t - w_k in place of w_k. Running means and variances do not change,
+    because a negative variance would be detected at once.
 
     The negative shrinks every honest mean towards zero, where LoRA is the foundation model again; the reflection is as
     far from w_t as the honest update.

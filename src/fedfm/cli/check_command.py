@@ -1,4 +1,4 @@
-"""``fedfm check``: an experiment with every default, what its rows and model are, and what a run will take."""
+"""``fedfm check``: an experiment with every default, its rows and model, and the cost of a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check(args: Any) -> int:
     experiment = experiment_of(args)
     check_files(experiment.data)
     for name in experiment.run.track:
-        opened(name)  # refuses one whose library is missing
+        opened(name)  # refuses a setting whose library is missing
     check_known(experiment)
     result: dict[str, Any] = {"valid": True, "experiment": experiment.to_dict()}
     text = to_toml(experiment.shown()).rstrip()
@@ -104,7 +104,7 @@ def check(args: Any) -> int:
 
 
 def _estimate_lines(forecast: Forecast | None, trainable: int, rounds: int) -> list[str]:
-    """The forecast in lines."""
+    """The cost estimate in lines."""
     from fedfm.reports.text import NBSP, duration, plural, size
 
     if forecast is None:

@@ -86,7 +86,7 @@ def resume(args: Any) -> int:
 
 
 def _hint_on_stop(call: Callable[[], dict[str, Any]], progress: Any) -> dict[str, Any]:
-    """Run it; if it stops, print how to continue."""
+    """Run the experiment; if it stops, print how to continue."""
     try:
         return call()
     except InputError:
@@ -123,7 +123,7 @@ def _summary(result: dict[str, Any]) -> str:
 
 
 def _incomplete(path: Path) -> list[str]:
-    """Print and return which of the run's records are missing or lost."""
+    """Print and return the run's records that are missing or lost."""
     from fedfm.reports.read import read
 
     missing = list(read(path).missing)

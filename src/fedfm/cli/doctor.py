@@ -14,7 +14,7 @@ from typing import Any
 
 from fedfm.engines.flower.private_api import TESTED
 
-_NAME = re.compile(r"([A-Za-z0-9._-]+)(?:\[([^]]*)\])?\s*(.*)")  # of a requirement: its name, extras, versions
+_NAME = re.compile(r"([A-Za-z0-9._-]+)(?:\[([^]]*)\])?\s*(.*)")  # a requirement: name, extras, versions
 _EXTRA = re.compile(r"\bextra\s*==\s*[\"']([^\"']+)[\"']")
 _WIDTH = 768  # inputs and outputs of the timed linear maps
 
@@ -63,7 +63,7 @@ def _packages() -> Iterator[tuple[str, str, str]]:
 
 
 def _requirements(package: str, deep: bool = True) -> Iterator[tuple[str, set[str], str, str]]:
-    """(name, what its own extras bring, versions, extra) of each requirement in a package's metadata.
+    """(name, requirements of its own extras, versions, extra) of each requirement in a package's metadata.
 
     Args:
         deep: look up what extras of the requirements bring; packages may name their own.

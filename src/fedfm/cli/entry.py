@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unforeseen(error: Exception) -> str:
-    """A defect of fedfm, or what nobody has thought of in a library, as one line."""
+    """A defect of fedfm, or an unexpected error of a library, as one line."""
     from fedfm.core import libraries
 
     try:
@@ -48,7 +48,7 @@ def _unforeseen(error: Exception) -> str:
 
 
 def _about_a_file(error: Exception, args: argparse.Namespace) -> str | None:
-    """An error of the system as one line; None if it is about no file."""
+    """An error of the operating system as one line; None if it is not about a file."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     if "torch" not in sys.modules and not isinstance(error, OSError):
@@ -63,7 +63,7 @@ def _about_a_file(error: Exception, args: argparse.Namespace) -> str | None:
 
 
 def _whole(argv: Sequence[str]) -> list[str]:
-    """Join a list that begins with a minus to its flag: argparse would take it for a flag of its own."""
+    """Join a list that begins with a minus to its flag: argparse would read it as another flag."""
     out: list[str] = []
     for word in argv:
         if out and out[-1] in ("--seeds", "--tune") and re.match(r"-[\d.]", word):

@@ -24,10 +24,10 @@ from fedfm.linalg.threads import one_thread, torch_threads
 
 BLOCK = 8192  # fewest columns in a block
 MOST = 1 << 15  # most columns in a block: torch widens so many on one thread
-PIECE = 1 << 16  # columns of one read: 128 KiB of a disk take as long as 256
+PIECE = 1 << 16  # columns of a read: reading 128 KiB from a disk takes as long as 256 KiB
 ENTRIES = 1 << 18  # entries in a block of few vectors: they fit the caches
 STRETCH = 1 << 18  # columns in one thread's sum
-SHORT = 10**8  # multiplications that take less time than starting threads
+SHORT = 10**8  # fewer multiplications take less time than the start of threads
 WINDOWS = 1 << 30  # most bytes of windows of all threads: smaller pieces cost more calls and waits
 LINE = 64  # bytes between rows, else rows of a power of two share few cache lines; files need a sector
 NATIVE = {torch.float32: np.float32, torch.float64: np.float64}
@@ -145,7 +145,7 @@ class Desk(local):
     """The buffers of one thread.
 
     Attributes:
-        turn: held while computing; limits how many threads compute at a time.
+        turn: a semaphore for computing; limits the number of threads that compute at a time.
     """
 
     def __init__(self, turn: Semaphore, apart: int) -> None:

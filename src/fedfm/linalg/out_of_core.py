@@ -1,7 +1,7 @@
-"""Memory-maps vectors that exceed memory to anonymous files; each is an ordinary tensor.
+"""Vectors that exceed memory, in memory-mapped anonymous files; each is an ordinary tensor.
 
-Loops over many of them read and write the files directly (:class:`Stored`): the first access to a mapped page costs
-several times its copy, and the system keeps pages that are not read again.
+Loops over many vectors read and write the files directly (:class:`Stored`): the first access to a mapped page takes
+several times as long as its copy, and the system would keep pages that are not read again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Layout, Params
 
 ALIGNED = 64  # bytes: a vector begins at a cache line
-PAGE = 4096  # bytes: a long vector in a file begins at a page, else a write beside it reads first
+PAGE = 4096  # bytes: a long vector in a file begins at a page; otherwise a write next to it reads first
 FILE, MANY = 1 << 28, 1000  # most bytes and vectors of a shelf in one file
 UNCACHED = 0x80 if sys.platform == "linux" else 0  # RWF_DONTCACHE of Linux 6.14: free pages after the copy
 DIRECT = getattr(os, "O_DIRECT", 0)  # bypasses the page cache
@@ -36,11 +36,10 @@ _mapped: dict[int, tuple[int, Stored]] = {}  # address -> bytes, and the mapped 
 
 
 def limit() -> int:
-    """Bytes of memory for the vectors of one kind (a round's replies, its results, the server's state): the environment
-    variable ``FEDFM_MEMORY``, else a quarter of the machine's memory.
+    """Bytes of memory for vectors of one kind, e.g. a round's replies: ``FEDFM_MEMORY``, else a quarter of all memory.
 
     Raises:
-        InputError: ``FEDFM_MEMORY`` is no number of bytes.
+        InputError: ``FEDFM_MEMORY`` is not a number of bytes.
     """
     given = os.environ.get("FEDFM_MEMORY")
     if given is None:
@@ -53,10 +52,10 @@ def limit() -> int:
 def allocate(count: int, layout: Layout, most: int | None = None) -> list[Params]:
     """Uninitialised vectors, to be written once before they are read.
 
-    They share one buffer, which is free again when none of them is referenced: the next round reuses it, since new
-    memory costs more than the weighted sums. More than ``most`` bytes are mapped from an anonymous file in the folder
-    of temporary files (``TMPDIR``, which should be on a disk). Its space is allocated at once, so that a full disk is
-    an error here and not a crash later.
+    They share one buffer, which is free again when none of them is referenced. The next round reuses it, because new
+    memory takes more time than the weighted sums. More than ``most`` bytes are in a mapped anonymous file in the folder
+    of temporary files (``TMPDIR``, which should be on a disk). Its space is allocated at once: a full disk is an error
+    here and no crash later.
 
     Args:
         count: number of vectors.
@@ -83,7 +82,7 @@ def allocate(count: int, layout: Layout, most: int | None = None) -> list[Params
 
 
 def to_file(x: Params) -> Params:
-    """The same vector, in an anonymous file if it is as large as a whole model and the disk has room."""
+    """Move a vector as large as a complete model to an anonymous file, if the disk has room."""
     if x.nbytes < pages.LARGE or len(x.flats) > 1:
         return x
     ((dtype, flat),) = x.flats.items()
@@ -120,8 +119,7 @@ def _in_file(nbytes: int, passed: bool = False) -> Tensor:
 
 
 def open_again(path: str | Path, mode: int) -> Stored:
-    """A mapped file for :func:`remember`, with descriptors of its own, so that its reads do not change the mapping's
-    read-ahead.
+    """A mapped file for :func:`remember`; its own descriptors leave the mapping's read-ahead unchanged.
 
     Raises:
         OSError: it cannot be opened.
@@ -131,7 +129,7 @@ def open_again(path: str | Path, mode: int) -> Stored:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     try:
         os.preadv(descriptor, [bytearray(1)], 0, UNCACHED)
-    except (OSError, AttributeError):  # use the page cache: what it holds costs half as much
+    except (OSError, AttributeError):  # use the page cache: a cached page takes half the time
         return Stored(descriptor, 0, 0, None)
     try:
         return Stored(descriptor, 0, UNCACHED, os.open(path, mode | os.O_CLOEXEC | DIRECT) if DIRECT else None)
@@ -141,7 +139,7 @@ def open_again(path: str | Path, mode: int) -> Stored:
 
 def remember(memory: np.ndarray, opened: Stored) -> None:
     """Register the file that is mapped in ``memory``; it is closed when the memory is no longer referenced."""
-    if not hasattr(os, "preadv"):  # the mapping is used instead
+    if not hasattr(os, "preadv"):  # fall back to the mapping
         opened.close()
         return
     address = memory.ctypes.data
@@ -157,7 +155,7 @@ class Stored(NamedTuple):
         descriptor: of the file.
         at: the vector's first byte.
         flags: of each call.
-        direct: a second descriptor for whole pages and memory aligned to a sector, which takes a third of the time.
+        direct: a second descriptor for complete pages and sector-aligned memory, which takes a third of the time.
     """
 
     descriptor: int
@@ -225,7 +223,7 @@ class Shelf:
         self._free: dict[Layout, list[Params]] = {}
 
     def put(self, x: Params) -> Params:
-        """The same vector in its place; a vector in a file stays there.
+        """Store a vector and return it; a vector in a file stays there.
 
         Raises:
             OSError: the disk is full.
@@ -248,7 +246,7 @@ class Shelf:
 
 
 def keep_all(vectors: Iterable[Params], most: int | None = None) -> list[Params]:
-    """The vectors on one :class:`Shelf`; of a generator at most one new vector is in memory."""
+    """Put the vectors on one :class:`Shelf`; of a generator at most one new vector is in memory."""
     shelf = Shelf(most)
     return [shelf.put(x) for x in vectors]
 

@@ -1,7 +1,7 @@
-"""Pages of large vectors in mapped files: after a pass over them the system gets them back.
+"""Releases the pages of large vectors in mapped files after a pass over them.
 
-They are on the disk, and most likely in the system's cache, from which the next pass reads them. Until then the memory
-is free, e.g. for the gradients and moments of a model that was loaded from the vector.
+The next pass reads them from the disk, most likely from the system's cache. Until then the memory is free, e.g. for the
+gradients and moments of a model that was loaded from the vector.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _ranges: dict[int, int] = {}  # address -> bytes of mapped files
 
 
 def register(memory: np.ndarray) -> None:
-    """Tell of the bytes (n,) of a mapped file, to which nothing is written any more."""
+    """Register the bytes (n,) of a mapped file that nobody writes to any more."""
     address = memory.ctypes.data
     _ranges[address] = memory.nbytes
     weakref.finalize(memory, _ranges.pop, address, None).atexit = False
 
 
 def release(flat: Tensor) -> None:
-    """Give the pages of this vector back if it is in a mapped file, else do nothing."""
+    """Release the pages of this vector if it is in a mapped file, else do nothing."""
     if _DONTNEED is None or not is_mapped(flat):
         return
     begin = -(-flat.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -48,7 +48,7 @@ def is_mapped(flat: Tensor) -> bool:
 
 
 def apply_in_pieces(operation: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
-    """An elementwise operation of two vectors, into new memory; of those in files few pages at a time are in memory."""
+    """Apply an elementwise operation to two vectors, into new memory; of vectors in files few pages are in memory."""
     out = buffers.like(a)
     if out is None or not (is_mapped(a) or is_mapped(b)):
         return operation(a, b, out=out)

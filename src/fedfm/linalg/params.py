@@ -1,4 +1,4 @@
-"""Params: the named weights that parties exchange, with vector-space arithmetic.
+"""Params: the named weights that clients and server exchange, with vector-space arithmetic.
 
 A method writes ``tau = theta - theta_bar`` and ``w + eta * delta`` as in its paper.
 """
@@ -23,7 +23,7 @@ _BLOCK = 1 << 16  # entries in one float64 sum: it fits the cache, and norms of 
 
 
 class Layout:
-    """Names, dtypes and shapes of a Params, in order; two operands have the same.
+    """Names, dtypes and shapes of a Params, in order; two operands must agree in them.
 
     Attributes:
         entries: (name, dtype, shape) in order.
@@ -66,9 +66,7 @@ _alive: WeakValueDictionary[Any, Layout] = WeakValueDictionary()  # from layout_
 
 
 def layout_sent(entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> Layout:
-    """The Layout that :func:`layout_of` has made of received entries, or one that is not cached: a sender must not be
-    able to fill the memory.
-    """
+    """A Layout of received entries, from the cache of :func:`layout_of` or uncached: no sender can fill the memory."""
     return _alive.get(entries) or Layout(entries)
 
 

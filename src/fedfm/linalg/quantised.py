@@ -1,14 +1,14 @@
 """Vectors in fewer bytes: float32 entries as bfloat16, or as eight bits with a step for each block.
 
 With ``int8`` a block of :data:`BLOCK` entries of one tensor has the step s = max |x| / 127, and an entry is the nearest
-whole multiple of it (half to even): the error is at most s / 2 = max |x| / 254. With ``bfloat16`` an entry is rounded
+integer multiple of it (half to even): the error is at most s / 2 = max |x| / 254. With ``bfloat16`` an entry is rounded
 to eight significant bits, half to even: the error is at most |x| / 256.
 
 8-bit Optimizers via Block-wise Quantization. Dettmers, Lewis, Shleifer, Zettlemoyer. ICLR 2022. arXiv:2110.02861: one
 large entry coarsens its own block only.
 
-A tensor may be coded as the difference to a start that both sides have: what training changes is far smaller than the
-weights, and so is the error. Every operation is elementwise or a maximum, so that the bits are the same everywhere.
+A tensor may be coded as the difference to a start that sender and receiver have: the change by training is far
+smaller than the weights, and so is the error. Every operation is elementwise or a maximum, so that the bits are the same everywhere.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PIECE = BLOCK << 12  # entries at a time, so that temporary memory is small
 
 @dataclass
 class Error:
-    """What coding changed, over all entries so far.
+    """The error of coding, over all entries so far.
 
     Attributes:
         largest: largest absolute difference.
@@ -54,7 +54,7 @@ class Error:
     count: int = 0
 
     def add(self, other: Error) -> None:
-        """Extend it by other entries."""
+        """Add the error of other entries."""
         self.largest = max(self.largest, other.largest)
         self.squares, self.count = self.squares + other.squares, self.count + other.count
 
@@ -65,7 +65,7 @@ class Error:
 
 
 class Coded(NamedTuple):
-    """A vector as it travels.
+    """A coded vector, as it is sent.
 
     Attributes:
         values: the tensors by name, coded; with int8 also :data:`STEPS`.
@@ -79,7 +79,7 @@ class Coded(NamedTuple):
 
 
 def can_code(layout: Layout) -> bool:
-    """Whether a vector has entries to code, and none that would be taken for coded ones."""
+    """Whether a vector has entries to code, and none that look like coded ones."""
     coded = layout.sizes.keys() & CODES.values() or STEPS in layout.slots
     return not coded and any(_is_matrix(dtype, shape) for _, dtype, shape in layout.entries)
 
@@ -87,7 +87,7 @@ def can_code(layout: Layout) -> bool:
 def code(x: Params, name: str, start: Params | None = None) -> Coded:
     """The vector with its float32 tensors of two or more dimensions as bfloat16 or int8.
 
-    Others stay as they are: biases and norms are few bytes that a model is sensitive to, and an error could turn a
+    Others stay as they are: biases and norms are few bytes to which a model is sensitive, and an error could make a
     running variance negative. A tensor whose name and shape are also in ``start`` is coded as the difference if that is
     smaller at its largest.
 
@@ -125,7 +125,7 @@ def decode(values: Params, relative: str, start: Params | None = None) -> Params
     """The vector that :func:`code` approximates, with the same ``start``.
 
     Raises:
-        ValueError: it is not of that form, or relative to a tensor that the start does not have.
+        ValueError: it has another form, or a difference to a tensor that the start does not have.
     """
     kinds = [kind for kind in CODES.values() if kind in values.layout.sizes]
     if len(kinds) != 1 or (kinds[0] is torch.int8) != (STEPS in values):

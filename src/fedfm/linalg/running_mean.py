@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from fedfm.linalg.params import Params
 
-_PIECE = 1 << 15  # entries that torch adds on one thread: rounding must not depend on the split between threads
+_PIECE = 1 << 15  # entries that torch adds on one thread: bits must not depend on the number of threads
 
 
 class RunningMean:
@@ -28,7 +28,7 @@ class RunningMean:
             RuntimeError: the mean was already computed.
         """
         if self._result is not None:
-            raise RuntimeError("a term comes after the mean was computed")
+            raise RuntimeError("a term was added after the mean was computed")
         if self._sum is None:
             self._sum = x * weight
         else:

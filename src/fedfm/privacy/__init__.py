@@ -1,1 +1,1 @@
-"""What a release reveals of one record (noise, calibration, accounting), and what a silo's policy allows."""
+"""Differential privacy (noise, calibration, accounting), and a silo's policy."""

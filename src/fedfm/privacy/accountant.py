@@ -1,4 +1,4 @@
-"""The privacy ledger: what each release spends, and the sum of all."""
+"""The privacy ledger: the epsilon of each release, and of all together."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Spent:
         epsilon: infinite if nothing is guaranteed.
         delta: fixed before the data are seen.
         sensitivity: largest L2 distance between the statistics of neighbours.
-        sigma: standard deviation of the noise on these statistics; None: they are no one Gaussian release, e.g. the
-            sampled steps of DP-SGD, and add up with no other entry.
-        composition: how the cells and rounds of the release add up.
-        note: what else a reader must know.
+        sigma: standard deviation of the noise on these statistics; None: they are not one Gaussian release, e.g. the
+            sampled steps of DP-SGD, and do not compose with other entries.
+        composition: of the cells and rounds of the release.
+        note: further assumptions.
     """
 
     mechanism: str
@@ -40,13 +40,13 @@ class Spent:
 
 
 def together(spent: Sequence[Spent]) -> Spent:
-    """What several Gaussian releases cost a record that is in all of them: two clients, two runs, several rounds.
+    """Composition of Gaussian releases about a record that is in all of them: two clients, two runs, several rounds.
 
     Exact: releases of sensitivity s_i under noise sigma_i equal one of sensitivity sqrt(sum s_i^2/sigma_i^2) under
-    noise 1 (Dong, Roth, Su 2022, Corollary 3.3), also if a later one is chosen after an earlier one was seen.
+    noise 1 (Dong, Roth, Su 2022, Corollary 3.3), also if a later release depends on an earlier one.
 
     Raises:
-        InputError: there is none, or one of several is no Gaussian release, or they differ in unit, relation or delta.
+        InputError: there is none, one of several is not a Gaussian release, or they differ in unit, relation or delta.
 
     Example:
         >>> one = Spent("Gaussian, analytic", "record", "add_remove", 1.0, 1e-5, 1.0, 3.730632, "", "")
@@ -77,7 +77,7 @@ def together(spent: Sequence[Spent]) -> Spent:
 
 
 class Accountant:
-    """What the releases of one run spend: those of its method, and those of its aggregation's mechanism.
+    """The releases of a run: those of its method, and those of its aggregation's mechanism.
 
     Example:
         >>> accountant = Accountant()
@@ -104,7 +104,7 @@ class Accountant:
 
     @property
     def epsilon(self) -> float | None:
-        """What all releases spend together; None if nothing is claimed.
+        """The composition of all releases; None if nothing is claimed.
 
         Raises:
             InputError: they do not add up (see :func:`together`).

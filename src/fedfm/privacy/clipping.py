@@ -14,10 +14,10 @@ _SHARE = 20  # the noise on the count has a standard deviation of a twentieth of
 
 @dataclass(frozen=True)
 class AdaptiveClip:
-    """Each client says with one bit whether its update is within the norm C; C follows the share of those that are.
+    """Each client reports in one bit whether its update is within the norm C; C follows the share of those within it.
 
-    A client that takes part adds b - 1/2 to the count, one that does not adds 0: the sensitivity is 1/2. The noise of
-    the updates is larger than z C by so much that updates and count together cost what z states.
+    A participating client adds b - 1/2 to the count, another client adds 0: the sensitivity is 1/2. The noise of the
+    updates is larger than z C, so that updates and count together spend what z states.
 
     Attributes:
         start: C of the first round.

@@ -1,4 +1,4 @@
-"""Who takes part in a round, where the privacy of a run depends on it: secret coins, and a fixed rotation."""
+"""Cohorts on which a run's privacy depends: secret coins, and a fixed rotation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from fedfm import seeds
 
 
 def by_coins(key: bytes, round: int, names: Sequence[str], rate: float) -> list[str]:
-    """Each name by a coin of its own with probability ``rate``: Poisson sampling, whose amplification is accounted.
+    """Draw each name with probability ``rate``, independently: Poisson sampling, whose amplification is accounted.
 
-    Who knows the coins knows who took part, so they come from a secret key and not from the experiment's seed. A coin
+    The coins disclose the cohort, so they come from a secret key and not from the experiment's seed. A coin
     depends on key, round and name alone: a repeated round asks the same clients.
 
     Args:
@@ -30,7 +30,7 @@ def by_coins(key: bytes, round: int, names: Sequence[str], rate: float) -> list[
 def rotation(seed: int, names: Sequence[str], period: int, known: Mapping[str, int]) -> dict[str, int]:
     """A group 0, ..., period - 1 for each name, of sizes that differ by one at most; known ones keep theirs.
 
-    The order in which groups are filled is drawn from the experiment's seed: groups are no secret.
+    The experiment's seed determines the order in which groups are filled: groups are not secret.
     """
     groups = {name: known[name] for name in names if name in known}
     new = [name for name in names if name not in known]

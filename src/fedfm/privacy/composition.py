@@ -1,4 +1,4 @@
-"""What Gaussian releases spend together, with and without Poisson sampling.
+"""Composition of Gaussian releases, with and without Poisson sampling.
 
 Without sampling the sum is exact: releases of noise multipliers z_i equal one of (sum 1/z_i^2)^(-1/2) (Dong, Roth, Su.
 Gaussian Differential Privacy. JRSS B 2022, Corollary 3.3). With it privacy loss distributions are composed, rounded so
@@ -18,10 +18,10 @@ import numpy as np
 from fedfm.errors import InputError
 from fedfm.privacy import gaussian
 
-LARGEST = 1e4  # noise multiplier; more is no use to anybody
-LITTLE = 0.1  # noise multiplier; of less the grid takes minutes, and one release spends an epsilon of dozens
+LARGEST = 1e4  # noise multiplier; more noise is useless
+LITTLE = 0.1  # noise multiplier; with less noise the grid takes minutes, and a release spends an epsilon of dozens
 STEP = 1.25  # of the search for one
-FINE, COARSE = 1e-4, 1e-3  # of the losses' grid: every grid gives an upper bound, the search needs no better one
+FINE, COARSE = 1e-4, 1e-3  # step of the losses' grid in the search: every grid gives an upper bound
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Releases:
     Attributes:
         noise_multiplier: z, standard deviation of the noise over the L2 sensitivity; 0: no noise.
         times: their number.
-        rate: q in (0, 1], the probability with which a coin of its own takes the unit into each of them.
+        rate: q in (0, 1], the probability that a unit is in a release, by an independent coin for each.
     """
 
     noise_multiplier: float
@@ -56,7 +56,7 @@ def epsilon_of(releases: Sequence[Releases], delta: float) -> float:
 
 
 def _without_sampling(spent: Sequence[Releases], delta: float) -> float:
-    """As if no coin were thrown: exact if none is, else an upper bound."""
+    """Epsilon without sampling: exact if all rates are 1, else an upper bound."""
     mu = math.sqrt(sum(r.times / r.noise_multiplier**2 for r in spent))
     return gaussian.epsilon_of(1.0, mu, delta)
 
@@ -97,7 +97,7 @@ def noise_multiplier_for(epsilon: float, delta: float, times: int = 1, rate: flo
     if z >= LARGEST:
         raise InputError(f"epsilon = {epsilon:g} needs more noise than {LARGEST:g} times the sensitivity")
     low = z / STEP
-    while enough(low):  # from above: little noise takes long to account
+    while enough(low):  # search from above: little noise takes long to account
         low, z = low / STEP, low
     while z - low > 1e-3 * z:
         middle = (low + z) / 2

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-_EVERY = 64  # numbers of bands up to it are all tried; beyond it one in 1.1
+_EVERY = 64  # all numbers of bands up to this are tried; beyond it a geometric grid with ratio 1.1
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Strategy:
     period: int
 
     def sensitivity(self, rounds: int | None = None) -> float:
-        """Largest norm of what one client with vectors of norm 1 adds to the first rounds (default: all) of C X."""
+        """Largest norm of a client's part of the first rounds (default: all) of C X, if its vectors have norm 1."""
         n = self.rounds if rounds is None else rounds
         return max((float(np.linalg.norm(self._columns(n, i))) for i in range(min(self.period, n))), default=0.0)
 
     def of_one_answer(self) -> float:
-        """A bound s such that j answers of a client cost at most sensitivity s j^(1/2), whichever j they are.
+        """A bound s such that any j answers of a client have at most the sensitivity s j^(1/2).
 
         s^2 is the largest sum over t of <C_s, C_t>, s and t in the client's rounds.
         """

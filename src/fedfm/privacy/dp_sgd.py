@@ -1,4 +1,4 @@
-"""The guarantee of DP-SGD at one client: how much noise its steps need, and its secret coins and noise.
+"""The guarantee of DP-SGD at one client: the noise that its steps need, its secret coins and its noise.
 
 Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar, Zhang. Deep Learning with Differential Privacy. CCS 2016.
 arXiv:1607.00133, Algorithm 1. Each step takes every row by a coin of its own with probability q (Poisson sampling), so
@@ -20,20 +20,20 @@ from fedfm.errors import E_REFUSED, ClientFault
 from fedfm.privacy.composition import Releases, epsilon_of, noise_multiplier_for
 from fedfm.privacy.noise import cover, digest, stream
 
-_TOLD = 64  # numbers of a noisy sum that tell it from others: their noise follows from all numbers of the sum
+_TOLD = 64  # numbers that identify a noisy sum: their noise depends on all numbers of the sum
 MEMORY = "dp_sgd"  # beginning of the names in client.first, and name of the client's secret
 
 
 @dataclass(frozen=True)
 class DescentPlan:
-    """DP-SGD as an experiment fixes it before any row is seen.
+    """The settings of DP-SGD, fixed by an experiment before any row is read.
 
     Attributes:
         clip_norm: C, bound on the L2 norm of one row's gradient over all trainable tensors together.
         delta: of (epsilon, delta).
         rounds: in which a client trains at most.
-        target_epsilon: what each client spends at most; None: ``noise_multiplier`` is given.
-        noise_multiplier: z, the noise's standard deviation over C; None: each client finds its own.
+        target_epsilon: the largest epsilon of a client; None: ``noise_multiplier`` is given.
+        noise_multiplier: z, the noise's standard deviation over C; None: each client computes its own.
     """
 
     clip_norm: float
@@ -43,7 +43,7 @@ class DescentPlan:
     noise_multiplier: float | None = None
 
     def releases(self, n: int, batch_size: int, steps: int) -> Releases:
-        """What a client with n rows releases, all rounds together.
+        """The releases of a client with n rows, over all rounds.
 
         Args:
             batch_size: B, the expected size of a batch.
@@ -59,22 +59,22 @@ class DescentPlan:
         return Releases(z, times, q)
 
     def epsilon(self, releases: Releases) -> float:
-        """What they spend, an upper bound."""
+        """Epsilon of these releases, an upper bound."""
         return epsilon_of([releases], self.delta)
 
 
 class PrivateSteps:
-    """A client's steps under a plan: each is taken once, from one starting point.
+    """A client's steps under a plan: each is taken once, from one start.
 
-    The first training of a round fixes its place among the steps of the run and its start: all that shapes a gradient,
-    the rows and the seed among it. Coins are a function of that start, and the noise of a step of the sum that it
-    covers, too: two sums that differ in a bit share no noise. A repeated round takes the same steps with the same
-    noise. Another start of that round, and a round below one that was trained, are refused: with noise of their own
-    they would be further releases, which nothing accounts.
+    The first training of a round fixes its place among the steps of the run, and its start: everything that determines
+    a gradient, with rows and seed. Coins are a function of that start; the noise of a step also depends on the sum that
+    it covers: two sums that differ in a bit share no noise. A repeated round takes the same steps with the same noise.
+    Another start of that round is refused, and so is an earlier round: with other noise they would be further
+    releases, which are not accounted.
 
-    All of it is in :attr:`Client.first`, which has no versions: neither a resume, nor a repeated message, nor the order
-    of rounds undoes it. The client's memory, which has versions, only says from which place on to look: that of
-    the last round of which it knows.
+    The records are in :attr:`Client.first`, which has no versions: neither a resume, nor a repeated message, nor the
+    order of rounds undoes them. The client's memory, which has versions, says only at which place the search begins:
+    that of the last round that it knows.
 
     Args:
         steps: in one round.
@@ -108,10 +108,10 @@ class PrivateSteps:
         return not self._place
 
     def begin(self, start: str) -> None:
-        """Spend one round's steps from this starting point, given by all that the steps depend on besides the secret.
+        """Spend one round's steps from this start: everything that the steps depend on, except the secret.
 
         Raises:
-            ClientFault: E_REFUSED, all steps are spent, or the round was begun from another start, or a later one was.
+            ClientFault: E_REFUSED, all steps are spent, or this round began from another start, or a later round began.
         """
         t, of = self._client.round, self._known["of"]
         place: int = self._known.get("place", 0)
@@ -131,7 +131,7 @@ class PrivateSteps:
                 )
             if found["round"] > t:
                 raise _refusal(f"round {t} comes after round {found['round']}, which was trained already")
-            place += found["steps"]  # of a round before
+            place += found["steps"]  # an entry of an earlier round
         raise _refusal(f"{place} of {of} private steps are taken; {self._steps} more exceed")
 
     def batch(self, step: int) -> NDArray[np.int64]:
@@ -150,10 +150,10 @@ class PrivateSteps:
         return released
 
     def end(self) -> None:
-        """Fix what the round releases; call it before anything of it leaves.
+        """Record the round's releases; call it before any of them leaves the client.
 
         Raises:
-            ClientFault: E_REFUSED, a repetition from the same start came to other sums, which are a further release.
+            ClientFault: E_REFUSED, a repetition from the same start gave other sums, which are a further release.
         """
         released = self._released.hexdigest().encode()
         if self._client.first(f"{MEMORY}-released-{self._place}", released) != released:

@@ -15,7 +15,9 @@ import numpy as np
 
 from fedfm.errors import InputError
 
-_SLACK = 1 + 1e-12  # on sigma and epsilon: covers the rounding of delta_of, so that the guarantee holds in floats
+_SLACK = (
+    1 + 1e-12
+)  # factor on sigma and epsilon: covers the rounding of delta_of, so that the guarantee holds in floats
 
 
 def delta_of(sigma: float, sensitivity: float, epsilon: float) -> float:
@@ -119,7 +121,7 @@ def epsilon_of(sigma: float, sensitivity: float, delta: float) -> float:
         return math.inf
     # The privacy loss is N(ratio^2/2, ratio^2); its tail beyond ``high`` has mass below delta.
     high = 0.5 * ratio * ratio + ratio * math.sqrt(2 * math.log(1 / delta))
-    while delta_of(1.0, ratio, high) > delta:  # only by rounding
+    while delta_of(1.0, ratio, high) > delta:  # true by rounding only
         high *= _SLACK
     return _least(lambda epsilon: delta_of(1.0, ratio, epsilon) <= delta, 0.0, high)
 

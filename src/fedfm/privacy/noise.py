@@ -4,9 +4,10 @@ HKDF-SHA256 derives a subkey for each purpose, ChaCha20 its stream, Box-Muller t
 shape give the same numbers, so an interrupted run repeats its noise instead of averaging it away.
 
 *The same noise never covers two different numbers.* :func:`cover` puts a digest of the numbers, of their shape and of
-the noise's standard deviation into the purpose. What differs in one bit gets an independent stream, so no difference of
-two releases is free of noise; what is equal gets the same noise again, and a repetition tells nothing new. Mechanisms
-add noise by :func:`cover` alone. It makes no second release free: who may ask twice is for its caller to decide.
+the noise's standard deviation into the purpose. Numbers that differ in one bit get independent streams, so no
+difference of two releases is free of noise. Equal numbers get the same noise again, so a repetition discloses nothing
+new. Mechanisms add noise by :func:`cover` alone. A second release with other numbers still spends privacy; the caller
+decides whether to answer twice.
 """
 
 from __future__ import annotations
@@ -28,15 +29,14 @@ BLOCK = 1 << 20  # numbers of noise at a time
 
 
 def cover(key: bytes, purpose: str, numbers: NDArray[Any], sigma: float | Array) -> NDArray[Any]:
-    """The numbers with normal noise of their own on them, in their shape.
+    """The numbers plus normal noise that depends on them, in their shape.
 
-    Whole numbers (int64) get whole noise, so that the sum is exact. Floats are rounded to the lattice of
-    :func:`on_grid` with their noise on them; they are compared bit by bit, since a float that differs in its last bit
-    is another number, and shares no noise.
+    Integers (int64) get integer noise, so that the sum is exact. Floats plus noise are rounded to the lattice of
+    :func:`on_grid`. Two floats that differ in the last bit are different numbers and share no noise.
 
     Args:
         key: secret; only its owner keeps it.
-        purpose: what is released, e.g. ``"c3/moments/7"``; two releases of different meaning have different ones.
+        purpose: of the release, e.g. ``"c3/moments/7"``; releases of different meaning have different purposes.
         sigma: above 0, the standard deviation, for all numbers or for each (of their shape).
 
     Raises:
@@ -60,7 +60,7 @@ def cover(key: bytes, purpose: str, numbers: NDArray[Any], sigma: float | Array)
 
 
 def digest(*parts: NDArray[Any] | str) -> str:
-    """SHA-256 of arrays and texts: type, shape, length and bytes of each, so that different parts never look alike."""
+    """SHA-256 over type, shape, length and bytes of arrays and texts, so that different parts never look alike."""
     found = hashlib.sha256()
     for part in parts:
         of = "text" if isinstance(part, str) else part.dtype.newbyteorder("<").str
@@ -75,13 +75,13 @@ def gaussian(key: bytes, purpose: str, shape: tuple[int, ...]) -> Array:
     """Standard normals, float64, of this shape.
 
     Streams of two purposes, or of two shapes, are independent. The same noise on two data sets reveals their
-    difference: a mechanism adds noise by :func:`cover`, or names in the purpose all that its noise will cover.
+    difference: a mechanism adds noise by :func:`cover`, or puts everything that the noise covers into the purpose.
 
     The radius takes 64 random bits: the tails are cut at 9.5, beyond which a normal number has mass 1e-20.
 
     Args:
         key: secret; only its owner keeps it.
-        purpose: what the noise is for, e.g. ``"c3/moments/7"``.
+        purpose: of the noise, e.g. ``"c3/moments/7"``.
 
     Raises:
         InputError: the key is shorter than 16 bytes.
@@ -93,7 +93,7 @@ def gaussian(key: bytes, purpose: str, shape: tuple[int, ...]) -> Array:
     size = math.prod(shape)
     pairs = -(-size // 2)
     words = np.frombuffer(stream(key, f"{purpose}\x1f{tuple(map(int, shape))}", 16 * pairs), dtype="<u8")
-    # A small 64-bit word keeps its low bits as a float: there the logarithm needs them.
+    # A small 64-bit word keeps its low bits as a float, where the logarithm needs them.
     radius = np.sqrt(-2 * np.log((words[:pairs].astype(np.float64) + 0.5) * 2.0**-64))
     angle = (2 * math.pi * 2.0**-53) * (words[pairs:] >> np.uint64(11)).astype(np.float64)
     return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size].reshape(shape)
@@ -129,7 +129,7 @@ def on_grid(values: Array, sigma: float | Array) -> Array:
 def stream(key: bytes, purpose: str, length: int) -> bytes:
     """``length`` bytes of the ChaCha20 stream of this purpose and length under the key.
 
-    The length belongs to the purpose: a shorter stream is no beginning of a longer one.
+    The length is part of the purpose: a shorter stream is not the beginning of a longer one.
     """
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
     from cryptography.hazmat.primitives.hashes import SHA256

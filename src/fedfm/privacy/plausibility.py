@@ -1,4 +1,4 @@
-"""Whether a stated (epsilon, delta) says anything, in one line where it does not."""
+"""Notices about a stated (epsilon, delta) that guarantees almost nothing."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ MOST = 20.0  # epsilon, above which the odds of an attacker may change by more t
 
 
 def of_delta(delta: float, count: int, what: str) -> str | None:
-    """A notice if delta is so large that a mechanism keeps to it that publishes what it should protect.
+    """A notice if delta is so large that a mechanism satisfies it that publishes what it should protect.
 
-    One that publishes each of n rows with probability delta spends epsilon = 0 at this delta, and publishes n delta
-    rows.
+    A mechanism that publishes each of n rows with probability delta spends epsilon = 0 at this delta. It publishes
+    n delta rows on average.
 
     Args:
-        count: n, how many rows or clients are protected.
+        count: n, number of protected rows or clients.
         what: these, in words, e.g. ``"training rows"``.
 
     Example:
@@ -35,7 +35,7 @@ def of_epsilon(epsilon: float | None) -> str | None:
     """A notice if epsilon bounds next to nothing.
 
     Args:
-        epsilon: None: nothing is claimed.
+        epsilon: None if no epsilon is claimed.
     """
     if epsilon is None or epsilon <= MOST:
         return None

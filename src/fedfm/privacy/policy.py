@@ -1,7 +1,7 @@
-"""A silo's policy: what a request may expose of it, in four words; what an experiment must promise; lifetime budgets.
+"""A silo's policy: exposure by requests, in four words; requirements on experiments; lifetime budgets.
 
     mean      its update goes into a mean, of which the server sees what the aggregation shows
-    reply     the server sees a reply of this silo by itself
+    reply     the server sees a single reply of this silo
     scores    the server sees metrics of a model on this silo's own rows
     reveal    the server gets this silo's own final model
 
@@ -19,9 +19,9 @@ from fnmatch import fnmatchcase
 from fedfm.core.fields import setting
 from fedfm.errors import InputError, close, listed
 
-HELLO = "query.hello"  # asks for the silo's name: answered if anything is allowed
+HELLO = "query.hello"  # the handshake, which asks for the silo's name: answered if anything is allowed
 WORDS = ("mean", "reply", "scores", "reveal")
-TOLERANCE = 1e-6  # by which a computed epsilon may exceed its limit: it is computed to fewer digits than a limit has
+TOLERANCE = 1e-6  # relative tolerance of a limit: a computed epsilon has fewer digits than a limit
 MECHANISMS = ("own", "gaussian", "correlated_gaussian", "distributed_gaussian", "dp_sgd")
 EXPOSES = {"train": "mean", "aggregate": "mean", "query": "reply", "scores": "scores", "reveal": "reveal"}  # by kind
 
@@ -35,7 +35,7 @@ class Policy:
         allow_by_method: words by a method's name; they replace ``allow``.
 
     Raises:
-        InputError: an unknown word, with its key and the words that exist.
+        InputError: a word is unknown; with its key and the known words.
     """
 
     allow: tuple[str, ...] = WORDS
@@ -52,13 +52,13 @@ class Policy:
 
     @property
     def words(self) -> set[str]:
-        """All words that some method may use; without any the silo takes part in nothing."""
+        """All words that some method may use; without words the silo takes part in nothing."""
         return {*self.allow, *(word for words in self.allow_by_method.values() for word in words)}
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a silo requires of every experiment; one that promises less is refused before it gets anything."""
+    """A silo's requirements on every experiment; one that guarantees less is refused before it gets any data."""
 
     aggregator: str | None = setting(None, "secagg: the server sees sums of updates only", choices=("secagg",))
     smallest_cohort: int = setting(0, "silos in a sum, this one included; needs secagg", ge=0)
@@ -77,7 +77,7 @@ class Requirements:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a silo gives in its lifetime, over all runs; its ledger counts."""
+    """A silo's budgets over all runs of its lifetime; its ledger counts them."""
 
     epsilon: float | None = setting(None, "of all releases together; what has no epsilon is then refused", gt=0)
     delta: float = setting(1e-5, "at which epsilon is computed", gt=0, lt=1)

@@ -23,7 +23,7 @@ class PrivacySpec:
     )
     unit: str | None = setting(None, "client or record", choices=("record", "client"), required=True)
     target_epsilon: float | None = setting(None, "calibrate the noise to this epsilon", gt=0, finite=True)
-    # Beyond these bounds accounts overflow; no noise in use is near them.
+    # Beyond these bounds accountants overflow; no practical noise is near them.
     noise_multiplier: float | None = setting(None, "sigma / clip_norm, instead of target_epsilon", ge=1e-6, le=10_000)
     delta: float | None = setting(None, "of (epsilon, delta)", gt=0, lt=1, required=True)
     clip_norm: float | None = setting(None, "C, bound on the norm of an update", gt=0, finite=True)
@@ -35,14 +35,14 @@ class PrivacySpec:
 
     @property
     def states_epsilon(self) -> bool:
-        """Whether the table asks for more than hidden sums."""
+        """Whether the table asks for differential privacy, not for hidden sums only."""
         return self != PrivacySpec(aggregator="secagg")
 
     def validate(self) -> None:
         """Check the noise, by an epsilon or by a multiplier, and the clip.
 
         Raises:
-            InputError: neither or both are given, or the mechanism has no clip that moves.
+            InputError: neither or both are given, or the mechanism has no adaptive clip.
         """
         faults = Faults()
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
@@ -58,7 +58,7 @@ class PrivacySpec:
 
 
 def check(spec: PrivacySpec) -> None:
-    """Raise an InputError for values of a [privacy] table that are out of bounds or do not go together."""
+    """Raise an InputError for values of a [privacy] table that are out of bounds or contradict each other."""
     faults = Faults()
     with faults:
         fields.check(spec, "privacy")

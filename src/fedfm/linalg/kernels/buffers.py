@@ -21,7 +21,7 @@ from torch import Tensor
 LARGE = 4 << 20  # bytes; smaller buffers come from torch's allocator
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # of glibc's malloc.h
 _IDLE = 512 << 20  # most bytes that a process keeps between two steps
-_ALL = 2**31 - 1  # as many as mallopt can say
+_ALL = 2**31 - 1  # the largest value of mallopt
 KEPT = 4  # most free buffers: a round uses about as many of one size in turn
 
 _free: deque[Any] = deque(maxlen=KEPT)  # its operations are atomic: a lease may end in any thread
@@ -41,7 +41,7 @@ class _Lease:
 
 
 def lease(memory: np.ndarray, free: deque[Any], token: Any) -> np.ndarray:
-    """An array on the same memory; when it and its views are no longer referenced, ``free`` receives the token."""
+    """An array on the same memory; ``free`` receives the token when neither it nor a view is referenced any more."""
     return np.asarray(_Lease(memory, free, token))
 
 
@@ -68,11 +68,11 @@ def keep_freed() -> None:
 
 @functools.cache
 def keep_all_freed() -> bool:
-    """Keep what this process has freed, of arrays of any size, for its next arrays; False without glibc.
+    """Keep freed memory of arrays of any size for this process's next arrays; False without glibc.
 
-    Arrays above 32 MiB go back to the kernel otherwise, whatever :func:`keep_freed` says. A process that works on
-    ciphertexts has hundreds of MB of them in turn: a holder of rows renews them three times as fast with this. Such a
-    process keeps up to 2 GiB beyond what it uses until it ends.
+    Otherwise arrays above 32 MiB go back to the kernel, in spite of :func:`keep_freed`. A process that works on
+    ciphertexts allocates hundreds of MB of them in turn: a client refreshes them three times as fast with this. Such a
+    process keeps up to 2 GiB more than it uses until it ends.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _ALL))
@@ -80,12 +80,12 @@ def keep_all_freed() -> bool:
 
 
 def like(x: Tensor) -> Tensor | None:
-    """A buffer for the result of an operation on the vector ``x``; None, the operation's own choice, if it is small."""
+    """A buffer for the result of an operation on the vector ``x``; None if it is small: the operation allocates."""
     return empty(len(x), x.dtype) if x.numel() * x.element_size() >= LARGE else None
 
 
 def give_back() -> None:
-    """Return the free buffers, and glibc's free pages, to the system: something else needs much memory."""
+    """Return the free buffers and glibc's free pages to the system, before another step needs much memory."""
     _free.clear()
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)

@@ -160,13 +160,13 @@ def _reduction(fold: Any) -> Any:
 
 @intrinsic
 def _cut(typing: Any, v: Any) -> Any:
-    """Whole numbers, towards zero."""
+    """Integers, rounded towards zero."""
     return _code(LANES(LANES), lambda builder, v: builder.sitofp(builder.fptosi(v, _WHOLE), VECTOR))
 
 
 @intrinsic
 def _power(typing: Any, q: Any) -> Any:
-    """2^q for whole numbers q above -127, by their bits."""
+    """2^q for integers q above -127, by their bits."""
 
     def emit(builder: Any, q: Any) -> Any:
         biased = builder.add(builder.fptosi(q, _WHOLE), ir.Constant(_WHOLE, [127] * COUNT))
@@ -190,7 +190,7 @@ def turn(typing: Any, to: Any, o: Any, down: Any, x: Any, at: Any, under: Any, n
             from_ = pointer(context, builder, signature.args[3], x, builder.add(at, builder.mul(row, under)))
             read = builder.load(builder.bitcast(from_, VECTOR.as_pointer()), align=4)
             rows.append(builder.select(there, read, zero))
-        for d in (1, 2, 4, 8):  # swap the blocks of d x d beside the diagonal
+        for d in (1, 2, 4, 8):  # swap the blocks of d x d next to the diagonal
             upper = [i if not i & d else COUNT + i - d for i in range(COUNT)]
             lower = [i + d if not i & d else COUNT + i for i in range(COUNT)]
             new = list(rows)

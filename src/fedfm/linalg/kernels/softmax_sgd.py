@@ -2,7 +2,7 @@
 
 The weights are transposed (d, C'), C' the number of classes C in whole lanes, with zeros behind the C. The logits and
 the update of the weights are then the same product of tiles (:mod:`fedfm.linalg.kernels.matmul`), and no sum runs
-across lanes. The rows of a batch are copied side by side first. The caller allocates the scratch memory.
+across lanes. The rows of a batch are first copied to adjacent memory. The caller allocates the scratch memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Real numbers as whole numbers modulo 2^bits, such that sums of a known number of terms cannot overflow."""
+"""Real numbers as integers modulo 2^bits, such that sums of a known number of terms cannot overflow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FixedPoint:
     """Numbers of magnitude ``bound`` at most, of which at most ``terms`` are summed.
 
     *Guarantee*: the sum of m <= terms encoded numbers, decoded, differs from the sum of the numbers by at most
-    m step / 2, up to the rounding of float64 (2^-53 of a number). Each whole number is at most bound / step + 1/2 in
+    m step / 2, up to the rounding of float64 (2^-53 of a number). Each integer is at most bound / step + 1/2 in
     magnitude, and ``terms`` of them stay below 2^(bits - 1).
 
     Attributes:
@@ -45,7 +45,7 @@ class FixedPoint:
 
     @property
     def dtype(self) -> type[np.unsignedinteger[Any]]:
-        """Of the whole numbers."""
+        """The dtype of the integers."""
         return np.uint32 if self.bits == 32 else np.uint64
 
     def encode(self, x: NDArray[np.floating[Any]], factor: float = 1.0) -> Words:

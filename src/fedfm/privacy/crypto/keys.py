@@ -26,7 +26,7 @@ Context = str | bytes | int
 
 
 def encode(*context: Context) -> bytes:
-    """A context as bytes: of each part its kind, its length and its content."""
+    """A context as bytes: kind, length and content of each part."""
     out = bytearray()
     for part in context:
         kind = type(part).__name__[0].encode()
@@ -46,7 +46,7 @@ def public_of(private: bytes) -> bytes:
 
 
 def agree(private: bytes, public: bytes, *context: Context) -> bytes:
-    """The key that two parties share, each from its private half and the other's public half.
+    """The key that two clients share, each from its private half and the other's public half.
 
     Raises:
         ValueError: the public half is a point of small order, with which the result would be public.

@@ -1,4 +1,4 @@
-"""Masks: the AES-256-CTR keystream of a key, added to whole numbers modulo 2^32 or 2^64."""
+"""Masks: the AES-256-CTR keystream of a key, added to integers modulo 2^32 or 2^64."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Secret sharing over the prime field of 2^256 - 189.
 
-Shamir. How to Share a Secret. Communications of the ACM 1979. Any ``threshold`` shares determine the secret; fewer say
-nothing about it.
+Shamir. How to Share a Secret. Communications of the ACM 1979. Any ``threshold`` shares determine the secret; fewer
+disclose nothing about it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from fedfm.privacy.crypto import keys
 PRIME = 2**256 - 189  # the largest prime below 2^256: secrets and shares have 32 bytes
 
 
-def split(secret: int, threshold: int, holders: int) -> list[int]:
-    """The shares f(1), ..., f(holders) of a random polynomial f of degree threshold - 1 with f(0) = secret.
+def split(secret: int, threshold: int, count: int) -> list[int]:
+    """The shares f(1), ..., f(count) of a random polynomial f of degree threshold - 1 with f(0) = secret.
 
     Raises:
-        ValueError: the secret is not in the field, or not 1 <= threshold <= holders.
+        ValueError: the secret is not in the field, or not 1 <= threshold <= count.
     """
-    if not (0 <= secret < PRIME and 1 <= threshold <= holders):
-        raise ValueError(f"threshold {threshold} of {holders} holders, or a secret outside the field")
+    if not (0 <= secret < PRIME and 1 <= threshold <= count):
+        raise ValueError(f"threshold {threshold} of {count} shares, or a secret outside the field")
     # 128 bits more than the prime: the remainder is uniform up to 2^-128.
     f = [secret, *(int.from_bytes(keys.entropy(48), "little") % PRIME for _ in range(threshold - 1))]
-    return [_horner(f, x) for x in range(1, holders + 1)]
+    return [_horner(f, x) for x in range(1, count + 1)]
 
 
 def _horner(f: list[int], x: int) -> int:
@@ -34,7 +34,7 @@ def _horner(f: list[int], x: int) -> int:
 
 
 def combine(shares: Mapping[int, int], threshold: int) -> int:
-    """The secret f(0) of the shares f(x) by x.
+    """The secret f(0) from shares f(x), by x.
 
     Raises:
         ValueError: fewer shares than ``threshold``, or more that do not lie on one polynomial.
