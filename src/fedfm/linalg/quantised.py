@@ -7,8 +7,9 @@ to eight significant bits, half to even: the error is at most |x| / 256.
 8-bit Optimizers via Block-wise Quantization. Dettmers, Lewis, Shleifer, Zettlemoyer. ICLR 2022. arXiv:2110.02861: one
 large entry coarsens its own block only.
 
-A tensor may be coded as the difference to a start that sender and receiver have: the change by training is far
-smaller than the weights, and so is the error. Every operation is elementwise or a maximum, so that the bits are the same everywhere.
+A tensor may be coded as the difference to a start that sender and receiver have: the change by training is far smaller
+than the weights, and so is the error. Every operation is elementwise or a maximum, so that the bits are the same
+everywhere.
 """
 
 from __future__ import annotations
