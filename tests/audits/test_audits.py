@@ -162,7 +162,6 @@ def test_other_forms_of_the_method_are_read(tmp_path, method):
     [
         {"components": 1, "covariance": "full"},
         {"components": 1, "covariance": "spherical", "relation": "replace"},
-        {"components": 2, "covariance": "spherical"},
     ],
 )
 def test_other_forms_of_noise_are_read(tmp_path, method):

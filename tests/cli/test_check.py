@@ -171,29 +171,6 @@ def test_a_label_that_says_that_there_is_none_is_noticed(capsys, tmp_path, word)
     assert f'# the class "{word}" is trained like any other; if it marks rows without a label' in out
 
 
-def test_noise_of_many_components_is_said_before_the_run(capsys, tmp_path):
-    text = labelled(tmp_path, ["a", "b"] * 30).replace('"fedavg"\nrounds = 1', '"fedpft"\ncomponents = {}')
-    text += '[privacy]\nunit = "record"\ntarget_epsilon = 50.0\ndelta = 1e-5\n'
-    said = "private EM with up to 10 components has"
-    code, out, _ = checked(capsys, tmp_path, text.format('10\ncovariance = "spherical"'))
-    assert code == 0
-    assert f"# {said}" in out
-    seen = []
-
-    class Notes(fedfm.Progress):
-        def notice(self, text):
-            seen.append(text)
-
-        def round(self, *args, **kwargs):
-            seen.append("a round")
-
-    result = fedfm.run(tmp_path / "exp.toml", tmp_path / "run", progress=Notes())
-    assert [said in note for note in seen].index(True) < seen.index("a round")
-    assert sum(said in note for note in seen) == sum(said in note for note in result["warnings"]) == 1
-    code, out, _ = checked(capsys, tmp_path, text.format('1\ncovariance = "spherical"'))
-    assert (code, "private EM" in out) == (0, False)
-
-
 def test_classes_that_nobody_trains_are_noticed(capsys, tmp_path):
     labels = ["a", "b", "c"] * 20
     split = ["test" if label == "c" or i % 4 == 0 else "train" for i, label in enumerate(labels)]

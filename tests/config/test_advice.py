@@ -1,7 +1,6 @@
 """What a notice or an error advises, the same experiment takes."""
 
 import copy
-import re
 
 import pytest
 
@@ -13,9 +12,8 @@ from fedfm.config.toml import put
 from fedfm.core.messages import Excluded
 from fedfm.core.reasons import reasons
 from fedfm.errors import E_NONFINITE, InputError
-from fedfm.methods.fedpft import private as fedpft
 from fedfm.methods.fedpft.release_plan import too_noisy
-from fedfm.methods.fedpft.settings import pools, unfit_for_one
+from fedfm.methods.fedpft.settings import pools
 from fedfm.runtime.after_run_checks import overtrained
 
 BASE = {
@@ -54,7 +52,6 @@ EXPERIMENTS = {
     "fedpft, private": tables(method={"name": "fedpft"}, privacy=RECORD),
     "fedpft, pooled": tables(method={"name": "fedpft", "pooled": True}, privacy=RECORD),
     "fedpft, paper": tables(method={"name": "fedpft", "calibration": "paper", "relation": "replace"}, privacy=RECORD),
-    "fedpft, em": tables(method={"name": "fedpft", "components": 3, "shuffle": True}, privacy=RECORD),
     "fedpft, chain": tables(method={"name": "fedpft", "topology": "chain"}, privacy=RECORD),
 }
 VALUES = {
@@ -64,7 +61,6 @@ VALUES = {
     "method.local.max_grad_norm": 1.0,
     "method.fraction": 0.1,
     "pooled = true": {"method.pooled": True},
-    "components = 1": {"method.components": 1},
 }
 ROSE = [{"round": t, "loss": loss, "accuracy": a} for t, (loss, a) in enumerate([(2.0, 0.1), (0.5, 0.8), (0.7, 0.7)])]
 
@@ -77,8 +73,6 @@ def said(e):
     if plan is not None:
         yield too_noisy(plan, 192, 1, client_rows=1) if e.method.asks == ("release",) else ""
         yield "pooled = true" if pools(e.method) else ""
-    if plan is not None and e.method._most() > 1:
-        yield "".join(fedpft.told_of_mixtures(plan, e.method._most(), 3, unfit_for_one(e.method))["warnings"])
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -89,8 +83,6 @@ def test_what_a_notice_advises_the_same_experiment_takes(name):
         for key, value in VALUES.items():
             if key in text:
                 changes |= value if isinstance(value, dict) else {key: value}
-        if dropped := re.findall(r"without (\w+)(?: and (\w+))?", text):
-            changes |= {f"method.{k}": {"budgets": {}, "shuffle": False}[k] for k in dropped[0] if k}
         assert takes(e, changes), (text, changes)
 
 

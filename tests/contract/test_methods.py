@@ -69,7 +69,6 @@ SETTINGS = [
     ("fedpft", {"topology": "chain", "verify": True}, {}),
     ("fedpft", {"pooled": True}, {}),  # says nothing without [privacy]
     ("fedpft", {"components": 1}, {"privacy": RECORD}),
-    ("fedpft", {"components": 2}, {"privacy": RECORD}),
     ("fedpft", {"components": 1, "pooled": True}, {"privacy": RECORD}),
 ]
 

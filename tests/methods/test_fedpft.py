@@ -20,7 +20,7 @@ from fedfm.methods.fedpft.encoding import pack, unpack
 from fedfm.methods.fedpft.fedpft import FedPFT, Handed, Passed, Summary
 from fedfm.methods.fedpft.settings import plan_of
 from fedfm.methods.fedpft.topology import topological
-from fedfm.privacy.gaussian import epsilon_of, paper_sigma, sigma_for
+from fedfm.privacy.gaussian import epsilon_of, paper_sigma
 from fedfm.privacy.spec import PrivacySpec
 from fedfm.runtime import client_memory
 from fedfm.runtime.progress import Progress
@@ -411,34 +411,6 @@ def test_a_large_epsilon_is_nearly_no_noise(file, tmp_path):
     assert noisy["accuracy"] > plain["accuracy"] - 0.05
 
 
-def test_private_em_pays_for_every_iteration(file, tmp_path):
-    method = {"covariance": "spherical", "components": 2, "iterations": 3}
-    result = fedfm.run(tables(file, privacy=RECORD | {"target_epsilon": 50.0}, **method), tmp_path / "run")
-    assert result["epsilon"] == pytest.approx(50.0)
-    assert result["accuracy"] > 0.6
-    entry = fedfm.load_run(tmp_path / "run").manifest["ledger"]["entries"][-1]
-    assert "3 adaptive iterations" in entry["composition"]
-
-
-def test_private_em_says_how_much_more_noise_it_has(file, tmp_path):
-    method = {"covariance": "diag", "components": 2, "iterations": 4}
-    result = fedfm.run(tables(file, privacy=RECORD | {"target_epsilon": 50.0}, **method), tmp_path / "run")
-    times = 2 * np.sqrt((0.25**2 + 2) / (0.25**2 + 1))  # sqrt(J), and second moments beside the means
-    (warning,) = result["details"]["warnings"]
-    assert f"{times:.2g} times the noise" in warning
-    assert result["details"]["noise_std_of_sums"] == pytest.approx(
-        np.sqrt(4 * (0.25**2 + 2)) * sigma_for(50.0, 1e-5), rel=1e-9
-    )
-
-
-def test_private_em_that_finds_nothing_is_no_fault_of_the_clients(file, tmp_path, monkeypatch):
-    monkeypatch.setattr(client_memory, "entropy", lambda n: bytes([1]) * n)  # fresh noise finds a class now and then
-    with pytest.raises(RunError, match="no class stands out of the noise"):
-        fedfm.run(
-            tables(file, privacy=RECORD | {"target_epsilon": 0.05}, covariance="diag", components=2), tmp_path / "run"
-        )
-
-
 def test_one_noisy_sum_over_the_federation_needs_only_a_mean(file, tmp_path, monkeypatch):
     monkeypatch.setattr(client_memory, "entropy", lambda n: bytes(n))
     weak = RECORD | {"target_epsilon": 0.5}
@@ -605,7 +577,8 @@ def test_settings_that_make_no_sense_are_refused(file, wrong, said):
         ({"delta": 1.5}, PRIVATE, "delta"),
         ({"unit": "client"}, PRIVATE, "record"),
         ({}, {"components": 3, "pooled": True}, "components"),
-        ({}, {"components": 3, "relation": "replace", "calibration": "paper"}, "calibration"),
+        ({}, PRIVATE | {"components": 2}, "components = 2: expected 1"),
+        ({}, PRIVATE | {"budgets": {"c0": 2}}, "budgets"),
         ({}, PRIVATE | {"topology": "chain", "pooled": True}, "pooled"),
         ({}, PRIVATE | {"topology": "chain", "calibration": "paper_client", "relation": "replace"}, "calibration"),
         ({}, PRIVATE | {"pooled": True, "calibration": "paper", "relation": "replace"}, "calibration"),

@@ -28,7 +28,7 @@ def test_a_private_run_sends_one_spherical_component_unless_told_otherwise(tmp_p
         (None, {}, "diag", 10),
         (PRIVATE, {}, "spherical", 1),
         (PRIVATE, {"covariance": "diag"}, "diag", 1),
-        (PRIVATE, {"components": 3}, "spherical", 3),
+        (PRIVATE, {"components": 3, "topology": "chain"}, "spherical", 3),
         (None, {"components": 1}, "diag", 1),
     ):
         table = plain | {"method": plain["method"] | given} | ({"privacy": privacy} if privacy else {})

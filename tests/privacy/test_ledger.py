@@ -61,7 +61,7 @@ def test_sampled_steps_are_added_to_nothing():
             together([one, other])
 
 
-_FEDPFT = ("release_plan", "noisy_moments", "private_em", "noisy_sums")
+_FEDPFT = ("release_plan", "noisy_moments", "noisy_sums")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,5 @@ def test_examples(name):
 
 
 def test_the_room_imports_no_scipy():
-    code = (
-        "import sys, fedfm.methods.fedpft.private_em, fedfm.methods.fedpft.noisy_sums; sys.exit('scipy' in sys.modules)"
-    )
+    code = "import sys, fedfm.methods.fedpft.noisy_sums; sys.exit('scipy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -154,10 +154,6 @@ def test_statistics_by_hand():
     np.testing.assert_allclose(statistics(x, Plan()).total, [1.6, 0.8])
     np.testing.assert_allclose(statistics(x, Plan(covariance="diag")).second, [1.36, 0.64])
     np.testing.assert_allclose(statistics(x, Plan(covariance="full")).second, [1.36, 0.48, 0.64])
-    half = statistics(x, Plan(covariance="full"), np.array([0.5, 1.0]))
-    assert half.count == 1.5
-    np.testing.assert_allclose(half.total, [1.3, 0.4])
-    np.testing.assert_allclose(half.second, [1.18, 0.24, 0.32])
 
 
 def test_rows_of_another_norm_are_refused():

@@ -30,7 +30,7 @@ from fedfm.methods.fedbaf import fedbaf
 from fedfm.methods.fedbaf.pull import Piece
 from fedfm.methods.fedfed import FedFed
 from fedfm.methods.fedpft import private as fedpft
-from fedfm.methods.fedpft.noisy_moments import noised, release, statistics, unit_rows
+from fedfm.methods.fedpft.noisy_moments import release, statistics, unit_rows
 from fedfm.methods.fedpft.noisy_sums import federation_sum
 from fedfm.methods.fedpft.release_plan import Plan
 from fedfm.privacy import noise
@@ -168,13 +168,6 @@ def seconds(x=SMALL, purpose="c/moments/0", epsilon=1.0):
     return (release(x, plan, KEY, purpose).second - statistics(x, plan).second) / TRIANGLE
 
 
-def em(weights=(1.0,) * 8, purpose="c/em/0/0", iterations=1):
-    """A component's cell of private EM: the same rows with the responsibilities of an iteration."""
-    plan = Plan("add_remove", "spherical", iterations=iterations)
-    cell = statistics(X, plan, np.array(weights))
-    return noised(cell, plan, KEY, purpose).total - cell.total
-
-
 MEANS = np.stack([np.append(8.0, X.sum(0)), np.append(3.0, X[:3].sum(0))])
 
 
@@ -228,7 +221,6 @@ OTHER = {
         *({"purpose": "c/moments/1"}, {"epsilon": 2.0}, {"key": bytes(32)}),
     ],
     seconds: [{"x": SMALL[:7]}, {"x": SMALL[::-1]}, {"purpose": "d/moments/0"}, {"epsilon": 2.0}],
-    em: [{"weights": (0.5,) * 8}, {"weights": (1.0,) * 7 + (0.99,)}, {"purpose": "c/em/1/0"}, {"iterations": 4}],
     pooled: [
         *({"means": bumped(MEANS, 5)}, {"means": bumped(MEANS, MEANS.shape[1] + 5)}, {"means": MEANS[:, : P - 400]}),
         *({"clients": 3}, {"purpose": "sum 1"}, {"epsilon": 2.0}),

@@ -161,13 +161,11 @@ def test_noise_by_hand():
     assert paper.sigma(100) / (Plan("add_remove", "full", a=1e-9).sigma(1) / 100) == pytest.approx(6.09, abs=0.005)
 
 
-def test_noise_of_sums_counts_and_iterations():
+def test_noise_of_sums_and_counts():
     assert Plan("replace").sum_sigma(100) == pytest.approx(100 * Plan("replace").sigma(100))
     assert Plan("replace").sum_sigma(100) == pytest.approx(Plan("replace").sum_sigma(3))  # no n in the noise of sums
     assert Plan().sum_sigma(0) == Plan().sigma(0) == Plan().sigma(10**6)
     assert Plan("replace").count_sigma == 0
-    assert Plan(iterations=9).sigma(1) == pytest.approx(3 * Plan().sigma(1))
-    assert Plan(iterations=9).epsilon_spent == 1.0
 
 
 def test_the_papers_calibration_is_allowed_while_it_holds():
@@ -244,8 +242,6 @@ def test_the_warning_knows_the_papers_noise():
         ({"delta": math.nan}, "delta = nan"),
         ({"a": 0.0}, "a = 0"),
         ({"a": math.inf}, "a = inf"),
-        ({"iterations": 0}, "iterations = 0"),
-        ({"relation": "replace", "calibration": "paper", "iterations": 2}, "one release"),
     ],
 )
 def test_a_plan_that_promises_nothing_is_refused(fields, said):

@@ -115,7 +115,6 @@ def test_an_empty_client_adds_nothing():
             InputError,
             "analytic",
         ),
-        (lambda: federation_sum(np.zeros((2, 6)), 3, Plan(iterations=2), D, KEY, "s"), InputError, "one release"),
     ],
 )
 def test_what_is_no_sum_is_refused(call, error, said):

@@ -25,7 +25,6 @@ RECORD = {"unit": "record", "target_epsilon": 8.0, "delta": 1e-5}
 ONE = {"covariance": "spherical", "components": 1}
 METHODS = {
     "star": ONE,
-    "em": {"covariance": "spherical", "components": 2},
     "chain": {**ONE, "topology": "chain"},
     "pooled": {**ONE, "pooled": True},
 }
@@ -99,7 +98,7 @@ def test_all_that_differs_between_neighbours_comes_from_the_release(
 
         monkeypatch.setattr(private, name, repeated)
 
-    for name in ("noisy_sums", "noisy_mixtures", "federation_sum"):
+    for name in ("noisy_sums", "federation_sum"):
         once(name)
     table = tables(METHODS[method])
     one, its = without_fingerprint(run_in(rows(tmp_path / "a"), monkeypatch, table))

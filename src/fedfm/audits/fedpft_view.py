@@ -16,7 +16,6 @@ from fedfm.core.client import ClientId, Update
 from fedfm.methods.fedpft import noisy_moments
 from fedfm.methods.fedpft.fedpft import FedPFT, Noised, Passed
 from fedfm.methods.fedpft.mixtures import Mixture
-from fedfm.methods.fedpft.private_em import plan_for
 from fedfm.methods.fedpft.release_plan import Plan
 from fedfm.methods.fedpft.summary import Summary, gaussian, opened
 
@@ -133,10 +132,7 @@ class View:
         size = len(rows) if self.method.counts == "withheld" else count
         # After an M step the mean of a mixture is that of its rows; with withheld counts, nearly.
         total = size * (g.weights @ g.means.astype(np.float64))
-        sigma = 0.0
-        if self.plan is not None:  # in a chain the release has one component
-            star = self.method.topology == "star"
-            sigma = (plan_for(self.plan, self.method.iterations) if star else self.plan).sum_sigma(1)
+        sigma = 0.0 if self.plan is None else self.plan.sum_sigma(1)
         return SentClass(client, label, count, size, g, total, sigma, rows)
 
     def _class_of_sums(self, client: ClientId, value: Any, label: int, rows: Array) -> SentClass | None:

@@ -36,7 +36,7 @@ from fedfm.methods.fedpft.mixtures import COVARIANCES, Mixture, capacity, fit_un
 from fedfm.methods.fedpft.paper import SETTINGS
 from fedfm.methods.fedpft.private import Noised
 from fedfm.methods.fedpft.release_plan import CALIBRATIONS, RELATIONS, Plan
-from fedfm.methods.fedpft.settings import plan_of, pools, refuse, unfit_for_one
+from fedfm.methods.fedpft.settings import plan_of, pools, refuse
 from fedfm.methods.fedpft.summary import MOST, Summary, Synthetic, checker, opened
 from fedfm.methods.fedpft.topology import Handed, Passed, carry, parents_of
 from fedfm.models.head_inputs import UNIT_NORM
@@ -109,7 +109,6 @@ class FedPFT(Method[State]):
     relation: str = setting("add_remove", "neighbours: add_remove, replace, replace_any", choices=RELATIONS)
     bound: bool = setting(False, "clients also send what Theorem 4.2 needs (the report shows it)")
     smoothing: float = setting(0.1, "of features in the bound, times their standard deviation", gt=0, finite=True)
-    iterations: int = setting(5, "of private EM, where components > 1 (not recommended)", ge=1)
     pooled: bool = setting(False, "private: one noisy sum over the federation, by a mean")
     verify: bool = setting(False, "clients count the head's errors in a second message")
     head: HeadSpec = setting(HeadSpec(), "how heads are trained")
@@ -174,11 +173,6 @@ class FedPFT(Method[State]):
         return private.noisy_sums(client, self._plan)
 
     @on_client
-    def release_mixtures(self, client: Client) -> Summary:
-        """Private EM, K > 1. One component is mostly better."""
-        return private.noisy_mixtures(client, self._plan, self._most(client), self.iterations)
-
-    @on_client
     def sums(self, client: Client) -> Update:
         """Exact sums of every class, for a mean: the server adds noise once, to the sum over the federation."""
         return private.exact_sums(client, self._plan)
@@ -205,25 +199,21 @@ class FedPFT(Method[State]):
     def step(self, fed: Federation, state: State, t: int) -> State:
         if self.topology != "star":
             state = self._decentralised(fed)
-        elif self.privacy is not None and self.components == 1:
+        elif self.privacy is not None:
             ask, handler = (private.pooled, self.sums) if self.pooled else (private.asked, self.release)
             received, told = ask(fed, handler, self.privacy)
             state = State(self._head(fed, received), {}, told)
         else:
-            state = self._star(fed, self.summarise if self.privacy is None else self.release_mixtures)
-            if self.privacy is not None:
-                told = private.told_of_mixtures(self.privacy, self._most(), self.iterations, unfit_for_one(self))
-                state.told["warnings"] += told.pop("warnings")
-                state.told.update(told)
+            state = self._star(fed)
         if self.verify:
             counts = fed.ask(self.count_errors, check=_counted, w=state.w)
             rows = sum(c["rows"] for c in counts.values())
             state.told["verified_error"] = sum(c["errors"] for c in counts.values()) / max(rows, 1)
         return state
 
-    def _star(self, fed: Federation, handler: Any) -> State:
+    def _star(self, fed: Federation) -> State:
         """Line 8: the server receives every g^{i,c}; then the head."""
-        replies = fed.ask(handler, check=checker(*_shape(fed.model), self.bound))
+        replies = fed.ask(self.summarise, check=checker(*_shape(fed.model), self.bound))
         received = {c: opened([s]) for c, s in replies.items()}
         told = self._told(fed, replies)
         if self.shuffle:
@@ -268,11 +258,10 @@ class FedPFT(Method[State]):
         return State(heads[last], heads, told)
 
     def _told(self, fed: Federation, replies: Mapping[ClientId, Summary]) -> dict[str, Any]:
-        fitted = self.privacy is None or self.topology != "star"  # by _summary, to rows or draws
-        width = 2 if self.transport == "float16" and fitted else 4
+        width = 2 if self.transport == "float16" else 4
         counted = self.counts == "exact"
         told = communication(replies, fed.model.feature_dim, width, self.topology == "star", counted)
-        if counted and fitted:
+        if counted:
             told["withheld_classes"] = sum(len(s.withheld) for s in replies.values())
             told["withheld_rows"] = sum(s.withheld_rows for s in replies.values())
         return told
@@ -300,11 +289,7 @@ class FedPFT(Method[State]):
         if self.privacy is None and self.topology == "star":  # along a chain a class may grow by what was drawn
             small = [n for rows in counts.values() for n in rows if 0 < n < self.min_count]
             return left_out({"withheld_rows": sum(small), "withheld_classes": len(small)}, self.min_count, False)
-        if self.privacy is None or self.topology != "star" or self._most() == 1:
-            return []
-        return list(
-            private.told_of_mixtures(self.privacy, self._most(), self.iterations, unfit_for_one(self))["warnings"]
-        )
+        return []
 
     def notices(self, state: State) -> list[str]:
         warnings = [f"{text[:1].lower()}{text[1:]}" for text in state.told.get("warnings", ())]
@@ -334,7 +319,7 @@ class FedPFT(Method[State]):
         if self.privacy is not None and self.topology != "star":
             return ("pass_noisy",)
         if self.privacy is not None:
-            return ("release" if self.components == 1 else "release_mixtures",)
+            return ("release",)
         sent = "summarise" if self.topology == "star" else "pass_on"
         return (sent, "count_errors") if self.verify else (sent,)
 
@@ -360,8 +345,7 @@ class FedPFT(Method[State]):
 
     def spend(self, accountant: Accountant) -> None:
         if self.privacy is not None and self.rounds:
-            released = self._most() if self.topology == "star" else 1
-            private.spend(accountant, self.privacy, released, self.iterations, self.pooled)
+            private.spend(accountant, self.privacy, self.pooled)
 
     @property
     def _plan(self) -> Plan:

@@ -2,7 +2,7 @@
 
 Beitollahi, Bie, Hemati, Brunswic, Li, Chen, Zhang: Parametric Feature Transfer: One-shot Federated Learning with
 Foundation Models. 2024. arXiv:2402.01862, Theorem 4.1 and Appendix E, with exact noise and true sensitivities instead
-of the printed ones. A class has one mixture component; :mod:`fedfm.methods.fedpft.private_em` has several.
+of the printed ones. A class has one mixture component.
 
 The client adds the noise: others see only a :class:`Cell`. A row affects one cell (two, if its label may change), so
 all cells of a client together cost :attr:`Plan.epsilon_spent`.
@@ -63,11 +63,8 @@ class Cell:
     second: Array | None = None
 
 
-def statistics(x: Array, plan: Plan, weights: Array | None = None) -> Cell:
+def statistics(x: Array, plan: Plan) -> Cell:
     """The exact sums of n >= 0 unit rows (n, d) of one class, a cell without noise. Do not send it.
-
-    Args:
-        weights: (n,) of the rows, from 0 to 1; all 1 if None.
 
     Raises:
         InputError: x is not a matrix of unit rows.
@@ -78,13 +75,12 @@ def statistics(x: Array, plan: Plan, weights: Array | None = None) -> Cell:
     if not np.all(np.abs(norms - 1) < 1e-6):
         raise InputError("a row's norm is not 1, and the noise is for rows of norm 1: give unit_rows(x)")
     x = np.asarray(x, dtype=np.float64) / norms[:, None]
-    weighted = x if weights is None else x * weights[:, None]
     second = None
     if plan.covariance == "diag":
-        second = np.einsum("ij,ij->j", weighted, x)
+        second = np.einsum("ij,ij->j", x, x)
     elif plan.covariance == "full":
-        second = (weighted.T @ x)[np.tril_indices(x.shape[1])]
-    return Cell(float(len(x) if weights is None else weights.sum()), weighted.sum(axis=0), second)
+        second = (x.T @ x)[np.tril_indices(x.shape[1])]
+    return Cell(float(len(x)), x.sum(axis=0), second)
 
 
 def release(x: Array, plan: Plan, key: bytes, purpose: str, *, client_rows: int = 0) -> Cell:

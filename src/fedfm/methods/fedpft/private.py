@@ -1,4 +1,4 @@
-"""FedPFT under differential privacy: Theorem 4.1 of arXiv:2402.01862, corrected; private EM; one sum for all clients.
+"""FedPFT under differential privacy: Theorem 4.1 of arXiv:2402.01862, corrected; one sum for all clients.
 
 The client adds the noise, from a key that never leaves it; with ``pooled`` the server adds it, once. What the server
 computes from noisy sums is post-processing.
@@ -21,13 +21,11 @@ from fedfm.core.federation import Federation
 from fedfm.errors import E_FIELD, E_NORM, E_REFUSED, E_SHAPE, ClientFault, RunError
 from fedfm.linalg.params import Params, layout_of
 from fedfm.methods._one_shot import rows_of
-from fedfm.methods.fedpft.encoding import nothing, pack
 from fedfm.methods.fedpft.mixtures import Mixture
 from fedfm.methods.fedpft.noisy_moments import Cell, release, to_gaussian, unit_rows
 from fedfm.methods.fedpft.noisy_sums import client_sums, federation_sum, width
-from fedfm.methods.fedpft.private_em import plan_for, release_mixture
 from fedfm.methods.fedpft.release_plan import Plan, too_noisy
-from fedfm.methods.fedpft.summary import MOST, Summary, Synthetic, from_variances, gaussian
+from fedfm.methods.fedpft.summary import MOST, Synthetic, gaussian
 from fedfm.privacy import plausibility
 from fedfm.privacy.accountant import Accountant
 from fedfm.privacy.gaussian import paper_sigma
@@ -73,7 +71,7 @@ def noisy_sums(client: Client, plan: Plan) -> Noised:
     return Noised(counts, totals, seconds, len(y) if plan.calibration == "paper_client" else 0)
 
 
-def _released_once(client: Client, plan: Plan, *what: int) -> tuple[Array, Array, bytes]:
+def _released_once(client: Client, plan: Plan) -> tuple[Array, Array, bytes]:
     """The unit rows (n, d) and labels (n,) of this run's one release, and the key of its noise.
 
     Raises:
@@ -81,7 +79,7 @@ def _released_once(client: Client, plan: Plan, *what: int) -> tuple[Array, Array
     """
     x, y = (t.numpy() for t in rows_of(client))
     x = unit_rows(x)
-    mark = digest(x, y, f"{what} {plan}").encode()
+    mark = digest(x, y, f"{plan}").encode()
     if client.first("fedpft", mark) != mark:
         raise ClientFault(
             E_REFUSED,
@@ -91,21 +89,6 @@ def _released_once(client: Client, plan: Plan, *what: int) -> tuple[Array, Array
     if said := plausibility.of_delta(plan.delta, len(y), "training rows of this client"):
         client.note(said)
     return x, y, client.secret("noise")
-
-
-def noisy_mixtures(client: Client, plan: Plan, components: int, iterations: int) -> Summary:
-    """Private EM: every iteration of every class is noisy, and accounted."""
-    x, y, key = _released_once(client, plan, components, iterations)
-    found = {
-        c: release_mixture(x[y == c], plan, key, f"{client.id}/em/{c}", components=components, iterations=iterations)
-        for c in range(len(client.model.classes))
-        if not plan.counts_public or (y == c).any()
-    }
-    sent = {c: m for c, m in found.items() if m is not None}
-    mixtures = [from_variances(m.weights, m.means, m.variances) for m in sent.values()]
-    counts = [_drawable(m.count) for m in sent.values()]
-    packed = pack(mixtures, "float32") if mixtures else nothing(plan.covariance, x.shape[1], "float32")
-    return Summary(list(sent), counts, packed, [])
 
 
 def drawn(client: Client, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
@@ -183,25 +166,6 @@ def told_of_sums(plan: Plan, n: int = 1, client_rows: int = 1) -> dict[str, Any]
     return {"noise_std_of_sums": sigma, "times_paper_noise": paper_sigma(plan.epsilon, plan.delta, 1) / sigma}
 
 
-def told_of_mixtures(plan: Plan, components: int, iterations: int, drop: Sequence[str] = ()) -> dict[str, Any]:
-    """Details of private EM: its noise, and the advice that one component has less.
-
-    Args:
-        drop: settings that one component does not take.
-    """
-    without = f" without {' and '.join(drop)}" if drop else ""
-    sigma = plan_for(plan, iterations).sum_sigma(1)
-    times = sigma / replace(plan, covariance="spherical").sum_sigma(1)
-    return {
-        "noise_std_of_sums": sigma,
-        "warnings": [
-            f"private EM with up to {components} components has {times:.2g} times the noise of one component's mean, "
-            f'which a class shares out among its components: covariance = "spherical", components = 1{without} mostly '
-            "does better"
-        ],
-    }
-
-
 def pooled(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, Any]]:
     """Noise once for the sum over all clients: 1/m of a client's noise on a mean over m clients."""
     classes, dim = len(fed.model.classes), fed.model.feature_dim
@@ -256,11 +220,11 @@ def _drawable(count: float) -> int:
     return min(max(round(count), 1), MOST)
 
 
-def spend(accountant: Accountant, plan: Plan, components: int, iterations: int, pooled: bool) -> None:
+def spend(accountant: Accountant, plan: Plan, pooled: bool) -> None:
     """Compose a run's release."""
     if plan.calibration == "paper_client":
         return  # it guarantees nothing
-    spent = (plan if components == 1 else plan_for(plan, iterations)).spent()
+    spent = plan.spent()
     if pooled:
         spent = replace(spent, note="against who sees the head, not against the server, which adds the noise")
     accountant.compose(spent)

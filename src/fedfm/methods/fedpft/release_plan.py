@@ -39,7 +39,6 @@ class Plan:
         calibration: ``analytic`` (Balle & Wang 2018); ``paper``, FedPFT's Theorem 4.1 with the rows of the class,
             refused if it does not hold; ``paper_client``, with the client's rows, which guarantees nothing.
         a: weight of the count relative to the sums; its noise is sigma/a.
-        iterations: releases of the same rows, 1 except in DP-EM; the noise grows with its square root.
 
     Raises:
         InputError: a field is outside its bounds, or the combination guarantees nothing.
@@ -56,16 +55,15 @@ class Plan:
     delta: float = setting(1e-5, ge=_LEAST_DELTA, lt=1)
     calibration: str = setting("analytic", choices=CALIBRATIONS)
     a: float = setting(0.25, gt=0, finite=True)
-    iterations: int = setting(1, ge=1)
 
     def __post_init__(self) -> None:
         check(self, "")
         if self.calibration == "analytic":
             return
-        if self.relation != "replace" or self.iterations > 1:
+        if self.relation != "replace":
             raise InputError(
-                f"calibration is {self.calibration!r}: Theorem 4.1 divides its noise by a public count and is for one "
-                "release; use relation 'replace' with K = 1, or calibration 'analytic'"
+                f"calibration is {self.calibration!r}: Theorem 4.1 divides its noise by a public count; use relation "
+                "'replace', or calibration 'analytic'"
             )
         truth = gaussian.delta_of(gaussian.paper_sigma(self.epsilon, self.delta, 1), self.sensitivity(1), self.epsilon)
         if self.calibration == "paper" and truth > self.delta:  # from epsilon of about 10 on
@@ -85,7 +83,7 @@ class Plan:
 
     @property
     def sum_sensitivity(self) -> float:
-        """Largest L2 distance between the sums of neighbours, over all cells of one client, in one iteration.
+        """Largest L2 distance between the sums of neighbours, over all cells of one client.
 
         For unit rows x and y at cosine c, |x - y|^2 = 2 - 2c and |xx^T - yy^T|^2 = 2 - 2c^2. Their sum is at most 4.5,
         at c = -1/2, and also for the diagonals of xx^T and yy^T. FedPFT's Remark E.3 has sqrt(8), its theorem sqrt(40).
@@ -124,7 +122,7 @@ class Plan:
                     "client's rows in all classes"
                 )
             return gaussian.paper_sigma(self.epsilon, self.delta, client_rows)
-        return self.sensitivity(n) * math.sqrt(self.iterations) * gaussian.sigma_for(self.epsilon, self.delta)
+        return self.sensitivity(n) * gaussian.sigma_for(self.epsilon, self.delta)
 
     def sum_sigma(self, n: float, *, client_rows: int = 0) -> float:
         """Standard deviation of the noise on the sums; arguments and errors as :meth:`sigma`."""
@@ -163,12 +161,9 @@ class Plan:
             relation=self.relation,
             epsilon=epsilon,
             delta=self.delta,
-            sensitivity=self.sensitivity(n) * math.sqrt(self.iterations),
+            sensitivity=self.sensitivity(n),
             sigma=sigma,
-            composition=(
-                ("" if self.iterations == 1 else f"{self.iterations} adaptive iterations, exact; ")
-                + "parallel over the cells of one client; a record at several clients spends at each"
-            ),
+            composition="parallel over the cells of one client; a record at several clients spends at each",
             note=note,
         )
 

@@ -56,12 +56,7 @@ def _refuse_counting(m: Any) -> None:
 
 def pools(m: Any) -> bool:
     """Whether ``pooled = true`` is a setting that this FedPFT takes under [privacy], and has not."""
-    return bool(not m.pooled and m.topology == "star" and m.components == 1 and m.calibration == "analytic")
-
-
-def unfit_for_one(m: Any) -> list[str]:
-    """Settings that this FedPFT has, and that ``components = 1`` does not take under [privacy]."""
-    return [name for name in ("budgets", "shuffle") if getattr(m, name)]
+    return bool(not m.pooled and m.topology == "star" and m.calibration == "analytic")
 
 
 def plan_of(m: Any, privacy: Any) -> Plan:
@@ -90,20 +85,19 @@ def plan_of(m: Any, privacy: Any) -> Plan:
             f'method.calibration = "{m.calibration}": one sum over the federation has "analytic"',
             key="method.calibration",
         )
-    if m.pooled and m.components != 1:
+    if star and m.components != 1:
         faults.say(
-            f"method.components = {m.components}: one sum over the federation has 1 component", key="method.components"
+            f'method.components = {m.components}: expected 1 under [privacy] with topology "star"',
+            key="method.components",
         )
-    if star and m.components == 1 and m.budgets:
-        faults.say("method.budgets: with method.components = 1 under [privacy] drop it", key="method.budgets")
-    if star and m.components > 1 and m.calibration != "analytic":
-        faults.say(f'method.calibration = "{m.calibration}": private EM has "analytic"', key="method.calibration")
+    if star and m.budgets:
+        faults.say("method.budgets: a class has one component under [privacy]; drop it", key="method.budgets")
     if m.bound or m.verify:
         faults.say(
             "method.bound and method.verify reveal what is not accounted for: drop them under [privacy]",
             key="method.bound",
         )
-    if m.components == 1 and m.shuffle:
+    if m.shuffle:
         faults.say("method.shuffle: noisy sums come with their sender; under [privacy] drop it", key="method.shuffle")
     if m.counts == "withheld":
         faults.say(

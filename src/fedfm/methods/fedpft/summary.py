@@ -49,13 +49,9 @@ def opened(summaries: Sequence[Summary]) -> list[tuple[int, int, Mixture]]:
 
 def gaussian(mean: np.ndarray, variance: Any) -> Mixture:
     """One component from its mean and its variance: a number, (d,) or (d, d)."""
-    return from_variances(np.ones(1), mean[None], np.asarray(variance)[None])
-
-
-def from_variances(weights: np.ndarray, means: np.ndarray, variances: np.ndarray) -> Mixture:
-    """From variances (K,), (K, d) or (K, d, d)."""
+    variances = np.asarray(variance)[None]
     scales = np.linalg.cholesky(variances) if variances.ndim == 3 else np.sqrt(variances)
-    return Mixture(weights, means.astype(np.float32), scales.astype(np.float32))
+    return Mixture(np.ones(1), mean[None].astype(np.float32), scales.astype(np.float32))
 
 
 def checker(classes: int, dim: int, bounded: bool = False) -> Callable[[Summary], None]:
