@@ -7,8 +7,9 @@ import pytest
 from runs import make
 
 import fedfm
+from fedfm.core.metric_names import ACCURACY, GLOBAL_ACCURACY, LOCAL_ACCURACY
 from fedfm.reports import compare, read
-from fedfm.reports.basis import GLOBAL, HEADLINE, LOCAL, basis, unlike_settings
+from fedfm.reports.basis import basis, unlike_settings
 from fedfm.reports.text import percent
 
 
@@ -70,10 +71,10 @@ def test_the_page_says_which_runs_have_no_place_by_what_was_sent(pair, tmp_path)
 
 
 def test_runs_that_mean_the_same_keep_their_headline(pair):
-    assert basis([read.read(pair[0])]) == (HEADLINE, "on all test rows", False)
-    assert basis([read.read(pair[1])]).key == HEADLINE
+    assert basis([read.read(pair[0])]) == (ACCURACY, "on all test rows", False)
+    assert basis([read.read(pair[1])]).key == ACCURACY
     assert "accuracy" in compare.table([pair[0]]).splitlines()[0].split()
-    assert basis([read.read(p) for p in pair]).key == GLOBAL
+    assert basis([read.read(p) for p in pair]).key == GLOBAL_ACCURACY
 
 
 def test_without_the_same_rows_for_all_the_clients_mean_counts(tmp_path):
@@ -85,7 +86,7 @@ def test_without_the_same_rows_for_all_the_clients_mean_counts(tmp_path):
         if path == second:
             manifest["result"]["global_accuracy"] = None
         (path / "manifest.json").write_text(json.dumps(manifest))
-    assert basis([read.read(first), read.read(second)])[::2] == (LOCAL, True)
+    assert basis([read.read(first), read.read(second)])[::2] == (LOCAL_ACCURACY, True)
 
 
 def test_a_run_of_one_round_is_a_line(pair, tmp_path):

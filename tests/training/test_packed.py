@@ -66,7 +66,7 @@ def make(family: str, **options: Any) -> Model:
     spec = adaptation.with_defaults(AdaptationSpec(**options))
     parts = families.find(module, family)
     module = adaptation.apply(module, spec, parts, new=["classifier"], task="classification", seed=0)
-    return Model(
+    model = Model(
         module,
         spec=ModelSpec(family, adaptation=spec),
         task="classification",
@@ -76,6 +76,8 @@ def make(family: str, **options: Any) -> Model:
         fingerprint="",
         head=None,
     )
+    model.predictor = packed.predict
+    return model
 
 
 def start_of(model: Model) -> Params:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedfm.core.metric_names import LOCAL_ACCURACY, SHARES
 from fedfm.runtime.predictions import personal
 from fedfm.runtime.run_directory import Run
 
@@ -47,9 +48,8 @@ def cut(values: Sequence[float], least: float = -math.inf, most: float = math.in
     return (low, high) if half == half else (math.nan, math.nan)
 
 
-_SHARES = ("accuracy", "global_accuracy", "local_accuracy", "balanced_accuracy", "macro_f1")
 _LEAST = {"loss": 0.0, "perplexity": 1.0}  # the other figures, with the least that they can be
-FIGURES = (*_SHARES, *_LEAST)
+FIGURES = (*SHARES, *_LEAST)
 
 
 def bounds(key: str, values: Sequence[float], rows: int) -> tuple[float, float] | tuple[None, None]:
@@ -82,7 +82,7 @@ def bounds(key: str, values: Sequence[float], rows: int) -> tuple[float, float] 
 def rows_behind(key: str, run: Run) -> int:
     """Test rows behind a figure of a run: the global ones, or those of its clients; 0 where no server knows them."""
     split = run.manifest["split"] or {}
-    if key == "local_accuracy" or (key == "accuracy" and personal(run.experiment.method)):
+    if key == LOCAL_ACCURACY or (key == "accuracy" and personal(run.experiment.method)):
         return sum(_rows(part.get("test")) for part in split.get("clients", {}).values())
     return _rows(split.get("test"))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.config.user_code import is_function
+from fedfm.core.metric_names import SCORES
 from fedfm.core.text import visible
 from fedfm.data.spec import IN_MEMORY
 from fedfm.models import derived_modules, export_base, quantised
@@ -30,7 +31,6 @@ from fedfm.reports.text import NBSP, number
 from fedfm.version import __version__
 
 _LIBRARIES = {"peft": "peft", "hf": "transformers", "torch": "pytorch"}
-_SCORES = ("accuracy", "global_accuracy", "local_accuracy", "balanced_accuracy", "macro_f1", "loss", "perplexity")
 _MOST = 50  # classes by name
 _WHOLE_EXPERTS = (
     "The run held the experts of the base in 4 bits. bitsandbytes leaves them whole, so that this code gives other "
@@ -292,7 +292,7 @@ _LOCAL = ("name", "learning_rate", "epochs", "batch_size", "weight_decay", "mome
 
 
 def _scores(run: RunFiles, client: str | None) -> list[str]:
-    rows = [(key.replace("_", " "), numeric(run.result.get(key))) for key in _SCORES]
+    rows = [(key.replace("_", " "), numeric(run.result.get(key))) for key in SCORES]
     if client is not None:
         late = mapping(mapping(run.manifest.get("newcomers")).get(client))
         own = numeric(late.get("accuracy")) if late else run.client_accuracy.get(client)

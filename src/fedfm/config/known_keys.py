@@ -53,6 +53,9 @@ class KnownKeys:
             above, at = at, f"{at}.{part}"
             if part not in known:
                 return InputError(key=at)
+            others = (other for other in getattr(cls, "one_of", ()) if other != part)
+            if part in getattr(cls, "one_of", ()) and any(other in self._table(above) for other in others):
+                return InputError(key=at)  # only one of them may be set
             field, hint = known[part]
             if (owners := owners_of(field)) and self._name(above, names, known["name"][0].default) not in owners:
                 return InputError(key=at, owners=owners)
@@ -81,12 +84,14 @@ class KnownKeys:
 
     def _name(self, at: str, names: Mapping[str, str], default: str) -> str:
         """The name in a table of the experiment, ``default`` where it has none."""
-        *_, last = path = at.split(".")
+        return names.get(at.rpartition(".")[2], str(self._table(at).get("name", default)))
+
+    def _table(self, at: str) -> Mapping[str, Any]:
+        """A table of the experiment; an empty one where it has none."""
         table: Any = self._tables
-        for part in path:
+        for part in at.split("."):
             table = table.get(part) if isinstance(table, Mapping) else None
-        found = table.get("name", default) if isinstance(table, Mapping) else default
-        return names.get(last, str(found))
+        return table if isinstance(table, Mapping) else {}
 
 
 def _resolved(kind: str, name: str) -> type | None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fedfm.core.metric_names import LOCAL_LOSS, PERPLEXITY, SHARES
 from fedfm.errors import E_FIELD, E_SIZE, ClientFault, RunError
 
 MOST = 100  # metrics of one update
@@ -20,11 +21,11 @@ PASSES = "passes_beside"  # forward passes over the client's rows besides the op
 # A client's "loss" is written there as "train_loss".
 # fmt: off
 SERVERS = frozenset({
-    "accuracy", "attack_success", "attackers", "balanced_accuracy", "bytes_down", "bytes_up", "class_counts",
+    *SHARES, PERPLEXITY, LOCAL_LOSS, "attack_success", "attackers", "bytes_down", "bytes_up", "class_counts",
     "client_accuracy", "client_accuracy_before_aggregation", "client_loss_before_aggregation",
     "client_loss", "client_scored_round", "clock", "cohort", "confusion", "details", "engine", "epsilon", "excluded",
-    "global_accuracy", "largest_staleness", "local_accuracy",
-    "local_loss", "local_rouge_1", "macro_f1", "method", "params_sha256", "perplexity", "rouge_1", "round", "rounds",
+    "largest_staleness",
+    "local_rouge_1", "method", "params_sha256", "rouge_1", "round", "rounds",
     "run", "seconds", "seed", "server_accuracy", "server_client_accuracy", "server_client_loss", "server_loss",
     "server_sha256", "staleness", "synchronous_clock", "train_loss", "transport", "val_loss", "warnings",
 })

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from fedfm.tasks.task import Task
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-PREDICTORS: list[Callable[[Any, Rows], Tensor | None]] = []  # faster logits; training.packed adds its own
 
 
 class Model:
@@ -57,6 +56,7 @@ class Model:
         layout: of :meth:`params`.
         train_too: modules in training mode during training; the others stay in evaluation mode.
         kernels: how cohorts train: ``exact``, ``fast`` or ``fast_bf16`` (see ``fedfm.training.packed``).
+        predictor: faster logits of rows, None of rows that it does not support; None: there is none.
         loaders: processes that prepare pictures ahead of a batch, where they are not prepared at once.
         notices: what was guessed about its files, and what of its table does nothing on this machine.
         hollow: its frozen weights were not loaded, so that it computes no outputs.
@@ -66,6 +66,7 @@ class Model:
     """
 
     kernels: str = "exact"
+    predictor: Callable[[Model, Rows], Tensor | None] | None = None
     loaders: int = 0
     notices: tuple[str, ...] = ()
     hollow: bool = False
@@ -276,12 +277,11 @@ class Model:
         return self.task.is_language_model
 
     def predict(self, rows: Rows, batch_size: int = 64) -> Tensor:
-        """Logits of all rows without gradients, float32 on the CPU, from a :data:`PREDICTORS` entry if one supports
-        the model, else by the task.
+        """Logits of all rows without gradients, float32 on the CPU, from its ``predictor`` if that supports them,
+        else by the task.
         """
-        for predictor in PREDICTORS:
-            if (found := predictor(self, rows)) is not None:
-                return found
+        if self.predictor is not None and (found := self.predictor(self, rows)) is not None:
+            return found
         return self.task.predict(self, rows, batch_size)
 
     def in_batches(self, rows: Rows, batch_size: int = 64) -> Tensor:

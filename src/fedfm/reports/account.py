@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY
 from fedfm.core.text import finite, to_json
 from fedfm.reports import client_weights
 from fedfm.reports.page import aside, code, details, note, table
@@ -186,7 +187,7 @@ def result(run: RunFiles) -> str:
     rows = [[k, _plain(run.result[k])] for k in shown if k in run.result]
     rows += [[f"details: {k}", _plain(v)] for k, v in mapping(run.result.get("details")).items() if k not in _CLASSES]
     known = {*shown, "details", "client_accuracy", "excluded", "method", "rounds", "seconds", "epsilon", "accuracy"}
-    known |= {"global_accuracy", "local_accuracy", "bytes_up", "bytes_down"}
+    known |= {GLOBAL_ACCURACY, LOCAL_ACCURACY, "bytes_up", "bytes_down"}
     rows += [[k, _plain(v)] for k, v in run.result.items() if k not in known]
     text = json.dumps(finite(run.result), indent=2, ensure_ascii=False, sort_keys=True)
     listing = table(["field", "value"], rows, "Fields of the result", words=(1,))

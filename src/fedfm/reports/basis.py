@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from fedfm.core.metric_names import ACCURACY, GLOBAL_ACCURACY, LOCAL_ACCURACY
 from fedfm.reports.read import RunFiles
 from fedfm.reports.text import finite
 
-GLOBAL, LOCAL, HEADLINE = "global_accuracy", "local_accuracy", "accuracy"
 ROWS = {
-    GLOBAL: "on all test rows",
-    LOCAL: "of each client on its own test rows, in the mean",
-    HEADLINE: "as each run states it",
+    GLOBAL_ACCURACY: "on all test rows",
+    LOCAL_ACCURACY: "of each client on its own test rows, in the mean",
+    ACCURACY: "as each run states it",
 }
 
 
@@ -35,17 +35,19 @@ def basis(runs: Sequence[RunFiles]) -> Basis:
 
     The headline of a method with one model is measured on all test rows; with a model for each client it is the mean.
     """
-    meant = {meaning(run) for run in runs if finite(run.value(HEADLINE))}
+    meant = {meaning(run) for run in runs if finite(run.value(ACCURACY))}
     if len(meant) <= 1:
-        return Basis(HEADLINE, ROWS[next(iter(meant), HEADLINE)], mixed=False)
-    key = next((key for key in (GLOBAL, LOCAL) if all(finite(run.value(key)) for run in runs)), HEADLINE)
+        return Basis(ACCURACY, ROWS[next(iter(meant), ACCURACY)], mixed=False)
+    key = next(
+        (key for key in (GLOBAL_ACCURACY, LOCAL_ACCURACY) if all(finite(run.value(key)) for run in runs)), ACCURACY
+    )
     return Basis(key, ROWS[key], mixed=True)
 
 
 def meaning(run: RunFiles) -> str:
     """The key of the figure that is a run's headline accuracy."""
-    stated = run.value(HEADLINE)
-    return next((key for key in (GLOBAL, LOCAL) if run.value(key) == stated), HEADLINE)
+    stated = run.value(ACCURACY)
+    return next((key for key in (GLOBAL_ACCURACY, LOCAL_ACCURACY) if run.value(key) == stated), ACCURACY)
 
 
 def unlike_settings(experiments: Sequence[Mapping[str, object]]) -> dict[str, list[object]]:

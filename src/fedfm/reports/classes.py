@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY
 from fedfm.reports.page import details, figure, note, table
 from fedfm.reports.read import RunFiles, mapping, numeric, sequence
 from fedfm.reports.svg import heat
@@ -38,7 +39,7 @@ class _ClassLine(NamedTuple):
 
 def section(run: RunFiles) -> str:
     """The confusion matrix, or why there is none, and a table; empty unless the result has counts by class."""
-    own = run.value("accuracy") == run.value("local_accuracy") != run.value("global_accuracy")
+    own = run.value("accuracy") == run.value(LOCAL_ACCURACY) != run.value(GLOBAL_ACCURACY)
     several = own and len(run.manifest.get("clients") or ()) > 1
     text = "All clients' models are added up. " if several else ""
     if cells := _cells(run):
@@ -49,11 +50,11 @@ def section(run: RunFiles) -> str:
     if names and all(len(values) == len(names) for values in lists):
         return _from_counts(names, lists, counts, text)
     known = sequence(mapping(run.manifest.get("model")).get("classes"))
-    if known and run.value("global_accuracy") is None and run.value("local_accuracy") is not None:
+    if known and run.value(GLOBAL_ACCURACY) is None and run.value(LOCAL_ACCURACY) is not None:
         return note(
             "The server judged no test rows of its own, and silos send no counts: there are no scores of classes."
         )
-    if len(known) > _KEPT and run.value("global_accuracy") is not None:
+    if len(known) > _KEPT and run.value(GLOBAL_ACCURACY) is not None:
         return note(
             f"Scores of single classes are kept for up to {count(_KEPT)} classes; these are {count(len(known))}."
         )

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fedfm.core import storage
+from fedfm.core.metric_names import ACCURACY, GLOBAL_ACCURACY, LOCAL_ACCURACY
 from fedfm.errors import InputError
 from fedfm.reports import frontier
-from fedfm.reports.basis import GLOBAL, HEADLINE, LOCAL, ROWS, basis, meaning, unlike_settings
+from fedfm.reports.basis import ROWS, basis, meaning, unlike_settings
 from fedfm.reports.page import aside, figure, legend, note, page, save
 from fedfm.reports.page import table as html_table
 from fedfm.reports.read import BASE_AND_NEW, RunFiles, mapping, read
@@ -59,7 +60,7 @@ def _compared_by(runs: Sequence[RunFiles]) -> list[str]:
     by = basis(runs)
     if not by.mixed:
         return []
-    own = [name for name, run in zip(labels(runs), runs, strict=True) if meaning(run) == LOCAL]
+    own = [name for name, run in zip(labels(runs), runs, strict=True) if meaning(run) == LOCAL_ACCURACY]
     return [
         f"compared by the accuracy {by.rows}; the accuracy that {', '.join(own)} states is of each client's own rows"
     ]
@@ -88,8 +89,8 @@ def _figures(runs: Sequence[RunFiles]) -> dict[str, list[float | None]]:
     """Metrics: column -> a value a run; for language models without the columns that all runs lack."""
     shares = {} if basis(runs).mixed else {"accuracy": [run.value("accuracy") for run in runs]}
     shares |= {
-        "global": [run.value("global_accuracy") for run in runs],
-        "local": [run.value("local_accuracy") for run in runs],
+        "global": [run.value(GLOBAL_ACCURACY) for run in runs],
+        "local": [run.value(LOCAL_ACCURACY) for run in runs],
         "worst client": [run.worst for run in runs],
         "spread": [run.spread for run in runs],
     }
@@ -259,7 +260,7 @@ def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
     label = f"Lines of {name} per round. Last: {ended}."
     within = (0.0, 1.0) if key in ROWS else None
     draw = figure(lambda w: lines(w, series, label, shown, within=within))
-    text = note(f"{name.capitalize()} {ROWS[key]}.") if key in (GLOBAL, LOCAL) else ""
+    text = note(f"{name.capitalize()} {ROWS[key]}.") if key in (GLOBAL_ACCURACY, LOCAL_ACCURACY) else ""
     return f"<h3>{name.capitalize()} by round</h3>" + text + legend(series, ends) + draw
 
 
@@ -274,21 +275,21 @@ def _curve_key(runs: Sequence[RunFiles]) -> str:
     if all(sum(r.values.get("perplexity") is not None for r in run.rounds) > 1 for run in runs):
         return "perplexity"
     by = basis(runs)
-    keys = [by.key, LOCAL, GLOBAL] if by.mixed else [HEADLINE]
+    keys = [by.key, LOCAL_ACCURACY, GLOBAL_ACCURACY] if by.mixed else [ACCURACY]
     if found := next(filter(has_curve, keys), None):
         return found
     # A run that was evaluated at its end only is a level line, if all lines are measured on the same rows.
     if by.mixed and all(run.rounds and run.rounds[-1].values.get(by.key) is not None for run in runs):
         return by.key
     rounds = [r for run in runs for r in run.rounds]
-    some = (k for k in (HEADLINE, "local_loss") if any(r.values.get(k) is not None for r in rounds))
+    some = (k for k in (ACCURACY, "local_loss") if any(r.values.get(k) is not None for r in rounds))
     return next(some, "perplexity")
 
 
 def _ranges(runs: Sequence[RunFiles], names: list[str]) -> str:
     rows, spans = [], []
     for run, name in zip(runs, names, strict=True):
-        accuracies, mean = run.finite_accuracies, run.value("local_accuracy")
+        accuracies, mean = run.finite_accuracies, run.value(LOCAL_ACCURACY)
         if not accuracies:
             continue
         mean = mean if finite(mean) else math.fsum(accuracies) / len(accuracies)

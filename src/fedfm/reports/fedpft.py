@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fedfm.core.metric_names import GLOBAL_ACCURACY
 from fedfm.reports.page import aside, details, figure, note, table
 from fedfm.reports.read import RunFiles, mapping, numeric, sequence
 from fedfm.reports.svg import Series, lines
@@ -50,7 +51,7 @@ def _bound(run: RunFiles, info: Any) -> str:
         ]
     if verified is not None:
         rows.append(["counted by the clients on their own training rows", percent(verified)])
-    accuracy = run.value("global_accuracy")
+    accuracy = run.value(GLOBAL_ACCURACY)
     rows.append(["true loss on the global test rows", percent(None if accuracy is None else 1 - accuracy)])
     vacuous = "The bound is vacuous: it is not below 1 and says nothing about this head."
     listing = table(["of the head", "value"], rows, "Bounds") + (note(vacuous) if found.get("vacuous") else "")

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY
 from fedfm.reports import account, audit, classes, client_weights, compare, fedms, fedpft, newcomers, sections
 from fedfm.reports.page import aside, page, save
 from fedfm.reports.read import RunFiles, mapping, numeric, read, sequence
@@ -114,8 +115,8 @@ def _tiles(run: RunFiles) -> str:
         of += f"; the model is that of round {count(best)}"
     epsilon = numeric(run.result.get("epsilon", mapping(run.manifest.get("ledger")).get("epsilon")))
     tiles = [
-        ("Global accuracy", percent(run.value("global_accuracy")), "on the global test rows"),
-        ("Local accuracy", percent(run.value("local_accuracy")), "mean of the clients"),
+        ("Global accuracy", percent(run.value(GLOBAL_ACCURACY)), "on the global test rows"),
+        ("Local accuracy", percent(run.value(LOCAL_ACCURACY)), "mean of the clients"),
         ("Worst client", percent(run.worst), worst),
         ("Spread", NONE if spread is None else f"{100 * spread:.1f}", "points, standard deviation over clients"),
         ("Rounds", count(run.done_rounds), of),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.core.messages import ROUND
+from fedfm.core.metric_names import LOCAL_LOSS, SCORES
 from fedfm.errors import InputError
 from fedfm.reports.text import finite, numbers
 from fedfm.runtime import logs
@@ -244,15 +245,12 @@ def _by_client(found: Any) -> dict[str, float | None]:
     return {str(k): numeric(v) for k, v in mapping(found).items()}
 
 
-_VALUES = ("accuracy", "global_accuracy", "local_accuracy", "loss", "balanced_accuracy", "macro_f1", "perplexity")
-
-
 def _round(line: Mapping[str, Any]) -> Round:
     return Round(
         number=int(whole(line.get("round"))),
         seconds=numeric(line.get("seconds")),
         values={
-            name: numeric(line.get(name)) for name in (*_VALUES, "local_loss", "train_loss", "val_loss", *BASE_AND_NEW)
+            name: numeric(line.get(name)) for name in (*SCORES, LOCAL_LOSS, "train_loss", "val_loss", *BASE_AND_NEW)
         },
         figures={name: x for name, value in line.items() if (x := numeric(value)) is not None},
         clients=_by_client(line.get("client_accuracy")),

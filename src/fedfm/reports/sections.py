@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY
 from fedfm.reports.page import details, figure, legend, note, swatches, table
 from fedfm.reports.read import Round, RunFiles, mapping, numeric, sequence, whole
 from fedfm.reports.svg import COLOURS, ChartBar, Format, Series, bars, heat, lines
@@ -24,7 +25,7 @@ def curves(run: RunFiles) -> str:
     if not rounds:
         return note("No round has been committed yet.")
     out = []
-    if any(_any(rounds, key) for key in ("global_accuracy", "local_accuracy", "accuracy")):
+    if any(_any(rounds, key) for key in (GLOBAL_ACCURACY, LOCAL_ACCURACY, "accuracy")):
         out.append(_accuracy(rounds))
     if ages := [r.number - t for r in rounds for t in numbers(r.scored.values())]:
         out.append(
@@ -54,7 +55,7 @@ def curves(run: RunFiles) -> str:
 
 
 def _accuracy(rounds: tuple[Round, ...]) -> str:
-    names = {"global_accuracy": "on the global test rows", "local_accuracy": "mean of the clients"}
+    names = {GLOBAL_ACCURACY: "on the global test rows", LOCAL_ACCURACY: "mean of the clients"}
     names = {k: v for k, v in names.items() if _any(rounds, k)} or {"accuracy": "accuracy"}
     spread = [(float(r.number), numbers(r.clients.values())) for r in rounds]
     band = [(t, min(values, default=None), max(values, default=None)) for t, values in spread]

@@ -16,6 +16,7 @@ from fedfm.core.client import Client, ClientId, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.messages import SCORES, Excluded
 from fedfm.core.method import Method
+from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY
 from fedfm.core.rows import Rows
 from fedfm.errors import E_EXCEPTION, E_FIELD, E_REFUSED, ClientFault
 from fedfm.linalg.params import Params
@@ -143,7 +144,7 @@ class Evaluator:
         tested = self._own(by_client, "test")
         own = {c: m.get("accuracy") for c, m in tested.items()}
         local, loss = _mean("accuracy", tested.values()), _mean("loss", tested.values())
-        line: dict[str, Any] = {"client_accuracy": own, "local_accuracy": local, "local_loss": loss}
+        line: dict[str, Any] = {"client_accuracy": own, LOCAL_ACCURACY: local, "local_loss": loss}
         if self._newest is not None and self._by_updates:
             line["client_scored_round"] = self._newest.rounds()
         if local is None and loss is not None:  # for language models the loss is the only metric of a client
@@ -156,12 +157,12 @@ class Evaluator:
             rows = sum(m["n"] for m in validated)
             line["val_loss"] = sum(m["n"] * m["loss"] for m in validated) / rows if rows else None
         if judged_by_clients(self._run.experiment):
-            line |= {"global_accuracy": _pooled("accuracy", tested.values()), "loss": _pooled("loss", tested.values())}
+            line |= {GLOBAL_ACCURACY: _pooled("accuracy", tested.values()), "loss": _pooled("loss", tested.values())}
         elif self.judge is not None and (thorough or not personal(self._method)):
             known = self.revealed(state) if kept(self._method) else models  # the objects that the clients were sent
             by_model = {client: self.judge(w, by_class=thorough) for client, w in known.items()}
             judged = list(by_model.values())
-            line["global_accuracy"] = _mean("accuracy", judged)
+            line[GLOBAL_ACCURACY] = _mean("accuracy", judged)
             for key in ("loss", "balanced_accuracy", "macro_f1", "perplexity"):
                 line[key] = _mean(key, judged)
             for key in ("attack_success", *FIGURES, *metrics.BASE_AND_NEW):
@@ -180,7 +181,7 @@ class Evaluator:
             line["server_loss"] = _mean("loss", found.values())
             if "client_loss" in line:
                 line["server_client_loss"] = {c: m.get("loss") for c, m in found.items()}
-        line["accuracy"] = local if personal(self._method) else line.get("global_accuracy", local)
+        line["accuracy"] = local if personal(self._method) else line.get(GLOBAL_ACCURACY, local)
         return line
 
     @property

@@ -21,7 +21,7 @@ from fedfm.models import devices
 from fedfm.models.model import Model
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.row_cache import encodes
-from fedfm.training import TrainsLocally
+from fedfm.training import TrainsLocally, packed
 
 _LOOK = 64  # training rows prepared to count the operations per row
 
@@ -90,6 +90,7 @@ def model_of(experiment: Experiment, table: Table, *, hollow: bool = False) -> M
         hollow=hollow,
     )
     model.kernels, model.loaders = experiment.run.kernels, experiment.run.loader_workers
+    model.predictor = packed.predict
     return model
 
 

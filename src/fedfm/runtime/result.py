@@ -14,6 +14,16 @@ from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
 from fedfm.core.messages import ROUND
 from fedfm.core.method import Method
+from fedfm.core.metric_names import (
+    ACCURACY,
+    BALANCED_ACCURACY,
+    GLOBAL_ACCURACY,
+    LOCAL_ACCURACY,
+    LOCAL_LOSS,
+    LOSS,
+    MACRO_F1,
+    PERPLEXITY,
+)
 from fedfm.core.transport import over_rounds
 from fedfm.core.update_metrics import BEFORE, LOSS_BEFORE, PASSES
 from fedfm.errors import E_REFUSED
@@ -33,8 +43,8 @@ from fedfm.runtime.predictions import feature_transform, kept
 from fedfm.runtime.run_directory import Run
 
 # Metrics of the last evaluation, in the order of the result line.
-_METRICS = ["accuracy", "global_accuracy", "local_accuracy", "client_accuracy", "local_loss", "balanced_accuracy"]
-_METRICS += ["macro_f1", "loss", "perplexity"]
+_METRICS = [ACCURACY, GLOBAL_ACCURACY, LOCAL_ACCURACY, "client_accuracy", LOCAL_LOSS, BALANCED_ACCURACY]
+_METRICS += [MACRO_F1, LOSS, PERPLEXITY]
 
 
 def finish(

@@ -18,6 +18,7 @@ from fedfm.models.user.user_inputs import Brought, brought, call
 from fedfm.models.user.user_module import Places
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.seeds import generator
+from fedfm.training import packed
 
 if TYPE_CHECKING:
     from fedfm.config.experiment import Experiment
@@ -76,6 +77,7 @@ def of_brought(brings: Brought, spec: DataSpec, seed: int, name: str = "") -> Pa
     table, places = brings.given.table(brings.clients, brings.train, brings.test, spec.partition.column)
     federated = partitioned(table, places, spec, seed)
     model = brings.given.wrapped(table, brings.classes)
+    model.predictor = packed.predict
     return Partitioned(replace(federated, table=replace(table, classes=model.classes)), model)
 
 

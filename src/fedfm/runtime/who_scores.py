@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fedfm.core.capabilities import HidingCounts, Viewing, has
+from fedfm.core.metric_names import GLOBAL_ACCURACY
 from fedfm.runtime.predictions import kept, personal
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def unscored(experiment: Experiment, server_rows: int) -> list[str]:
         return []
     hidden = kept(experiment.method) and experiment.privacy is not None  # the server has none of these models
     if server_rows and not hidden and not judged_by_clients(experiment):
-        there = "global_accuracy, of the clients' models on the server's test rows, is there"
+        there = f"{GLOBAL_ACCURACY}, of the clients' models on the server's test rows, is there"
         return [f"accuracy and client_accuracy stay empty: {why}; {there}"] if personal(experiment.method) else []
     has_none = "the server has none of the clients' own models" if server_rows else "the server has no test rows"
     cure = "" if server_rows else "test rows at the server give one (data.path instead of data.classes), and so does "

@@ -190,10 +190,7 @@ class FedPFT(Method[State]):
     def init(self, fed: Federation) -> State:
         need_head(fed.model)
         if strangers := sorted(set(self.budgets) - set(fed.clients)):
-            raise InputError(
-                f'method.budgets: "{strangers[0]}" is none of the clients {", ".join(fed.clients)}',
-                key="method.budgets",
-            )
+            raise InputError(f'method.budgets: "{strangers[0]}" is none of the clients {", ".join(fed.clients)}')
         return State(fed.initial, {}, {})
 
     def step(self, fed: Federation, state: State, t: int) -> State:

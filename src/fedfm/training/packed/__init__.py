@@ -21,7 +21,7 @@ from torch import Tensor
 from fedfm.core.rows import Rows
 from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params
-from fedfm.models.model import PREDICTORS, Model
+from fedfm.models.model import Model
 from fedfm.training import loop
 from fedfm.training.local_job import Job
 from fedfm.training.packed import attention, trainer
@@ -139,6 +139,3 @@ def _net(model: Model, low: bool, *, fresh: bool = False) -> _Found | None:
 def _fast_net(model: Model) -> _Found | None:
     kernels = getattr(model, "kernels", "exact")
     return None if kernels == "exact" else _net(model, kernels == FAST_BF16)
-
-
-PREDICTORS.append(predict)
