@@ -29,6 +29,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.config.papers import differences
 from fedfm.config.registry import available, resolve
 from fedfm.config.run_spec import AsynchronousSpec, RunSpec
+from fedfm.core.capabilities import HiddenModel, Traits
 from fedfm.core.fields import bounds_of, is_required, leaf, plain_type, settings_of
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.encrypted.student.distil_spec import DistilSpec
@@ -153,7 +154,7 @@ def federation() -> dict[str, Any]:
 
 def blocks() -> dict[Path, str]:
     """Pages with a part that follows from the code, between `<!-- generated: NAME -->` and `<!-- end -->`."""
-    made = {"extras": extras(), "words": words(), "protections": protections()}
+    made = {"extras": extras(), "words": words(), "protections": protections(), "traits": traits()}
     found = {}
     for path in sorted(DOCS.rglob("*.md")):
         text = path.read_text(encoding="utf-8")
@@ -190,6 +191,13 @@ def words() -> str:
     return "\n".join(rows) + "\n"
 
 
+def traits() -> str:
+    """What a method can state of itself; a claim is marked by a star."""
+    rows = ["| trait | what it says |", "|---|---|"]
+    rows += [f"| `{f.name}`{'*' * f.metadata['claim']} | {f.metadata['help']} |" for f in dataclasses.fields(Traits)]
+    return "\n".join(rows) + "\n"
+
+
 def protections() -> str:
     """Which methods take which [privacy], by asking for an experiment of each."""
     rows = ["| `[privacy]` | methods |", "|---|---|"]
@@ -205,7 +213,7 @@ def _takes(name: str, privacy: dict[str, Any]) -> bool:
     tables |= {"method": {"name": name}, "privacy": privacy}
     if "foundation" in {f.name for f in dataclasses.fields(cls)}:
         tables["method"]["foundation"] = "nano-vit"
-    if not hasattr(cls, "model_table"):
+    if not issubclass(cls, HiddenModel):
         adaptation, task = (cls().needs.adaptations or ("",))[0], (cls().needs.tasks or ("",))[0]
         tables["model"] = {"name": "nano-clip" if task else "nano-vit"}
         tables["model"] |= {"task": task} if task else {}

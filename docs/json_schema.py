@@ -16,6 +16,7 @@ from typing import Any, get_args, get_origin
 from fedfm.config.papers import differences
 from fedfm.config.registry import ours, resolve
 from fedfm.config.run_spec import RunSpec
+from fedfm.core.capabilities import HiddenModel
 from fedfm.core.fields import bounds_of, described, is_required, owners_of, plain_type, settings_of
 from fedfm.core.method import Method
 from fedfm.data.spec import DataSpec
@@ -41,7 +42,7 @@ def experiment() -> Schema:
     tables = {"name": _NAME, "data": table(DataSpec), "model": table(ModelSpec), "method": _ref("methods")}
     tables |= {"attack": _ref("attacks"), "aggregation": _ref("aggregation"), "privacy": _privacy()}
     made = document("an experiment of fedfm", tables | {"run": table(RunSpec)}, ("data", "method"), defs)
-    hiding = [name for name, cls in kinds["methods"].items() if hasattr(cls, "model_table")]
+    hiding = [name for name, cls in kinds["methods"].items() if issubclass(cls, HiddenModel)]
     hidden = {"properties": {"method": {"properties": {"name": {"enum": hiding}}}}}
     return made | {"oneOf": [{"required": ["model"], "not": hidden}, {"not": {"required": ["model"]}} | hidden]}
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from fedfm.core.capabilities import Traits
 from fedfm.core.client import Client, Update, on_client
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
@@ -19,7 +20,7 @@ class Naughty(FedAvg):
     If there is a folder ``orders``/log, each pass leaves a line in a file of the client's name there.
     """
 
-    takes_late: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(accepts_stale_updates=True)
     orders: str = field(default="", metadata={"help": "folder of the orders"})
 
     @on_client

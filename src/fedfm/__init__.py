@@ -21,6 +21,7 @@ __all__ = [
     "Params",
     "Progress",
     "Run",
+    "Traits",
     "Update",
     "__version__",
     "audit",
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from fedfm.api.join import join
     from fedfm.api.predict import export, predict
     from fedfm.config.experiment import Experiment
-    from fedfm.core.capabilities import Needs
+    from fedfm.core.capabilities import Needs, Traits
     from fedfm.core.client import Client, ClientId, Update, each, on_client
     from fedfm.core.federation import Federation
     from fedfm.core.fields import setting
@@ -61,7 +62,7 @@ _MODULES = {
     "api.join": ("join",),
     "api.predict": ("export", "predict"),
     "config.experiment": ("Experiment",),
-    "core.capabilities": ("Needs",),
+    "core.capabilities": ("Needs", "Traits"),
     "core.client": ("Client", "ClientId", "Update", "each", "on_client"),
     "core.federation": ("Federation",),
     "core.fields": ("setting",),

@@ -39,7 +39,7 @@ def took(client, t):
 class Failing(FedAvg):
     """FedAvg, in which these clients raise an error instead of training."""
 
-    takes_late: ClassVar[bool] = True
+    traits: ClassVar[fedfm.Traits] = fedfm.Traits(accepts_stale_updates=True)
     means: ClassVar[tuple[str, ...]] = ("train",)
     failing: tuple[str, ...] = field(default=(), metadata={"help": "clients that fail"})
 
@@ -305,7 +305,7 @@ def test_the_method_is_said_before_a_key_that_it_lacks(tmp_path):
     assert second.startswith("method.local: unknown key")
 
 
-def test_a_subclass_says_anew_that_it_takes_late_updates(tmp_path):
+def test_a_subclass_does_not_inherit_that_late_updates_are_allowed(tmp_path):
     @dataclass(frozen=True)
     class Mine(FedAvg):
         means: ClassVar[tuple[str, ...]] = ("train",)

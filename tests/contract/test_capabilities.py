@@ -1,7 +1,7 @@
-"""A method is eight members; what it may have beside them is found by having it, and nobody asks for it by name."""
+"""A method has ten members and its reports; its bases say its roles, and its traits what is true of it."""
 
 import ast
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,28 +12,118 @@ import torch
 import fedfm
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import ours, resolve
-from fedfm.core import capabilities
-from fedfm.core.capabilities import Needs
+from fedfm.core.capabilities import ROLES, Comparable, Needs, Personal, Predictor, Reporter, Traits, has
 from fedfm.core.client import ClientId, Update, on_client
 from fedfm.core.method import Method
+from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.runtime.population import handles_parameters, populate
 from small import experiment
 
 SOURCE = Path(fedfm.__file__).parent
-PROTOCOLS = [c for c in vars(capabilities).values() if getattr(c, "_is_runtime_protocol", False)]
 
 
 def test_a_method_has_few_members_beside_its_fields():
-    members = {name for name in vars(Method) if not name.startswith("_")}
-    assert members == {"init", "step", "params_for", "validate", "needs", "means", "asks", "state_type", "paper"}
+    found = {name for name in vars(Method) if not name.startswith("_")}
+    data = {"needs", "traits", "means", "asks", "state_type", "paper"}
+    assert found == data | {"init", "step", "params_for", "validate"}
 
 
-def test_each_capability_names_its_caller_and_has_a_user():
-    methods = [resolve("methods", name)() for name in ours("methods")]
-    for protocol in PROTOCOLS:
-        assert "Caller: " in protocol.__doc__, protocol
-        assert any(isinstance(m, protocol) for m in methods), protocol
+METHODS = [resolve("methods", name)() for name in ours("methods")]
+
+
+def members(role):
+    return [name for name in vars(role) if not name.startswith("_")]
+
+
+def test_each_role_names_its_caller_and_each_member_has_a_user():
+    for role in (*ROLES, Reporter):
+        assert "Caller: " in role.__doc__, role
+        for name in members(role):
+            own = (isinstance(m, role) and getattr(type(m), name) is not getattr(role, name) for m in METHODS)
+            assert any(own), f"{role.__name__}.{name}"
+
+
+def test_a_role_is_taken_for_what_it_is_for():
+    for method in METHODS:
+        for role in ROLES:
+            optional = not getattr(role, "__abstractmethods__", None)
+            if isinstance(method, role) and optional and role is not Personal:  # params_for may tell models apart
+                assert any(has(method, role, name) for name in members(role)), (method, role)
+
+
+def test_each_trait_is_explained_checked_and_has_a_user():
+    for f in fields(Traits):
+        assert f.metadata["help"], f.name
+        assert any(getattr(m.traits, f.name) != f.default for m in VARIANTS), f.name
+    for m in VARIANTS:
+        assert set(m.traits.sealed_replies) <= set(m.asks)
+        for f in fields(Traits):
+            assert type(getattr(m.traits, f.name)) is type(f.default), (m, f.name)
+
+
+VARIANTS = [
+    *METHODS,
+    resolve("methods", "fedpft")(counts="withheld"),
+    resolve("methods", "blindfed")(predict=True, rounds=0),
+]
+CLAIMS = [f.name for f in fields(Traits) if f.metadata["claim"]]
+
+
+@pytest.mark.parametrize("name", ours("methods"))
+def test_no_subclass_inherits_a_claim_about_mathematics_that_it_may_have_changed(name):
+    base = resolve("methods", name)
+
+    class Mine(base):
+        """Says nothing of its traits."""
+
+    class Further(Mine):
+        """Neither does this one."""
+
+    class Again(Mine):
+        traits: ClassVar[Traits] = Traits(**dict.fromkeys(CLAIMS, True))
+
+    for cls in (Mine, Further):
+        inherited = cls().traits
+        assert [claim for claim in CLAIMS if getattr(inherited, claim)] == []
+        assert inherited == replace(base().traits, **dict.fromkeys(CLAIMS, False))  # the rest is no claim
+    assert all(getattr(Again().traits, claim) for claim in CLAIMS)
+
+
+def test_a_claim_that_depends_on_settings_is_not_inherited_either():
+    class Switched(resolve("methods", "fedavg")):
+        @property
+        def traits(self):
+            return Traits(rows_by_optimiser=self.fraction == 1, hides_counts=self.fraction == 1)
+
+    class Mine(Switched):
+        pass
+
+    assert Switched().traits.rows_by_optimiser
+    assert not Switched(fraction=0.5).traits.rows_by_optimiser
+    assert Mine().traits == Traits(hides_counts=True)
+    assert Mine(fraction=0.5).traits == Traits()
+
+
+@pytest.mark.parametrize(("role", "member"), [(r, m) for r in ROLES for m in members(r)])
+def test_a_member_of_a_role_that_nobody_would_call_is_refused(role, member):
+    base = resolve("methods", "fedavg")
+    for value in (lambda self, *arguments: None, property(lambda self: None)):
+        with pytest.raises(InputError, match=rf"Mine.{member} is a member of the role {role.__name__}"):
+            type("Mine", (base,), {member: value})
+        assert issubclass(type("Mine", (role, base), {member: value}), role)
+
+    @on_client
+    def message(self, client: fedfm.Client) -> int:
+        return 0
+
+    assert type("Mine", (base,), {member: message, "__annotations__": {}})  # a message may have the name
+    assert type("Mine", (base,), {member: 3})  # and so may a setting
+
+
+def test_traits_are_traits():
+    with pytest.raises(InputError, match=r"Mine.traits = .*: expected Traits\(\.\.\.\)"):
+        type("Mine", (Method,), {"traits": {"rows_by_optimiser": True}})
 
 
 def test_only_a_method_that_says_so_computes_with_parameters_alone(tmp_path):
@@ -86,14 +176,13 @@ def test_one_word_one_meaning():
 
 
 @dataclass(frozen=True)
-class Votes(Method[dict[ClientId, Params]]):
+class Votes(Personal, Predictor, Comparable, Method[dict[ClientId, Params]]):
     """The server keeps a head for each client, and a head says the same of every row."""
 
     needs: ClassVar[Needs] = Needs("head", ("head",))
     asks: ClassVar[tuple[str, ...]] = ("shift",)
     state_type: ClassVar = dict[ClientId, Params]
-    own_models: ClassVar[bool] = True
-    secrets: ClassVar[tuple[str, ...]] = ("coin",)
+    traits: ClassVar[Traits] = Traits(server_secrets=("coin",))
 
     rounds: int = field(default=2)
 
@@ -132,21 +221,12 @@ class Votes(Method[dict[ClientId, Params]]):
         return {}
 
     @property
-    def hides_counts(self):
-        return False
-
-    @property
     def feature_transform(self):
         return "nothing at all"
 
 
-def test_a_method_without_a_base_has_what_it_has_members_for(tmp_path):
+def test_a_method_of_several_roles_is_asked_for_each(tmp_path):
     method = Votes()
-    has = {p.__name__ for p in PROTOCOLS if isinstance(method, p)}
-    assert has == {
-        *("Personal", "Starting", "Predicting", "Transforming", "HidingCounts", "ServerSecrets"),
-        *("Detailed", "Noticing", "Charting", "Compared"),
-    }
     tables = experiment(tmp_path)
     tables["method"] = method
     told = []

@@ -11,7 +11,7 @@ import fedfm
 from every_method import LEARNS, METHODS, TRAINED, experiment_of
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import resolve
-from fedfm.core.capabilities import Sampling, secrets_of
+from fedfm.core.capabilities import fraction_of, secrets_of
 from fedfm.core.method import Method
 from fedfm.errors import InputError
 from fedfm.privacy.composition import Releases, epsilon_of
@@ -90,7 +90,7 @@ def test_under_client_level_privacy_it_releases_noisy_means_or_is_refused(name, 
             Experiment.from_dict(tables)
         return
     result, method = fedfm.run(tables, tmp_path / "run"), Experiment.from_dict(tables).method
-    rate = method.fraction if isinstance(method, Sampling) and len(method.means) == 1 else 1.0
+    rate = fraction_of(method) if len(method.means) == 1 else 1.0
     assert result["epsilon"] == epsilon_of([Releases(0.5, method.rounds * len(method.means), rate)], 1e-5)
     assert "noise.secret" in {path.name for path in (tmp_path / "run/private/server").iterdir()}
 

@@ -11,7 +11,7 @@ from fedfm.cli import main
 from fedfm.config.experiment import Experiment
 from fedfm.config.papers import differences
 from fedfm.config.registry import ours, resolve
-from fedfm.core.capabilities import Modelled
+from fedfm.core.capabilities import HiddenModel
 from fedfm.core.fields import Paper, setting
 from fedfm.encrypted.student.distil_spec import Distillation
 from fedfm.methods.fedavg import FedAvg
@@ -26,7 +26,7 @@ def whole(method):
     cls = resolve("methods", method)
     table = {"name": method} | ({"foundation": "nano-vit"} if hasattr(cls, "foundation") else {})
     tables = {"data": {"name": "digits"}, "model": {"name": "nano-vit"}, "method": table}
-    if isinstance(cls(), Modelled):
+    if isinstance(cls(), HiddenModel):
         del tables["model"]
     elif adaptations := cls().needs.adaptations:
         tables["model"]["adaptation"] = {"name": adaptations[0]}

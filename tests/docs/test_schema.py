@@ -20,7 +20,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.config.registry import ours, resolve
 from fedfm.config.run_spec import RunSpec
 from fedfm.config.toml import build, build_named, refuse_unknown
-from fedfm.core.capabilities import Modelled
+from fedfm.core.capabilities import HiddenModel
 from fedfm.core.fields import check, is_required, settings_of
 from fedfm.data.spec import DataSpec
 from fedfm.data.spec import check as check_data
@@ -88,7 +88,7 @@ def test_an_experiment_with_every_default_written_out_is_valid(method):
     table = {"name": method} | ({"foundation": "nano-vit"} if "foundation" in fields(method) else {})
     tables = {"data": {"name": "digits"}, "model": {"name": "nano-vit"}, "method": table}
     needs = resolve("methods", method)().needs
-    if isinstance(resolve("methods", method)(), Modelled):
+    if isinstance(resolve("methods", method)(), HiddenModel):
         del tables["model"]
     elif needs.adaptations:
         tables["model"]["adaptation"] = {"name": needs.adaptations[0]}
@@ -125,7 +125,7 @@ def parser_accepts(tables):
             if key in tables:
                 made = build_named(kind, tables[key], key, default=usual)[1]
                 check(made, key)
-                if key == "method" and isinstance(made, Modelled) == ("model" in tables):
+                if key == "method" and isinstance(made, HiddenModel) == ("model" in tables):
                     return False
     except InputError as error:
         assume("say it once" not in str(error))  # of FedBaF's base: a rule between two tables
@@ -181,7 +181,7 @@ def experiments(draw):
         tables["method"]["foundation"] = "nano-vit"
     if "base" in known:
         tables["method"]["base"] = {"name": "fedprox", "mu": 0.5}
-    if isinstance(resolve("methods", tables["method"]["name"])(), Modelled):
+    if isinstance(resolve("methods", tables["method"]["name"])(), HiddenModel):
         del tables["model"]
     tables["attack"], tables["aggregation"] = choose(draw, "attacks"), choose(draw, "aggregation")
     return tables

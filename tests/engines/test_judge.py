@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fedfm.aggregation.base import Aggregator
+from fedfm.core.capabilities import Predictor
 from fedfm.core.federation import Federation
 from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.engines.local import engine
@@ -120,14 +121,14 @@ def test_what_clients_have_judged_is_not_judged_again(
     everyone = population(DEALT["some are nobody's"])
     log = tmp_path / "log"
     log.touch()
-    compute = predictor.Predictor._compute
+    compute = predictor.CachedLogits._compute
 
     def noted(self: Any, p: torch.Tensor, rows: Any) -> torch.Tensor:
         with open(log, "a") as file:  # workers are processes
             file.write(f"{len(rows)}\n")
         return compute(self, p, rows)
 
-    monkeypatch.setattr(predictor.Predictor, "_compute", noted)
+    monkeypatch.setattr(predictor.CachedLogits, "_compute", noted)
     link = link_of(everyone, tmp_path, workers)
     fed, w = Federation(link, model=everyone.model, aggregator=Aggregator()), start(everyone)
     fed.begin(1)
@@ -155,7 +156,7 @@ def test_a_stop_is_heeded(tmp_path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Liar(FedAvg):
+class Liar(Predictor, FedAvg):
     """A method that says one class of every row that it is shown, and more of it the more rows these are."""
 
     def logits(self, model: Any, w: Params, rows: Any) -> torch.Tensor:

@@ -15,6 +15,7 @@ from test_apps import App
 from fedfm.aggregation._asynchronous import with_buffer
 from fedfm.aggregation.base import Aggregator
 from fedfm.config.run_spec import AsynchronousSpec, RunSpec
+from fedfm.core.capabilities import Traits
 from fedfm.core.client import Client, ClientData, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Reply
@@ -50,7 +51,7 @@ def _identity():
 class Counted(FedAvg):
     """FedAvg that writes down who trains, and for which request: each has a seed of its own."""
 
-    takes_late: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(accepts_stale_updates=True)
     means: ClassVar[tuple[str, ...]] = ("train",)
     passes: list = field(default_factory=list, metadata={"help": "who trained"})
 

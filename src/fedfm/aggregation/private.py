@@ -11,7 +11,7 @@ from fedfm.aggregation._client_level import CentralGaussian, DistributedGaussian
 from fedfm.aggregation._correlated import CorrelatedGaussian
 from fedfm.aggregation.base import Aggregator
 from fedfm.aggregation.secure import Secure
-from fedfm.core.capabilities import RowsByOptimiser, Sampling
+from fedfm.core.capabilities import fraction_of
 from fedfm.errors import Faults, InputError
 from fedfm.privacy.clipping import AdaptiveClip
 from fedfm.privacy.composition import noise_multiplier_for, noise_multiplier_for_concentrated
@@ -34,7 +34,7 @@ def under(aggregation: Aggregator, method: Any, privacy: Any) -> Aggregator:
     hidden, correlated = isinstance(aggregation, Secure), name == "correlated_gaussian"
     faults = Faults()
     if privacy.unit != "client":
-        records = '; for records mechanism = "dp_sgd"' if isinstance(method, RowsByOptimiser) else ""
+        records = '; for records mechanism = "dp_sgd"' if method.traits.rows_by_optimiser else ""
         faults.say(
             f'privacy.unit = "{privacy.unit}": this method has no mechanism of its own, and "{name}" protects a '
             f'"client"{records}',
@@ -52,7 +52,7 @@ def under(aggregation: Aggregator, method: Any, privacy: Any) -> Aggregator:
         )
     faults.refuse()
     adaptive = _adaptive(method, privacy, correlated)
-    fraction = method.fraction if isinstance(method, Sampling) else 1.0
+    fraction = fraction_of(method)
     period = _period(method, fraction) if correlated else 1
     # Under secure aggregation a small cohort is refused, which discloses its size: coins would amplify nothing. A
     # method of several means may ask others for one of them, as ccvr asks all for its last.
@@ -115,7 +115,7 @@ def _period(method: Any, fraction: float) -> int:
             key="privacy.mechanism",
         )
     if period == 1:
-        fewer = ", or set method.fraction, e.g. 0.1" if isinstance(method, Sampling) else ""
+        fewer = ", or set method.fraction, e.g. 0.1" if "fraction" in vars(method) else ""
         raise InputError(
             f'{where} with every client in every round independent noise is best for the last model; "gaussian"{fewer}',
             key="privacy.mechanism",

@@ -12,7 +12,7 @@ from typing import Any
 from fedfm.aggregation.base import Aggregator
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
-from fedfm.core.capabilities import Joining
+from fedfm.core.capabilities import Joinable
 from fedfm.core.fields import shown
 from fedfm.core.libraries import refuse
 from fedfm.core.messages import Request
@@ -128,7 +128,7 @@ def _start(
     Raises:
         InputError: the method has neither.
     """
-    if isinstance(method, Joining):
+    if isinstance(method, Joinable):
         return method.newcomer(model, state, w_0, name, adapt)
     shares_one = isinstance(method, TrainsLocally) and not predictions.personal(method)
     w = method.params_for(state, "") if shares_one else None

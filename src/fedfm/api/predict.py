@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedfm.api import user_runs
 from fedfm.core import storage
-from fedfm.core.capabilities import Mixing, has
+from fedfm.core.capabilities import Predictor
 from fedfm.core.libraries import refuse
 from fedfm.core.locks import alone_in
 from fedfm.core.text import to_json
@@ -342,7 +342,7 @@ def _write_export(run: Run, to: Target, out: Path, client: str | None, last: boo
     with storage.writing(out):
         folder = write(model, w, to, out, predictions.feature_transform(run.experiment.method))
         method = run.experiment.method
-        mixture = method.mixture_in_code(model) if has(method, Mixing) and weighed_by(w) == GATE else ()
+        mixture = method.mixture_in_code(model) if isinstance(method, Predictor) and weighed_by(w) == GATE else ()
         model_card.write(run.path, model, to, folder, client, mixture)
     return str(folder)
 

@@ -13,7 +13,7 @@ from fedfm.api import execute
 from fedfm.api.intervals import FIGURES, bounds, rows_behind
 from fedfm.config.experiment import Experiment
 from fedfm.config.toml import put
-from fedfm.core.capabilities import Compared
+from fedfm.core.capabilities import Comparable
 from fedfm.core.locks import alone_in
 from fedfm.errors import InputError, RunError
 from fedfm.runtime.progress import Progress
@@ -106,7 +106,7 @@ def with_baselines(experiment: Experiment, out: Path | None, progress: Progress)
     from fedfm.reports import html
 
     method = experiment.method
-    baselines = method.baselines() if isinstance(method, Compared) else {}
+    baselines = method.baselines() if isinstance(method, Comparable) else {}
     if not baselines:
         raise InputError(f"--baselines: method {experiment.method_name} names none")
     out = out or own_place(experiment.name)

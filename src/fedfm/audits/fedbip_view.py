@@ -15,7 +15,6 @@ from fedfm import seeds
 from fedfm.audits.fedbip_colluders import Full
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Turn, own_sources
-from fedfm.core.capabilities import Charting
 from fedfm.core.client import ClientId, Update
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
@@ -73,7 +72,7 @@ class Eye:
         for client, scored in self.scored_rows(population).items():
             if client in sent:
                 self._score(model, scored, before[client], sent[client])
-        if isinstance(method, Charting) and (p := method.arrays(turn.after).get("weights")) is not None:
+        if (p := method.arrays(turn.after).get("weights")) is not None:
             self.p.append(np.asarray(p, dtype=np.float64))
         every = len(sent) == len(population.clients) and turn.round < method.rounds
         if every and isinstance(method, FedBip):  # the colluders solve its formula

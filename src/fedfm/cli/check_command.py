@@ -21,7 +21,7 @@ def check(args: Any) -> int:
     from dataclasses import asdict
 
     from fedfm.config.toml import to_toml
-    from fedfm.core.capabilities import Founded, Modelled, Planned
+    from fedfm.core.capabilities import HiddenModel, Planned, ServerModel
     from fedfm.data.load import check_files
     from fedfm.engines.known_clients import check_known
     from fedfm.runtime.trackers.tracker import opened
@@ -40,11 +40,11 @@ def check(args: Any) -> int:
         from fedfm.config.cohorts import enough
         from fedfm.models.locate import locate
 
-        if isinstance(experiment.method, Modelled):
+        if isinstance(experiment.method, HiddenModel):
             experiment.method.check_model()
         elif experiment.model.name != "features" and not experiment.own_code:
             locate(experiment.model.name)
-        if isinstance(experiment.method, Founded):
+        if isinstance(experiment.method, ServerModel):
             experiment.method.check_foundation()
         from fedfm.runtime import beforehand
         from fedfm.runtime.cost_estimate import forecast
@@ -93,7 +93,7 @@ def check(args: Any) -> int:
         text += "".join(f"\n\n# {line}" for line in result["notices"])
     if args.matching:
         method = experiment.method
-        if not isinstance(method, Founded):
+        if not isinstance(method, ServerModel):
             raise InputError(f"--matching: method {experiment.method_name} has no foundation model of its own")
         if population is None:
             raise InputError("--matching: the model is on the SuperLink's machine; run the command there")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fedfm.aggregation._asynchronous import with_buffer
 from fedfm.aggregation.base import Aggregator
 from fedfm.attacks.attack import locals_of
@@ -9,20 +11,26 @@ from fedfm.config.cohorts import named_clients
 from fedfm.config.parts import Parts
 from fedfm.config.registry import name_of, ours, resolve
 from fedfm.config.run_spec import AsynchronousSpec
-from fedfm.core.capabilities import Sampling, TakesLate
+from fedfm.core.capabilities import Traits, fraction_of
+from fedfm.core.method import Method
 from fedfm.errors import InputError, listed
 
 WHERE = "run.asynchronous"
 
 
-def not_late(method: type, name: str) -> str:
+def not_late(method: type[Method[Any]], name: str) -> str:
     """Why no run of this method is asynchronous; "" if it may be."""
-    if "takes_late" in vars(method):
+    if _accepts_stale_updates(method):
         return ""
-    names = [name for name in ours("methods") if "takes_late" in vars(resolve("methods", name))]
+    names = [name for name in ours("methods") if _accepts_stale_updates(resolve("methods", name))]
     return (
         f'run.asynchronous: method "{name}" needs the answers of a whole cohort to one state; expected {listed(names)}'
     )
+
+
+def _accepts_stale_updates(method: type[Method[Any]]) -> bool:
+    """By its class alone, so that settings do not decide it."""
+    return isinstance(method.traits, Traits) and method.traits.accepts_stale_updates
 
 
 def asynchronous(e: Parts, late: AsynchronousSpec) -> Aggregator:
@@ -32,8 +40,8 @@ def asynchronous(e: Parts, late: AsynchronousSpec) -> Aggregator:
         InputError: something needs whole cohorts.
     """
     where = f"{WHERE}:"
-    fraction = e.method.fraction if isinstance(e.method, Sampling) else 1.0
-    if (why := not_late(type(e.method), e.method_name)) or not isinstance(e.method, TakesLate):
+    fraction = fraction_of(e.method)
+    if why := not_late(type(e.method), e.method_name):
         raise InputError(why, key=WHERE)
     if any(local.personal for local in locals_of(e.method)):
         raise InputError(

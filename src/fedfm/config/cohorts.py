@@ -13,7 +13,7 @@ from fedfm.aggregation._correlated import CorrelatedGaussian
 from fedfm.aggregation.secure import Secure
 from fedfm.config.parts import Parts
 from fedfm.config.registry import name_of
-from fedfm.core.capabilities import Sampling
+from fedfm.core.capabilities import fraction_of
 from fedfm.errors import InputError, close
 
 
@@ -31,7 +31,7 @@ def enough(e: Parts, names: Sequence[str], source: str = "") -> None:
     clients = len(names)
     there = f"{source} has {_silos(clients)}" if source else f"there are {clients} clients"
     of = f"{_silos(clients)} of {source}" if source else f"{clients} clients"
-    fraction = e.method.fraction if isinstance(e.method, Sampling) else 1.0
+    fraction = fraction_of(e.method)
     cohort, least = max(math.floor(fraction * clients + 1e-9), 1), e.aggregation.least()
     asks = f"a round asks {cohort} of {of}" if cohort < clients else there
     if e.run.min_clients is not None and e.run.min_clients > cohort and not e.method.needs.pooled:

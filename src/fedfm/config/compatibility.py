@@ -20,7 +20,7 @@ from fedfm.config.parts import Parts
 from fedfm.config.registry import name_of
 from fedfm.config.user_code import is_function
 from fedfm.core import tasks
-from fedfm.core.capabilities import Keeping, Personal, Private, RowsByOptimiser, Sealed
+from fedfm.core.capabilities import Personal, Private
 from fedfm.core.client import Update
 from fedfm.core.method import Method, nested
 from fedfm.data.spec import IN_MEMORY
@@ -46,7 +46,7 @@ def protected(method: Private, privacy: PrivacySpec) -> Method[Any]:
         if getattr(privacy, key) is not None:
             faults.say(f"privacy.{key}: the method's own mechanism does not take it; drop it", key=f"privacy.{key}")
     faults.refuse()
-    return method.protected(privacy)
+    return method.protect(privacy)
 
 
 def guaranteed(method: Method[Any], aggregation: Aggregator, privacy: PrivacySpec) -> tuple[Method[Any], Aggregator]:
@@ -74,7 +74,7 @@ def _check_method(method: Method[Any]) -> None:
         raise InputError(
             f"{where} this method sends no update that noise could hide; drop [privacy]", key="privacy.unit"
         )
-    if isinstance(method, Keeping | Personal) or (isinstance(method, TrainsLocally) and method.local.personal):
+    if isinstance(method, Personal) or (isinstance(method, TrainsLocally) and method.local.personal):
         raise InputError(
             f"{where} every client ends with a model of its own, and the noise is on means", key="privacy.unit"
         )
@@ -82,8 +82,7 @@ def _check_method(method: Method[Any]) -> None:
 
 def _readable(method: Method[Any]) -> list[str]:
     """Its client halves whose single replies the server can read."""
-    sealed = method.sealed if isinstance(method, Sealed) else ()
-    return [name for name in method.asks if name not in sealed]
+    return [name for name in method.asks if name not in method.traits.sealed_replies]
 
 
 def check_as_asked(e: Parts) -> None:
@@ -289,8 +288,7 @@ def _check_augmented(e: Parts, method: str) -> None:
             'once, and its features are trained on; drop it, or train what reads pictures, e.g. "lora"',
             key="data.augment",
         )
-    declared = (isinstance(m, RowsByOptimiser) and "rows_by_optimiser" in vars(type(m)) for m in _all(e.method))
-    if not all(declared):
+    if not all(m.traits.rows_by_optimiser for m in _all(e.method)):
         raise InputError(
             f"data.augment: the clients of {method} read their pictures beside the local optimiser, which would see "
             "them unchanged; drop it, or take a method whose clients train by it alone, e.g. fedavg",

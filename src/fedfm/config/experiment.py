@@ -23,7 +23,7 @@ from fedfm.config.replaced import without_former_keys
 from fedfm.config.run_spec import RunSpec
 from fedfm.config.toml import build, build_named, named, plain, read, refuse_unknown, to_toml
 from fedfm.config.user_code import filled, is_function
-from fedfm.core.capabilities import Modelled, Private
+from fedfm.core.capabilities import HiddenModel, Private
 from fedfm.core.fields import check
 from fedfm.core.method import Method
 from fedfm.data.spec import IN_MEMORY, WITHHELD, DataSpec, PartitionSpec
@@ -80,7 +80,7 @@ class Experiment(Parts):
             raise InputError(
                 f'method = {method!r:.80}: expected a table, e.g. {{"name": "fedavg"}}, or a Method', key="method"
             )
-        if isinstance(method, Modelled):
+        if isinstance(method, HiddenModel):
             if model is not None and not changed:
                 raise InputError(
                     "[model]: clients of this method have no model, and method.foundation is the server's; drop it",
@@ -91,7 +91,7 @@ class Experiment(Parts):
             raise Absent(_MISSING.format("model"), key="model")
         model = _built(ModelSpec, model, "model")
         privacy = None if privacy is None else _built(PrivacySpec, privacy, "privacy")
-        method = method.settled(privacy) if isinstance(method, Private) else method
+        method = method.settle(privacy) if isinstance(method, Private) else method
         if attack is not None and not isinstance(attack, Attack):
             attack = build_named("attacks", attack, "attack")[1]
         if aggregation is None or isinstance(aggregation, Mapping):
@@ -213,7 +213,7 @@ class Experiment(Parts):
     def to_dict(self) -> dict[str, Any]:
         """Nested tables with every default filled in; ``from_dict`` is the inverse."""
         method = {"name": self.method_name} | plain(self.method)
-        model = {} if isinstance(self.method, Modelled) else {"model": plain(self.model)}
+        model = {} if isinstance(self.method, HiddenModel) else {"model": plain(self.model)}
         tables = {"name": self.name, "data": plain(self.data), **model, "method": method}
         others = {"privacy": self.privacy, "attack": self.attack, "aggregation": self.aggregation, "run": self.run}
         return tables | {key: named(value) for key, value in others.items() if value is not None}

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeVar
 
-from fedfm.core.capabilities import Needs
+from fedfm.core.capabilities import Needs, Reporter, Traits, check_roles
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper
+from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 
 S = TypeVar("S")  # server state, carried from round to round: Params, numbers, dicts or dataclasses of them
 
 
-class Method(ABC, Generic[S]):
+class Method(Reporter, ABC, Generic[S]):
     """Subclass as a frozen dataclass whose fields are the hyper-parameters, and nothing else.
 
     ``init`` and ``step`` are the server half; functions marked ``@on_client`` are the client half. The halves share
     only ``self``'s hyper-parameters; everything else travels by message. State is a value: the run writes the result of
-    ``step`` to disk after every round, and a resumed run continues from it. :mod:`fedfm.core.capabilities` lists
-    optional members.
+    ``step`` to disk after every round, and a resumed run continues from it. :mod:`fedfm.core.capabilities` has the
+    roles from which a method may derive, and what every method may report.
 
     Attributes:
         rounds: number of communication rounds; 0 evaluates the start.
         needs: requirements on the experiment.
+        traits: what is true of the method. A subclass that does not state them inherits all but the claims about the
+            mathematics, which it may have changed.
         means, asks: names of the client halves that its rounds call by ``fed.mean`` and by ``fed.ask``. Robust
             aggregation requires a mean, an [attack] requires any call, secure aggregation forbids ``fed.ask``. A
             contract test compares the names with the messages.
@@ -38,10 +42,21 @@ class Method(ABC, Generic[S]):
 
     rounds: int
     needs: ClassVar[Needs] = Needs()
+    traits: ClassVar[Traits] = Traits()
     means: ClassVar[tuple[str, ...]] = ()
     asks: ClassVar[tuple[str, ...]] = ()
     state_type: ClassVar[Any] = Params
     paper: ClassVar[Mapping[str, Paper]] = MappingProxyType({})
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        check_roles(cls)
+        traits: Any = inspect.getattr_static(cls, "traits")
+        by_settings = hasattr(traits, "__get__")  # a property
+        if not (by_settings or isinstance(traits, Traits)):
+            raise InputError(f"{cls.__qualname__}.traits = {traits!r:.80}: expected Traits(...)")
+        if "traits" not in vars(cls):
+            cls.traits = _InheritedTraits(traits) if by_settings else traits.without_claims()  # type: ignore[assignment]
 
     @abstractmethod
     def init(self, fed: Federation) -> S:
@@ -61,6 +76,13 @@ class Method(ABC, Generic[S]):
         Raises:
             InputError: with the key and what would be right.
         """
+
+
+class _InheritedTraits(property):
+    """Traits that depend on settings, in a subclass that does not state its own."""
+
+    def __init__(self, traits: Any) -> None:
+        super().__init__(lambda method: traits.__get__(method, type(method)).without_claims())
 
 
 def with_model(state: Any, old: Params, new: Params) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fedfm.core.capabilities import Judge, Needs
+from fedfm.core.capabilities import HiddenModel, Judge, Needs, Planned, Traits
 from fedfm.core.client import Client, ClientData, ClientId, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper, setting
@@ -49,7 +49,7 @@ class Carried:
 
 
 @dataclass(frozen=True)
-class BlindFed(Method[Carried]):
+class BlindFed(HiddenModel, Planned, Method[Carried]):
     """Every row passes the server's frozen model once, encrypted; then FedAvg of adapters on the released states.
 
     "masked" is ours: the client gets the released states of its rows in the clear and keeps its labels. "permuted" is
@@ -219,35 +219,22 @@ class BlindFed(Method[Carried]):
         return ("open", "rows", "keep", *renewed, *(("predicted",) if self.predict else ()))
 
     @property
-    def sealed(self) -> tuple[str, ...]:
-        """Ciphertexts, keys and numbers of rows."""
-        return self.asks if self.encryption == "ckks" else ()
-
-    @property
-    def secrets(self) -> tuple[str, ...]:
-        """Of the orders; of the agreement on keys."""
+    def traits(self) -> Traits:  # type: ignore[override]
+        """Secrets are of the orders and of the agreement on keys. Rows to predict have no labels to score."""
+        encrypted = self.encryption == "ckks"
         orders = ("orders",) if self.protocol == "permuted" else ()
-        return orders + (("channel",) if self.encryption == "ckks" else ())
+        return Traits(
+            server_secrets=(*orders, "channel") if encrypted else orders,
+            sealed_replies=self.asks if encrypted else (),  # ciphertexts, keys and numbers of rows
+            hides_counts=self.predict,
+            predicts_only=self.predict,
+            clients_judge=encrypted,
+        )
 
-    @property
-    def predicts_only(self) -> bool:
-        """Whether rows without labels pass, which silos name in their files."""
-        return self.predict
+    def fidelity(self, visible: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
+        return self.client_half.errors(visible, clear) if self.encryption == "ckks" else {}
 
-    @property
-    def hides_counts(self) -> bool:
-        """Rows to predict have no labels: no client is asked for scores."""
-        return self.predict
-
-    @property
-    def clients_judge(self) -> bool:
-        """With encrypted rows, test rows are the clients'."""
-        return self.encryption == "ckks"
-
-    def fidelity(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
-        return self.client_half.errors(seen, clear) if self.encryption == "ckks" else {}
-
-    def encoded(self, model: Model, rows: Rows) -> Rows:
+    def encode(self, model: Model, rows: Rows) -> Rows:
         if self.encryption == "clear":
             return model.encode(rows)
         from fedfm.encrypted.protocol import masked

@@ -13,7 +13,7 @@ from typing import Any
 
 from fedfm.api.execute import drive, load_run
 from fedfm.config.experiment import Experiment
-from fedfm.core.capabilities import Foretelling
+from fedfm.core.capabilities import HiddenModel
 from fedfm.errors import InputError, RunError
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
@@ -29,7 +29,7 @@ def asking(run: Run) -> Experiment:
         InputError: the run is of another method, or its rows did not pass encrypted.
     """
     experiment, method = run.experiment, run.experiment.method
-    if not isinstance(method, Foretelling) or experiment.method.needs.local:
+    if not isinstance(method, HiddenModel) or experiment.method.needs.local:
         raise InputError(
             f"{run.path}: --engine deployment predicts at a silo without the model, by runs of blindfed with "
             f'encryption = "ckks"; this one is of {run.experiment.method_name}: drop it'

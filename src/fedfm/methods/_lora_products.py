@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from fedfm.core.capabilities import Needs
+from fedfm.core.capabilities import Needs, Predictor
 from fedfm.core.client import Client, ClientId, Update, each
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
@@ -33,7 +33,7 @@ class Term(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ExactLora(Method[S]):
+class ExactLora(Predictor, Method[S]):
     """A global model whose round adds Delta W = sum_k p_k s_k B_k A_k, s_k = alpha / r_k, to every adapted module.
 
     Clients may have different ranks, in one model of the largest. The result may be LoRA of a larger rank than the
@@ -77,7 +77,7 @@ class ExactLora(Method[S]):
         return {c: ranks[i % len(ranks)] for i, c in enumerate(fed.clients)}
 
     @contextmanager
-    def applied(self, model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
+    def install(self, model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
         with lora.applied(model, w):
             yield rows
 

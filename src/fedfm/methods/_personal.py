@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
+from fedfm.core.capabilities import Personal
 from fedfm.core.client import Client, ClientId
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
@@ -12,10 +13,8 @@ from fedfm.methods.fedavg import FedAvg
 
 
 @dataclass(frozen=True)
-class KeepingFedAvg(FedAvg):
+class KeepingFedAvg(Personal, FedAvg):
     """Client i keeps theta_i, the result of its last local pass, and the start of that pass."""
-
-    own_models: ClassVar[bool] = True
 
     def keep(self, client: Client, start: Params, theta: Params) -> None:
         """Client half, after the local pass."""

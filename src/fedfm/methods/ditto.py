@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fedfm.core.capabilities import Personal, Traits
 from fedfm.core.client import ClientId
 from fedfm.core.fields import setting
 from fedfm.errors import InputError
@@ -18,14 +19,13 @@ from fedfm.training import DittoOptimiser, Local
 
 
 @dataclass(frozen=True)
-class Ditto(FedAvg):
+class Ditto(Personal, FedAvg):
     """FedAvg trains w; each client also trains its own v_k on f_k(v) + lambda/2 ||v - w^t||^2 and keeps it.
 
     lambda is 0.1 unless ``[method.local]`` with ``name = "ditto"`` sets ``lambda``.
     """
 
-    own_models: ClassVar[bool] = True
-    parameters_alone: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(server_needs_weights_only=True)
 
     local: Local = setting(DittoOptimiser(), "ditto, with its lambda; sgd, adam or adamw of both models, lambda 0.1")
 

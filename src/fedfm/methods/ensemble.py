@@ -18,6 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedfm.core.capabilities import Predictor
 from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper, setting
 from fedfm.core.rows import Rows
@@ -28,7 +29,7 @@ from fedfm.training.fit_head import NOBODY
 
 
 @dataclass(frozen=True)
-class Ensemble(OwnHeads):
+class Ensemble(Predictor, OwnHeads):
     """Each client trains its own head; all heads predict together."""
 
     asks: ClassVar[tuple[str, ...]] = ("fit",)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from fedfm.core.capabilities import Traits
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper, setting
@@ -32,9 +33,9 @@ class Moments:
 class FedAdam(FedAvg):
     """Adam at the server on the mean update Delta_t; no bias correction, m_0 = 0."""
 
-    rows_by_optimiser: ClassVar[bool] = True
-    parameters_alone: ClassVar[bool] = True
-    takes_late: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(
+        accepts_stale_updates=True, server_needs_weights_only=True, rows_by_optimiser=True
+    )
     state_type: ClassVar[Any] = Moments
     paper: ClassVar[Mapping[str, Paper]] = {
         "method.tau": Paper(0.001),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fedfm import seeds
+from fedfm.core.capabilities import Traits
 from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
@@ -35,7 +36,7 @@ class FedALA(KeepingFedAvg):
     FedAvg's does, and the number of passes that the mixture took.
     """
 
-    parameters_alone: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(server_needs_weights_only=True)
 
     p: int = setting(1, "top layers that are mixed (a block, the final norm, the head); the others are shared", ge=1)
     eta: float = setting(1.0, "learning rate of the weights W", gt=0)

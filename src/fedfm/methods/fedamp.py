@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from fedfm.core.capabilities import Personal, Traits
 from fedfm.core.client import Client, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper, setting
@@ -40,14 +41,13 @@ class Clouds:
 
 
 @dataclass(frozen=True)
-class FedAMP(Method[Clouds]):
+class FedAMP(Personal, Method[Clouds]):
     """Attentive message passing: each client is pulled towards a mean of all models, weighted by their proximity.
 
     A client that a round does not ask keeps its w_i, which still counts for the others.
     """
 
-    own_models: ClassVar[bool] = True
-    parameters_alone: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(server_needs_weights_only=True)
     asks: ClassVar[tuple[str, ...]] = ("train",)
     state_type: ClassVar[Any] = Clouds
     paper: ClassVar[Mapping[str, Paper]] = {

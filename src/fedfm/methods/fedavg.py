@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fedfm.core.capabilities import Traits
 from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
@@ -22,9 +23,9 @@ class FedAvg(Method[Params]):
     """Average of the clients' locally trained models, weighted by their numbers of examples."""
 
     means: ClassVar[tuple[str, ...]] = ("train",)
-    rows_by_optimiser: ClassVar[bool] = True
-    parameters_alone: ClassVar[bool] = True
-    takes_late: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(
+        accepts_stale_updates=True, server_needs_weights_only=True, rows_by_optimiser=True
+    )
 
     rounds: int = setting(10, "communication rounds; 0 evaluates the start", ge=0)
     fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fedfm.core.capabilities import Traits
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
@@ -30,22 +31,21 @@ class Momentum:
 class FedAvgM(FedAvg):
     """FedAvg with momentum at the server: m <- beta m + Delta, w <- w + eta m."""
 
-    rows_by_optimiser: ClassVar[bool] = True
-    parameters_alone: ClassVar[bool] = True
-    takes_late: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(
+        accepts_stale_updates=True, server_needs_weights_only=True, rows_by_optimiser=True
+    )
     state_type: ClassVar[Any] = Momentum
 
     server_momentum: float = setting(0.9, "beta", ge=0, lt=1)
     server_learning_rate: float = setting(1.0, "eta", gt=0)
 
-    @property
-    def late_forewarning(self) -> str:
+    def staleness_warnings(self) -> list[str]:
         if self.server_momentum <= _LATE_MOMENTUM:
-            return ""
-        return (
+            return []
+        return [
             f"asynchronous rounds: with answers that are late, server_momentum = {self.server_momentum:g} can make the "
             f"model swing; {_LATE_MOMENTUM:g} did well in docs/how-to/slow-silos.md"
-        )
+        ]
 
     def init(self, fed: Federation) -> Momentum:  # type: ignore[override]
         return Momentum(fed.initial, 0.0 * fed.initial)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from fedfm.core.capabilities import Traits
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
@@ -34,8 +35,7 @@ class Weighted:
 class FedAWA(FedAvg):
     """The weights of the mean are learnt: large for vectors close to their mean and models close to the shared one."""
 
-    rows_by_optimiser: ClassVar[bool] = True
-    parameters_alone: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(server_needs_weights_only=True, rows_by_optimiser=True)
     means: ClassVar[tuple[str, ...]] = ()
     asks: ClassVar[tuple[str, ...]] = ("train",)
     state_type: ClassVar[Any] = Weighted

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fedfm import seeds
+from fedfm.core.capabilities import Predictor
 from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper, setting
 from fedfm.core.rows import Rows
@@ -29,7 +30,7 @@ from fedfm.models.model import Model
 
 
 @dataclass(frozen=True)
-class FedBE(OwnHeads):
+class FedBE(Predictor, OwnHeads):
     """The clients' heads, their mean, and draws from their Gaussian predict together."""
 
     asks: ClassVar[tuple[str, ...]] = ("fit",)

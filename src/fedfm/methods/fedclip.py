@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedfm import seeds
-from fedfm.core.capabilities import Needs
+from fedfm.core.capabilities import Needs, Predictor
 from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
@@ -32,7 +32,7 @@ from fedfm.training.update_rules import Rule
 
 
 @dataclass(frozen=True)
-class FedCLIP(FedAvg):
+class FedCLIP(Predictor, FedAvg):
     """FedAvg of an attention adapter: V * softmax(W_2 tanh(W_1 V)), normalised, in the place of CLIP's V."""
 
     needs: ClassVar[Needs] = Needs(adaptations=("lora",), tasks=("zero_shot",))  # as it is drawn it adds nothing

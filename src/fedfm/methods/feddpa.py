@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedfm.core.capabilities import Needs
+from fedfm.core.capabilities import Needs, Personal
 from fedfm.core.client import ClientId
 from fedfm.core.fields import Paper, setting
 from fedfm.errors import InputError
@@ -22,7 +22,7 @@ _EVERY = "every method of averages has these defaults, so that methods are compa
 
 
 @dataclass(frozen=True)
-class FedDPA(FedAvg):
+class FedDPA(Personal, FedAvg):
     """FedAvg of the global adapter; each client also trains a local adapter, with the global one frozen, and keeps it.
 
     The output for a row is W x + (1 - a) of the global adapter's output + a of the local one's. In training a = 1/2;
@@ -30,7 +30,6 @@ class FedDPA(FedAvg):
     ``name = "dual_adapter"`` has more settings.
     """
 
-    own_models: ClassVar[bool] = True
     needs: ClassVar[Needs] = Needs(adaptations=("lora",))
     paper: ClassVar[Mapping[str, Paper]] = {  # of the authors' code
         "method.local.optimiser": Paper("adamw", _EVERY),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fedfm.core.capabilities import Traits
 from fedfm.core.client import Client, Update, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.linalg import low_rank
@@ -30,7 +31,7 @@ class FedExLoRA(Merging):
     frozen weights include the part of the averaged adapter beyond its rank: all clients start from one model.
     """
 
-    rows_by_optimiser: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(rows_by_optimiser=True)
 
     def step(self, fed: Federation, state: Merged, t: int) -> Merged:
         r = self.ranks_of(fed)

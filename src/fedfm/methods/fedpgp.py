@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedfm import seeds
-from fedfm.core.capabilities import Needs
+from fedfm.core.capabilities import Joinable, Needs
 from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
@@ -37,7 +37,7 @@ DEVIATION = 0.02  # of the entries of U_i and V_i at first, as of p_G
 
 
 @dataclass(frozen=True)
-class FedPGP(KeepingFedAvg):
+class FedPGP(Joinable, KeepingFedAvg):
     """FedAvg of a global prompt; every client adds a prompt of low rank that it keeps, and a contrastive loss holds the
     global prompt near the hand-written one.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fedfm.core.capabilities import Traits
 from fedfm.core.client import Client, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
@@ -25,9 +26,9 @@ class FedProx(FedAvg):
     sum_k p_k w^k - mu (w^k - w_t) without brackets: the second term is inside the sum or, literally, after it.
     """
 
-    rows_by_optimiser: ClassVar[bool] = True
-    parameters_alone: ClassVar[bool] = True
-    takes_late: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(
+        accepts_stale_updates=True, server_needs_weights_only=True, rows_by_optimiser=True
+    )
 
     mu: float = setting(0.01, "weight of the proximal term", ge=0, finite=True)
     server_term: str = setting(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from fedfm.core.capabilities import Planned
 from fedfm.core.client import Client
 from fedfm.core.fields import setting
 from fedfm.linalg.params import Params
@@ -17,7 +18,7 @@ from fedfm.training import Local
 
 
 @dataclass(frozen=True)
-class FedRep(FedPer):
+class FedRep(Planned, FedPer):
     """FedPer in two phases: the head on the shared representation, then the representation under the head."""
 
     weighting: str = setting("uniform", "of the mean: uniform (the paper) or size (n_k)", choices=("size", "uniform"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fedfm.core.capabilities import Traits
 from fedfm.linalg.params import Params
 from fedfm.methods.fedadam import FedAdam
 
@@ -16,9 +17,9 @@ from fedfm.methods.fedadam import FedAdam
 class FedYogi(FedAdam):
     """FedAdam whose second moment changes by a step that does not depend on its own size."""
 
-    rows_by_optimiser: ClassVar[bool] = True
-    parameters_alone: ClassVar[bool] = True
-    takes_late: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(
+        accepts_stale_updates=True, server_needs_weights_only=True, rows_by_optimiser=True
+    )
 
     def second_moment(self, v: Params, delta: Params) -> Params:
         """v_t = v_{t-1} - (1 - beta_2) Delta_t^2 sign(v_{t-1} - Delta_t^2), line 14."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedfm.core.capabilities import Judge
+from fedfm.core.capabilities import Judge, Traits
 from fedfm.core.client import Client, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.linalg import low_rank
@@ -42,7 +42,7 @@ class Cut:
 class FlexLoRA(ExactLora[Cut]):
     """The exact Delta W is truncated by its SVD to each client's rank; the result has the largest rank."""
 
-    rows_by_optimiser: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(rows_by_optimiser=True)
     state_type: ClassVar[Any] = Cut
 
     def init(self, fed: Federation) -> Cut:

@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 
 from fedfm import seeds
+from fedfm.core.capabilities import Traits
 from fedfm.core.client import Client, Update, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.linalg.params import Layout, Params
@@ -29,7 +30,7 @@ from fedfm.training import any_rank
 class FLoRA(Merging):
     """Clients' adapters are stacked, not averaged: exact for any ranks, merged into the frozen weights each round."""
 
-    rows_by_optimiser: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(rows_by_optimiser=True)
 
     def step(self, fed: Federation, state: Merged, t: int) -> Merged:
         r = self.ranks_of(fed)

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fedfm.core.capabilities import Traits
 from fedfm.core.client import Client, Update, on_client
 from fedfm.core.fields import setting
 from fedfm.linalg.params import Params
@@ -24,8 +25,7 @@ class LDAWA(FedAvg):
     A client knows both vectors of its cosine, so it sends cos(w_kl, w_l) w_kl and the server needs a mean only.
     """
 
-    rows_by_optimiser: ClassVar[bool] = True
-    parameters_alone: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(server_needs_weights_only=True, rows_by_optimiser=True)
 
     weighting: str = setting("uniform", "of the mean: uniform (the paper) or size (n_k)", choices=("size", "uniform"))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fedfm.core.capabilities import Personal, Traits
 from fedfm.core.client import Client, ClientId, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
@@ -16,12 +17,10 @@ from fedfm.methods.fedavg import FedAvg
 
 
 @dataclass(frozen=True)
-class LocalOnly(FedAvg):
+class LocalOnly(Personal, FedAvg):
     """Nothing is averaged: client k continues from its own model each round."""
 
-    rows_by_optimiser: ClassVar[bool] = True
-    parameters_alone: ClassVar[bool] = True
-    own_models: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(server_needs_weights_only=True, rows_by_optimiser=True)
     means: ClassVar[tuple[str, ...]] = ()
     asks: ClassVar[tuple[str, ...]] = ("train_alone",)
     state_type: ClassVar[Any] = dict[str, Params]

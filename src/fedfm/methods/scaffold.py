@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fedfm.core.capabilities import Traits
 from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
@@ -30,8 +31,7 @@ class Controlled:
 class Scaffold(FedAvg):
     """Control variates correct the clients' drift: each local step follows g(y) - c_k + c. Means are uniform."""
 
-    rows_by_optimiser: ClassVar[bool] = True
-    parameters_alone: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(server_needs_weights_only=True, rows_by_optimiser=True)
     state_type: ClassVar[Any] = Controlled
 
     weighting: str = setting("uniform", "of the mean: uniform, as in the paper", choices=("uniform",))

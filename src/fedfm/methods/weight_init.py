@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fedfm.core.capabilities import Traits
 from fedfm.core.federation import Federation
 from fedfm.core.method import with_model
 from fedfm.linalg.params import Params
@@ -19,7 +20,7 @@ from fedfm.methods.fedbaf.server_foundation import Around
 class WeightInit(Around):
     """w_0 is the foundation model where it matches: the first message discloses it to every client."""
 
-    rows_by_optimiser: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(rows_by_optimiser=True)
 
     def init(self, fed: Federation) -> Any:
         state = self.base.init(fed)

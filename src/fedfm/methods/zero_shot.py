@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fedfm.core.capabilities import Traits
 from fedfm.core.fields import setting
 from fedfm.methods.fedavg import FedAvg
 
@@ -18,6 +19,6 @@ class ZeroShot(FedAvg):
     """Evaluates the start; sends nothing."""
 
     means: ClassVar[tuple[str, ...]] = ()
-    parameters_alone: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(server_needs_weights_only=True)
 
     rounds: int = setting(0, "0: nothing is trained", ge=0, le=0, words="0, it trains nothing")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fedfm.config.run_spec import RunSpec
-from fedfm.core.capabilities import Costing
+from fedfm.core.capabilities import Planned, has
 from fedfm.core.rows import Rows
 from fedfm.models.model import Model
 from fedfm.runtime.partitioned import Partitioned
@@ -57,7 +57,7 @@ def _work(method: Any, population: Partitioned) -> tuple[Rows, int, int] | None:
     model, clients = population.model, population.federated.clients
     largest = max(clients, key=lambda client: len(clients[client].train), default=None)
     parameters = sum(p.numel() for p in model.module.parameters())
-    passes = method.passes if isinstance(method, Costing) else method.local.passes
+    passes = method.passes if has(method, Planned, "passes") else method.local.passes
     if largest is None or parameters * _POSITIONS * len(clients[largest].train) * passes < _WORK:
         return None
     rows = population.data(largest).train

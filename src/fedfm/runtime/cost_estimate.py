@@ -15,7 +15,7 @@ import numpy as np
 from fedfm import seeds
 from fedfm.attacks.attack import halves_of
 from fedfm.config.experiment import Experiment
-from fedfm.core.capabilities import Costing
+from fedfm.core.capabilities import Planned, fraction_of, has
 from fedfm.core.client import Client, ClientId, Update
 from fedfm.core.libraries import refuse
 from fedfm.core.wire import codec
@@ -74,7 +74,7 @@ def forecast(experiment: Experiment, population: Partitioned) -> Forecast:
     largest = max((len(part.train) for part in clients.values()), default=0)
     share = sum(len(part.train) for part in clients.values()) / max(largest, 1)
     late = experiment.run.asynchronous
-    asked = float(vars(method).get("fraction", 1.0)) if late is None else min(late.buffer / len(clients), 1.0)
+    asked = fraction_of(method) if late is None else min(late.buffer / len(clients), 1.0)
     times = share * asked * method.rounds
     seconds, at_most = _client_seconds(experiment, population, times)
     return Forecast(
@@ -118,7 +118,7 @@ def _client_seconds(experiment: Experiment, population: Partitioned, times: floa
     if not len(data.train):
         return None, False
     size = min(method.local.batch_size, len(data.train))
-    passes = (method.passes if isinstance(method, Costing) else method.local.passes) / max(method.local.epochs, 1)
+    passes = (method.passes if has(method, Planned, "passes") else method.local.passes) / max(method.local.epochs, 1)
     with refuse(f"model.name: {model.spec.name!r} cannot be trained on these rows"):
         each = step_seconds(model, data.train, size)
     if each is not None and each < 5:  # the first one loads what it needs

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.core.capabilities import Applying, Judge, Keeping, Predicting, Starting, Viewing, has
+from fedfm.core.capabilities import HiddenModel, Judge, Personal, Predictor, has
 from fedfm.core.checks import conform
 from fedfm.core.client import Client, ClientId, each, on_client
 from fedfm.core.federation import Federation
@@ -51,9 +51,9 @@ class Evaluation:
     def evaluate_start(self, client: Client, w: Params, part: str) -> dict[str, Any]:
         """As :meth:`evaluate`, for the start model of the client's last local pass."""
         method: Any = self.method
-        if not has(method, Starting):
+        if not has(method, Personal, "start_models"):
             raise ClientFault(E_REFUSED, "this method has one model to score, and no other to start from")
-        start = self.method.start_of(client, w) if has(self.method, Keeping) else w
+        start = method.start_of(client, w)
         return scores(self.method, client.model, start, _rows(client, part))
 
     @on_client(kind="reveal")
@@ -174,7 +174,7 @@ class Evaluator:
                 line[CLASS_COUNTS] = class_counts.summary([m[CLASS_COUNTS] for m in judged])
             if personal(self._method) and self._run.experiment.data.base_classes is not None:
                 line["client_base_and_new"] = {c: {k: m[k] for k in metrics.BASE_AND_NEW} for c, m in by_model.items()}
-        if thorough and has(self._method, Starting):
+        if thorough and has(self._method, Personal, "start_models"):
             found = self._own(self._method.start_models(state), "test", self._clients.evaluate_start)
             line["server_accuracy"] = _mean("accuracy", found.values())
             line["server_client_accuracy"] = {c: m.get("accuracy") for c, m in found.items()}
@@ -328,13 +328,18 @@ def judge(
     return scored
 
 
+def _has_own_predictions(method: Method[Any]) -> bool:
+    """Whether predictions are not those of the model with its parameters installed."""
+    return has(method, Predictor, "logits") or has(method, Predictor, "install")
+
+
 def by_pieces(population: Partitioned, method: Method[Any]) -> bool:
     """Whether :func:`judge` works piece by piece: the model caches logits, and the method predicts from them alone."""
-    plain = not (has(method, Predicting) or has(method, Applying)) and population.client_model is not None
+    plain = not _has_own_predictions(method) and population.client_model is not None
     return plain and population.federated.table.labels is not None and packed.applies(population.model, "exact")
 
 
 def _clients_score_alike(population: Partitioned, method: Method[Any]) -> bool:
     """Whether clients judge one model for all by the same computation as the server."""
-    other = has(method, Predicting) or has(method, Applying) or has(method, Viewing) or personal(method)
+    other = _has_own_predictions(method) or isinstance(method, HiddenModel) or personal(method)
     return not other and population.client_model is not None

@@ -12,7 +12,6 @@ import numpy as np
 from fedfm.config.experiment import Experiment
 from fedfm.config.user_code import is_function
 from fedfm.core import tasks
-from fedfm.core.capabilities import Foretelling
 from fedfm.data.load import read_inputs
 from fedfm.data.sources._files import listing
 from fedfm.data.spec import WITHHELD, DataSpec
@@ -89,7 +88,7 @@ def populate(rows: OwnRows, experiment: Experiment, classes: Sequence[str]) -> P
     Raises:
         InputError: the experiment's model, classes or task do not fit the rows.
     """
-    if isinstance(experiment.method, Foretelling) and experiment.method.predicts_only:
+    if experiment.method.traits.predicts_only:
         return Partitioned(_to_predict(rows, tuple(classes)), None)
     if experiment.own_code or is_function(rows.data):
         return _own(rows, experiment, tuple(classes))

@@ -9,7 +9,7 @@ from typing import Any
 from fedfm.attacks.attack import Attackers
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
-from fedfm.core.capabilities import Costing, Modelled, Needs, ParametersAlone, ServerFoundation, Viewing
+from fedfm.core.capabilities import HiddenModel, Needs, Planned, has
 from fedfm.core.client import ClientId
 from fedfm.core.libraries import refuse
 from fedfm.core.method import Method
@@ -42,7 +42,7 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
         raise InputError(
             "data and model of this run were given from Python: call fedfm.federate(...) again with the same out"
         )
-    if isinstance(experiment.method, Modelled) and experiment.model.name != WITHHELD:
+    if isinstance(experiment.method, HiddenModel) and experiment.model.name != WITHHELD:
         experiment.method.check_model()
     if experiment.own_code:
         from fedfm.runtime import user_population
@@ -67,8 +67,8 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
 def handles_parameters(experiment: Experiment) -> bool:
     """Whether the server half declares that it computes with parameters alone, and with no output of the model."""
     method: Any = experiment.method
-    declared = isinstance(method, ParametersAlone) and "parameters_alone" in vars(type(method))
-    plain = isinstance(method, TrainsLocally) and not isinstance(method, ServerFoundation | Viewing | Modelled)
+    declared, keeps = method.traits.server_needs_weights_only, method.traits.keeps_foundation
+    plain = isinstance(method, TrainsLocally) and not keeps and not isinstance(method, HiddenModel)
     return declared and plain and method.needs == Needs() and experiment.attack is None
 
 
@@ -134,7 +134,7 @@ def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] |
     macs = None if first is None else per_sample(model, model.prepare(table, first), method.local.batch_size)
     if macs is None:
         return None
-    costs = Costs.of(macs, method.passes if isinstance(method, Costing) else method.local.passes, samples)
+    costs = Costs.of(macs, method.passes if has(method, Planned, "passes") else method.local.passes, samples)
     return asdict(costs) | {"macs_per_client_round": costs.macs_per_client_round}
 
 

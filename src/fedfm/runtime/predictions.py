@@ -1,4 +1,4 @@
-"""Final models and their predictions, by a method's capabilities or their defaults."""
+"""Final models and their predictions, by a method's roles or their defaults."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedfm.core.capabilities import Applying, Composed, Keeping, Personal, Predicting, Transforming, Viewing, has
+from fedfm.core.capabilities import HiddenModel, Personal, Predictor, has
 from fedfm.core.checks import match
 from fedfm.core.client import Client
 from fedfm.core.method import Method
@@ -22,33 +22,33 @@ from fedfm.training import TrainsLocally
 
 def personal(method: Method[Any]) -> bool:
     """Whether every client ends with its own model, by the method or by its client optimiser."""
-    return has(method, Personal) or _optimiser_keeps(method)
+    return isinstance(method, Personal) or _optimiser_keeps(method)
 
 
 def kept(method: Method[Any]) -> bool:
     """Whether clients keep parts of their models that ``params_for`` does not return."""
-    return has(method, Keeping) or _optimiser_keeps(method)
+    return has(method, Personal, "own") or _optimiser_keeps(method)
 
 
 def _optimiser_keeps(method: Method[Any]) -> bool:
-    return has(method, TrainsLocally) and method.local.personal
+    return isinstance(method, TrainsLocally) and method.local.personal
 
 
 def seen_by(method: Method[Any], client: Client) -> Client:
     """Client half: the client with the rows and the model that its training uses."""
-    return method.view(client) if has(method, Viewing) else client
+    return method.view(client) if isinstance(method, HiddenModel) else client
 
 
 def encoded(method: Method[Any], model: Model, rows: Rows) -> Rows:
     """Prepared rows as the model gives them to whoever holds them."""
-    return method.encoded(model, rows) if has(method, Viewing) else model.encode(rows)
+    return method.encode(model, rows) if isinstance(method, HiddenModel) else model.encode(rows)
 
 
 def own(method: Method[Any], client: Client, w: Params) -> Params:
     """Client half: the client's own model; ``w`` is the value of ``params_for`` for this client."""
-    if has(method, Keeping):
+    if has(method, Personal, "own"):
         return method.own(client, w)
-    return method.local.own(client, w) if has(method, TrainsLocally) else w
+    return method.local.own(client, w) if isinstance(method, TrainsLocally) else w
 
 
 def check_own(method: Method[Any], w: Params, model: Model) -> None:
@@ -57,9 +57,9 @@ def check_own(method: Method[Any], w: Params, model: Model) -> None:
     Raises:
         ClientFault: with the first tensor that differs.
     """
-    if has(method, Composed):
+    if has(method, Personal, "check_own"):
         method.check_own(w, model)
-    elif has(method, TrainsLocally):
+    elif isinstance(method, TrainsLocally):
         method.local.check_own(w, model)
     else:
         match(w, model.layout, "model")
@@ -71,10 +71,10 @@ def check_own(method: Method[Any], w: Params, model: Model) -> None:
 @contextmanager
 def applied(method: Method[Any], model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
     """Context manager: install w in the model; yields the rows to score."""
-    if has(method, Applying):
-        with method.applied(model, w, rows) as judged:
+    if has(method, Predictor, "install"):
+        with method.install(model, w, rows) as judged:
             yield judged
-    elif has(method, TrainsLocally):
+    elif isinstance(method, TrainsLocally):
         with method.local.applied(model, w, rows) as judged:
             yield judged
     else:
@@ -84,7 +84,7 @@ def applied(method: Method[Any], model: Model, w: Params, rows: Rows) -> Iterato
 
 def logits(method: Method[Any], model: Model, w: Params, rows: Rows) -> Tensor:
     """Logits (n, C) of rows under w."""
-    if has(method, Predicting):
+    if has(method, Predictor, "logits"):
         return method.logits(model, w, rows)
     with applied(method, model, w, rows) as judged:
         return model.predict(judged)
@@ -92,7 +92,7 @@ def logits(method: Method[Any], model: Model, w: Params, rows: Rows) -> Tensor:
 
 def scores(method: Method[Any], model: Model, w: Params, rows: Rows) -> dict[str, Any]:
     """Metrics of w on these rows (see ``models.metrics.evaluate``)."""
-    if has(method, Predicting):
+    if has(method, Predictor, "logits"):
         return model.evaluate(rows, method.logits(model, w, rows))
     with applied(method, model, w, rows) as judged:
         return model.evaluate(judged)
@@ -100,4 +100,4 @@ def scores(method: Method[Any], model: Model, w: Params, rows: Rows) -> dict[str
 
 def feature_transform(method: Method[Any]) -> str | None:
     """Transform applied to features before the head, or None."""
-    return method.feature_transform if has(method, Transforming) else None
+    return method.feature_transform if isinstance(method, Predictor) else None

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
-from fedfm.core.capabilities import Detailed, Noticing, Private
+from fedfm.core.capabilities import Private
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
 from fedfm.core.messages import ROUND
@@ -85,7 +85,7 @@ def finish(
         "excluded": [asdict(e) for e in left_out if e.part == ROUND or e.code != E_REFUSED],
         "attackers": list(run.manifest.get("attackers", [])),
         **({"attack_success": last["attack_success"]} if "attack_success" in last else {}),
-        "details": method.details(state, evaluator.judge) if isinstance(method, Detailed) else {},
+        "details": method.details(state, evaluator.judge),
         **({"lost": run.manifest["lost"]} if run.manifest.get("lost") else {}),
     }
     result["details"] |= aside
@@ -120,7 +120,7 @@ def finish(
     privacy = run.manifest["experiment"].get("privacy")
     write_models(run, fed.model, models)
     run.note_messages(fed)  # the messages that asked for the final models
-    for text in method.notices(state) if isinstance(method, Noticing) else ():
+    for text in method.notices(state):
         if text not in run.manifest["notices"]:  # a resumed run may have it already
             run.manifest["notices"].append(text)
             notice(text)

@@ -19,7 +19,6 @@ import numpy as np
 
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
-from fedfm.core.capabilities import ServerFoundation
 from fedfm.core.checks import conform
 from fedfm.core.federation import Federation
 from fedfm.core.locks import Lock
@@ -355,7 +354,7 @@ class Run:
         that the server mixes in and keeps: such a state is as secret as the key.
         """
         method = self.experiment.method
-        more_than_the_model = method.state_type is not Params and isinstance(method, ServerFoundation)
+        more_than_the_model = method.state_type is not Params and method.traits.keeps_foundation
         return self.path / ("private/checkpoint" if more_than_the_model else "checkpoint")
 
     def checkpoint(self, t: int) -> Path:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedfm.core import tasks
-from fedfm.core.capabilities import Forewarning, Viewing, WaryOfLate
 from fedfm.core.client import ClientId
 from fedfm.core.method import Method
 from fedfm.data.class_names import escape, hidden
@@ -151,15 +150,15 @@ def fits(experiment: Experiment, model: Model) -> None:
 
 def of_method(method: Method[Any], counts: Mapping[ClientId, Sequence[int]] | None = None) -> list[str]:
     """What the method says before its first round; ``counts`` are each client's training rows by class, if known."""
-    return method.forewarnings(counts or {}) if isinstance(method, Forewarning) else []
+    return method.forewarnings(counts or {})
 
 
 def of_arrival(experiment: Experiment, clients: int) -> list[str]:
     """What the method says before the first round of updates that may be late."""
     late, method = experiment.run.asynchronous, experiment.method
-    if late is None or late.buffer >= clients or not isinstance(method, WaryOfLate):
+    if late is None or late.buffer >= clients:
         return []
-    return [text] if (text := method.late_forewarning) else []
+    return method.staleness_warnings()
 
 
 def of_rows(method: Method[Any], population: Partitioned) -> list[str]:
@@ -278,7 +277,7 @@ def _untrained(population: Partitioned) -> list[str]:
 
 def _unjudged(method: Method[Any], population: Partitioned) -> list[str]:
     """A notice if the clients' rows judge the model, and no client has some of the global test rows."""
-    if not (isinstance(method, Viewing) and method.clients_judge) or REST not in population.pieces:
+    if not method.traits.clients_judge or REST not in population.pieces:
         return []
     rest, total = len(population.pieces[REST]), len(population.federated.test)
     return [f"{rest} of {total} global test rows are with no client: the accuracy is over the others"]

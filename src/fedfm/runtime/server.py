@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedfm.config.advice import against_divergence
-from fedfm.core.capabilities import Charting, Judge, Measuring, secrets_of
+from fedfm.core.capabilities import Judge, secrets_of
 from fedfm.core.checks import nonfinite
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Link
@@ -154,7 +154,7 @@ class Server:
                 "Training diverged: run it again with a smaller learning rate"
             )
         self.fed.commit()
-        if t and isinstance(self.method, Charting):
+        if t:
             self.run.keep_arrays(t, self.method.arrays(state))
         self.run.commit(t, state, self.fed, self._seconds(), spared=early_stopping.best_round(self.run))
         return self._lean(state)
@@ -191,9 +191,8 @@ class Server:
             "bytes_up": self.fed.transcript.bytes_up,
             "bytes_down": self.fed.transcript.bytes_down,
         }
-        figures = self.method.figures if isinstance(self.method, Measuring) else ()
         aggregator = self.fed.aggregator
-        told = (PASSES, *figures, *aggregator.mechanism.figures, *aggregator.transport.figures)
+        told = (PASSES, *self.method.figures, *aggregator.mechanism.figures, *aggregator.transport.figures)
         line |= {name: self.fed.metrics[name] for name in told if name in self.fed.metrics}
         if isinstance(self._link, CodedLink):
             line["transport"] = self._link.errors()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedfm.core.capabilities import HidingCounts, Viewing, has
+from fedfm.core.capabilities import HiddenModel
 from fedfm.core.metric_names import GLOBAL_ACCURACY
 from fedfm.runtime.predictions import kept, personal
 
@@ -19,9 +19,9 @@ def why_unasked(experiment: Experiment) -> str:
     method without one model, or without test rows at the server, needs them.
     """
     method, privacy = experiment.method, experiment.privacy
-    if has(method, HidingCounts) and method.hides_counts:
+    if method.traits.hides_counts:
         return "clients that hide their numbers of rows are asked for no scores"
-    if method.needs.model == "server" and not has(method, Viewing):
+    if method.needs.model == "server" and not isinstance(method, HiddenModel):
         return "the clients of this method have no model that they could score"
     if privacy is not None and privacy.states_epsilon:
         return "under [privacy] no client is asked for the scores of its own rows, which no epsilon covers"
@@ -32,7 +32,7 @@ def why_unasked(experiment: Experiment) -> str:
 
 def judged_by_clients(experiment: Experiment) -> bool:
     """Whether the clients' rows judge the one model for all, because the server can read none."""
-    return has(experiment.method, Viewing) and experiment.method.clients_judge
+    return experiment.method.traits.clients_judge
 
 
 def unscored(experiment: Experiment, server_rows: int) -> list[str]:

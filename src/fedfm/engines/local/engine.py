@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedfm.config.cohorts import enough
-from fedfm.core.capabilities import Viewing, has
+from fedfm.core.capabilities import HiddenModel
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import codec
@@ -186,7 +186,7 @@ def _reply(request: Request, value: object, down: int) -> Reply:
 def fidelity(silos: Silos, population: Partitioned) -> dict[str, float]:
     """Largest figures, over the clients, of how their rows differ from those of the server's model in the clear."""
     method, found = silos.method, dict[str, float]()
-    if not has(method, Viewing):
+    if not isinstance(method, HiddenModel):
         return found
     for client in population.clients:
         try:

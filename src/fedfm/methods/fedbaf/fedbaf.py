@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedfm.core.capabilities import Comparable, Traits
 from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper, setting
 from fedfm.core.method import Method, with_model
@@ -38,16 +39,14 @@ LOG_RANGE = (0.02, 2.0)  # of harden = "log_uniform"
 
 
 @dataclass(frozen=True)
-class FedBaF(Around):
+class FedBaF(Comparable, Around):
     """The server pulls each round's aggregate towards a foundation model that no client ever sees.
 
     The pull a_t = alpha_t tau_t depends on how far the aggregate turned and on a secret random factor. This factor does
     not prevent clients that see several rounds from computing the model: ``fedfm audit RUN --attack extraction``.
     """
 
-    keeps_foundation: ClassVar[bool] = True
-    rows_by_optimiser: ClassVar[bool] = True
-    secrets: ClassVar[tuple[str, ...]] = ("alpha",)
+    traits: ClassVar[Traits] = Traits(rows_by_optimiser=True, server_secrets=("alpha",), keeps_foundation=True)
     paper: ClassVar[Mapping[str, Paper]] = TRAINING | PULL
 
     psi: float = setting(1.0, "strength of the pull; 0 is the base method", ge=0, finite=True)

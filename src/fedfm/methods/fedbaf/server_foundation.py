@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from fedfm.core.capabilities import Detailed, Judge, Needs, Personal
+from fedfm.core.capabilities import Judge, Needs, Personal, ServerModel
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper, setting
@@ -23,7 +23,7 @@ from fedfm.training import SGD, Local
 
 
 @dataclass(frozen=True)
-class Around(Method[Any]):
+class Around(ServerModel, Method[Any]):
     """An averaging method with a foundation model that only the server reads; its state is the base method's."""
 
     needs: ClassVar[Needs] = Needs("full")
@@ -88,7 +88,7 @@ class Around(Method[Any]):
         return self.base.params_for(state, client)
 
     def details(self, state: Any, judge: Judge | None) -> dict[str, Any]:
-        found = self.base.details(state, judge) if isinstance(self.base, Detailed) else {}
+        found = self.base.details(state, judge)
         if self._matched:
             found["matching"] = self._matched[1].summary()
         return found

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from fedfm.core.capabilities import Judge, Needs
+from fedfm.core.capabilities import Comparable, Joinable, Judge, Needs, Personal, Predictor, Traits
 from fedfm.core.client import Client, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper, setting
@@ -55,12 +55,10 @@ class BipState:
 
 
 @dataclass(frozen=True)
-class FedBip(Method[BipState]):
+class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
     """Each client gets its own aggregate: the sum of all task vectors, weighted by their similarity to its own."""
 
-    own_models: ClassVar[bool] = True
-    rows_by_optimiser: ClassVar[bool] = True
-    parameters_alone: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(server_needs_weights_only=True, rows_by_optimiser=True)
     asks: ClassVar[tuple[str, ...]] = ("train",)
     state_type: ClassVar[Any] = BipState
     paper: ClassVar[Mapping[str, Paper]] = {
@@ -200,7 +198,7 @@ class FedBip(Method[BipState]):
         return {c: at[self.ranks[i % len(self.ranks)]] for i, c in enumerate(fed.clients)}
 
     @contextmanager
-    def applied(self, model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
+    def install(self, model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
         if self.ranks:
             with lora.applied(model, w):
                 yield rows

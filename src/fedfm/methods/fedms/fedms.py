@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.core.capabilities import Judge, Needs
+from fedfm.core.capabilities import Comparable, Joinable, Judge, Needs, Personal, Predictor
 from fedfm.core.checks import match
 from fedfm.core.client import Client, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
@@ -82,10 +82,9 @@ class Activity:
 
 
 @dataclass(frozen=True)
-class FedMS(Method[MSState]):
+class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
     """A global and a local LoRA expert of a CLIP-like model, mixed by a federated gate; stalls wake up layers."""
 
-    own_models: ClassVar[bool] = True
     needs: ClassVar[Needs] = Needs(adaptations=("lora",), tasks=("zero_shot",))
     means: ClassVar[tuple[str, ...]] = ("train", "adapt")
     asks: ClassVar[tuple[str, ...]] = ("activity",)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedfm import seeds
-from fedfm.core.capabilities import Judge, Needs
+from fedfm.core.capabilities import Judge, Needs, Predictor, Private, Traits
 from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper, setting
@@ -60,7 +60,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class FedPFT(Method[State]):
+class FedPFT(Predictor, Private, Method[State]):
     """One round: mixtures up, a head down.
 
     ``counts = "withheld"``: a client sends no counts, no list of withheld classes and no scores. Mixtures are rounded
@@ -78,7 +78,7 @@ class FedPFT(Method[State]):
     needs: ClassVar[Needs] = Needs("head", ("head",), bias=True)
     state_type: ClassVar[Any] = State
     paper: ClassVar[Mapping[str, Paper]] = SETTINGS
-    privacy: ClassVar[Plan | None] = None  # of an instance: see protected()
+    privacy: ClassVar[Plan | None] = None  # of an instance: see protect()
 
     rounds: int = setting(1, "1; 0 evaluates the start", ge=0, le=1, words="1, it takes one round")
     covariance: str | None = setting(
@@ -278,10 +278,6 @@ class FedPFT(Method[State]):
     def feature_transform(self) -> str | None:
         return None if self.privacy is None else UNIT_NORM
 
-    @property
-    def hides_counts(self) -> bool:
-        return self.counts != "exact"
-
     def forewarnings(self, counts: Mapping[ClientId, Sequence[int]]) -> list[str]:
         if self.privacy is None and self.topology == "star":  # along a chain a class may grow by what was drawn
             small = [n for rows in counts.values() for n in rows if 0 < n < self.min_count]
@@ -304,9 +300,9 @@ class FedPFT(Method[State]):
         return ("sums",) if self.pooled and self.privacy is not None else ()
 
     @property
-    def secrets(self) -> tuple[str, ...]:
-        """With ``pooled``: the key of the noise."""
-        return ("noise",) if self.means else ()
+    def traits(self) -> Traits:  # type: ignore[override]
+        """With ``pooled``, a secret: the key of the noise."""
+        return Traits(server_secrets=("noise",) if self.means else (), hides_counts=self.counts != "exact")
 
     @property
     def asks(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -325,7 +321,7 @@ class FedPFT(Method[State]):
     def validate(self) -> None:
         refuse(self)
 
-    def settled(self, privacy: Any) -> FedPFT:
+    def settle(self, privacy: Any) -> FedPFT:
         covariance, components = ("diag", 10) if privacy is None else ("spherical", 1)
         if None not in (self.covariance, self.components):
             return self
@@ -335,8 +331,8 @@ class FedPFT(Method[State]):
             components=components if self.components is None else self.components,
         )
 
-    def protected(self, privacy: Any) -> FedPFT:
-        method = copy.copy(self.settled(privacy))
+    def protect(self, privacy: Any) -> FedPFT:
+        method = copy.copy(self.settle(privacy))
         object.__setattr__(method, "privacy", plan_of(method, privacy))
         return method
 
@@ -351,13 +347,13 @@ class FedPFT(Method[State]):
 
     def _most(self, client: Client | None = None) -> int:
         """K at most, of this client or of all."""
-        assert self.components is not None  # noqa: S101 - settled() has filled it in
+        assert self.components is not None  # noqa: S101 - settle() has filled it in
         return self.budgets.get(client.id, self.components) if client else self.components
 
     @property
     def shape(self) -> str:
         """Form of the covariances."""
-        assert self.covariance is not None  # noqa: S101 - settled() has filled it in
+        assert self.covariance is not None  # noqa: S101 - settle() has filled it in
         return self.covariance
 
 

@@ -27,7 +27,7 @@ from fedfm.training.local_job import Job
 from fedfm.training.packed import attention, trainer
 from fedfm.training.packed.by_row import RowGradients
 from fedfm.training.packed.net import Net, Unsupported, read
-from fedfm.training.packed.predictor import Predictor
+from fedfm.training.packed.predictor import CachedLogits
 from fedfm.training.packed.prefix import Cache, takes
 
 KERNELS = ("exact", "fast", "fast_bf16")
@@ -112,7 +112,7 @@ def by_row(model: Model, rows: Rows) -> RowGradients | None:
 class _Found(NamedTuple):
     net: Net
     cache: Cache  # of training rows
-    predictor: Predictor
+    predictor: CachedLogits
 
 
 def _net(model: Model, low: bool, *, fresh: bool = False) -> _Found | None:
@@ -130,7 +130,7 @@ def _net(model: Model, low: bool, *, fresh: bool = False) -> _Found | None:
         with torch.no_grad():
             try:
                 net = read(model, low=low)
-                known[low] = _Found(net, Cache(), Predictor(net))
+                known[low] = _Found(net, Cache(), CachedLogits(net))
             except Unsupported:
                 known[low] = None
     return known[low]

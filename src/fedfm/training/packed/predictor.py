@@ -21,7 +21,7 @@ from fedfm.training.packed.prefix import Cache, Prefix, PrefixByPart
 _ENTRIES = 1 << 18  # numbers in one layer's input: its input and output then fit the cache
 
 
-class Predictor:
+class CachedLogits:
     """Logits of a net. Batches depend on the rows alone, so the bits depend on the rows and the parameters alone."""
 
     def __init__(self, net: Net) -> None:

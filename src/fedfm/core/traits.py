@@ -1,0 +1,56 @@
+"""What is true of a method, as data that the rest of the program reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+
+def _trait(default: Any, help: str, *, claim: bool = False) -> Any:
+    """A field of :class:`Traits`; ``claim``: it is about the mathematics, so that a subclass states it again."""
+    return field(default=default, metadata={"help": help, "claim": claim})
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What is true of a method. The defaults are what can be assumed of a method about which nothing is known.
+
+    A claim is about the mathematics of the method. A subclass may change the mathematics, so it inherits no claim: it
+    has one only if its own class states ``traits``.
+    """
+
+    accepts_stale_updates: bool = _trait(
+        False, "its rounds may use updates that start from earlier rounds: `run.asynchronous` requires it", claim=True
+    )
+    server_needs_weights_only: bool = _trait(
+        False,
+        "its server half computes with parameters, and with no output of the model: a server without rows then loads "
+        "no frozen weights",
+        claim=True,
+    )
+    rows_by_optimiser: bool = _trait(
+        False,
+        "its clients use training rows by `self.local` only, besides their number: DP-SGD and `data.augment` require "
+        "it",
+        claim=True,
+    )
+    server_secrets: tuple[str, ...] = _trait(
+        (), "names of what the server draws by `fed.secret(name)`; a run does not resume without them"
+    )
+    sealed_replies: tuple[str, ...] = _trait(
+        (),
+        "names of `asks` whose replies are ciphertexts, which the server cannot read: secure aggregation and noise on "
+        "means allow them",
+    )
+    hides_counts: bool = _trait(False, "clients may hide their number of rows: they are asked for no scores")
+    predicts_only: bool = _trait(False, "nothing is trained: silos predict rows without labels")
+    clients_judge: bool = _trait(
+        False, "the accuracy of one model for all comes from the clients' rows: the server can read no test rows"
+    )
+    keeps_foundation: bool = _trait(
+        False, "a foundation model never leaves the server: moments, which reveal it, lie under `private/`"
+    )
+
+    def without_claims(self) -> Traits:
+        """What a subclass inherits."""
+        return replace(self, **{f.name: f.default for f in fields(self) if f.metadata["claim"]})
