@@ -398,7 +398,7 @@ def _value(f: dataclasses.Field[Any], hint: Any) -> str:
     hint, bounds = plain_type(hint), bounds_of(f)
     if dataclasses.is_dataclass(hint):
         return "table"
-    one = ", ".join(f"`{c}`" for c in bounds.choices) or dataclasses.replace(bounds, words="").expected(leaf(hint))
+    one = ", ".join(f"`{c}`" for c in bounds.choices) or dataclasses.replace(bounds, words="").words_for(leaf(hint))
     one = re.sub("^a ", "", one).replace("text in quotes", "text")
     holds = {tuple: "list: ", dict: "table: "}.get(getattr(hint, "__origin__", None), "")
     return ("required; " if is_required(f) else "") + holds + one

@@ -17,7 +17,7 @@ from fedfm.config.papers import differences
 from fedfm.config.registry import ours, resolve
 from fedfm.config.run_spec import RunSpec
 from fedfm.core.capabilities import HiddenModel
-from fedfm.core.fields import bounds_of, described, is_required, owners_of, plain_type, settings_of
+from fedfm.core.fields import bounds_of, describe, is_required, owners_of, plain_type, settings_of
 from fedfm.core.method import Method
 from fedfm.data.spec import DataSpec
 from fedfm.methods.fedavg import FedAvg
@@ -124,7 +124,7 @@ def _about(cls: type) -> str:
 def _property(f: Field[Any], hint: Any) -> Schema:
     """Of one key."""
     hint, default, bounds = plain_type(hint), f.metadata.get("usual", f.default), bounds_of(f)
-    told: Schema = {"description": described(f, hint)}
+    told: Schema = {"description": describe(f, hint)}
     if isinstance(hint, type) and issubclass(hint, Local):
         names = {cls: name for name, cls in BY_NAME.items()}
         name = names[type(default)]

@@ -23,11 +23,11 @@ from toy import Quadratic, Toys
 def test_the_room_follows_the_layout() -> None:
     eight_billion = layout_of((("w", torch.float32, (8, 10**9)),))  # 32 GB, of which nothing is allocated
     assert eight_billion.nbytes == 32 * 10**9
-    limits.sized("{}", 3 * eight_billion.nbytes, limits.room(eight_billion))
+    limits.check_size("{}", 3 * eight_billion.nbytes, limits.room(eight_billion))
     with pytest.raises(ClientFault, match="E_SIZE"):
-        limits.sized("{}", 3 * eight_billion.nbytes)
+        limits.check_size("{}", 3 * eight_billion.nbytes)
     with pytest.raises(ClientFault, match="E_SIZE"):
-        limits.sized("{}", 40 * eight_billion.nbytes, limits.room(eight_billion))
+        limits.check_size("{}", 40 * eight_billion.nbytes, limits.room(eight_billion))
 
 
 class Wide(Quadratic):

@@ -31,10 +31,10 @@ def test_they_are_the_tensors_that_they_were_made_of(rows: list[list[int]], data
 def test_chunks_of_lists_and_of_tensors_make_the_same() -> None:
     lists = [[[1, 2], [3]], [], [[4], [5, 6, 7]]]
     flat = [row for chunk in lists for row in chunk]
-    for tokens in (Tokens.gathered(lists), Tokens.of(map(torch.tensor, flat))):
+    for tokens in (Tokens.gather(lists), Tokens.of(map(torch.tensor, flat))):
         assert [t.tolist() for t in tokens] == flat
         assert tokens.flat.dtype == np.int32
-    assert len(Tokens.gathered([])) == 0
+    assert len(Tokens.gather([])) == 0
 
 
 def test_parts_are_joined_as_their_rows_stand() -> None:

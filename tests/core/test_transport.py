@@ -135,7 +135,7 @@ def test_a_broadcast_is_coded_once_and_replies_are_rebuilt() -> None:
 
 def test_another_start_is_refused() -> None:
     here, there = Coding("int8", _Model(1.0)), Coding("int8", _Model(2.0))  # type: ignore[arg-type]
-    sent = here.coded({"w": Params({"m": torch.full((20, 20), 1.5)})})
+    sent = here.encode({"w": Params({"m": torch.full((20, 20), 1.5)})})
     with pytest.raises(ClientFault, match="E_VERSION"):
         there.rebuilt(sent)
     for broken in (

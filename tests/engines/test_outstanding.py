@@ -20,7 +20,7 @@ from fedfm.core.client import Client, ClientData, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Reply
 from fedfm.core.rows import Rows
-from fedfm.core.transport import linked
+from fedfm.core.transport import link_of
 from fedfm.core.wire import codec
 from fedfm.engines.flower.async_link import FlowerStream
 from fedfm.engines.flower.private_api import identity
@@ -103,7 +103,7 @@ class World:
         )
         hellos, model = len(grid.sent), Toys(ROWS).model
         fed = Federation(
-            linked(link, self.transport, model), model=model, aggregator=with_buffer(Aggregator(), 2, 0.5, {})
+            link_of(link, self.transport, model), model=model, aggregator=with_buffer(Aggregator(), 2, 0.5, {})
         )
         if after is not None:
             fed.restore(after)

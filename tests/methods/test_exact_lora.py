@@ -17,7 +17,7 @@ from fedfm.errors import InputError
 from fedfm.linalg import low_rank
 from fedfm.linalg.params import Params
 from fedfm.methods import fedex_lora, flexlora
-from fedfm.methods._lora_products import Merged, Term, added, as_factors, as_params, averaged, delta_w
+from fedfm.methods._lora_products import Merged, Term, add, as_factors, as_params, average, delta_w
 from fedfm.methods.fedex_lora import FedExLoRA
 from fedfm.methods.flora import FLoRA
 from fedfm.models.adapters import lora
@@ -54,14 +54,14 @@ HALVES = [Term(0.5, unit(0)), Term(0.5, unit(1))]
 def test_the_exact_aggregate_and_floras_stack_are_half_the_identity():
     x = delta_w(HALVES, alpha=1.0)["q"]
     assert torch.equal(dense(x), torch.eye(2, dtype=torch.float64) / 2)
-    once = added(Params({}), {"q": x})
+    once = add(Params({}), {"q": x})
     torch.testing.assert_close(dense(as_factors(once)["q"]), torch.eye(2, dtype=torch.float64) / 2)
-    torch.testing.assert_close(dense(as_factors(added(once, {"q": x}))["q"]), torch.eye(2, dtype=torch.float64))
-    assert float(averaged(HALVES, [HEAD])[HEAD]) == 0.5
+    torch.testing.assert_close(dense(as_factors(add(once, {"q": x}))["q"]), torch.eye(2, dtype=torch.float64))
+    assert float(average(HALVES, [HEAD])[HEAD]) == 0.5
 
 
 def test_the_mean_of_factors_is_a_quarter_and_fedex_adds_the_rest():
-    mean = unit(0).replace(averaged(HALVES, list(unit(0))))
+    mean = unit(0).replace(average(HALVES, list(unit(0))))
     assert torch.equal(dense(lora.factors(mean, 1.0)["q"]), torch.full((2, 2), 0.25, dtype=torch.float64))
     rest = dense(fedex_lora.residual(HALVES, mean, 1.0)["q"])
     assert torch.equal(rest, torch.tensor([[0.25, -0.25], [-0.25, 0.25]], dtype=torch.float64))
@@ -70,8 +70,8 @@ def test_the_mean_of_factors_is_a_quarter_and_fedex_adds_the_rest():
 def test_flexlora_cuts_two_equal_singular_values_to_one():
     tensors, sigma = flexlora.cut(delta_w(HALVES, 1.0), unit(0), 1.0)
     torch.testing.assert_close(sigma[0], torch.tensor([0.5, 0.5], dtype=torch.float64))
-    assert flexlora.lost(sigma, 1) == pytest.approx(0.25)
-    assert flexlora.lost(sigma, 0) == pytest.approx(0.5)
+    assert flexlora.truncation_error(sigma, 1) == pytest.approx(0.25)
+    assert flexlora.truncation_error(sigma, 0) == pytest.approx(0.5)
     assert float((tensors[B] @ tensors[A]).norm()) == pytest.approx(0.5)
 
 
@@ -114,7 +114,9 @@ def test_all_three_aggregate_the_weighted_sum_of_products(seed, d_in, d_out, cli
     error = (expected - alpha / most * tensors[B].double() @ tensors[A].double()).norm() ** 2
     scale = float(expected.norm()) + 1
     assert float(error) == pytest.approx(float(truth[most:].square().sum()), abs=1e-5 * scale**2)
-    assert flexlora.lost(sigma, most) == pytest.approx(float(truth[most:].square().sum()), abs=1e-9 * scale**2)
+    assert flexlora.truncation_error(sigma, most) == pytest.approx(
+        float(truth[most:].square().sum()), abs=1e-9 * scale**2
+    )
     for r in range(1, most + 1):  # what a client of rank r gets is the best of its rank, too
         small = lora.factors(lora.first(like.replace(tensors), r), alpha)["q"]
         best = float(truth[r:].square().sum())
@@ -123,11 +125,11 @@ def test_all_three_aggregate_the_weighted_sum_of_products(seed, d_in, d_out, cli
     for term, (_, w) in zip(wide, found, strict=True):
         same = dense(lora.factors(w, alpha)["q"])
         torch.testing.assert_close(dense(lora.factors(term.w, alpha)["q"]), same, rtol=1e-5, atol=1e-5)
-    mean = like.replace(averaged(wide, [A, B]))
+    mean = like.replace(average(wide, [A, B]))
     residual = fedex_lora.residual(found, mean, alpha)
     state = Merged(mean, as_params(residual), alpha)
     for r in range(1, most + 1):  # a client of any rank has the same weights
-        own, beside = lora.factors(lora.first(mean, r), alpha)["q"], as_factors(fedex_lora.frozen(state, r))
+        own, beside = lora.factors(lora.first(mean, r), alpha)["q"], as_factors(fedex_lora.frozen_part(state, r))
         torch.testing.assert_close(dense(own) + dense(beside["q"]), expected, rtol=1e-4, atol=1e-5 * scale)
     whole = dense(lora.factors(mean, alpha)["q"]) + dense(residual["q"])
     torch.testing.assert_close(whole, expected, rtol=1e-9, atol=1e-9)

@@ -95,7 +95,7 @@ def federation(method, w, rows, folder, pre, key=b"k" * 32):
     fed = Federation(link, model=silo.model, secret=lambda name: key, aggregator=Aggregator())
     line = Match("w", (len(w),), (len(w),), (len(w),), "same shape")
     matching = Matching((line,), {"w": Piece((len(w),), torch.tensor(pre))})
-    method._matched[:] = [weakref.ref(silo.model), matching]
+    method._last_matching[:] = [weakref.ref(silo.model), matching]
     return fed, silo
 
 

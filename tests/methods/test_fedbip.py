@@ -20,7 +20,7 @@ from fedfm.errors import InputError, RunError
 from fedfm.linalg.out_of_core import keep_all, location_of
 from fedfm.linalg.pairwise import gram, mix
 from fedfm.linalg.params import Params
-from fedfm.methods.fedbip.fedbip import BipState, FedBip, capped, copies, shares, similarities
+from fedfm.methods.fedbip.fedbip import BipState, FedBip, cap_factors, copies, shares, similarities
 from fedfm.methods.fedbip.task_vectors import Change, Entries, Products
 from fedfm.models.adapters import lora
 from fedfm.models.spec import AdaptationSpec
@@ -106,7 +106,9 @@ def test_copies_are_found_and_zeros_are_none():
 
 
 def test_a_norm_above_the_cap_is_cut():
-    assert capped(np.array([9.0, 25.0, 200.0**2]), 3.0).tolist() == pytest.approx([1, 1, 15 / 200])  # median norm 5
+    assert cap_factors(np.array([9.0, 25.0, 200.0**2]), 3.0).tolist() == pytest.approx(
+        [1, 1, 15 / 200]
+    )  # median norm 5
 
 
 # --- rounds: full batches and learning rate 1 jump to the client's own mean -----------------------------------------
@@ -441,9 +443,9 @@ def test_task_vectors_in_16_bits_keep_their_cosines_and_weights_do_not():
     tau = [Params({"x": 1e-3 * (0.84 * shared + 0.55 * x)}) for x in own]
     exact = tau[0].cosine(tau[1])
     method, layout = FedBip(transport="bfloat16"), w.layout
-    half = [t.cast(method.sent(layout)).cast(layout) for t in tau]
+    half = [t.cast(method.wire_layout(layout)).cast(layout) for t in tau]
     assert half[0].cosine(half[1]) == pytest.approx(exact, abs=0.002)
-    weights = [(w + t).cast(method.sent(layout)).cast(layout) - w for t in tau]
+    weights = [(w + t).cast(method.wire_layout(layout)).cast(layout) - w for t in tau]
     assert weights[0].cosine(weights[1]) < exact - 0.05
 
 

@@ -19,10 +19,10 @@ from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.errors import ClientFault, InputError
 from fedfm.linalg.params import Params
-from fedfm.methods.fedms.activation import activated, split
+from fedfm.methods.fedms.activation import next_k, split
 from fedfm.methods.fedms.fedms import FedMS
 from fedfm.methods.fedms.gate import Gate, initial
-from fedfm.methods.fedms.mixture import TRUNK, differing, mixed
+from fedfm.methods.fedms.mixture import TRUNK, differing, mix
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
 from fedfm.models.dual_encoder import image_trunk
 from fedfm.models.quiet import quiet
@@ -87,7 +87,7 @@ def test_an_optimiser_without_a_name_is_the_methods_own(place):
 def test_layers_wake_up_as_specified(reset, expected):
     q, k, found = deque(maxlen=3), 1, []
     for a in (0.50, 0.56, 0.60, 0.61, 0.60, 0.61, 0.64, 0.63):
-        more = activated(q, a, k, 0.02, 4)
+        more = next_k(q, a, k, 0.02, 4)
         if reset and more > k:
             q.clear()
         k = more
@@ -110,7 +110,7 @@ def test_losses_of_zero_weigh_alike():
 
 
 def test_the_mixture_is_of_cosines():
-    O = mixed(torch.tensor([0.25]), torch.tensor([[0.3, 0.1]]), torch.tensor([[0.2, 0.4]]))  # noqa: E741
+    O = mix(torch.tensor([0.25]), torch.tensor([[0.3, 0.1]]), torch.tensor([[0.2, 0.4]]))  # noqa: E741
     torch.testing.assert_close(O, torch.tensor([[0.225, 0.325]]))
     torch.testing.assert_close((10 * O).softmax(-1), torch.tensor([[0.26894, 0.73106]]), atol=1e-5, rtol=0)
     assert F.cross_entropy(10 * O, torch.tensor([0])).item() == pytest.approx(1.31326, abs=1e-5)

@@ -98,7 +98,7 @@ def test_a_local_pass_is_that_of_a_plain_loop(place):
     rows = population.data(population.clients[0]).train
     client = Client("a", ClientData(lambda: rows, type(rows), type(rows)), model, {}, 5, trainer=train_client)
     w = model.params()
-    low_rank = method.drawn(client, w)
+    low_rank = method.draw_factors(client, w)
     assert {n: tuple(t.shape) for n, t in low_rank.items()} == {"U": (M, 2), "V": (2, 16)}
     w_i, UV = method.local_pass(client, w, low_rank)
 

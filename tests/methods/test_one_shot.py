@@ -17,7 +17,7 @@ from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods import _one_shot as shared
 from fedfm.methods.average import Average
-from fedfm.methods.ccvr import CCVR, draw, pooled
+from fedfm.methods.ccvr import CCVR, draw, pool
 from fedfm.methods.dsfl import DSFL, largest
 from fedfm.methods.ensemble import Ensemble
 from fedfm.methods.fedbe import FedBE, gaussian, sample
@@ -265,7 +265,7 @@ def sums_of(rows, method):
 
 def test_ccvr_pools_exactly_by_hand():
     # Ants: mean (2,0), variance ((1-2)^2 + (3-2)^2) / 1 = 2, 0. Bees: x 0,0,1,-1 -> 2/3; y 2,4,3,3 -> 2/3.
-    count, mu, sigma = pooled(*sums_of(ROWS, CCVR()))
+    count, mu, sigma = pool(*sums_of(ROWS, CCVR()))
     assert count.tolist() == [2, 4, 0]
     assert mu.tolist() == [[2, 0], [0, 3], [0, 0]]
     torch.testing.assert_close(sigma.float(), tensor([[2, 0], [2 / 3, 2 / 3], [0, 0]]))
@@ -277,10 +277,10 @@ def test_ccvr_pools_to_the_covariance_of_all_rows(offset):
     x = np.concatenate([tensor(x).double().numpy() for x, _ in rows.values()])
     y = np.concatenate([y for _, y in rows.values()])
     expected = torch.from_numpy(np.stack([np.cov(x[y == c].T) for c in range(3)]))
-    _, mu, sigma = pooled(*sums_of(rows, CCVR(covariance="full")))
+    _, mu, sigma = pool(*sums_of(rows, CCVR(covariance="full")))
     torch.testing.assert_close(sigma, expected, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(mu, torch.from_numpy(np.stack([x[y == c].mean(0) for c in range(3)])))
-    diagonal = pooled(*sums_of(rows, CCVR()))[2]
+    diagonal = pool(*sums_of(rows, CCVR()))[2]
     torch.testing.assert_close(diagonal, torch.diagonal(expected, dim1=1, dim2=2), rtol=1e-4, atol=1e-6)
 
 
@@ -294,7 +294,7 @@ def test_ccvr_pools_as_equations_3_and_4_print():
     mu = sum(k * m for k, m in zip(n, mean, strict=True)) / total
     sigma = sum((k - 1) * c + k * np.outer(m, m) for k, m, c in zip(n, mean, cov, strict=True))
     sigma = (sigma - total * np.outer(mu, mu)) / (total - 1)
-    torch.testing.assert_close(pooled(*sums_of(rows, CCVR(covariance="full")))[2][1], torch.from_numpy(sigma))
+    torch.testing.assert_close(pool(*sums_of(rows, CCVR(covariance="full")))[2][1], torch.from_numpy(sigma))
 
 
 def test_ccvr_draws_what_it_says():

@@ -29,7 +29,7 @@ from fedfm.methods.fedawa import FedAWA, softmax
 from fedfm.methods.fedawa import step as awa_step
 from fedfm.methods.fedper import FedPer
 from fedfm.methods.fedrep import FedRep
-from fedfm.methods.ldawa import LDAWA, scaled
+from fedfm.methods.ldawa import LDAWA, scale
 from fedfm.methods.local import LocalOnly
 from fedfm.models.layers import body_and_head
 from fedfm.models.load import load_model
@@ -97,16 +97,16 @@ def test_ditto_takes_a_plain_optimiser_for_both_models():
 def test_ldawa_by_hand():
     w = Params({"x": torch.tensor([1.0, 0.0])})
     clients = [Params({"x": torch.tensor(x)}) for x in ([2.0, 0.0], [0.0, 3.0])]
-    mean = sum(((scaled(w_k, w, {"x"}) - w)["x"] for w_k in clients), torch.zeros(2)) / 2
+    mean = sum(((scale(w_k, w, {"x"}) - w)["x"] for w_k in clients), torch.zeros(2)) / 2
     assert (w["x"] + mean).tolist() == [1, 0]
 
 
 def test_ldawa_leaves_what_has_no_angle():
     w = Params({"B": torch.zeros(2, 1), "scale": torch.tensor(2.0), "mean": torch.tensor([1.0, 0.0])})
     w_k = Params({"B": torch.tensor([[3.0], [4.0]]), "scale": torch.tensor(-5.0), "mean": torch.tensor([0.0, 7.0])})
-    found = scaled(w_k, w, {"B", "scale"})  # "mean" is a running statistic
+    found = scale(w_k, w, {"B", "scale"})  # "mean" is a running statistic
     assert found.sha256() == w_k.sha256()
-    assert scaled(w, w_k, {"B"}).sha256() == w.sha256()
+    assert scale(w, w_k, {"B"}).sha256() == w.sha256()
 
 
 def test_ldawa_turns_back_what_points_away(tmp_path):
@@ -306,7 +306,7 @@ def test_two_steps_of_fedala_entry_by_entry():
     hidden = torch.tanh(rows.tensors["features"] @ theta["0.weight"].T + theta["0.bias"])  # below: the shared model's
     onehot = functional.one_hot(rows.labels, 3).float()
     for _ in range(2):
-        found, passes = method.aggregated(client, theta)
+        found, passes = method.aggregate(client, theta)
         assert passes == 1
         hat = {n: theta_i[n] + (theta[n] - theta_i[n]) * W[n] for n in top}
         error = (torch.softmax(hidden @ hat["2.weight"].T + hat["2.bias"], 1) - onehot) / 11

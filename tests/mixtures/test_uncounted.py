@@ -7,7 +7,7 @@ import pytest
 
 from fedfm.methods.fedpft.encoding import pack, unpack
 from fedfm.methods.fedpft.mixtures import Mixture, fit, fit_uncounted
-from fedfm.methods.fedpft.mixtures.uncounted import rounded
+from fedfm.methods.fedpft.mixtures.uncounted import round_to_grid
 
 
 def of_weights(weights, d=2):
@@ -23,11 +23,11 @@ def test_rounding_by_hand():
         np.array([[1.30, -0.05], [0.30, 10.0]], np.float32),
         np.array([[1.05, 1.0], [0.9, 4.1]], np.float32),
     )
-    found = rounded(g)
+    found = round_to_grid(g)
     assert found.weights.tolist() == [0.25, 0.75]
     assert found.scales == pytest.approx(np.array([[2**0.125, 1.0], [2**-0.125, 4.0]]))
     assert found.means.tolist() == [[1.25, 0.0], [0.3125, 10.0]]
-    spherical = rounded(Mixture(np.ones(1), np.array([[0.3, 0.7]], np.float32), np.array([2.05], np.float32)))
+    spherical = round_to_grid(Mixture(np.ones(1), np.array([[0.3, 0.7]], np.float32), np.array([2.05], np.float32)))
     assert (spherical.weights.tolist(), spherical.means.tolist(), spherical.scales.tolist()) == (
         [1.0],
         [[0.25, 0.75]],
@@ -41,7 +41,7 @@ def test_every_weight_occurs_whatever_the_count(k):
     reached = []
     for n in range(10 * k, 10 * k + 25):
         parts = (p for p in itertools.product(range(2, n), repeat=k - 1) if n - sum(p) >= 2)
-        reached.append({tuple(rounded(of_weights([*np.array(p) / n, 1 - sum(p) / n])).weights) for p in parts})
+        reached.append({tuple(round_to_grid(of_weights([*np.array(p) / n, 1 - sum(p) / n])).weights) for p in parts})
     assert len(reached[0]) > 2 * k
     assert all(found == reached[0] for found in reached)
 
@@ -51,7 +51,7 @@ def test_weights_stay_near_and_on_the_simplex(k):
     rng = np.random.default_rng(k)
     for _ in range(50):
         weights = rng.dirichlet(np.full(k, 0.7))
-        found = rounded(of_weights(weights)).weights
+        found = round_to_grid(of_weights(weights)).weights
         assert found.sum() == 1.0
         assert found.min() > 0
         units = found * 2**12

@@ -18,7 +18,7 @@ from tiny_models import prose
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods import fedex_lora, flexlora
-from fedfm.methods._lora_products import Term, added, as_factors, averaged, delta_w
+from fedfm.methods._lora_products import Term, add, as_factors, average, delta_w
 from fedfm.methods.flora import fresh
 from fedfm.models import multiply_accumulates, quantised
 from fedfm.models.adapters import lora
@@ -180,9 +180,9 @@ def test_the_products_of_experts_are_added_exactly(folder, tmp_path, family):
     found = [Term(p, drawn(model, seed)) for seed, p in enumerate((0.2, 0.5, 0.3))]
     alpha = lora.alpha_of(model)
     exact = weighted(model, found)
-    stack = added(Params({}), delta_w(found, alpha))
-    mean = Params(averaged(found, list(model.names)))
-    rest = added(Params({}), fedex_lora.residual(found, mean, alpha))
+    stack = add(Params({}), delta_w(found, alpha))
+    mean = Params(average(found, list(model.names)))
+    rest = add(Params({}), fedex_lora.residual(found, mean, alpha))
     for w, shift in ((fresh(model.layout, Params({}), 2, 7), stack), (mean, rest)):
         one = lora.merged(w, as_factors(shift), alpha)
         save_adapter(model, one, tmp_path / str(len(shift)))

@@ -18,7 +18,7 @@ from fedfm.privacy.dp_sgd import DescentPlan
 
 
 def test_a_record_at_two_clients_spends_at_both():
-    one = Plan().spent()
+    one = Plan().ledger_line()
     both = together([one, one])
     assert both.epsilon == pytest.approx(gaussian.epsilon_of(one.sigma, math.sqrt(2) * one.sensitivity, 1e-5))
     assert one.epsilon < both.epsilon < 2 * one.epsilon
@@ -29,21 +29,21 @@ def test_a_record_at_two_clients_spends_at_both():
 
 
 def test_releases_of_different_noise():
-    a, b = Plan(epsilon=0.5).spent(), Plan(epsilon=2.0, covariance="full").spent()
+    a, b = Plan(epsilon=0.5).ledger_line(), Plan(epsilon=2.0, covariance="full").ledger_line()
     mu = math.hypot(a.sensitivity / a.sigma, b.sensitivity / b.sigma)
     assert together([a, b]).epsilon == pytest.approx(gaussian.epsilon_of(1.0, mu, 1e-5))
 
 
 def test_no_guarantee_stays_none():
-    one = Plan("replace").spent(10)
+    one = Plan("replace").ledger_line(10)
     for worthless in (dataclasses.replace(one, epsilon=math.inf), dataclasses.replace(one, sigma=0.0)):
         assert together([one, worthless]).epsilon == math.inf
 
 
-@pytest.mark.parametrize("other", [Plan("replace").spent(10), Plan(delta=1e-6).spent()])
+@pytest.mark.parametrize("other", [Plan("replace").ledger_line(10), Plan(delta=1e-6).ledger_line()])
 def test_what_does_not_add_up_is_refused(other):
     with pytest.raises(InputError, match="do not add up"):
-        together([Plan().spent(), other])
+        together([Plan().ledger_line(), other])
     with pytest.raises(InputError, match="at least one"):
         together([])
 

@@ -184,11 +184,11 @@ def test_the_reading_with_the_clients_rows_promises_nothing():
     plan = Plan("replace", "full", calibration="paper_client")
     assert plan.epsilon_spent == math.inf
     assert plan.sigma(100, client_rows=1000) == pytest.approx(0.0321238, abs=5e-8)
-    spent = plan.spent(100, client_rows=1000)
+    spent = plan.ledger_line(100, client_rows=1000)
     assert spent.epsilon == pytest.approx(2.724, abs=5e-4)  # of (mean, second moment), whose sensitivity is sqrt(4.5)/n
     assert "no guarantee" in spent.note
     assert "100" in spent.note
-    assert plan.spent(1, client_rows=1000).epsilon > 500
+    assert plan.ledger_line(1, client_rows=1000).epsilon > 500
     for rows in (0, 99):
         with pytest.raises(InputError, match="client_rows"):
             plan.sigma(100, client_rows=rows)
@@ -203,7 +203,7 @@ def test_the_ledger_agrees_with_the_noise(relation, covariance, calibration):
             Plan(relation, covariance, calibration=calibration)
         return
     plan = Plan(relation, covariance, 2.0, 1e-6, calibration)
-    spent = plan.spent(40, client_rows=400)
+    spent = plan.ledger_line(40, client_rows=400)
     assert spent.epsilon == pytest.approx(gaussian.epsilon_of(spent.sigma, spent.sensitivity, spent.delta), rel=1e-6)
     assert (spent.unit, spent.relation, spent.delta) == ("record", relation, 1e-6)
     assert ("public" in spent.note) == (relation == "replace" and calibration != "paper_client")

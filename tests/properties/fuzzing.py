@@ -38,7 +38,7 @@ from fedfm.linalg.params import Params
 from fedfm.methods.fedpft.encoding import MAX_ROW, pack
 from fedfm.methods.fedpft.mixtures import Mixture
 from fedfm.methods.fedpft.private import Noised
-from fedfm.methods.fedpft.summary import Summary, checker, opened
+from fedfm.methods.fedpft.summary import Summary, checker, mixtures_of
 from fedfm.methods.fedpft.topology import Handed, Passed
 
 CLASSES, D = 3, 4
@@ -60,7 +60,7 @@ def _update(update: Update) -> bool:
 
 
 def _summary(summary: Summary) -> bool:
-    found = opened([summary])
+    found = mixtures_of([summary])
     for label, count, mixture in found:
         mixture.check()
         row = float(np.square(mixture.means.astype(np.float64)).sum(1).max()) ** 0.5

@@ -13,7 +13,7 @@ from fedfm.aggregation.base import Aggregator
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.capabilities import Joinable
-from fedfm.core.fields import shown
+from fedfm.core.fields import toml_value
 from fedfm.core.libraries import refuse
 from fedfm.core.messages import Request
 from fedfm.core.method import Method
@@ -69,7 +69,7 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
     with torch_threads(1), run.lock(), tempfile.TemporaryDirectory() as memory:
         name = _free(run, client)  # another process may have given the run a newcomer
         if not is_name(name):  # a folder gets it
-            raise InputError(f"name = {shown(name)}: expected {NAME_WORDS}")
+            raise InputError(f"name = {toml_value(name)}: expected {NAME_WORDS}")
         brought = OwnRows(name, str(Path(data).resolve()), classes=classes, models=models, columns=columns)
         population = populate(brought, experiment, run.manifest["model"]["classes"])
         _check_kind(run, population, data)

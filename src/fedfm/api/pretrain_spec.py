@@ -80,7 +80,7 @@ class Pretraining:
         spec = build(PretrainSpec, table.get("pretrain", {}), "pretrain")
         check_central(data, model, "pretraining")
         check(spec, "pretrain")
-        if (task := tasks.named(model.task)) is not None and task.no_pretraining:
+        if (task := tasks.task_named(model.task)) is not None and task.no_pretraining:
             raise InputError(f'model.task = "{task.name}": {task.no_pretraining}', key="model.task")
         if isinstance(spec.local, Proximal) or spec.local.absent != "keep":
             raise InputError(

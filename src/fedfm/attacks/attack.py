@@ -19,7 +19,7 @@ import numpy as np
 from fedfm import seeds
 from fedfm.core.client import Client, ClientId, Update
 from fedfm.core.fields import setting
-from fedfm.core.method import Method, nested
+from fedfm.core.method import Method, nested_methods
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
@@ -72,7 +72,7 @@ class Attack:
 def locals_of(method: Any) -> list[Local]:
     """The client optimisers in the fields of a method and of the methods nested in it."""
     values = [getattr(method, f.name) for f in dataclasses.fields(method) if f.init]
-    return [v for v in values if isinstance(v, Local)] + [v for part in nested(method) for v in locals_of(part)]
+    return [v for v in values if isinstance(v, Local)] + [v for part in nested_methods(method) for v in locals_of(part)]
 
 
 def with_locals(method: Any, change: Callable[[Local], Local]) -> Any:
@@ -92,7 +92,7 @@ def with_locals(method: Any, change: Callable[[Local], Local]) -> Any:
 def halves_of(method: Method[Any]) -> list[Callable[..., Any]]:
     """The client halves that a method and the methods nested in it call in their rounds."""
     found = [getattr(method, name) for name in (*method.means, *method.asks) if hasattr(method, name)]
-    return found + [fn for part in nested(method) for fn in halves_of(part)]
+    return found + [fn for part in nested_methods(method) for fn in halves_of(part)]
 
 
 class Attackers:

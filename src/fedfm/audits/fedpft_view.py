@@ -17,7 +17,7 @@ from fedfm.methods.fedpft import noisy_moments
 from fedfm.methods.fedpft.fedpft import FedPFT, Noised, Passed
 from fedfm.methods.fedpft.mixtures import Mixture
 from fedfm.methods.fedpft.release_plan import Plan
-from fedfm.methods.fedpft.summary import Summary, gaussian, opened
+from fedfm.methods.fedpft.summary import Summary, gaussian, mixtures_of
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class View:
         if isinstance(value, Passed):
             value = value.summary
         if isinstance(value, Summary):
-            return [self._sent_class(client, c, n, g, of[c]) for c, n, g in opened([value])]
+            return [self._sent_class(client, c, n, g, of[c]) for c, n, g in mixtures_of([value])]
         cells = [self._class_of_sums(client, value, c, of[c]) for c in of]
         return [cell for cell in cells if cell is not None]
 

@@ -20,7 +20,7 @@ from fedfm.audits.replay import Replay
 from fedfm.audits.stated_epsilon import claim, limit_rule
 from fedfm.methods.fedpft import noisy_moments
 from fedfm.methods.fedpft.mixtures import fit, fit_without_singles
-from fedfm.methods.fedpft.mixtures.uncounted import rounded
+from fedfm.methods.fedpft.mixtures.uncounted import round_to_grid
 from fedfm.methods.fedpft.summary import gaussian
 
 QUESTION = "Can the server tell from a client's mixture which rows it was fitted to?"
@@ -105,7 +105,7 @@ def _fit(view: View, x: Array, components: int, key: tuple[Any, ...]) -> Density
         seed = seeds.derive(view.replay.run.experiment.run.seed, "audit", "shadow em", *map(str, key))
         em = fit_without_singles if view.plan is None else fit
         found = em([x], [min(components, len(x))], view.method.shape, seeds=[seed])[0].mixture
-        return rounded(found) if view.method.counts == "withheld" else found
+        return round_to_grid(found) if view.method.counts == "withheld" else found
     return gaussian(*noisy_moments.normal_of(noisy_moments.statistics(x, view.plan), 0.0)[1:])
 
 

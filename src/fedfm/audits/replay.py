@@ -23,7 +23,7 @@ from fedfm.core import storage
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
 from fedfm.core.messages import ROUND, Link, Reply, Request
-from fedfm.core.transport import linked
+from fedfm.core.transport import link_of
 from fedfm.data.spec import IN_MEMORY
 from fedfm.engines.local.engine import LocalLink
 from fedfm.errors import E_DUPLICATE, ClientFault, InputError, Lost, RunError
@@ -296,7 +296,7 @@ def connect(
     """A federation of a population's clients in this process, and its recorder; arguments as of :func:`turns`."""
     aggregator, parts = aggregator or Aggregator(), {"attack": attack, "transport": transport}
     silos = Silos(method, aggregator, population, memory=private / "memory", seed=seed, **parts)
-    recorder = _Recorder(linked(LocalLink(silos), transport, population.model), excluded or {})
+    recorder = _Recorder(link_of(LocalLink(silos), transport, population.model), excluded or {})
     fed = Federation(
         recorder,
         model=population.model,

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedfm.config.paper_names import how_to_set
 from fedfm.config.registry import admit, admit_any, available, ours, resolve
-from fedfm.core.fields import described, is_required, settings_of
+from fedfm.core.fields import describe, is_required, settings_of
 from fedfm.errors import InputError, close
 
 SCHEMAS = ("experiment", "pretrain", "distil", "silo", "federation")  # files that have a JSON Schema
@@ -140,7 +140,7 @@ def _foreign(cls: type) -> dict[str, Any]:
 
     keys: dict[str, dict[str, Any]] = {}
     for key, f, hint in settings_of(cls):
-        keys[key] = {"description": described(f, hint)}
+        keys[key] = {"description": describe(f, hint)}
         default = f.metadata.get("usual", f.default if f.default_factory is MISSING else f.default_factory())
         if isinstance(default, (bool, int, float, str, tuple)) and default != "" and not is_required(f):
             keys[key]["default"] = default

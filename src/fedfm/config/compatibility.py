@@ -22,7 +22,7 @@ from fedfm.config.user_code import is_function
 from fedfm.core import tasks
 from fedfm.core.capabilities import Personal, Private
 from fedfm.core.client import Update
-from fedfm.core.method import Method, nested
+from fedfm.core.method import Method, nested_methods
 from fedfm.data.spec import IN_MEMORY
 from fedfm.errors import Faults, InputError, listed
 from fedfm.linalg.params import Params
@@ -302,7 +302,7 @@ def _check_augmented(e: Parts, method: str) -> None:
 
 def _all(method: Method[Any]) -> tuple[Method[Any], ...]:
     """The method and those in its fields."""
-    return (method, *nested(method))
+    return (method, *nested_methods(method))
 
 
 def hidden(aggregation: Aggregator) -> Aggregator:

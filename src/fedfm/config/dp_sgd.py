@@ -7,7 +7,7 @@ from typing import Any
 from fedfm.aggregation import _record_level as record_level
 from fedfm.aggregation.base import Aggregator
 from fedfm.attacks.attack import locals_of
-from fedfm.core.method import Method, nested
+from fedfm.core.method import Method, nested_methods
 from fedfm.errors import Faults
 from fedfm.privacy.dp_sgd import DescentPlan
 
@@ -36,7 +36,7 @@ def under(method: Method[Any], aggregation: Aggregator, privacy: Any) -> Aggrega
             f"privacy.halt_at_epsilon: {_WHERE} each client spends its epsilon over all rounds; set target_epsilon",
             key="privacy.halt_at_epsilon",
         )
-    if not all(m.traits.rows_by_optimiser for m in (method, *nested(method))):
+    if not all(m.traits.rows_by_optimiser for m in (method, *nested_methods(method))):
         faults.say(
             f"{_WHERE} the clients of this method use training rows beside their local optimiser, and no noise would "
             "cover that; expected a method that declares rows_by_optimiser, e.g. fedavg",

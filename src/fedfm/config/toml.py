@@ -100,7 +100,7 @@ def build(cls: type, table: Any, path: str) -> Any:
             found[of.name] = convert(value, hints[of.name], f"{at}{key}", of.metadata.get("help", ""))
     for key, of in known.items():
         if key not in table and needs_value(of):
-            allowed = bounds_of(of).expected(hints[of.name])
+            allowed = bounds_of(of).words_for(hints[of.name])
             faults.add(Absent(f"{at}{key} is missing: expected {allowed}", key=f"{at}{key}", allowed=allowed))
     if faults.found:  # what else is asked of the instance, which is not made
         for fault in _of_fields(known, table, found, hints, at):
@@ -136,7 +136,7 @@ def _of_fields(
                 check(value, where)
         wrong = [*outside(of, hint, value, where)]
         if absent and not wrong:
-            allowed = bounds_of(of).expected(hint)
+            allowed = bounds_of(of).words_for(hint)
             wrong = [Absent(f"{where} is missing: expected {allowed}", key=where, allowed=allowed)]
         for fault in wrong:
             faults.add(fault)

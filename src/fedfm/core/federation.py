@@ -178,14 +178,14 @@ class Federation:
         kind = getattr(handler, "kind", "") or "query"
         hint = get_type_hints(handler)["return"]
 
-        def checked(client: ClientId, value: Any) -> None:
+        def check_reply(client: ClientId, value: Any) -> None:
             if like is not None:
                 layout = like[client] if isinstance(like, each) else like
                 match(value.delta if isinstance(value, Update) else value, layout, "delta")
             check(value)
 
         came = self.exchange(
-            kind, handler, of, payload, hint, form=form, down=down, counted=counted, check=checked, least=least
+            kind, handler, of, payload, hint, form=form, down=down, counted=counted, check=check_reply, least=least
         )
         shelf, means, replies = Shelf(), update_metrics.Means(), dict[ClientId, Any]()
         for client, value in came:
@@ -270,7 +270,7 @@ class Federation:
         deliver = link.exchange if first is None else lambda requests: link.stream(requests, request)
         for reply in deliver([request(client) for client in cohort]) if pending else ():
             try:
-                self._expected(reply, pending, asked)
+                self._check_expected(reply, pending, asked)
             except ClientFault as fault:  # the expected reply may still come
                 self._exclude(reply.client, fault, part)
                 continue
@@ -334,7 +334,7 @@ class Federation:
         """How many of the clients that were asked have to answer: ``run.min_clients``, by default half of them."""
         return max(1, -(-asked // 2)) if self.min_clients is None else self.min_clients
 
-    def _expected(self, reply: Reply, pending: set[ClientId], asked: Mapping[ClientId, tuple[int, int]]) -> None:
+    def _check_expected(self, reply: Reply, pending: set[ClientId], asked: Mapping[ClientId, tuple[int, int]]) -> None:
         """Check that this is the client's first reply to this call, or to an earlier one that is underway."""
         if reply.client not in pending:
             code, why = (E_DUPLICATE, "a second reply to one request"), (E_CLIENT, "was not asked in this call")

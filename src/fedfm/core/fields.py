@@ -87,7 +87,7 @@ class Bounds:
             or value in self.but
         )
 
-    def expected(self, hint: Any) -> str:
+    def words_for(self, hint: Any) -> str:
         """The allowed values of this type in words, e.g. "a finite number of at least 0"."""
         if self.words:
             return self.words
@@ -191,11 +191,11 @@ def _outside(f: Field[Any]) -> bool:
     return f.default is not MISSING and f.default is not None and any(_wrong(f.default, bounds_of(f), ""))
 
 
-def described(f: Field[Any], hint: Any) -> str:
+def describe(f: Field[Any], hint: Any) -> str:
     """The meaning of a key, followed by its allowed values unless the meaning names them."""
     text, bounds = str(f.metadata.get("help", "")), bounds_of(f)
     told = bounds == Bounds() or bounds.words or (bounds.choices and all(choice in text for choice in bounds.choices))
-    return text if told else f"{text}; {bounds.expected(hint)}"
+    return text if told else f"{text}; {bounds.words_for(hint)}"
 
 
 def check(settings: Any, where: str) -> None:
@@ -229,7 +229,7 @@ def check(settings: Any, where: str) -> None:
             faults.say(text, key=key, owners=owners)
         if value in (None, "") and mine and f.metadata.get("required") and not wrong:
             by = f'required by "{settings.name}"' if owners else "missing"
-            allowed = _expected(settings, f)
+            allowed = _expected_words(settings, f)
             missing.append(Absent(f"{key} is {by}: expected {allowed}", key=key, allowed=allowed))
     for one in missing:
         faults.add(one)
@@ -242,19 +242,19 @@ def outside(f: Field[Any], hint: Any, value: Any, key: str) -> Iterator[InputErr
     kind = Absent if f.metadata.get("required") and value in ("", ()) else InputError
     for place, wrong in _wrong(value, bounds, key):
         near = close(wrong, bounds.choices or f.metadata.get("names", ())) if isinstance(wrong, str) else ""
-        allowed = bounds.expected(hint)
-        yield kind(f"{place} = {shown(wrong)}: expected {allowed}{near}", key=key, allowed=allowed)
+        allowed = bounds.words_for(hint)
+        yield kind(f"{place} = {toml_value(wrong)}: expected {allowed}{near}", key=key, allowed=allowed)
 
 
-def _expected(settings: Any, f: Field[Any]) -> str:
-    return bounds_of(f).expected(get_type_hints(type(settings))[f.name])
+def _expected_words(settings: Any, f: Field[Any]) -> str:
+    return bounds_of(f).words_for(get_type_hints(type(settings))[f.name])
 
 
 def _wrong(value: Any, bounds: Bounds, key: str) -> Iterator[tuple[str, Any]]:
     """(place, value) of each value outside the bounds."""
     if isinstance(value, (tuple, list, Mapping)):
         fits = bounds.least <= len(value) <= (bounds.most or len(value))
-        if not fits or (isinstance(value, Mapping) and not _named(value, bounds)):
+        if not fits or (isinstance(value, Mapping) and not _matches_names(value, bounds)):
             yield key, value
         entries = value.items() if isinstance(value, Mapping) else ((i, v) for i, v in enumerate(value))
         for at, entry in entries:
@@ -263,11 +263,11 @@ def _wrong(value: Any, bounds: Bounds, key: str) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _named(table: Mapping[str, Any], bounds: Bounds) -> bool:
+def _matches_names(table: Mapping[str, Any], bounds: Bounds) -> bool:
     return not bounds.keys or all(re.fullmatch(bounds.keys, name) for name in table)
 
 
-def shown(value: Any) -> str:
+def toml_value(value: Any) -> str:
     """A value as TOML writes it, shortened for messages."""
     if isinstance(value, str):
         return f'"{value:.80}"'

@@ -29,7 +29,7 @@ class Lock:
         self.path, self._folder, self._descriptor = path, folder, -1
 
     @property
-    def taken(self) -> bool:
+    def is_taken(self) -> bool:
         """Whether this object has the lock."""
         return self._descriptor >= 0
 
@@ -42,7 +42,7 @@ class Lock:
         Raises:
             OSError: the file can be neither opened nor made, or its file system has no locks.
         """
-        while not self.taken:
+        while not self.is_taken:
             flags = os.O_DIRECTORY if self._folder else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
             descriptor = os.open(self.path, flags | os.O_CLOEXEC, 0o600)
             try:
@@ -63,7 +63,7 @@ class Lock:
 
     def release(self) -> None:
         """Let others take it."""
-        if self.taken:
+        if self.is_taken:
             _TAKEN.discard(self)
             os.close(self._descriptor)
             self._descriptor = -1

@@ -103,7 +103,7 @@ def with_model(state: Any, old: Params, new: Params) -> Any:
     raise TypeError(f"a state {type(state).__name__} holds no model that could be replaced")
 
 
-def nested(method: Any) -> Iterator[Method[Any]]:
+def nested_methods(method: Any) -> Iterator[Method[Any]]:
     """The methods in the fields of a method."""
     for f in dataclasses.fields(method):
         if isinstance(value := getattr(method, f.name, None), Method):

@@ -300,7 +300,7 @@ def load(path: Path, hint: Any = Any, *, mapped: bool = False) -> Any | None:
     file.
     """
     try:
-        if (found := _checked(path)) is None:
+        if (found := _read_checked(path)) is None:
             return None
         head, data = found
         if not mapped and data.nbytes <= limit():
@@ -314,10 +314,10 @@ def load(path: Path, hint: Any = Any, *, mapped: bool = False) -> Any | None:
 
 def whole(path: Path) -> bool:
     """Whether the file is as :func:`save` wrote it; its content is not decoded."""
-    return _checked(path) is not None
+    return _read_checked(path) is not None
 
 
-def _checked(path: Path) -> tuple[str, Any] | None:
+def _read_checked(path: Path) -> tuple[str, Any] | None:
     """Head and data (n,) uint8 of a file, memory-mapped; None unless their digest matches."""
     from safetensors import SafetensorError, safe_open
 

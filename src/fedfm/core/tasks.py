@@ -68,12 +68,12 @@ def find(name: str | Task) -> Task:
     raise InputError(f'model.task = "{name}": expected {listed(names())}{close(name, names())}')
 
 
-def named(name: str | None) -> Task | None:
+def task_named(name: str | None) -> Task | None:
     """The task that an experiment names; None if its data imply it."""
     return None if name is None else find(name)
 
 
-def implied(kind: str) -> Task:
+def implied_task(kind: str) -> Task:
     """The task of rows of this kind, where the experiment names none."""
     return next((task for task in available() if kind in task.implied_by), available()[0])
 

@@ -45,10 +45,10 @@ class Tokens(Sequence[Tensor]):
         Raises:
             ValueError: a token does not fit into int32.
         """
-        return cls.gathered([list(rows)])
+        return cls.gather([list(rows)])
 
     @classmethod
-    def gathered(cls, chunks: Iterable[Sequence[Sequence[int] | Tensor]]) -> Tokens:
+    def gather(cls, chunks: Iterable[Sequence[Sequence[int] | Tensor]]) -> Tokens:
         """The rows of all chunks, of which one at a time is in memory as lists.
 
         Raises:

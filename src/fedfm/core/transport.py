@@ -60,9 +60,9 @@ class Coding:
         self.precision, self._start = precision, _starts[model]
         self._print = self._start.sha256()[:16]
 
-    def coded(self, value: Any, told: Callable[[Error], None] = lambda error: None) -> Any:
+    def encode(self, value: Any, told: Callable[[Error], None] = lambda error: None) -> Any:
         """The value with coded Params; ``told`` gets the error of each."""
-        return replaced(value, lambda x: self._coded(x, told) if isinstance(x, Params) else None)
+        return replace_parts(value, lambda x: self._encode(x, told) if isinstance(x, Params) else None)
 
     def rebuilt(self, value: Any, told: Callable[[Error], None] = lambda error: None) -> Any:
         """The inverse; a value without coded Params is returned as it is.
@@ -71,9 +71,9 @@ class Coding:
             ClientFault: E_FORMAT, a coded form is malformed; E_VERSION, the other side started from another w_0;
                 E_NONFINITE, it has NaN or infinity.
         """
-        return replaced(value, lambda x: self._rebuilt(x, told) if _is_coded(x) else None)
+        return replace_parts(value, lambda x: self._rebuilt(x, told) if _is_coded(x) else None)
 
-    def _coded(self, x: Params, told: Callable[[Error], None]) -> Any:
+    def _encode(self, x: Params, told: Callable[[Error], None]) -> Any:
         if not can_code(x.layout):
             return x
         found: Coded = code(x, self.precision, self._start)
@@ -144,7 +144,7 @@ class CodedLink:
 
         def once(value: Any) -> Any:
             if id(value) not in kept:
-                kept[id(value)] = value, self._coding.coded(value, self.down.add if own else _nothing)
+                kept[id(value)] = value, self._coding.encode(value, self.down.add if own else _nothing)
             return kept[id(value)][1]
 
         def of(request: Request) -> Request:
@@ -163,16 +163,16 @@ class CodedLink:
 
     def errors(self) -> dict[str, Any]:
         """The errors since the last call, by direction, as JSON values."""
-        found, self.down, self.up = {"down": told(self.down), "up": told(self.up)}, Error(), Error()
+        found, self.down, self.up = {"down": error_record(self.down), "up": error_record(self.up)}, Error(), Error()
         return found
 
 
-def linked(link: Link, precision: str, model: Model) -> Link:
+def link_of(link: Link, precision: str, model: Model) -> Link:
     """The link, with coded messages unless they are exact."""
     return link if precision == EXACT else CodedLink(link, Coding(precision, model))
 
 
-def told(error: Error) -> dict[str, Any]:
+def error_record(error: Error) -> dict[str, Any]:
     """An error as JSON values."""
     return {"largest": error.largest, "rms": error.rms, "values": error.count}
 
@@ -185,7 +185,7 @@ def over_rounds(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for line in rounds:
             count = line[way]["values"]
             total.add(Error(line[way]["largest"], line[way]["rms"] ** 2 * count, count))
-        found[way] = told(total)
+        found[way] = error_record(total)
     return found
 
 
@@ -197,22 +197,22 @@ def _is_coded(x: Any) -> bool:
     return isinstance(x, Mapping) and not isinstance(x, Params) and x.keys() == {KEY}
 
 
-def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
+def replace_parts(value: Any, change: Callable[[Any], Any]) -> Any:
     """A message's value with other parts: ``change`` returns None for what stays, and then its own parts are seen."""
     if (new := change(value)) is not None:
         return new
     if isinstance(value, Params):
         return value
     if isinstance(value, Mapping):
-        parts = {key: replaced(part, change) for key, part in value.items()}
+        parts = {key: replace_parts(part, change) for key, part in value.items()}
         return parts if any(parts[key] is not value[key] for key in parts) else value
     if isinstance(value, (list, tuple)):
-        items = [part if isinstance(part, (int, float, str)) else replaced(part, change) for part in value]
+        items = [part if isinstance(part, (int, float, str)) else replace_parts(part, change) for part in value]
         changed = any(a is not b for a, b in zip(items, value, strict=True))
         return (tuple(items) if isinstance(value, tuple) else items) if changed else value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        news = {name: replaced(part, change) for name, part in fields.items()}
+        news = {name: replace_parts(part, change) for name, part in fields.items()}
         other = {name: new for name, new in news.items() if new is not fields[name]}
         return dataclasses.replace(value, **other) if other else value
     return value

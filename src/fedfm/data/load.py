@@ -170,9 +170,9 @@ def _read_path(path: Path, spec: DataSpec, task: str | None, *, labelled: bool) 
 
 def _fit(table: Table, task: str | None) -> Table:
     """Refuse a table that does not fit the task, or has no training rows."""
-    if (named := tasks.named(task)) is not None and table.kind not in named.table_kinds:
+    if (named := tasks.task_named(task)) is not None and table.kind not in named.table_kinds:
         wanted = " or ".join(words_of(kind) for kind in named.table_kinds)
-        fits = tasks.implied(table.kind)
+        fits = tasks.implied_task(table.kind)
         raise InputError(
             f'model.task: "{task}" needs {wanted}; {table.source} holds {words_of(table.kind)}, for task "{fits}"'
         )

@@ -132,12 +132,12 @@ def delta_w(found: Sequence[Term], alpha: float) -> dict[str, Factors]:
     return {path: low_rank.stack([(p, x[path]) for p, x in products]) for path in products[0][1]}
 
 
-def averaged(found: Sequence[Term], names: Sequence[str]) -> dict[str, Tensor]:
+def average(found: Sequence[Term], names: Sequence[str]) -> dict[str, Tensor]:
     """sum_k p_k w_k of these tensors, as in FedAvg."""
     return {n: sum(t.p * t.w[n].double() for t in found).to(found[0].w[n].dtype) for n in names}  # type: ignore[union-attr]
 
 
-def added(shift: Params, more: Mapping[str, Factors]) -> Params:
+def add(shift: Params, more: Mapping[str, Factors]) -> Params:
     """The exact sum of a shift and ``more``, as factors that do not show one client's columns."""
     before = as_factors(shift)
     sums = {path: low_rank.stack([(1.0, before[path]), (1.0, x)] if before else [(1.0, x)]) for path, x in more.items()}

@@ -53,7 +53,7 @@ class OwnHeads(OneShot):
         w, b = fit_rows(x, y, len(client.model.classes), self.head, client.seed, missed)
         return Update(head_of(client.model, w, b), len(y), missed.metrics)
 
-    def fitted(self, fed: Federation) -> list[Update]:
+    def ask_heads(self, fed: Federation) -> list[Update]:
         """Ask every client for its head."""
         replies = fed.ask(self.fit, like=fed.initial.layout)
         for client, update in replies.items():
@@ -118,7 +118,7 @@ def each_head(w: Params) -> list[tuple[Tensor, Tensor]]:
     return [tensors_of(Params({name: w[name] for name in names[i : i + 2]})) for i in range(0, len(names), 2)]
 
 
-def combined(heads: Sequence[tuple[Tensor, Tensor]], x: Tensor, how: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def combine(heads: Sequence[tuple[Tensor, Tensor]], x: Tensor, how: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """(n, C): the log-probabilities of x under each head, folded by ``how``; in float64, where ties are rare."""
     x = x.double()
     logp = (torch.log_softmax(torch.addmm(b.double(), x, w.double().T), 1) for w, b in heads)
@@ -128,5 +128,5 @@ def combined(heads: Sequence[tuple[Tensor, Tensor]], x: Tensor, how: Callable[[T
 def mean_probability(model: Model, w: Params, rows: Rows) -> Tensor:
     """Logarithm of (1/K) sum_k p_k(c|x), (n, C)."""
     heads = each_head(w)
-    total = combined(heads, model.features(rows), torch.logaddexp)
+    total = combine(heads, model.features(rows), torch.logaddexp)
     return (total - torch.tensor(float(len(heads))).log()).float()

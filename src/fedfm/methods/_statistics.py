@@ -6,7 +6,7 @@ from fedfm.linalg.params import Params
 from fedfm.models.model import Model
 
 
-def averaged(model: Model, x: Params, w: Params, delta: Params) -> Params:
+def with_averaged_statistics(model: Model, x: Params, w: Params, delta: Params) -> Params:
     """``x`` with its untrained entries, running means and variances, replaced by those of w + Delta.
 
     The rules of server optimisers are for gradients. A step of Adam is at most about eta long, so statistics would lag

@@ -61,7 +61,7 @@ class CCVR(FedAvg):
         like = Params(self._sums(torch.zeros(0, dim), torch.zeros(0, dtype=torch.int64), classes)).layout
         sums = fed.mean(self.moments, like=like, w=w)
         sums = fed.heard * sums  # weights are equal: the total over all clients that answered
-        count, mu, sigma = pooled(sums["count"], sums["total"], sums["second"])
+        count, mu, sigma = pool(sums["count"], sums["total"], sums["second"])
         seen = [c for c in range(classes) if count[c] > 0]
         z = torch.cat([draw(mu[c], sigma[c], self.virtual, fed.seed_for("virtual", c)) for c in seen])
         labels = torch.tensor(seen).repeat_interleave(self.virtual)
@@ -104,7 +104,7 @@ def _head_names(model: Model) -> list[str]:
     return names
 
 
-def pooled(count: Tensor, total: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def pool(count: Tensor, total: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Counts (C,), means (C, d) and covariances, (C, d) diagonals or (C, d, d), over all clients.
 
     Equations (3) and (4) pool the clients' means and unbiased covariances; multiplied out, (N_c - 1) Sigma_c is

@@ -23,7 +23,7 @@ from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper, setting
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
-from fedfm.methods._one_shot import OwnHeads, as_heads, combined, each_head, mean_probability
+from fedfm.methods._one_shot import OwnHeads, as_heads, combine, each_head, mean_probability
 from fedfm.models.model import Model
 from fedfm.training.fit_head import NOBODY
 
@@ -43,7 +43,7 @@ class Ensemble(Predictor, OwnHeads):
         return as_heads(super().init(fed))
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:
-        return as_heads(*(update.delta for update in self.fitted(fed)))
+        return as_heads(*(update.delta for update in self.ask_heads(fed)))
 
     def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
         """Logarithm of max_k p_k(c|x), or of mean_k p_k(c|x)."""
@@ -51,4 +51,4 @@ class Ensemble(Predictor, OwnHeads):
             return mean_probability(model, w, rows)
         heads = each_head(w)
         informed = [(w_k, b_k) for w_k, b_k in heads if int((b_k > NOBODY / 2).sum()) > 1]
-        return combined(informed or heads, model.features(rows), torch.maximum).float()
+        return combine(informed or heads, model.features(rows), torch.maximum).float()

@@ -16,7 +16,7 @@ from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper, setting
 from fedfm.linalg.params import Params
-from fedfm.methods._statistics import averaged
+from fedfm.methods._statistics import with_averaged_statistics
 from fedfm.methods.fedavg import FedAvg
 
 
@@ -57,7 +57,7 @@ class FedAdam(FedAvg):
         m = self.beta_1 * state.m + (1 - self.beta_1) * delta  # line 10
         v = self.second_moment(state.v, delta)  # line 13
         x = state.x + self.server_learning_rate * m.map(lambda m, v: m / (v.sqrt() + self.tau), v)  # line 15
-        return Moments(averaged(fed.model, x, state.x, delta), m, v)
+        return Moments(with_averaged_statistics(fed.model, x, state.x, delta), m, v)
 
     def second_moment(self, v: Params, delta: Params) -> Params:
         """v_t = beta_2 v_{t-1} + (1 - beta_2) Delta_t^2."""

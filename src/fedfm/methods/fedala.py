@@ -52,12 +52,12 @@ class FedALA(KeepingFedAvg):
 
     @on_client
     def train(self, client: Client, w: Params) -> Update:
-        theta_hat, passes = self.aggregated(client, w) if "theta" in client.memory else (w, 0.0)
+        theta_hat, passes = self.aggregate(client, w) if "theta" in client.memory else (w, 0.0)
         theta = self.local(client, theta_hat)
         self.keep(client, theta_hat, theta)
         return Update(theta - w, self.weight(client), client.metrics | {PASSES: passes})
 
-    def aggregated(self, client: Client, w: Params) -> tuple[Params, float]:
+    def aggregate(self, client: Client, w: Params) -> tuple[Params, float]:
         """Client half: theta_hat = theta_i + (theta - theta_i) * W in the top layers, theta below; theta is ``w``.
 
         Returns:

@@ -13,7 +13,7 @@ from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
 from fedfm.linalg.params import Params
-from fedfm.methods._statistics import averaged
+from fedfm.methods._statistics import with_averaged_statistics
 from fedfm.methods.fedavg import FedAvg
 
 _LATE_MOMENTUM = 0.3  # benchmarks/asynchronous.py
@@ -54,7 +54,7 @@ class FedAvgM(FedAvg):
         delta = fed.mean(self.train, of=fed.sample(self.fraction), w=state.w)
         m = self.server_momentum * state.m + delta
         w = state.w + self.server_learning_rate * m
-        return Momentum(averaged(fed.model, w, state.w, delta), m)
+        return Momentum(with_averaged_statistics(fed.model, w, state.w, delta), m)
 
     def params_for(self, state: Momentum, client: ClientId) -> Params:  # type: ignore[override]
         return state.w

@@ -47,7 +47,7 @@ class FedBE(Predictor, OwnHeads):
         return as_heads(super().init(fed))
 
     def step(self, fed: Federation, w: Params, t: int) -> Params:
-        updates = self.fitted(fed)
+        updates = self.ask_heads(fed)
         mu, variance = gaussian([(update.weight, zeros_for_unseen(update.delta)) for update in updates])
         sampled = [sample(mu, variance, fed.seed_for("draw", m)) for m in range(self.draws)]
         return as_heads(*([] if self.members == "sampled" else [*(u.delta for u in updates), mu]), *sampled)

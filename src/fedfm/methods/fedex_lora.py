@@ -18,7 +18,7 @@ from fedfm.core.federation import Federation
 from fedfm.linalg import low_rank
 from fedfm.linalg.low_rank import Factors
 from fedfm.linalg.params import Params
-from fedfm.methods._lora_products import Merged, Merging, Term, added, as_factors, averaged, delta_w, terms
+from fedfm.methods._lora_products import Merged, Merging, Term, add, as_factors, average, delta_w, terms
 from fedfm.models.adapters import lora
 from fedfm.training import any_rank
 
@@ -36,11 +36,11 @@ class FedExLoRA(Merging):
     def step(self, fed: Federation, state: Merged, t: int) -> Merged:
         r = self.ranks_of(fed)
         starts = {k: lora.first(state.w, r[k]) for k in fed.sample(self.fraction)}
-        shifts = {rank: frozen(state, rank) for rank in {r[k] for k in starts}}
+        shifts = {rank: frozen_part(state, rank) for rank in {r[k] for k in starts}}
         found = terms(fed, self.train, starts, w=each(starts), shift=each({k: shifts[r[k]] for k in starts}))
         wide = [Term(p, lora.widened(w_k, state.w.layout)) for p, w_k in found]
-        w = state.w.replace(averaged(wide, list(state.w)))  # A-bar, B-bar, and the head's mean
-        W_0 = added(state.shift, residual(found, w, state.alpha))
+        w = state.w.replace(average(wide, list(state.w)))  # A-bar, B-bar, and the head's mean
+        W_0 = add(state.shift, residual(found, w, state.alpha))
         return Merged(w, W_0, state.alpha)
 
     @on_client
@@ -50,14 +50,14 @@ class FedExLoRA(Merging):
         return Update(w_k - w, self.weight(client), client.metrics)
 
 
-def frozen(state: Merged, rank: int) -> Params:
+def frozen_part(state: Merged, rank: int) -> Params:
     """What a client of this rank adds to its frozen weights: W_res of all rounds, and the averaged adapter from row
     and column ``rank`` on.
     """
     rest = {path: (u[:, rank:], v[rank:]) for path, (u, v) in lora.factors(state.w, state.alpha).items()}
     if not any(bool(u.any()) for u, _ in rest.values()):
         return state.shift
-    return added(state.shift, rest)
+    return add(state.shift, rest)
 
 
 def residual(found: Sequence[Term], mean: Params, alpha: float) -> dict[str, Factors]:

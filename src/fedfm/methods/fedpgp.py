@@ -56,11 +56,11 @@ class FedPGP(Joinable, KeepingFedAvg):
     @on_client
     def train(self, client: Client, w: Params) -> Update:
         low_rank = client.memory.get("low rank")
-        p_G, low_rank = self.local_pass(client, w, self.drawn(client, w) if low_rank is None else low_rank)
+        p_G, low_rank = self.local_pass(client, w, self.draw_factors(client, w) if low_rank is None else low_rank)
         client.memory["low rank"] = low_rank
         return Update(p_G - w, self.weight(client), client.metrics)
 
-    def drawn(self, client: Client, w: Params) -> Params:
+    def draw_factors(self, client: Client, w: Params) -> Params:
         """U_i (M, b) and V_i (b, h) at first, N(0, 0.02^2)."""
         (p_G,), b = w.values(), self.rank
         rng = torch.Generator().manual_seed(seeds.derive(client.seed, "low rank"))

@@ -14,7 +14,7 @@ from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
-from fedfm.methods._statistics import averaged
+from fedfm.methods._statistics import with_averaged_statistics
 from fedfm.methods.fedavg import FedAvg
 
 
@@ -42,7 +42,7 @@ class FedProx(FedAvg):
             return super().step(fed, w, t)
         delta = fed.mean(self.train, of=fed.sample(self.fraction), w=w)  # sum_k p_k w^k - w_t
         terms = fed.heard if self.server_term == "literal" else 1  # sum_k (w^k - w_t) = |S| delta if p_k = 1/|S|
-        return averaged(fed.model, w + (1 - self.mu * terms) * delta, w, delta)
+        return with_averaged_statistics(fed.model, w + (1 - self.mu * terms) * delta, w, delta)
 
     @on_client
     def train(self, client: Client, w: Params) -> Update:

@@ -18,7 +18,7 @@ from fedfm.core.federation import Federation
 from fedfm.linalg import low_rank
 from fedfm.linalg.low_rank import Factors
 from fedfm.linalg.params import Params
-from fedfm.methods._lora_products import ExactLora, averaged, delta_w, terms
+from fedfm.methods._lora_products import ExactLora, average, delta_w, terms
 from fedfm.models.adapters import lora
 from fedfm.training import any_rank
 
@@ -55,8 +55,10 @@ class FlexLoRA(ExactLora[Cut]):
         found = terms(fed, self.train, starts, w=each(starts))
         dW = delta_w(found, lora.alpha_of(fed.model))  # sum_k p_k s_k B_k A_k
         adapter, sigma = cut(dW, state.w, lora.alpha_of(fed.model))
-        w = state.w.replace(adapter | averaged(found, lora.rest(state.w)))
-        return Cut(w, {str(rank): lost(sigma, rank) for rank in sorted({*r.values()})}, lost(sigma, 0))
+        w = state.w.replace(adapter | average(found, lora.rest(state.w)))
+        return Cut(
+            w, {str(rank): truncation_error(sigma, rank) for rank in sorted({*r.values()})}, truncation_error(sigma, 0)
+        )
 
     @on_client
     def train(self, client: Client, w: Params) -> Update:
@@ -90,6 +92,6 @@ def cut(dW: Mapping[str, Factors], like: Params, alpha: float) -> tuple[dict[str
     return lora.assemble(found, like), sigma
 
 
-def lost(sigma: Sequence[Tensor], rank: int) -> float:
+def truncation_error(sigma: Sequence[Tensor], rank: int) -> float:
     """Squared singular values from ``rank`` on, over all modules: the least error (Eckart and Young 1936)."""
     return sum(float(values[rank:].square().sum()) for values in sigma)

@@ -21,7 +21,7 @@ from fedfm.core.capabilities import Traits
 from fedfm.core.client import Client, Update, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.linalg.params import Layout, Params
-from fedfm.methods._lora_products import Merged, Merging, added, as_factors, averaged, delta_w, terms
+from fedfm.methods._lora_products import Merged, Merging, add, as_factors, average, delta_w, terms
 from fedfm.models.adapters import lora
 from fedfm.training import any_rank
 
@@ -39,8 +39,8 @@ class FLoRA(Merging):
         rank = each({k: r[k] for k in starts})
         found = terms(fed, self.train, starts, head=head, shift=state.shift, rank=rank, restart=restart)
         dW = delta_w(found, state.alpha)  # B = [p_k s_k B_k]_k, A = [A_k]_k: rank sum_k r_k
-        W = added(state.shift, dW)  # W <- W + B A
-        return Merged(state.w.replace(averaged(found, list(head))), W, state.alpha)
+        W = add(state.shift, dW)  # W <- W + B A
+        return Merged(state.w.replace(average(found, list(head))), W, state.alpha)
 
     @on_client
     def train(self, client: Client, head: Params, shift: Params, rank: int, restart: int) -> Update:

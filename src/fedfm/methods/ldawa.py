@@ -32,10 +32,10 @@ class LDAWA(FedAvg):
     @on_client
     def train(self, client: Client, w: Params) -> Update:
         w_k = self.local(client, w)
-        return Update(scaled(w_k, w, client.model.live()) - w, self.weight(client), client.metrics)
+        return Update(scale(w_k, w, client.model.live()) - w, self.weight(client), client.metrics)
 
 
-def scaled(w_k: Params, w: Params, trained: Container[str]) -> Params:
+def scale(w_k: Params, w: Params, trained: Container[str]) -> Params:
     """delta_kl w_kl for every trained tensor l, delta_kl = cos(w_kl, w_l); scalars and running statistics unchanged."""
     return Params({n: delta(x, w[n]) * x if x.dim() and n in trained else x for n, x in w_k.items()})
 

@@ -14,7 +14,7 @@ from fedfm.core.federation import Federation
 from fedfm.core.fields import setting
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
-from fedfm.methods._statistics import averaged
+from fedfm.methods._statistics import with_averaged_statistics
 from fedfm.methods.fedavg import FedAvg
 from fedfm.training import SGD, Proximal
 
@@ -46,7 +46,7 @@ class Scaffold(FedAvg):
         like = Params.join(y=x, c=c).layout
         mean = fed.mean(self.train, of=cohort, like=like, x=x, c=c)  # 1/|S| sum (Delta y_k, Delta c_k), line 16
         y = mean.part("y")
-        x = averaged(fed.model, x + self.server_learning_rate * y, x, y)  # line 17
+        x = with_averaged_statistics(fed.model, x + self.server_learning_rate * y, x, y)  # line 17
         c = c + (fed.heard / len(fed.clients)) * mean.part("c")  # |S|/K, S: the clients whose update arrived
         return Controlled(x, c)
 

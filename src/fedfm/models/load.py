@@ -278,7 +278,7 @@ def _stable(config: Any) -> Any:
 
 
 def _task(name: str | Task | None, kind: str, classes: Sequence[str]) -> Task:
-    task = tasks.find(name) if name else tasks.implied(kind)
+    task = tasks.find(name) if name else tasks.implied_task(kind)
     if kind not in task.kinds:
         raise InputError(
             f"model.task: {task.name!r} needs data of kind {' or '.join(task.kinds)}, these are of kind {kind}",

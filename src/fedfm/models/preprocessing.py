@@ -190,9 +190,9 @@ def encoded(strings: Sequence[str], tokenizer: Any, max_length: int) -> tuple[To
         return [i or empty for i in found["input_ids"]], *([i or [0] for i in found[name]] for name in names)
 
     if not names:
-        return Tokens.gathered(chunk(start)[0] for start in range(0, len(strings), CHUNK)), {}
+        return Tokens.gather(chunk(start)[0] for start in range(0, len(strings), CHUNK)), {}
     chunks = [chunk(start) for start in range(0, len(strings), CHUNK)]
-    tokens, *others = (Tokens.gathered(c[i] for c in chunks) for i in range(1 + len(names)))
+    tokens, *others = (Tokens.gather(c[i] for c in chunks) for i in range(1 + len(names)))
     return tokens, dict(zip(names, others, strict=True))
 
 
@@ -217,7 +217,7 @@ def written_beside(tokenizer: Any) -> tuple[str, ...]:
 
 def reader_of(kind: str, task: Task | None) -> Task:
     """The task that makes tensors of rows of this kind for a model of ``task``: the kind's own, else the model's."""
-    return tasks.owner(kind) or task or tasks.implied(kind)
+    return tasks.owner(kind) or task or tasks.implied_task(kind)
 
 
 def packs(kind: str, task: Task | None) -> bool:

@@ -232,7 +232,7 @@ class Silos:
             if kind == "scores":
                 reply = self._as_told(reply)
         if self._coding is not None:
-            reply = self._coding.coded(reply)
+            reply = self._coding.encode(reply)
         client.memory.commit()  # type: ignore[attr-defined]
         return reply
 

@@ -14,7 +14,7 @@ from fedfm.core.checks import nonfinite
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Link
 from fedfm.core.method import Method
-from fedfm.core.transport import CodedLink, linked
+from fedfm.core.transport import CodedLink, link_of
 from fedfm.core.update_metrics import BEFORE, JUDGED, LOSS_BEFORE, PASSES
 from fedfm.core.wire import payload
 from fedfm.errors import RunError
@@ -68,7 +68,7 @@ class Server:
         self.run, self._progress, self._aside = run, progress, aside
         self.method: Method[Any] = run.experiment.method
         self._start = time.perf_counter()
-        self._link = linked(link, run.experiment.run.transport, model)
+        self._link = link_of(link, run.experiment.run.transport, model)
         self.fed = Federation(
             self._link,
             model=model,

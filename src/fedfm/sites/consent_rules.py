@@ -8,7 +8,7 @@ from typing import Any
 
 from fedfm.aggregation.secure import Secure
 from fedfm.config.experiment import Experiment
-from fedfm.core.fields import shown
+from fedfm.core.fields import toml_value
 from fedfm.errors import Faults, listed
 from fedfm.privacy.policy import TOLERANCE, Requirements
 from fedfm.sites.release_cost import ReleaseCosts
@@ -38,7 +38,7 @@ def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
         faults.say(text, key="run.local_scores")
     costs = ReleaseCosts(experiment, rows)
     for key, offer, wanted in _unmet(silo.require, experiment, costs):
-        faults.say(f"require.{key} = {shown(wanted)}: the experiment has {offer}", key=f"require.{key}")
+        faults.say(f"require.{key} = {toml_value(wanted)}: the experiment has {offer}", key=f"require.{key}")
     if silo.budget.epsilon is not None and not costs.release.noise_multiplier:
         text = f"budget.epsilon = {silo.budget.epsilon:g}: the experiment states no epsilon"
         faults.say(text, key="budget.epsilon")

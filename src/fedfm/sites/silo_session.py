@@ -158,7 +158,7 @@ class Own:
         head, data = reply[0][len(_FRAME) : -2], reply[1][16:]
         entry = replace(
             self._entry(question, experiment),
-            bytes=codec.enveloped(len(head), len(data)),
+            bytes=codec.envelope_size(len(head), len(data)),
             sha256=hashlib.sha256(head.encode() + data).hexdigest(),
             fault=fault,
         )

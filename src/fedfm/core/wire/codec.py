@@ -44,7 +44,7 @@ def weigh(body: Any) -> int:
     Flower stores equal chunks of one array once; this counts every chunk, so that the size does not depend on values.
     It is the same for every round and call.
     """
-    return enveloped(*payload.size(body))
+    return envelope_size(*payload.size(body))
 
 
 def _varint(n: int) -> int:
@@ -58,7 +58,7 @@ def _object(kind: str, children: int, body: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def enveloped(head: int, data: int) -> int:
+def envelope_size(head: int, data: int) -> int:
     """As :func:`weigh`, for a body whose head and data have these lengths."""
     head, data = len('{"m":{"round":"i","call":"i","body":}}') + head, 16 + data
     chunks = -(-data // CHUNK)

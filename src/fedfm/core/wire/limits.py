@@ -33,7 +33,7 @@ def room(layout: Layout | None) -> int:
     return MAX_BYTES + (0 if layout is None else VECTORS * layout.nbytes)
 
 
-def sized(head: str, data: int, most: int | None = None) -> None:
+def check_size(head: str, data: int, most: int | None = None) -> None:
     """Refuse a message that is too large.
 
     Args:
@@ -52,7 +52,7 @@ def sized(head: str, data: int, most: int | None = None) -> None:
         )
 
 
-def scanned(head: str) -> int:
+def count_keys(head: str) -> int:
     """Total number of keys in the JSON objects of a head, counted without building anything and without recursion.
 
     Raises:

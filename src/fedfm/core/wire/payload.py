@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fedfm.core.checks import conform
-from fedfm.core.wire.limits import sized
+from fedfm.core.wire.limits import check_size
 from fedfm.core.wire.reading import DTYPES, reader
 from fedfm.errors import E_FORMAT, ClientFault
 from fedfm.linalg.params import Layout, Params, to_bytes
@@ -67,7 +67,7 @@ def _encoder(kind: type) -> Encoder:
             return encoder
     if not dataclasses.is_dataclass(kind):
         raise _cannot_travel(kind)
-    names = [(name, f"{quoted(name)}:") for name in _fields(kind)]
+    names = [(name, f"{quote(name)}:") for name in _fields(kind)]
 
     def of_fields(value: Any, pieces: Pieces) -> str:
         fields = [(label, getattr(value, name)) for name, label in names]
@@ -111,7 +111,7 @@ def _encode_array(value: np.ndarray, pieces: Pieces) -> str:
 
 
 def _encode_mapping(value: Mapping[str, Any], pieces: Pieces) -> str:
-    return _mapping([f"{quoted(_key(k))}:{_encode(v, pieces)}" for k, v in value.items()])
+    return _mapping([f"{quote(_key(k))}:{_encode(v, pieces)}" for k, v in value.items()])
 
 
 def _encode_list(value: Sequence[Any], pieces: Pieces) -> str:
@@ -168,7 +168,7 @@ def _fields(cls: Any) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """A text as a JSON string."""
     return json.dumps(text)
 
@@ -194,7 +194,7 @@ def _sizer(kind: type) -> Sizer:
             return sizer
     if dataclasses.is_dataclass(kind):
         names = _fields(kind)
-        frame = 8 + sum(len(quoted(name)) + 1 for name in names) + max(len(names) - 1, 0)
+        frame = 8 + sum(len(quote(name)) + 1 for name in names) + max(len(names) - 1, 0)
 
         def of_fields(value: Any) -> tuple[int, int]:
             head, data = frame, 0
@@ -217,7 +217,7 @@ def _size_of_items(items: Iterable[tuple[Any, Any]]) -> tuple[int, int]:
     head, data, count = 8, 0, 0
     for k, v in items:
         h, d = size(v)
-        head, data, count = head + len(quoted(_key(k))) + 1 + h, data + d, count + 1
+        head, data, count = head + len(quote(_key(k))) + 1 + h, data + d, count + 1
     return head + max(count - 1, 0), data
 
 
@@ -234,7 +234,7 @@ _KINDS: tuple[tuple[type | tuple[type, ...], Encoder, Sizer], ...] = (
     (bool, lambda value, pieces: "true" if value else "false", lambda value: (4 if value else 5, 0)),
     (int, _encode_int, _size_of_int),
     (float, _encode_float, lambda value: (3, 8)),
-    (str, lambda value, pieces: f'{{"s":{quoted(value)}}}', lambda value: (6 + len(quoted(value)), 0)),
+    (str, lambda value, pieces: f'{{"s":{quote(value)}}}', lambda value: (6 + len(quote(value)), 0)),
     (Params, _encode_params, lambda value: (6 + len(_entries(value.layout)), value.layout.nbytes)),
     (Tensor, _encode_tensor, lambda value: _size_of_array(_tensor_name(value), value)),
     (np.ndarray, _encode_array, lambda value: _size_of_array(_array_name(value), value)),
@@ -260,13 +260,13 @@ def decode(
     Args:
         data: copied, unless it is an array (n,) of uint8: tensors are then views of it.
         trusted: written by this program, so that the limits of :mod:`fedfm.core.wire.limits` do not apply.
-        most: bytes of data, as of :func:`fedfm.core.wire.limits.sized`.
+        most: bytes of data, as of :func:`fedfm.core.wire.limits.check_size`.
 
     Raises:
         ClientFault: the payload is malformed, too large, or does not fit ``hint``; no other error occurs.
     """
     if not trusted:
-        sized(head, len(data), most)
+        check_size(head, len(data), most)
     read, length = reader(head, trusted)
     if length != len(data):
         raise ClientFault(E_FORMAT, f"the data end after {len(data)} bytes, {length} are announced")

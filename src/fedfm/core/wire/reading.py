@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.core.wire.limits import MAX_ARRAYS, MAX_NODES, MAX_TENSORS, scanned
+from fedfm.core.wire.limits import MAX_ARRAYS, MAX_NODES, MAX_TENSORS, count_keys
 from fedfm.errors import E_DTYPE, E_FORMAT, E_SIZE, E_TENSORS, ClientFault
 from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params, layout_of, layout_sent
@@ -34,8 +34,8 @@ DTYPES: dict[str, torch.dtype] = {
 Read = Callable[[Any], Any]  # from the data of a message: a memoryview, or an array of which tensors are views
 
 
-def _compiled(head: str, trusted: bool) -> tuple[Read, int]:
-    keys = None if trusted else scanned(head)
+def _compile(head: str, trusted: bool) -> tuple[Read, int]:
+    keys = None if trusted else count_keys(head)
     try:
         tree = json.loads(head)
     except (ValueError, RecursionError) as error:
@@ -47,7 +47,7 @@ def _compiled(head: str, trusted: bool) -> tuple[Read, int]:
     return read, plan.at
 
 
-_known = functools.lru_cache(maxsize=32)(_compiled)
+_known = functools.lru_cache(maxsize=32)(_compile)
 
 
 def reader(head: str, trusted: bool) -> tuple[Read, int]:
@@ -59,7 +59,7 @@ def reader(head: str, trusted: bool) -> tuple[Read, int]:
     Raises:
         ClientFault: the head is malformed, or has too many values.
     """
-    return (_known if len(head) <= _SMALL else _compiled)(head, trusted)
+    return (_known if len(head) <= _SMALL else _compile)(head, trusted)
 
 
 class _Plan:

@@ -25,7 +25,7 @@ _DEFAULTS = {field.name: field.default for field in fields(DataSpec)}
 
 def resolve(columns: Mapping[str, Any], spec: DataSpec, task: str | None) -> tuple[DataSpec, tuple[str, ...]]:
     """The names of the columns of instructions and conversations, and a notice of those that were found by a layout."""
-    of = tasks.named(task)
+    of = tasks.task_named(task)
     if (of is not None and not of.answers) or (of is None and spec.text in columns):
         return spec, ()
     compared = {spec.column("chosen"), spec.column("rejected")} <= columns.keys()

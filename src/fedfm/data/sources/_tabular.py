@@ -110,7 +110,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
 def _reader(columns: Columns, spec: DataSpec, task: str | None) -> Task | None:
     """The task that is named, else the one whose rows these columns are; texts and pictures are of no single task."""
     if task is not None or spec.text in columns:
-        return tasks.named(task)
+        return tasks.task_named(task)
     return next((of for of in tasks.available() if of.claims(columns, spec)), None)
 
 

@@ -143,7 +143,7 @@ def _picture_column(features: Any, spec: DataSpec, notices: list[str]) -> str | 
 
 def _text_column(parts: Sequence[Any], spec: DataSpec, task: str | None) -> str | None:
     """The column of texts if it stays in its Arrow files, since the texts are many; else None."""
-    if ((named := tasks.named(task)) is not None and named.answers) or sum(map(len, parts)) < LISTED:
+    if ((named := tasks.task_named(task)) is not None and named.answers) or sum(map(len, parts)) < LISTED:
         return None
     plain = all(
         spec.text in part.features and str(part.data.schema.field(spec.text).type) == "string" and part._indices is None

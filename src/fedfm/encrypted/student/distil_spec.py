@@ -87,7 +87,7 @@ class Distillation:
             raise InputError(
                 'model.weights = "random": a model without training has nothing to distil', key="model.weights"
             )
-        if (task := tasks.named(model.task)) is not None and not task.classifies_by_head:
+        if (task := tasks.task_named(model.task)) is not None and not task.classifies_by_head:
             raise InputError(
                 f'model.task = "{model.task}": expected classification, whose models read all tokens', key="model.task"
             )

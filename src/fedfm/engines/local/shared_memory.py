@@ -52,7 +52,7 @@ class Payloads:
             head, pieces = payload.encode(request.payload)
             self.files.append(_write(laid_out(0, head, pieces)))
             self.heads.append(len(head))
-            self._nbytes.append(codec.enveloped(len(head), sum(map(len, pieces))))
+            self._nbytes.append(codec.envelope_size(len(head), sum(map(len, pieces))))
         return self._numbers[key]
 
     def once(self, request: Request) -> bool:

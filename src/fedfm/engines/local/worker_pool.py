@@ -199,7 +199,7 @@ class Pool:
             fd = -1 if number in worker.known or number in new else len(fds)
             head, once = payloads.heads[number], payloads.once(request)
             # json.dumps for each request would take a third of the time of sending.
-            names = f"{payload.quoted(request.client)}, {payload.quoted(request.handler)}"
+            names = f"{payload.quote(request.client)}, {payload.quote(request.handler)}"
             text = f"[{names}, {request.round}, {request.call}, {number}, {fd}, {head}, {once:d}]"
             if texts and (length + len(text) + 2 > _LIMIT or fd == _FDS):
                 break
@@ -335,7 +335,7 @@ def _replies(
         if fault is None:
             try:
                 value = message(block, at, head_size, data_size, most)
-                up = codec.enveloped(head_size, data_size)
+                up = codec.envelope_size(head_size, data_size)
             except ClientFault as bad:
                 fault = bad
             at = data_at(at, head_size) + data_size

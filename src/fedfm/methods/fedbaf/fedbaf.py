@@ -129,19 +129,19 @@ class FedBaF(Comparable, Around):
         if self.harden not in ("noise_once", "noise_afresh"):
             return pieces
         key, once = fed.secret("alpha"), self.harden == "noise_once"
-        if once and key in self._noised:
-            return self._noised[key]
+        if once and key in self._noisy_pieces:
+            return self._noisy_pieces[key]
         sigma, purpose = self.sigma(fed), self.harden if once else f"{self.harden}/{t}"
         noised = {}
         for name, (region, p) in pieces.items():
             covered = torch.from_numpy(cover(key, f"{purpose}/{name}", p.double().numpy(), sigma))
             noised[name] = Piece(region, covered.to(p.dtype))
         if once:
-            self._noised[key] = noised
+            self._noisy_pieces[key] = noised
         return noised
 
     @cached_property
-    def _noised(self) -> dict[bytes, Mapping[str, Piece]]:
+    def _noisy_pieces(self) -> dict[bytes, Mapping[str, Piece]]:
         """By the key of the run: one method may serve several runs."""
         return {}
 

@@ -69,9 +69,9 @@ class Around(ServerModel, Method[Any]):
 
     def matching(self, fed: Federation) -> Matching:
         """Which entries of the foundation model mix with which of the federation's; read once."""
-        if not self._matched or self._matched[0]() is not fed.model:
-            self._matched[:] = [weakref.ref(fed.model), self.match_with(fed.model)]
-        return self._matched[1]  # type: ignore[no-any-return]
+        if not self._last_matching or self._last_matching[0]() is not fed.model:
+            self._last_matching[:] = [weakref.ref(fed.model), self.match_with(fed.model)]
+        return self._last_matching[1]  # type: ignore[no-any-return]
 
     def check_foundation(self) -> None:
         check_place(self.foundation)
@@ -80,7 +80,7 @@ class Around(ServerModel, Method[Any]):
         return match(model, self.foundation, self.identical)
 
     @cached_property
-    def _matched(self) -> list[Any]:
+    def _last_matching(self) -> list[Any]:
         """The model that was matched last, and its matching."""
         return []
 
@@ -89,8 +89,8 @@ class Around(ServerModel, Method[Any]):
 
     def details(self, state: Any, judge: Judge | None) -> dict[str, Any]:
         found = self.base.details(state, judge)
-        if self._matched:
-            found["matching"] = self._matched[1].summary()
+        if self._last_matching:
+            found["matching"] = self._last_matching[1].summary()
         return found
 
     def validate(self) -> None:

@@ -119,7 +119,7 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
 
     def step(self, fed: Federation, s: BipState, t: int) -> BipState:
         theta_bar, space = Vectors(s.theta_bar), self.space_of(fed.model)
-        like = each({i: self.sent(w.layout) for i, w in theta_bar.items()})
+        like = each({i: self.wire_layout(w.layout) for i, w in theta_bar.items()})
         replies = fed.ask(self.train, of=fed.sample(self.fraction), like=like, theta_bar=each(theta_bar))  # lines 3-7
         now = Vectors({i: update.delta for i, update in replies.items()}).cast(theta_bar)  # tau_i, equation 3
         tau, theta = s.tau | now, s.theta | theta_bar + now
@@ -136,9 +136,9 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
     def train(self, client: Client, theta_bar: Params) -> Update:
         theta = any_rank.fit(self.local, client, theta_bar)  # equation 2
         tau = theta - theta_bar  # equation 3; n_k does not occur in the sums
-        return Update(tau.cast(self.sent(tau.layout)), 1.0, client.metrics)
+        return Update(tau.cast(self.wire_layout(tau.layout)), 1.0, client.metrics)
 
-    def sent(self, layout: Layout) -> Layout:
+    def wire_layout(self, layout: Layout) -> Layout:
         """Layout of task vectors on the wire. bfloat16 keeps their cosines; it would destroy those of weights."""
         return in_dtype(layout, torch.bfloat16) if self.transport == "bfloat16" else layout
 
@@ -170,7 +170,7 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
             return np.ones(len(x))
         known = self.weights_from == "task_vector" and self.similarity != "pearson"  # G has the squared norms
         squares = np.einsum("lkk->k", G) if known else np.array([space.gram([change]).sum() for change in x])
-        return capped(squares, self.norm_cap)
+        return cap_factors(squares, self.norm_cap)
 
     def gram(self, space: Entries, x: Sequence[Change]) -> np.ndarray:
         """Inner products (L, K, K) of the vectors that g compares."""
@@ -297,7 +297,7 @@ def copies(tau: Mapping[ClientId, Params]) -> Iterator[tuple[ClientId, ClientId]
             yield client, of
 
 
-def capped(squares: np.ndarray, cap: float) -> np.ndarray:
+def cap_factors(squares: np.ndarray, cap: float) -> np.ndarray:
     """Factors (K,) that shorten vectors of these squared norms to at most ``cap`` times the median norm."""
     norms = np.sqrt(squares)
     return np.asarray(np.minimum(1, cap * np.median(norms) / np.where(norms > 0, norms, 1)))

@@ -18,7 +18,7 @@ HELD_OUT = 0.1  # of the training rows: they decide when a layer wakes up
 FEWEST = 20  # training rows of which some are held out; with fewer, the training rows decide
 
 
-def activated(q: deque[float], a: float, k: int, threshold: float, deepest: int) -> int:
+def next_k(q: deque[float], a: float, k: int, threshold: float, deepest: int) -> int:
     """K after the accuracy ``a`` (equation 5): where the queue is full and a is less than ``threshold`` above its mean,
     one layer more, at most ``deepest``.
     """

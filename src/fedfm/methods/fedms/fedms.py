@@ -30,10 +30,10 @@ from fedfm.core.rows import Rows
 from fedfm.errors import E_LOST, E_NONFINITE, ClientFault, InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
-from fedfm.methods.fedms.activation import activated, clock, split, with_rows
+from fedfm.methods.fedms.activation import clock, next_k, split, with_rows
 from fedfm.methods.fedms.gate import LAST, Gate, initial
 from fedfm.methods.fedms.in_code import mixture_code
-from fedfm.methods.fedms.mixture import TRUNK, Experts, differing, mixed
+from fedfm.methods.fedms.mixture import TRUNK, Experts, differing, mix
 from fedfm.methods.fedms.paper import SETTINGS
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
 from fedfm.models.backbone import backbone
@@ -206,7 +206,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         a = client.model.evaluate(deciding, said)["accuracy"]
         deepest = max(map(len, client.model.parts.encoders))
         q = deque(client.memory["q"]["q"].tolist(), maxlen=self.queue)
-        k = activated(q, a, client.memory["k"], self.threshold, deepest)
+        k = next_k(q, a, client.memory["k"], self.threshold, deepest)
         if self.reset and k > client.memory["k"]:
             q.clear()
         q.append(a)
@@ -244,11 +244,11 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
                 if len(index) == 1 and gate.training:
                     continue  # batch norm has no variance of one row
                 y = labels[index].to(model.device)
-                seen_by_gate = mixture.seen(index, trunk)  # first: it installs W_g for a moment
+                seen_by_gate = mixture.gate_input(index, trunk)  # first: it installs W_g for a moment
                 of_g, of_i = mixture.cosines(index, train=True)
                 lam = self.lam(gate, seen_by_gate)
                 held = of_i.detach() if self.objective == "separate" else of_i
-                L_gate = model.objective(model.dual.scale * mixed(lam, of_g, held), y)  # equation 3
+                L_gate = model.objective(model.dual.scale * mix(lam, of_g, held), y)  # equation 3
                 L_expert = model.objective(model.dual.scale * of_i, y)  # equation 2
                 loss: Any = L_gate + L_expert if self.objective == "separate" else L_gate
                 began = clock(model)
@@ -362,9 +362,9 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         for start in range(0, len(rows), PIECE):
             piece = np.arange(start, min(start + PIECE, len(rows)))
             with torch.no_grad():
-                lam = self.lam(gate, both.seen(piece, trunk))
+                lam = self.lam(gate, both.gate_input(piece, trunk))
                 of_g, of_i = both.cosines(piece, train=False)
-                done.append((own.dual.scale * mixed(lam, of_g, of_i)).float().cpu())
+                done.append((own.dual.scale * mix(lam, of_g, of_i)).float().cpu())
         return torch.cat(done) if done else torch.zeros(0, len(own.classes))
 
     def mixture_in_code(self, model: Model) -> list[str]:

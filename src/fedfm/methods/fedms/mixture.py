@@ -130,7 +130,7 @@ class Experts:
         """V_g of these rows, (b, d)."""
         return self.known.V_g[index].to(self.model.device)
 
-    def seen(self, index: np.ndarray, trunk: Mapping[str, Tensor]) -> Tensor:
+    def gate_input(self, index: np.ndarray, trunk: Mapping[str, Tensor]) -> Tensor:
         """What the gate adapter sees of these rows, (b, d): V_g, or what the gate's own trunk or backbone gives."""
         if self.described is not None:
             return self.described[index].to(self.model.device)
@@ -185,6 +185,6 @@ def differing(model: Model, W_g: Params, W_i: Params) -> int:
     return max(depths, default=1)
 
 
-def mixed(lam: Tensor, of_g: Tensor, of_i: Tensor) -> Tensor:
+def mix(lam: Tensor, of_g: Tensor, of_i: Tensor) -> Tensor:
     """O of equation 6: lambda <V_g, T_g> + (1 - lambda) <V_i, T_i>, for lambda (b,) and cosines (b, C)."""
     return lam[:, None] * of_g + (1 - lam)[:, None] * of_i

@@ -70,7 +70,7 @@ def divergences(
     return [divergence(x[y == c], g, width, seeds.generator(client.seed, "bound", c)) for c, g in sent.items()]
 
 
-def bounded(
+def bound_details(
     fed: Federation,
     logits: Callable[[Rows], Tensor],
     replies: Mapping[ClientId, Summary],

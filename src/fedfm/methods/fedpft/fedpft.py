@@ -30,14 +30,14 @@ from fedfm.linalg.params import Params
 from fedfm.methods._convergence import Missed, tell
 from fedfm.methods._one_shot import head_of, need_head, rows_of
 from fedfm.methods.fedpft import noisy_moments, private
-from fedfm.methods.fedpft.account import bounded, communication, divergences, left_out
+from fedfm.methods.fedpft.account import bound_details, communication, divergences, left_out
 from fedfm.methods.fedpft.encoding import DTYPES, nothing, pack, unpack
 from fedfm.methods.fedpft.mixtures import COVARIANCES, Mixture, capacity, fit_uncounted, fit_without_singles
 from fedfm.methods.fedpft.paper import SETTINGS
 from fedfm.methods.fedpft.private import Noised
 from fedfm.methods.fedpft.release_plan import CALIBRATIONS, RELATIONS, Plan
 from fedfm.methods.fedpft.settings import plan_of, pools, refuse
-from fedfm.methods.fedpft.summary import MOST, Summary, Synthetic, checker, opened
+from fedfm.methods.fedpft.summary import MOST, Summary, Synthetic, checker, mixtures_of
 from fedfm.methods.fedpft.topology import Handed, Passed, carry, parents_of
 from fedfm.models.head_inputs import UNIT_NORM
 from fedfm.models.model import Model
@@ -125,7 +125,7 @@ class FedPFT(Predictor, Private, Method[State]):
         """The mixtures of all classes with at least ``min_count`` rows; rows that are not ``own`` were drawn."""
         counts = {int(c): int(n) for c, n in zip(*np.unique(y, return_counts=True), strict=True)}
         labels = [c for c, n in counts.items() if n >= self.min_count]
-        mixtures = self._fitted(client, {c: x[y == c] for c in labels})
+        mixtures = self._fit(client, {c: x[y == c] for c in labels})
         packed = pack(mixtures, self.transport) if mixtures else nothing(self.shape, x.shape[1], self.transport)
         if self.counts == "withheld":
             return Summary(labels, [self.samples] * len(labels), packed, [])
@@ -136,7 +136,7 @@ class FedPFT(Predictor, Private, Method[State]):
         sizes = [counts[c] for c in labels]
         return Summary(labels, sizes, packed, withheld, len(away), [d.kl for d in apart], [d.tv for d in apart])
 
-    def _fitted(self, client: Client, groups: Mapping[int, np.ndarray]) -> list[Mixture]:
+    def _fit(self, client: Client, groups: Mapping[int, np.ndarray]) -> list[Mixture]:
         own = [seeds.derive(client.seed, "em", c) for c in groups]
         rows, most = list(groups.values()), self._most(client)
         if self.counts == "withheld":
@@ -147,15 +147,15 @@ class FedPFT(Predictor, Private, Method[State]):
     @on_client
     def pass_on(self, client: Client, received: list[Handed]) -> Passed:
         """Section 4.2: EM on F^{i,c} and samples from the received mixtures; a head on the same rows."""
-        return self._passed(client, received, *(t.numpy() for t in rows_of(client)))
+        return self._hand_on(client, received, *(t.numpy() for t in rows_of(client)))
 
     @on_client
     def pass_noisy(self, client: Client, received: list[Handed]) -> Passed:
         """The same on draws from the client's noisy release instead of its rows: post-processing."""
-        return self._passed(client, received, *private.drawn(client, self._plan))
+        return self._hand_on(client, received, *private.draw_rows(client, self._plan))
 
-    def _passed(self, client: Client, received: list[Handed], x: np.ndarray, y: np.ndarray) -> Passed:
-        drawn = Synthetic(opened([h.summary for h in received]), self.samples, client.seed)
+    def _hand_on(self, client: Client, received: list[Handed], x: np.ndarray, y: np.ndarray) -> Passed:
+        drawn = Synthetic(mixtures_of([h.summary for h in received]), self.samples, client.seed)
         blocks = [(x, y), *((a.numpy(), b.numpy()) for a, b in drawn())]
         everything, labels = (np.concatenate([block[i] for block in blocks]) for i in (0, 1))
         own = np.arange(len(labels)) < len(y)
@@ -195,15 +195,15 @@ class FedPFT(Predictor, Private, Method[State]):
 
     def step(self, fed: Federation, state: State, t: int) -> State:
         if self.topology != "star":
-            state = self._decentralised(fed)
+            state = self._pass_along(fed)
         elif self.privacy is not None:
-            ask, handler = (private.pooled, self.sums) if self.pooled else (private.asked, self.release)
+            ask, handler = (private.pool_sums, self.sums) if self.pooled else (private.ask_sums, self.release)
             received, told = ask(fed, handler, self.privacy)
             state = State(self._head(fed, received), {}, told)
         else:
             state = self._star(fed)
         if self.verify:
-            counts = fed.ask(self.count_errors, check=_counted, w=state.w)
+            counts = fed.ask(self.count_errors, check=_check_errors, w=state.w)
             rows = sum(c["rows"] for c in counts.values())
             state.told["verified_error"] = sum(c["errors"] for c in counts.values()) / max(rows, 1)
         return state
@@ -211,14 +211,14 @@ class FedPFT(Predictor, Private, Method[State]):
     def _star(self, fed: Federation) -> State:
         """Line 8: the server receives every g^{i,c}; then the head."""
         replies = fed.ask(self.summarise, check=checker(*_shape(fed.model), self.bound))
-        received = {c: opened([s]) for c, s in replies.items()}
-        told = self._told(fed, replies)
+        received = {c: mixtures_of([s]) for c, s in replies.items()}
+        told = self._details_of(fed, replies)
         if self.shuffle:
-            received = {"": _shuffled(received, seeds.generator(fed.seed_for("shuffle")))}
+            received = {"": _shuffle(received, seeds.generator(fed.seed_for("shuffle")))}
             told |= {"components_used": {}, "withheld": {}}
         w = self._head(fed, received)
         if self.bound:
-            told["bound"] = bounded(
+            told["bound"] = bound_details(
                 fed, lambda rows: self.logits(fed.model, w, rows), replies, received, self.min_count
             )
         return State(w, {}, told)
@@ -243,18 +243,21 @@ class FedPFT(Predictor, Private, Method[State]):
         tell(fed, "server", missed.metrics)
         return head_of(fed.model, w, b)
 
-    def _decentralised(self, fed: Federation) -> State:
+    def _pass_along(self, fed: Federation) -> State:
         """Section 4.2: the server only carries messages; it keeps the head that rows of most clients have reached."""
         parents = parents_of(self.topology, self.edges, fed.clients)
         handler = self.pass_on if self.privacy is None else self.pass_noisy
         sent, heads, dropped = carry(fed, handler, parents, checker(*_shape(fed.model)))
         last = max(sent, key=lambda c: (len(sent[c].origins), list(sent).index(c)))
-        told = self._told(fed, {c: h.summary for c, h in sent.items()}) | {"order": list(heads), "dropped": dropped}
+        told = self._details_of(fed, {c: h.summary for c, h in sent.items()}) | {
+            "order": list(heads),
+            "dropped": dropped,
+        }
         if self.privacy is not None:
             told |= private.told_of_sums(self.privacy)
         return State(heads[last], heads, told)
 
-    def _told(self, fed: Federation, replies: Mapping[ClientId, Summary]) -> dict[str, Any]:
+    def _details_of(self, fed: Federation, replies: Mapping[ClientId, Summary]) -> dict[str, Any]:
         width = 2 if self.transport == "float16" else 4
         counted = self.counts == "exact"
         told = communication(replies, fed.model.feature_dim, width, self.topology == "star", counted)
@@ -357,7 +360,7 @@ class FedPFT(Predictor, Private, Method[State]):
         return self.covariance
 
 
-def _shuffled(
+def _shuffle(
     received: Mapping[ClientId, Sequence[tuple[int, int, Mixture]]], rng: np.random.Generator
 ) -> list[tuple[int, int, Mixture]]:
     """All mixtures in random order, without their senders, as from a relay between clients and server.
@@ -369,7 +372,7 @@ def _shuffled(
     return [everything[i] for i in rng.permutation(len(everything))]
 
 
-def _counted(reply: dict[str, int]) -> None:
+def _check_errors(reply: dict[str, int]) -> None:
     """Refuse a reply that does not count errors among rows."""
     if reply.keys() != {"errors", "rows"} or not 0 <= reply["errors"] <= reply["rows"] <= MOST:
         raise ClientFault(E_FIELD, "errors that do not go with the rows")

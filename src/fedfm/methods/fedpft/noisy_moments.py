@@ -106,10 +106,10 @@ def release(x: Array, plan: Plan, key: bytes, purpose: str, *, client_rows: int 
         (4,)
     """
     purpose = f"{purpose}\x1f{client_rows}\x1f{noise.digest(np.asarray(x, np.float64))}"
-    return noised(statistics(x, plan), plan, key, purpose, client_rows=client_rows)
+    return add_noise(statistics(x, plan), plan, key, purpose, client_rows=client_rows)
 
 
-def noised(exact: Cell, plan: Plan, key: bytes, purpose: str, *, client_rows: int = 0) -> Cell:
+def add_noise(exact: Cell, plan: Plan, key: bytes, purpose: str, *, client_rows: int = 0) -> Cell:
     """A cell with the plan's noise on a n and on every sum; off-diagonal sums get 1/sqrt(2) of it."""
     d, sigma = len(exact.total), plan.sum_sigma(exact.count, client_rows=client_rows)
     count, second = np.array([exact.count]), exact.second

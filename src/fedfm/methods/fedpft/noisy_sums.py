@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedfm.errors import InputError
-from fedfm.methods.fedpft.noisy_moments import Cell, noised, statistics
+from fedfm.methods.fedpft.noisy_moments import Cell, add_noise, statistics
 from fedfm.methods.fedpft.release_plan import Plan
 from fedfm.privacy.noise import Array, digest
 
@@ -72,5 +72,5 @@ def federation_sum(mean: Array, clients: int, plan: Plan, d: int, key: bytes, pu
         if plan.counts_public and count < 1:
             continue
         exact = Cell(count, row[1 : 1 + d], row[1 + d :] if plan.seconds(d) else None)
-        cells[c] = noised(exact, plan, key, f"{purpose}\x1f{c}\x1f{whole}")
+        cells[c] = add_noise(exact, plan, key, f"{purpose}\x1f{c}\x1f{whole}")
     return cells

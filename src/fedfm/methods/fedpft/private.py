@@ -91,7 +91,7 @@ def _released_once(client: Client, plan: Plan) -> tuple[Array, Array, bytes]:
     return x, y, client.secret("noise")
 
 
-def drawn(client: Client, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+def draw_rows(client: Client, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
     """Rows (n~, d) float32 and labels (n~,) drawn from the client's noisy sums, instead of its own rows."""
     dim = client.model.feature_dim
     found = _normals(noisy_sums(client, plan), plan, len(client.model.classes), dim)
@@ -110,7 +110,7 @@ def exact_sums(client: Client, plan: Plan) -> Update:
 # --- server half ------------------------------------------------------------------------------------------------------
 
 
-def asked(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, Any]]:
+def ask_sums(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, Any]]:
     """Noisy sums of every client as Gaussians, and details of the run."""
     classes, dim = len(fed.model.classes), fed.model.feature_dim
     shapes = [(classes,), (classes, dim), (classes, plan.seconds(dim))]
@@ -153,7 +153,7 @@ def _unkept(plan: Plan, n: int, client_rows: int) -> str | None:
     """A warning if the noise does not give the guarantee that was asked for."""
     if plan.calibration != "paper_client":
         return None
-    spent = plan.spent(n, client_rows=client_rows)
+    spent = plan.ledger_line(n, client_rows=client_rows)
     return (
         f'no epsilon is claimed: calibration "paper_client" {spent.note}; a typical client truly spends '
         f"{spent.epsilon:.3g}, and more if a class has fewer rows"
@@ -166,7 +166,7 @@ def told_of_sums(plan: Plan, n: int = 1, client_rows: int = 1) -> dict[str, Any]
     return {"noise_std_of_sums": sigma, "times_paper_noise": paper_sigma(plan.epsilon, plan.delta, 1) / sigma}
 
 
-def pooled(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, Any]]:
+def pool_sums(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, Any]]:
     """Noise once for the sum over all clients: 1/m of a client's noise on a mean over m clients."""
     classes, dim = len(fed.model.classes), fed.model.feature_dim
     shape = (classes, width(plan, dim))
@@ -224,7 +224,7 @@ def spend(accountant: Accountant, plan: Plan, pooled: bool) -> None:
     """Compose a run's release."""
     if plan.calibration == "paper_client":
         return  # it guarantees nothing
-    spent = plan.spent()
+    spent = plan.ledger_line()
     if pooled:
         spent = replace(spent, note="against who sees the head, not against the server, which adds the noise")
     accountant.compose(spent)

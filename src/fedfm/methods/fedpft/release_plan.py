@@ -142,7 +142,7 @@ class Plan:
             return gaussian.epsilon_of(self.sigma(1), self.sensitivity(1), self.delta)
         return math.inf
 
-    def spent(self, n: float = 1, *, client_rows: int = 0) -> Spent:
+    def ledger_line(self, n: float = 1, *, client_rows: int = 0) -> Spent:
         """The ledger's line for a client whose smallest released class has n rows.
 
         For ``paper_client`` epsilon is what this client truly spends, which depends on its data; for the others

@@ -42,7 +42,7 @@ class Summary:
     tv: list[float] = field(default_factory=list)
 
 
-def opened(summaries: Sequence[Summary]) -> list[tuple[int, int, Mixture]]:
+def mixtures_of(summaries: Sequence[Summary]) -> list[tuple[int, int, Mixture]]:
     """(class, count, mixture) of all classes in the summaries."""
     return [(c, n, g) for s in summaries for c, n, g in zip(s.labels, s.counts, unpack(s.mixtures), strict=True)]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-from fedfm.core.transport import replaced
+from fedfm.core.transport import replace_parts
 from fedfm.errors import E_FORMAT, E_HELD, ClientFault
 from fedfm.linalg.out_of_core import to_file
 from fedfm.linalg.params import Params
@@ -68,7 +68,7 @@ class Retained:
             now[name] = found
             return found
 
-        body = replaced(body, whole)
+        body = replace_parts(body, whole)
         self._last = now or self._last
         return body
 
@@ -84,7 +84,7 @@ def refuse_references(body: Any) -> Any:
         if isinstance(part, Mapping) and part.keys() == {KEY}:
             raise ClientFault(E_HELD, "the message refers to parameters, and this site holds none")
 
-    replaced(body, refuse)
+    replace_parts(body, refuse)
     return body
 
 
@@ -99,7 +99,7 @@ def hashes(payload: Mapping[str, Any]) -> dict[int, str]:
             found[id(part)] = part.sha256()
         return part
 
-    replaced(payload, see)
+    replace_parts(payload, see)
     return found
 
 
@@ -111,7 +111,7 @@ def with_references(payload: Mapping[str, Any], known: Mapping[int, str], held: 
             return None
         return {KEY: known[id(part)]} if known.get(id(part)) in held else part
 
-    return replaced(payload, short)
+    return replace_parts(payload, short)
 
 
 def names_in(value: Any) -> frozenset[str]:

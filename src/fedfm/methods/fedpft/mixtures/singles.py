@@ -23,12 +23,12 @@ def fit_without_singles(
     """
     fits = fit(groups, components, covariance, seeds=seeds)
     for i, x in enumerate(groups):
-        while (rest := _shared(fits[i].mixture, len(x))) is not None:
+        while (rest := _several_rows(fits[i].mixture, len(x))) is not None:
             (fits[i],) = fit([x], [rest.components], covariance, seeds=[seeds[i]], starts=[rest.nearest(x)])
     return fits
 
 
-def _shared(g: Mixture, rows: int) -> Mixture | None:
+def _several_rows(g: Mixture, rows: int) -> Mixture | None:
     """The components that stand for several rows, and the heaviest; None if these are all."""
     stay = rows * g.weights >= ALONE
     stay[g.weights.argmax()] = True

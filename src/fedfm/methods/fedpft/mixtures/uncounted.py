@@ -48,12 +48,12 @@ def fit_uncounted(groups: Sequence[Array], components: int, covariance: str, *, 
     k = [components if capacity(len(x), components) == components else 1 for x in groups]
     fits = fit_without_singles(groups, k, covariance, seeds=seeds)
     return [
-        rounded(_whole(f.mixture, x, many, seed, covariance))
+        round_to_grid(_whole(f.mixture, x, many, seed, covariance))
         for f, x, many, seed in zip(fits, groups, k, seeds, strict=True)
     ]
 
 
-def rounded(g: Mixture) -> Mixture:
+def round_to_grid(g: Mixture) -> Mixture:
     """The spherical or diagonal mixture, rounded to the grids of this module."""
     scales = np.exp2(np.round(np.log2(g.scales.astype(np.float64)) * OCTAVE) / OCTAVE)
     step = np.exp2(np.floor(np.log2(scales)) - np.log2(PARTS)).reshape(g.components, -1)  # (K, 1) or (K, d)
