@@ -18,7 +18,7 @@ import numpy as np
 from fedfm.attacks.attack import Attack
 from fedfm.core.client import Update
 from fedfm.core.fields import setting
-from fedfm.data.images import rgb
+from fedfm.data.pictures import rgb
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
