@@ -14,7 +14,7 @@ from fedfm.core.reasons import reasons
 from fedfm.errors import E_NONFINITE, InputError
 from fedfm.methods.fedpft.release_plan import too_noisy
 from fedfm.methods.fedpft.settings import pools
-from fedfm.runtime.after_run_checks import overtrained
+from fedfm.runtime.after_run_checks import overfitting_notices
 
 BASE = {
     "data": {"name": "digits", "partition": {"name": "iid", "clients": 8}},
@@ -67,7 +67,7 @@ ROSE = [{"round": t, "loss": loss, "accuracy": a} for t, (loss, a) in enumerate(
 
 def said(e):
     """All advice that a run of this experiment may give."""
-    yield from overtrained(ROSE, e)
+    yield from overfitting_notices(ROSE, e)
     yield reasons([Excluded(1, "a", E_NONFINITE, "NaN")], against_divergence(e))
     plan = getattr(e.method, "privacy", None)
     if plan is not None:
@@ -87,15 +87,15 @@ def test_what_a_notice_advises_the_same_experiment_takes(name):
 
 
 def test_a_private_run_is_not_told_to_stop_early_and_another_is():
-    (plain,) = overtrained(ROSE, Experiment(**EXPERIMENTS["plain"]))
+    (plain,) = overfitting_notices(ROSE, Experiment(**EXPERIMENTS["plain"]))
     assert plain.endswith(
         "training goes too far; take fewer rounds, a smaller method.local.learning_rate or data.val_fraction with "
         "run.patience, which keeps the best round"
     )
-    (validated,) = overtrained(ROSE, Experiment(**EXPERIMENTS["validated"]))
+    (validated,) = overfitting_notices(ROSE, Experiment(**EXPERIMENTS["validated"]))
     assert "run.patience, which keeps" in validated
     assert "val_fraction" not in validated
-    (private,) = overtrained(ROSE, Experiment(**EXPERIMENTS["dp_sgd"]))
+    (private,) = overfitting_notices(ROSE, Experiment(**EXPERIMENTS["dp_sgd"]))
     assert "patience" not in private
     assert "each run on the same rows spends its own epsilon" in private
 

@@ -9,7 +9,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.engines.known_clients import check_known
 from fedfm.errors import InputError
 from fedfm.runtime.progress import Progress
-from fedfm.runtime.who_scores import unscored
+from fedfm.runtime.who_scores import scoring_notices
 from fedfm.sites import federation_config, kits
 
 SECAGG = {"privacy": {"aggregator": "secagg"}}
@@ -104,7 +104,7 @@ def test_a_run_that_nobody_scores_says_so_first(case, tmp_path):
     found["data"]["test_fraction"] = 0.2
     for table, values in tables.items():
         found[table] = {k: v for k, v in {**found.get(table, {}), **values}.items() if v is not None}
-    notices = unscored(Experiment.from_dict(found), rows)
+    notices = scoring_notices(Experiment.from_dict(found), rows)
     assert [text[: len(said)] for text in notices] == ([said] if said else [])
     if rows:  # the run itself: the file has test rows
         result = fedfm.run(found, tmp_path / "run", progress=Progress())

@@ -133,7 +133,7 @@ OF_A_TEXT = {
     "letter": lambda t: _header(
         json.dumps({"kind": t, "sender": t, "receiver": t, "run": t, "number": 1, "size": 1}).encode()
     ),
-    "named": lambda t: tracker.named(t),
+    "named": lambda t: tracker.to_metric_name(t),
     "experiment": lambda t: Experiment.from_dict(
         {"name": t[:9], "data": {"path": t, t: 1}, "model": {"name": "features"}, "method": {"name": "fedavg"}}
     ),

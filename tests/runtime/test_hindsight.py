@@ -6,7 +6,7 @@ import fedfm
 import small
 from fedfm.api.predict import predict
 from fedfm.config.experiment import Experiment
-from fedfm.runtime.after_run_checks import overtrained
+from fedfm.runtime.after_run_checks import overfitting_notices
 from fedfm.runtime.progress import Progress
 
 EXPERIMENT = Experiment(data={"name": "digits"}, model={"name": "nano-vit"}, method={"name": "fedavg"})
@@ -18,24 +18,24 @@ def lines(losses, accuracies):
 
 
 def test_a_loss_that_rises_while_the_accuracy_falls():
-    (said,) = overtrained(lines([2.0, 0.5, 0.7], [0.1, 0.8, 0.7]), EXPERIMENT)
+    (said,) = overfitting_notices(lines([2.0, 0.5, 0.7], [0.1, 0.8, 0.7]), EXPERIMENT)
     assert "rose from 0.5 in round 1 to 0.7" in said
     assert "fell from 0.800 to 0.700" in said
 
 
 def test_a_start_that_training_spoils_and_one_that_knows_nothing():
-    (said,) = overtrained(lines([0.5, 0.6, 0.7], [0.8, 0.7, 0.6]), EXPERIMENT)
+    (said,) = overfitting_notices(lines([0.5, 0.6, 0.7], [0.8, 0.7, 0.6]), EXPERIMENT)
     assert "rose from 0.5 in round 0 to 0.7, and the accuracy fell from 0.800 to 0.600" in said
-    (said,) = overtrained(lines([1.6, 33.0, 65.0], [0.3, 0.6, 0.5]), EXPERIMENT)
+    (said,) = overfitting_notices(lines([1.6, 33.0, 65.0], [0.3, 0.6, 0.5]), EXPERIMENT)
     assert "rose from 33 in round 1 to 65, and the accuracy fell from 0.600 to 0.500" in said
-    assert overtrained(lines([1.6, 65.0, 33.0], [0.3, 0.5, 0.6]), EXPERIMENT) == []
+    assert overfitting_notices(lines([1.6, 65.0, 33.0], [0.3, 0.5, 0.6]), EXPERIMENT) == []
 
 
 def test_nothing_is_said_of_a_loss_alone_or_of_noise():
-    assert overtrained(lines([2.0, 0.5, 0.7], [0.1, 0.8, 0.8]), EXPERIMENT) == []
-    assert overtrained(lines([2.0, 0.5, 0.51], [0.1, 0.8, 0.7]), EXPERIMENT) == []
-    assert overtrained(lines([0.5, 0.7], [0.8, 0.7]), EXPERIMENT) == []
-    assert overtrained(lines([2.0, math.nan, 0.7], [0.1, 0.8, 0.7]), EXPERIMENT) == []
+    assert overfitting_notices(lines([2.0, 0.5, 0.7], [0.1, 0.8, 0.8]), EXPERIMENT) == []
+    assert overfitting_notices(lines([2.0, 0.5, 0.51], [0.1, 0.8, 0.7]), EXPERIMENT) == []
+    assert overfitting_notices(lines([0.5, 0.7], [0.8, 0.7]), EXPERIMENT) == []
+    assert overfitting_notices(lines([2.0, math.nan, 0.7], [0.1, 0.8, 0.7]), EXPERIMENT) == []
 
 
 def test_predictions_that_are_all_certain(tmp_path, capsys):

@@ -8,7 +8,7 @@ import pytest
 from fedfm.api import execute
 from fedfm.cli import main
 from fedfm.reports import html
-from fedfm.runtime.exposure import seen
+from fedfm.runtime.exposure import exposure_of
 from fedfm.runtime.run_directory import Run
 from small import experiment, features
 
@@ -51,7 +51,7 @@ def test_every_crossing_is_counted_once(tmp_path):
     assert found == by
     masked = [row for row in rows if row["form"] == "masked"]
     assert [(row["by"], row["from"]) for row in masked] == [("server", "clients")]
-    received = seen(tmp_path / "run" / "messages.jsonl").received
+    received = exposure_of(tmp_path / "run" / "messages.jsonl").received
     assert {p: sum(v.values()) for p, v in received.items()} == Counter(
         {p: sum(x["bytes"] for x in sent if x["to"] == p) for p in {x["to"] for x in sent}}
     )
@@ -70,15 +70,15 @@ def test_means_of_one_round_are_told_apart(tmp_path):
         return [(name, "server", "train.X_step", "masked", 1, call) for name in names]
 
     path = log(tmp_path / "m", *mean(3, "abcde"), *mean(9, "ab"), *mean(12, "cde"))
-    assert seen(path).smallest_sum == 2
-    assert seen(path, {(2, "a")}).smallest_sum == 2
-    assert seen(path, {(1, "a")}).smallest_sum == 1  # it may have dropped out: at least so many
-    assert seen(log(path, *mean(3, "ab"), ("a", "server", "query.X_more", "plain", 1, 4))).smallest_sum == 1
-    assert seen(log(path, *mean(3, "ab"), ("a", "server", "aggregate.S_keys", "plain", 1, 2))).smallest_sum == 2
-    assert seen(log(path, *mean(3, "ab"), ("a", "server", "reveal.E_own", "plain", 1, 4))).smallest_sum == 1
-    assert seen(log(path, *mean(None, "abc"))).smallest_sum is None  # no line says its call
-    assert seen(log(path, *mean(3, "abc"), *mean(None, "abc"))).smallest_sum is None
-    assert seen(tmp_path / "none").smallest_sum is None
+    assert exposure_of(path).smallest_sum == 2
+    assert exposure_of(path, {(2, "a")}).smallest_sum == 2
+    assert exposure_of(path, {(1, "a")}).smallest_sum == 1  # it may have dropped out: at least so many
+    assert exposure_of(log(path, *mean(3, "ab"), ("a", "server", "query.X_more", "plain", 1, 4))).smallest_sum == 1
+    assert exposure_of(log(path, *mean(3, "ab"), ("a", "server", "aggregate.S_keys", "plain", 1, 2))).smallest_sum == 2
+    assert exposure_of(log(path, *mean(3, "ab"), ("a", "server", "reveal.E_own", "plain", 1, 4))).smallest_sum == 1
+    assert exposure_of(log(path, *mean(None, "abc"))).smallest_sum is None  # no line says its call
+    assert exposure_of(log(path, *mean(3, "abc"), *mean(None, "abc"))).smallest_sum is None
+    assert exposure_of(tmp_path / "none").smallest_sum is None
 
 
 def test_the_manifest_states_the_guarantee_with_all_that_it_needs(tmp_path):

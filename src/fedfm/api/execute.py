@@ -24,7 +24,7 @@ from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
 from fedfm.runtime.resume_changes import extend, move
 from fedfm.runtime.run_directory import Run
-from fedfm.runtime.trackers.tracker import tracked
+from fedfm.runtime.trackers.tracker import with_trackers
 
 
 def run(
@@ -129,7 +129,7 @@ def drive(
         with run.lock(), _stop_flag() as stop, devices.restored(), _discard_if_refused(run, fresh):
             if run.manifest["result"] is not None:  # another process has ended it since it was opened
                 return _result_of_finished(run, progress)
-            progress = tracked(run, progress)
+            progress = with_trackers(run, progress)
             for notice in missing_files.settle(run, accept_loss):
                 progress.notice(notice)
             result = start(run, stop, progress, population, silos)

@@ -24,13 +24,13 @@ def check(args: Any) -> int:
     from fedfm.core.capabilities import HiddenModel, Planned, ServerModel
     from fedfm.data.load import check_files
     from fedfm.engines.known_clients import check_known
-    from fedfm.runtime.trackers.tracker import opened
-    from fedfm.runtime.who_scores import unscored
+    from fedfm.runtime.trackers.tracker import open_tracker
+    from fedfm.runtime.who_scores import scoring_notices
 
     experiment = experiment_of(args)
     check_files(experiment.data)
     for name in experiment.run.track:
-        opened(name)  # refuses a setting whose library is missing
+        open_tracker(name)  # refuses a setting whose library is missing
     check_known(experiment)
     result: dict[str, Any] = {"valid": True, "experiment": experiment.to_dict()}
     text = to_toml(experiment.shown()).rstrip()
@@ -71,7 +71,7 @@ def check(args: Any) -> int:
             *looked,
             *of_delta(experiment, population),
             *of_privacy(experiment, spending(experiment, sizes), len(population.clients)),
-            *unscored(experiment, len(population.federated.test)),
+            *scoring_notices(experiment, len(population.federated.test)),
         ]
         if expected is not None:
             result["forecast"] = asdict(expected)
@@ -89,7 +89,7 @@ def check(args: Any) -> int:
                 result["plan"] = plan.to_dict()
                 text += "\n\n" + "\n".join(f"# {line}" for line in plan.table().splitlines())
     elif experiment.data.classes is not None:  # the server has no rows, wherever it is
-        result["notices"] = unscored(experiment, 0)
+        result["notices"] = scoring_notices(experiment, 0)
         text += "".join(f"\n\n# {line}" for line in result["notices"])
     if args.matching:
         method = experiment.method

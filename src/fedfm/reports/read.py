@@ -15,7 +15,7 @@ from fedfm.core.metric_names import LOCAL_LOSS, SCORES
 from fedfm.errors import InputError
 from fedfm.reports.text import finite, numbers
 from fedfm.runtime import logs
-from fedfm.runtime.exposure import Sight, seen
+from fedfm.runtime.exposure import Exposure, exposure_of
 from fedfm.runtime.runs_below import no_run
 
 SCHEMA = 1  # newest version of the manifest that this module reads
@@ -66,7 +66,7 @@ class RunFiles:
     manifest: Mapping[str, Any]
     result: Mapping[str, Any]
     rounds: tuple[Round, ...]
-    exposure: Sight
+    exposure: Exposure
     missing: tuple[str, ...]
 
     @property
@@ -197,7 +197,7 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
         manifest=manifest,
         result=result,
         rounds=_spans([rounds[t] for t in sorted(rounds)]),
-        exposure=seen(run_dir / logs.MESSAGES, left_out) if messages else Sight((), {}, None),
+        exposure=exposure_of(run_dir / logs.MESSAGES, left_out) if messages else Exposure((), {}, None),
         missing=(*missing, *_gaps(run_dir, result, max(rounds, default=0), messages)),
     )
 

@@ -17,7 +17,7 @@ _RISE = 1.05  # of the lowest test loss; less is noise
 _FALL = 0.01  # of the accuracy
 
 
-def overtrained(lines: Sequence[Mapping[str, Any]], experiment: Experiment) -> list[str]:
+def overfitting_notices(lines: Sequence[Mapping[str, Any]], experiment: Experiment) -> list[str]:
     """Notices on the lines of ``metrics.jsonl``: a test loss that rose at the end while the accuracy fell."""
     known = [(line["round"], line["loss"], line["accuracy"]) for line in lines if _both(line)]
     if len(known) < 3:

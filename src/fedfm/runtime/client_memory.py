@@ -39,15 +39,15 @@ def secret(root: Path, client: str, name: str) -> bytes:
     try:
         found = file_integrity.read_secret(path)
     except FileNotFoundError:
-        listed = file_integrity.listed(names) or set()
+        listed = file_integrity.read_list(names) or set()
         if path.name in listed:
-            raise file_integrity.lost(path, file_integrity.MISSING, names) from None
+            raise file_integrity.loss_error(path, file_integrity.MISSING, names) from None
         path.parent.mkdir(parents=True, exist_ok=True)
         found = entropy(SECRET)
         storage.write_atomic(path, storage.seal(found), 0o600)
         file_integrity.write_list(names, {*listed, path.name}, sync=True)
     if found is None:
-        raise file_integrity.lost(path, file_integrity.DAMAGED, names)
+        raise file_integrity.loss_error(path, file_integrity.DAMAGED, names)
     return found
 
 
@@ -74,7 +74,7 @@ def first(root: Path, client: str, name: str, value: bytes) -> bytes:
         temporary.unlink()
         storage.sync_folder(path.parent)
     if (found := storage.unseal(path.read_bytes())) is None:
-        raise file_integrity.lost(path, file_integrity.DAMAGED, path)
+        raise file_integrity.loss_error(path, file_integrity.DAMAGED, path)
     return found
 
 
@@ -102,7 +102,7 @@ class Store(MutableMapping[str, bytes]):
         except FileNotFoundError:
             raise KeyError(key) from None
         if found is None:
-            raise file_integrity.lost(path, file_integrity.DAMAGED, path)
+            raise file_integrity.loss_error(path, file_integrity.DAMAGED, path)
         return found
 
     def __setitem__(self, key: str, value: bytes) -> None:
@@ -159,12 +159,12 @@ class DiskMemory(MutableMapping[str, Any]):
         return self._folder / version_name(version)
 
     @functools.cached_property
-    def _listed(self) -> set[str]:
-        return file_integrity.listed(self._list) or set()
+    def _names_in_list(self) -> set[str]:
+        return file_integrity.read_list(self._list) or set()
 
     def _load(self) -> dict[str, Any]:
         if self._values is None:
-            versions = map(version_of, file_integrity.files(self._folder) | self._listed)
+            versions = map(version_of, file_integrity.files(self._folder) | self._names_in_list)
             newest = max((v for v in versions if v and v < self._version), default=None)
             self._values = {} if newest is None else self._read(self._path(newest))
         return self._values
@@ -172,7 +172,7 @@ class DiskMemory(MutableMapping[str, Any]):
     def _read(self, path: Path) -> dict[str, Any]:
         found: dict[str, Any] | None = storage.load(path, None)
         if found is None:
-            raise file_integrity.lost(
+            raise file_integrity.loss_error(
                 path, file_integrity.DAMAGED if path.exists() else file_integrity.MISSING, self._list
             )
         return found
@@ -184,14 +184,14 @@ class DiskMemory(MutableMapping[str, Any]):
         if not os.path.isdir(self._folder):
             self._folder.mkdir(parents=True)
         storage.save(self._path(self._version), self._values, 0o600, sync=False)
-        versions = {name: version_of(name) for name in file_integrity.files(self._folder) | self._listed}
+        versions = {name: version_of(name) for name in file_integrity.files(self._folder) | self._names_in_list}
         known = sorted(v for v in versions.values() if v)
-        needed = self._needed(known)
+        needed = self._versions_to_keep(known)
         file_integrity.write_list(self._list, (name for name, v in versions.items() if v is None or v in needed))
         for version in set(known) - needed:
             self._path(version).unlink(missing_ok=True)
 
-    def _needed(self, versions: list[tuple[int, int]]) -> set[tuple[int, int]]:
+    def _versions_to_keep(self, versions: list[tuple[int, int]]) -> set[tuple[int, int]]:
         """Versions that a repeated request may read: all of this round, and the last one of each round before."""
         t = self._version[0]
         past = [v for v in versions if v <= self._version]

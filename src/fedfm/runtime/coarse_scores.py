@@ -24,13 +24,13 @@ def coarse(found: Mapping[str, Any]) -> dict[str, Any]:
         >>> coarse({"n": 3, "accuracy": 2 / 3, "loss": 0.6931471805599453, "macro_f1": 0.5})
         {'n': 3, 'accuracy': 0.6666666666666666, 'loss': 0.6931}
     """
-    told = {key: _rounded(found[key]) for key in TOLD if key in found}
+    told = {key: _round(found[key]) for key in TOLD if key in found}
     if _counts(found.get("accuracy"), found.get("n")):
         told["accuracy"] = found["accuracy"]
     return ({"n": found["n"]} if "n" in found else {}) | told
 
 
-def _rounded(value: Any) -> Any:
+def _round(value: Any) -> Any:
     """To :data:`DIGITS` significant digits, none behind the last of :data:`PLACES`, at most :data:`MOST`."""
     if not isinstance(value, float) or not math.isfinite(value):
         return value

@@ -100,18 +100,18 @@ def guarantee(ledger: Mapping[str, Any], privacy: Mapping[str, Any] | None) -> d
     if not spent and ledger.get("epsilon") is None:
         return None
 
-    def told(key: str) -> list[str]:
+    def values_of(key: str) -> list[str]:
         return list(dict.fromkeys(str(e[key]) for e in spent if e.get(key)))
 
     asked = privacy or {}
-    unit = " and ".join(told("unit")) or str(asked.get("unit") or "")
+    unit = " and ".join(values_of("unit")) or str(asked.get("unit") or "")
     deltas = [e["delta"] for e in spent if isinstance(e.get("delta"), float | int)]
     assumptions = [*(text for key, text in _BY_UNIT.items() if unit == key), *_ALWAYS]
     if trials := len([e for e in entries if e.get("what") == "tuning"]):
         assumptions.append(f"The {trials} runs that chose the learning rate are not in this epsilon.")
     found = {"epsilon": ledger.get("epsilon"), "delta": max(deltas, default=asked.get("delta")), "unit": unit or None}
-    found |= {key: " and ".join(told(key)) or None for key in ("relation", "mechanism", "composition")}
-    return found | {"notes": told("note"), "assumptions": assumptions}
+    found |= {key: " and ".join(values_of(key)) or None for key in ("relation", "mechanism", "composition")}
+    return found | {"notes": values_of("note"), "assumptions": assumptions}
 
 
 def fingerprints(run: Run, table: Table, model: Model) -> dict[str, str]:

@@ -18,7 +18,7 @@ def patience_over(run: Run) -> bool:
     return bool(losses) and losses[-1][1] - min(losses)[1] >= patience
 
 
-def told(run: Run, t: int, of: int) -> tuple[dict[str, object], list[str]]:
+def summarise(run: Run, t: int, of: int) -> tuple[dict[str, object], list[str]]:
     """(entries of the result's ``details``, notices) of a run of t rounds whose model is that of round ``of``."""
     patience, planned = run.experiment.run.patience, run.experiment.method.rounds
     details: dict[str, object] = {}

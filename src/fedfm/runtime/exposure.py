@@ -30,7 +30,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Sight:
+class Exposure:
     """What each party received.
 
     Attributes:
@@ -56,7 +56,7 @@ class Sight:
         return {"smallest_sum": self.smallest_sum, "received": rows}
 
 
-def seen(path: Path, excluded: Collection[tuple[int, str]] = ()) -> Sight:
+def exposure_of(path: Path, excluded: Collection[tuple[int, str]] = ()) -> Exposure:
     """Read a run's ``messages.jsonl``; damaged lines are skipped.
 
     Args:
@@ -86,4 +86,4 @@ def seen(path: Path, excluded: Collection[tuple[int, str]] = ()) -> Sight:
     rows = (Traffic(*key, n, total, len(clients)) for key, (n, total, clients) in sums.items())
     traffic = tuple(sorted(rows, key=lambda r: (not r.counted, -r.bytes, r.handler, r.direction)))
     smallest = 1 if alone else None if unknown else min(hidden.values(), default=None)
-    return Sight(traffic, received, smallest)
+    return Exposure(traffic, received, smallest)

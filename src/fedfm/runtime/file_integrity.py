@@ -45,7 +45,7 @@ def list_of(root: Path, party: str) -> Path:
     return root / LISTS / safe_name(party) / "list"
 
 
-def listed(path: Path) -> set[str] | None:
+def read_list(path: Path) -> set[str] | None:
     """Names of the files in a list; None if there is no list.
 
     Raises:
@@ -56,7 +56,7 @@ def listed(path: Path) -> set[str] | None:
     except FileNotFoundError:
         return None
     if text is None:
-        raise lost(path, DAMAGED, path)
+        raise loss_error(path, DAMAGED, path)
     return {name for name in text.decode().split("\n") if name}
 
 
@@ -98,7 +98,7 @@ def read_secret(path: Path) -> bytes | None:
     return storage.unseal(path.read_bytes())
 
 
-def lost(path: Path, how: str, list_file: Path) -> Lost:
+def loss_error(path: Path, how: str, list_file: Path) -> Lost:
     """The error for the owner of a damaged or missing file."""
     remove = f"remove {path} and {list_file}" if path != list_file else "remove it"
     return Lost(f"{path} {how}: put back a copy of it; to go on without what it held, {remove}")
@@ -174,7 +174,7 @@ def _folders(root: Path) -> list[str]:
 def _losses_of(root: Path, party: str, until: int) -> Iterator[Loss]:
     folder, list_file = root / party, root / LISTS / party / "list"
     try:
-        names = listed(list_file) or set()
+        names = read_list(list_file) or set()
     except Lost:
         names = set()
         yield Loss(list_file, DAMAGED, root, party)

@@ -143,7 +143,7 @@ def gaps_of_metrics(path: Path, last: int, finished: Mapping[str, Any] | None = 
     damaged = [number for number, line, ended in found if line is None and (ended or finished)]
     known = {line["round"] for _, line, ended in found if line is not None and (ended or finished)}
     missing = [t for t in range(last + 1) if t not in known]
-    said = _damaged(METRICS, damaged)
+    said = _damage_notices(METRICS, damaged)
     if missing:
         said.append(f"{METRICS} has no line of {_spans(missing)}")
     return said
@@ -157,7 +157,7 @@ def _gaps_of_messages(path: Path, finished: Mapping[str, Any] | None) -> list[st
             damaged += [number] if ended or finished else []
         elif line.get("counted") is not False and isinstance(line.get("bytes"), int):
             up, down = (up + line["bytes"], down) if line.get("to") == "server" else (up, down + line["bytes"])
-    said = _damaged(MESSAGES, damaged)
+    said = _damage_notices(MESSAGES, damaged)
     if finished is not None:
         told = [(way, sent, finished.get(f"bytes_{way}")) for way, sent in (("up", up), ("down", down))]
         short = [f"{way} {sent} of {total}" for way, sent, total in told if isinstance(total, int) and sent < total]
@@ -166,7 +166,7 @@ def _gaps_of_messages(path: Path, finished: Mapping[str, Any] | None) -> list[st
     return said
 
 
-def _damaged(name: str, numbers: Sequence[int]) -> list[str]:
+def _damage_notices(name: str, numbers: Sequence[int]) -> list[str]:
     if not numbers:
         return []
     shown = ", ".join(map(str, numbers[:_NAMED]))

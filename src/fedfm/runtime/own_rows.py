@@ -132,7 +132,7 @@ def _to_predict(rows: OwnRows, classes: tuple[str, ...]) -> FederatedData:
 
 def _with_classes(rows: OwnRows, table: Table, classes: tuple[str, ...]) -> Table:
     """The rows with labels that index the federation's classes, if the silo agreed to these classes."""
-    known = agreed(rows, table)
+    known = classes_of(rows, table)
     if classes != known:
         raise InputError(
             f"the server's classes are {listing(classes, 20)}, and this silo's {listing(known, 20)}: if they are "
@@ -145,7 +145,7 @@ def _with_classes(rows: OwnRows, table: Table, classes: tuple[str, ...]) -> Tabl
     return replace(table, labels=labels, classes=known)
 
 
-def agreed(rows: OwnRows, table: Table) -> tuple[str, ...]:
+def classes_of(rows: OwnRows, table: Table) -> tuple[str, ...]:
     """The federation's classes in the silo's file, else those of its rows."""
     known = table.classes if rows.classes is None or table.labels is None else rows.classes
     if unknown := [name for name in table.classes if name not in known]:

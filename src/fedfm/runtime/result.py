@@ -33,12 +33,12 @@ from fedfm.models.metrics import BASE_AND_NEW
 from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant
 from fedfm.runtime import early_stopping, failures, logs
-from fedfm.runtime.after_run_checks import outside, overtrained
+from fedfm.runtime.after_run_checks import outside, overfitting_notices
 from fedfm.runtime.client_memory import Store
 from fedfm.runtime.coarse_scores import FIGURES
 from fedfm.runtime.disclosure import guarantee, rows_of
 from fedfm.runtime.evaluation import CLASS_COUNTS, CONFUSION, Evaluator
-from fedfm.runtime.exposure import seen
+from fedfm.runtime.exposure import exposure_of
 from fedfm.runtime.predictions import feature_transform, kept
 from fedfm.runtime.run_directory import Run
 
@@ -65,7 +65,7 @@ def finish(
     """
     t, of = rounds
     method: Method[Any] = run.experiment.method
-    models, spent = evaluator.revealed(state), accounted(run, t)
+    models, spent = evaluator.revealed(state), account_of(run, t)
     last: dict[str, Any] = next((m for m in reversed(run.metrics()) if "client_accuracy" in m), {})
     if not last or last["round"] != of or t < method.rounds:  # round ``of`` was not evaluated as the last one
         last = evaluator.scores(state, thorough=True)
@@ -100,7 +100,7 @@ def finish(
             f"{cut:.0%} of the answers to test rows are cut at the limit of tokens; a larger model.answer_tokens "
             "makes room for them"
         )
-    details, notices = early_stopping.told(run, t, of)
+    details, notices = early_stopping.summarise(run, t, of)
     result["details"] |= details
     for text in notices:
         notice(text)
@@ -127,14 +127,14 @@ def finish(
     for text in failures.sentences(left_out, t):
         run.note(text)
         notice(text)
-    hindsight = overtrained(lines, run.experiment) if of == t else []
+    hindsight = overfitting_notices(lines, run.experiment) if of == t else []
     if privacy is None:  # rows of clients are among those counted
         hindsight += outside(fed.model.module)
     for text in hindsight:
         run.note(text)
         notice(text)
     result["warnings"] = list(run.manifest["notices"])
-    run.manifest["seen"] = seen(run.path / logs.MESSAGES, {(e.round, e.client) for e in fed.excluded}).to_dict()
+    run.manifest["seen"] = exposure_of(run.path / logs.MESSAGES, {(e.round, e.client) for e in fed.excluded}).to_dict()
     run.manifest["guarantee"] = guarantee(run.manifest["ledger"] | {"epsilon": result["epsilon"]}, privacy)
     run.manifest["result"] = result
     run.manifest["finished"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -142,7 +142,7 @@ def finish(
     return result
 
 
-def accounted(run: Run, t: int) -> Accountant:
+def account_of(run: Run, t: int) -> Accountant:
     """The privacy that the run spends, by its method and by its aggregation's mechanism.
 
     Args:

@@ -114,7 +114,7 @@ class RowCache:
         if found is not None:
             return found
         made = make()
-        if (kept := _kept(made)) is not None:
+        if (kept := _content_of(made)) is not None:
             try:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 storage.save(path, kept, 0o600, sync=False)
@@ -154,7 +154,7 @@ class RowCache:
         if type(model) not in (Model, DualModel) or model.weights_overridden:
             return None
         if encodes(model):
-            return "features" if table.kind in ("image", "text") and n * self._frozen >= LEAST_WORK else None
+            return "features" if table.kind in ("image", "text") and n * self._frozen_parameters >= LEAST_WORK else None
         plain = table.kind == "text" or model.task.packs(table.kind)
         return "tokens" if plain and n >= LEAST_TEXTS else None
 
@@ -173,7 +173,7 @@ class RowCache:
         return Rows(tokens=tokens, labels=labels, pad=found["pad"])
 
     @functools.cached_property
-    def _frozen(self) -> int:
+    def _frozen_parameters(self) -> int:
         return sum(p.numel() for n, p in self._model.module.named_parameters() if n not in self._model.layout.slots)
 
     @functools.cached_property
@@ -220,7 +220,7 @@ def encodes(model: Model) -> bool:
     return model.images_fixed if isinstance(model, DualModel) else model.adaptation == "head"
 
 
-def _kept(rows: Rows) -> dict[str, Any] | None:
+def _content_of(rows: Rows) -> dict[str, Any] | None:
     """What is written of prepared rows; labels and texts stay with their source."""
     if set(rows.tensors) == {"features"}:
         return {"features": rows.tensors["features"]}

@@ -27,7 +27,7 @@ from fedfm.core.text import safe_name, to_json
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.runtime import file_integrity, logs
-from fedfm.runtime.run_folder import LOCK, MANIFEST, claimed, new_manifest, own_place, read_manifest, refuse_used
+from fedfm.runtime.run_folder import LOCK, MANIFEST, claim, new_manifest, own_place, read_manifest, refuse_used
 
 # Temporary files that a killed process may leave.
 _PARTS = [".manifest.json.*", ".metrics.jsonl.*", ".messages.jsonl.*", ".*.npz.*", "arrays/.*", "checkpoint/.*"]
@@ -66,7 +66,7 @@ class Run:
         """
         out = own_place(experiment.name) if out is None else out
         refuse_used(out)  # before anything is made in it
-        lock = claimed(out, experiment.run.shared)
+        lock = claim(out, experiment.run.shared)
         try:
             refuse_used(out)  # another process may have had it since
             run = cls(out, new_manifest(experiment))
@@ -109,7 +109,7 @@ class Run:
         if not private.is_dir() and self.manifest["result"] is None:
             raise InputError(f"{private} is missing: a run cannot go on without its clients' memories and its secrets")
         fresh = self._lock is not None
-        lock, self._lock = self._lock or self._taken(wait), None
+        lock, self._lock = self._lock or self._acquire_lock(wait), None
         self._within = True
         try:
             if not fresh:
@@ -119,7 +119,7 @@ class Run:
             self._within = False
             lock.release()
 
-    def _taken(self, wait: bool) -> Lock:
+    def _acquire_lock(self, wait: bool) -> Lock:
         """The lock, which this process has now.
 
         Raises:

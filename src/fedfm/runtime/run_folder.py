@@ -44,7 +44,7 @@ def refuse_used(out: Path) -> None:
         raise InputError(f"{out} is there and is not an empty folder; give another --out")
 
 
-def claimed(out: Path, shared: bool) -> Lock:
+def claim(out: Path, shared: bool) -> Lock:
     """Make the folder of a new run, and lock it before anything else is written.
 
     Args:

@@ -23,7 +23,7 @@ from fedfm.runtime import beforehand
 from fedfm.runtime.disclosure import check_same, fingerprints, tell
 from fedfm.runtime.partitioned import REST, Partitioned
 from fedfm.runtime.population import feature_dim, operations
-from fedfm.runtime.who_scores import unscored
+from fedfm.runtime.who_scores import scoring_notices
 from fedfm.training import Local, packed, private
 from fedfm.training.loop import over_classes
 from fedfm.training.scheduler import trains_without
@@ -39,12 +39,12 @@ _NAMED = 10  # classes in a notice
 _COMPARED = 10_000  # clients whose names are compared
 
 
-def _folded(name: str) -> str:
+def _fold_case(name: str) -> str:
     return " ".join(name.casefold().split())
 
 
-def _composed(name: str) -> str:
-    return _folded(unicodedata.normalize("NFKC", _visible(name)))
+def _normalise(name: str) -> str:
+    return _fold_case(unicodedata.normalize("NFKC", _visible(name)))
 
 
 def _visible(name: str) -> str:
@@ -69,16 +69,16 @@ def _truth(name: str) -> Hashable:
     return name
 
 
-def _unmarked(name: str) -> Hashable:
-    return _composed(name.replace("-", " ").replace("_", " ")) if isinstance(_number(name), str) else name  # -1, not 1
+def _without_marks(name: str) -> Hashable:
+    return _normalise(name.replace("-", " ").replace("_", " ")) if isinstance(_number(name), str) else name  # -1, not 1
 
 
 # How names of classes that are probably one differ -> what they have in common; each tells what those before do not.
 _ALIKE: dict[str, Callable[[str], Hashable]] = {
-    "case or spaces": _folded,
-    "invisible characters": lambda name: _folded(_visible(name)),
-    "the form of their Unicode characters": _composed,
-    "-, _, spaces or case": _unmarked,
+    "case or spaces": _fold_case,
+    "invisible characters": lambda name: _fold_case(_visible(name)),
+    "the form of their Unicode characters": _normalise,
+    "-, _, spaces or case": _without_marks,
     "how they write a number": _number,
     "how they write true and false": _truth,
 }
@@ -94,7 +94,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     notices += [*of_rows(run.experiment.method, population), *of_model(run.experiment.run, population.model)]
     notices += [*_elsewhere(run, population.model), *of_delta(run.experiment, population)]
     told = [*of_method(run.experiment.method), *of_arrival(run.experiment, len(population.clients))]
-    told += unscored(run.experiment, len(population.federated.test))
+    told += scoring_notices(run.experiment, len(population.federated.test))
     for notice in (*notices, *told, *_on_disk(population)):
         progress.notice(notice)
     run.manifest["notices"] += [text for text in told if text not in run.manifest["notices"]]
@@ -167,8 +167,8 @@ def of_rows(method: Method[Any], population: Partitioned) -> list[str]:
     return [
         *found,
         *(spellings(population.clients, "client") if len(population.clients) <= _COMPARED else []),
-        *_untrained(population),
-        *_unjudged(method, population),
+        *_classes_without_rows(population),
+        *_rows_not_judged(method, population),
         *template_notices(population),
         *beforehand.notices(population),
     ]
@@ -261,7 +261,7 @@ def spellings(names: Sequence[str], of: str = "class") -> list[str]:
     return found
 
 
-def _untrained(population: Partitioned) -> list[str]:
+def _classes_without_rows(population: Partitioned) -> list[str]:
     """A notice of the classes without a training row; what no client has, no model can learn."""
     table, clients = population.federated.table, population.federated.clients.values()
     if table.labels is None or not table.classes:
@@ -275,7 +275,7 @@ def _untrained(population: Partitioned) -> list[str]:
     return [f"no client has a training row of {', '.join(missing[:_NAMED])}{more}"]
 
 
-def _unjudged(method: Method[Any], population: Partitioned) -> list[str]:
+def _rows_not_judged(method: Method[Any], population: Partitioned) -> list[str]:
     """A notice if the clients' rows judge the model, and no client has some of the global test rows."""
     if not method.traits.clients_judge or REST not in population.pieces:
         return []

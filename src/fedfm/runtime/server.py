@@ -27,7 +27,7 @@ from fedfm.runtime import early_stopping, failures
 from fedfm.runtime.client_memory import Store, of_server, secret
 from fedfm.runtime.evaluation import Evaluator
 from fedfm.runtime.predictions import kept
-from fedfm.runtime.result import accounted, enter, finish, write_models
+from fedfm.runtime.result import account_of, enter, finish, write_models
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.run_manifest import of_privacy
 
@@ -109,7 +109,7 @@ class Server:
         if t not in {line["round"] for line in run.metrics()}:
             self._evaluate(t, state, last=t == last)
         if t < last:
-            spent = accounted(run, t)
+            spent = account_of(run, t)
             enter(run, spent)
             self._tell(of_privacy(run.experiment, spent, len(fed.clients)))
         if again:

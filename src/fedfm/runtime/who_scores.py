@@ -35,7 +35,7 @@ def judged_by_clients(experiment: Experiment) -> bool:
     return experiment.method.traits.clients_judge
 
 
-def unscored(experiment: Experiment, server_rows: int) -> list[str]:
+def scoring_notices(experiment: Experiment, server_rows: int) -> list[str]:
     """A notice if the run will end without an accuracy, or without any score.
 
     Args:

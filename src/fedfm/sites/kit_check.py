@@ -190,7 +190,7 @@ def _classes(silo: silo_config.Silo, needed: Experiment) -> Line:
 
     try:
         federated = own_rows.deal(silo.rows, needed.data, seed=needed.run.seed, task=needed.model.task)
-        mine = own_rows.agreed(silo.rows, federated.table)
+        mine = own_rows.classes_of(silo.rows, federated.table)
     except InputError as error:
         return _line("rows", DIFFERS, "; ".join(lines_of(error, 500)))
     spec = needed.data
@@ -219,7 +219,7 @@ def _model(silo: silo_config.Silo, needed: Experiment, notices: list[str]) -> st
         notices: gets what the silo's log would be told.
     """
     federated = own_rows.deal(silo.rows, needed.data, seed=needed.run.seed, task=needed.model.task)
-    mine = own_rows.agreed(silo.rows, federated.table)
+    mine = own_rows.classes_of(silo.rows, federated.table)
     population = own_rows.populate(silo.rows, needed, mine)
     found = population.model
     notices += of_silo(needed.method, population)

@@ -55,7 +55,7 @@ from fedfm.data.class_names import check_list
 from fedfm.data.spec import DataSpec
 from fedfm.errors import Faults, InputError, close, listed
 from fedfm.privacy.policy import WORDS, Budget, Policy, Requirements
-from fedfm.runtime.own_rows import COLUMNS, OwnRows, agreed, deal
+from fedfm.runtime.own_rows import COLUMNS, OwnRows, classes_of, deal
 from fedfm.sites import identity as silo_identity
 
 EXPOSED = {
@@ -217,7 +217,7 @@ def report(path: Path) -> dict[str, Any]:
         "name": silo.name,
         "data": silo.data,
         "rows": {"train": len(rows.train), "val": len(rows.val), "test": len(rows.test)},
-        "classes": list(agreed(silo.rows, federated.table)),
+        "classes": list(classes_of(silo.rows, federated.table)),
         "models": list(silo.models),
         "methods": list(silo.methods),
         "device": silo.device or None,

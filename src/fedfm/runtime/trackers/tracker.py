@@ -53,7 +53,7 @@ class Tracked(Progress):
         self._progress.started(run, rounds, done)
         self._run = run
         for name, tracker in list(self._trackers.items()):
-            if self._tried(name, self._begin, tracker, run, done):
+            if self._try(name, self._begin, tracker, run, done):
                 self._started.add(name)
 
     def client(self) -> None:
@@ -62,7 +62,7 @@ class Tracked(Progress):
     def round(self, line: Mapping[str, Any]) -> None:
         self._progress.round(line)
         for name, tracker in list(self._trackers.items()):
-            self._tried(name, tracker.log, line["round"], figures(line))
+            self._try(name, tracker.log, line["round"], figures(line))
 
     def excluded(self, excluded: Excluded) -> None:
         self._progress.excluded(excluded)
@@ -81,7 +81,7 @@ class Tracked(Progress):
             result = None
         for name, tracker in list(self._trackers.items()):
             if name in self._started:
-                self._tried(name, tracker.finish, run, result)
+                self._try(name, tracker.finish, run, result)
 
     def _begin(self, tracker: Tracker, run: Run, done: int) -> None:
         """Open it, and log the rounds that were committed before a kill and that it lacks."""
@@ -90,7 +90,7 @@ class Tracked(Progress):
             if known < line["round"] <= done:
                 tracker.log(line["round"], figures(line))
 
-    def _tried(self, name: str, act: Any, *given: Any) -> bool:
+    def _try(self, name: str, act: Any, *given: Any) -> bool:
         try:
             act(*given)
             return True
@@ -100,17 +100,17 @@ class Tracked(Progress):
             return False
 
 
-def tracked(run: Run, progress: Progress) -> Progress:
+def with_trackers(run: Run, progress: Progress) -> Progress:
     """The progress, with the trackers that ``run.track`` names.
 
     Raises:
         InputError: a library is missing, with the extra that installs it.
     """
     names = run.experiment.run.track
-    return Tracked(progress, {name: opened(name) for name in dict.fromkeys(names)}) if names else progress
+    return Tracked(progress, {name: open_tracker(name) for name in dict.fromkeys(names)}) if names else progress
 
 
-def opened(name: str) -> Tracker:
+def open_tracker(name: str) -> Tracker:
     """A tracker by name.
 
     Raises:
@@ -137,12 +137,12 @@ def figures(line: Mapping[str, Any]) -> dict[str, float]:
 def _flat(prefix: str, value: Any) -> Iterator[tuple[str, float]]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _flat(f"{prefix}/{named(key)}" if prefix else named(key), inner)
+            yield from _flat(f"{prefix}/{to_metric_name(key)}" if prefix else to_metric_name(key), inner)
     elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         yield prefix, float(value)
 
 
-def named(key: str) -> str:
+def to_metric_name(key: str) -> str:
     """A name that all services accept: other characters than letters, digits, ``_ - .`` and spaces become ``_``."""
     return re.sub(r"[^\w\-. ]", "_", str(key), flags=re.ASCII)
 
@@ -172,5 +172,5 @@ def models(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
         if (root / "adapter").exists():
             found[name] = str((root / "adapter").resolve())
         for folder in sorted(root.glob("clients/*/adapter")):
-            found[f"{name}.{named(folder.parent.name)}"] = str(folder.resolve())
+            found[f"{name}.{to_metric_name(folder.parent.name)}"] = str(folder.resolve())
     return found
