@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _ID = "id"  # a column of the file that names its rows
 _SEVERAL, _SURE = 5, 0.9995  # rows, and the probability that is shown as 1.000
-_NOT_BY_ROW = ("classes", "warnings")  # lists of a result that say nothing of single rows
+_NOT_BY_ROW = ("classes", "warnings", "ids", "files")  # lists of a result that are no predictions
 FORMATS = (".json", ".jsonl", ".csv")
 
 
@@ -269,7 +269,7 @@ def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         outputs = (row if isinstance(row, Mapping) else dict(enumerate(row)) for row in result["outputs"])
         return [{"row": i, **{str(k): x for k, x in row.items()}} for i, row in enumerate(outputs)]
     if "predictions" not in result:
-        return _by_row(result)
+        return by_row(result)
     if not result["predictions"]:
         return [{key: result[key] for key in ("loss", "perplexity")}]
     files = [{"file": name} for name in result["files"]] if "files" in result else repeat({})
@@ -279,11 +279,13 @@ def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _by_row(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Records of all lists with an entry for each row."""
+def by_row(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Records of all lists with an entry for each row, of a task without predictions of classes."""
     lists = {key: value for key, value in result.items() if isinstance(value, list) and key not in _NOT_BY_ROW}
     n = max(map(len, lists.values()), default=0)
-    return [{"row": i, **{key: value[i] for key, value in lists.items() if len(value) == n}} for i in range(n)]
+    names = {one: result[many] for one, many in (("id", "ids"), ("file", "files")) if many in result}
+    kept = names | {key: value for key, value in lists.items() if len(value) == n}
+    return [{"row": i, **{key: value[i] for key, value in kept.items()}} for i in range(n)]
 
 
 @refuse("the run's model cannot be exported")

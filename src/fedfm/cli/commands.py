@@ -243,7 +243,7 @@ def demo(args: Any) -> int:
 
 def predict(args: Any) -> int:
     """``fedfm predict``."""
-    from fedfm.api.predict import check_out, predict, write
+    from fedfm.api.predict import by_row, check_out, predict, write
 
     if args.out is not None:
         check_out(args.out)
@@ -256,9 +256,14 @@ def predict(args: Any) -> int:
     else:
         result = predict(args.run, args.file, args.client, last=args.last)
     lines = [visible(answer) for answer in result.get("answers", ())]
+    if "predictions" not in result:
+        lines = [
+            "\t".join(visible(to_json(v)) for k, v in row.items() if k not in ("row", "id", "file"))
+            for row in by_row(result)
+        ]
     lines += [
         f"{visible(label)}\t{max(p):.3f}" if p else visible(label)
-        for label, p in zip(result["predictions"], result["probabilities"], strict=True)
+        for label, p in zip(result.get("predictions", ()), result.get("probabilities", ()), strict=True)
     ]
     lines += ["\t".join(f"{number:.6g}" for number in row) for row in result.get("outputs", ())]
     if "losses" in result and "answers" not in result:

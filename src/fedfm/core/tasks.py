@@ -127,6 +127,11 @@ def figures() -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for task in available() for name in task.figures))
 
 
+def drawn() -> tuple[str, ...]:
+    """Names of those figures that reports draw."""
+    return tuple(dict.fromkeys(name for task in available() for name in task.drawn))
+
+
 def sums() -> tuple[str, ...]:
     """Names of the sums over rows from which tasks make their scores."""
     return tuple(dict.fromkeys(name for task in available() for name in task.sums))

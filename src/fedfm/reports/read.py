@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fedfm.core import tasks
 from fedfm.core.messages import ROUND
 from fedfm.core.metric_names import LOCAL_LOSS, SCORES
 from fedfm.errors import InputError
@@ -245,12 +246,16 @@ def _by_client(found: Any) -> dict[str, float | None]:
     return {str(k): numeric(v) for k, v in mapping(found).items()}
 
 
+_DRAWN = tuple(f"{prefix}{name}" for name in tasks.drawn() for prefix in ("", "local_"))
+
+
 def _round(line: Mapping[str, Any]) -> Round:
     return Round(
         number=int(whole(line.get("round"))),
         seconds=numeric(line.get("seconds")),
         values={
-            name: numeric(line.get(name)) for name in (*SCORES, LOCAL_LOSS, "train_loss", "val_loss", *BASE_AND_NEW)
+            name: numeric(line.get(name))
+            for name in (*SCORES, *_DRAWN, LOCAL_LOSS, "train_loss", "val_loss", *BASE_AND_NEW)
         },
         figures={name: x for name, value in line.items() if (x := numeric(value)) is not None},
         clients=_by_client(line.get("client_accuracy")),

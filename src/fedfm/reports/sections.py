@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+from fedfm.core import tasks
 from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY
 from fedfm.reports.page import details, figure, legend, note, swatches, table
 from fedfm.reports.read import Round, RunFiles, mapping, numeric, sequence, whole
@@ -42,6 +43,10 @@ def curves(run: RunFiles) -> str:
         out.append(
             "<h3>Perplexity</h3>" * bool(out) + _plot(rounds, {"perplexity": "perplexity, global test rows"}, number)
         )
+    for key in tasks.drawn():
+        where = {key: "on the global test rows", f"local_{key}": "on the clients' test rows"}
+        if some := {k: v for k, v in where.items() if _any(rounds, k)}:
+            out.append(f"<h3>{esc(key.replace('_', ' ').capitalize())}</h3>" + _plot(rounds, some, percent))
     losses = {"loss": "loss, global test rows", "train_loss": "training loss, mean of the cohort"}
     losses["val_loss"] = "loss on the clients' validation rows"
     if not _any(rounds, "accuracy"):
@@ -88,7 +93,11 @@ def _any(rounds: tuple[Round, ...], key: str) -> bool:
 
 def _numbers(rounds: tuple[Round, ...]) -> str:
     keys = [k for k in rounds[0].values if _any(rounds, k)]
-    shape: dict[str, Format] = {k: percent if "accuracy" in k or k == "macro_f1" else number for k in keys}
+    shares = {"macro_f1", *tasks.drawn(), *(f"local_{key}" for key in tasks.drawn())}
+    shape: dict[str, Format] = {
+        k: percent if "accuracy" in k or k == "macro_f1" or k.removeprefix("local_") in tasks.drawn() else number
+        for k in keys
+    }
     head = ["round", *(k.replace("_", " ") for k in keys), "time"]
     rows = [[str(r.number), *(shape[k](r.values[k]) for k in keys), duration(r.seconds)] for r in rounds]
     return details("All numbers per round", table(head, rows, "Metrics per round"))

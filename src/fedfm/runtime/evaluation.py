@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedfm.core import tasks
 from fedfm.core.capabilities import HiddenModel, Judge, Personal, Predictor, has
 from fedfm.core.checks import conform
 from fedfm.core.client import Client, ClientId, each, on_client
@@ -70,7 +71,7 @@ def check_scores(found: Mapping[str, Any]) -> None:
     """
     if conform(found.get("n"), float, "n") < 0:
         raise ClientFault(E_FIELD, f"n is {found['n']}: expected a number of rows")
-    for key in ("accuracy", "loss", *FIGURES):
+    for key in ("accuracy", "loss", *FIGURES, *tasks.sums()):
         conform(found.get(key), float | None, key)
 
 
@@ -149,15 +150,17 @@ class Evaluator:
             line["client_scored_round"] = self._newest.rounds()
         if local is None and loss is not None:  # for language models the loss is the only metric of a client
             line["client_loss"] = {c: m.get("loss") for c, m in tested.items()}
+        pooled = self._pooled(tested.values())
         for key in FIGURES:
             if any(key in m for m in tested.values()):
-                line[f"local_{key}"] = _mean(key, tested.values())
+                line[f"local_{key}"] = pooled.get(key, _mean(key, tested.values()))
         if self._validates:
             validated = [m for m in self._own(by_client, "val").values() if m.get("loss") is not None]
             rows = sum(m["n"] for m in validated)
             line["val_loss"] = sum(m["n"] * m["loss"] for m in validated) / rows if rows else None
         if judged_by_clients(self._run.experiment):
             line |= {GLOBAL_ACCURACY: _pooled("accuracy", tested.values()), "loss": _pooled("loss", tested.values())}
+            line |= {key: value for key, value in pooled.items() if key in FIGURES}
         elif self.judge is not None and (thorough or not personal(self._method)):
             known = self.revealed(state) if kept(self._method) else models  # the objects that the clients were sent
             by_model = {client: self.judge(w, by_class=thorough) for client, w in known.items()}
@@ -183,6 +186,12 @@ class Evaluator:
                 line["server_client_loss"] = {c: m.get("loss") for c, m in found.items()}
         line["accuracy"] = local if personal(self._method) else line.get(GLOBAL_ACCURACY, local)
         return line
+
+    def _pooled(self, tested: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """Scores on the clients' rows together, of a task whose scores are made from sums; else {}."""
+        kind = (self._run.manifest["model"] or {}).get("kind", "")
+        task = tasks.named(self._run.experiment.model.task) or tasks.implied(kind)
+        return task.joined([m for m in tested if m]) if task.sums else {}
 
     @property
     def _validates(self) -> bool:

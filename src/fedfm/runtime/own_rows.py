@@ -139,7 +139,7 @@ def _with_classes(rows: OwnRows, table: Table, classes: tuple[str, ...]) -> Tabl
             "agreed, write them into silo.toml as classes = [...], in this order"
         )
     if table.labels is None or table.classes == known:
-        return table
+        return replace(table, classes=known)
     code = {name: index for index, name in enumerate(known)}
     labels = np.array([code[name] for name in table.classes], dtype=np.int64)[table.labels]
     return replace(table, labels=labels, classes=known)
@@ -147,7 +147,7 @@ def _with_classes(rows: OwnRows, table: Table, classes: tuple[str, ...]) -> Tabl
 
 def classes_of(rows: OwnRows, table: Table) -> tuple[str, ...]:
     """The federation's classes in the silo's file, else those of its rows."""
-    known = table.classes if rows.classes is None or table.labels is None else rows.classes
+    known = table.classes if rows.classes is None or not table.classes else rows.classes
     if unknown := [name for name in table.classes if name not in known]:
         raise InputError(f"{rows.data}: rows of class {listing(unknown, 8)}, which classes does not list")
     return known

@@ -143,6 +143,7 @@ class Task:
         adaptations: those that it supports.
         lora_scale: the default of alpha / rank.
         figures: names of scores that the task has besides the common ones; results tell them.
+        drawn: those of the figures that a report draws over the rounds; they are shares, from 0 to 1.
         sums: names of the sums over rows from which its scores are made; empty: scores are weighted means.
     """
 
@@ -171,6 +172,7 @@ class Task:
     adaptations: ClassVar[tuple[str, ...]] = ("full", "top_layers", *LORA)
     lora_scale: ClassVar[float] = 2.0
     figures: ClassVar[tuple[str, ...]] = ()
+    drawn: ClassVar[tuple[str, ...]] = ()
     sums: ClassVar[tuple[str, ...]] = ()
 
     def __str__(self) -> str:

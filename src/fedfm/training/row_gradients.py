@@ -15,12 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedfm.core.rows import Batch, Rows
 from fedfm.models.model import Model
-from fedfm.models.preprocessing import IGNORE
 from fedfm.training.row_terms import Gradient, Term, Use, fit, known, terms
 
 _MARGIN = 1 - 1e-4  # rows are clipped to this times C: the rounding of a float32 sum stays within C
@@ -96,12 +94,10 @@ def _alone(model: Model, rows: Rows, i: int, live: Live) -> Tensor:
     return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for g, p in pairs]).float().cpu()
 
 
-def _losses(model: Model, batch: Batch, b: int) -> Tensor:
+def _losses(model: Model, batch: Batch) -> Tensor:
     """The sum of the losses of the rows, each as if it were alone: a language model's is a mean over its own tokens."""
-    logits, targets = model.flat(model.logits(batch), batch)
-    each = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none").reshape(b, -1)
-    count = (targets != IGNORE).reshape(b, -1).sum(1)
-    return (each.sum(1) / count.clamp_min(1)).sum()
+    sums, counts = model.task.row_losses(model, batch)
+    return (sums / counts.clamp_min(1)).sum()
 
 
 @dataclass
@@ -127,11 +123,11 @@ def _of_layers(model: Model, batch: Batch, live: Live, b: int) -> list[Gradient]
     Raises:
         Ambiguous: which numbers belong to a row.
     """
-    if type(model).loss is not Model.loss:
+    if type(model).loss is not Model.loss or not model.task.softmax:
         return None
     wanted = {id(p) for p in live.values()}
     with _watched(model.module, wanted, b) as seen:
-        loss = _losses(model, batch, b)
+        loss = _losses(model, batch)
     covered = {id(p) for call in seen for p in call.layer.parameters(recurse=False)}
     if not wanted <= covered:
         return None
