@@ -30,8 +30,9 @@ def load_adapter(out: Path, base: Path, auto: str, *, in_bits: bool) -> Any:
     of, options, kept = getattr(transformers, auto), dict[str, Any](), list[str]()
     if (out / "config.json").exists():  # of a classifier
         options["config"] = transformers.AutoConfig.from_pretrained(out)
-    if in_bits:
-        if (bits := out / "base" / "quantization.json").exists():
+    bits = out / "base" / "quantization.json"
+    if in_bits and (bits.exists() or not bits.parent.is_dir()):
+        if bits.exists():
             kept = json.loads(bits.read_text(encoding="utf-8")).get("llm_int8_skip_modules") or []
         options["quantization_config"] = transformers.BitsAndBytesConfig(
             load_in_4bit=True,

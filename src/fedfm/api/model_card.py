@@ -32,9 +32,9 @@ from fedfm.version import __version__
 
 _LIBRARIES = {"peft": "peft", "hf": "transformers", "torch": "pytorch"}
 _MOST = 50  # classes by name
-_WHOLE_EXPERTS = (
-    "The run held the experts of the base in 4 bits. bitsandbytes leaves them whole, so that this code gives other "
-    "outputs than `fedfm predict`, by what 4 bits round off. The export with `--to hf` gives the same."
+_EXPERTS = (
+    "The run held the base in 4 bits, and its experts, too, which bitsandbytes leaves whole. `base/` has the numbers "
+    "that the bits stand for: load it as it is, without quantisation."
 )
 
 
@@ -130,16 +130,14 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
         call = "module.load_state_dict(weights)" if to == "torch" else 'PeftModel.from_pretrained(module, "FOLDER")'
         words += ["", f"The run's own program makes the module that takes them: `{call}`."]
     elif to == "peft":
-        words += ["", f"The adapter is for {_plain(_named(model))}. {_of_base(out)}"]
-        if quantised.has_experts(model.module):
-            words += ["", _WHOLE_EXPERTS]
+        words += ["", f"The adapter is for {_plain(_named(model))}. {_of_base(model, out)}"]
     if takes:
         words += ["", f"The head takes {takes}."]
     if isinstance(model, SideModel):
         words += ["", "`states` are the released states of the transformer; only its owner computes them."]
     if isinstance(module, DualEncoder) and to != "torch":
         words += ["", _of_prompts(model, mixed=bool(mixture))]
-    if to == "peft" and model.spec.quantization == "nf4":
+    if to == "peft" and model.spec.quantization == "nf4" and not quantised.has_experts(model.module):
         words += ["", "On a CPU with instructions for bfloat16, bitsandbytes rounds what 4-bit maps read."]
     if to != "peft" and model.spec.quantization == "int8":
         words += ["", "The run also rounded what its 8-bit maps read, row by row; these weights read it as it is."]
@@ -263,9 +261,11 @@ def _of_prompts(model: Model, *, mixed: bool) -> str:
     return f"{text} The code takes the first of the run's {count} templates alone; `fedfm predict` takes all."
 
 
-def _of_base(out: Path) -> str:
+def _of_base(model: Model, out: Path) -> str:
     if not (out / export_base.BASE).is_dir():
         return "Name your copy of it where the code names the base."
+    if quantised.has_experts(model.module):
+        return _EXPERTS
     return (
         f"`{export_base.BASE}/` holds the weights of this machine's copy as links: on another machine give the base "
         "yourself. `AutoPeftModel` looks for it where the folder was written."

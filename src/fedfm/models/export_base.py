@@ -2,7 +2,8 @@
 
 An adapter's file names its base, and a base's own ``config.json`` says nothing of new classes. So the folder gets the
 configuration with the names of the classes, and a folder ``base/`` of that configuration and the base's weights, as
-hard links. A head of another size is left out of these: the adapter brings the new one.
+hard links. A head of another size is left out of these: the adapter brings the new one. Experts that the run held in 4
+bits stay whole in bitsandbytes, so that ``base/`` then has the numbers that all bits of the run stand for.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import Any
 from fedfm.core.text import to_json
 from fedfm.models import quantised
 from fedfm.models.adapters.experts import GLOBAL, LOCAL
+from fedfm.models.adapters.peft_alone import peft_alone
 from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.families import unwrapped
-from fedfm.models.locate import locate
+from fedfm.models.locate import DTYPES, locate
 from fedfm.models.model import Model
 from fedfm.models.quiet import quiet
 
@@ -35,7 +37,7 @@ def complete(model: Model, folder: Path) -> bool:
     Where ``model.quantization`` rounds the weights of whole files, ``base/quantization.json`` says how.
 
     Returns:
-        Whether ``base/`` is there: it needs weights in files.
+        Whether ``base/`` is there: it needs weights in files, or experts in bits.
     """
     whole: Any = unwrapped(model.module)
     module = whole.clip if isinstance(whole, DualEncoder) else whole
@@ -44,7 +46,8 @@ def complete(model: Model, folder: Path) -> bool:
     config, bits = _plain(module.config, rounded=model.spec.quantization is not None)
     with quiet():
         config.save_pretrained(folder)
-    files = _weights(model.spec.name)
+    in_bits = quantised.has_experts(module)
+    files = [] if in_bits else _weights(model.spec.name)
     about: dict[str, Any] = {}
     if (of := model.task.peft_type("image" if model.tools.tokenizer is None else "text")) is not None:
         about["task_type"] = of  # else PEFT would look for a class by its name
@@ -55,12 +58,24 @@ def complete(model: Model, folder: Path) -> bool:
         if bits is not None:
             (folder / BASE / BITS).write_text(to_json(bits, indent=2) + "\n", encoding="utf-8")
         _link_all(files, folder / BASE, _shapes_of_new(model, module))
+    elif in_bits:
+        _write_numbers(model, folder / BASE)
+    if files or in_bits:
         about["base_model_name_or_path"] = str((folder / BASE).resolve())
     for path in (folder / CONFIG, folder / GLOBAL / CONFIG, folder / LOCAL / CONFIG):
         if path.exists():
             old = json.loads(path.read_text(encoding="utf-8"))
             path.write_text(to_json(old | about, indent=2) + "\n", encoding="utf-8")
-    return bool(files)
+    return bool(files or in_bits)
+
+
+def _write_numbers(model: Model, folder: Path) -> None:
+    """Write the base with the numbers for which its bits stand, in ``model.dtype``."""
+    base: Any = copy.deepcopy(model.module)
+    with quiet(), peft_alone():
+        base = base.unload()
+        quantised.make_plain(base, DTYPES[model.spec.dtype])
+        base.cpu().save_pretrained(str(folder))
 
 
 def _plain(config: Any, *, rounded: bool) -> tuple[Any, dict[str, Any] | None]:
