@@ -10,25 +10,22 @@ same bits, and no program can load an unfinished model.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import shutil
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedfm import seeds
-from fedfm.api.model_folder import ModelFolder, claim, held_out, prepared
+from fedfm.api.central_training import CentralWork
+from fedfm.api.model_folder import held_out, prepared
 from fedfm.api.pretrain_spec import Pretraining
 from fedfm.core import tasks
 from fedfm.core.libraries import refuse
 from fedfm.core.rows import Rows
 from fedfm.data.load import load_table
-from fedfm.data.table import Table, contents, fingerprint
-from fedfm.errors import InputError, RunError
+from fedfm.data.table import Table, contents
+from fedfm.errors import InputError
 from fedfm.linalg.params import Params, sha256_of
-from fedfm.linalg.threads import torch_threads
 from fedfm.models.architectures import tokenizer
 from fedfm.models.model import Model
 from fedfm.runtime.progress import EpochProgress
@@ -36,7 +33,6 @@ from fedfm.training.loop import flat_of
 from fedfm.training.update_rules import Rule
 
 ABOUT = "pretrain.json"
-_OURS = (ABOUT, "checkpoint", "start", "export")
 
 
 @refuse("model.name: a library fails on this model and these rows")
@@ -58,37 +54,25 @@ def pretrain(
         InputError: tables, data or model are wrong, or the folder holds something else.
         RunError: the loss is NaN or infinite.
     """
-    if not isinstance(what, Pretraining):
-        what = Pretraining.from_dict(what) if isinstance(what, Mapping) else Pretraining.load(what)
-    watcher = watcher or EpochProgress()
-    with claim(Path(out), ABOUT, "pretraining", what.to_dict(), what.spec.threads, _OURS) as place:
-        try:
-            return _Work(place, what).go(watcher)
-        finally:
-            watcher.finished()
+    return _PretrainWork.make(what, out, watcher)
 
 
-class _Work:
+class _PretrainWork(CentralWork[Pretraining]):
     """One pretraining in its folder."""
 
-    def __init__(self, place: ModelFolder, what: Pretraining) -> None:
-        self.place, self.what, self.folder, self.state = place, what, place.folder, place.state
+    kind = Pretraining
+    about = ABOUT
+    temporary = ("checkpoint", "start")
 
-    def go(self, watcher: EpochProgress) -> dict[str, Any]:
-        """Train from the newest undamaged checkpoint to the end."""
-        if self.state["result"] is not None:
-            return dict(self.state["result"])
-        began = time.perf_counter()
-        with torch_threads(self.state["threads"]):  # one model trains, so all cores are its own
-            table = load_table(self.what.data, seed=self.what.spec.seed, task=self.what.model.task)
-            model = self._model(table)
-            self.place.same("data", fingerprint(table))
-            self.place.same("model", model.fingerprint)
-            rows, judged = prepared(model, table, table.rows("train")), model.prepare(table, held_out(table))
-            if not len(rows):
-                raise InputError(f"{table.source}: no training rows are left")
-            self._train(model, rows, judged, watcher, began)
-            return self._finish(model)
+    def run(self) -> dict[str, Any]:
+        table = load_table(self.what.data, seed=self.what.spec.seed, task=self.what.model.task)
+        model = self._model(table)
+        self.same(table, model)
+        rows, judged = prepared(model, table, table.rows("train")), model.prepare(table, held_out(table))
+        if not len(rows):
+            raise InputError(f"{table.source}: no training rows are left")
+        self._train(model, rows, judged)
+        return self._finish(model)
 
     def _model(self, table: Table) -> Model:
         """The model before training; with ``vocabulary_size``, of the same configuration with a new tokenizer."""
@@ -118,39 +102,21 @@ class _Work:
             )
         return loaded
 
-    def _train(self, model: Model, rows: Any, judged: Rows, watcher: EpochProgress, began: float) -> None:
+    def _train(self, model: Model, rows: Any, judged: Rows) -> None:
         spec, n = self.what.spec, len(rows)
         flat = flat_of(model)
         rule = Rule(spec.local, flat.p, flat.places(model.undecayed))
-        done = self.place.restore(model, rule)
-        watcher.started(spec.local.epochs, done, -(-n // spec.local.batch_size))
-        spent = self.state["history"][-1]["seconds"] if done else 0.0
+        done = self.restore(model, rule)
+        self.watcher.started(spec.local.epochs, done, -(-n // spec.local.batch_size))
+        cure = "lower pretrain.local.learning_rate and give another --out"
         for epoch in range(done + 1, spec.local.epochs + 1):
             rule.eta = self.what.rate(epoch)
-            order = seeds.generator(spec.seed, "pretrain", epoch).permutation(n)
-            total = 0.0
-            model.train_mode()
-            for start in range(0, n, spec.local.batch_size):
-                index = order[start : start + spec.local.batch_size]
-                loss: Any = model.loss(rows.batch(index))
-                loss.backward()
-                rule.step(flat.p, flat.g)
-                flat.g.zero_()
-                total += float(loss.detach()) * len(index)
-                watcher.step()
-            model.eval_mode()
-            if not math.isfinite(total):
-                raise RunError(
-                    f"epoch {epoch}: the loss is no longer a number; lower pretrain.local.learning_rate and give "
-                    "another --out"
-                )
+            mean = self.epoch(
+                epoch, n, spec.local.batch_size, model, flat, rule, lambda index, _: model.loss(rows.batch(index)), cure
+            )
             scores = model.evaluate(judged)
-            line: dict[str, Any] = {"epoch": epoch, "learning_rate": rule.eta, "train_loss": total / n}
-            line |= {key: scores.get(key) for key in ("accuracy", "loss", "perplexity")}
-            line["seconds"] = round(spent + time.perf_counter() - began, 3)
-            self.state["history"].append(line)
-            self.place.commit(epoch, model, rule)
-            watcher.epoch(line)
+            line: dict[str, Any] = {"epoch": epoch, "learning_rate": rule.eta, "train_loss": mean}
+            self.commit(line | {key: scores.get(key) for key in ("accuracy", "loss", "perplexity")}, model, rule)
 
     def _finish(self, model: Model) -> dict[str, Any]:
         """Write the model's files and the result."""
@@ -166,4 +132,4 @@ class _Work:
             **{key: last[key] for key in ("accuracy", "loss", "perplexity", "train_loss", "seconds")},
             "params_sha256": sha256_of({"": w}),
         }
-        return self.place.close(result, ("checkpoint", "start", "export"))
+        return self.close(result)

@@ -93,7 +93,6 @@ def _any(rounds: tuple[Round, ...], key: str) -> bool:
 
 def _numbers(rounds: tuple[Round, ...]) -> str:
     keys = [k for k in rounds[0].values if _any(rounds, k)]
-    shares = {"macro_f1", *tasks.drawn(), *(f"local_{key}" for key in tasks.drawn())}
     shape: dict[str, Format] = {
         k: percent if "accuracy" in k or k == "macro_f1" or k.removeprefix("local_") in tasks.drawn() else number
         for k in keys

@@ -7,33 +7,30 @@ finished. ``distil.json`` records how the twin was made.
 from __future__ import annotations
 
 import dataclasses
-import math
-import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedfm import seeds
-from fedfm.api.model_folder import ModelFolder, claim, held_out
+from fedfm.api.central_training import CentralWork
+from fedfm.api.model_folder import held_out
 from fedfm.core import storage
 from fedfm.core.libraries import refuse
 from fedfm.core.rows import Rows
 from fedfm.data.load import load_table
-from fedfm.data.table import Table, fingerprint
+from fedfm.data.table import Table
 from fedfm.encrypted.student import conversion, token_grid
 from fedfm.encrypted.student.distil_rows import AT_ONCE, Lessons
 from fedfm.encrypted.student.distil_spec import Distillation
 from fedfm.encrypted.student.distillation_loss import OUTPUTS, STAGES, STATES, TAME, Distiller, save
 from fedfm.encrypted.student.folding import check_tokens
 from fedfm.encrypted.student.interval_table import finish
-from fedfm.encrypted.student.recalibrate import widen
-from fedfm.encrypted.student.recalibrate_run import measure_again
+from fedfm.encrypted.student.recalibrate import measure_again, widen
 from fedfm.encrypted.student.scores import PROBED, Outputs, compare, outputs, quick
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import sha256_of
-from fedfm.linalg.threads import torch_threads
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
 from fedfm.models.quiet import quiet
@@ -44,7 +41,6 @@ from fedfm.training.update_rules import Rule
 
 ABOUT = "distil.json"
 _TAMED, _START, _WRITTEN = "tamed.safetensors", "start", "written"  # in the checkpoint's folder
-_OURS = (ABOUT, "checkpoint", "export")
 
 
 @refuse("model.name: a library fails on this model and these rows")
@@ -61,67 +57,53 @@ def distil(
         ``folder``, ``epochs``, ``parameters``, ``seconds``, ``params_sha256``; on held-out rows (the source's val rows
         if it has some, else test rows) ``teacher_accuracy``, ``accuracy``, ``agreement``, ``distance`` and ``outside``;
         ``blocks`` with depth, polynomials and violations. A head that is new for these classes is fitted on the frozen
-        features of teacher and twin. Of a model that is a twin already: :func:`measured_again.measure_again`.
+        features of teacher and twin. Of a model that is a twin already: :func:`recalibrate.measure_again`.
 
     Raises:
         InputError: tables, data or model are wrong, the folder holds something else, or the arguments of some function
             spread too far for a polynomial.
         RunError: the loss is NaN or infinite.
     """
-    if not isinstance(what, Distillation):
-        what = Distillation.from_dict(what) if isinstance(what, Mapping) else Distillation.load(what)
-    watcher = watcher or EpochProgress()
-    with claim(Path(out), ABOUT, "distillation", what.to_dict(), what.spec.threads, _OURS) as place:
-        try:
-            return _DistilWork(place, what).go(watcher)
-        finally:
-            watcher.finished()
+    return _DistilWork.make(what, out, watcher)
 
 
-class _DistilWork:
+class _DistilWork(CentralWork[Distillation]):
     """One distillation in its folder."""
 
-    def __init__(self, place: ModelFolder, what: Distillation) -> None:
-        self.place, self.what, self.state = place, what, place.state
+    kind = Distillation
+    about = ABOUT
+    temporary = ("checkpoint",)
 
-    def go(self, watcher: EpochProgress) -> dict[str, Any]:
-        """Train from the newest undamaged checkpoint to the end."""
-        if self.state["result"] is not None:
-            return dict(self.state["result"])
-        began = time.perf_counter()
-        with torch_threads(self.state["threads"]):
-            table = load_table(self.what.data, seed=self.what.spec.seed, task="classification")
-            teacher = self._model(table)
-            self.place.same("data", fingerprint(table))
-            self.place.same("model", teacher.fingerprint)
-            index, held = table.rows("train"), held_out(table)
-            if not len(index) or not len(held):
-                raise InputError(f"{table.source}: distillation needs rows to train on and rows to judge by")
-            if conversion.is_twin(teacher.module):
-                return measure_again(self.place, self.what.spec, table, teacher, watcher)
-            student = self._student(table)
-            if conversion.pre_norm(student.module):  # a twin of another type computes in clear alone
-                check_tokens(student.parts.embedding)
-            if self.what.spec.views > 1 and table.kind != "image":
-                raise InputError(f"distil.views = {self.what.spec.views}: {table.source} holds no pictures")
-            spec = self.what.spec
-            distiller = Distiller(teacher, student, spec, new_head=bool(teacher.new), low=spec.bfloat16)
-            lessons = Lessons(
-                self._temporary,
-                table,
-                distiller.teacher,
-                student,
-                index,
-                views=spec.views,
-                seed=spec.seed,
-                low=spec.bfloat16,
-            )
-            theirs, judged = (
-                outputs(distiller.teacher, teacher.prepare(table, held), len(held)),
-                student.prepare(table, held),
-            )
-            self._train(table, distiller, lessons, judged, theirs, watcher, began)
-            return self._finish(distiller, lessons, judged, theirs)
+    def run(self) -> dict[str, Any]:
+        table = load_table(self.what.data, seed=self.what.spec.seed, task="classification")
+        teacher = self._model(table)
+        self.same(table, teacher)
+        index, held = table.rows("train"), held_out(table)
+        if not len(index) or not len(held):
+            raise InputError(f"{table.source}: distillation needs rows to train on and rows to judge by")
+        spec = self.what.spec
+        if conversion.is_twin(teacher.module):
+            return measure_again(self.place, spec, table, teacher, self.watcher)
+        student = self._student(table)
+        if conversion.pre_norm(student.module):  # a twin of another type computes in clear alone
+            check_tokens(student.parts.embedding)
+        if spec.views > 1 and table.kind != "image":
+            raise InputError(f"distil.views = {spec.views}: {table.source} holds no pictures")
+        distiller = Distiller(teacher, student, spec, new_head=bool(teacher.new), low=spec.bfloat16)
+        lessons = Lessons(
+            self._temporary,
+            table,
+            distiller.teacher,
+            student,
+            index,
+            views=spec.views,
+            seed=spec.seed,
+            low=spec.bfloat16,
+        )
+        theirs = outputs(distiller.teacher, teacher.prepare(table, held), len(held))
+        judged = student.prepare(table, held)
+        self._train(table, distiller, lessons, judged, theirs)
+        return self._finish(distiller, lessons, judged, theirs)
 
     @property
     def _temporary(self) -> Path:
@@ -145,23 +127,14 @@ class _DistilWork:
             (folder / _WRITTEN).touch()
         return self._model(table, str(folder))
 
-    def _train(
-        self,
-        table: Table,
-        distiller: Distiller,
-        lessons: Lessons,
-        judged: Rows,
-        theirs: Outputs,
-        watcher: EpochProgress,
-        began: float,
-    ) -> None:
+    def _train(self, table: Table, distiller: Distiller, lessons: Lessons, judged: Rows, theirs: Outputs) -> None:
         spec, n, student = self.what.spec, len(lessons), distiller.student.model
         distiller.scale_class_tokens(lessons.view(0).batch(np.arange(min(n, AT_ONCE))))
         ends, flat = np.cumsum(spec.epochs), flat_of(student)
         rule, steps = Rule(Adam(), flat.p), -(-n // spec.batch_size)
-        done = self.place.restore(student, rule)
-        watcher.started(int(ends[-1]), done, steps)
-        spent = self.state["history"][-1]["seconds"] if done else 0.0
+        done = self.restore(student, rule)
+        self.watcher.started(int(ends[-1]), done, steps)
+        cure = "lower distil.learning_rates, train longer in the tame stage, and give another --out"
         if done > ends[TAME]:
             self._swap(table, distiller, lessons)
         if done > ends[STATES]:
@@ -175,34 +148,20 @@ class _DistilWork:
             if epoch - 1 in ends:
                 rule = Rule(Adam(), flat.p)
             before = epoch - 1 - (int(ends[stage]) - spec.epochs[stage])  # epochs of this stage
-            order = seeds.generator(spec.seed, "distil", epoch).permutation(n)
-            rows, total = lessons.of(epoch), 0.0
-            student.train_mode()
-            for step, start in enumerate(range(0, n, spec.batch_size)):
-                index = order[start : start + spec.batch_size]
-                part = (before + step / steps) / spec.epochs[stage]
-                rate = spec.rate(stage, part)
-                rule.eta = rate
-                loss: Any = distiller.loss(stage, rows.batch(index), part)
-                loss.backward()
-                rule.step(flat.p, flat.g)
-                flat.g.zero_()
-                total += float(loss.detach()) * len(index)
-                watcher.step()
-            student.eval_mode()
-            if not math.isfinite(total):
-                raise RunError(
-                    f"epoch {epoch}: the loss is no longer a number; lower distil.learning_rates, train longer in the "
-                    "tame stage, and give another --out"
-                )
-            line = {"epoch": epoch, "stage": STAGES[stage], "learning_rate": rate}
-            line |= {"train_loss": total / n, **quick(distiller, theirs, judged)}
-            line["seconds"] = round(spent + time.perf_counter() - began, 3)
-            self.state["history"].append(line)
-            self.place.commit(epoch, student, rule)
-            watcher.epoch(line)
+            loss = partial(self._loss, distiller, lessons.of(epoch), rule, stage, before, steps)
+            mean = self.epoch(epoch, n, spec.batch_size, student, flat, rule, loss, cure)
+            line = {"epoch": epoch, "stage": STAGES[stage], "learning_rate": rule.eta, "train_loss": mean}
+            self.commit(line | quick(distiller, theirs, judged), student, rule)
         if not distiller.entries:
             self._swap(table, distiller, lessons)
+
+    def _loss(
+        self, distiller: Distiller, rows: Any, rule: Rule, stage: int, before: int, steps: int, index: Any, step: int
+    ) -> Any:
+        """The loss of the rows with these indices, after so many epochs of the stage and steps of this epoch."""
+        part = (before + step / steps) / self.what.spec.epochs[stage]
+        rule.eta = self.what.spec.rate(stage, part)
+        return distiller.loss(stage, rows.batch(index), part)
 
     def _swap(self, table: Table, distiller: Distiller, lessons: Lessons) -> None:
         """The polynomials take over, those of the killed process if it had chosen them."""
@@ -249,4 +208,4 @@ class _DistilWork:
             "seconds": round((self.state["history"] or [{"seconds": 0.0}])[-1]["seconds"], 3),
             "params_sha256": sha256_of({"": student.params()}),
         }
-        return self.place.close(result, ("checkpoint", "export"))
+        return self.close(result)

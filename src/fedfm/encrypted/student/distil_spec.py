@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from fedfm.api.pretrain_spec import alone, check_central
-from fedfm.config.faults import read_all
-from fedfm.config.toml import build, plain, read, refuse_unknown
+from fedfm.api.central_spec import CentralTraining
 from fedfm.core import tasks
-from fedfm.core.fields import check, setting
-from fedfm.data.spec import DataSpec
+from fedfm.core.fields import setting
 from fedfm.encrypted.student.distillation_loss import Recipe
 from fedfm.errors import InputError
-from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -40,7 +33,7 @@ class DistilSpec(Recipe):
 
 
 @dataclass(frozen=True)
-class Distillation:
+class Distillation(CentralTraining[DistilSpec]):
     """Everything that defines a distillation, with every default filled in: [data], [model], [distil].
 
     Example:
@@ -50,38 +43,13 @@ class Distillation:
         ((1, 2, 2), 'scaled')
     """
 
-    data: DataSpec
-    model: ModelSpec
-    spec: DistilSpec
+    section = "distil"
+    noun = "distillation"
+    settings = DistilSpec
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Distillation:
-        """Read a TOML file.
-
-        Raises:
-            InputError: as :meth:`from_dict`, with the file's name.
-        """
-        table = read(path, overrides or {}, "`fedfm distil twin.toml` takes [data], [model] and [distil] in TOML")
-        return read_all(path, table, cls.from_dict, alone(DistilSpec, "distil"))
-
-    @classmethod
-    def from_dict(cls, table: Mapping[str, Any]) -> Distillation:
-        """Build from nested tables as TOML gives them.
-
-        Raises:
-            InputError: with the key, what it is, and what would be right.
-        """
-        refuse_unknown(table, {"data", "model", "distil"}, "")
-        for section in ("data", "model"):
-            if section not in table:
-                raise InputError(
-                    f"[{section}] is missing; a distillation has [data], [model] and [distil]", key=section
-                )
-        data = build(DataSpec, table["data"], "data")
-        model = build(ModelSpec, table["model"], "model")
-        spec = build(DistilSpec, table.get("distil", {}), "distil")
-        check_central(data, model, "distillation")
-        check(spec, "distil")
+    def refuse(cls, model: ModelSpec, spec: DistilSpec) -> None:
+        """Raise an InputError for an odd degree, or a model that a distillation does not take."""
         spec.validate()
         if model.weights != "pretrained":
             raise InputError(
@@ -91,8 +59,3 @@ class Distillation:
             raise InputError(
                 f'model.task = "{model.task}": expected classification, whose models read all tokens', key="model.task"
             )
-        return cls(data, dataclasses.replace(model, adaptation=AdaptationSpec("full")), spec)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Nested tables; ``from_dict`` is the inverse."""
-        return {"data": plain(self.data), "model": plain(self.model), "distil": plain(self.spec)}

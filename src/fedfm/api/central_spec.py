@@ -1,0 +1,123 @@
+"""Tables of a training in one place, which `fedfm pretrain` and `fedfm distil` share: [data], [model] and their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+from fedfm.config.faults import read_all
+from fedfm.config.toml import build, plain, read, refuse_unknown
+from fedfm.core.fields import check
+from fedfm.data.spec import IN_MEMORY, DataSpec, PartitionSpec
+from fedfm.data.spec import check as check_data
+from fedfm.errors import InputError
+from fedfm.models.spec import AdaptationSpec, ModelSpec
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class CentralTraining(Generic[S]):
+    """Everything that defines a training in one place, with every default filled in.
+
+    Attributes:
+        section: name of its own table, and of its command.
+        noun: what messages and the folder's state call it.
+        settings: class of its own table.
+    """
+
+    section: ClassVar[str]
+    noun: ClassVar[str]
+    settings: ClassVar[type]
+
+    data: DataSpec
+    model: ModelSpec
+    spec: S
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Self:
+        """Read a TOML file.
+
+        Raises:
+            InputError: as :meth:`from_dict`, with the file's name.
+        """
+        takes = f"`fedfm {cls.section} exp.toml` takes [data], [model] and [{cls.section}] in TOML"
+        table = read(path, overrides or {}, takes)
+        return read_all(path, table, cls.from_dict, _alone(cls.settings, cls.section))
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> Self:
+        """Build from nested tables as TOML gives them.
+
+        Raises:
+            InputError: with the key, what it is, and what would be right.
+        """
+        refuse_unknown(table, {"data", "model", cls.section}, "")
+        for section in ("data", "model"):
+            if section not in table:
+                raise InputError(
+                    f"[{section}] is missing; a {cls.noun} has [data], [model] and [{cls.section}]", key=section
+                )
+        data = build(DataSpec, table["data"], "data")
+        model = build(ModelSpec, table["model"], "model")
+        spec = build(cls.settings, table.get(cls.section, {}), cls.section)
+        _check_central(data, model, cls.noun)
+        check(spec, cls.section)
+        cls.refuse(model, spec)
+        return cls(data, dataclasses.replace(model, adaptation=AdaptationSpec("full")), spec)
+
+    @classmethod
+    def refuse(cls, model: ModelSpec, spec: S) -> None:
+        """Raise an InputError for settings that do not go together in this training."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested tables; ``from_dict`` is the inverse."""
+        return {"data": plain(self.data), "model": plain(self.model), self.section: plain(self.spec)}
+
+
+def _alone(cls: type, section: str) -> tuple[Callable[[Mapping[str, Any]], None], ...]:
+    """Readers of the single tables of a training in one place, whose own table has the class ``cls``."""
+
+    def tables(found: Mapping[str, Any]) -> None:
+        refuse_unknown(found, {"data", "model", section}, "")
+
+    def check_one(name: str, kind: type, found: Mapping[str, Any]) -> None:
+        if name in found:
+            spec = build(kind, found[name], name)
+            if isinstance(spec, DataSpec):
+                check_data(spec)
+            else:
+                check(spec, name)
+
+    kinds = {"data": DataSpec, "model": ModelSpec, section: cls}
+    return tables, *(partial(check_one, name, kind) for name, kind in kinds.items())
+
+
+def _check_central(data: DataSpec, model: ModelSpec, noun: str) -> None:
+    """Check the tables of a training in one place, which the messages call ``noun``.
+
+    Raises:
+        InputError: a value is out of bounds, or only experiments with clients know the key.
+    """
+    check_data(data)
+    check(model, "model")
+    for key, default in (("partition", PartitionSpec()), ("val_fraction", 0.0)):
+        if getattr(data, key) != default:
+            raise InputError(
+                f"data.{key}: {noun} has all rows in one place and chooses nothing; drop it", key=f"data.{key}"
+            )
+    if data.augment:
+        raise InputError(f"data.augment: {noun} does not take it; drop it", key="data.augment")
+    if IN_MEMORY in (model.name, data.name):
+        raise InputError(
+            f'"{IN_MEMORY}": {noun} reads its rows and makes its model; expected names or paths', key="data.name"
+        )
+    if model.adaptation is not None and model.adaptation.name != "full":
+        raise InputError(
+            f'model.adaptation.name = "{model.adaptation.name}": {noun} trains all parameters; drop it',
+            key="model.adaptation.name",
+        )

@@ -1,0 +1,124 @@
+"""Training in one place, into the folder of a model: the steps that pretraining and distillation share.
+
+A killed training resumes with the same bits: an epoch's order of rows follows from the seed, and every epoch ends with
+a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from fedfm import seeds
+from fedfm.api.central_spec import CentralTraining
+from fedfm.api.model_folder import ModelFolder, claim
+from fedfm.data.table import Table, fingerprint
+from fedfm.errors import RunError
+from fedfm.linalg.threads import torch_threads
+from fedfm.models.model import Model
+from fedfm.runtime.progress import EpochProgress
+from fedfm.training.loop import Flat
+from fedfm.training.update_rules import Rule
+
+C = TypeVar("C", bound=CentralTraining[Any])
+
+
+class CentralWork(Generic[C]):
+    """One training in its folder.
+
+    Attributes:
+        kind: class of its tables.
+        about: the JSON file that says how the model was made.
+        temporary: folders that the finished model does not keep.
+    """
+
+    kind: type[C]
+    about: str
+    temporary: tuple[str, ...]
+
+    def __init__(self, place: ModelFolder, what: C, watcher: EpochProgress) -> None:
+        self.place, self.what, self.folder, self.state = place, what, place.folder, place.state
+        self.watcher, self.began = watcher, time.perf_counter()
+
+    @classmethod
+    def make(
+        cls, what: str | Path | Mapping[str, Any] | C, out: str | Path, watcher: EpochProgress | None
+    ) -> dict[str, Any]:
+        """Train in the folder ``out`` from the newest undamaged checkpoint to the end; the result of a finished one.
+
+        Args:
+            what: a TOML file, nested tables, or what they say.
+
+        Raises:
+            InputError: tables, data or model are wrong, or the folder holds something else.
+            RunError: the loss is NaN or infinite.
+        """
+        if not isinstance(what, cls.kind):
+            what = cls.kind.from_dict(what) if isinstance(what, Mapping) else cls.kind.load(what)  # type: ignore[arg-type]
+        watcher = watcher or EpochProgress()
+        own = (cls.about, *cls.temporary, "export")
+        with claim(Path(out), cls.about, cls.kind.noun, what.to_dict(), what.spec.threads, own) as place:
+            try:
+                if place.state["result"] is not None:
+                    return dict(place.state["result"])
+                with torch_threads(place.state["threads"]):  # one model trains, so all cores are its own
+                    return cls(place, what, watcher).run()
+            finally:
+                watcher.finished()
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end, write the model's files, and return the result."""
+        raise NotImplementedError
+
+    def same(self, table: Table, model: Model) -> None:
+        """Refuse to resume on other rows or from another model."""
+        self.place.same("data", fingerprint(table))
+        self.place.same("model", model.fingerprint)
+
+    def restore(self, model: Model, rule: Rule) -> int:
+        """The number of finished epochs; the seconds that they took count."""
+        done = self.place.restore(model, rule)
+        self.began -= self.state["history"][-1]["seconds"] if done else 0.0
+        return done
+
+    def epoch(
+        self, epoch: int, n: int, batch_size: int, model: Model, flat: Flat, rule: Rule,
+        loss: Callable[[Any, int], Any], cure: str,
+    ) -> float:  # fmt: skip
+        """Train one epoch of n rows; returns the mean loss.
+
+        Args:
+            loss: of the rows with these indices, in this step of the epoch; it may set the rate of ``rule``.
+            cure: what helps where the loss is no number.
+
+        Raises:
+            RunError: the loss is NaN or infinite.
+        """
+        order, total = seeds.generator(self.what.spec.seed, self.what.section, epoch).permutation(n), 0.0
+        model.train_mode()
+        for step, start in enumerate(range(0, n, batch_size)):
+            index = order[start : start + batch_size]
+            found = loss(index, step)
+            found.backward()
+            rule.step(flat.p, flat.g)
+            flat.g.zero_()
+            total += float(found.detach()) * len(index)
+            self.watcher.step()
+        model.eval_mode()
+        if not math.isfinite(total):
+            raise RunError(f"epoch {epoch}: the loss is no longer a number; {cure}")
+        return total / n
+
+    def commit(self, line: dict[str, Any], model: Model, rule: Rule) -> None:
+        """Keep an epoch's state and its line, with the seconds since the training began."""
+        line["seconds"] = round(time.perf_counter() - self.began, 3)
+        self.state["history"].append(line)
+        self.place.commit(line["epoch"], model, rule)
+        self.watcher.epoch(line)
+
+    def close(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Move the model's files to their place and write the result."""
+        return self.place.close(result, (*self.temporary, "export"))
