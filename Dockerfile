@@ -1,4 +1,4 @@
-# fedfm for a server's or a silo's machine: docker build --tag fedfm:0.1.0 .
+# fedfm for a server's or a silo's machine: docker build --tag fedfm:0.2.0 .
 # CUDA: --build-arg TORCH=https://download.pytorch.org/whl/cu128
 FROM python:3.11-slim
 ARG TORCH=https://download.pytorch.org/whl/cpu
