@@ -87,7 +87,7 @@ def experiment(folder, method=None, **tables):
         ({"foundation": ""}, {}, "method.foundation is missing"),
         ({"labels": "loss_only"}, {}, 'belongs to protocol = "permuted"'),
         ({"labels": "loss_only", "protocol": "permuted"}, {}, "no gradient"),
-        ({"released": "tokens", "protocol": "permuted"}, {}, "sends them whole"),
+        ({"released": "tokens", "protocol": "permuted"}, {}, "sends all of them"),
         (
             {"labels": "loss_only", "protocol": "permuted", "encryption": "ckks", "rounds": 0},
             {},

@@ -154,7 +154,7 @@ def test_what_the_holder_refuses():
     with pytest.raises(ClientFault, match="unknown kind"):
         HOLDER.labels_of(message, SAMPLES, CLASSES)
     run = Run()
-    with pytest.raises(ClientFault, match="something else"):  # ones everywhere are no labels
+    with pytest.raises(ClientFault, match="not one-hot"):  # ones everywhere are no labels
         HOLDER.labels_of(
             run.owner.permute(2, encrypted(run, np.ones((SAMPLES, TOKENS, 2))), ORDERS[0]), SAMPLES, CLASSES
         )

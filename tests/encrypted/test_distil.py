@@ -235,7 +235,7 @@ def test_class_tokens_get_the_variance_of_patches(tmp_path, kind):
 def test_a_model_with_class_tokens_is_distilled_and_loads(tmp_path, kind):
     x = make_twin(kind, tmp_path)
     model = full(tmp_path)
-    assert conversion.is_twin(model.module)
+    assert conversion.is_polynomial_student(model.module)
     with torch.no_grad():
         assert model.logits({"pixel_values": x}).isfinite().all()
         assert conversion.block_states(model.module, x).shape == (32, 2, {"vit": 5, "deit": 6}[kind], 8)
@@ -273,7 +273,7 @@ def test_a_bert_is_distilled_and_loads(tmp_path):
     finish(d, lambda: [rows], 0.0)
     save(d.student.model, tmp_path / "twin", new_head=True)
     again = load(tmp_path / "twin")
-    assert conversion.is_twin(again.module)
+    assert conversion.is_polynomial_student(again.module)
     with torch.no_grad():
         got = again.module.base_model(input_ids=ids, attention_mask=rows["attention_mask"]).last_hidden_state
     assert got.isfinite().all()

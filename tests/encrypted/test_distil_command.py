@@ -103,7 +103,7 @@ def test_the_folder_is_a_twin(whole):
     assert abs(result["accuracy"] - result["teacher_accuracy"]) < 0.3
     assert result["distance"] < 0.5
     model = load_model(ModelSpec(str(folder), adaptation=AdaptationSpec("full")), classes=("x", "y"), kind="image")
-    assert conversion.is_twin(model.module)
+    assert conversion.is_polynomial_student(model.module)
     assert model.new == ("classifier",)
     assert model.params()["classifier.weight"].shape == (2, 8)
 
@@ -224,5 +224,5 @@ def test_a_twin_that_no_rotation_takes_is_refused_with_what_makes_one(tmp_path, 
     pictures(tmp_path, n=40)
     tiny("vit", tmp_path / "vit", size, head=True)
     tables = {"data": {"path": str(tmp_path / "pictures.npz")}, "model": {"name": str(tmp_path / "vit")}}
-    with pytest.raises(InputError, match=f"power of two; make the twin with {cure}$"):
+    with pytest.raises(InputError, match=f"power of two; distil with {cure}$"):
         distil({**tables, "distil": {"epochs": [1, 1, 1], "threads": 1}}, tmp_path / "twin")

@@ -168,7 +168,7 @@ def test_what_spreads_too_far_is_refused():
 def test_a_folder_loads_with_every_adaptation(twin, adaptation):
     folder, x = twin
     model = load(folder, adaptation)
-    assert conversion.is_twin(model.module)
+    assert conversion.is_polynomial_student(model.module)
     assert len(derived_modules.violations(model.module)) == 8
     with torch.no_grad():
         out = model.logits({"pixel_values": x})
@@ -193,7 +193,7 @@ def test_saved_and_loaded_again_it_gives_the_same_bits(twin, tmp_path):
     with torch.no_grad():
         assert torch.equal(model.logits({"pixel_values": x}), again.logits({"pixel_values": x}))
     module, _, _ = as_saved(str(tmp_path / "again"), model.module)
-    assert conversion.is_twin(module)
+    assert conversion.is_polynomial_student(module)
     assert len(derived_modules.violations(module)) == 8
 
 

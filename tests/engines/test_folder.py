@@ -171,7 +171,7 @@ def test_a_late_silo_is_left_out_and_comes_back(carried, monkeypatch):
     result = fedfm.run(tables, carried.root / "run", progress=heard)
     assert {(e["round"], e["client"], e["code"]) for e in result["excluded"]} == {(1, "south", "E_TIMEOUT")}
     assert any(
-        line.startswith("waiting for 1 of 2 silos: south (last heard less than a minute") for line in heard.lines
+        line.startswith("waiting for 1 of 2 silos: south (last reply less than a minute") for line in heard.lines
     )
     trained = [line["round"] for line in carried.left("south") if line["handler"].startswith("train.")]
     assert trained == [2]  # the request of round 1 was withdrawn

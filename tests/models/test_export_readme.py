@@ -21,7 +21,7 @@ from tiny_models import CLASSES, images, load, prose, save, save_tokenizer, sent
 
 import tiny_clip
 from fedfm.api.model_card import how_to_load
-from fedfm.encrypted.student.conversion import is_twin
+from fedfm.encrypted.student.conversion import is_polynomial_student
 from fedfm.models.architectures.pooled_encoder import POOLER
 from fedfm.models.dual_encoder import DualModel
 from fedfm.models.export import export, merged
@@ -170,13 +170,15 @@ def test_the_code_loads_what_was_exported(tmp_path, folder, tmp_path_factory):
     cases = []
     (tmp_path / "moved").mkdir()
     for name, (model, to) in made(tmp_path, folder).items():
-        w = model.params() if is_twin(model.module) else trained(model)  # polynomials bear no other weights
+        w = (
+            model.params() if is_polynomial_student(model.module) else trained(model)
+        )  # polynomials bear no other weights
         export(model, w, to, tmp_path / "out" / name)
         lines = how_to_load(model, to, tmp_path / "out" / name)
         code = re.findall(r"```python\n(.*?)```", "\n".join(lines), re.DOTALL)
         cases.append({"name": name, "code": "\n".join(code), "softmax": isinstance(model, DualModel)})
         # Only what is neither of torch nor of transformers needs fedfm: a twin, and the ResNet before activation.
-        assert "fedfm" not in cases[-1]["code"] or is_twin(model.module) or name.startswith("resnet")
+        assert "fedfm" not in cases[-1]["code"] or is_polynomial_student(model.module) or name.startswith("resnet")
         if to != "torch" or name.removesuffix(" torch") in (*ENCODERS, "features"):
             batch, outputs = asked(model, w)
             tensors = {k: v.contiguous() for k, v in batch.items()} | {"expected": outputs.contiguous()}

@@ -37,11 +37,11 @@ RINGS = {"fast": 8192, "slow": 16384}  # degrees, by the network
 
 @dataclass(frozen=True)
 class Carried:
-    """What the server carries.
+    """State between rounds.
 
     Attributes:
         w: (theta, eta), adapters and head.
-        figures: of the encrypted passes, for the result.
+        figures: of the encrypted forward pass, for the result.
     """
 
     w: Params
@@ -50,7 +50,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class BlindFed(HiddenModel, Planned, Method[Carried]):
-    """Every row passes the server's frozen model once, encrypted; then FedAvg of adapters on the released states.
+    """One encrypted forward pass of every row through the server's frozen model; then FedAvg on its outputs.
 
     "masked" is ours: the client gets the released states of its rows in the clear and keeps its labels. "permuted" is
     the paper's: it gets the states of all tokens in secret orders, and labels leave, encrypted; these orders leak
@@ -126,7 +126,7 @@ class BlindFed(HiddenModel, Planned, Method[Carried]):
         return Carried(w, figures)
 
     def run_forward_pass(self, fed: Federation) -> dict[str, float]:
-        """Steps 1 to 4 of the protocol, once: all rows of all clients pass the model."""
+        """Steps 1 to 4 of the protocol, once: the encrypted forward pass of all rows of all clients."""
         if self.encryption == "clear":
             return permuted_clear.run(self, fed) if self.protocol == "permuted" else clear.run(self, fed)
         from fedfm.encrypted.protocol import masked  # need TenSEAL
@@ -200,7 +200,7 @@ class BlindFed(HiddenModel, Planned, Method[Carried]):
 
     @cached_property
     def client_half(self) -> ClientHalf:
-        """What this process knows of its clients' released states."""
+        """The client half of the protocol, for all clients of this process."""
         return ClientHalf(self.protocol, self.encryption)
 
     # --- what it needs and promises -----------------------------------------------------------------------------------
@@ -240,9 +240,9 @@ class BlindFed(HiddenModel, Planned, Method[Carried]):
         from fedfm.encrypted.protocol import masked
         from fedfm.encrypted.protocol import permuted as permuted_passes
 
-        twin = foundation_check.check(model, self.foundation)
+        student = foundation_check.check(model, self.foundation)
         alone = permuted_passes.in_one_place if self.protocol == "permuted" else masked.in_one_place
-        return alone(twin, rows, self.ring)
+        return alone(student, rows, self.ring)
 
     def model_table(self) -> dict[str, Any]:
         adapt = {"name": "side_adapter", "rank": self.rank, "released": self.released, "projection": self.projection}
@@ -257,13 +257,13 @@ class BlindFed(HiddenModel, Planned, Method[Carried]):
             seal.ring_of(Parameters())  # says so if the extra is missing
 
     def plan(self, model: Model, rows: Sequence[Sequence[int]]) -> Any:
-        twin = foundation_check.check(model, self.foundation)  # a simulation refuses what encryption would
+        student = foundation_check.check(model, self.foundation)  # a simulation refuses what encryption would
         if self.encryption == "clear":
             return None
         from fedfm.encrypted.inference import cost_estimate
         from fedfm.encrypted.inference.messages import parameters_of
 
-        matrices = fold(twin.owned[0].module)
+        matrices = fold(student.owned[0].module)
         parameters = parameters_of(self.ring)
         if self.protocol == "permuted":
             return cost_estimate.plan(matrices, rows, self.released, permuted=len(model.classes), parameters=parameters)
@@ -295,7 +295,7 @@ class BlindFed(HiddenModel, Planned, Method[Carried]):
             return
         if self.released == "tokens":
             raise InputError(
-                'method.released = "tokens" hides tokens by a projection, and protocol = "permuted" sends them whole: '
+                'method.released = "tokens" hides tokens by a projection, and protocol = "permuted" sends all of them: '
                 'expected "class" or "grid"',
                 key="method.released",
             )

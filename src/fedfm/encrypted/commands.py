@@ -25,7 +25,7 @@ def distil(args: Any) -> int:
     result = continuing(args, ABOUT, lambda: distil(what, args.out, watcher=Epochs()))
     if not result.get("outside", 0.0) <= MOST_OUTSIDE:
         text = f"{result['outside']:.2%} of the arguments are outside their intervals, over {MOST_OUTSIDE:.1%}"
-        tell(f"fedfm: {text}: a double-blind run refuses this twin; distil it longer", sys.stderr)
+        tell(f"fedfm: {text}: a double-blind run refuses this student; distil it longer", sys.stderr)
     return say(args, result, table(result))
 
 
@@ -37,10 +37,10 @@ def predict_remote(path: Path, file: Path, progress: Any) -> dict[str, Any]:
 
 
 _DISTIL_EXAMPLES = """examples:
-  fedfm distil twin.toml --out twin                    teacher and twin on held-out rows, intervals, depth of each block
-  fedfm distil twin.toml --out twin                    the same command again continues after a kill, with the same bits
-  fedfm run exp.toml --set model.name=twin             the twin is a model as any other, with every adaptation
-  fedfm run exp.toml --set method.foundation=twin      blindfed computes it on encrypted rows
+  fedfm distil student.toml --out student              compares teacher and student on held-out rows, block by block
+  fedfm distil student.toml --out student              the same command again continues after a kill, with the same bits
+  fedfm run exp.toml --set model.name=student          the student is a model as any other, with every adaptation
+  fedfm run exp.toml --set method.foundation=student   blindfed computes it on encrypted rows
 
 a distillation:
   [data]
@@ -50,20 +50,20 @@ a distillation:
   [distil]
   epochs = [3, 15, 15]                                 # exact functions but tame; then polynomials: states, outputs
 
-A twin has polynomials in place of softmax, LayerNorm and GELU. Scores, variances and row sums have to stay in intervals
-where a polynomial of low degree is near enough: the first stage sees to it, and too wide an interval is refused. The
-folder holds config.json with the polynomials and their intervals, model.safetensors, the image processor or tokenizer,
-and distil.json, which says how it was made. A head that is new for these classes is not kept.
+A polynomial student has polynomials in place of softmax, LayerNorm and GELU. Its scores, variances and row sums have to
+stay in intervals where a polynomial of low degree is accurate: the first stage trains for that, and an interval that is
+too wide is refused. The folder holds config.json with the polynomials and their intervals, model.safetensors, the image
+processor or tokenizer, and distil.json, which says how it was made. A head that is new for these classes is not kept.
 
-Of a model.name that is a twin already, epochs = [0, 0, 0] measures the intervals again on the rows of [data], and
-trains nothing: for rows of another kind than the twin was made of.
+If model.name is a polynomial student already, epochs = [0, 0, 0] trains nothing: it measures the intervals again on the
+rows of [data]. That is for rows of another kind than those of the distillation.
 """
 
 COMMANDS = (
     Command(
         "distil",
         distil,
-        "make a model's twin for encrypted rows, as a folder",
+        "make a model's polynomial student for encrypted rows, as a folder",
         _DISTIL_EXAMPLES,
         partial(training_arguments, table="distil"),
         json=True,

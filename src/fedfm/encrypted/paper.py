@@ -14,7 +14,7 @@ SETTINGS = {
     "method.protocol": Paper("permuted", "its relative orders tell a client which states belong together"),
     "method.labels": Paper("loss_only", "a mean loss alone has no gradient, so that nothing can be trained with it"),
     "method.released": Paper("all tokens", "each state that a client sees helps it to train a substitute of the model"),
-    "distil.epochs": Paper((0, 15, 15), "a tame stage comes first; without it the twin of a usual ViT gives NaN"),
+    "distil.epochs": Paper((0, 15, 15), "a tame stage comes first; without it the student of a usual ViT gives NaN"),
     "distil.learning_rates": Paper(
         "0.0001 and 0.00001 of the stages states and outputs", "models of a million parameters learn faster"
     ),

@@ -127,7 +127,7 @@ a silo's file, in the folder of its rows:
   data = "rows.csv"
   label = "diagnosis"                                  columns: text, image, label, label_name, split, ...
   classes = ["benign", "malignant"]                    as the federation agreed [those of the rows]
-  models = ["/srv/models/bert-small"]                  that experiments may name, beside the built-in ones
+  models = ["/srv/models/bert-small"]                  that experiments may name, besides the built-in ones
   methods = ["my_methods:Cautious"]                    the same for code that is not fedfm's
   downloads = false                                    true: hub ids in models are downloaded
   allow = ["mean", "scores"]                           what it exposes: mean, reply, scores, reveal; []: nothing

@@ -173,7 +173,7 @@ def free_ports(count: int, avoid: Sequence[int] = ()) -> list[int]:
 
 
 def _write(kit: Kit, out: Path, files: dict[str, str]) -> None:
-    """The files of a kit; ``kit.json`` comes last, so that a kit that has it is whole."""
+    """The files of a kit; ``kit.json`` comes last, so that a kit that has it is complete."""
     (kit.folder / "ca.crt").write_bytes((out / AUTHORITY / "ca.crt").read_bytes())
     for name, text in files.items():
         path = kit.folder / name

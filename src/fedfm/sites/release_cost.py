@@ -59,7 +59,7 @@ class ReleaseCosts:
         return NOTHING if kind == "aggregate" and self._hidden else UNBOUNDED
 
     def epsilon(self, delta: float) -> float:
-        """What the whole experiment spends."""
+        """What the complete experiment spends."""
         one = self.release
         return epsilon_of([Releases(one.noise_multiplier, one.times * self._times, one.rate)], delta)
 

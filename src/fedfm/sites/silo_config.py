@@ -99,7 +99,7 @@ class _File:
     require: Requirements = setting(Requirements, "what every experiment must promise")
     budget: Budget = setting(Budget, "what the silo gives in its lifetime, over all runs")
     predict: str = setting("", "rows to predict, without labels, for runs that predict; relative to this file")
-    ledger: str = setting("", "the file that lists what left [beside this file, with the suffix .ledger.jsonl]")
+    ledger: str = setting("", "the file that lists what left [next to this file, with the suffix .ledger.jsonl]")
     identity: str = setting("", "the file of the key that signs for the silo under secagg [a key of each run]")
     roster: str = setting("", "a TOML or JSON file with public keys by silo, agreed without the server [first use]")
     server: str = setting(

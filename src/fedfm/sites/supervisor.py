@@ -44,7 +44,7 @@ def start(folder: Path, tell: Callable[[str], None], stop: Callable[[], bool] | 
         stop: asked now and then; True ends it. By default the two signals do.
 
     Raises:
-        InputError: the kit is not whole, or another process runs it.
+        InputError: the kit is incomplete, or another process runs it.
     """
     kit = load(folder.resolve())
     _check(kit)
@@ -59,7 +59,7 @@ def _check(kit: Kit) -> None:
         path = kit.folder / name
         if not path.is_file():
             new = "; `fedfm provision` with the same file adds it to the kit" if name == OPERATOR else ""
-            raise InputError(f"{path} is missing: the kit is not whole; copy it again{new}")
+            raise InputError(f"{path} is missing: the kit is incomplete; copy it again{new}")
         if path.suffix in (".key", ".secret") and path.stat().st_mode & 0o077:
             raise InputError(f"{path} is open to other users; chmod 600")
     if kit.serves:
@@ -275,7 +275,7 @@ class _Supervisor:
             RunError: it does not answer.
         """
         with tempfile.TemporaryDirectory() as folder:
-            authority = Path(folder) / "ca.crt"  # and no secret beside it
+            authority = Path(folder) / "ca.crt"  # and no secret next to it
             authority.write_bytes((self._kit.folder / "ca.crt").read_bytes())
             with contextlib.closing(Control(self._kit.local, authority)) as stranger:
                 try:

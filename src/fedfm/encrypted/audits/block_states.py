@@ -72,13 +72,13 @@ def of_photographs(population: Partitioned, seed: int, count: int = OTHERS) -> S
     """Squares cut from two photographs, of a flower and of a temple, that come with scikit-learn: no client's rows."""
     rng = seeds.generator(seed, "audit", "photographs")
     files = [scikit_file(f"datasets/images/{name}.jpg") for name in ("china", "flower")]
-    pictures = [np.asarray(Image.open(file)) for file in files]
+    photographs = [np.asarray(Image.open(file)) for file in files]
     cut = []
     for _ in range(count):
-        whole = pictures[rng.integers(len(pictures))]
+        photograph = photographs[rng.integers(len(photographs))]
         side = int(rng.integers(48, 200))
-        y, x = (int(rng.integers(size - side)) for size in whole.shape[:2])
-        cut.append(np.asarray(Image.fromarray(whole[y : y + side, x : x + side]).resize((64, 64))))
+        y, x = (int(rng.integers(size - side)) for size in photograph.shape[:2])
+        cut.append(np.asarray(Image.fromarray(photograph[y : y + side, x : x + side]).resize((64, 64))))
     classes = population.federated.table.classes
     table = Table("image", np.stack(cut), None, classes, np.full(count, "test"))
     return _states(population, table, np.arange(count))

@@ -1,4 +1,4 @@
-"""An encrypted run beside the clear: the error of each block and of the logits, and what the two sides refuse."""
+"""Encryption compared with the clear: the error of each block and of the logits, and what both sides refuse."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EncryptedError(Audit):
 
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False
-    by_default: ClassVar[bool] = False  # a batch passes the whole model
+    by_default: ClassVar[bool] = False  # a batch runs through the complete model
     takes: ClassVar[float] = 120.0
 
     def unfit(self, run: Run) -> str | None:

@@ -1,7 +1,7 @@
 """A substitute of a model whose states are seen: blocks fitted to pairs of states, or a student of the last ones.
 
 BlindFed's clients (arXiv:2502.01289) hold the states of their rows. With the states of all tokens before and after a
-block they fit that block. With the released states alone they train a whole student from pixels.
+block they fit that block. With the released states alone they train a complete student from pixels.
 """
 
 from __future__ import annotations

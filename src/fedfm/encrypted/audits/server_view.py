@@ -13,7 +13,7 @@ from fedfm.runtime import logs
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Did the server get anything of the clients' rows but ciphertexts and hidden sums?"
-SMALL = 10_000  # bytes: numbers of rows, figures of scores; a picture of 32 x 32 has 3,072
+SMALL = 10_000  # bytes: numbers of rows, figures of scores; an image of 32 x 32 has 3,072
 HIDDEN = ("encrypted", "masked")
 
 

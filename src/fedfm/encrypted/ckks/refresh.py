@@ -1,4 +1,4 @@
-"""Refresh: the client renews ciphertexts whose levels are spent, without seeing what is in them.
+"""Refresh: the client renews ciphertexts that have no level left, without learning their content.
 
 The server adds to the encrypted polynomial v, whose coefficients are whole numbers, a mask r of whole numbers. The
 client decrypts v + r, keeps the whole numbers as they are, and encrypts them with all primes. The server subtracts r.
@@ -34,7 +34,7 @@ from fedfm.privacy.crypto import keys
 MOST = 2.0**-40  # statistical distance of all that one client decrypts in a run
 # Stands wherever the figure does: nobody sees the slots of a ciphertext, so no code can make it hold.
 HOLDS_WHILE = "as long as every value stays within the intervals of the model's polynomials"
-_AT_A_TIME = 64  # ciphertexts: their masks stay small beside the ciphertexts
+_AT_A_TIME = 64  # ciphertexts: their masks take little memory compared with the ciphertexts
 
 
 def mask_bits(parameters: Parameters, limbs: int, scale: float, bound: float) -> int:

@@ -28,7 +28,7 @@ from fedfm.privacy.crypto import keys
 
 _SIZE_AT, _DATA_AT = 13 * 8, 14 * 8  # of a ciphertext's numbers, in SEAL 4.1's object
 _MAGIC, _HEADER = 0xA15E, "<HBBBBHQ"  # of SEAL's streams: mark, header's size, version (2), compression, 0, length
-_AT_A_TIME = 64  # ciphertexts: what makes them stays small beside them
+_AT_A_TIME = 64  # ciphertexts: the temporary arrays take little memory compared with them
 _KEYS = "<4sQQQ"  # mark, sizes of the public, relinearisation and Galois keys
 
 
@@ -208,7 +208,7 @@ class ServerKeys:
         out = np.empty((len(x), 2, limbs, self.parameters.degree), np.int64)
         target, residues = self._library.empty(), x.residues
         for i in range(len(x)):
-            # The scale that SEAL sees only has to fit the modulus; ours is kept beside.
+            # The scale that SEAL sees only has to fit the modulus; ours is kept in Ciphertexts.
             apply(self._library.write(residues[i], 2.0), target)
             out[i] = self._library.read(target)
         return Ciphertexts(out.view(np.uint64), scale, self)

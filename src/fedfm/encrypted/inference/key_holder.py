@@ -1,4 +1,4 @@
-"""Encrypted inference, the half of whoever has the rows: makes all keys, encrypts, renews, opens what is released."""
+"""Encrypted inference, the key holder's half: it has the rows, makes all keys, encrypts, refreshes and decrypts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OutOfRange(ClientFault):
 
 
 class KeyHolder:
-    """The half of whoever has the rows: makes all keys, encrypts, renews, decrypts what is released.
+    """The side with the rows: makes all keys, encrypts, refreshes, decrypts the released states.
 
     It may hold several sessions at once; a message finds its own by the name in its header. A process that has lost
     its sessions answers with a ``ClientFault``, and the owner begins another.
@@ -56,7 +56,7 @@ class KeyHolder:
         """The inverse of :meth:`to_bytes`.
 
         Raises:
-            ClientFault, InputError: these bytes are none.
+            ClientFault, InputError: these bytes are no saved key holder.
         """
         parameters, tokens, secret = messages.parse_header(messages.SECRET, data)
         return cls(tokens, parameters, secret)
@@ -117,7 +117,7 @@ class KeyHolder:
 
         Raises:
             ClientFault: the message is not the next one of an open session.
-            OutOfRange: the first block's states of all rows are: the keys are not those of this holder.
+            OutOfRange: all rows of the first block are out of range: the keys are not those of this key holder.
         """
         tokens = self.layout.tokens
         channel = self._channel(session_of(message))
@@ -140,10 +140,10 @@ class KeyHolder:
 def zero_out_of_range(states: NDArray[np.float64], largest: float, block: int) -> NDArray[np.float64]:
     """States (samples, P, width), zeros for rows that are not finite or larger than the model's.
 
-    An argument of theirs left its interval, or the computation of their batch has overflowed.
+    An argument of such a row left its interval, or its batch has overflowed.
 
     Raises:
-        OutOfRange: that are all rows of the first block: the keys are not those of this holder, or it has overflowed.
+        OutOfRange: this concerns all rows of the first block: the keys are others, or the batch has overflowed.
     """
     worst = np.abs(states).max(axis=(1, 2))
     bad = np.flatnonzero(~(worst <= largest))

@@ -1,4 +1,4 @@
-"""What holder and owner agree on beforehand: parameters by number, primes of a message, notes, checkpoints."""
+"""Constants of key holder and model owner: parameter sets, primes of a message, notes, checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RELEASE_LIMBS = 2  # primes with which released states are picked; the message h
 SECRET, PUBLIC = b"FFHS", b"FFHP"  # what keys begin with
 _OPENING = struct.Struct("<4sBI")  # mark, number of the parameters, tokens
 NOTE = struct.Struct("<BHHd")  # kind, block, features, largest magnitude
-TURNED, LABELS = 16, 17  # kinds of notes of the "permuted" protocol, beside those of released states
+PERMUTED_STATES, LABELS = 16, 17  # kinds of notes of the "permuted" protocol, in addition to those of released states
 _CHECKPOINT = struct.Struct("<4sBHIBd")  # mark, parameters, blocks, count, primes, scale
 
 
@@ -49,7 +49,7 @@ def rows_limbs(parameters: Parameters) -> int:
 
 
 def make_header(mark: bytes, parameters: Parameters, tokens: int) -> bytes:
-    """What keys begin with."""
+    """The header of serialised keys."""
     return _OPENING.pack(mark, number_of(parameters), tokens)
 
 

@@ -1,16 +1,16 @@
-"""The two halves of encrypted inference: the holder of the rows, and the owner of the model. No engine, no federation.
+"""Encrypted inference between a key holder, who has the rows, and a model owner. No engine, no federation.
 
-*Protocol* (masked): the holder sends encrypted rows; the owner computes block after block, asks the holder to refresh
-masked ciphertexts, and sends the released states of every block. Rows and secret key stay with the holder, weights
-with the owner. Both semi-honest.
+*Protocol* (masked): the key holder sends encrypted rows. The model owner computes block after block, asks the holder to
+refresh masked ciphertexts, and sends the released states of every block. Rows and secret key stay with the holder,
+weights with the owner. Both semi-honest.
 
 *What leaves the owner*: masked ciphertexts (:mod:`~fedfm.encrypted.ckks.refresh`, with a statistical distance that the
-ledger adds up), and released states. To a released ciphertext an encryption of zero under the holder's public key is
-added, and uniform noise on every coefficient. The encryption of zero hides the second polynomial, which would else give
-a linear layer's weights exactly, under ring learning with errors. The noise gives **no** useful statistical distance:
-precision of 1e-3 allows noise of 2^-14 a slot (rms), about as much as the computation has itself, where a distance of
-2^-40 would need 2^40 times that. So a holder sees the released numbers with the computation's rounding, which depends
-on the weights as the released numbers themselves do.
+ledger adds up), and released states. The owner adds to a released ciphertext an encryption of zero under the holder's
+public key, and uniform noise on every coefficient. The encryption of zero hides the second polynomial, which otherwise
+shows a linear layer's weights exactly; it relies on ring learning with errors. The noise gives **no** useful
+statistical distance: precision of 1e-3 allows noise of 2^-14 a slot (rms), about as much as the computation has itself,
+where a distance of 2^-40 would need 2^40 times that. So a holder sees the released numbers with the computation's
+rounding, which depends on the weights as the released numbers themselves do.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FLOOD = 2.0**-14  # rms of the noise in a released slot
 
 
 class ModelOwner:
-    """The half of whoever has the model, for one session with one holder.
+    """The side with the model, for one session with one key holder.
 
     Args:
         folded: the model.
@@ -108,7 +108,7 @@ class ModelOwner:
             save: keeps a checkpoint, after the states of its last block were sent.
 
         Raises:
-            ClientFault: the holder sent something else than what it was asked for.
+            ClientFault: the holder's answer does not fit the request.
             RunError: the run's statistical distance is spent.
         """
         self.link = self.keys.refresh = RemoteRefresh(self._masking, self._channel, exchange)

@@ -1,4 +1,4 @@
-"""Encrypted inference by the paper's protocol of BlindFed ("permuted"), the half of whoever has the rows."""
+"""Encrypted inference by the paper's protocol of BlindFed ("permuted"), the key holder's half."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class PermutedKeyHolder(KeyHolder):
 
         Raises:
             ClientFault: the message is not the next one of an open session.
-            OutOfRange: the first block's states of all rows are: the keys are not those of this holder.
+            OutOfRange: all rows of the first block are out of range: the keys are not those of this key holder.
         """
-        states, block, largest = self._decrypt(message, messages.TURNED, samples)
+        states, block, largest = self._decrypt(message, messages.PERMUTED_STATES, samples)
         return zero_out_of_range(states, largest, block)
 
     def encrypt_states(self, session: bytes, states: Numbers) -> bytes:
@@ -56,7 +56,7 @@ class PermutedKeyHolder(KeyHolder):
         ones = found.transpose(0, 2, 1).reshape(samples, -1)
         labels = ones.argmax(axis=1)
         if not (np.abs(ones - np.eye(ones.shape[1])[labels]) < _OFF).all() or labels.max() >= classes:
-            raise ClientFault(E_NORM, "encrypted labels came back as something else")
+            raise ClientFault(E_NORM, "the returned labels are not one-hot")
         return np.asarray(labels, np.int64)
 
     def _decrypt(self, message: bytes, kind: int, samples: int) -> tuple[NDArray[np.float64], int, float]:

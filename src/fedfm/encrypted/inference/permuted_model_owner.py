@@ -1,6 +1,6 @@
-"""Encrypted inference by the paper's protocol of BlindFed ("permuted"), the half of whoever has the model.
+"""Encrypted inference by the paper's protocol of BlindFed ("permuted"), the model owner's half.
 
-After block l the holder gets E(B_l) Pi_l: the states of all tokens, its samples in a secret order. It returns fresh
+After block l the key holder gets E(B_l) Pi_l: the states of all tokens, its samples in a secret order. It returns fresh
 encryptions of them in that order, with all primes, which takes the place of the refresh between two blocks. Blocks
 compute each sample by itself, so the owner goes on in the order Pi_l and brings the next states from there to
 Pi_{l+1}; nothing is ever undone. In the end the encrypted labels, which the holder sent in its own order, go back in
@@ -66,7 +66,7 @@ class PermutedModelOwner(ModelOwner):
             save: keeps a checkpoint, after every block but the last.
 
         Raises:
-            ClientFault: the holder sent something else than what it was asked for.
+            ClientFault: the holder's answer does not fit the request.
             RunError: the run's statistical distance is spent.
         """
         self.link = self.keys.refresh = RemoteRefresh(self._masking, self._channel, exchange)
@@ -97,7 +97,7 @@ class PermutedModelOwner(ModelOwner):
         factor = self._factor(x, largest * slot_permutation.TOGETHER)
         plains = masks(order, self.layout, RELEASE_LIMBS, factor, self.keys.ring)
         found = permute_samples(pair_features(x), len(order), self.layout, weighing(plains, factor, self.keys))
-        kind = messages.TURNED if states else messages.LABELS
+        kind = messages.PERMUTED_STATES if states else messages.LABELS
         return self._clean(self.keys.rescale(found), messages.NOTE.pack(kind, block, len(x), largest))
 
     def _receive_states(self, answer: bytes) -> Ciphertexts:

@@ -1,6 +1,6 @@
 """The "masked" protocol of BlindFed without encryption: the same messages, in which the server sees the rows.
 
-A simulation, of what the clients learn with and of how well: only the encrypted protocol hides rows.
+A simulation, of what the clients train on and how well: only the encrypted protocol hides rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NOTICE = 'encryption = "clear" is a simulation: the server saw all rows; only "c
 
 
 def run(method: BlindFed, fed: Federation) -> dict[str, float]:
-    """All rows pass the server's model: a batch of every client at a time."""
+    """Run the forward pass of all rows: a batch of every client at a time."""
     passing = ForwardPass.begin(fed, check(fed.model, method.foundation))
     fed.notice(NOTICE)
     passing.opened = fed.ask(method.open, told=passing.hello())
@@ -45,6 +45,6 @@ def run(method: BlindFed, fed: Federation) -> dict[str, float]:
         if count:
             fed.notice(
                 f"{count} of {rows_of(passing.opened[client])} rows of {client} left the intervals of the model's "
-                "polynomials: training goes without them, and test rows count as rows of which nothing is known"
+                "polynomials: training skips them, and as test rows they count with zeros as their states"
             )
     return {}

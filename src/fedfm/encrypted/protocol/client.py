@@ -1,7 +1,7 @@
-"""Client half of BlindFed's passes: rows as the server's model takes them, and the states that it released, on disk.
+"""Client half of BlindFed's encrypted forward pass: inputs for the server's model, and the released states on disk.
 
-What is kept is written when it comes, in the client's own store: a run that was killed goes on after the last batch
-and block, and every round trains on what came once.
+Released states are written to the client's own store when they arrive. So a killed run continues after the last batch
+and block, and every round trains on the same states.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SeenRows:
-    """A client's released states as rows; of all its rows of a part (n,), which have numbers (:mod:`.left_out`)."""
+    """A client's released states as rows, and by part the mask (n,) of :mod:`.out_of_range`."""
 
     data: ClientData
     whole: dict[str, Tensor]
@@ -53,7 +53,7 @@ class ClientHalf:
 
     # --- messages -----------------------------------------------------------------------------------------------------
     def open(self, client: Client, hello: Hello) -> Opened:
-        """Keep what was told; the numbers of rows.
+        """Store the server's hello; returns the numbers of rows.
 
         Raises:
             ClientFault: the server has no key although the experiment says that rows leave encrypted, or has one.
@@ -72,8 +72,8 @@ class ClientHalf:
         if session is not None and go_on:
             self.sessions.begin(client, session)
             return of_bytes(b"")
-        pictures, _ = self._batch(client, hello, batch)
-        pixels = preprocess(pictures, hello)
+        images, _ = self._batch(client, hello, batch)
+        pixels = preprocess(images, hello)
         if session is None and hello.key is None:
             return pixels
         if session is None or hello.key is None:
@@ -170,7 +170,7 @@ class ClientHalf:
         return replace(client, model=self._model(hello), data=self._views[key].data)
 
     def errors(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
-        """The largest difference of a released number from that in the clear; how many rows have no numbers."""
+        """The largest difference of a released number from that in the clear; how many rows overflowed."""
         most = 0.0
         whole = next(view.whole for view in self._views.values() if view.data is seen)
         for part in PARTS:
@@ -202,7 +202,7 @@ class ClientHalf:
         return SeenRows(ClientData(lambda: train, lambda: val, lambda: test), whole)
 
     def _batch(self, client: Client, hello: Hello, batch: int) -> tuple[list[Any], Tensor]:
-        """Pictures and labels of a batch."""
+        """Images and labels of a batch."""
         of = (spans_by_part if self.protocol == "permuted" else spans)(counts(client), hello.batch)
         if not 0 <= batch < len(of):
             raise ClientFault(E_FIELD, f"batch {batch}: there are {len(of)}")
@@ -211,8 +211,8 @@ class ClientHalf:
         parts = [rows for rows in parts if len(rows)]
         # Rows to predict have no labels.
         labels = torch.cat([torch.full((len(r),), -1) if r.labels is None else r.labels for r in parts])
-        pictures = itertools.chain.from_iterable(map(pictures_of, parts))
-        return list(itertools.islice(pictures, span.start, span.stop)), labels[span.start : span.stop]
+        images = itertools.chain.from_iterable(map(images_of, parts))
+        return list(itertools.islice(images, span.start, span.stop)), labels[span.start : span.stop]
 
 
 def counts(client: Client) -> dict[str, int]:
@@ -221,10 +221,10 @@ def counts(client: Client) -> dict[str, int]:
 
 
 def hello_of(client: Client) -> Hello:
-    """What the server told this client.
+    """The server's hello.
 
     Raises:
-        ClientFault: nothing.
+        ClientFault: none has come.
     """
     if "told" not in client.store:
         raise ClientFault(E_LOST, "the server has not opened this run")
@@ -232,22 +232,22 @@ def hello_of(client: Client) -> Hello:
     return found
 
 
-def pictures_of(rows: Rows) -> Iterable[Any]:
-    """Pictures uint8 (H, W, C), or paths or encoded pictures.
+def images_of(rows: Rows) -> Iterable[Any]:
+    """Images uint8 (H, W, C), or paths or encoded images.
 
     Raises:
-        ClientFault: the rows are no pictures.
+        ClientFault: the rows are no images.
     """
     if rows.pictures is not None:
         return rows.pictures
     if "pixels" not in rows.tensors:
-        raise ClientFault(E_FIELD, f"rows of {', '.join(rows.tensors) or 'text'}: the server's model takes pictures")
+        raise ClientFault(E_FIELD, f"rows of {', '.join(rows.tensors) or 'text'}: the server's model takes images")
     return iter(rows.tensors["pixels"].numpy())
 
 
-def preprocess(pictures: Sequence[Any], hello: Hello) -> Tensor:
-    """Pictures as pixel values (n, 3, H', W'), resized and normalised as the server says."""
-    return pixels(pictures, preprocessing.from_told(hello.picture))
+def preprocess(images: Sequence[Any], hello: Hello) -> Tensor:
+    """Images as pixel values (n, 3, H', W'), resized and normalised as the server's hello says."""
+    return pixels(images, preprocessing.from_told(hello.picture))
 
 
 def _masked_rows(client: Client, hello: Hello, have: Mapping[str, int]) -> dict[str, Rows]:

@@ -1,11 +1,11 @@
-"""The server's foundation model of BlindFed: a twin whose functions are polynomials."""
+"""The server's foundation model of BlindFed: a polynomial student."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from fedfm.encrypted.student.conversion import KEY, fold, is_twin
+from fedfm.encrypted.student.conversion import KEY, fold, is_polynomial_student
 from fedfm.errors import InputError
 from fedfm.models.adapters.side_adapter import SideModel
 from fedfm.models.locate import locate
@@ -13,12 +13,12 @@ from fedfm.models.model import Model
 
 
 def check(model: Model, name: str) -> SideModel:
-    """The server's model, if it is a twin with side adapters.
+    """The server's model, if it is a polynomial student with side adapters.
 
     Raises:
         InputError: it is another one, or one that cannot compute on encrypted rows, with the reason.
     """
-    if not isinstance(model, SideModel) or model.backbone is None or not is_twin(model.backbone.module):
+    if not isinstance(model, SideModel) or model.backbone is None or not is_polynomial_student(model.backbone.module):
         raise _refusal(name)
     try:
         fold(model.backbone.module)
@@ -31,7 +31,7 @@ def check_place(name: str) -> None:
     """Check a model's name, and the configuration of a folder, without loading it.
 
     Raises:
-        InputError: there is no such model, or it is no twin.
+        InputError: there is no such model, or it is no polynomial student.
     """
     try:
         place = locate(name)

@@ -1,4 +1,4 @@
-"""How BlindFed's passes begin, for both halves: what is told and answered, and in which batches the rows pass."""
+"""How BlindFed's encrypted forward pass begins, for both halves: hello, answer, and the batches of the rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARTS = ("train", "val", "test")
 
 @dataclass(frozen=True)
 class Hello:
-    """What the server tells a client before its rows pass.
+    """What the server sends a client before the forward pass.
 
     Attributes:
         session: names the run at the client, hexadecimal.
@@ -24,9 +24,9 @@ class Hello:
         rank: r of the side adapters.
         classes: in the order of the logits.
         kernels: of local training (see ``run.kernels``).
-        batch: rows that pass together.
+        batch: rows of a batch.
         tokens, patch, extra: T of a row, (height, width) of a patch, tokens before the patches.
-        picture: how pictures become the model's input (see :func:`fedfm.models.preprocessing.told`).
+        picture: how images become the model's input (see :func:`fedfm.models.preprocessing.told`).
         digest: sha256 of the model.
         key: the server's public key, with encryption.
         ring: degree of the ciphertexts' ring, with encryption.

@@ -1,8 +1,8 @@
-"""The "masked" protocol of BlindFed under CKKS, server half: encrypted rows pass the model, batch after batch.
+"""The "masked" protocol of BlindFed under CKKS, server half: the encrypted forward pass, batch after batch.
 
-A batch is a session of its own. Its encrypted states are on the server's disk after every block, so that a killed run
-goes on there; a session that goes on has new masks and a new name. The masks' statistical distance is entered before
-anything is sent, and is never forgotten.
+Each batch is a session of its own. After every block its encrypted states are on the server's disk, and a killed run
+continues there, in a new session with new masks. The masks' statistical distance is written before anything is sent,
+and it is never lost.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SILENT = "it gave no valid reply"
 
 
 def run(method: BlindFed, fed: Federation) -> dict[str, float]:
-    """All rows pass the server's model, encrypted; figures for the result."""
+    """Run the encrypted forward pass of all rows; returns figures for the result."""
     return EncryptedForwardPass(
         method, fed, ForwardPass.begin(fed, check(fed.model, method.foundation), method.ring)
     ).go()
@@ -52,7 +52,7 @@ def run(method: BlindFed, fed: Federation) -> dict[str, float]:
 
 @dataclass
 class EncryptedForwardPass:
-    """The passes of all clients; carries the messages of the processes that compute (:class:`.processes.Relay`).
+    """The forward pass of all clients; carries the messages of the worker processes (:class:`.worker_pool.Relay`).
 
     Attributes:
         figures: seconds, bytes, refreshes and rows so far, of this process and of killed ones before it.
@@ -89,7 +89,7 @@ class EncryptedForwardPass:
         return self._result()
 
     def _open(self) -> None:
-        """Numbers of rows and evaluation keys; a resumed run has those that were sent."""
+        """Ask for numbers of rows and evaluation keys; a resumed run has the clients' earlier answers."""
         fed, passing = self.fed, self.passing
         known = {c: fed.store[f"opened-{c}"] for c in fed.clients if f"opened-{c}" in fed.store}
         passing.opened = {client: unpack(data, Opened) for client, data in known.items()}
@@ -240,13 +240,13 @@ def _place(client: ClientId, batch: int) -> str:
 
 
 def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
-    """Rows of pixel values as released states, by the whole protocol between a new holder and the owner.
+    """Rows of pixel values as released states, by the complete protocol between a new key holder and the model owner.
 
     Raises:
-        InputError: the rows are no pictures.
+        InputError: the rows are no images.
     """
     if "pixel_values" not in rows.names:
-        raise InputError("encrypted passes take pictures")
+        raise InputError("an encrypted forward pass takes images")
     backbone, released, _ = model.owned
     matrices, kind, projection = fold(backbone.module), model.adaptation_spec.released, _rows_of(released)
     holder = KeyHolder.new(len(matrices.positions), parameters_of(ring))

@@ -1,7 +1,6 @@
-"""Rows of which the model has no numbers: an argument of one of its polynomials left its interval.
+"""Rows whose activations overflowed: an argument of one of the model's polynomials left its interval.
 
-Training and validation go without them. As test rows they count, and are answered by zero states, as a row of which
-nothing is known.
+Training and validation skip these rows. As test rows they count, with zeros as their activations.
 """
 
 from __future__ import annotations
@@ -17,10 +16,13 @@ from fedfm.models.adapters.side_adapter import STATES, with_numbers
 
 
 def exclude_rows(client: Client, parts: Mapping[str, Rows]) -> tuple[dict[str, Rows], dict[str, Tensor]]:
-    """The rows by part, as the client trains and is judged on them; of all its rows (n,), which have numbers.
+    """Remove rows that overflowed; test rows stay, with zero states.
+
+    Returns:
+        The remaining rows by part; by part a mask (n,) of the rows with finite states.
 
     Raises:
-        ClientFault: no row to train on has.
+        ClientFault: no training row is left.
     """
     found, whole = dict[str, Rows](), {part: with_numbers(rows.tensors[STATES]) for part, rows in parts.items()}
     for part, rows in parts.items():

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def run(method: BlindFed, fed: Federation) -> dict[str, float]:
-    """All rows pass the server's model, encrypted and in secret orders; figures for the result."""
+    """Run the encrypted forward pass of all rows in secret orders; returns figures for the result."""
     return PermutedForwardPass(
         method, fed, ForwardPass.begin(fed, check(fed.model, method.foundation), method.ring)
     ).go()
@@ -47,7 +47,7 @@ def run(method: BlindFed, fed: Federation) -> dict[str, float]:
 
 @dataclass
 class PermutedForwardPass(EncryptedForwardPass):
-    """The passes of all clients in secret orders."""
+    """The forward pass of all clients in secret orders."""
 
     def rows(self, job: EncryptedBatch) -> bytes:
         """Begin the session; encrypted rows, unless their states are known, and labels."""
@@ -87,15 +87,15 @@ class PermutedForwardPass(EncryptedForwardPass):
 
 
 def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
-    """Rows of pixel values as released states, by the whole protocol between a new holder and the owner.
+    """Rows of pixel values as released states, by the complete protocol between a new key holder and the model owner.
 
-    The holder is told the last order as well: else it would not know which states are of which row.
+    The key holder also gets the last order, so that it can match states and rows.
 
     Raises:
-        InputError: the rows are no pictures, or there is one: it has no secret order.
+        InputError: the rows are no images, or there is one: it has no secret order.
     """
     if "pixel_values" not in rows.names:
-        raise InputError("encrypted passes take pictures")
+        raise InputError("an encrypted forward pass takes images")
     if len(rows) == 1:
         raise InputError('1 row: with protocol = "permuted" a batch in a secret order needs at least 2')
     backbone, released, scales = model.owned

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def run(method: BlindFed, fed: Federation) -> dict[str, float]:
-    """All rows pass the server's model, in secret orders."""
+    """Run the forward pass of all rows, in secret orders."""
     passing = ForwardPass.begin(fed, check(fed.model, method.foundation))
     fed.notice(NOTICE)
     _, released, scales = passing.model.owned

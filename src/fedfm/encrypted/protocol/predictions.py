@@ -1,6 +1,6 @@
-"""Predictions of a finished run where the rows are: they pass the model as in training, adapters and head come to them.
+"""Predictions of a finished run at the clients: the encrypted forward pass gives states, the server sends the adapters.
 
-The server sees ciphertexts and a number of rows. It sends (theta, eta) of the finished run, and a client writes its
+The server sees ciphertexts and a number of rows. It sends (theta, eta) of the finished run, and each client writes its
 predictions into its own store.
 """
 

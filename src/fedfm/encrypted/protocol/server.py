@@ -1,4 +1,4 @@
-"""Server half of BlindFed's passes: who takes part, which batches are left, how long it takes."""
+"""Server half of BlindFed's forward pass: who takes part, which batches are left, how long it takes."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from fedfm.models.adapters.side_adapter import SideModel
 SLOTS = 4096  # rows times tokens of a batch, with a ring of degree 8192
 _SESSION, _DONE, _CROSSED = "session", "done", "crossed-"  # in the server's store
 _PAGE = 64  # crossings of one entry of the store, which is written again with each message
-_OFTEN = 5.0  # seconds between two words on how far it is
+_OFTEN = 5.0  # seconds between two reports of progress
 
 
 @dataclass
 class ForwardPass:
-    """The server's side of all clients' passes.
+    """The server's side of the forward pass of all clients.
 
     Attributes:
         fed: the federation.
-        model: the twin with side adapters.
+        model: the student with side adapters.
         session: 16 bytes, the same after a resume.
         ring: degree of the ciphertexts' ring; in the clear it says how many rows pass together.
         opened: what the clients answered.
@@ -71,10 +71,10 @@ class ForwardPass:
         return max(SLOTS * self.ring // 8192 // self.tokens, 1)
 
     def hello(self, **more: Any) -> Hello:
-        """What every client is told."""
+        """The hello to every client."""
         model, patches = self.model, fold(self.model.owned[0].module).patch
         if not isinstance(patches, Patches):
-            raise TypeError(f"clients cannot cut pictures as {patches!r} does")
+            raise TypeError(f"clients cannot cut images as {patches!r} does")
         blocks, positions, width = model.net.shape
         fields: dict[str, Any] = {
             "session": self.session.hex(),
@@ -95,7 +95,7 @@ class ForwardPass:
         return Hello(**(fields | more))
 
     def finish_batch(self, clients: Iterable[ClientId], batch: int) -> None:
-        """The batch of these clients is kept by them."""
+        """Record that these clients have stored the states of a batch."""
         for client in clients:
             self.done.setdefault(client, []).append(batch)
         self.fed.store[_DONE] = json.dumps(self.done).encode()
@@ -112,7 +112,7 @@ class ForwardPass:
             self._full += 1
 
     def tell(self, part: float, what: str) -> None:
-        """Say how far it is, now and then, with the time that is left."""
+        """Report progress now and then, with the time that is left."""
         now = time.monotonic()
         if part > 0 and now - self._told > _OFTEN and now - self._begun > _OFTEN:
             self._told = now

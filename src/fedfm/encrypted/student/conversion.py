@@ -1,12 +1,12 @@
-"""Twins: models whose softmax, LayerNorm and GELU are polynomials, for computation on encrypted numbers.
+"""Polynomial students: models whose softmax, LayerNorm and GELU are polynomials, for computation on encrypted numbers.
 
-A twin is a folder as any other of transformers, with one more key in ``config.json``: which polynomials stand where and
-the intervals that were measured for them. :func:`install` puts them into the loaded module. Without this package the
+A polynomial student is a folder of transformers with one more key in ``config.json``: the polynomials and their
+measured intervals. :func:`install` puts them into the loaded module. Without this package the
 folder loads too, with the exact functions in place of their polynomials.
 
-Only the functions inside the blocks are replaced. The final norm and the head are for whoever has the last states in
-the clear. LayerNorm subtracts a mean over features; that is free where the weights before it are centred
-(:func:`centre`), so a twin's are.
+Only the functions inside the blocks are replaced. The final norm and the head stay exact: whoever computes them has
+the last states in the clear. LayerNorm subtracts a mean over features. That costs nothing where the weights before it
+are centred, so a polynomial student has centred weights (:func:`centre`).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ __all__ = [
     "fold",
     "forget",
     "install",
-    "is_twin",
+    "is_polynomial_student",
     "pre_norm",
     "prepare",
 ]
 
 
-def is_twin(module: Any) -> bool:
+def is_polynomial_student(module: Any) -> bool:
     """Whether a module of transformers, also under PEFT, is one by its configuration."""
     return getattr(getattr(families.unwrapped(module), "config", None), KEY, None) is not None
 
@@ -77,7 +77,7 @@ def install(module: nn.Module, config: Any) -> None:
 def prepare(module: nn.Module) -> tuple[Functions, ...]:
     """Replace the functions of every block by modules that are exact until they get a polynomial.
 
-    Those of a twin stay as they are.
+    The functions of a polynomial student stay as they are.
 
     Raises:
         InputError: a block has other functions than a softmax, two LayerNorms and a GELU.

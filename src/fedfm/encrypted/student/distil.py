@@ -82,7 +82,7 @@ class _DistilWork(CentralWork[Distillation]):
         if not len(index) or not len(held):
             raise InputError(f"{table.source}: distillation needs rows to train on and rows to judge by")
         spec = self.what.spec
-        if conversion.is_twin(teacher.module):
+        if conversion.is_polynomial_student(teacher.module):
             return measure_again(self.place, spec, table, teacher, self.watcher)
         student = self._student(table)
         if conversion.pre_norm(student.module):  # a twin of another type computes in clear alone

@@ -1,9 +1,9 @@
-"""Distillation of a model into its twin with polynomials (BlindFed, arXiv:2502.01289, Section 3.1 and Appendix E).
+"""Distillation of a model into its polynomial student (BlindFed, arXiv:2502.01289, Section 3.1 and Appendix E).
 
 Three stages train one student, which starts as a copy of the teacher with centred weights:
 
-0. *Tame*, with the exact functions: keep the outputs and penalise what no polynomial can follow, i.e. scores, inputs of
-   GELU, row sums of exp and variances that spread far. Ours; without it the twin of a usual ViT gives NaN.
+0. *Tame*, with the exact functions: keep the outputs, and penalise scores, inputs of GELU, row sums of exp and
+   variances that spread too far for a polynomial. This stage is ours; without it the student of a usual ViT gives NaN.
    Then the arguments are measured on the training rows, and the polynomials take over (:meth:`Distiller.swap`).
 1. Scores and states of every block as the tamed model's: L_a + L_h (equations 10 to 14), each a mean square over the
    teacher's variance, summed over the blocks; H is a block's output.
@@ -51,7 +51,7 @@ _FAINT = 1e-3  # of the weight of penalties, where they begin to grow
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model becomes its twin."""
+    """How a model becomes its polynomial student."""
 
     epochs: tuple[int, ...] = setting(
         (3, 15, 15),

@@ -1,7 +1,7 @@
-"""A twin's blocks as matrices and polynomials, with everything affine folded into the matrices.
+"""A polynomial student's blocks as matrices and polynomials: every affine map is folded into the matrices.
 
-What a computation on encrypted tokens takes: scales and shifts of the norms are in the maps after them, the factor of
-the scores is in the queries, and the mean over features is subtracted by the maps that add to the tokens.
+This is the input of the computation on encrypted tokens: scales and shifts of the norms are in the maps after them, the
+factor of the scores is in the queries, and the mean over features is subtracted by the maps that add to the tokens.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class FoldedBlock:
 
 @dataclass(frozen=True)
 class Folded:
-    """A twin from its pictures to b_1 .. b_L.
+    """A polynomial student from its images to b_1 .. b_L.
 
     Attributes:
         embedding: (d, F), of a token's pixels; ``bias`` (d,), ``positions`` (T, d).
         scales: (L,), b_l is released over its own: the root mean square on the data of the distillation.
         ranges: (L,), the largest ``|b_l|`` before that; a released value outside means that the arithmetic failed.
-        bound: the largest magnitude of any number on the way, in the intervals that the twin stores.
+        bound: the largest magnitude of any number on the way, in the intervals that the student stores.
         patch: pixel_values (n, 3, H, W) -> (n, T, F), what a client sends; a class token is zeros.
         class_token: whether token 0 is one.
     """
@@ -79,7 +79,7 @@ class Folded:
 
 @dataclass(frozen=True)
 class Patches:
-    """The map from pictures to tokens of pixels.
+    """The map from images to tokens of pixels.
 
     Attributes:
         size: (height, width) of a patch.
@@ -96,7 +96,7 @@ class Patches:
 
 
 def check_tokens(embedding: Any) -> None:
-    """Refuse an embedding of pictures whose number of tokens no encrypted rotation takes.
+    """Refuse an embedding of images whose number of tokens does not suit encrypted rotations.
 
     Raises:
         InputError: it is no power of two; with the settings of `fedfm distil` that make it one.
@@ -111,22 +111,22 @@ def check_tokens(embedding: Any) -> None:
         side = 1 << (math.isqrt(count).bit_length() - 1)  # patches a side, the next power of two below
         cure.append(f"distil.image_size = {side * math.lcm(*patches.patch_size)}")
     raise InputError(
-        f"{tokens} tokens, {extra} of them class tokens: encrypted rotations need a power of two; make the twin with "
+        f"{tokens} tokens, {extra} of them class tokens: encrypted rotations need a power of two; distil with "
         f"{' and '.join(cure)}"
     )
 
 
 def fold(module: nn.Module) -> Folded:
-    """The matrices and polynomials of a twin, float64.
+    """The matrices and polynomials of a polynomial student, float64.
 
     Raises:
-        InputError: the module is no twin, or cannot run encrypted; with the reason.
+        InputError: the module is no polynomial student, or cannot run encrypted; with the reason.
     """
     inner: Any = families.unwrapped(module)
     table = getattr(inner.config, KEY, None)
     kind = getattr(inner.config, "model_type", "")
     if table is None:
-        raise InputError("the model has no polynomials: make its twin with `fedfm distil`")
+        raise InputError("the model has no polynomials: make its polynomial student with `fedfm distil`")
     if kind not in PRE_NORM:
         raise InputError(f"a model of type {kind!r} cannot run encrypted: expected a ViT, a DeiT or an I-JEPA")
     if inner is not module:
@@ -202,7 +202,7 @@ def fold_block(block: Any) -> FoldedBlock:
 
 
 def block_states(module: nn.Module, pixel_values: Tensor) -> Tensor:
-    """b_1 .. b_L of pictures (n, 3, H, W), in the clear: (n, L, T, d), with the mean over features subtracted.
+    """b_1 .. b_L of images (n, 3, H, W), in the clear: (n, L, T, d), with the mean over features subtracted.
 
     Raises:
         InputError: the blocks of the model are unknown.

@@ -1,4 +1,4 @@
-"""What a twin's ``config.json`` says of its blocks: their polynomials, and how large their states become."""
+"""The table of blocks in a polynomial student's ``config.json``: polynomials, and the magnitudes of the states."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def finish(distiller: Distiller, batches: Callable[[], Iterable[Batch]], outside
 def table_of(
     taps: Taps, entries: list[dict[str, Any]], kind: str, batches: Callable[[], Iterable[Batch]], outside: float
 ) -> dict[str, Any]:
-    """The table of a twin, with the magnitudes of its states on these rows.
+    """The table of a polynomial student, with the magnitudes of its states on these rows.
 
     Args:
-        taps: the twin, centred, with the polynomials of ``entries``.
+        taps: the student, centred, with the polynomials of ``entries``.
         kind: of the polynomials, as in :data:`fit_polynomials.KINDS`.
         batches: the rows; those of which a state is no number are left out.
         outside: the share of arguments outside their intervals on held-out rows.

@@ -36,7 +36,7 @@ class Polynomial(ABC):
     """A polynomial with the interval for which it was made.
 
     Attributes:
-        interval: (low, high) of the argument; outside the polynomial may be far from its function.
+        interval: (low, high) of the argument; outside it the polynomial may differ much from its function.
     """
 
     interval: tuple[float, float]
@@ -66,7 +66,7 @@ class Polynomial(ABC):
         return self.evaluate(x)
 
     def outside(self, x: Tensor) -> Tensor:
-        """Which entries of x lie outside the interval or are no number: a tensor of bool."""
+        """Which entries of x lie outside the interval or are NaN: a tensor of bool."""
         low, high = self.interval
         return ~((x >= low) & (x <= high))
 
@@ -285,7 +285,7 @@ def power_series(coefficients: list[float], u: X) -> X:
 
 
 def _renew(first: X, *others: X) -> None:
-    """What products take next: ciphertexts without a level are renewed in one message; numbers stay as they are."""
+    """Refresh all ciphertexts of the next product in one message, if one has no level left."""
     if (renew := getattr(first, "renew_with", None)) is not None:
         renew(*others)
 

@@ -1,11 +1,11 @@
-"""Intervals measured again: after a stage of training, and of a ready twin on other rows, without training.
+"""New intervals for a student: after a stage of training, and for a trained student on other rows, without training.
 
-The penalties of a distillation are means, which do not hold rare arguments back. One argument outside the interval of
-1 / x or 1 / sqrt(x) can give numbers that drive all later ones out. So the blocks are taken in turn, and in each its
-arguments in the order of their computation: each is measured on inputs that are known to be good.
+The penalties of a distillation are means, which do not prevent rare large arguments. One argument outside the interval
+of 1 / x or 1 / sqrt(x) can drive all later ones out of theirs. So the blocks are measured one after another, and each
+block's arguments in the order of their computation: the inputs of every measurement are then in range.
 
-A twin that was made of photographs meets drawings: their arguments leave the intervals, and features are no numbers.
-With some drawings its owner gives it wider intervals. The weights stay, and so does what is learned on its features.
+A student that was trained on photographs meets drawings: their arguments leave the intervals, and its features are NaN.
+With some drawings its owner measures wider intervals. The weights stay, and so does what is learned on its features.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fedfm.runtime.progress import EpochProgress
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named arguments of a block
 _PRE_NORM = ("first", "scores", "sums", "second", "hidden")  # the order of a block's arguments
 _POST_NORM = ("scores", "sums", "first", "hidden", "second")
-_MOST = 1 << 30  # bytes of states before a block that are held
+_MOST = 1 << 30  # bytes of states before a block that are kept
 _UNCHANGED = ("scores", "hidden")  # their polynomials stay as they are
 _SIZES = ("scale", "range", "largest")  # of a block's entry, besides its polynomials
 
@@ -53,10 +53,10 @@ def widen(
     keep: bool = False,
     tick: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Measure a twin's arguments without clamps and renew the polynomials that have no room for them.
+    """Measure a polynomial student's arguments without clamps and renew the polynomials that have no room for them.
 
     Args:
-        taps: the twin, with the polynomials of ``entries``; it gets the new ones.
+        taps: the student, with the polynomials of ``entries``; it gets the new ones.
         kind: of the polynomials, as in :data:`fit_polynomials.KINDS`.
         batches: the rows, or so many of the first ones that their states before a block take a gigabyte.
         keep: intervals only grow, and as far as they can, as in :func:`fit_polynomials.refit`.
@@ -137,36 +137,36 @@ def _calls(taps: Taps, first: nn.Module, batches: Iterable[Batch]) -> list[Call]
 
 
 def measure_again(
-    place: ModelFolder, spec: DistilSpec, table: Table, twin: Model, watcher: EpochProgress
+    place: ModelFolder, spec: DistilSpec, table: Table, student: Model, watcher: EpochProgress
 ) -> dict[str, Any]:
-    """Widen a twin's intervals where the training rows need it, and write the twin into the folder.
+    """Widen a polynomial student's intervals where the training rows need it, and write the student into the folder.
 
     Intervals only grow. Those of 1 / x and 1 / sqrt(x) grow to the ratio that their polynomials allow.
 
     Returns:
         ``folder``, ``epochs`` (0), ``parameters``, ``measured`` (rows), ``seconds``, ``params_sha256``, and ``blocks``
         as of a distillation. On held-out rows: ``judged`` (their number), ``accuracy`` (None with a new head),
-        ``outside``, and ``without_numbers`` (rows whose features are no numbers), the last three also with ``_before``.
+        ``outside``, and ``without_numbers`` (rows whose features overflow), the last three also with ``_before``.
 
     Raises:
-        InputError: epochs, tokens or pictures are asked for that only a training makes.
+        InputError: the settings ask for epochs, tokens or views, which need a training.
     """
     began = time.perf_counter()
-    _check(spec, twin)
+    _check(spec, student)
     index, held = table.rows("train")[:MEASURED], held_out(table)
-    config: Any = families.unwrapped(twin.module).config
+    config: Any = families.unwrapped(student.module).config
     known = getattr(config, conversion.KEY)
     entries = [{k: v for k, v in block.items() if k not in _SIZES} for block in known["blocks"]]
 
     def batches() -> Iterator[Batch]:
         for start in range(0, len(index), AT_ONCE):
             part = index[start : start + AT_ONCE]
-            yield twin.prepare(table, part).batch(range(len(part)))
+            yield student.prepare(table, part).batch(range(len(part)))
 
-    taps = Taps(twin)
+    taps = Taps(student)
     watcher.started(1, 0, len(entries))
     before = _judged(taps, table, held)
-    entries = widened(taps, entries, known["kind"], batches, keep=True, tick=watcher.step)
+    entries = widen(taps, entries, known["kind"], batches, keep=True, tick=watcher.step)
     after = _judged(taps, table, held)
     shares = [outside([block]) for block in taps.functions]  # of the held-out rows
     new = table_of(taps, entries, known["kind"], batches, after["outside"])
@@ -174,11 +174,11 @@ def measure_again(
         block["scale"] = old["scale"]  # heads are trained on features over it
         block |= {name: max(block[name], old[name]) for name in ("range", "largest")}
     setattr(config, conversion.KEY, new)
-    save(twin, place.half(), new_head=bool(twin.new))
+    save(student, place.half(), new_head=bool(student.new))
     result = {
         "folder": str(place.folder),
         "epochs": 0,
-        "parameters": sum(p.numel() for p in twin.module.parameters()),
+        "parameters": sum(p.numel() for p in student.module.parameters()),
         "measured": len(index),
         "judged": len(held),
         **after,
@@ -188,21 +188,21 @@ def measure_again(
             for block, share, entry in zip(taps.functions, shares, entries, strict=True)
         ],
         "seconds": round(time.perf_counter() - began, 3),
-        "params_sha256": sha256_of({"": twin.params()}),
+        "params_sha256": sha256_of({"": student.params()}),
     }
     return place.close(result, ("checkpoint", "export"))
 
 
-def _check(spec: DistilSpec, twin: Model) -> None:
+def _check(spec: DistilSpec, student: Model) -> None:
     if any(spec.epochs):
         raise InputError(
-            f"model.name: {twin.spec.name!r} is a twin already; with distil.epochs = [0, 0, 0] its intervals are "
-            "measured again on these rows, without training"
+            f"model.name: {student.spec.name!r} is a polynomial student already; with distil.epochs = [0, 0, 0] "
+            "its intervals are measured again on these rows, without training"
         )
     if spec.image_size is not None or not spec.class_token or spec.views > 1:
         raise InputError(
-            "a twin that is measured again keeps its tokens and sees rows as they are: drop distil.image_size, "
-            "distil.class_token and distil.views"
+            "without training, a polynomial student keeps its tokens and reads rows without augmentation: drop "
+            "distil.image_size, distil.class_token and distil.views"
         )
 
 

@@ -1,7 +1,7 @@
-"""A vision transformer for other tokens: pictures of another size, or without its class token.
+"""A vision transformer for other tokens: images of another size, or without its class token.
 
-Encrypted rotations need a number of tokens that is a power of two, which a ViT at 224 pixels, with 196 patches and a
-class token, has not. Its maps take any number of tokens; only the positions belong to places.
+Encrypted rotations need a number of tokens that is a power of two. A ViT at 224 pixels has 196 patches and a
+class token. Its maps take any number of tokens; only the position embeddings depend on the grid.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OTHER = ("model_type", "architectures", "transformers_version", "dtype", "torch
 
 
 def with_tokens(model: Model, side: int | None, class_token: bool) -> nn.Module:
-    """A new module with the weights of a ViT, DeiT or I-JEPA, for pictures of ``side`` x ``side`` pixels.
+    """A new module with the weights of a ViT, DeiT or I-JEPA, for images of ``side`` x ``side`` pixels.
 
     Positions of patches are interpolated (bicubic); those of class tokens stay. Without class tokens it is of the type
     ``ijepa``, whose head reads the mean over the patches, so that its first outputs are not those of the model.

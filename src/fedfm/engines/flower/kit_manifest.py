@@ -23,7 +23,7 @@ class Kit:
         name: the silo's name, or "server".
         server: host:port at which silos reach the server.
         port: of this kit's own process: the SuperLink's, or the SuperNode's on loopback.
-        loopback: whether the whole federation is on one machine.
+        loopback: whether the complete federation is on one machine.
         proxy: the server's process listens on loopback only.
         folder: where the kit is.
     """
@@ -42,7 +42,7 @@ class Kit:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Names of the files without which it is not whole; those of keys and secrets are their owner's alone."""
+        """Names of the files that a complete kit has; only their owner can read keys and secrets."""
         of_server = ("ca.crt", "server.pem", "server.key", "superexec.secret", OPERATOR)
         return of_server if self.serves else ("ca.crt", "node.key")
 

@@ -187,7 +187,7 @@ def _programs() -> str:
 def _needs(*programs: str) -> None:
     missing = [name for name in programs if shutil.which(name, path=_programs()) is None]
     if missing:
-        raise RunError(f"{missing[0]} is not installed beside {sys.executable}: pip install flwr")
+        raise RunError(f"{missing[0]} is not installed next to {sys.executable}: pip install flwr")
 
 
 def free_port() -> int:

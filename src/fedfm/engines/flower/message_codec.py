@@ -1,4 +1,4 @@
-"""What a FlowerLink sends and gets: a payload's records, a message on its way, and a message as a Reply."""
+"""Conversion between requests, Flower messages and replies."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def reply_of(message: Message, sent: InFlight, most: int | None) -> tuple[Reply,
 
 
 class InFlight(NamedTuple):
-    """A request on its way."""
+    """A request in flight."""
 
     node: int
     request: Request
     nbytes: int  # with all its parameters
-    spared: int  # of these, how many do not cross
+    spared: int  # of these, bytes saved by the cache
     since: str = ""  # when its node connected, as the SuperLink writes it
     name: str = ""  # by which its site keeps the answer, where answers are kept
 
 
 class EncodedPayload:
-    """A payload in the forms in which it is sent: whole, and without what a site holds.
+    """A payload in its encoded forms: complete, and without parameters that the receiver has cached.
 
     Args:
         spare: some site holds parameters.

@@ -148,7 +148,7 @@ def push(grid: Any, messages: Sequence[Any]) -> set[str]:
     """Push messages; returns the ids of those that the SuperLink took.
 
     A SuperLink that is killed may have stored a part of a message without having said so, and refuses that part when it
-    comes again. The message as a whole it takes again: of the same id, it is stored once.
+    comes again. It accepts the complete message again, and stores a message of one id once.
     """
     for _ in range(_PUSHES - 1):
         with contextlib.suppress(push_error()):
@@ -212,7 +212,7 @@ def build(app: Path) -> bytes:
     return bytes(build_fab_from_disk(app))
 
 
-OPERATOR = "operator.secret"  # beside an authority's certificate: whoever has it is the operator
+OPERATOR = "operator.secret"  # next to an authority's certificate: whoever has it is the operator
 
 
 class _Bearer:

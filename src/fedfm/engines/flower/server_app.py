@@ -46,7 +46,7 @@ from fedfm.runtime.run_manifest import describe
 from fedfm.runtime.server import Server
 
 OUTCOME = "private/outcome.json"  # an error of the ServerApp, for the process that waits for the run
-SERVER_ONLY = "server-only"  # beside the runs: values that the method withholds from clients, and so from the bundle
+SERVER_ONLY = "server-only"  # next to the runs: values that the method withholds from clients, and so from the bundle
 WAITING = "private/waiting.json"  # whom the ServerApp waits for, for the process that waits for the run
 LOCK = "private/server.lock"  # locked while a ServerApp writes the run; its process and its run at the SuperLink
 

@@ -3,8 +3,8 @@
 The file is a magic line with the format's version, the length of a header (4 bytes, little-endian), the header (JSON:
 kind, sender, receiver, run, number, size), and the content in pieces of at most :data:`PIECE` bytes. Each piece is
 sealed by ChaCha20-Poly1305 under the key that sender and receiver agree on (X25519, from their lasting keys), with the
-header and the piece's place as its context. So a file of another party, run, direction or place, with a changed byte,
-or with pieces left out, does not open; and only the two parties can make one that does.
+header and the piece's place as its context. A file of another sender, run, direction or place does not open, nor does
+one with a changed byte or a missing piece. Only sender and receiver can make a file that opens.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def digest(handler: str, head: str, data: Iterable[bytes | memoryview]) -> str:
 
 
 def shared_key(private: bytes, public: bytes) -> bytes:
-    """The key of two parties, from the private half of one lasting key and the public half of the other.
+    """The key that two sides share, from the private half of one lasting key and the public half of the other.
 
     Raises:
         InputError: no Ed25519 key has this public half.
@@ -103,7 +103,7 @@ class Letter:
         header: what is legible on the outside; not to be trusted before :meth:`content` has returned.
 
     Raises:
-        Unfinished: the file is not whole yet.
+        Unfinished: the file is incomplete.
         ValueError: it is no letter; the text says why.
         OSError: it cannot be read.
     """
@@ -157,7 +157,7 @@ class Letter:
         """Open it; not even a part is returned unless every byte is as the sender wrote it.
 
         Raises:
-            ValueError: it was altered, or others than the two parties made it.
+            ValueError: it was altered, or neither side made it.
         """
         plain, size = bytearray(), self.header.size
         for place in range(-(-size // PIECE)):

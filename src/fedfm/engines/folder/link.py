@@ -231,7 +231,7 @@ class FolderLink:
 
     def _last_reply_text(self, name: ClientId, now: float) -> str:
         heard = self._posts[name].last_reply
-        return name if heard is None else f"{name} (last heard {_ago(now - heard)} ago)"
+        return name if heard is None else f"{name} (last reply {_ago(now - heard)} ago)"
 
     # --- hello --------------------------------------------------------------------------------------------------------
 

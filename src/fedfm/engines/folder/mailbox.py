@@ -75,7 +75,7 @@ class Mailbox:
         return True
 
     def letters(self, wanted: Callable[[Header], bool]) -> Iterator[tuple[Header, Content]]:
-        """Header and content of the letters that are whole, of this mailbox, and wanted."""
+        """Header and content of the complete letters of this mailbox that are wanted."""
         with contextlib.suppress(OSError):
             names = sorted(os.listdir(self.path))
             self._bad = {name: self._bad[name] for name in names if name in self._bad}
@@ -84,7 +84,7 @@ class Mailbox:
                     yield from self._read(name, wanted)
 
     def holds(self, run: str, number: int) -> bool:
-        """Whether the letter with this number is there, whole and as it was written."""
+        """Whether the letter with this number is there, complete and unchanged."""
         path = self.file(run, number)
         if (stamp := stamp_of(path)) is None:
             return False

@@ -1,12 +1,12 @@
-"""A server that went on after a stop asks for an answer that a site has given already, by the request's name.
+"""After a restart the server fetches a client's cached reply by request hash.
 
-A message belongs to one run of Flower's, and a run that is resumed is a new one there: the SuperLink drops what the
-former ServerApp asked for and did not pull, and turns away an answer that comes later. So in buffered asynchronous
-rounds, where a pass may take many rounds, a site keeps its last answer, and a request may refer to it: the name is the
-SHA-256 of the request as it was sent. A site that does not have it says so (E_HELD), and is asked anew.
+A message belongs to one Flower run, and a resumed run is a new Flower run: the SuperLink drops replies that the former
+ServerApp did not pull, and rejects later ones. In buffered asynchronous rounds one training may take many rounds. So a
+client host keeps its last reply, and a request may refer to it by name: the SHA-256 of the request as it was sent. A
+host without that reply answers with E_HELD, and gets the request again.
 
-It is for answers that the server did not pull. Those that it has pulled are on its own disk
-(:mod:`fedfm.engines.flower.recovery.pending_requests`), so that no site has to be there to give them again.
+This concerns replies that the server has not pulled. Pulled ones are on its own disk
+(:mod:`fedfm.engines.flower.recovery.pending_requests`), so that no client has to be connected for them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LastAnswer:
         self._path = path
 
     def keep(self, name: str, asked: str, head: str, data: bytes) -> None:
-        """Write it in place of the one before. A disk that is full costs a second pass after a stop, and no more.
+        """Write it in place of the one before. With a full disk, a client may train twice after a stop.
 
         Args:
             asked: the question, as the silo's ledger names it.
@@ -74,7 +74,7 @@ class LastAnswer:
             self._path.unlink(missing_ok=True)
 
     def find(self, name: str) -> tuple[str, str, bytes] | None:
-        """The question, head and data of the answer to the request of this name; None: it is not here, or not whole."""
+        """The question, head and data of the answer to the request of this name; None: it is absent or damaged."""
         try:
             with open(self._path, "rb") as file:
                 record = json.loads(file.readline())
@@ -88,5 +88,5 @@ class LastAnswer:
 
 
 def missing() -> ClientFault:
-    """What a site says that does not have the answer."""
+    """The fault of a client host that does not have the reply."""
     return ClientFault(E_HELD, "the answer to that request is not here")

@@ -1,7 +1,7 @@
-"""Finds requests that were lost on the way, or whose answers were. Flower does not tell: it counts them as delivered.
+"""Finds requests or replies that were lost on the way. Flower does not report this: it counts them as delivered.
 
-A SuperNode takes one message at a time, and the next one when it has sent the answer to the one before. So a node that
-answers a hello has not got an earlier request that it has left unanswered, or its answer was lost.
+A SuperNode takes the next message only after it has answered the one before. So if a node answers a hello and an
+earlier request is still unanswered, that request or its reply was lost.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Probes:
         return hello
 
     def due(self, waiting: Mapping[str, InFlight], online: Collection[int]) -> list[int]:
-        """Connected nodes that have been silent for long. To be called with all requests that are underway."""
+        """Connected nodes that have been silent for long. Call it with all requests that are in flight."""
         now = time.monotonic()
         for name in self._silent.keys() - waiting.keys():
             over = self._silent.pop(name)

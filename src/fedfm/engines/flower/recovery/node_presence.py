@@ -1,4 +1,4 @@
-"""Which nodes are connected. A node that went and came back has forgotten the messages that it had not answered."""
+"""Which nodes are connected. A node that reconnects has lost its unanswered messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Presence:
     """The nodes of a Grid.
 
     Args:
-        returns: a node that went may come back, and the Grid tells since when a node is connected.
+        returns: nodes may reconnect, and the Grid knows since when a node is connected.
     """
 
     def __init__(self, grid: Grid, returns: bool) -> None:
@@ -26,7 +26,7 @@ class Presence:
         self._given_up: set[int] = set()
 
     def online(self) -> Mapping[int, str]:
-        """When each connected node connected; "" if the Grid does not tell."""
+        """When each connected node connected; "" if the Grid does not know."""
         if self._returns:
             found = {node.node_id: str(node.last_activated_at) for node in self._grid.get_nodes()}
         else:
@@ -49,11 +49,11 @@ class Presence:
         return self._online.get(node, "")
 
     def expects(self, node: int, online: Mapping[int, str]) -> bool:
-        """Whether a message to this node can be answered: it is connected, or was not yet waited for in vain."""
+        """Whether a message to this node can be answered: it is connected, or the wait for it has not failed yet."""
         return node in online or (self._returns and node not in self._given_up)
 
     def has_reconnected(self, node: int, online: Mapping[int, str]) -> bool:
-        """Whether a node connected anew since this was asked last."""
+        """Whether a node has reconnected since the last call."""
         if node not in online:
             return False
         before, self._known[node] = self._known.get(node, online[node]), online[node]

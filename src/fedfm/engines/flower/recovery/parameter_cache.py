@@ -1,8 +1,8 @@
-"""Parameters that a site holds already cross as their hash: those of an evaluation are those of the next round.
+"""Parameters that a client host has already cross as their hash: evaluation and next round use the same ones.
 
-A site keeps the parameters of its last message, and the model's as they were before the first one, and each of its
-replies names them by their SHA-256. The server replaces what the site has named. A site that has lost it since says so
-(E_HELD), and gets the message again, whole. The hash is of names, dtypes, shapes and bytes, so the bits stay the same.
+A client host caches the parameters of its last message and the model's initial ones. Each of its replies lists their
+SHA-256 hashes. The server sends a hash in place of listed parameters. A host that has lost them answers with E_HELD,
+and gets the complete message again. The hash is of names, dtypes, shapes and bytes, so the bits stay the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fedfm.errors import E_FORMAT, E_HELD, ClientFault
 from fedfm.linalg.out_of_core import to_file
 from fedfm.linalg.params import Params
 
-NAMES = "held"  # of an envelope: what the site holds; in the hello: whether it is asked to tell
+NAMES = "held"  # of an envelope: hashes in the client host's cache; in the hello: whether to list them
 KEY = "+held"  # the only key of the mapping that stands for parameters
 LEAST = 1 << 14  # bytes; smaller vectors cross again
 _MOST = 64  # names in one reply
@@ -23,7 +23,7 @@ _DIGITS = 64  # of a SHA-256
 
 
 class Retained:
-    """What a site holds.
+    """The parameters that a client host has cached.
 
     Args:
         start: returns the model's parameters as they are before the first message; None: there is no model.
@@ -41,18 +41,18 @@ class Retained:
 
     @property
     def names(self) -> list[str]:
-        """Hashes of what is held, sorted."""
+        """Hashes of the cached parameters, sorted."""
         return sorted({*self._first, *self._last})[:_MOST]
 
     def resolve(self, body: Any) -> Any:
-        """A message's body, whole, of which the parameters are held from now on in place of the last one's.
+        """The complete body of a message, whose parameters replace those in the cache.
 
         Raises:
             ClientFault: E_HELD, it refers to parameters that are not here.
         """
         now: dict[str, Params] = {}
 
-        def whole(part: Any) -> Params | None:
+        def restore(part: Any) -> Params | None:
             if isinstance(part, Params):
                 if part.nbytes >= LEAST:
                     now[part.sha256()] = to_file(part)
@@ -68,13 +68,13 @@ class Retained:
             now[name] = found
             return found
 
-        body = replace_parts(body, whole)
+        body = replace_parts(body, restore)
         self._last = now or self._last
         return body
 
 
 def refuse_references(body: Any) -> Any:
-    """A message's body at a site that holds nothing.
+    """Check that a message's body refers to no cached parameters, and return it.
 
     Raises:
         ClientFault: E_HELD, it refers to parameters.
@@ -104,7 +104,7 @@ def hashes(payload: Mapping[str, Any]) -> dict[int, str]:
 
 
 def with_references(payload: Mapping[str, Any], known: Mapping[int, str], held: Container[str]) -> Any:
-    """The payload with a reference in place of parameters that are held; ``known`` is of :func:`hashes`."""
+    """The payload with a reference in place of cached parameters; ``known`` is of :func:`hashes`."""
 
     def short(part: Any) -> Any:
         if not isinstance(part, Params):
@@ -115,7 +115,7 @@ def with_references(payload: Mapping[str, Any], known: Mapping[int, str], held: 
 
 
 def names_in(value: Any) -> frozenset[str]:
-    """What a reply's envelope says that its site holds; nothing if it is malformed."""
+    """The hashes that a reply's envelope lists; none if the list is malformed."""
     if not isinstance(value, list) or len(value) > _MOST:
         return frozenset()
     return frozenset(name for name in value if isinstance(name, str) and len(name) == _DIGITS)

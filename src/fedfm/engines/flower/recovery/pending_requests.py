@@ -1,14 +1,15 @@
-"""Requests of buffered asynchronous rounds, and what was pulled of their answers: on the server's disk.
+"""Requests of buffered asynchronous rounds and their pulled replies, on the server's disk.
 
 ``private/underway.json`` names the last request to every client: its round, its call, the SHA-256 of its payload, and
-the name by which the site keeps its answer (:mod:`fedfm.engines.flower.recovery.last_reply`). ``private/underway/`` has
-the answer, as soon as it is pulled. A client may be asked anew before the round is committed that its answer is in. So
-the request before the last one and its answer stay as well, until the client is asked the next time, which is after
-that commit. A run that goes on after a stop therefore finds all that its last checkpoint waits for.
+the name by which the client host keeps its reply (:mod:`fedfm.engines.flower.recovery.last_reply`).
+``private/underway/`` has the reply, as soon as it is pulled. A client may get its next request before the round with
+its reply is committed. So the request before the last one and its reply stay too, until the client gets another
+request, which is after that commit. A run that continues after a stop therefore finds everything that its last
+checkpoint waits for.
 
-A request has two hashes. By that of its whole payload this server sees that it is about to send the same again. That of
-the message as it crossed, where a hash may stand for parameters, is the name by which the site finds its answer. An
-answer here bears the name too, since ``underway.json`` is an older one if the disk was full.
+A request has two hashes. By the hash of the complete payload the server recognises a request that it has sent before.
+The hash of the message as it crossed, in which a hash may stand for parameters, is the name by which the client host
+finds its reply. A reply on disk has the name too, since ``underway.json`` is out of date if the disk was full.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fedfm.core.messages import Reply
 from fedfm.engines.flower.recovery.round_replies import Digest
 from fedfm.errors import RunError
 
-_MOST = 2 << 30  # bytes of answers; those beyond are the sites' alone
+_MOST = 2 << 30  # bytes of replies; those beyond are kept by the clients alone
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class SentRequest:
 
     Attributes:
         node: Flower's number of the client's node.
-        payload: SHA-256 of its payload, whole.
-        name: SHA-256 of the message as it crossed, by which the site keeps its answer.
+        payload: SHA-256 of its complete payload.
+        name: SHA-256 of the message as it crossed, by which the client host keeps its reply.
         nbytes, spared: of the message, for the transcript.
     """
 
@@ -84,7 +85,7 @@ class PendingRequests:
         """Write requests that are on their way; of each client the last one stays as well, if it was answered."""
         for client, sent in requests.items():
             last = self._sent.get(client)
-            if last is None or last.at == sent.at:  # it is sent again, whole
+            if last is None or last.at == sent.at:  # it is sent again, with all parameters
                 continue
             if (before := self._before.pop(client, None)) is not None:
                 self._remove(self._file(client, before))
@@ -131,7 +132,7 @@ class PendingRequests:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self) -> None:
-        """Take in what a former process wrote; nothing if it is not whole."""
+        """Take in what a former process wrote; nothing if it is damaged."""
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             for client, record in json.loads(self._path.read_text(encoding="utf-8")).items():
                 before = record.pop("before", None)

@@ -1,6 +1,6 @@
-"""Replies of a round that is not complete: a run that goes on after a stop asks nobody again who has answered.
+"""Replies of an incomplete round: after a stop the server does not repeat a request that has a reply.
 
-A round with more than 2 GiB of replies is asked again as a whole. They lie in ``private/answered`` of the run's
+A round with more than 2 GiB of replies is repeated completely. The replies lie in ``private/answered`` of the run's
 directory, for the server's user only, until the next round begins.
 """
 
@@ -22,7 +22,7 @@ _KEYS = {"client", "handler", "payload", "value", "down", "up", "spared"}
 
 
 class Answered:
-    """Replies on disk, by round, call and client; of another payload than the request's none is taken.
+    """Replies on disk, by round, call and client; a reply to another payload is ignored.
 
     Args:
         folder: is made when it is needed.
@@ -47,7 +47,7 @@ class Answered:
         return Reply(request.client, record["value"], request.round, request.call, *sizes, None, record["spared"])
 
     def keep(self, request: Request, reply: Reply) -> None:
-        """Write a reply. A disk that is full costs a second answer after a stop, and nothing else."""
+        """Write a reply. With a full disk, a client may answer twice after a stop."""
         self._begin(request.round)
         self._size += reply.nbytes_up
         if self._size > _MOST:
@@ -87,7 +87,7 @@ class Digest:
         self._last: tuple[Mapping[str, Any], str] | None = None
 
     def of(self, request: Request) -> str:
-        """The payload's, whole."""
+        """The hash of the complete payload."""
         if self._last is None or self._last[0] is not request.payload:
             head, pieces = payload.encode(request.payload)
             digest = hashlib.sha256(head.encode())
