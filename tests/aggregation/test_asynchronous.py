@@ -224,10 +224,10 @@ def test_places_of_clients_that_fail_are_the_same_over_flower(tmp_path, monkeypa
     """The server of the simulation engine, over a Grid in this process."""
     from flwr.clientapp import ClientApp
 
+    from fedfm.engines.flower.client_host import of_experiment
     from fedfm.engines.flower.private_api import identity
     from fedfm.engines.flower.server_app import host
     from fedfm.engines.flower.simulation import reply
-    from fedfm.engines.flower.site import of_experiment
     from fedfm.runtime.run_directory import Run
     from grid import InProcessGrid
 

@@ -24,11 +24,11 @@ from fedfm.core.federation import Federation
 from fedfm.core.wire import codec, payload
 from fedfm.engines.flower import client_stub
 from fedfm.engines.flower.app_writer import experiment_text
+from fedfm.engines.flower.client_host import ClientHost, of_folder
 from fedfm.engines.flower.link import HELLO, FlowerLink
 from fedfm.engines.flower.private_api import error_codes, identity, serialised_nbytes
 from fedfm.engines.flower.server_app import host
 from fedfm.engines.flower.simulation import reply
-from fedfm.engines.flower.site import Site, of_folder
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import ClientFault, InputError, RunError
 from fedfm.linalg.params import Params
@@ -52,7 +52,7 @@ def _identity():
 class App(ClientApp):
     """One client's site, as in a Ray actor."""
 
-    def __init__(self, site: Site, name: str) -> None:
+    def __init__(self, site: ClientHost, name: str) -> None:
         super().__init__()
         self.site, self.name = site, name
 
@@ -67,7 +67,7 @@ def sites(method, folder, rows=ROWS, **more):
         toys = Toys({name: rows[name]})
         toys.model.identity = "f" * 64
         experiment = SimpleNamespace(method=method, aggregation=Aggregator(), run=RunSpec(), privacy=None)
-        site = Site(lambda e=experiment: e, folder / name, lambda experiment, classes, t=toys: t, **more)
+        site = ClientHost(lambda e=experiment: e, folder / name, lambda experiment, classes, t=toys: t, **more)
         apps[100 + number] = App(site, name)
     return apps
 
@@ -507,7 +507,7 @@ def test_a_site_that_has_lost_what_it_held_gets_the_message_again(tmp_path):
     fed, grid = over_flower(method, tmp_path, spare=True)
     assert fed.ask(method.judge, w=WIDE).keys() == ROWS.keys()
     site = grid.apps[100].site
-    site._held = type(site._held)(lambda: None)  # as a worker process that has started again
+    site._cache = type(site._cache)(lambda: None)  # as a worker process that has started again
     assert fed.ask(method.tune, w=WIDE).keys() == ROWS.keys()
     assert fed.excluded == []
     tuned = [m for m in grid.sent if m.metadata.message_type.endswith("Twice_tune")]

@@ -142,8 +142,8 @@ def fork():
     sys.stderr.write("forked")
     os._exit(3)
 os.fork = fork
-from fedfm.engines.flower import site_worker
-site_worker.main()
+from fedfm.engines.flower import client_worker
+client_worker.main()
 """
 
 

@@ -18,8 +18,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedfm.config.experiment import Experiment
 from fedfm.core.wire import codec, flower_records, payload
-from fedfm.engines.flower import apps, client_stub, loopback, site_worker
-from fedfm.engines.flower import site as sites
+from fedfm.engines.flower import apps, client_host, client_stub, client_worker, loopback
 from fedfm.engines.flower.link import HELLO
 from fedfm.engines.flower.private_api import identity
 from fedfm.errors import InputError
@@ -82,8 +81,8 @@ class Server:
         """As :meth:`send`, of a message's bytes."""
         try:
             folder = client_stub.admit(self.config, self.node, 1)
-            answer = sites.of_folder(folder)[0].answer("", handler, head, data)
-        except sites.ClientFault as fault:
+            answer = client_host.of_folder(folder)[0].answer("", handler, head, data)
+        except client_host.ClientFault as fault:
             answer = client_stub.fault_halves(fault, head, data)
         told = payload.decode(*answer, None)
         assert str(self.home) not in json.dumps(told, default=str)
@@ -338,9 +337,9 @@ def test_a_silo_downloads_nothing_unless_its_file_says_so(tmp_path):
         path = silo(tmp_path / str(downloads), **({} if downloads is None else {"downloads": downloads}))
         server = Server(path)
         folder = client_stub.admit(server.config, server.node, 1)
-        assert site_worker._downloads(folder) is expected
+        assert client_worker._downloads(folder) is expected
         path.write_text("damaged = ")
-        assert not site_worker._downloads(folder)
+        assert not client_worker._downloads(folder)
 
 
 @pytest.mark.parametrize("key", ["test_fraction", "val_fraction"])
@@ -378,7 +377,7 @@ def test_a_site_scores_as_often_as_the_experiment_says(tmp_path):
     run = {"asynchronous": {"buffer": 2}, "evaluate_every": 3}
     server = Server(silo(tmp_path), experiment(run=run, method={"name": "fedavg", "rounds": 9}))
     assert server.hello() == "fits"
-    site, scored = sites.of_folder(client_stub.admit(server.config, server.node, 1))[0], []
+    site, scored = client_host.of_folder(client_stub.admit(server.config, server.node, 1))[0], []
     for t in (1, 2, 3, 4, 6, 8):
         head_, pieces = payload.encode({"round": t, "call": 1, "body": {"w": W}})
         told = payload.decode(*site.answer("", "train.FedAvg_train", head_, b"".join(pieces)), None)

@@ -26,8 +26,7 @@ from test_hostile_server import CLASSES, Bomb, experiment
 
 from fedfm.config.registry import available, resolve
 from fedfm.core.wire import flower_records, payload
-from fedfm.engines.flower import apps, client_stub
-from fedfm.engines.flower import site as sites
+from fedfm.engines.flower import apps, client_host, client_stub
 from fedfm.engines.flower.link import HELLO
 from fedfm.engines.flower.private_api import identity
 from fedfm.errors import ClientFault
@@ -110,7 +109,7 @@ class Silo:
     def worker(self, folder: Path, client: Any, handler: str, head: str, data: bytes) -> tuple[str, bytes]:
         """What the worker's process does with a message, in this process."""
         if folder not in self.sites:
-            self.sites[folder] = sites.of_folder(folder)
+            self.sites[folder] = client_host.of_folder(folder)
         site, own = self.sites[folder]
         answer: tuple[str, bytes] = site.answer(own, handler, head, data)
         return answer

@@ -23,8 +23,7 @@ from fedfm.core.client import TOLD
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import payload
-from fedfm.engines.flower import client_stub
-from fedfm.engines.flower import site as sites
+from fedfm.engines.flower import client_host, client_stub
 from fedfm.engines.flower.recovery import last_reply
 from fedfm.errors import ClientFault
 from fedfm.linalg.params import Params
@@ -67,14 +66,14 @@ class Silo:
         self.path = folder / "silo.toml"
         text = "\n".join(f"{key} = {json.dumps(value)}" for key, value in known.items())
         self.path.write_text(f"{text}\n{tables}\n")
-        self._sites: dict[str, sites.Site] = {}
+        self._sites: dict[str, client_host.ClientHost] = {}
         self.heads: list[str] = []
 
     def run(self, key: str = "run", **tables: Any) -> str:
         """A run of an experiment, after a hello that fits; its key."""
         config = {"experiment": to_toml(experiment(**tables)), "key": key}
         folder = client_stub.admit(config, {"silo": str(self.path)}, 1)
-        self._sites[key] = sites.of_folder(folder)[0]
+        self._sites[key] = client_host.of_folder(folder)[0]
         assert "name" in self.send(HELLO, {"classes": CLASSES}, 0, 0, key=key)["body"]
         return key
 

@@ -23,11 +23,11 @@ from fedfm.core.rows import Rows
 from fedfm.core.transport import link_of
 from fedfm.core.wire import codec
 from fedfm.engines.flower.async_link import FlowerStream
+from fedfm.engines.flower.client_host import ClientHost
 from fedfm.engines.flower.private_api import identity
 from fedfm.engines.flower.recovery.last_reply import FILE, LastAnswer, referenced_name
 from fedfm.engines.flower.recovery.pending_requests import PendingRequests, SentRequest
 from fedfm.engines.flower.registry import NAMELESS
-from fedfm.engines.flower.site import Site
 from fedfm.errors import RunError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
@@ -75,7 +75,9 @@ class World:
             own.model.identity = "f" * 64
             (folder / name).mkdir(parents=True)
             file = folder / name / FILE
-            site = Site(lambda: told, folder / name / "memory", lambda experiment, classes, o=own: o, answers=file)
+            site = ClientHost(
+                lambda: told, folder / name / "memory", lambda experiment, classes, o=own: o, answers=file
+            )
             self.apps[node] = App(site, name)
 
     def serve(self, lost=(), after=None, stop=lambda: False, busy=(), **more):

@@ -71,7 +71,7 @@ def test_an_app_holds_the_experiment_and_builds_the_same_bundle_twice(tmp_path, 
     assert "silo.toml" in told
     project = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
     config = project["tool"]["flwr"]["app"]["config"]
-    held = Experiment.from_dict(tomllib.loads(run_config.whole(config)["experiment"]))
+    held = Experiment.from_dict(tomllib.loads(run_config.merge_settings(config)["experiment"]))
     assert held.data.path == str(tmp_path / "rows.npz")  # other processes read it from other folders
     assert (held.run.engine, held.run.wire) == ("deployment", False)
     assert project["tool"]["flwr"]["app"]["components"] == {
@@ -390,10 +390,10 @@ def test_a_worker_that_dies_at_work_twice_is_a_fault_that_says_how(tmp_path, mon
     place.mkdir()
     (tmp_path / "sitecustomize.py").write_text(  # the system ends workers when they have got a message
         "import os, sys, types\n"
-        "if 'fedfm.engines.flower.site_worker' in sys.orig_argv:\n"
-        "    from fedfm.engines.flower import client_stub, site\n"
+        "if 'fedfm.engines.flower.client_worker' in sys.orig_argv:\n"
+        "    from fedfm.engines.flower import client_host, client_stub\n"
         "    client_stub.receive = lambda link: os.kill(os.getpid(), 9)\n"
-        "    site.of_folder = lambda folder: (types.SimpleNamespace(warm=lambda *shared: None), None)\n"
+        "    client_host.of_folder = lambda folder: (types.SimpleNamespace(warm=lambda *shared: None), None)\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     with dying(place) as first, pytest.raises(ClientFault) as fault:

@@ -14,7 +14,7 @@ from fedfm.core.messages import Reply, Request
 from fedfm.engines.flower.link import FlowerLink
 from fedfm.engines.flower.private_api import error_codes, identity, push_error
 from fedfm.engines.flower.recovery import parameter_cache
-from fedfm.engines.flower.recovery.round_replies import Answered
+from fedfm.engines.flower.recovery.round_replies import RoundReplies
 from fedfm.errors import ClientFault
 from fedfm.linalg.params import Params
 from fedfm.methods.scaffold import Scaffold
@@ -262,7 +262,7 @@ def requests(w: float, t: int = 1) -> list[Request]:
 def test_who_has_answered_is_not_asked_again_after_a_stop(tmp_path):
     def begin():
         grid = InProcessGrid(sites(METHOD, tmp_path / "sites"))
-        link = FlowerLink(grid, timeout=5.0, expected=sorted(ROWS), answered=Answered(tmp_path / "answered"))
+        link = FlowerLink(grid, timeout=5.0, expected=sorted(ROWS), answered=RoundReplies(tmp_path / "answered"))
         hellos = len(grid.sent)
         return link, lambda: [m.metadata.dst_node_id for m in grid.sent[hellos:]]
 
@@ -292,15 +292,15 @@ def test_who_has_answered_is_not_asked_again_after_a_stop(tmp_path):
 def test_a_round_with_too_many_bytes_and_a_full_disk_keep_nothing_and_stop_nothing(tmp_path, monkeypatch):
     reply = Reply("a", {"delta": Params({"w": torch.zeros(4)})}, 1, 1, 10, 20)
     first, second, _ = requests(1.0)
-    kept = Answered(tmp_path / "answered")
+    kept = RoundReplies(tmp_path / "answered")
     kept.keep(first, reply)
-    assert Answered(tmp_path / "answered").find(first).value["delta"].sha256() == reply.value["delta"].sha256()
+    assert RoundReplies(tmp_path / "answered").find(first).value["delta"].sha256() == reply.value["delta"].sha256()
     monkeypatch.setattr("fedfm.engines.flower.recovery.round_replies._MOST", 30)
     kept.keep(second, reply)
     assert kept.find(first) is None
     monkeypatch.undo()
     (tmp_path / "file").write_text("")
-    blocked = Answered(tmp_path / "file" / "answered")  # no folder can be made here
+    blocked = RoundReplies(tmp_path / "file" / "answered")  # no folder can be made here
     blocked.keep(first, reply)
     assert blocked.find(first) is None
 

@@ -26,13 +26,13 @@ def written(folder, experiment):
 
 def changed(config, text):
     """As ``flwr run --run-config TEXT``, at the server and at the sites."""
-    return run_config.whole(fuse_dicts(config, parse_config_args([text]), check_keys=True))
+    return run_config.merge_settings(fuse_dicts(config, parse_config_args([text]), check_keys=True))
 
 
 @pytest.mark.parametrize("name", [m for m in METHODS if m not in ("centralised", "kd")])
 def test_an_app_says_every_experiment_whole(name, tmp_path):
     e = Experiment.from_dict(experiment_of(name, tmp_path))
-    told = run_config.whole(written(tmp_path, e))["experiment"]
+    told = run_config.merge_settings(written(tmp_path, e))["experiment"]
     assert tomllib.loads(told) == tomllib.loads(app_writer.experiment_text(e))
 
 
@@ -58,9 +58,9 @@ def test_what_the_server_keeps_does_not_go_to_the_sites(tmp_path):
     assert tables["method"]["foundation"] not in str(config)
     assert "method.foundation" not in config
     assert WITHHELD in config["experiment"]
-    assert Experiment.from_dict(tomllib.loads(run_config.whole(config)["experiment"])).server_only().keys() == {
-        key for key in FedBaF.__dataclass_fields__ if key == "foundation"
-    }
+    assert Experiment.from_dict(
+        tomllib.loads(run_config.merge_settings(config)["experiment"])
+    ).server_only().keys() == {key for key in FedBaF.__dataclass_fields__ if key == "foundation"}
     with pytest.raises(InputError, match=r"method\.foundation: the server keeps it from the sites"):
         changed(config, 'set="method.foundation=/srv/model"')
 
@@ -73,7 +73,9 @@ VALUES = LEAVES | st.dictionaries(NAMES, LEAVES, max_size=2)
 @given(st.dictionaries(NAMES, st.dictionaries(NAMES, VALUES, max_size=4), max_size=3))
 def test_apart_and_whole_are_inverse(tables):
     text = to_toml(tables)
-    assert tomllib.loads(run_config.whole(run_config.apart(text, frozenset()))["experiment"]) == tomllib.loads(text)
+    assert tomllib.loads(
+        run_config.merge_settings(run_config.split_settings(text, frozenset()))["experiment"]
+    ) == tomllib.loads(text)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_apart_and_whole_are_inverse(tables):
 )
 def test_a_hostile_servers_configuration_is_refused(config):
     with pytest.raises(InputError):
-        run_config.whole(config)
+        run_config.merge_settings(config)
 
 
 def test_a_process_for_one_message_imports_no_large_library():

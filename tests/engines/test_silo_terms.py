@@ -16,9 +16,9 @@ from fedfm.config.experiment import Experiment
 from fedfm.core.wire import flower_records
 from fedfm.engines.flower import client_stub
 from fedfm.engines.flower.app_writer import experiment_text
+from fedfm.engines.flower.client_host import of_folder
 from fedfm.engines.flower.private_api import identity
 from fedfm.engines.flower.server_app import host
-from fedfm.engines.flower.site import of_folder
 from fedfm.errors import InputError, RunError
 from fedfm.runtime.run_directory import Run
 from fedfm.sites import ledger_summary

@@ -16,7 +16,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.wire import codec, payload
 from fedfm.engines.flower import client_stub
-from fedfm.engines.flower.site import of_folder
+from fedfm.engines.flower.client_host import of_folder
 from fedfm.errors import InputError, Lost, RunError
 from fedfm.reports import html, read
 from fedfm.runtime import file_integrity

@@ -10,7 +10,7 @@ from test_kits import examined, provision
 
 from fedfm.config.experiment import Experiment
 from fedfm.config.toml import to_toml
-from fedfm.sites.silo_session import Own
+from fedfm.sites.silo_session import SiloSession
 
 FUNCTION = "ward_of_notices:ward"
 OWN = """
@@ -57,7 +57,7 @@ def log_and_check(kit, tables, capsys):
     experiment = kit.parent / "exp.toml"
     experiment.write_text(to_toml(tables))
     lines = examined(capsys, kit, experiment)[1]
-    own = Own(kit / "state/run/site", {"silo": str(kit / "silo.toml")})
+    own = SiloSession(kit / "state/run/site", {"silo": str(kit / "silo.toml")})
     own.populate(Experiment.from_dict(tables, imports=True), ["a", "b"])
     return own.log.path.read_text(), lines
 

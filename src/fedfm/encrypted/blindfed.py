@@ -36,7 +36,7 @@ RINGS = {"fast": 8192, "slow": 16384}  # degrees, by the network
 
 
 @dataclass(frozen=True)
-class Carried:
+class ServerState:
     """State between rounds.
 
     Attributes:
@@ -49,7 +49,7 @@ class Carried:
 
 
 @dataclass(frozen=True)
-class BlindFed(HiddenModel, Planned, Method[Carried]):
+class BlindFed(HiddenModel, Planned, Method[ServerState]):
     """One encrypted forward pass of every row through the server's frozen model; then FedAvg on its outputs.
 
     "masked" is ours: the client gets the released states of its rows in the clear and keeps its labels. "permuted" is
@@ -58,7 +58,7 @@ class BlindFed(HiddenModel, Planned, Method[Carried]):
     """
 
     means: ClassVar[tuple[str, ...]] = ("train",)
-    state_type: ClassVar[Any] = Carried
+    state_type: ClassVar[Any] = ServerState
     paper: ClassVar[Mapping[str, Paper]] = SETTINGS
     paper_tables: ClassVar[Mapping[str, Any]] = {"distil": Recipe()}
 
@@ -117,13 +117,13 @@ class BlindFed(HiddenModel, Planned, Method[Carried]):
         return RINGS[self.link]
 
     # --- server half --------------------------------------------------------------------------------------------------
-    def init(self, fed: Federation) -> Carried:
+    def init(self, fed: Federation) -> ServerState:
         model = foundation_check.check(fed.model, self.foundation)
         w = predictions.load_trained(self, fed, model) if self.predict else fed.initial
         figures = self.run_forward_pass(fed)
         if self.predict:
             figures["predicted"] = float(sum(fed.ask(self.predicted, w=w).values()))
-        return Carried(w, figures)
+        return ServerState(w, figures)
 
     def run_forward_pass(self, fed: Federation) -> dict[str, float]:
         """Steps 1 to 4 of the protocol, once: the encrypted forward pass of all rows of all clients."""
@@ -134,11 +134,11 @@ class BlindFed(HiddenModel, Planned, Method[Carried]):
 
         return permuted_passes.run(self, fed) if self.protocol == "permuted" else masked.run(self, fed)
 
-    def step(self, fed: Federation, state: Carried, t: int) -> Carried:
+    def step(self, fed: Federation, state: ServerState, t: int) -> ServerState:
         cohort = fed.sample(self.fraction)
         return replace(state, w=state.w + fed.mean(self.train, of=cohort, w=state.w))  # equation 7
 
-    def params_for(self, state: Carried, client: ClientId) -> Params:
+    def params_for(self, state: ServerState, client: ClientId) -> Params:
         return state.w
 
     # --- client half --------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ class BlindFed(HiddenModel, Planned, Method[Carried]):
         counts = [sum(parts) for parts in rows]
         return cost_estimate.plan(matrices, counts, self.released, projection=self.projection, parameters=parameters)
 
-    def details(self, state: Carried, judge: Judge | None) -> dict[str, Any]:
+    def details(self, state: ServerState, judge: Judge | None) -> dict[str, Any]:
         figures: dict[str, Any] = dict(state.figures)
         if "statistical_distance" in figures:
             from fedfm.encrypted.ckks.refresh import HOLDS_WHILE

@@ -19,7 +19,7 @@ from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
 from fedfm.sites import predictions
 
-HOLDER = "holder"  # the silo's name
+SILO = "holder"  # the silo's name
 
 
 def asking(run: Run) -> Experiment:
@@ -58,11 +58,11 @@ def predict_remote(path: str | Path, file: str | Path, progress: Progress | None
         raise InputError(f"{file}: no such file or folder; predict takes rows")
     with tempfile.TemporaryDirectory(prefix="fedfm-predict-") as folder:
         silo, rows = Path(folder) / "silo.toml", str(Path(file).expanduser().resolve())
-        settings = {"name": HOLDER, "data": rows, "predict": rows, "image": experiment.data.image}
+        settings = {"name": SILO, "data": rows, "predict": rows, "image": experiment.data.image}
         lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
         silo.write_text("\n".join([*lines, 'allow = ["reply"]']), encoding="utf-8")
         asked = Run.create(experiment, Path(folder) / "run")
-        drive(asked, progress or Progress(), fresh=True, silos={HOLDER: silo})
+        drive(asked, progress or Progress(), fresh=True, silos={SILO: silo})
         found = predictions.report(silo)["runs"]
         if not found:
             raise RunError(f"{path}: the rows of {file} got no predictions")

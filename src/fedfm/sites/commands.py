@@ -50,7 +50,7 @@ def silo(args: Any) -> int:
         raise InputError(f"{args.experiment}: only `fedfm silo check KIT EXPERIMENT` takes an experiment")
     of: Any = {"check": silo_config, "show": ledger_summary, "predictions": predictions}[args.what]
     found = of.report(args.file)
-    return say(args, found, of.described(found))
+    return say(args, found, of.render(found))
 
 
 def _serve(args: Any) -> int:

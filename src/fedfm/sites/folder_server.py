@@ -23,7 +23,7 @@ from fedfm.errors import E_REFUSED, ClientFault, InputError, lines_of
 from fedfm.sites.request_log import SiloLog
 
 if TYPE_CHECKING:
-    from fedfm.engines.flower.site import Site
+    from fedfm.engines.flower.client_host import ClientHost
 
 _POLL = (0.1, 2.0)  # seconds between two looks into the folder: first and longest
 _MOST = 1000  # lines on old requests
@@ -62,7 +62,7 @@ class SiloDesk:
             raise InputError(f"{path}: server: {error}") from None
         self._log = SiloLog(self._path.parent / ".fedfm", self._path)
         self._requests, self._replies = mailboxes(root.resolve(), self.name, key, self._note)
-        self._site: tuple[Path, Site] | None = None  # of the run that was answered last
+        self._site: tuple[Path, ClientHost] | None = None  # of the run that was answered last
         self._old: set[tuple[str, int]] = set()
 
     def _note(self, text: str) -> None:
@@ -113,14 +113,14 @@ class SiloDesk:
         self._tell(f"run {header.run}: answered request {header.number}, {handler}")
         return True
 
-    def _site_of(self, folder: Path) -> Site:
+    def _site_of(self, folder: Path) -> ClientHost:
         """The site of a run; rows and model stay in memory between its requests."""
-        from fedfm.engines.flower import site
+        from fedfm.engines.flower import client_host
 
         if self._site is None or self._site[0] != folder:
             self._site = None  # before another run's rows are read
             try:
-                here, _ = site.of_folder(folder)
+                here, _ = client_host.of_folder(folder)
             except (InputError, OSError) as error:
                 for line in lines_of(error):
                     self._log.note(f"nothing is answered: {line}")

@@ -29,7 +29,7 @@ _FRAME = '{"m":{"round":"i","call":"i","body":'  # of a reply's head, before the
 _REFUSAL = 1 << 10  # bytes of a message that refuses, at most
 
 
-class Own:
+class SiloSession:
     """A silo in one run.
 
     Args:

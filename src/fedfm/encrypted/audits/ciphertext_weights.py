@@ -41,19 +41,19 @@ class CiphertextWeights(Audit):
         server = seal.ServerKeys(parameters, client.public())
         backbone, _, _ = side_model(replay.population).owned
         weight = fold(backbone.module).embedding[:OUTPUTS, :INPUTS]
-        whole = np.rint(weight / np.abs(weight).max() * 2**BITS)
-        x = client.encrypt(np.random.default_rng(0).normal(size=(whole.shape[1], parameters.slots)))
-        bare = matrix_product(whole, x, client.ring)
+        integers = np.rint(weight / np.abs(weight).max() * 2**BITS)
+        x = client.encrypt(np.random.default_rng(0).normal(size=(integers.shape[1], parameters.slots)))
+        bare = matrix_product(integers, x, client.ring)
         hidden = server.ring.add(bare, server.zeros(len(bare), parameters.limbs))
-        with_zero, without = (_share_found(out, x, whole, parameters) for out in (hidden, bare))
-        says = f"{with_zero:.0%} of {whole.size} weights of the embedding are found exactly. Without the encryption of "
-        says += f"zero that the server adds to what it sends they would be {without:.0%}."
+        with_zero, without = (_share_found(out, x, integers, parameters) for out in (hidden, bare))
+        says = f"{with_zero:.0%} of {integers.size} weights of the embedding are found exactly. Without the encryption "
+        says += f"of zero that the server adds to what it sends they would be {without:.0%}."
         detail = {"without_encryption_of_zero": without}
         name, contradicts = "weights.by_ciphertext", with_zero > LINE
         return [Finding(name, QUESTION, with_zero, None, None, LINE, SHARE, says, contradicts, detail)]
 
 
-def _share_found(out: np.ndarray, x: np.ndarray, whole: np.ndarray, parameters: Parameters) -> float:
+def _share_found(out: np.ndarray, x: np.ndarray, integers: np.ndarray, parameters: Parameters) -> float:
     """Share of the weights that are solved for modulo one prime; the transform of a polynomial changes nothing."""
     guess = weights_of(x[:, 1, 0], out[:, 1, 0], parameters.primes[0])
-    return float((guess == whole).mean())
+    return float((guess == integers).mean())

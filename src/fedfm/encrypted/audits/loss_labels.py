@@ -52,10 +52,10 @@ class LossLabels(Audit):
         low, high = clopper_pearson(hits, len(truth))
         counts = np.bincount(truth)
         left = sum(math.lgamma(c + 1) for c in counts) / math.log(2)
-        whole = math.lgamma(len(truth) + 1) / math.log(2)
+        complete = math.lgamma(len(truth) + 1) / math.log(2)
         says = (
             f"{hits} of {len(truth)} labels are read from {queries} losses of {BITS} bits. They leave 2^{left:.0f} of "
-            f"2^{whole:.0f} orders of the batch."
+            f"2^{complete:.0f} orders of the batch."
         )
         share = hits / len(truth)
         return [

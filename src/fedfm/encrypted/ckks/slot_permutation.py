@@ -54,9 +54,9 @@ def giants(samples: int, layout: Packing) -> range:
 def pair_features(x: Ciphertexts) -> Ciphertexts:
     """Two by two: (count,) -> (count / 2, rounded up,), a + i sqrt(2) b."""
     ring, limbs = x.evaluator.ring, x.level + 1
-    whole = np.zeros((2, ring.degree), np.int64)
-    whole[0, 0] = whole[1, ring.degree // 4] = whole[1, 3 * ring.degree // 4] = 1
-    plains = encoding.to_residues(whole, limbs, ring)
+    units = np.zeros((2, ring.degree), np.int64)
+    units[0, 0] = units[1, ring.degree // 4] = units[1, 3 * ring.degree // 4] = 1
+    plains = encoding.to_residues(units, limbs, ring)
     two = (x[start : start + 2] for start in range(0, len(x), 2))
     return concatenate([weighted_sum(pair, plains[: len(pair)], 1.0) for pair in two])
 

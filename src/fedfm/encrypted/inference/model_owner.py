@@ -168,8 +168,8 @@ class ModelOwner:
             part = x[start : start + self.kind.together]
             sums = {j: weighted_sum(part, p[: len(part)], factor) for j, p in plains.items()}
             out.append(self._rotate_and_sum(sums).residues)
-        whole = np.concatenate(out).view(np.uint64)
-        return self.keys.rescale(Ciphertexts(whole, x.scale * factor, self.keys))
+        released = np.concatenate(out).view(np.uint64)
+        return self.keys.rescale(Ciphertexts(released, x.scale * factor, self.keys))
 
     def _factor(self, x: Ciphertexts, largest: float) -> float:
         """The scale of a plaintext with which the products, slots of at most this magnitude, fit the last prime."""

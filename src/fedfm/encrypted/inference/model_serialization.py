@@ -22,7 +22,7 @@ _ARRAYS = ("embedding", "bias", "positions", "scales", "ranges")
 
 
 @dataclass(frozen=True)
-class CarriedLayer:
+class DecodedLayer:
     """A :class:`~fedfm.encrypted.inference.folded_model.FoldedLayer`."""
 
     weights: Mapping[str, Numbers]
@@ -36,7 +36,7 @@ class CarriedLayer:
 
 
 @dataclass(frozen=True)
-class CarriedModel:
+class DecodedModel:
     """A :class:`~fedfm.encrypted.inference.folded_model.FoldedModel`."""
 
     embedding: Numbers
@@ -71,7 +71,7 @@ def model_bytes(folded: FoldedModel) -> bytes:
     return out.getvalue()
 
 
-def model_of(data: bytes) -> CarriedModel:
+def model_of(data: bytes) -> DecodedModel:
     """The inverse of :func:`model_bytes`."""
     with np.load(io.BytesIO(data), allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
@@ -84,12 +84,12 @@ def model_of(data: bytes) -> CarriedModel:
         exponential, inverse, gelu = others
         scales = arrays[f"{number}.inverse_scales"]
         blocks.append(
-            CarriedLayer(
+            DecodedLayer(
                 weights, fields["heads"], (first, second), exponential, inverse, scales, gelu, bool(fields["centred"])
             )
         )
-    whole = {name: arrays[name] for name in _ARRAYS}
-    return CarriedModel(**whole, blocks=blocks, bound=about["bound"], class_token=about["class_token"])
+    model_arrays = {name: arrays[name] for name in _ARRAYS}
+    return DecodedModel(**model_arrays, blocks=blocks, bound=about["bound"], class_token=about["class_token"])
 
 
 def _fields_of(recipe: Folding) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedfm.encrypted.inference import framing
 from fedfm.encrypted.inference.model_owner import Checkpoint, ModelOwner
-from fedfm.encrypted.inference.model_serialization import CarriedModel, model_of
+from fedfm.encrypted.inference.model_serialization import DecodedModel, model_of
 from fedfm.encrypted.inference.permuted_model_owner import PermutedModelOwner, orders_of
 from fedfm.encrypted.inference.released_states import Numbers
 from fedfm.errors import ClientFault, FedfmError, RunError
@@ -49,7 +49,7 @@ class Questions:
 def serve(source: BinaryIO, target: BinaryIO) -> None:
     """Work until the source ends."""
     link = Questions(source, target)
-    model: CarriedModel | None = None
+    model: DecodedModel | None = None
     projection: Numbers | None = None
     released = ""
     while True:

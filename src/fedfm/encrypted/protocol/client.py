@@ -34,7 +34,7 @@ class SeenRows:
     """A client's released states as rows, and by part the mask (n,) of :mod:`.out_of_range`."""
 
     data: ClientData
-    whole: dict[str, Tensor]
+    finite: dict[str, Tensor]
 
 
 @dataclass
@@ -172,16 +172,16 @@ class ClientHalf:
     def errors(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
         """The largest difference of a released number from that in the clear; how many rows overflowed."""
         most = 0.0
-        whole = next(view.whole for view in self._views.values() if view.data is seen)
+        finite = next(view.finite for view in self._views.values() if view.data is seen)
         for part in PARTS:
             states = getattr(seen, part).tensors[STATES]
-            states = states[whole[part]] if part == "test" else states
+            states = states[finite[part]] if part == "test" else states
             if len(states):
-                true = clear(part).tensors[STATES][whole[part]]
+                true = clear(part).tensors[STATES][finite[part]]
                 if self.protocol == "permuted":  # nobody but the server knows which row is which: the closest one
                     true = true[torch.cdist(states.flatten(1), true.flatten(1)).argmin(1)]
                 most = max(most, float((states - true).abs().max()))
-        return {"max_error": most, "most_rows_left_out": float(sum(int((~mask).sum()) for mask in whole.values()))}
+        return {"max_error": most, "most_rows_left_out": float(sum(int((~mask).sum()) for mask in finite.values()))}
 
     def _model(self, hello: Hello) -> SideModel:
         shape = hello.blocks, hello.positions, hello.width, hello.rank, tuple(hello.classes)
@@ -195,11 +195,11 @@ class ClientHalf:
         have = counts(client)
         try:
             read = _permuted_rows if self.protocol == "permuted" else _masked_rows
-            parts, whole = out_of_range.exclude_rows(client, read(client, hello, have))
+            parts, finite = out_of_range.exclude_rows(client, read(client, hello, have))
         except KeyError as error:
             raise ClientFault(E_LOST, f"the rows have not passed the server's model: {error} is missing") from None
         train, val, test = (parts[part] for part in PARTS)
-        return SeenRows(ClientData(lambda: train, lambda: val, lambda: test), whole)
+        return SeenRows(ClientData(lambda: train, lambda: val, lambda: test), finite)
 
     def _batch(self, client: Client, hello: Hello, batch: int) -> tuple[list[Any], Tensor]:
         """Images and labels of a batch."""

@@ -24,19 +24,19 @@ def exclude_rows(client: Client, parts: Mapping[str, Rows]) -> tuple[dict[str, R
     Raises:
         ClientFault: no training row is left.
     """
-    found, whole = dict[str, Rows](), {part: with_numbers(rows.tensors[STATES]) for part, rows in parts.items()}
+    found, finite = dict[str, Rows](), {part: with_numbers(rows.tensors[STATES]) for part, rows in parts.items()}
     for part, rows in parts.items():
-        if whole[part].all():
+        if finite[part].all():
             found[part] = rows
         elif part == "test":
-            states = rows.tensors[STATES] * whole[part][:, None, None, None]
+            states = rows.tensors[STATES] * finite[part][:, None, None, None]
             found[part] = Rows({STATES: states}, labels=rows.labels)
         else:
-            found[part] = rows.take(whole[part].nonzero().flatten())
-    lost = {part: int((~mask).sum()) for part, mask in whole.items()}
+            found[part] = rows.take(finite[part].nonzero().flatten())
+    lost = {part: int((~mask).sum()) for part, mask in finite.items()}
     if any(lost.values()):
-        counts = ", ".join(f"{n} of {len(whole[part])} {part} rows" for part, n in lost.items() if n)
+        counts = ", ".join(f"{n} of {len(finite[part])} {part} rows" for part, n in lost.items() if n)
         client.note(f"{counts} left the intervals of the server's model and have no states")
     if lost["train"] and not len(found["train"]):
         raise ClientFault(E_NONFINITE, "all rows to train on left the intervals of the server's model")
-    return found, whole
+    return found, finite

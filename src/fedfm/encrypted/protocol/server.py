@@ -46,7 +46,7 @@ class ForwardPass:
     opened: dict[ClientId, Opened] = field(default_factory=dict)
     done: dict[ClientId, list[int]] = field(default_factory=dict)
     _begun: float = field(default_factory=time.monotonic)
-    _told: float = 0.0
+    _reported: float = 0.0
     _full: int = 0
 
     @classmethod
@@ -114,8 +114,8 @@ class ForwardPass:
     def tell(self, part: float, what: str) -> None:
         """Report progress now and then, with the time that is left."""
         now = time.monotonic()
-        if part > 0 and now - self._told > _OFTEN and now - self._begun > _OFTEN:
-            self._told = now
+        if part > 0 and now - self._reported > _OFTEN and now - self._begun > _OFTEN:
+            self._reported = now
             left = (now - self._begun) * (1 - part) / part
             self.fed.tell(f"{what}: {part:.0%}, about {_span(left)} left")
 

@@ -73,7 +73,7 @@ def write_app(
     app = f"fedfm-{name}"[:32].strip("-")  # the longest name that Flower accepts
     values: dict[str, Any] = {"out": str(out), "run": run, "key": key} | ({"loopback": True} if loopback else {})
     values |= (
-        run_config.apart(experiment_text(experiment), _FIXED)
+        run_config.split_settings(experiment_text(experiment), _FIXED)
         if settable
         else {run_config.EXPERIMENT: experiment_text(experiment)}
     )

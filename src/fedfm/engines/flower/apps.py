@@ -22,7 +22,7 @@ from fedfm.errors import E_EXCEPTION, E_EXPERIMENT, ClientFault, InputError
 __all__ = ["client", "server"]
 
 
-class SiteApp(ClientApp):  # type: ignore[misc]
+class ClientHostApp(ClientApp):  # type: ignore[misc]
     """Forwards every handler to the site, which knows its handlers and its policy.
 
     Flower's own dispatch needs all names when the app is imported, before the experiment is known.
@@ -48,7 +48,7 @@ class SiteApp(ClientApp):  # type: ignore[misc]
 def _answer(handler: str, context: Context, head: str, data: bytes) -> tuple[str, bytes]:
     node = context.node_config
     try:
-        config = run_config.whole(context.run_config)
+        config = run_config.merge_settings(context.run_config)
     except InputError as error:
         raise ClientFault(E_EXPERIMENT, str(error)) from None
     if "silo" not in node and is_ray_actor():
@@ -66,7 +66,7 @@ def is_ray_actor() -> bool:
     return ray is not None and bool(ray.is_initialized())
 
 
-client = SiteApp()
+client = ClientHostApp()
 server = ServerApp()
 
 

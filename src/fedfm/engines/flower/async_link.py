@@ -36,7 +36,7 @@ class FlowerStream(FlowerLink):
     streams, kept = True, True
 
     def __init__(self, grid: Grid, *, outstanding: PendingRequests, **settings: Any) -> None:
-        self._underway: dict[str, tuple[InFlight, float]] = {}  # with the time of giving up
+        self._in_flight: dict[str, tuple[InFlight, float]] = {}  # with the time of giving up
         self._ready: list[Reply] = []  # what is pulled is nowhere else, and the caller may stop
         self._outstanding = outstanding
         self._restored: dict[ClientId, tuple[int, int]] = {}
@@ -47,11 +47,11 @@ class FlowerStream(FlowerLink):
     @property
     def straggling(self) -> bool:
         """Whether a client that timed out, or that nobody waits for, may still be running."""
-        return super().straggling or bool(self._underway)
+        return super().straggling or bool(self._in_flight)
 
     @property
     def awaited(self) -> Mapping[ClientId, tuple[int, int]]:
-        sent = {one.request.client: (one.request.round, one.request.call) for one, _ in self._underway.values()}
+        sent = {one.request.client: (one.request.round, one.request.call) for one, _ in self._in_flight.values()}
         return sent | {reply.client: (reply.round, reply.call) for reply in self._ready}
 
     def restore(self, awaited: Mapping[ClientId, tuple[int, int]]) -> None:
@@ -67,17 +67,17 @@ class FlowerStream(FlowerLink):
         if self._stop():
             raise Interrupted
         self._send(requests)
-        pause, heard = POLL[0], set[ClientId]()
-        while self.awaited.keys() - heard:
-            for reply in [reply for reply in self._ready if reply.client not in heard]:
+        pause, replied = POLL[0], set[ClientId]()
+        while self.awaited.keys() - replied:
+            for reply in [reply for reply in self._ready if reply.client not in replied]:
                 self._ready.remove(reply)
-                heard.add(reply.client)
+                replied.add(reply.client)
                 self._progress()
                 yield reply
                 if reply.fault is None and (request := again(reply.client)).round > reply.round:
                     self._send([request])
             suspects = self._probes.suspects
-            came = list(self._grid.pull_messages([*self._underway, *self._late, *self._unmet, *self._probes.names]))
+            came = list(self._grid.pull_messages([*self._in_flight, *self._late, *self._unmet, *self._probes.names]))
             for message in came:
                 self._take_reply(message)
             if self._stop():
@@ -85,8 +85,8 @@ class FlowerStream(FlowerLink):
             if self._returns:
                 self._find_lost(suspects)
             now = time.monotonic()
-            for name in [name for name, (_, deadline) in self._underway.items() if now > deadline]:
-                late, _ = self._underway.pop(name)
+            for name in [name for name, (_, deadline) in self._in_flight.items() if now > deadline]:
+                late, _ = self._in_flight.pop(name)
                 self._late.add(name)
                 self._anew.pop(name, None)
                 self._ready.append(
@@ -119,14 +119,14 @@ class FlowerStream(FlowerLink):
         self._take_probe_reply(message)
         if name in self._unmet:
             self._met_late(message, *self._unmet.pop(name))
-        if name not in self._underway:
+        if name not in self._in_flight:
             return
-        one, _ = self._underway[name]
+        one, _ = self._in_flight[name]
         if message.metadata.src_node_id not in (one.node, SUPERLINK):
             return  # from another node
-        del self._underway[name]
+        del self._in_flight[name]
         anew = self._anew.pop(name, None)
-        reply, self._held[one.node] = reply_of(message, one, self._most)
+        reply, self._cached[one.node] = reply_of(message, one, self._most)
         if reply.fault is not None and reply.fault.code == E_HELD and (one.spared or anew is not None):
             self._ready.extend(self._launch([(one.node, one.request if anew is None else anew)]))  # whole
             return
@@ -135,19 +135,19 @@ class FlowerStream(FlowerLink):
 
     def _find_lost(self, suspects: Collection[str]) -> None:
         """Send again what was lost on the way, and ask nodes that have been silent for long."""
-        waiting = {name: one for name, (one, _) in self._underway.items()}
+        waiting = {name: one for name, (one, _) in self._in_flight.items()}
         for name in self._confirm_lost(waiting, suspects):
-            one, _ = self._underway.pop(name)
-            self._held.pop(one.node, None)
+            one, _ = self._in_flight.pop(name)
+            self._cached.pop(one.node, None)
             self._ready.extend(self._launch([(one.node, self._anew.pop(name, one.request))]))
         self._presence.look()  # who is connected, for the hellos
-        self._probe({name: one for name, (one, _) in self._underway.items()})
+        self._probe({name: one for name, (one, _) in self._in_flight.items()})
 
     def _launch(self, sent: Sequence[tuple[int, Request]]) -> Iterator[Reply]:
         """Send requests of :meth:`stream`; yields those that the SuperLink did not take."""
         waiting: dict[str, InFlight] = {}
         yield from self._push(sent, waiting, self._timeout)
-        self._underway |= {name: (one, time.monotonic() + self._timeout) for name, one in waiting.items()}
+        self._in_flight |= {name: (one, time.monotonic() + self._timeout) for name, one in waiting.items()}
         if waiting:
             self._outstanding.enter({one.request.client: self._entry(one) for one in waiting.values()})
 
@@ -193,7 +193,7 @@ class FlowerStream(FlowerLink):
         super()._greet()
 
     def _met_late(self, message: Message, one: InFlight, client: ClientId) -> None:
-        reply, self._held[one.node] = reply_of(message, one, self._most)
+        reply, self._cached[one.node] = reply_of(message, one, self._most)
         if reply.fault is not None and reply.fault.code == E_DIED:
             return  # lost on its way or with its process: the client is who it was
         self._nodes.pop(client, None)
@@ -215,4 +215,4 @@ class FlowerStream(FlowerLink):
             former = Request(request.client, request.handler, {}, *before.at)
             nbytes = before.nbytes + codec.weigh(body)
             one = InFlight(node, former, nbytes, before.spared, self._presence.since(node), before.name)
-            self._underway[name], self._anew[name] = (one, time.monotonic() + self._timeout), request
+            self._in_flight[name], self._anew[name] = (one, time.monotonic() + self._timeout), request

@@ -143,7 +143,7 @@ def start(folder: Path) -> None:
     with open(os.open(folder / "worker.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600), "ab") as log:
         worker = subprocess.Popen(
             # -P and cwd: no module is imported from the folder in which the node was started.
-            [sys.executable, "-P", "-m", "fedfm.engines.flower.site_worker", str(folder.resolve())],
+            [sys.executable, "-P", "-m", "fedfm.engines.flower.client_worker", str(folder.resolve())],
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -19,7 +19,7 @@ from fedfm.engines.flower.private_api import SUPERLINK, message_lost, process_di
 from fedfm.engines.flower.recovery import parameter_cache
 from fedfm.engines.flower.recovery.lost_messages import Probes
 from fedfm.engines.flower.recovery.node_presence import Presence
-from fedfm.engines.flower.recovery.round_replies import Answered
+from fedfm.engines.flower.recovery.round_replies import RoundReplies
 from fedfm.engines.flower.registry import NAMELESS, Registry, node_of
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import (
@@ -84,7 +84,7 @@ class FlowerLink:
         greeting: Mapping[str, Any] | None = None,
         slots: int = 0,
         returns: bool = False,
-        answered: Answered | None = None,
+        answered: RoundReplies | None = None,
         waits: Callable[[Mapping[ClientId, int], Collection[ClientId]], None] = lambda asked, missing: None,
         min_clients: int = 1,
         known: Collection[ClientId] = (),
@@ -103,11 +103,11 @@ class FlowerLink:
         self._probes = Probes()
         self._answered, self._waits = answered, waits
         self._nodes: dict[ClientId, int] = {}
-        self._held: dict[int, frozenset[str]] = {}  # by node: hashes of the parameters that are there
+        self._cached: dict[int, frozenset[str]] = {}  # by node: hashes of the parameters that are there
         self._barred: dict[ClientId, ClientFault] = {}
         self._absent: dict[str, ClientFault] = {}  # the same, and nodes that are no client
         self._greeted: set[int] = set()
-        self._unheld: list[tuple[int, Request]] = []  # to send again, whole
+        self._resend: list[tuple[int, Request]] = []  # to send again, whole
         self._late: set[str] = set()  # messages that timed out: their replies are pulled and dropped
         self.hellos: list[Crossing] = []
         self._crossed: Callable[[Crossing], None] = lambda crossing: None
@@ -165,9 +165,9 @@ class FlowerLink:
         """Deliver, and deliver again what a site does not hold any more or what its process did not survive."""
         ended: list[tuple[int, Request]] = []
         yield from self._deliver(sent, ended, process_died)
-        if self._unheld:
-            whole, self._unheld = self._unheld, []
-            yield from self._deliver(whole, ended, process_died)
+        if self._resend:
+            complete, self._resend = self._resend, []
+            yield from self._deliver(complete, ended, process_died)
         begun = time.monotonic()
         while ended:  # ask again until the process that replaces an ended one is ready
             retried, ended = ended, []
@@ -178,8 +178,8 @@ class FlowerLink:
 
     def _forget(self, online: Mapping[int, str]) -> None:
         """What a node held is gone if it began anew since."""
-        for node in [node for node in self._held if self._presence.has_reconnected(node, online)]:
-            del self._held[node]
+        for node in [node for node in self._cached if self._presence.has_reconnected(node, online)]:
+            del self._cached[node]
 
     def _deliver(
         self,
@@ -203,8 +203,8 @@ class FlowerLink:
             for node, request in sent[start : start + _BATCH]:
                 if encoded is None or encoded.payload is not request.payload:  # a broadcast is encoded once
                     kept = self.kept and request.handler.startswith("train.")
-                    encoded = EncodedPayload(request, any(self._held.values()), kept)
-                record, spared, known_as = encoded.without(self._held.get(node, frozenset()))
+                    encoded = EncodedPayload(request, any(self._cached.values()), kept)
+                record, spared, known_as = encoded.without(self._cached.get(node, frozenset()))
                 kind = flower_records.message_type(request.handler)
                 message = Message(record, node, kind, ttl=patience + 600, group_id=str(request.round))
                 one = InFlight(node, request, encoded.nbytes, spared, self._presence.since(node), known_as)
@@ -247,9 +247,9 @@ class FlowerLink:
                 if ended is not None and name in waiting and message.has_error() and again(message.error):
                     ended.append(waiting.pop(name)[:2])
                     continue
-                reply, self._held[known.node] = reply_of(message, known, self._most)
+                reply, self._cached[known.node] = reply_of(message, known, self._most)
                 if reply.fault is not None and reply.fault.code == E_HELD and name in waiting and known.spared:
-                    self._unheld.append(waiting.pop(name)[:2])
+                    self._resend.append(waiting.pop(name)[:2])
                     continue
                 if name in waiting:
                     done[name] = waiting.pop(name)
@@ -290,7 +290,7 @@ class FlowerLink:
             found += [waiting.pop(name) for name in anew] + [one for one in away if one.node in online]
             away[:] = [one for one in away if one.node not in online]
         for one in found:
-            self._held.pop(one.node, None)
+            self._cached.pop(one.node, None)
         return [one[:2] for one in found]
 
     def _confirm_lost(self, waiting: Mapping[str, InFlight], suspects: Collection[str]) -> list[str]:

@@ -151,7 +151,7 @@ def _workers(config: Mapping[str, str], children: Children, sites: Path, clients
         (places[-1] / "site.json").unlink(missing_ok=True)  # a resumed run writes it anew and does not trust it
         client_stub.prepare(places[-1], config, node)
     if places:
-        children.start("workers", [sys.executable, "-m", "fedfm.engines.flower.site_worker", *map(str, places)])
+        children.start("workers", [sys.executable, "-m", "fedfm.engines.flower.client_worker", *map(str, places)])
 
 
 def end_workers(sites: Path) -> None:

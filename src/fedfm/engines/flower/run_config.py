@@ -21,7 +21,7 @@ LONGEST = 1 << 20  # bytes of an experiment's text
 _NAME = "name"  # the one setting that is in no table
 
 
-def apart(experiment: str, fixed: frozenset[str]) -> dict[str, Any]:
+def split_settings(experiment: str, fixed: frozenset[str]) -> dict[str, Any]:
     """The configuration of an experiment's text.
 
     Args:
@@ -55,7 +55,7 @@ def _at(tables: Mapping[str, Any], key: str) -> Any:
     return inner
 
 
-def whole(config: Mapping[str, Any]) -> dict[str, Any]:
+def merge_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with the whole experiment as its text.
 
     Raises:

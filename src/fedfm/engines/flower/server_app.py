@@ -31,7 +31,7 @@ from fedfm.engines.flower.async_link import FlowerStream
 from fedfm.engines.flower.link import FlowerLink
 from fedfm.engines.flower.private_api import is_simulated
 from fedfm.engines.flower.recovery.pending_requests import PendingRequests
-from fedfm.engines.flower.recovery.round_replies import Answered
+from fedfm.engines.flower.recovery.round_replies import RoundReplies
 from fedfm.errors import InputError, RunError, lines_of
 from fedfm.linalg.threads import torch_threads
 from fedfm.runtime import missing_files
@@ -100,7 +100,7 @@ def host(
     with torch_threads(1):
         population = population or populate(experiment, server=True)
         real = not is_simulated(grid)
-        answered = Answered(run.path / "private" / "answered") if real else None
+        answered = RoundReplies(run.path / "private" / "answered") if real else None
         describe(run, population, watcher)
         outstanding = PendingRequests(run.path / "private") if real and spec.asynchronous is not None else None
         kind = FlowerLink if outstanding is None else partial(FlowerStream, outstanding=outstanding)
@@ -182,7 +182,7 @@ def serve(grid: Grid, context: Context) -> None:
         run = Run.open(path)
     else:
         try:
-            tables = tomllib.loads(str(run_config.whole(config)["experiment"]))
+            tables = tomllib.loads(str(run_config.merge_settings(config)["experiment"]))
             experiment = Experiment.from_dict(tables, imports=True)
         except InputError as error:
             raise InputError(f"--run-config: {error}") from None

@@ -26,7 +26,7 @@ from flwr.clientapp import ClientApp
 from fedfm.config.cohorts import enough
 from fedfm.config.experiment import Experiment
 from fedfm.core.wire import flower_records
-from fedfm.engines.flower import site
+from fedfm.engines.flower import client_host
 from fedfm.engines.flower.orphan_cleanup import end_all, reaping
 from fedfm.engines.flower.private_api import kill_ray, quiet, simulate, start_ray
 from fedfm.engines.flower.server_app import host
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _PREFIX = "fedfm-ray"  # prefix of temporary folders, followed by the id of the process that made them
 _END = "private/simulation.end"  # this file in a run means that the server has ended, so that actors end themselves
 _GRACE = 20.0  # seconds for Flower's threads to end after the server
-_SITES: dict[str, site.Site] = {}  # in an actor, which serves many clients of one run
+_HOSTS: dict[str, client_host.ClientHost] = {}  # in an actor, which serves many clients of one run
 
 
 def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
         except BaseException as error:  # raised by the caller below: Flower's thread would only print it
             outcome["error"] = error
 
-    app = SimulatedSites(run.experiment.for_clients().to_toml(), str(run.path.resolve()))
+    app = SimulatedClients(run.experiment.for_clients().to_toml(), str(run.path.resolve()))
     try:
         with _ray(workers, run.path / "private" / "flower.log", len(gpus)) as give_up:
             try:
@@ -125,7 +125,7 @@ def _run_watched(simulate: Callable[[], None], outcome: Mapping[str, Any], give_
         raise errors[0]
 
 
-class SimulatedSites(ClientApp):  # type: ignore[misc]
+class SimulatedClients(ClientApp):  # type: ignore[misc]
     """All clients of a run; Ray sends this object to its actors, which build a site from its two texts."""
 
     def __init__(self, experiment: str, path: str) -> None:
@@ -134,11 +134,11 @@ class SimulatedSites(ClientApp):  # type: ignore[misc]
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer for the client with the node's number."""
-        here = _site(self.experiment, Path(self.path))
+        here = _host_of(self.experiment, Path(self.path))
         return reply(here, int(context.node_config["partition-id"]), message)
 
 
-def reply(here: site.Site, client: str | int, message: Message) -> Message:
+def reply(here: client_host.ClientHost, client: str | int, message: Message) -> Message:
     """A site's answer to a Flower message."""
     try:
         halves = flower_records.unpack(message.content)
@@ -153,22 +153,22 @@ def answer(
 ) -> tuple[str, bytes]:
     """Answer for ``flwr run`` on a simulation, from the run's configuration."""
     path = Path(str(config.get("out") or "runs")) / str(config.get("run") or f"run-{run_id}")
-    return _site(str(config["experiment"]), path).answer(partition, handler, head, data)
+    return _host_of(str(config["experiment"]), path).answer(partition, handler, head, data)
 
 
-def _site(experiment: str, path: Path) -> site.Site:
+def _host_of(experiment: str, path: Path) -> client_host.ClientHost:
     key = f"{path}\n{experiment}"
-    if key not in _SITES:
+    if key not in _HOSTS:
         import torch
 
         torch.set_num_threads(1)
-        if not _SITES:
+        if not _HOSTS:
             threading.Thread(target=_end_with, args=(path / _END,), daemon=True).start()
-        _SITES.clear()
+        _HOSTS.clear()
         memory = path / "private" / "memory"
         read = partial(Experiment.from_dict, tomllib.loads(experiment), imports=True)
-        _SITES[key] = site.of_experiment(read, memory, path)
-    return _SITES[key]
+        _HOSTS[key] = client_host.of_experiment(read, memory, path)
+    return _HOSTS[key]
 
 
 def _end_with(end: Path) -> None:

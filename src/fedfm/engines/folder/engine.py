@@ -20,7 +20,7 @@ from fedfm.engines.flower.deployment import key_of
 from fedfm.engines.folder.letters import SERVER, shared_key
 from fedfm.engines.folder.link import FolderLink, Post
 from fedfm.engines.folder.mailbox import mailboxes
-from fedfm.engines.folder.sent import Sent
+from fedfm.engines.folder.request_record import RequestRecord
 from fedfm.errors import InputError
 from fedfm.linalg.threads import torch_threads
 from fedfm.privacy.crypto import keys
@@ -116,5 +116,5 @@ def _posts(run: Run, private: bytes, notice: Callable[[str], None]) -> dict[Clie
         except InputError as error:
             raise InputError(f"run.roster: {name}: {error}") from None
         out, back = mailboxes(root.resolve(), name, key, notice)
-        posts[name] = Post(out, back, Sent(run.path / "private" / "folder", name, key, begun))
+        posts[name] = Post(out, back, RequestRecord(run.path / "private" / "folder", name, key, begun))
     return posts

@@ -16,7 +16,7 @@ from fedfm.core.wire.limits import MAX_HEAD
 from fedfm.engines.answers import parse_envelope, parse_hello
 from fedfm.engines.folder.letters import Content, digest
 from fedfm.engines.folder.mailbox import Mailbox, Stamp, stamp_of
-from fedfm.engines.folder.sent import Sent
+from fedfm.engines.folder.request_record import RequestRecord
 from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import E_CLIENT, E_DIED, E_TIMEOUT, ClientFault, RunError
 from fedfm.privacy.policy import HELLO
@@ -34,7 +34,7 @@ class Post:
 
     out: Mailbox
     back: Mailbox
-    sent: Sent
+    sent: RequestRecord
     last_reply: float | None = None  # when it last answered, of the monotonic clock
 
 
@@ -230,8 +230,8 @@ class FolderLink:
         self._tell(f"waiting for {len(names)} of {asked} silos: {', '.join(known)}{more}")
 
     def _last_reply_text(self, name: ClientId, now: float) -> str:
-        heard = self._posts[name].last_reply
-        return name if heard is None else f"{name} (last reply {_ago(now - heard)} ago)"
+        last_reply = self._posts[name].last_reply
+        return name if last_reply is None else f"{name} (last reply {_ago(now - last_reply)} ago)"
 
     # --- hello --------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ _MOST = 64  # names in one reply
 _DIGITS = 64  # of a SHA-256
 
 
-class Retained:
+class ParameterCache:
     """The parameters that a client host has cached.
 
     Args:

@@ -21,7 +21,7 @@ _MOST = 2 << 30  # bytes of a round's replies; of a round with more, none is kep
 _KEYS = {"client", "handler", "payload", "value", "down", "up", "spared"}
 
 
-class Answered:
+class RoundReplies:
     """Replies on disk, by round, call and client; a reply to another payload is ignored.
 
     Args:

@@ -24,7 +24,7 @@ from fedfm.core.toml_text import check_depth
 from fedfm.core.wire import codec, flower_records, payload
 from fedfm.engines.flower import client_stub
 from fedfm.engines.flower.recovery import last_reply
-from fedfm.engines.flower.recovery.parameter_cache import NAMES, Retained, refuse_references
+from fedfm.engines.flower.recovery.parameter_cache import NAMES, ParameterCache, refuse_references
 from fedfm.errors import (
     E_EXCEPTION,
     E_EXPERIMENT,
@@ -49,7 +49,7 @@ from fedfm.version import __version__
 _MISFIT = "the silo does not take part in this experiment; its log says why"
 
 
-class Site:
+class ClientHost:
     """Answers for the clients of one experiment.
 
     Args:
@@ -75,7 +75,7 @@ class Site:
         self._read, self._memory, self._populate = experiment, memory, population
         self._on_error, self._own = on_error, own
         self._round = 0  # of the latest message
-        self._held: Retained | None = None  # until a hello asks for it
+        self._cache: ParameterCache | None = None  # until a hello asks for it
 
     @property
     def may_end(self) -> bool:
@@ -141,7 +141,7 @@ class Site:
         private = self.experiment.privacy is not None and self.experiment.privacy.states_epsilon
         return [word for word in allowed if not (private and word in ("scores", "reveal"))]
 
-    def warm(self, shared: Site | None = None) -> None:
+    def warm(self, shared: ClientHost | None = None) -> None:
         """Load rows and model before the first message if possible, or take those of ``shared``.
 
         An error is reported in the reply to the server's hello.
@@ -219,7 +219,7 @@ class Site:
 
     def _payload(self, handler: str, body: Any) -> Any:
         """The payload of a message that the silo's policy permits."""
-        body = (refuse_references if self._held is None else self._held.resolve)(body)
+        body = (refuse_references if self._cache is None else self._cache.resolve)(body)
         body = self.silos.conform(handler, body)
         self.silos.permit(handler)
         return body
@@ -244,7 +244,7 @@ class Site:
 
     def _telling(self, head: str) -> str:
         """The head of a reply that also says which parameters are held here."""
-        return head if self._held is None else codec.with_texts(head, {NAMES: self._held.names})
+        return head if self._cache is None else codec.with_texts(head, {NAMES: self._cache.names})
 
     def _name(self, client: ClientId | int) -> ClientId:
         if self._own is not None:
@@ -256,9 +256,9 @@ class Site:
         greeting = conform(greeting, dict[str, Any], "hello")
         if self._own is not None:
             self._agree(name, self._own, conform(greeting.get("classes"), list[str], "classes"))
-        if greeting.get(NAMES) is True and self._held is None:
-            self._held = Retained(self._start)
-            self._held.begin()
+        if greeting.get(NAMES) is True and self._cache is None:
+            self._cache = ParameterCache(self._start)
+            self._cache.begin()
         return {
             "name": name,
             "fedfm": __version__,
@@ -303,18 +303,18 @@ def _halves(value: Any) -> tuple[str, bytes]:
 
 def of_experiment(
     experiment: Callable[[], Experiment], memory: Path, errors: Path, answers: Path | None = None
-) -> Site:
+) -> ClientHost:
     """A site whose clients hold parts of the experiment's own table.
 
     Args:
         errors: folder with a ``private/`` for tracebacks.
-        answers: as of :class:`Site`.
+        answers: as of :class:`ClientHost`.
     """
     on_error = partial(record_error, errors)
-    return Site(experiment, memory, lambda known, classes: populate(known), on_error=on_error, answers=answers)
+    return ClientHost(experiment, memory, lambda known, classes: populate(known), on_error=on_error, answers=answers)
 
 
-def of_folder(folder: Path) -> tuple[Site, ClientId | int]:
+def of_folder(folder: Path) -> tuple[ClientHost, ClientId | int]:
     """The site that ``folder/site.json`` describes, and its client; memories are kept in that folder.
 
     Raises:
@@ -332,7 +332,7 @@ def of_folder(folder: Path) -> tuple[Site, ClientId | int]:
     if not site_file["silo"]:
         return of_experiment(partial(experiment, True), folder / "memory", folder, answers), site_file["client"]
     own = session(folder, site_file)
-    site = Site(
+    site = ClientHost(
         partial(experiment, False),
         folder / "memory",
         own.populate,

@@ -1,6 +1,6 @@
 """A site's warm worker: a process that keeps torch, the model and the rows in memory and answers one message at a time.
 
-``python -m fedfm.engines.flower.site_worker FOLDER`` serves the site that ``FOLDER/site.json`` describes, on a Unix
+``python -m fedfm.engines.flower.client_worker FOLDER`` serves the site that ``FOLDER/site.json`` describes, on a Unix
 socket that only its user can open. It ends after some idle time, when it is let go, or with the process that
 FEDFM_PARENT names. The workers of several folders, of clients that hold parts of one table, share the memory of table
 and model.
@@ -26,7 +26,7 @@ from fedfm.errors import InputError
 from fedfm.linalg.threads import torch_threads
 
 if TYPE_CHECKING:
-    from fedfm.engines.flower import site
+    from fedfm.engines.flower import client_host
 
 IDLE = 900.0  # seconds without a message; FEDFM_WORKER_IDLE overrides it
 ENDED = 30.0  # the same after a message of the last round, if the site holds an accelerator that others may want
@@ -41,13 +41,13 @@ def main() -> None:
         return
     if not _downloads(posts[0].folder):
         os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # read when those libraries are imported
-    from fedfm.engines.flower import site as sites
+    from fedfm.engines.flower import client_host
 
     if len(posts) > 1 and (places := _places(posts[0].folder, len(posts))):
         _spawn(posts, places)
         return
     with torch_threads(1):
-        shared = sites.of_folder(posts[0].folder)[0]
+        shared = client_host.of_folder(posts[0].folder)[0]
         shared.warm()
     if len(posts) == 1:
         posts[0].serve(shared)
@@ -103,7 +103,7 @@ def _spawn(posts: list[_Post], places: list[str | None]) -> None:
     for post, place in zip(posts, places, strict=True):
         post.leave()
         seen = {} if place is None else {devices.VISIBLE: place}
-        program = [sys.executable, "-P", "-m", "fedfm.engines.flower.site_worker", str(post.folder.resolve())]
+        program = [sys.executable, "-P", "-m", "fedfm.engines.flower.client_worker", str(post.folder.resolve())]
         started.append(subprocess.Popen(program, env=os.environ | seen, stdin=subprocess.DEVNULL))
     for worker in started:
         worker.wait()
@@ -140,7 +140,7 @@ class _Post:
         self._lock.close()
         self._listener.close()
 
-    def serve(self, shared: site.Site) -> None:
+    def serve(self, shared: client_host.ClientHost) -> None:
         """Answer messages until idle."""
         self._lock.truncate(0)
         self._lock.write(str(os.getpid()))
@@ -164,12 +164,12 @@ def _listen(folder: Path) -> socket.socket:
     return listener
 
 
-def _serve(folder: Path, listener: socket.socket, shared: site.Site) -> None:
+def _serve(folder: Path, listener: socket.socket, shared: client_host.ClientHost) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    from fedfm.engines.flower import site as sites
+    from fedfm.engines.flower import client_host
 
     with torch_threads(1):
-        here, own = sites.of_folder(folder)
+        here, own = client_host.of_folder(folder)
         here.warm(shared)
         idle = listener.gettimeout() or IDLE
         while True:

@@ -16,7 +16,7 @@ from fedfm.errors import InputError
 FIRST = 0  # the round before the first: hello, and what a method asks before its rounds
 
 
-class Sent:
+class RequestRecord:
     """The server's record of one silo in one run.
 
     Args:
