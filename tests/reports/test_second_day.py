@@ -14,8 +14,8 @@ import fedfm
 import small
 from fedfm.reports import html, read
 from fedfm.reports.plain_words import present, reading
-from fedfm.runtime.disclosure import do_not_share
 from fedfm.runtime.progress import Progress
+from fedfm.runtime.sharing import do_not_share
 from reports import runs
 
 

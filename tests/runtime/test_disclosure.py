@@ -16,9 +16,10 @@ from fedfm.errors import InputError
 from fedfm.methods.fedpft import private
 from fedfm.methods.fedpft.fedpft import FedPFT
 from fedfm.privacy.spec import PrivacySpec
-from fedfm.runtime.disclosure import FILE, do_not_share, private_notices, tell
+from fedfm.runtime.disclosure import private_notices, tell
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
+from fedfm.runtime.sharing import FILE, do_not_share
 
 D, CLASSES, TRAIN = 6, 4, 300
 RECORD = {"unit": "record", "target_epsilon": 8.0, "delta": 1e-5}

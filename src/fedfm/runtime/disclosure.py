@@ -18,27 +18,15 @@ from fedfm.core.text import to_json
 from fedfm.data.table import Table, fingerprint
 from fedfm.errors import InputError
 from fedfm.runtime.client_memory import secret, secret_file
+from fedfm.runtime.sharing import FILE
 
 if TYPE_CHECKING:
     from fedfm.models.model import Model
-    from fedfm.privacy.spec import PrivacySpec
     from fedfm.runtime.run_directory import Run
 
-FILE = "private/data.json"
 _KEY = ("data", "fingerprint")  # party and name of the secret under private/
 _WORDS = {"preparation": "tokenizer or image processor of the model"}
 _PUBLIC = ("kind", "source", "classes")  # keys of a split that no single row determines
-_WITHOUT_PRIVACY = (
-    "private/ holds clients' memories and keys, if the run has any: never share it.",
-    "clients/ holds one model per client: each was fitted to that client's rows and tells about them.",
-    "checkpoint/, adapter/ and metrics.jsonl tell about the clients' data as far as the trained model and the "
-    "per-client accuracies do. Where the server has read the rows, the split in this manifest counts those of every "
-    "client and class, and its fingerprint of the data decides between candidates for them.",
-    "audit.json names single training rows, and says how far a foundation model that the server keeps is from what was "
-    "sent; of the latter report.html and dossier.html tell, too, once the run was audited.",
-    "weights.npz, arrays/ and the map in report.html, where a method weighs clients against each other, say whose rows "
-    "resemble whose.",
-)
 JOINED = (
     "clients/ holds the model of each client that joined after training: it is fitted to that client's rows, tells "
     "about them, and no epsilon of the run covers them."
@@ -52,36 +40,6 @@ _BY_UNIT = {
     "record": "A person has one row at one client: a person with several rows, or at several clients, spends more.",
     "client": "A person's rows lie at one client: a person at several clients spends more.",
 }
-_UNDER_PRIVACY = (
-    f"private/ holds clients' memories and keys, and in {FILE} the exact numbers of rows by client and class: never "
-    "share it.",
-    "audit.json names single training rows, and report.html and dossier.html tell of them, too, once the run was "
-    "audited.",
-)
-_WITH_EPSILON = (
-    "All other files are made of what the clients released, the experiment and the test rows: what they tell of a "
-    "training row is what the ledger states. It covers neither the test rows, on which accuracies are computed, nor "
-    "the names of clients and classes, how long a round took, which client took part or failed, and the verdicts of "
-    "audits."
-)
-_WITHOUT_EPSILON = (
-    "All other files are made of what the clients released, the experiment and the test rows. No epsilon bounds what "
-    "they tell of a training row: secure aggregation hides the single updates, not what the trained model and its "
-    "accuracies tell."
-)
-
-
-def do_not_share(privacy: PrivacySpec | None, own_models: bool) -> list[str]:
-    """The manifest's sentences on what must not be shared.
-
-    Args:
-        privacy: the experiment's table.
-        own_models: whether each client ends with a model of its own.
-    """
-    texts: tuple[str, ...] = _WITHOUT_PRIVACY
-    if privacy is not None:
-        texts = (*_UNDER_PRIVACY, _WITH_EPSILON if privacy.states_epsilon else _WITHOUT_EPSILON)
-    return [text for text in texts if own_models or not text.startswith("clients/")]
 
 
 def guarantee(ledger: Mapping[str, Any], privacy: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -15,9 +15,9 @@ from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.locks import Lock
 from fedfm.errors import InputError
-from fedfm.runtime.disclosure import do_not_share
 from fedfm.runtime.predictions import personal
 from fedfm.runtime.runs_below import no_run
+from fedfm.runtime.sharing import do_not_share
 from fedfm.version import __version__
 
 SCHEMA = 1
