@@ -25,7 +25,7 @@ from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper, setting
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
-from fedfm.errors import E_FIELD, ClientFault, InputError, RunError
+from fedfm.errors import E_FIELD, ClientFault, RunError
 from fedfm.linalg.params import Params
 from fedfm.methods._convergence import Missed, tell
 from fedfm.methods._one_shot import head_of, need_head, rows_of
@@ -36,7 +36,7 @@ from fedfm.methods.fedpft.mixtures import COVARIANCES, Mixture, capacity, fit_un
 from fedfm.methods.fedpft.paper import SETTINGS
 from fedfm.methods.fedpft.private import Noised
 from fedfm.methods.fedpft.release_plan import CALIBRATIONS, RELATIONS, Plan
-from fedfm.methods.fedpft.settings import plan_of, pools, refuse
+from fedfm.methods.fedpft.settings import check_budgets, plan_of, pools, refuse
 from fedfm.methods.fedpft.summary import MOST, Summary, Synthetic, checker, mixtures_of
 from fedfm.methods.fedpft.topology import Handed, Passed, carry, parents_of
 from fedfm.models.head_inputs import UNIT_NORM
@@ -189,8 +189,7 @@ class FedPFT(Predictor, Private, Method[State]):
 
     def init(self, fed: Federation) -> State:
         need_head(fed.model)
-        if strangers := sorted(set(self.budgets) - set(fed.clients)):
-            raise InputError(f'method.budgets: "{strangers[0]}" is none of the clients {", ".join(fed.clients)}')
+        check_budgets(self.budgets, fed.clients)
         return State(fed.initial, {}, {})
 
     def step(self, fed: Federation, state: State, t: int) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from fedfm.errors import Faults, InputError
@@ -106,3 +107,14 @@ def plan_of(m: Any, privacy: Any) -> Plan:
         )
     faults.refuse()
     return Plan(m.relation, m.covariance, privacy.target_epsilon, privacy.delta, m.calibration)
+
+
+def check_budgets(budgets: Collection[str], clients: Sequence[str]) -> None:
+    """Refuse budgets of a client that is not there.
+
+    Raises:
+        InputError: with its name.
+    """
+    if strangers := sorted(set(budgets) - set(clients)):
+        text = f'method.budgets: "{strangers[0]}" is none of the clients {", ".join(clients)}'
+        raise InputError(text, key="method.budgets")
