@@ -163,7 +163,7 @@ def _membership(replay: Replay, eye: Eye) -> list[Finding]:
     detail |= {"members": sum(len(s.members) for s in scored.values()), "strangers": strangers}
     detail |= {"alignment": {"auc": g_mean, "low": g_low, "high": g_high}}
     by = {"low by gradients": g_low, "high by gradients": g_high}  # two tests: each interval is one of 97.5 %
-    found = Finding(name, MEMBERSHIP, mean, low, high, NOTABLE, EITHER.given(by), says, False, detail)
+    found = Finding(name, MEMBERSHIP, mean, low, high, NOTABLE, EITHER.with_numbers(by), says, False, detail)
     return [found, _tpr(tpr_name, drops, eye.rng("tpr"))]
 
 

@@ -185,5 +185,5 @@ def _check_without_rows(spec: DataSpec) -> None:
             text = "data.where, limit and base_classes choose among the server's rows, and data.classes has none"
             raise InputError(text, key=f"data.{key}")
     check_list(spec.classes, "data.classes")
-    if not spec.classes and tasks.implied(spec.kind).needs_classes:
+    if not spec.classes and tasks.implied_task(spec.kind).needs_classes:
         raise InputError("data.classes = []: expected a list of class names", key="data.classes")

@@ -190,7 +190,7 @@ class Evaluator:
     def _pooled(self, tested: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Scores on the clients' rows together, of a task whose scores are made from sums; else {}."""
         kind = (self._run.manifest["model"] or {}).get("kind", "")
-        task = tasks.named(self._run.experiment.model.task) or tasks.implied(kind)
+        task = tasks.task_named(self._run.experiment.model.task) or tasks.implied_task(kind)
         return task.joined([m for m in tested if m]) if task.sums else {}
 
     @property

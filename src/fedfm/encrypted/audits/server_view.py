@@ -41,7 +41,7 @@ def examine(run: Run) -> Finding:
     rows = [name for name in clear if name.startswith("query.BlindFed")]
     kinds = "kinds of messages with states of rows in the clear"
     rule = VerdictRule(("estimate > bound", f"{kinds} > 0"), ("estimate <= bound", f"{kinds} <= 0"))
-    rule = rule.given({kinds: len(rows)})
+    rule = rule.with_numbers({kinds: len(rows)})
     shown = "; ".join(f"{name}: {count} B" for name, count in sorted(clear.items())) or "none"
     says = f"Bytes to the server by form: {dict(sorted(forms.items()))}. In the clear: {shown}."
     if method.encryption == "clear":
