@@ -1,4 +1,4 @@
-"""What a site's reply says: the envelope with a value or a fault, and the answer to a hello."""
+"""What a client's reply says: the envelope with a value or a fault, and the answer to a hello."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Envelope(NamedTuple):
 
     Attributes:
         body: the value; None where there is a fault.
-        fault: what the site reports instead.
+        fault: what the client reports instead.
     """
 
     round: int
@@ -53,7 +53,7 @@ def parse_envelope(value: Any) -> Envelope:
 
 
 def _parse_fault(value: Any) -> ClientFault:
-    """The fault that a site reports."""
+    """The fault that a client reports."""
     code, reason = (value.get("code"), value.get("reason")) if isinstance(value, Mapping) else (None, None)
     if not isinstance(code, str) or not isinstance(reason, str):
         return ClientFault(E_FORMAT, "the reply's fault is not one")

@@ -101,4 +101,4 @@ def session(folder: Path, site: Mapping[str, Any]) -> SitePolicy:
     Raises:
         InputError: the silo's file is wrong.
     """
-    return import_module(_SESSION).Own(folder, site)  # type: ignore[no-any-return]
+    return import_module(_SESSION).SiloSession(folder, site)  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
 """A silo that answers the letters in a folder: ``fedfm silo serve``.
 
-What it answers, and what it lists as left, is decided by the same code as at a SuperNode: the site, its policy,
-budgets, log and ledger. The numbers of the requests that were answered stay in the run's folder at the silo.
+The same code as at a SuperNode decides what it answers and what it enters into the ledger: client host, policy, budgets
+and log. The numbers of answered requests stay in the run's folder at the silo.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SiloDesk:
         return sum(self._answer(header, content) for header, content in newest.values())
 
     def _fresh(self, header: Header) -> bool:
-        """Whether a request is to be opened: none of a larger number has come, and its reply is not in the folder."""
+        """Whether to open a request: no newer one has come, and its reply is not in the folder."""
         number = _state(self._folder(header.run)).get("number", 0)
         old = header.run, header.number
         if header.number < number and old not in self._old and len(self._old) < _MOST:
@@ -108,7 +108,7 @@ class SiloDesk:
             self._note(f"run {header.run[:100]}: {handler[:100]} is not answered: {fault}")
             head, data = client_stub.fault_halves(fault, content.head, content.data)
         if not self._replies.put(header.run, header.number, Content({"request": asked}, head, data)):
-            return False  # the folder is away: the answer is made again, with the same bits
+            return False  # the folder is absent: the answer is computed again, with the same bits
         self._replies.drop(header.run, header.number)
         self._tell(f"run {header.run}: answered request {header.number}, {handler}")
         return True

@@ -3,7 +3,7 @@
     identity = "silo.key"       # 64 hexadecimal digits; `fedfm silo check` creates the file, for its owner only
     roster = "roster.toml"      # or .json: of each silo its name and the public key that `fedfm silo check` prints
 
-The roster is agreed without the server. A server that puts itself between the silos, or invents some, does not fit it.
+The roster is agreed without the server. It detects a server that impersonates silos or invents some.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``fedfm silo check KIT EXPERIMENT``: what of a kit and its machine differs from what an experiment needs."""
+"""``fedfm silo check KIT EXPERIMENT``: compares a kit and its machine with the needs of an experiment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedfm.runtime import own_rows
 from fedfm.runtime.run_manifest import of_silo
 from fedfm.sites import certificate_authority, consent_rules, identity, kits, silo_config
 
-_SOON = 30  # days before its end at which a certificate is told of
+_SOON = 30  # days before its end at which a certificate is reported
 OK, DIFFERS, NOTE = "ok", "differs", "note"
 
 Line = dict[str, str]
@@ -216,7 +216,7 @@ def _model(silo: silo_config.Silo, needed: Experiment, notices: list[str]) -> st
     """The silo's copy of the model, compared with the experiment's where that is here, and with the pinned hash.
 
     Args:
-        notices: gets what the silo's log would be told.
+        notices: gets the notices of the silo's log.
     """
     federated = own_rows.deal(silo.rows, needed.data, seed=needed.run.seed, task=needed.model.task)
     mine = own_rows.classes_of(silo.rows, federated.table)

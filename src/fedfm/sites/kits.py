@@ -1,7 +1,7 @@
 """Kits: a folder for the server and one for each silo, with all that their machines need besides fedfm itself.
 
-``authority/`` stays with who provisions: its key signs the server's certificate. A second call with the same file adds
-the silos that are new, and keeps every key that is there.
+``authority/`` stays on the machine that makes the kits: its key signs the server's certificate. A second call with the
+same file adds new silos, and keeps all existing keys.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """A silo's ledger: everything that left it, in all runs, and the lifetime budgets that it enforces.
 
-One JSON-lines file on the silo's own disk. An entry is on the disk before its message leaves, so that a crash can count
-a message that did not leave, and never the opposite. A crash inside an entry leaves a last line without its end: that
-message did not leave, and the next process removes the line.
+One JSON-lines file on the silo's own disk. An entry is on the disk before its message leaves. So a crash may count a
+message that did not leave, and never the opposite. A crash within an entry leaves an incomplete last line: that message
+did not leave, and the next process removes the line.
 
-A refusal that depends on rows is an answer, and has a line like any other. Budgets are compared before rows are read,
-so that no refusal by a budget tells whether there would have been an answer.
+A refusal that depends on rows is an answer, and has a line as well. Budgets are checked before rows are read, so that a
+refusal by a budget does not show whether there would have been an answer.
 """
 
 from __future__ import annotations
@@ -94,15 +94,15 @@ class Entry:
 class Totals:
     """Sums over entries.
 
-    An answer that equals an earlier one of its run to the same question discloses nothing more: it counts as a message
-    and as bytes only. To another question it does, however short it is: a refusal, or a score, is one bit or some.
+    An answer that equals an earlier one to the same question in its run discloses nothing new: it counts as a message
+    and as bytes only. The same answer to another question discloses at least one bit, even if it is a refusal.
 
     Attributes:
-        rounds: a round calls each handler once for each part of the rows. A server that repeats a round with other
-            parameters gets another answer, which is one more round to the silo. What is scored before the first round
-            belongs to that. The messages of secure aggregation make no round.
+        rounds: a round calls each handler once for each part of the rows. If a server repeats a round with other
+            parameters, the silo counts one more round. Scores before the first round belong to the first round. The
+            messages of secure aggregation make no round.
         faults: answers that were refusals, or empty parts of a masked sum.
-        again: answers of a mean to a second question in one round, which a server that follows the protocol asks only
+        again: answers to a second question for a mean in one round. A server that follows the protocol asks it only
             after a stop.
         releases: how many answers had each cost.
     """
@@ -152,7 +152,7 @@ class Totals:
         return self._answers[_place(entry)] == self._most[_round(entry)]
 
     def epsilon(self, delta: float, more: Cost = NOTHING) -> float:
-        """What all releases spend together, and one more; the epsilons of different units are added."""
+        """The epsilon of all releases and one more; the epsilons of different units are added."""
         units: dict[tuple[str, str], dict[tuple[float, float], int]] = {}
         for cost, count in (self.releases + Counter([more])).items():
             if cost.times:
@@ -188,7 +188,7 @@ class Ledger:
         self._totals = Totals()
 
     def admit(self, entry: Entry) -> None:
-        """Check before rows are read whether such an answer may leave. One that left before may always leave again.
+        """Check before rows are read whether such an answer may leave; a repeated answer always may.
 
         Args:
             entry: of the answer, as far as it is known.

@@ -1,4 +1,4 @@
-"""What one release costs a silo, computed from the experiment's [privacy] and not from anything that a server says."""
+"""The privacy cost of one release, computed from the experiment's [privacy] and never from the server's messages."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ def _cost(accountant: Accountant, by: str, answers: int = 1) -> Cost | None:
         return None
     z = spent.sigma / spent.sensitivity
     if epsilon_of([Releases(z)], spent.delta) < spent.epsilon * _ALMOST:
-        return None  # it is no Gaussian release of that noise alone, so its parts do not add up as such
+        return None  # not a single Gaussian release: its parts cannot be composed as Gaussian ones
     return Cost(spent.unit, spent.relation, z * math.sqrt(answers), by=by)

@@ -1,7 +1,7 @@
 """A silo's log of servers' requests, and the limit of hellos that do not fit.
 
 The answer to a hello discloses whether the experiment fits the silo's rows. So after :data:`MISFITS` different hellos
-that do not fit, the silo answers none until its owner has changed ``silo.toml``.
+that do not fit, the silo answers no hello until its owner changes ``silo.toml``.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class SiloSession:
         policy: the silo's policy.
         require: what it requires of an experiment.
         log: the silo's log.
-        classes: the server's class names once a hello with them has fitted; a restarted process reads them again.
+        classes: the server's class names, after a hello with them has fitted; a restarted process reads them from disk.
     """
 
     def __init__(self, folder: Path, site_file: Mapping[str, Any]) -> None:
@@ -165,7 +165,7 @@ class SiloSession:
         try:
             self.ledger.enter(entry)
         except ClientFault as over:
-            if question.handler != HELLO:  # that there would have been an answer is one
+            if question.handler != HELLO:  # this refusal shows that there was an answer, so it is one
                 with contextlib.suppress(ClientFault):
                     self._enter_refusal(question, over, experiment)
             raise
@@ -205,7 +205,7 @@ class SiloSession:
         self.ledger.enter(entry)
 
     def refuses(self, question: Question, fault: ClientFault, experiment: Experiment) -> ClientFault:
-        """What the silo tells of a failure after its rows were read: an answer, so it enters the ledger."""
+        """The fault that the silo reports after its rows were read. It is an answer, so it enters the ledger."""
         if fault.code in OF_NO_ROW or self._entry(question, experiment).cost == NOTHING:
             return fault
         try:

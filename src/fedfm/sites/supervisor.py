@@ -1,4 +1,4 @@
-"""``fedfm start KIT``: the processes of a kit, which start again if one ends, until this process is asked to end.
+"""``fedfm start KIT``: runs the processes of a kit and restarts those that end, until this process is stopped.
 
 The server: Flower's SuperLink, whose state is in a file, and the executor of ServerApps. A silo: a SuperNode, and the
 executor of ClientApps. A new certificate in the server's kit is used from then on: the SuperLink starts again with it.
@@ -32,7 +32,7 @@ _POLL = 0.2
 _LOOK = 3.0  # seconds between looks at certificate and silos
 _PAUSES = (1.0, 30.0)  # seconds before an ended process starts again: the first, and the longest
 _NOT_ADMITTED = "[code: 2004]"  # what Flower's fleet interface says of a key that it cannot activate
-_REPEAT = 600.0  # seconds after which the same is told again of a process that ends again and again
+_REPEAT = 600.0  # seconds after which the end of the same process is reported again
 _STEADY = 60.0  # a process that has lived so long starts again without a longer pause
 
 
@@ -115,7 +115,7 @@ class _Supervisor:
         self._due = dict.fromkeys(self._commands, 0.0)
         self._pause = dict.fromkeys(self._commands, _PAUSES[0])
         self._began: dict[str, float] = {}
-        self._said: dict[str, tuple[str, float]] = {}  # by process: what was told of its end, and when
+        self._said: dict[str, tuple[str, float]] = {}  # by process: the last report of its end, and its time
         self._certificate = self._stamp()
         self._admitted: dict[str, bytes] = {}  # by name: the public key
         self._control: Control | None = None

@@ -65,7 +65,7 @@ def write_app(
     Args:
         out: folder in which the ServerApp writes run directories.
         run: name of the run directory, which is resumed if it exists; "": a new one per Flower run.
-        key: name of this run's folder at the sites.
+        key: name of this run's folder at the clients.
         settable: ``flwr run --run-config`` may change single settings.
         loopback: the nodes are processes of the command that submits the run: one that ended does not come back.
     """
@@ -108,7 +108,7 @@ clientapp = "fedfm.apps:client"
 
 
 def experiment_text(experiment: Experiment) -> str:
-    """The text of an experiment that the ServerApp and the sites of a deployment receive, with absolute paths."""
+    """The text of an experiment that the ServerApp and the clients of a deployment receive, with absolute paths."""
 
     def path(text: str | None) -> str | None:
         return str(Path(text).resolve()) if text and Path(text).exists() else text

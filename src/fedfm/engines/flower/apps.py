@@ -23,13 +23,13 @@ __all__ = ["client", "server"]
 
 
 class ClientHostApp(ClientApp):  # type: ignore[misc]
-    """Forwards every handler to the site, which knows its handlers and its policy.
+    """Forwards every handler to the client host, which knows its handlers and its policy.
 
     Flower's own dispatch needs all names when the app is imported, before the experiment is known.
     """
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Forward to the site's worker; a Ray actor, which keeps its state, answers itself."""
+        """Forward to the client's worker; a Ray actor, which keeps its state, answers itself."""
         head, data = "", b""
         try:
             head, data = flower_records.unpack(message.content)

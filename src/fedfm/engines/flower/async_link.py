@@ -1,6 +1,6 @@
-"""A FlowerLink whose server goes on before all have answered, for buffered asynchronous rounds.
+"""A FlowerLink for buffered asynchronous rounds, in which the server continues before all clients have replied.
 
-After a stop it asks nobody anew who has answered or still computes: see
+After a stop it repeats no request to a client that has replied or still computes: see
 :mod:`fedfm.engines.flower.recovery.pending_requests`.
 """
 
@@ -29,7 +29,7 @@ class FlowerStream(FlowerLink):
     """A link that streams.
 
     Args:
-        outstanding: the requests of a former process, and of this one for the next.
+        outstanding: pending requests of an earlier process, and of this one for the next.
         settings: as of :class:`FlowerLink`.
     """
 
@@ -37,11 +37,11 @@ class FlowerStream(FlowerLink):
 
     def __init__(self, grid: Grid, *, outstanding: PendingRequests, **settings: Any) -> None:
         self._in_flight: dict[str, tuple[InFlight, float]] = {}  # with the time of giving up
-        self._ready: list[Reply] = []  # what is pulled is nowhere else, and the caller may stop
+        self._ready: list[Reply] = []  # a pulled reply exists only here, and the caller may stop
         self._outstanding = outstanding
         self._restored: dict[ClientId, tuple[int, int]] = {}
-        self._unmet: dict[str, tuple[InFlight, ClientId]] = {}  # hellos that nobody waits for
-        self._anew: dict[str, Request] = {}  # by the message that asks for an answer: what to send if it is not there
+        self._unmet: dict[str, tuple[InFlight, ClientId]] = {}  # hellos whose replies are not awaited
+        self._anew: dict[str, Request] = {}  # by the message that fetches a reply: what to send if there is none
         super().__init__(grid, **settings)
 
     @property
@@ -60,9 +60,9 @@ class FlowerStream(FlowerLink):
     def stream(self, requests: Sequence[Request], again: Callable[[ClientId], Request]) -> Iterator[Reply]:
         """Deliver; yield replies to these and to earlier requests of this kind as they arrive, while any is awaited.
 
-        A client yields one reply in a call. If that is to an earlier request than ``again`` of its name and others are
-        waited for, it gets that one; the reply to it is of the next call. A client that is absent, dies or is late gets
-        a fault, and can be asked again.
+        Each client yields one reply in a call. If its reply is to an older request than ``again`` of its name, it gets
+        that request while others are awaited; the reply belongs to the next call. A client that is absent, dies or is
+        late gets a fault, and can get another request.
         """
         if self._stop():
             raise Interrupted
@@ -99,9 +99,9 @@ class FlowerStream(FlowerLink):
                 pause = POLL[0]
 
     def _send(self, requests: Sequence[Request]) -> None:
-        """Deliver; what a former process has sent is not sent again, and its answer comes from the disk if it is there.
+        """Deliver, except what an earlier process has sent: that reply comes from the disk if it is there.
 
-        What came and what failed at once is ready.
+        Replies from the disk and immediate faults are ready at once.
         """
         known = {one.client: before for one in requests if (before := self._sent_before(one)) is not None}
         found = [self._outstanding.answer(client, before) for client, before in known.items()]
@@ -113,7 +113,7 @@ class FlowerStream(FlowerLink):
         self._ready += self._recall([(node, request) for node, request in sent if request.client in known], known)
 
     def _take_reply(self, message: Message) -> None:
-        """Take in what was pulled."""
+        """Process a pulled message."""
         name = message.metadata.reply_to_message_id
         self._late.discard(name)
         self._take_probe_reply(message)
@@ -134,7 +134,7 @@ class FlowerStream(FlowerLink):
         self._ready.append(reply)
 
     def _find_lost(self, suspects: Collection[str]) -> None:
-        """Send again what was lost on the way, and ask nodes that have been silent for long."""
+        """Send lost requests again, and probe nodes that have been silent for long."""
         waiting = {name: one for name, (one, _) in self._in_flight.items()}
         for name in self._confirm_lost(waiting, suspects):
             one, _ = self._in_flight.pop(name)
@@ -144,7 +144,7 @@ class FlowerStream(FlowerLink):
         self._probe({name: one for name, (one, _) in self._in_flight.items()})
 
     def _launch(self, sent: Sequence[tuple[int, Request]]) -> Iterator[Reply]:
-        """Send requests of :meth:`stream`; yields those that the SuperLink did not take."""
+        """Send requests of :meth:`stream`; yields faults for those that the SuperLink rejected."""
         waiting: dict[str, InFlight] = {}
         yield from self._push(sent, waiting, self._timeout)
         self._in_flight |= {name: (one, time.monotonic() + self._timeout) for name, one in waiting.items()}
@@ -161,10 +161,10 @@ class FlowerStream(FlowerLink):
     # --- after a stop -------------------------------------------------------------------------------------------------
 
     def _sent_before(self, request: Request) -> SentRequest | None:
-        """The request that a former process sent in place of this one, or None if it sent none.
+        """The request that an earlier process sent in place of this one, or None.
 
-        For a client that was awaited at the last commit that is the request of then; else it is this very one, of a
-        round that was not completed.
+        For a client that was awaited at the last commit it is the request of that time. For others it is this request,
+        in a round that was not completed.
         """
         at = self._restored.pop(request.client, None)
         sent = [one for one in self._outstanding.last_requests(request.client) if one.handler == request.handler]
@@ -175,9 +175,9 @@ class FlowerStream(FlowerLink):
         return sent.at == (request.round, request.call) and sent.payload == self._outstanding.digest.of(request)
 
     def _greet(self) -> None:
-        """Send hello; a site that a former process left at work answers when it has ended, and nobody waits for that.
+        """Send hello, without waiting for clients that still work on a request of an earlier process.
 
-        Its node is known by the key with which it connects, and has said its name to the former process.
+        Such a node is known by the key with which it connects, and by the name that it gave to the earlier process.
         """
         online = self._presence.online()
         busy = {node: client for node, client in self._outstanding.at_work().items() if node in online}
@@ -201,7 +201,7 @@ class FlowerStream(FlowerLink):
         self._meet([reply])
 
     def _recall(self, sent: Sequence[tuple[int, Request]], known: Mapping[ClientId, SentRequest]) -> Iterator[Reply]:
-        """Ask sites for answers that they keep, or are still at; these requests are sent where there is none."""
+        """Fetch cached or unfinished replies of clients; a client that has none gets its request again."""
         for node, request in sent:
             before = known[request.client]
             body = last_reply.reference(before.name)

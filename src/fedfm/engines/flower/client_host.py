@@ -1,6 +1,6 @@
-"""A site: answers Flower messages for its clients, with their rows, model and memory.
+"""A client host: answers Flower messages for its clients, with their rows, model and memory.
 
-It stays in memory: in a Ray actor of the simulation, or in a site's worker process.
+It stays in memory: in a Ray actor of the simulation, or in a client's worker process.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class ClientHost:
     """Answers for the clients of one experiment.
 
     Args:
-        experiment: reads the server's experiment on first use, so that an error in it becomes a reply.
+        experiment: reads the server's experiment on first use, so that an error in it becomes a fault in a reply.
         memory: folder of the clients' memories.
         population: reads rows and model, given the experiment and, at a silo, the server's class names.
         on_error: receives tracebacks, which stay here.
         own: the silo with its own rows; None if the rows are a part of the server's table.
-        answers: file of the last answer to a request for training in buffered asynchronous rounds; None: none is kept.
+        answers: file of the last reply to a training request, for buffered asynchronous rounds; None: no file.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ClientHost:
 
     @property
     def may_end(self) -> bool:
-        """Whether it holds an accelerator in vain: the last message was of the last round. A later one loads again."""
+        """Whether it can release its accelerator, after the last round. A later message loads the model again."""
         model = self.__dict__["silos"].population.client_model if "silos" in self.__dict__ else None
         return model is not None and model.device.type != "cpu" and self._round >= self.experiment.method.rounds
 
@@ -130,7 +130,7 @@ class ClientHost:
 
     @property
     def _scores_sent(self) -> int:
-        """After how many rounds an update carries scores of the model that was sent; 0: the server asks for scores."""
+        """Rounds between updates with scores of the received model; 0: the server requests scores."""
         late = self._answers is not None and self.experiment.run.asynchronous is not None
         return self.experiment.run.evaluate_every if late else 0
 
@@ -164,9 +164,9 @@ class ClientHost:
         """Answer one message, given as head and data, by a reply's head and data. Errors become replies."""
         round = call = 0
         name = str(client)
-        unsettled: Question | None = None  # whose failure is an answer, since rows were read
+        unsettled: Question | None = None  # its failure is an answer in the ledger, since rows were read
         try:
-            known: Silos | None = self.__dict__.get("silos")  # it may refuse to load
+            known: Silos | None = self.__dict__.get("silos")  # loading may be refused
             message = payload.decode(head, data, None, most=None if known is None else known.room)
             if not isinstance(message, Mapping) or message.keys() != {"round", "call", "body"}:
                 raise ClientFault(E_FORMAT, "the request is not an envelope")
@@ -225,25 +225,25 @@ class ClientHost:
         return body
 
     def _value(self, name: ClientId, handler: str, body: Any, at: tuple[int, int]) -> Any:
-        """What a client half gives."""
+        """The value that a client half returns."""
         (value,) = self.silos.answer([Request(name, handler, body, *at)])
         if isinstance(value, ClientFault):
             raise value
         return value
 
     def _keeping(self, handler: str) -> last_reply.LastAnswer | None:
-        """Where the answer to such a request is kept: in asynchronous rounds a server may ask for it again.
+        """The store of the last reply for such a request: in asynchronous rounds a server may fetch it again.
 
         Raises:
             ClientFault: the silo has not agreed to this run.
         """
         if self._answers is None or not handler.startswith("train."):
             return None
-        _ = self.silos  # says that the silo has not agreed, before an error in the experiment does
+        _ = self.silos  # a missing agreement is reported before an error in the experiment
         return self._answers if self.experiment.run.asynchronous is not None else None
 
     def _telling(self, head: str) -> str:
-        """The head of a reply that also says which parameters are held here."""
+        """The head of a reply, with the hashes of the cached parameters."""
         return head if self._cache is None else codec.with_texts(head, {NAMES: self._cache.names})
 
     def _name(self, client: ClientId | int) -> ClientId:
@@ -304,7 +304,7 @@ def _halves(value: Any) -> tuple[str, bytes]:
 def of_experiment(
     experiment: Callable[[], Experiment], memory: Path, errors: Path, answers: Path | None = None
 ) -> ClientHost:
-    """A site whose clients hold parts of the experiment's own table.
+    """A client host whose clients hold parts of the experiment's own table.
 
     Args:
         errors: folder with a ``private/`` for tracebacks.

@@ -1,7 +1,7 @@
-"""The thin side of a ClientApp: sends a message's bytes to the site's warm worker, and receives the reply's bytes.
+"""The thin side of a ClientApp: sends a message's bytes to the client's warm worker, and receives the reply's bytes.
 
-Flower starts a new process for every message. To import torch and load a model would take 10 s and more, so this
-process only talks to the site's worker process over a Unix socket, and starts the worker if it does not run. This
+Flower starts a new process for every message. Importing torch and loading a model would take 10 s and more. So this
+process only talks to the client's worker process over a Unix socket, and starts the worker if it does not run. This
 module imports no large library.
 """
 
@@ -35,13 +35,13 @@ _START = 120.0  # seconds for a worker to start listening
 _TRIES = 3  # starts of a worker that ends before it listens
 _FLOWER = "flower.json"  # in the folder of a run: Flower's numbers of it
 END = "worker.end"  # in a handler's place: the worker ends
-DISK = "the site cannot write its records, and nothing leaves without them; its own log names the place"
+DISK = "the client cannot write its records, and nothing leaves without them; its own log names the place"
 RUNS = "runs"  # folder of all runs in a silo's own folder: keys chosen by a server cannot reach the silo's own files
 NO_SILO = "this node has no silo.toml: a SuperNode is started with --node-config 'silo=\"/path/to/silo.toml\"'"
 
 
 def folder_of(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -> Path:
-    """The folder of this site and this run: worker, socket, the client's memory and its errors.
+    """The folder of this client and this run: worker, socket, the client's memory and its errors.
 
     Its root is ``site`` of the node's configuration, else ``.fedfm`` in the folder of the silo's file.
 
@@ -94,7 +94,7 @@ def prepare(folder: Path, config: Mapping[str, Any], node: Mapping[str, Any]) ->
 
 
 def admit(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -> Path:
-    """The folder of this site and this run, for a server's message: a silo's, or one prepared on loopback.
+    """The folder of this client and this run, for a server's message: a silo's, or one prepared on loopback.
 
     Raises:
         ClientFault: there is neither, the experiment is not the run's first one, or the disk takes nothing.
@@ -115,7 +115,7 @@ def admit(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -> Pa
 
 
 def off(error: OSError, folder: Path) -> ClientFault:
-    """The fault for an error of the site's disk, whose place is printed here and stays here."""
+    """The fault for an error of the client's disk. The path is printed here, and not sent."""
     complain(f"{os.fsdecode(error.filename or folder)}: {error.strerror}: nothing is answered")
     return ClientFault(E_EXCEPTION, DISK)
 
@@ -134,12 +134,12 @@ def address(folder: Path) -> str:
 
 
 def running(folder: Path) -> bool:
-    """Whether the site's worker is running: it holds a lock until it ends."""
+    """Whether the client's worker is running: it holds a lock until it ends."""
     return is_locked(folder / "worker.lock")
 
 
 def start(folder: Path) -> None:
-    """Start the site's worker, which outlives this process; of two workers that start at once, one stays."""
+    """Start the client's worker, which outlives this process; of two workers that start at once, one stays."""
     with open(os.open(folder / "worker.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600), "ab") as log:
         worker = subprocess.Popen(
             # -P and cwd: no module is imported from the folder in which the node was started.
@@ -154,7 +154,7 @@ def start(folder: Path) -> None:
 
 
 def release(folder: Path) -> None:
-    """Let the site's worker end as soon as it is not at work; the next message starts another one."""
+    """Ask the client's worker to end when it is idle; the next message starts another one."""
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as link, contextlib.suppress(OSError):
         link.settimeout(1.0)
         link.connect(address(folder))
@@ -172,7 +172,7 @@ def enter_run(folder: Path, node: int, run: int) -> None:
 
 
 def flower_run(folder: Path) -> tuple[int, int] | None:
-    """What :func:`enter_run` has kept; None: nothing."""
+    """The numbers that :func:`enter_run` stored; None: there are none."""
     try:
         node, run = json.loads((folder / _FLOWER).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
@@ -196,11 +196,13 @@ def call(folder: Path, client: Any, handler: str, head: str, data: bytes) -> tup
         deadline = time.monotonic() + 5
         while running(folder) and time.monotonic() < deadline:  # its socket may accept connections until it has ended
             time.sleep(0.01)
-    raise ClientFault(E_DIED, f"the site's worker ended while it was at work, and a second one too: {_ending(folder)}")
+    raise ClientFault(
+        E_DIED, f"the client's worker ended while it was at work, and a second one too: {_ending(folder)}"
+    )
 
 
 def _ending(folder: Path) -> str:
-    """How the site's last worker ended; only the process that started it can get its status."""
+    """How the client's last worker ended; only the process that started it can get its status."""
     with contextlib.suppress(OSError, ValueError):
         pid = int((folder / "worker.lock").read_text())
         for _ in range(20):  # it releases its lock shortly before it ends
@@ -229,7 +231,7 @@ def _connect(folder: Path) -> socket.socket:
         if now > deadline:
             break
         time.sleep(0.05)
-    raise ClientFault(E_DIED, "the site's worker did not start; see worker.log in the site's folder")
+    raise ClientFault(E_DIED, "the client's worker did not start; see worker.log in the client's folder")
 
 
 def send(link: socket.socket, client: str, handler: str, head: str, data: bytes) -> None:

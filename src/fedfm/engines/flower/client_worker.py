@@ -1,6 +1,6 @@
-"""A site's warm worker: a process that keeps torch, the model and the rows in memory and answers one message at a time.
+"""A client's worker: a process that keeps model and rows in memory and answers one message at a time.
 
-``python -m fedfm.engines.flower.client_worker FOLDER`` serves the site that ``FOLDER/site.json`` describes, on a Unix
+``python -m fedfm.engines.flower.client_worker FOLDER`` serves the client that ``FOLDER/site.json`` describes, on a Unix
 socket that only its user can open. It ends after some idle time, when it is let go, or with the process that
 FEDFM_PARENT names. The workers of several folders, of clients that hold parts of one table, share the memory of table
 and model.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fedfm.engines.flower import client_host
 
 IDLE = 900.0  # seconds without a message; FEDFM_WORKER_IDLE overrides it
-ENDED = 30.0  # the same after a message of the last round, if the site holds an accelerator that others may want
+ENDED = 30.0  # the same after a message of the last round, if the host holds an accelerator that others may want
 
 
 def main() -> None:
@@ -110,7 +110,7 @@ def _spawn(posts: list[_Post], places: list[str | None]) -> None:
 
 
 def _downloads(folder: Path) -> bool:
-    """Whether this site may load models from a hub: a silo if its file says so; a deployment on loopback always."""
+    """Whether this client may load models from a hub: a silo if its file says so; a deployment on loopback always."""
     try:
         silo = json.loads((folder / "site.json").read_text(encoding="utf-8"))["silo"]
         return silo is None or tomllib.loads(Path(silo).read_text(encoding="utf-8")).get("downloads") is True
@@ -119,7 +119,7 @@ def _downloads(folder: Path) -> bool:
 
 
 class _Post:
-    """A site's lock, which its worker holds, and its socket, which is open before anything is loaded."""
+    """A client's lock, which its worker holds, and its socket, which is open before anything is loaded."""
 
     def __init__(self, folder: Path, lock: TextIO) -> None:
         self.folder, self._lock, self._listener = folder, lock, _listen(folder)
@@ -152,7 +152,7 @@ class _Post:
 
 
 def _listen(folder: Path) -> socket.socket:
-    """A listening socket: early connections wait until the site is loaded."""
+    """A listening socket: early connections wait until the host is loaded."""
     path = client_stub.address(folder)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -178,7 +178,7 @@ def _serve(folder: Path, listener: socket.socket, shared: client_host.ClientHost
             except TimeoutError:
                 return
             with contextlib.closing(link), contextlib.suppress(OSError):
-                link.settimeout(60.0)  # a stalled peer cannot block the site
+                link.settimeout(60.0)  # a stalled peer cannot block the host
                 message = client_stub.receive(link)
                 if message is None:
                     continue

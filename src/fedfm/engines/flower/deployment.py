@@ -151,7 +151,7 @@ def _submit(run: Run, folder: Path, control: Control, *, loopback: bool = False)
 
 
 def key_of(run: Run) -> str:
-    """Name of the run's folder at the sites: stable for resumes, unique for each run."""
+    """Name of the run's folder at the clients: stable for resumes, unique for each run."""
     digest = hashlib.sha256(f"{run.path.resolve()}\n{run.manifest['created']}".encode()).hexdigest()
     return f"{run.experiment.name}-{digest[:12]}"
 

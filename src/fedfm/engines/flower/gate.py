@@ -1,6 +1,6 @@
 """The gate in front of a SuperLink: who may do what. Flower serves silos and operator on one port, without accounts.
 
-It looks at the path by which Flower's own router decides, so that there is no second reading of it.
+It checks the same path as Flower's own router, so that the two cannot disagree.
 """
 
 from __future__ import annotations

@@ -46,14 +46,14 @@ class FlowerLink:
         timeout: seconds that one client may take.
         gather: seconds for the nodes to connect; None: the same.
         expected: names of the expected clients; silos with their own rows have other names.
-        identity: of the server's model; a site with another model is left out.
+        identity: of the server's model; a client with another model is left out.
         most: bytes of a reply, from :func:`fedfm.core.wire.limits.room`.
-        spare: it is a SuperLink's Grid: parameters that a site says it holds cross as their hash, and nodes have names.
-        greeting: payload of the hello message to every site.
+        spare: it is a SuperLink's Grid: cached parameters cross as their hash, and nodes have names.
+        greeting: payload of the hello message to every client.
         slots: number of clients that run at the same time; 0: all. The time limit grows with the queue.
-        returns: a node that went may come back: it is waited for within the time limit, and asked again.
-        answered: replies of a round that was not completed; nobody is asked again for them.
-        waits: called now and then with all nodes that were asked, by name, and the names that are waited for.
+        returns: nodes may reconnect within the time limit, and then get the request again.
+        answered: replies of an incomplete round; their requests are not repeated.
+        waits: called now and then with all nodes that have a request, by name, and the names that are awaited.
         min_clients: smallest number of clients for a run.
         known: clients that took part before a stop: the run goes on when they are connected, or after ``gather``.
         stop: called while waiting; True raises :class:`Interrupted`.
@@ -63,7 +63,7 @@ class FlowerLink:
     Attributes:
         hellos: the crossings of the hello messages.
         own_data: the silos have their own rows and not a part of the server's table.
-        kept: sites keep their answers to training, by the names of the requests.
+        kept: clients keep their answers to training, by the names of the requests.
 
     Raises:
         RunError: fewer than ``min_clients`` can take part in time.
@@ -107,7 +107,7 @@ class FlowerLink:
         self._barred: dict[ClientId, ClientFault] = {}
         self._absent: dict[str, ClientFault] = {}  # the same, and nodes that are no client
         self._greeted: set[int] = set()
-        self._resend: list[tuple[int, Request]] = []  # to send again, whole
+        self._resend: list[tuple[int, Request]] = []  # to send again, with all parameters
         self._late: set[str] = set()  # messages that timed out: their replies are pulled and dropped
         self.hellos: list[Crossing] = []
         self._crossed: Callable[[Crossing], None] = lambda crossing: None
@@ -162,7 +162,7 @@ class FlowerLink:
         return sent, known
 
     def _answers(self, sent: Sequence[tuple[int, Request]]) -> Iterator[Reply]:
-        """Deliver, and deliver again what a site does not hold any more or what its process did not survive."""
+        """Deliver; repeat a request if the client lost its parameters or its process died."""
         ended: list[tuple[int, Request]] = []
         yield from self._deliver(sent, ended, process_died)
         if self._resend:
@@ -177,7 +177,7 @@ class FlowerLink:
                 time.sleep(POLL[1])
 
     def _forget(self, online: Mapping[int, str]) -> None:
-        """What a node held is gone if it began anew since."""
+        """Drop the known cache of every node that has reconnected."""
         for node in [node for node in self._cached if self._presence.has_reconnected(node, online)]:
             del self._cached[node]
 
@@ -196,7 +196,7 @@ class FlowerLink:
     def _push(
         self, sent: Sequence[tuple[int, Request]], waiting: dict[str, InFlight], patience: float
     ) -> Iterator[Reply]:
-        """Send, and enter into ``waiting`` what is under way."""
+        """Send, and enter into ``waiting`` what is in flight."""
         encoded: EncodedPayload | None = None
         for start in range(0, len(sent), _BATCH):
             messages = []
@@ -226,7 +226,7 @@ class FlowerLink:
     ) -> Iterator[Reply]:
         pause = POLL[0]
         done: dict[str, InFlight] = {}
-        away: list[InFlight] = []  # lost, with their nodes or on the way
+        away: list[InFlight] = []  # lost with their nodes or on the way
         asked = {one.request.client: one.node for one in waiting.values()}
         while waiting or away:
             begun = time.monotonic()
@@ -280,7 +280,7 @@ class FlowerLink:
     def _take_lost(
         self, waiting: dict[str, InFlight], away: list[InFlight], suspects: Collection[str]
     ) -> list[tuple[int, Request]]:
-        """Take out what has to be sent again: lost on the way, or its node is back and began anew without it.
+        """Remove and return requests to send again: they were lost, or their node has reconnected without them.
 
         The client's memory is versioned by (round, call), so a second answer equals the first.
         """
@@ -294,22 +294,22 @@ class FlowerLink:
         return [one[:2] for one in found]
 
     def _confirm_lost(self, waiting: Mapping[str, InFlight], suspects: Collection[str]) -> list[str]:
-        """Suspects that the last pull did not clear; the operator is told."""
+        """Suspects that the last pull did not clear; the operator gets a notice."""
         found = [name for name in waiting if name in suspects]
         for name in found:
             self._notice(f"{waiting[name].request.client} is asked again: a message or its answer was lost on the way")
         return found
 
     def _probe(self, waiting: Mapping[str, InFlight]) -> None:
-        """Say hello to nodes that have been silent for long."""
+        """Send a hello to nodes that have been silent for long."""
         hellos: dict[str, InFlight] = {}
         due = self._probes.due(waiting, self._presence.last_online)
         for _ in self._push([self._hello(node) for node in due], hellos, self._timeout):
-            pass  # the SuperLink did not take it: the next one is due in a while
+            pass  # the SuperLink rejected it: the next probe is due in a while
         self._probes.enter(hellos)
 
     def _take_probe_reply(self, message: Message) -> None:
-        """Take in the answer to such a hello, if it is one."""
+        """Process the reply to a probe, if the message is one."""
         if (hello := self._probes.take_reply(message)) is not None:
             clients = [client for client, node in self._nodes.items() if node == hello.node]
             self._enter_hello(clients[0] if clients else hello.request.client, reply_of(message, hello, self._most)[0])
@@ -349,7 +349,7 @@ class FlowerLink:
             self._notice(f"no node came for {', '.join(missing)}")
 
     def _away(self, clients: Collection[ClientId]) -> list[ClientId]:
-        """Those of whom no node has said hello."""
+        """Clients whose node has not answered a hello."""
         return sorted({*clients} - {*self._nodes, *self._barred})
 
     def _greet(self) -> None:
@@ -364,7 +364,7 @@ class FlowerLink:
         return node, Request(f"node {node}", HELLO, self._greeting, 0, 0)
 
     def _meet(self, replies: Iterable[Reply]) -> None:
-        """Take in answers to hellos; of a node's, the first."""
+        """Process replies to hellos; only the first one of a node counts."""
         hellos = dict[int, tuple[Reply, ClientId | None, ClientFault | None]]()
         for reply in replies:
             hellos.setdefault(node_of(reply), (reply, *self._introduction(reply)))
@@ -390,7 +390,7 @@ class FlowerLink:
                 self._barred[name] = fault
 
     def _introduction(self, reply: Reply) -> tuple[ClientId | None, ClientFault | None]:
-        """(name that a node says or None, reason not to take part or None) from its answer to a hello."""
+        """(the name that a node gives or None, reason not to take part or None) from its reply to a hello."""
         if reply.fault is not None:
             return None, reply.fault
         try:

@@ -53,8 +53,8 @@ def loopback(
     """Start the SuperLink and its executor, and a SuperNode, an executor and a warm worker per client, for one block.
 
     Args:
-        folder: folder of keys, logs and the clients' sites.
-        config: the run's configuration that the sites receive.
+        folder: folder of keys, logs and the clients.
+        config: the run's configuration that the clients receive.
         stop: called while waiting; True raises :class:`Interrupted`.
         silos: further nodes, each with a silo's own file.
 
@@ -208,7 +208,7 @@ def _until(ready: Callable[[], bool], children: Children, stop: Callable[[], boo
     deadline = time.monotonic() + _START
     while not ready():
         for name, how in children.reap():
-            if name != "workers":  # the site reports at hello why a worker ended
+            if name != "workers":  # the client reports at hello why a worker ended
                 raise RunError(f"{name} did not start ({how}):\n{children.tail(name)}")
         if stop():
             raise Interrupted

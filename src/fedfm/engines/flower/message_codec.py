@@ -20,7 +20,7 @@ def fault_reply(request: Request, fault: ClientFault) -> Reply:
 
 
 def reply_of(message: Message, sent: InFlight, most: int | None) -> tuple[Reply, frozenset[str]]:
-    """A Flower message as a Reply, and what its site holds; an invalid message becomes a fault."""
+    """A Flower message as a Reply, and what its client has cached; an invalid message becomes a fault."""
     request, there = sent.request, frozenset[str]()
     fault, round, call = None, request.round, request.call
     try:
@@ -46,15 +46,15 @@ class InFlight(NamedTuple):
     nbytes: int  # with all its parameters
     spared: int  # of these, bytes saved by the cache
     since: str = ""  # when its node connected, as the SuperLink writes it
-    name: str = ""  # by which its site keeps the answer, where answers are kept
+    name: str = ""  # by which its client keeps the answer, where answers are kept
 
 
 class EncodedPayload:
     """A payload in its encoded forms: complete, and without parameters that the receiver has cached.
 
     Args:
-        spare: some site holds parameters.
-        kept: sites keep their answers, by name.
+        spare: some client has cached parameters.
+        kept: clients keep their answers, by name.
     """
 
     def __init__(self, request: Request, spare: bool, kept: bool = False) -> None:
@@ -64,7 +64,7 @@ class EncodedPayload:
         self._forms: dict[frozenset[str], tuple[Any, int, str]] = {}
 
     def without(self, there: frozenset[str]) -> tuple[Any, int, str]:
-        """(record, spared bytes, name) for a site where these parameters are."""
+        """(record, spared bytes, name) for a client that has these parameters."""
         names = there & frozenset(self._known.values())
         if names not in self._forms:
             body = parameter_cache.with_references(self.payload, self._known, names) if names else self.payload

@@ -147,8 +147,8 @@ def is_simulated(grid: Any) -> bool:
 def push(grid: Any, messages: Sequence[Any]) -> set[str]:
     """Push messages; returns the ids of those that the SuperLink took.
 
-    A SuperLink that is killed may have stored a part of a message without having said so, and refuses that part when it
-    comes again. It accepts the complete message again, and stores a message of one id once.
+    A SuperLink that was killed may have stored a part of a message without a confirmation, and refuses that part later.
+    It accepts the complete message again, and stores a message of one id once.
     """
     for _ in range(_PUSHES - 1):
         with contextlib.suppress(push_error()):

@@ -1,7 +1,7 @@
-"""The names under which the operator has registered the nodes' keys: a node takes part under its own and no other.
+"""The names under which the operator registered the nodes' keys: a node takes part under its own name only.
 
-The SuperLink asks each node for signatures of its key, so a node's number stands for its key. A node whose key was
-registered without a name may take a name that is nobody's: no one can tell then who it is.
+The SuperLink checks signatures by each node's key, so a node's number stands for its key. A node whose key was
+registered without a name may choose any free name; its identity is then unknown.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Registry:
     """Names by node.
 
     Args:
-        tells: the Grid tells the names, as that of a SuperLink does.
+        tells: the Grid knows the names, as that of a SuperLink does.
     """
 
     def __init__(self, grid: Grid, tells: bool) -> None:
@@ -35,13 +35,13 @@ class Registry:
         self._names: dict[int, ClientId] = {}
 
     def look(self) -> None:
-        """Take in the connected nodes. One that has gone keeps its name."""
+        """Read the names of the connected nodes. A node that has gone keeps its name."""
         if self._tells:
             for node in self._grid.get_nodes():
                 self._names[node.node_id] = str(getattr(node, "name", "") or "")
 
     def identify(self, nodes: Iterable[int]) -> list[int]:
-        """Those of these nodes of which it is known whether they have names."""
+        """The nodes for which the SuperLink has said whether they have a name."""
         asked = list(nodes)
         if asked:
             self.look()

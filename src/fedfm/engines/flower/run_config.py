@@ -2,7 +2,7 @@
 
 ``flwr run app --run-config 'method.rounds=4'`` changes a key that the app has. What it has not, a setting without a
 default, is set by ``set = "run.min_clients=3; run.patience=2"``. Lists and tables stay in the text ``experiment``. The
-server and the sites put the same text together. This module imports no large library, as a process of its own answers
+server and the clients put the same text together. This module imports no large library, as a process of its own answers
 each message.
 """
 
@@ -78,7 +78,7 @@ def merge_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         raise InputError(f"the run's configuration: experiment: not TOML: {error}") from None
     for key, value in (*single.items(), *changes):
         if _at(tables, key) == WITHHELD:
-            raise InputError(f"{key}: the server keeps it from the sites, which receive the run's configuration")
+            raise InputError(f"{key}: the server keeps it from the clients, which receive the run's configuration")
         put(tables, key, value)
     others = {key: value for key, value in config.items() if key not in single and key != SET}
     return others | {EXPERIMENT: to_toml(tables)}

@@ -1,7 +1,7 @@
-"""Lets a silo's workers go when their run has ended: each holds a model and the rows in memory.
+"""Ends a silo's workers when their run has ended: each has a model and the rows in memory.
 
-A SuperLink does not tell its nodes that a run has ended, so the silo asks. A worker that is at work answers first,
-because a run that is submitted again may take the answer. The next message starts a worker again.
+A SuperLink does not notify its nodes when a run ends, so the silo asks. A busy worker finishes its reply first, because
+a run that is submitted again may use it. The next message starts a worker again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RunWatch:
         runs: the folder of all runs at the silo.
         over: whether a run has ended, by the numbers of node and run; None: it is not known.
         clear: whether the server can be reached.
-        tell: gets a line for each worker that is let go.
+        tell: gets a line for each worker that ends.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class RunWatch:
     ) -> None:
         self._runs, self._over, self._clear, self._tell = runs, over, clear, tell
         self._seen = time.monotonic()
-        self._asked: dict[Path, str] = {}  # workers that were let go, and that may still be at work
+        self._asked: dict[Path, str] = {}  # workers that were asked to end, and may still be busy
         self._end = threading.Event()
 
     def start(self) -> None:
@@ -52,7 +52,7 @@ class RunWatch:
             self.look()
 
     def look(self) -> None:
-        """Let go the workers that nobody needs."""
+        """End the workers that nobody needs."""
         now = time.monotonic()
         if self._clear():
             self._seen = now

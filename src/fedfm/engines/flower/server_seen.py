@@ -28,7 +28,7 @@ class Reachability:
 
     Attributes:
         problem: why no node can connect, and what would help; "" if one can.
-        passing: the problem may pass by itself, as that of a server which is not started does.
+        passing: the problem may pass by itself, e.g. the server is not started yet.
         ahead: seconds by which this machine's clock is ahead of the server's; None if it does not tell the time.
     """
 
@@ -103,7 +103,7 @@ def clock_problem(ahead: float | None) -> str:
 
 
 class Lookout:
-    """Looks at the server again and again, in a thread of its own: an address without an answer takes seconds.
+    """Checks the server repeatedly, in a thread of its own, since a check without an answer takes seconds.
 
     Args:
         tell: gets a line whenever what is seen changes.

@@ -126,7 +126,7 @@ def _run_watched(simulate: Callable[[], None], outcome: Mapping[str, Any], give_
 
 
 class SimulatedClients(ClientApp):  # type: ignore[misc]
-    """All clients of a run; Ray sends this object to its actors, which build a site from its two texts."""
+    """All clients of a run; Ray sends this object to its actors, which build a client host from its two texts."""
 
     def __init__(self, experiment: str, path: str) -> None:
         super().__init__()
@@ -139,11 +139,11 @@ class SimulatedClients(ClientApp):  # type: ignore[misc]
 
 
 def reply(here: client_host.ClientHost, client: str | int, message: Message) -> Message:
-    """A site's answer to a Flower message."""
+    """A client host's answer to a Flower message."""
     try:
         halves = flower_records.unpack(message.content)
     except ClientFault:
-        halves = ("null", b"")  # the site reports the error
+        halves = ("null", b"")  # the client reports the error
     handler = flower_records.handler_of(message.metadata.message_type)
     return Message(flower_records.pack(*here.answer(client, handler, *halves)), reply_to=message)
 

@@ -1,7 +1,7 @@
 """The folder engine: the server's side of a run whose messages are files.
 
-Each silo answers by ``fedfm silo serve``, on its own machine. A run that is stopped goes on by ``fedfm resume``. It
-does not ask again what was answered, since the answers of the current round are kept in the run's ``private/folder``.
+Each silo answers by ``fedfm silo serve``, on its own machine. ``fedfm resume`` continues a stopped run. It repeats no
+request that has a reply, since the replies of the current round are stored in the run's ``private/folder``.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from fedfm.errors import E_CLIENT, E_DIED, E_TIMEOUT, ClientFault, RunError
 from fedfm.privacy.policy import HELLO
 
 _POLL = (0.05, 2.0)  # seconds between two looks into the folder: first and longest
-_QUIET = 5.0  # seconds of waiting before the operator is told
-_AGAIN = 600.0  # seconds after which the operator is told the same again
+_QUIET = 5.0  # seconds of waiting before the operator gets a line
+_AGAIN = 600.0  # seconds after which the operator gets the same line again
 _AROUND = MAX_HEAD * 4 + (1 << 16)  # bytes of a letter's content besides its data: the head in UTF-8, and its front
 _NAMED = 10  # silos in a notice
 
@@ -54,8 +54,8 @@ class _Open:
 class FolderLink:
     """Delivers requests as letters, and waits for the letters that answer them.
 
-    A file that is no answer to an open request is ignored, with a line for the operator where it was altered, belongs
-    to somebody else, or answers something else. So nobody who can write to the folder can exclude a silo.
+    A file that answers no open request is ignored. The operator gets a line if it was altered, belongs to another silo
+    or answers another request. So nobody who can write to the folder can exclude a silo.
 
     Args:
         posts: by the silo's name.
@@ -152,7 +152,7 @@ class FolderLink:
         return _Open(request, name, Content(front, head, data), nbytes, sent.number, time.monotonic())
 
     def _look(self, one: _Open) -> Reply | None:
-        """The reply to a request if it is there; else its letter lies in the folder, or will once the folder does."""
+        """The reply to a request, if it is there; otherwise make sure that the request's letter is in the folder."""
         post = self._posts[one.request.client]
         if (kept := post.sent.answer(one.request.round, one.digest)) is not None:
             return self._reply(one, kept)
@@ -198,7 +198,7 @@ class FolderLink:
         """Replies as they come; a late silo gets a fault, and its request is withdrawn unless ``keep``."""
         pause, asked, changed = _POLL[0], len(waiting), time.monotonic()
         while waiting:
-            came, now = False, time.monotonic()  # what lies in the folder at this time is not late
+            came, now = False, time.monotonic()  # a letter that is in the folder now is not late
             for name, one in sorted(waiting.items()):
                 if (reply := self._look(one)) is not None:
                     came, changed = True, time.monotonic()

@@ -1,7 +1,7 @@
 """A mailbox: the subfolder for one silo's letters in one direction, ``to/NAME`` or ``from/NAME``.
 
-The folder may be a stick that is away for a day, or a disk on which a sync tool completes files late, in any order or
-twice. What cannot be read now is read later.
+The folder may be a stick that is absent for a day, or a disk on which a sync tool completes files late, in any order or
+twice. A file that cannot be read now is read later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedfm.errors import RunError
 SUFFIX = ".letter"
 _MOST = 1000  # lines on files that are ignored: who can write to the folder must not fill a log
 Stamp = tuple[int, int, int]
-_AGAIN = 30.0  # seconds after which a file that did not open is tried again: its content may be new and its time old
+_AGAIN = 30.0  # seconds after which a file that did not open is tried again, even if its time has not changed
 
 
 class Mailbox:

@@ -1,4 +1,4 @@
-"""What the server has asked one silo, and the answers of the current round: on the disk, for a run that is resumed."""
+"""The server's requests to one silo and the replies of the current round, on disk, for a resumed run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RequestRecord:
         since: when it was first asked, in seconds since 1970.
 
     Raises:
-        InputError: the record is damaged or missing: a silo answers no number again.
+        InputError: the record is damaged or missing; a silo answers each number once.
     """
 
     def __init__(self, folder: Path, silo: str, key: bytes, begun: bool = False) -> None:

@@ -102,7 +102,7 @@ class LocalLink:
             return
         asked: Params | None = requests[0].payload["w"]
         if any(request.payload["w"] is not asked for request in requests) or not isinstance(asked, Params):
-            asked = None  # each client has its own model, or it travels in a coded form
+            asked = None  # each client has its own model, or the parameters are coded
         found: dict[ClientId, dict[str, Any]] = {}
         for reply in self._exchange(requests):
             if reply.fault is None and asked is not None:
@@ -112,7 +112,7 @@ class LocalLink:
             self._scored = weakref.ref(asked), found
 
     def last_scores(self, w: Params) -> dict[ClientId, dict[str, Any]]:
-        """What the clients have answered to the last evaluation, if it was of this very object."""
+        """The clients' scores of the last evaluation, if it was of the same object."""
         of, found = self._scored
         return found if of() is w else {}
 
@@ -184,7 +184,7 @@ def _reply(request: Request, value: object, down: int) -> Reply:
 
 
 def fidelity(silos: Silos, population: Partitioned) -> dict[str, float]:
-    """Largest figures, over the clients, of how their rows differ from those of the server's model in the clear."""
+    """The largest differences, over the clients, between their rows and those of the server's model."""
     method, found = silos.method, dict[str, float]()
     if not isinstance(method, HiddenModel):
         return found

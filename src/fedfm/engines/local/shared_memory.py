@@ -1,8 +1,8 @@
 """Anonymous memory files shared by processes of one machine: payloads for all workers, and each worker's replies.
 
 A control message carries the file's descriptor, and tensors are views of the file. Payloads are mapped copy-on-write.
-A worker's replies go to a few files that stay mapped on both sides, since to write to new pages takes ten times as long
-as to write to old ones; a file belongs to the server until none of its tensors is left.
+A worker's replies go to a few files that stay mapped on both sides, since writing to new pages takes ten times as long
+as to old ones. A file belongs to the server until none of its tensors is left.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LINE = 64  # data begin at a multiple of this, so that tensors can be views of 
 class Payloads:
     """The payloads of one exchange, each encoded once into a memory file.
 
-    A payload of a single request is removed when that is answered.
+    A payload of a single request is removed with its reply.
 
     Attributes:
         files: descriptors by the payload's number; -1 if the file is closed.

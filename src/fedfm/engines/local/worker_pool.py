@@ -3,8 +3,8 @@ pickle.
 
 Payloads and replies are in memory files (:mod:`fedfm.engines.local.shared_memory`). Control messages are short JSON
 texts on a socket pair, with the descriptors of new files. A worker whose clients take milliseconds gets its next chunk
-in advance, since the server may wait longer than that for a core. Workers are child processes: the end of one is
-noticed at once, with its signal, and its chunk is sent again. That is safe: a client's memory is versioned by (round,
+in advance, since the server may wait longer than that for a core. Workers are child processes: the pool notices at once
+when one ends, with its signal, and sends its chunk again. That is safe: a client's memory is versioned by (round,
 call), so a repeated request finds the same state.
 """
 

@@ -20,7 +20,7 @@ from typing import Any
 from fedfm.core import storage
 from fedfm.errors import E_FORMAT, E_HELD, ClientFault, RunError
 
-FILE = "last-answer"  # in the private folder of a site
+FILE = "last-answer"  # in the private folder of a client
 KEY = "+answered"  # the only key of the body that stands for a request
 
 
@@ -51,7 +51,7 @@ def referenced_name(body: Any) -> str | None:
 
 
 class LastAnswer:
-    """The last answer of a site to a request for training, on its own disk.
+    """The last answer of a client to a request for training, on its own disk.
 
     Args:
         path: the file; its folder exists.

@@ -14,8 +14,8 @@ from flwr.app import Message
 
 from fedfm.engines.flower.message_codec import InFlight
 
-FIRST = 30.0  # seconds of silence before the first hello, or twice the longest time of an answer to this handler
-_FACTOR = 2  # by which the pause before the next one grows: the hellos of a long pass wait at the node for its end
+FIRST = 30.0  # seconds of silence before the first hello, or twice the longest reply time of this handler
+_FACTOR = 2  # by which the pause grows: during a long computation the hellos wait at the node
 
 
 @dataclass
@@ -84,6 +84,6 @@ class Probes:
         return sorted(due)
 
     def enter(self, hellos: Mapping[str, InFlight]) -> None:
-        """Enter hellos that are on their way, after all requests that :meth:`due` has seen last."""
+        """Record sent hellos, after the requests of the last call of :meth:`due`."""
         for name, hello in hellos.items():
             self._sent[name] = hello, [n for n, silence in self._silent.items() if silence.one.node == hello.node]

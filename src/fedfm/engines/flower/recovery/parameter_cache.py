@@ -64,7 +64,7 @@ class ParameterCache:
                 raise ClientFault(E_FORMAT, "a reference to parameters is no hash")
             found = self._last.get(name, self._first.get(name))
             if found is None:
-                raise ClientFault(E_HELD, "the message refers to parameters that this site does not hold any more")
+                raise ClientFault(E_HELD, "the message refers to parameters that this client does not have any more")
             now[name] = found
             return found
 
@@ -82,7 +82,7 @@ def refuse_references(body: Any) -> Any:
 
     def refuse(part: Any) -> None:
         if isinstance(part, Mapping) and part.keys() == {KEY}:
-            raise ClientFault(E_HELD, "the message refers to parameters, and this site holds none")
+            raise ClientFault(E_HELD, "the message refers to parameters, and this client has none")
 
     replace_parts(body, refuse)
     return body
