@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch.nn.functional as F
 
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.inference.shadow_ratio import confidence
@@ -14,7 +13,6 @@ from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
-from fedfm.models.preprocessing import IGNORE
 from fedfm.runtime.predictions import applied, logits
 from fedfm.runtime.run_directory import Run
 
@@ -52,10 +50,8 @@ def evidence(method: Method[Any], model: Model, w: Params, rows: Rows) -> Array:
         if model.task.loss_is_opaque:
             return np.array([-float(model.loss(judged.batch([i]))) for i in range(len(judged))])
         for batch in (judged.padded() if judged.tokens is not None else judged).batches(BATCH):
-            outputs, targets = model.flat(model.logits(batch), batch)
-            each = F.cross_entropy(outputs, targets, ignore_index=IGNORE, reduction="none")
-            counted = (targets != IGNORE).reshape(len(next(iter(batch.values()))), -1).sum(1)
-            found.append(-(each.reshape(len(counted), -1).sum(1) / counted.clamp(min=1)).cpu().double().numpy())
+            sums, counts = model.task.row_losses(model, batch)
+            found.append(-(sums / counts.clamp(min=1)).cpu().double().numpy())
     return np.concatenate(found)
 
 

@@ -93,10 +93,8 @@ def _any(rounds: tuple[Round, ...], key: str) -> bool:
 
 def _numbers(rounds: tuple[Round, ...]) -> str:
     keys = [k for k in rounds[0].values if _any(rounds, k)]
-    shape: dict[str, Format] = {
-        k: percent if "accuracy" in k or k == "macro_f1" or k.removeprefix("local_") in tasks.drawn() else number
-        for k in keys
-    }
+    shares = {"macro_f1", *tasks.drawn(), *(f"local_{key}" for key in tasks.drawn())}
+    shape: dict[str, Format] = {k: percent if "accuracy" in k or k in shares else number for k in keys}
     head = ["round", *(k.replace("_", " ") for k in keys), "time"]
     rows = [[str(r.number), *(shape[k](r.values[k]) for k in keys), duration(r.seconds)] for r in rounds]
     return details("All numbers per round", table(head, rows, "Metrics per round"))
