@@ -23,7 +23,7 @@ from fedfm.linalg.kernels import buffers
 from fedfm.linalg.out_of_core import limit
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
-from fedfm.runtime import early_stopping, failures
+from fedfm.runtime import early_stopping, failures, unmoved
 from fedfm.runtime.client_memory import Store, of_server, secret
 from fedfm.runtime.evaluation import Evaluator
 from fedfm.runtime.predictions import kept
@@ -68,6 +68,7 @@ class Server:
         self.run, self._progress, self._aside = run, progress, aside
         self.method: Method[Any] = run.experiment.method
         self._start = time.perf_counter()
+        self._untrained = unmoved.checksums(model.params())
         self._link = link_of(link, run.experiment.run.transport, model)
         self.fed = Federation(
             self._link,
@@ -130,6 +131,9 @@ class Server:
         if of is None:
             state, of = self._best(t, state)
         told, notice = self._aside(), self._progress.notice
+        if t:
+            models = self._evaluator.revealed(state).values()
+            self._tell(unmoved.notices(fed.model, self._untrained, models, run.manifest["notices"]))
         return finish(run, fed, self._evaluator, state, (t, of), self._seconds(), notice, told)
 
     def _tell(self, notices: Sequence[str]) -> None:

@@ -1,0 +1,49 @@
+"""Trained tensors that a whole run has left as they were: no row gave them a gradient, and nothing else tells of it.
+
+A gradient may exist and be zero on all rows: of an expert that no row chooses, of attention that short rows do not
+need. The start is kept as checksums, since a copy would take as much memory as what is trained.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+
+from fedfm.linalg.params import Params, to_bytes
+from fedfm.models.model import Model
+
+_NAMED = 2  # tensors that a notice names
+
+
+def checksums(w: Params) -> dict[str, int]:
+    """CRC-32 of each tensor's bytes."""
+    return {name: zlib.crc32(to_bytes(tensor.cpu().contiguous())) for name, tensor in w.items() if tensor.numel()}
+
+
+def notices(model: Model, start: Mapping[str, int], models: Iterable[Params], known: Iterable[str]) -> list[str]:
+    """A notice of the tensors that are in all final models as they were at the start.
+
+    Args:
+        start: of the model before the first round.
+        models: the final models; those of other tensors than the model's tell nothing.
+        known: notices of the run; one of these tensors without a gradient is not told twice.
+    """
+    still, seen = set(start), False
+    for w in models:
+        if set(w) != set(model.names):
+            return []
+        seen, now = True, checksums(w)
+        still = {name for name in still if now[name] == start[name]}
+        if not still:
+            return []
+    if not seen or not still:
+        return []
+    names = [name for name in model.names if name in still]
+    count = f"{len(names)} of {len(start)} trained tensors"
+    if any(text.startswith(f"{count} get no gradient") for text in known):
+        return []
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return [
+        f"{count} are after the last round as they were before the first, as where the rows give them no gradient: "
+        f"{', '.join(names[:_NAMED])}{more}"
+    ]

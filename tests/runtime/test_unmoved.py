@@ -1,0 +1,46 @@
+"""Tensors that a whole run leaves as they were are named at its end."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+import fedfm
+
+LOCAL = {"learning_rate": 0.3, "batch_size": 16}
+
+
+class Sum(nn.Module):
+    """Two maps, of which the second counts by a factor."""
+
+    def __init__(self, factor):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.factor = nn.Linear(4, 3), nn.Linear(4, 3), factor
+
+    def forward(self, x):
+        return self.first(x) + self.factor * self.second(x)
+
+
+def warnings(factor, rounds=2):
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    result = fedfm.federate(
+        Sum(factor),
+        train=TensorDataset(x, (x[:, 0] > 0).long()),
+        partition={"clients": 3},
+        loss=cross_entropy,
+        rounds=rounds,
+        local=LOCAL,
+        run={"workers": 1},
+        progress=fedfm.Progress(),
+    )
+    return [text for text in result["warnings"] if "as they were before the first" in text]
+
+
+@pytest.mark.parametrize("factor", [0, 1])
+def test_a_gradient_of_zero_in_every_step_is_told(factor, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = warnings(factor)
+    assert len(found) == (factor == 0)
+    assert all(text.startswith("2 of 4 trained tensors") and "second.weight, second.bias" in text for text in found)
