@@ -12,6 +12,7 @@ from fedfm.aggregation._correlated import CorrelatedGaussian
 from fedfm.aggregation.base import Aggregator
 from fedfm.aggregation.secure import Secure
 from fedfm.core.capabilities import fraction_of
+from fedfm.core.method import Method
 from fedfm.errors import Faults, InputError
 from fedfm.privacy.clipping import AdaptiveClip
 from fedfm.privacy.composition import noise_multiplier_for, noise_multiplier_for_concentrated
@@ -24,7 +25,7 @@ _TAIL = 10.0  # standard deviations that no noise value exceeds
 _MOST_CLIENTS = 1 << 16  # clients for which secure aggregation must resolve the lattice
 
 
-def under(aggregation: Aggregator, method: Any, privacy: Any) -> Aggregator:
+def under(aggregation: Aggregator, method: Method[Any], privacy: Any) -> Aggregator:
     """The aggregation with the client-level mechanism that the [privacy] table names.
 
     Raises:
@@ -85,7 +86,7 @@ def under(aggregation: Aggregator, method: Any, privacy: Any) -> Aggregator:
     return noisy
 
 
-def _adaptive(method: Any, privacy: Any, correlated: bool) -> AdaptiveClip | None:
+def _adaptive(method: Method[Any], privacy: Any, correlated: bool) -> AdaptiveClip | None:
     if privacy.clip_quantile is None:
         return None
     if correlated:
@@ -102,7 +103,7 @@ def _adaptive(method: Any, privacy: Any, correlated: bool) -> AdaptiveClip | Non
     return AdaptiveClip(privacy.clip_norm, privacy.clip_quantile, privacy.clip_learning_rate)
 
 
-def _period(method: Any, fraction: float) -> int:
+def _period(method: Method[Any], fraction: float) -> int:
     """b: number of rounds in which every client takes part once."""
     where, period = 'privacy.mechanism = "correlated_gaussian":', round(1 / fraction)
     if len(method.means) != 1:
@@ -127,7 +128,7 @@ def _period(method: Any, fraction: float) -> int:
     return period
 
 
-def _noise_multiplier(name: str, method: Any, privacy: Any, rate: float, period: int) -> float:
+def _noise_multiplier(name: str, method: Method[Any], privacy: Any, rate: float, period: int) -> float:
     epsilon, delta, rounds, releases = privacy.target_epsilon, privacy.delta, max(method.rounds, 1), len(method.means)
     if name == "distributed_gaussian":
         return noise_multiplier_for_concentrated(epsilon, delta, rounds * releases)

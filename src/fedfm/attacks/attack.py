@@ -69,13 +69,13 @@ class Attack:
         return ""
 
 
-def locals_of(method: Any) -> list[Local]:
+def locals_of(method: Method[Any]) -> list[Local]:
     """The client optimisers in the fields of a method and of the methods nested in it."""
     values = [getattr(method, f.name) for f in dataclasses.fields(method) if f.init]
     return [v for v in values if isinstance(v, Local)] + [v for part in nested_methods(method) for v in locals_of(part)]
 
 
-def with_locals(method: Any, change: Callable[[Local], Local]) -> Any:
+def with_locals(method: Method[Any], change: Callable[[Local], Local]) -> Method[Any]:
     """The method with changed client optimisers, also in nested methods; the same object if nothing changes."""
     fields: dict[str, Any] = {}
     for f in dataclasses.fields(method):

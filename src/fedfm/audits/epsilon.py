@@ -34,7 +34,8 @@ class Epsilon(Audit):
     def unfit(self, run: Run) -> str | None:
         if claim(run) is None:
             return "the manifest of this run claims no epsilon"
-        return None if run.experiment.method.topology == "star" else "in a chain a sum holds other clients' rows too"
+        method: Any = run.experiment.method
+        return None if method.topology == "star" else "in a chain a sum holds other clients' rows too"
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         view, promise = View(replay), claim(replay.run)

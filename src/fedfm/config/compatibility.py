@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from fedfm.aggregation import private
 from fedfm.aggregation.base import Aggregator
@@ -236,7 +236,8 @@ def _check_own_code(e: Parts, method: str) -> None:
             "expected the same name twice",
             key="data.name",
         )
-    for where, spec, used in (("data", e.data, _OWN_DATA), ("model", e.model, ("name",))):
+    specs: tuple[tuple[str, Any, tuple[str, ...]], ...] = (("data", e.data, _OWN_DATA), ("model", e.model, ("name",)))
+    for where, spec, used in specs:
         plain = type(spec)()
         for f in dataclasses.fields(spec):
             if f.name not in used and getattr(spec, f.name) != getattr(plain, f.name):
@@ -343,7 +344,7 @@ def check_as_run(e: Parts) -> None:
     Raises:
         InputError: for the first rule that is broken.
     """
-    method, attack = f'method "{e.method_name}"', e.attack
+    method, attack = f'method "{e.method_name}"', cast(Any, e.attack)
     if attack is not None:
         if e.in_memory or e.own_code:
             raise InputError("[attack]: rows that were given from Python cannot be attacked; drop it", key="attack")

@@ -40,6 +40,7 @@ class Method(Reporter, ABC, Generic[S]):
             that differ from the default.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # of the subclass, by its decorator
     rounds: int
     needs: ClassVar[Needs] = Needs()
     traits: ClassVar[Traits] = Traits()
@@ -103,7 +104,7 @@ def with_model(state: Any, old: Params, new: Params) -> Any:
     raise TypeError(f"a state {type(state).__name__} holds no model that could be replaced")
 
 
-def nested_methods(method: Any) -> Iterator[Method[Any]]:
+def nested_methods(method: Method[Any]) -> Iterator[Method[Any]]:
     """The methods in the fields of a method."""
     for f in dataclasses.fields(method):
         if isinstance(value := getattr(method, f.name, None), Method):

@@ -249,7 +249,7 @@ def _of_clients(spec: DataSpec, seed: int, task: str | None) -> Table:
             tables[name] = _mark_test(_fit(table, task), spec, generator(seed, "split", name))
         except InputError as error:
             key = f"data.clients.{name}"
-            raise error if str(error).startswith(key) else InputError(f"{key}: {error}") from None
+            raise error if error.key == key else InputError(f"{key}: {error}", key=key) from None
     first = next(iter(tables))
     for name, table in tables.items():
         mine, theirs = _form(table), _form(tables[first])

@@ -14,6 +14,7 @@ import torch
 
 from fedfm.config.run_spec import RunSpec
 from fedfm.core.capabilities import Planned, has
+from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.models.model import Model
 from fedfm.runtime.partitioned import Partitioned
@@ -24,7 +25,7 @@ _WORK = 1e12  # parameters times positions times rows of a client's round; less 
 _POSITIONS = 256  # of a picture
 
 
-def patience(method: Any, population: Partitioned, spec: RunSpec, notice: Callable[[str], None]) -> float:
+def patience(method: Method[Any], population: Partitioned, spec: RunSpec, notice: Callable[[str], None]) -> float:
     """Seconds that a client may take: ``run.timeout``, and more if ``run.extend_timeout`` and a measured step say so.
 
     Args:
@@ -47,10 +48,9 @@ def patience(method: Any, population: Partitioned, spec: RunSpec, notice: Callab
     return most
 
 
-def _work(method: Any, population: Partitioned) -> tuple[Rows, int, int] | None:
+def _work(method: Method[Any], population: Partitioned) -> tuple[Rows, int, int] | None:
     """(rows of the largest client, rows of a step, its steps in a round); None if they take seconds or are unknown."""
-    trains = isinstance(method, TrainsLocally)  # kept apart: mypy would know of no other member
-    if population.client_model is None or not trains or not method.rounds:
+    if population.client_model is None or not isinstance(method, TrainsLocally) or not method.rounds:
         return None
     if method.needs.pooled or population.federated.table.kind == "own":
         return None

@@ -66,7 +66,7 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
 
 def handles_parameters(experiment: Experiment) -> bool:
     """Whether the server half declares that it computes with parameters alone, and with no output of the model."""
-    method: Any = experiment.method
+    method = experiment.method
     declared, keeps = method.traits.server_needs_weights_only, method.traits.keeps_foundation
     plain = isinstance(method, TrainsLocally) and not keeps and not isinstance(method, HiddenModel)
     return declared and plain and method.needs == Needs() and experiment.attack is None

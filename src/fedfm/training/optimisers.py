@@ -176,12 +176,12 @@ class Local:
         """Raise a ClientFault, with the first tensor that differs, if w is not a client's own model of this kind."""
         match(w, model.layout, "model")
 
-    def steps(self, n: int, model: Any = None) -> int:
+    def steps(self, n: int, model: Model | None = None) -> int:
         """Number of optimiser steps over n rows; ``model``: that trains, None: one without batch norm."""
         return self.epochs * batches(n, self.batch_size, joins_last(model))
 
 
-def joins_last(model: Any) -> bool:
+def joins_last(model: Model | None) -> bool:
     """Whether a last batch of one row joins the batch before it: batch norm has no variance of one value."""
     return any(isinstance(m, _BatchNorm) for m in getattr(model, "train_too", ()))
 

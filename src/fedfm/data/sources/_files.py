@@ -63,7 +63,7 @@ def existing(path: str | Path, key: str = "data.path") -> Path:
         if path.exists():
             return path
     except OSError as error:
-        raise InputError(f'{key}: "{str(path)[:200]}" cannot be opened: {error.strerror}') from None
+        raise InputError(f'{key}: "{str(path)[:200]}" cannot be opened: {error.strerror}', key=key) from None
     where, of = "", _missed.get(given)
     if of is not None:
         where, path = ", relative to the experiment's file or to the working directory", of / path
@@ -79,7 +79,7 @@ def existing(path: str | Path, key: str = "data.path") -> Path:
     beside = f'"{parent}" holds {listing(names) or "nothing"}{close(wanted, names)}'
     if given in BUILT_IN:
         beside = f'the built-in set is data.name = "{given}"'
-    raise InputError(f'{key}: there is no "{given}"{where}; {beside}')
+    raise InputError(f'{key}: there is no "{given}"{where}; {beside}', key=key)
 
 
 def read_bytes(path: Path, holds: str) -> bytes:

@@ -36,7 +36,8 @@ class BlockOrder(Audit):
     takes: ClassVar[float] = 5.0
 
     def unfit(self, run: Run) -> str | None:
-        if run.experiment.method.protocol != "permuted":
+        method: Any = run.experiment.method
+        if method.protocol != "permuted":
             return 'protocol = "masked" sends no permuted states'
         return None
 

@@ -30,7 +30,8 @@ class LossLabels(Audit):
     replays: ClassVar[bool] = False
 
     def unfit(self, run: Run) -> str | None:
-        if run.experiment.method.protocol != "permuted":
+        method: Any = run.experiment.method
+        if method.protocol != "permuted":
             return 'with protocol = "masked" labels never leave the client'
         return None
 

@@ -46,7 +46,8 @@ class SubstituteModel(Audit):
         seed, population = replay.run.experiment.run.seed, replay.population
         client = largest_client(population)
         everything = of_client(population, client, "train", seed)
-        permuted = replay.run.experiment.method.protocol == "permuted"
+        method: Any = replay.run.experiment.method
+        permuted = method.protocol == "permuted"
         if len(everything) < FEW:
             name, question = ("substitute.blocks", BLOCKS) if permuted else ("substitute.student", STUDENT)
             return [nothing(name, question, f"The largest client has {len(everything)} rows, fewer than {FEW}.")]
