@@ -16,6 +16,7 @@ from fedfm.audits.inference.one_run import epsilon_bound, readings
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay
 from fedfm.audits.stated_epsilon import claim
+from fedfm.methods.fedpft.fedpft import FedPFT
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do the messages disclose more about single rows than the stated epsilon allows?"
@@ -34,7 +35,7 @@ class Epsilon(Audit):
     def unfit(self, run: Run) -> str | None:
         if claim(run) is None:
             return "the manifest of this run claims no epsilon"
-        method: Any = run.experiment.method
+        method = run.experiment.method_as(FedPFT)
         return None if method.topology == "star" else "in a chain a sum holds other clients' rows too"
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:

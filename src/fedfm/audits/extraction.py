@@ -52,7 +52,7 @@ class Extraction(Audit):
     takes: ClassVar[float] = 20.0
 
     def unfit(self, run: Run) -> str | None:
-        method, rounds = run.experiment.method, run.manifest["result"]["rounds"]
+        method, rounds = run.experiment.method_as(FedBaF), run.manifest["result"]["rounds"]
         if not rounds or not method.psi:
             return f"with {'psi = 0' if rounds else 'no round'} no foundation model is mixed in"
         return None

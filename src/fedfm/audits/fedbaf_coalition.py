@@ -247,7 +247,8 @@ class Rounds:
 
     def __init__(self, run: Run) -> None:
         experiment, manifest = run.experiment, run.manifest
-        self.method, self._seed, self._every = experiment.method, experiment.run.seed, experiment.run.evaluate_every
+        self.method = experiment.method_as(FedBaF)
+        self._seed, self._every = experiment.run.seed, experiment.run.evaluate_every
         self._rounds, self._aggregator = manifest["result"]["rounds"], experiment.aggregation
         self.most = rounds_to_keep(self.method.fraction, len(manifest["clients"]), int(manifest["model"]["trainable"]))
         self.turns: list[Turn] = []

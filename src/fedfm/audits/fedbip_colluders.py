@@ -55,7 +55,7 @@ def colluders(replay: Replay, full: Full | None) -> list[Finding]:
         why = "The attack does not solve aggregates of parameters, of clipped vectors or of products of factors."
     elif len(full.tau) * sum(x.numel() for x in next(iter(full.tau.values())).values()) > MOST:
         why = "All vectors together are too long for the memory of the attack."
-    if why or full is None:
+    if why or full is None or not isinstance(method, FedBip):
         return [nothing(shown, SHOWN, why), nothing(unshown, UNSHOWN, why)]
     pieces = list(layers(replay.population.model, method.granularity).values())
     clients = sorted(full.tau)

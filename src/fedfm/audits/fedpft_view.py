@@ -54,9 +54,7 @@ class View:
 
     def __init__(self, replay: Replay) -> None:
         self.replay = replay
-        method = replay.run.experiment.method
-        assert isinstance(method, FedPFT)  # noqa: S101 - the audits that use this view run on FedPFT only
-        self.method = method
+        self.method = method = replay.run.experiment.method_as(FedPFT)
         self.plan: Plan | None = method.privacy
         self.federated = replay.population.federated
         self.classes = self.federated.table.classes

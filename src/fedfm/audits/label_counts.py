@@ -24,6 +24,7 @@ from fedfm.linalg.params import Params
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.predictions import applied, logits
 from fedfm.runtime.run_directory import Run
+from fedfm.training import TrainsLocally
 from fedfm.training.scheduler import train_client
 
 QUESTION = "Can the server tell from a client's update how many rows of each class it has?"
@@ -104,7 +105,8 @@ class _Attacker:
     def shares(self, crossing: CrossedUpdate, n: int, number: int) -> Array:
         """Estimated label shares (C,) of an update of n rows."""
         seed, client = self._run.experiment.run.seed, crossing.clients[0]
-        rng, local = seeds.generator(seed, "audit", "label counts", client), self._method.local.plain
+        rng = seeds.generator(seed, "audit", "label counts", client)
+        local = self._run.experiment.method_as(TrainsLocally).local.plain
         with applied(self._method, self._model, crossing.start, self._rows) as rows:
             x = self._model.features(rows).double().numpy()
         tried, behind = [], []

@@ -76,7 +76,7 @@ class Experiment(Parts):
         data = _built(DataSpec, data, "data")
         if isinstance(method, Mapping):
             method_name, method = build_named("methods", method, "method")
-        elif not isinstance(method, Method):
+        if not isinstance(method, Method):
             raise InputError(
                 f'method = {method!r:.80}: expected a table, e.g. {{"name": "fedavg"}}, or a Method', key="method"
             )
@@ -95,7 +95,8 @@ class Experiment(Parts):
         if attack is not None and not isinstance(attack, Attack):
             attack = build_named("attacks", attack, "attack")[1]
         if aggregation is None or isinstance(aggregation, Mapping):
-            aggregation = build_named("aggregation", aggregation or {}, "aggregation", default="mean")[1]
+            built: Aggregator = build_named("aggregation", aggregation or {}, "aggregation", default="mean")[1]
+            aggregation = built
         if privacy is not None and privacy.aggregator == "secagg":
             aggregation = compatibility.hidden(aggregation)
         stated = isinstance(run, Mapping) and "timeout" in run

@@ -57,7 +57,7 @@ class KnownKeys:
             if part in getattr(cls, "one_of", ()) and any(other in self._table(above) for other in others):
                 return InputError(key=at)  # only one of them may be set
             field, hint = known[part]
-            if (owners := owners_of(field)) and self._name(above, names, known["name"][0].default) not in owners:
+            if (owners := owners_of(field)) and self._name(above, names, str(known["name"][0].default)) not in owners:
                 return InputError(key=at, owners=owners)
             inner = plain_type(hint)
             if i + 1 == len(path):
@@ -96,6 +96,7 @@ class KnownKeys:
 
 def _resolved(kind: str, name: str) -> type | None:
     try:
-        return resolve(kind, name)
+        found: type = resolve(kind, name)
+        return found
     except InputError:  # it is refused before its keys
         return None

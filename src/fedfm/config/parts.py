@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fedfm.aggregation.base import Aggregator
 from fedfm.attacks.attack import Attack
@@ -13,6 +13,8 @@ from fedfm.core.method import Method
 from fedfm.data.spec import IN_MEMORY, DataSpec
 from fedfm.models.spec import ModelSpec
 from fedfm.privacy.spec import PrivacySpec
+
+M = TypeVar("M")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,16 @@ class Parts:
     run: RunSpec
     aggregation: Aggregator
     tuning: tuple[dict[str, Any], ...]
+
+    def method_as(self, kind: type[M]) -> M:
+        """The method, for code that works with one class of methods.
+
+        Raises:
+            TypeError: it is another one.
+        """
+        if not isinstance(self.method, kind):
+            raise TypeError(f"method {self.method_name!r} is no {kind.__name__}")
+        return self.method
 
     @property
     def in_memory(self) -> bool:

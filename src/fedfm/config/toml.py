@@ -111,9 +111,9 @@ def build(cls: type, table: Any, path: str) -> Any:
 
 def own_default(field: Field[Any]) -> Local | None:
     """The client optimiser whose keys a table without a name has: the method's own; None where it is not of use."""
-    default = field.default
+    default: Any = field.default
     own = isinstance(default, Local) and (type(default) is SGD or not isinstance(default, SGD))
-    return default if own else None
+    return default if isinstance(default, Local) and own else None
 
 
 def _of_fields(

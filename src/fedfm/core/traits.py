@@ -53,4 +53,5 @@ class Traits:
 
     def without_claims(self) -> Traits:
         """What a subclass inherits."""
-        return replace(self, **{f.name: f.default for f in fields(self) if f.metadata["claim"]})
+        defaults: dict[str, Any] = {f.name: f.default for f in fields(self) if f.metadata["claim"]}
+        return replace(self, **defaults)

@@ -38,7 +38,7 @@ def asking(run: Run) -> Experiment:
     return replace(
         experiment,
         name=f"{experiment.name}-predicts"[:64],
-        method=replace(method, rounds=0, predict=True, trained=str(run.path.resolve())),  # type: ignore[type-var]
+        method=replace(method, rounds=0, predict=True, trained=str(run.path.resolve())),
         run=replace(experiment.run, engine="deployment", workers=0, wire=False, min_clients=1, **own),
     )
 

@@ -310,7 +310,8 @@ def judge(
     def summed(w: Params, by_class: bool) -> dict[str, Any]:
         found, pieces = answered(w), population.pieces
         parts = [found[c] if c in found else scores(method, population.model, w, population.piece(c)) for c in pieces]
-        return population.model.task.joined(parts)
+        joined: dict[str, Any] = population.model.task.joined(parts)
+        return joined
 
     def with_new(w: Params, by_class: bool, base: int = base or 0) -> dict[str, Any]:
         said = logits(method, population.model, w, population.test)

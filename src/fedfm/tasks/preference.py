@@ -74,6 +74,7 @@ class Preference(LanguageTask):
         from fedfm.data.sources import _conversations
 
         columns, at, notices = sheet.columns, sheet.at, tuple[str, ...]()
+        inputs: Any
         if labelled:
             inputs, notices = _conversations.preferences(columns, spec, source, at)
         else:

@@ -76,8 +76,8 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
         notices += more
         used |= {picture}
     else:
-        joins = reader is not None and reader.own_kind is not None and reader.packs("text")
-        kind = reader.own_kind.name if joins else "text"
+        own = None if reader is None or not reader.packs("text") else reader.own_kind
+        kind = "text" if own is None else own.name
         if spec.text not in columns and (other := _reader(columns, _layouts.resolve(columns, spec, None)[0], None)):
             words = words_of(other.table_kinds[0])
             raise InputError(

@@ -19,6 +19,7 @@ from fedfm.audits.inference.rates import clopper_pearson
 from fedfm.audits.replay import Replay
 from fedfm.encrypted.audits.block_states import largest_client, of_client
 from fedfm.encrypted.audits.inference_alignment import aligned_shares, shuffle
+from fedfm.encrypted.blindfed import BlindFed
 from fedfm.encrypted.protocol.permutations import relative, to_last
 from fedfm.runtime.run_directory import Run
 
@@ -36,7 +37,7 @@ class BlockOrder(Audit):
     takes: ClassVar[float] = 5.0
 
     def unfit(self, run: Run) -> str | None:
-        method: Any = run.experiment.method
+        method = run.experiment.method_as(BlindFed)
         if method.protocol != "permuted":
             return 'protocol = "masked" sends no permuted states'
         return None

@@ -13,6 +13,7 @@ from fedfm.audits.audit import Audit
 from fedfm.audits.finding import Finding, VerdictRule
 from fedfm.audits.replay import Replay
 from fedfm.encrypted.audits.block_states import largest_client, side_model
+from fedfm.encrypted.blindfed import BlindFed
 from fedfm.encrypted.ckks.refresh import DistanceLedger
 from fedfm.encrypted.student.conversion import fold
 from fedfm.errors import ClientFault
@@ -37,13 +38,13 @@ class EncryptedError(Audit):
     takes: ClassVar[float] = 120.0
 
     def unfit(self, run: Run) -> str | None:
-        method: Any = run.experiment.method
+        method = run.experiment.method_as(BlindFed)
         return 'encryption = "clear" encrypts nothing' if method.encryption == "clear" else None
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         from fedfm.encrypted.protocol import masked, permuted  # TenSEAL
 
-        population, method = replay.population, replay.run.experiment.method
+        population, method = replay.population, replay.run.experiment.method_as(BlindFed)
         in_one_place = permuted.in_one_place if method.protocol == "permuted" else masked.in_one_place
         model = side_model(population)
         index = population.federated.clients[largest_client(population)].train[:ROWS]

@@ -14,6 +14,7 @@ from fedfm.audits.inference.rates import clopper_pearson
 from fedfm.audits.replay import Replay
 from fedfm.encrypted.audits.block_states import largest_client
 from fedfm.encrypted.audits.inference_loss_oracle import labels_by_loss
+from fedfm.encrypted.blindfed import BlindFed
 from fedfm.runtime.run_directory import Run
 
 QUESTION = (
@@ -30,7 +31,7 @@ class LossLabels(Audit):
     replays: ClassVar[bool] = False
 
     def unfit(self, run: Run) -> str | None:
-        method: Any = run.experiment.method
+        method = run.experiment.method_as(BlindFed)
         if method.protocol != "permuted":
             return 'with protocol = "masked" labels never leave the client'
         return None

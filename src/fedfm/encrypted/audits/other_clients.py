@@ -9,6 +9,7 @@ from fedfm.audits.audit import Audit
 from fedfm.audits.finding import Finding
 from fedfm.audits.replay import Replay
 from fedfm.encrypted.audits.encrypted_error import MOST, WITHIN
+from fedfm.encrypted.blindfed import BlindFed
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do the states that a client was sent depend on other clients' rows?"
@@ -21,7 +22,7 @@ class OtherClients(Audit):
     replays: ClassVar[bool] = False
 
     def unfit(self, run: Run) -> str | None:
-        method: Any = run.experiment.method
+        method = run.experiment.method_as(BlindFed)
         if method.encryption == "clear":
             return 'encryption = "clear": the states are computed from each client\'s rows alone'
         if "max_error" not in (run.manifest["result"] or {}).get("details", {}):

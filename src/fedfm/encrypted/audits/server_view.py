@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from fedfm.audits.audit import Audit
 from fedfm.audits.finding import Finding, VerdictRule
 from fedfm.audits.replay import Replay
+from fedfm.encrypted.blindfed import BlindFed
 from fedfm.runtime import logs
 from fedfm.runtime.run_directory import Run
 
@@ -37,7 +38,7 @@ def examine(run: Run) -> Finding:
         if line["form"] not in HIDDEN:
             clear[line["handler"]] += line["bytes"]
             largest = max(largest, line["bytes"])
-    method: Any = run.experiment.method
+    method = run.experiment.method_as(BlindFed)
     rows = [name for name in clear if name.startswith("query.BlindFed")]
     kinds = "kinds of messages with states of rows in the clear"
     rule = VerdictRule(("estimate > bound", f"{kinds} > 0"), ("estimate <= bound", f"{kinds} <= 0"))

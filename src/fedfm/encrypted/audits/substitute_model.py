@@ -18,6 +18,7 @@ from fedfm.audits.finding import Finding, VerdictRule, nothing
 from fedfm.audits.replay import Replay
 from fedfm.encrypted.audits import inference_substitute
 from fedfm.encrypted.audits.block_states import States, largest_client, of_client, of_photographs, side_model
+from fedfm.encrypted.blindfed import BlindFed
 from fedfm.linalg.threads import torch_threads
 from fedfm.models.adapters.side_adapter import SideModel
 
@@ -46,7 +47,7 @@ class SubstituteModel(Audit):
         seed, population = replay.run.experiment.run.seed, replay.population
         client = largest_client(population)
         everything = of_client(population, client, "train", seed)
-        method: Any = replay.run.experiment.method
+        method = replay.run.experiment.method_as(BlindFed)
         permuted = method.protocol == "permuted"
         if len(everything) < FEW:
             name, question = ("substitute.blocks", BLOCKS) if permuted else ("substitute.student", STUDENT)

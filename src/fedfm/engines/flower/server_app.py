@@ -206,8 +206,8 @@ def serve(grid: Grid, context: Context) -> None:
             if isinstance(error, httpx.HTTPError):  # the SuperLink is gone: who waits for the run submits it again
                 raise
             kind = "InputError" if isinstance(error, InputError) else "RunError"
-            known = isinstance(error, (InputError, RunError))
-            text = "\n".join(lines_of(error)) if known else f"{type(error).__name__}: {error}"
+            worded = isinstance(error, (InputError, RunError))
+            text = "\n".join(lines_of(error)) if worded else f"{type(error).__name__}: {error}"
             outcome = {"run": context.run_id, "kind": kind, "text": text}
             storage.write_atomic(run.path / OUTCOME, json.dumps(outcome).encode(), 0o600)
             raise
