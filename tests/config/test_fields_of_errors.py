@@ -16,12 +16,13 @@ from fedfm.config.known_keys import SPECS
 from fedfm.config.replaced import without_former_keys
 from fedfm.core.fields import settings_of
 from fedfm.core.toml_text import copy_tables, put, to_toml
-from fedfm.errors import FaultyFile, InputError
+from fedfm.errors import FaultyFile, InputError, lines_of
 from fedfm.methods.ditto import Ditto
 from fedfm.methods.fedamp import FedAMP
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.fedbaf.fedbaf import FedBaF
 from fedfm.methods.scaffold import Scaffold
+from fedfm.sites import consent_rules, silo_config
 from fedfm.training import SGD, Adam
 
 GOOD = {
@@ -119,6 +120,20 @@ def test_the_message_of_a_fault_that_moves_names_its_new_key():
         "a folder",
     )
     assert str(InputError("no such folder").move("data")) == "data: no such folder"
+
+
+def test_a_silo_is_told_every_fault_of_its_file_and_every_term_that_is_not_met(tmp_path):
+    path = tmp_path / "silo.toml"
+    path.write_text('name = "a"\ndata = "x.npz"\nbudgt = 3\nallow_methods = ["fedav"]\n')
+    with pytest.raises(FaultyFile) as refused:
+        silo_config.load(path)
+    assert [fault.key for fault in refused.value.found] == ["budgt", "allow_methods"]
+    assert len(lines_of(refused.value)) == 2
+    path.write_text('name = "a"\ndata = "x.npz"\nallow_methods = ["fedprox"]\n[require]\nunit = "record"\n')
+    with pytest.raises(InputError) as unmet:
+        consent_rules.check(silo_config.load(path), Experiment.from_dict(GOOD))
+    assert [fault.key for fault in unmet.value.all] == ["method.name", "require.unit"]
+    assert len(lines_of(unmet.value)) == 2
 
 
 NAMES_A_KEY = re.compile(r"\[[a-z_]+(\.\w+)*\]|[a-z_]\w*(\.\w+)+(?=[:\[ ])")

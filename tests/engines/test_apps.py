@@ -29,7 +29,7 @@ from fedfm.engines.flower.link import HELLO, FlowerLink
 from fedfm.engines.flower.private_api import error_codes, identity, serialised_nbytes
 from fedfm.engines.flower.server_app import host
 from fedfm.engines.flower.simulation import reply
-from fedfm.engines.local.engine import Interrupted
+from fedfm.engines.interruption import Interrupted
 from fedfm.errors import ClientFault, InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg

@@ -15,8 +15,9 @@ from fedfm.aggregation.base import Aggregator
 from fedfm.core.capabilities import Predictor
 from fedfm.core.federation import Federation
 from fedfm.data.table import ClientRows, FederatedData, Table
+from fedfm.engines.interruption import Interrupted
 from fedfm.engines.local import engine
-from fedfm.engines.local.engine import Interrupted, Judges, LocalLink
+from fedfm.engines.local.engine import Judges, LocalLink
 from fedfm.errors import E_REFUSED
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg

@@ -15,7 +15,8 @@ from fedfm.aggregation.base import Aggregator
 from fedfm.core.client import Client, Update, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Request
-from fedfm.engines.local.engine import Interrupted, LocalLink, processes
+from fedfm.engines.interruption import Interrupted
+from fedfm.engines.local.engine import LocalLink, processes
 from fedfm.engines.local.worker_pool import Pool
 from fedfm.errors import ClientFault, InputError, RunError
 from fedfm.linalg.params import Params

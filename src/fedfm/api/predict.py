@@ -179,9 +179,7 @@ def _predicted(path: str | Path, file: Any, client: str | None, last: bool, give
             raise InputError(
                 f"{file} holds vectors of {table.inputs.shape[1]} numbers; the model takes {shape['feature_dim']}"
             )
-        result: dict[str, Any] = {"run": str(path)} | model.task.answer(
-            _Trained(run.experiment.method, model, w), table
-        )
+        result = {"run": str(path)} | model.task.answer(_Trained(run.experiment.method, model, w), table)
     if _ID in table.columns:
         result["ids"] = table.columns[_ID].tolist()
     result["warnings"] = [*model.notices, *table.notices, *_certain(result.get("probabilities", ()))]

@@ -21,7 +21,7 @@ from fedfm.engines.flower.message_codec import InFlight, fault_reply, reply_of
 from fedfm.engines.flower.private_api import SUPERLINK, push
 from fedfm.engines.flower.recovery import last_reply
 from fedfm.engines.flower.recovery.pending_requests import PendingRequests, SentRequest
-from fedfm.engines.local.engine import Interrupted
+from fedfm.engines.interruption import Interrupted
 from fedfm.errors import E_DIED, E_HELD, E_TIMEOUT, ClientFault
 
 

@@ -23,8 +23,8 @@ from fedfm.engines.flower import app_writer, kit_manifest, server_app
 from fedfm.engines.flower.loopback import Fleet, loopback
 from fedfm.engines.flower.node_status import Missing
 from fedfm.engines.flower.private_api import Control
+from fedfm.engines.interruption import Interrupted
 from fedfm.engines.known_clients import dealt_clients
-from fedfm.engines.local.engine import Interrupted
 from fedfm.errors import InputError, RunError
 from fedfm.runtime import failures
 from fedfm.runtime.disclosure import private_notices

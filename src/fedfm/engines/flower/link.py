@@ -21,7 +21,7 @@ from fedfm.engines.flower.recovery.lost_messages import Probes
 from fedfm.engines.flower.recovery.node_presence import Presence
 from fedfm.engines.flower.recovery.round_replies import RoundReplies
 from fedfm.engines.flower.registry import NAMELESS, Registry, node_of
-from fedfm.engines.local.engine import Interrupted
+from fedfm.engines.interruption import Interrupted
 from fedfm.errors import (
     E_CLIENT,
     E_DIED,

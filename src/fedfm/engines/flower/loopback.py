@@ -16,7 +16,7 @@ from fedfm.core.text import safe_name
 from fedfm.engines.child_processes import Children
 from fedfm.engines.flower import client_stub, loopback_keys
 from fedfm.engines.flower.private_api import OPERATOR, QUICK_EXECUTOR, Control
-from fedfm.engines.local.engine import Interrupted
+from fedfm.engines.interruption import Interrupted
 from fedfm.errors import RunError
 
 _START = 120.0  # seconds that SuperLink and SuperNodes may take to start

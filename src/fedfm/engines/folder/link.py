@@ -17,7 +17,7 @@ from fedfm.engines.answers import parse_envelope, parse_hello
 from fedfm.engines.folder.letters import Content, digest
 from fedfm.engines.folder.mailbox import Mailbox, Stamp, stamp_of
 from fedfm.engines.folder.request_record import RequestRecord
-from fedfm.engines.local.engine import Interrupted
+from fedfm.engines.interruption import Interrupted
 from fedfm.errors import E_CLIENT, E_DIED, E_TIMEOUT, ClientFault, RunError
 from fedfm.privacy.policy import HELLO
 

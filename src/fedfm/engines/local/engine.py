@@ -23,6 +23,7 @@ from fedfm.core.capabilities import HiddenModel
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import codec
+from fedfm.engines.interruption import Interrupted
 from fedfm.engines.local.spawned import Spawned, spawn
 from fedfm.engines.local.worker_pool import Pool
 from fedfm.errors import E_EXCEPTION, E_TIMEOUT, ClientFault, InputError
@@ -45,10 +46,6 @@ if TYPE_CHECKING:
 
 JUDGE = "server.judge"
 SCORES = f"scores.{Evaluation.__name__}_{Evaluation.evaluate.__name__}"
-
-
-class Interrupted(KeyboardInterrupt):
-    """The user stopped the run; commits stay, and the clients that had started have finished."""
 
 
 class Judges(Silos):

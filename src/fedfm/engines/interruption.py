@@ -1,0 +1,7 @@
+"""What an engine raises when the user stops a run."""
+
+from __future__ import annotations
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user stopped the run; commits stay, and the clients that had started have finished."""
