@@ -205,8 +205,9 @@ def load_model(
     )
     model.new, model.hollow, model.added_bias = tuple(loaded.new), loaded.hollow, biased
     model.notices = (*_notices(loaded, parts, spec), *drawn, *notices)
-    if spec.compile and not loaded.hollow and (why := compiled.compile_blocks(parts, spec.compile, model.device)):
-        model.notices += (why,)
+    if spec.compile and not loaded.hollow:
+        why = compiled.compile_blocks(parts, spec.compile, model.device)
+        model.compiled, model.notices = not why, (*model.notices, *filter(None, [why]))
     return model
 
 

@@ -59,6 +59,7 @@ class Model:
         predictor: faster logits of rows, None of rows that it does not support; None: there is none.
         loaders: processes that prepare pictures ahead of a batch, where they are not prepared at once.
         notices: what was guessed about its files, and what of its table does nothing on this machine.
+        compiled: its blocks are compiled at their first calls.
         hollow: its frozen weights were not loaded, so that it computes no outputs.
         added_bias: its head has a bias that the architecture has no place for.
         undecayed: names of tensors without weight decay, see :mod:`fedfm.models.decay`.
@@ -69,6 +70,7 @@ class Model:
     predictor: Callable[[Model, Rows], Tensor | None] | None = None
     loaders: int = 0
     notices: tuple[str, ...] = ()
+    compiled: bool = False
     hollow: bool = False
     added_bias: bool = False
     weigh: Callable[[Sequence[Batch]], Iterable[tuple[Batch, float]]] | None = None

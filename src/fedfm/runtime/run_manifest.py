@@ -291,7 +291,7 @@ def of_model(spec: RunSpec, model: Model) -> list[str]:
 def _idle(spec: RunSpec, model: Model) -> list[str]:
     """Notices of settings that do nothing for this model on this device."""
     found = [*model.notices]
-    if model.spec.compile and not any("model.compile" in text for text in found) and trains_without(model):
+    if model.spec.compile and (model.compiled or model.hollow) and trains_without(model):
         found.append(
             f"model.compile does nothing in training here: {model.adaptation} of {model.spec.name} trains in loops of "
             "fedfm's own, which call no block"
