@@ -333,7 +333,7 @@ def test_an_attacked_run_is_resumed_and_replayed_to_the_same_bits(tmp_path, monk
     resumed = fedfm.resume(tmp_path / "broken")
     assert (resumed["params_sha256"], resumed["attackers"]) == (straight["params_sha256"], straight["attackers"])
     again = replay(open_finished(tmp_path / "straight"))  # raises where the bits differ
-    assert {seen.client for seen in again.seen} == set(NAMES)
+    assert {seen.client for seen in again.replies} == set(NAMES)
 
 
 def test_only_files_that_define_an_attack_are_attacks():

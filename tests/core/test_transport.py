@@ -76,7 +76,7 @@ def test_the_up_error_is_that_of_the_updates(folder: Path, tmp_path: Path) -> No
             tables(folder, transport=transport) | {"method": {"name": "fedavg", "rounds": 1}}, tmp_path / transport
         )
         again = replay(open_finished(tmp_path / transport))
-        seen[transport] = {s.client: s.value for s in again.seen if s.round == 1}
+        seen[transport] = {s.client: s.value for s in again.replies if s.round == 1}
     for client, update in seen["float32"].items():
         sent = code(update.delta, "int8", None)
         assert (seen["int8"][client].delta - update.delta).norm() > 0

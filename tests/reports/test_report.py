@@ -389,7 +389,7 @@ def test_a_long_messages_file_is_summed_as_a_stream(tmp_path):
     run = runs.make(
         tmp_path / "run", names=names, n_rounds=1, traffic=[c for t in range(1, 101) for c in runs.crossings(t, names)]
     )
-    sums = {(t.handler, t.direction): (t.messages, t.bytes, t.clients) for t in read.read(run).seen.traffic}
+    sums = {(t.handler, t.direction): (t.messages, t.bytes, t.clients) for t in read.read(run).exposure.traffic}
     assert sums[("train.FedAvg_train", "up")] == (10_000, 10_000_000, 100)
     assert sums[("query.FedAvg_probe", "up")] == (10_000, 640_000, 100)
 
