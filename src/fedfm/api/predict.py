@@ -168,7 +168,7 @@ def _predicted(path: str | Path, file: Any, client: str | None, last: bool, give
 
     if user_runs.is_own(run := _finished(path, client)):
         with torch_threads(1):
-            result = user_runs.predict(run, file, given, client, last=last and _another(run, client))
+            result: dict[str, Any] = user_runs.predict(run, file, given, client, last=last and _another(run, client))
         sure = _certain(result.get("probabilities", ()))
         return {"run": str(path)} | result | {"warnings": [*result.get("warnings", ()), *sure]}
     run, model, w = load(path, client, last=last)

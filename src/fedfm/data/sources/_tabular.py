@@ -89,8 +89,8 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
     if kind in ("text", "image") and labelled:
         if kind == "image":
             classes = {name: v for name, v in columns.items() if name != spec.label or not isinstance(v, Pictured)}
-            if spec.label not in classes and (words := other_task(columns, spec.label)):
-                raise InputError(f'{source}: no column "{spec.label}" of classes; {words}')
+            if spec.label not in classes and (way := other_task(columns, spec.label)):
+                raise InputError(f'{source}: no column "{spec.label}" of classes; {way}')
         label = labels_of(columns, spec, source=source, at=at, classes=sheet.names.get(spec.label))
         notices += label[2]
         used |= {spec.label, spec.label_name}
