@@ -1,6 +1,7 @@
 """What a checkpoint lacks, leaves over or has in another shape is refused, but for the head of the task."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -187,6 +188,16 @@ def test_left_over_masks_counters_and_tables_are_no_weights(folder, tmp_path, fa
         weight = {f"{name.rpartition('.')[0]}.weighty": torch.ones(4, 4)}
         with pytest.raises(InputError, match="weighty"):
             load(changed(folder(family), tmp_path / "b", tensors | weight), table, "lora")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "bert"])
+def test_no_pattern_of_a_class_hides_a_single_tensor_of_a_block_too_many(folder, tmp_path, family):
+    table, tensors = table_for(family), tensors_of(folder(family))
+    for name in sorted(n for n in tensors if re.search(r"\.0\.", n)):
+        surplus = name.replace(".0.", ".9.", 1)
+        path = changed(folder(family), tmp_path / surplus, tensors | {surplus: tensors[name].clone()})
+        with pytest.raises(InputError, match=re.escape(surplus)):
+            load(path, table, "lora")
 
 
 def language_model(path, hollow=False, **spec):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from fedfm.models.quantised import StoredWeights
 
 _FIRST = 3  # names in a message
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")  # of torch: parallel, compiled, sharded
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a block
 _TRIED = 20  # missing names that are looked for under another prefix
 
 
@@ -50,7 +52,9 @@ class Difference:
         """From the loading info of ``from_pretrained``."""
         shapes = {name: (tuple(theirs), tuple(ours)) for name, theirs, ours in info["mismatched_keys"]}
         missing = set(info["missing_keys"]) - shapes.keys()
-        return cls(module, path, {n for n in missing if _is_weight(module, n)}, set(info["unexpected_keys"]), shapes)
+        found = cls(module, path, {n for n in missing if _is_weight(module, n)}, set(info["unexpected_keys"]), shapes)
+        found.leftovers |= found._hidden()
+        return found
 
     def judge(self, *, head: bool) -> tuple[set[str], list[str]]:
         """Names of the tensors that are new for the task, and notices about what is guessed.
@@ -73,6 +77,28 @@ class Difference:
     def surplus(self) -> list[str]:
         """Names of weights that are left over of a part which the module has."""
         return sorted(n for n in self.leftovers if self._is_inside(n) and not self._saved_has(n) and self._is_weight(n))
+
+    def _hidden(self) -> set[str]:
+        """Names that are left over, and that a pattern of the class hides by chance.
+
+        A pattern means whole parts of a name: GPT-2's ``attn.bias``, a mask of older releases, is found in
+        ``c_attn.bias``, too. What it hides by chance has the name of a parameter of the module, but for numbers.
+        """
+        patterns = getattr(self.module, "_keys_to_ignore_on_load_unexpected", None) or ()
+        if not patterns:
+            return set()
+        by_chance = re.compile("|".join(f"(?:{p})" for p in patterns))
+        meant = re.compile("|".join(rf"(?:^|\.)(?:{p})" for p in patterns))
+        there = self.module.state_dict().keys()
+        kinds = {_NUMBER.sub("#", name) for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        return {
+            name
+            for name in self._stored
+            if by_chance.search(name)
+            and not meant.search(name)
+            and not self._aliases(name) & there
+            and {_NUMBER.sub("#", alias) for alias in self._aliases(name)} & kinds
+        }
 
     @cached_property
     def _bases(self) -> tuple[str, ...]:
