@@ -17,7 +17,7 @@ from fedfm.runtime.client_memory import secret
 from fedfm.runtime.evaluation import Evaluation
 from fedfm.runtime.population import populate
 
-KEEPING = sorted(m for m in available("methods") if resolve("methods", m).traits.keeps_foundation is True)
+KEEPING = sorted(m for m in available("methods") if resolve("methods", m)().traits.keeps_foundation)
 NEAR = 0.2  # of the way from the clients' mean to the foundation model is left: a copy with some noise on it
 WINDOW = 64  # consecutive bytes of a tensor that no message may hold
 

@@ -30,23 +30,18 @@ from fedfm.core.rows import Rows
 from fedfm.errors import E_LOST, E_NONFINITE, ClientFault, InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
-from fedfm.methods.fedms.activation import clock, next_k, split, with_rows
-from fedfm.methods.fedms.gate import LAST, Gate, initial
+from fedfm.methods.fedms.activation import next_k, split, with_rows
+from fedfm.methods.fedms.gate import LAST, TRUNK, Gating
 from fedfm.methods.fedms.in_code import mixture_code
-from fedfm.methods.fedms.mixture import TRUNK, Experts, differing, mix
+from fedfm.methods.fedms.local_pass import local_pass
+from fedfm.methods.fedms.mixture import check_mixture, is_mixture, mixture_logits
 from fedfm.methods.fedms.paper import SETTINGS
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
-from fedfm.models.backbone import backbone
-from fedfm.models.decay import undecayed
 from fedfm.models.dual_encoder import DualModel, active_layers, image_trunk, need, trunk_paths
 from fedfm.models.layers import layers
 from fedfm.models.model import Model
 from fedfm.training import AdamW, Local
-from fedfm.training.local_job import Job
-from fedfm.training.loop import Flat
-from fedfm.training.update_rules import Rule
 
-PIECE = 64  # rows that are scored at a time
 LEAST_LOSS = 1e-3  # of gate_weights = "inverse_loss"
 NOTHING = Params({})
 
@@ -136,7 +131,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         return self.global_rounds + self.local_rounds
 
     def init(self, fed: Federation) -> MSState:
-        Z = initial(self.gate_width(need(fed.model)), fed.seed)
+        Z = self.gating.initial(need(fed.model), fed.seed)
         if self.gate == "all":
             Z = Params(dict(Z) | {f"{TRUNK}{n}": t for n, t in image_trunk(fed.model).items()})
         total = sum(p.numel() for p in fed.model.module.parameters())
@@ -151,7 +146,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
                 f"method.queue = {self.queue}: local_rounds = {self.local_rounds} never fill the queue; every client "
                 "trains its top layer only"
             )
-        Z_g = self.travelling(s.Z_g)
+        Z_g = self.gating.travelling(s.Z_g)
         experts = Params.join(**{GLOBAL: s.W_g, GATE: s.Z_g})
         start = each({i: NOTHING if i in s.has else experts for i in cohort})
         Z = Z_g + fed.mean(self.adapt, of=cohort, like=Z_g.layout, Z_g=Z_g, start=start)  # equation 7
@@ -197,7 +192,9 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
             raise ClientFault(E_NONFINITE, f"the gate's loss is {L_i}")
         # A time never goes with the update, whose bits are the same on every engine.
         memory["W_i"], memory["backward"] = W_i, client.metrics.pop("backward_seconds")
-        return Update(self.travelling(Z_i) - self.travelling(Z_g), self.weight(L_i, len(rows)), client.metrics)
+        return Update(
+            self.gating.travelling(Z_i) - self.gating.travelling(Z_g), self.weight(L_i, len(rows)), client.metrics
+        )
 
     def measure(self, client: Client, deciding: Rows, W_g: Params, W_i: Params, Z_g: Params) -> None:
         """Equation 5: one more layer wakes up when the last Q accuracies stall."""
@@ -213,83 +210,19 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         client.memory["q"], client.memory["k"] = Params({"q": torch.tensor(list(q), dtype=torch.float64)}), k
 
     def local_pass(self, client: Client, W_g: Params, W_i: Params, Z_g: Params, k: int) -> tuple[Params, Params, float]:
-        """E epochs of both objectives. The top k layers of the local expert are trained, the others are those of W_i.
+        """E epochs of both objectives: W_i, Z_i and the gate's mean loss L_i."""
+        return local_pass(client, self.local, self.gating, self.objective == "separate", W_g, W_i, Z_g, k)
 
-        Returns:
-            W_i, Z_i, and the gate's mean loss L_i.
-        """
-        model, rows = need(client.model), client.data.train
-        labels = rows.labels
-        if labels is None:
-            raise InputError("data.label: fedms classifies; the rows have no labels", key="data.label")
-        mixture = Experts(model, W_g, rows, k, self.gate_backbone)
-        gate = Gate(self.gate_width(model)).load(Z_g).to(model.device)
-        trunk = {n: t.to(model.device).clone().requires_grad_() for n, t in Z_g.items() if n.startswith(TRUNK)}
-        model.load(W_i)
-        active = set(active_layers(model, k))
-        owners = {n: layer for layer, names in layers(model, "layer").items() for n in names}
-        flats = [
-            Flat({n: p for n, p in model.live().items() if owners[n] in active}),
-            Flat({n: p for n, p in gate.named_parameters() if self.gate != "last" or n.startswith(LAST)} | trunk),
-        ]
-        rules = [Rule(self.local, flat.p, flat.places(model.undecayed | undecayed(gate))) for flat in flats]
-        job = Job(client, W_i, self.local)
-        total, expert, shares, backward, seen = 0.0, 0.0, 0.0, 0.0, 0
-        model.train_mode()
-        gate.mode(rows=len(rows), last=self.gate == "last")
-        # LoRA's dropout draws from torch's global generator: give it this client's own stream.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(client.seed)
-            for index, eta in zip(job.orders(), job.rates(), strict=True):
-                if len(index) == 1 and gate.training:
-                    continue  # batch norm has no variance of one row
-                y = labels[index].to(model.device)
-                seen_by_gate = mixture.gate_input(index, trunk)  # first: it installs W_g for a moment
-                of_g, of_i = mixture.cosines(index, train=True)
-                lam = self.lam(gate, seen_by_gate)
-                held = of_i.detach() if self.objective == "separate" else of_i
-                L_gate = model.objective(model.dual.scale * mix(lam, of_g, held), y)  # equation 3
-                L_expert = model.objective(model.dual.scale * of_i, y)  # equation 2
-                loss: Any = L_gate + L_expert if self.objective == "separate" else L_gate
-                began = clock(model)
-                loss.backward()
-                backward += clock(model) - began
-                for parts in [[flat] for flat in flats] if self.objective == "separate" else [flats]:
-                    self.local.shorten(*(flat.g for flat in parts))  # of one loss
-                for flat, rule in zip(flats, rules, strict=True):
-                    rule.eta = eta
-                    rule.step(flat.p, flat.g)
-                    flat.g.zero_()
-                b = len(index)
-                seen, total, expert = seen + b, total + b * L_gate.item(), expert + b * L_expert.item()
-                shares += float(lam.detach().sum())
-        model.eval_mode()
-        n = max(seen, 1)
-        client.metrics |= {"loss": expert / n, "gate_loss": total / n, "global_share": shares / n}
-        client.metrics["backward_seconds"] = backward
-        return model.params(), Params(gate.tensors() | trunk), total / n
-
-    def gate_width(self, model: DualModel) -> int:
-        """Width of what the gate sees."""
-        return backbone(self.gate_backbone, str(model.device)).width if self.gate_backbone else model.dual.width
-
-    def lam(self, gate: Gate, V_g: Tensor) -> Tensor:
-        """Lambda (b,)."""
-        return gate(V_g) if self.share is None else torch.full((len(V_g),), self.share, device=V_g.device)
+    @property
+    def gating(self) -> Gating:
+        """Which gate the settings ask for."""
+        return Gating(self.gate, self.gate_backbone, self.share)
 
     def weight(self, L_i: float, n_i: int) -> float:
         """a_i of equation 7, before the weights are made to sum to 1; where all losses are 0, all are alike."""
         if self.gate_weights == "loss":
             return max(L_i, 1e-12)
         return {"size": float(n_i), "inverse_loss": 1 / max(L_i, LEAST_LOSS), "uniform": 1.0}[self.gate_weights]
-
-    def travelling(self, Z: Params) -> Params:
-        """What of the gate is sent."""
-        return Z.only(n for n in Z if n.startswith(LAST)) if self.gate == "last" else Z
-
-    def adapter(self, Z: Params) -> Params:
-        """The gate without a trunk of its own."""
-        return Z.only(n for n in Z if not n.startswith(TRUNK))
 
     @on_client
     def activity(self, client: Client) -> Activity:
@@ -344,28 +277,14 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         if not is_mixture(w):
             match(w, model.layout, "model")
             return
-        for part in (GLOBAL, LOCAL):
-            match(w.part(part), model.layout, part)
-        match(self.adapter(w.part(GATE)), initial(self.gate_width(need(model)), 0).layout, GATE)
+        check_mixture(w, need(model), self.gating)
 
     def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
         """S O of equation 6, (n, C); of one expert alone its scaled cosines."""
         if not is_mixture(w) or not any(n.startswith(f"{LOCAL}/") for n in w):
             model.load(w.part(GLOBAL) if is_mixture(w) else w)
             return model.predict(rows)
-        own, W_g, W_i = need(model), w.part(GLOBAL), w.part(LOCAL)
-        k = differing(own, W_g, W_i)
-        Z, done, both = w.part(GATE), list[Tensor](), Experts(own, W_g, rows, k, self.gate_backbone)
-        gate = Gate(self.gate_width(own)).load(Z).to(own.device).eval()
-        trunk = {n: t.to(own.device) for n, t in Z.items() if n.startswith(TRUNK)}
-        own.load(W_i)
-        for start in range(0, len(rows), PIECE):
-            piece = np.arange(start, min(start + PIECE, len(rows)))
-            with torch.no_grad():
-                lam = self.lam(gate, both.gate_input(piece, trunk))
-                of_g, of_i = both.cosines(piece, train=False)
-                done.append((own.dual.scale * mix(lam, of_g, of_i)).float().cpu())
-        return torch.cat(done) if done else torch.zeros(0, len(own.classes))
+        return mixture_logits(need(model), w, rows, self.gating)
 
     def mixture_in_code(self, model: Model) -> list[str]:
         """Lines of Python that compute the mixture of an export."""
@@ -409,8 +328,3 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
                 "to it; drop it",
                 key="method.local.micro_batch",
             )
-
-
-def is_mixture(w: Params) -> bool:
-    """Whether these are experts with a gate, rather than one expert."""
-    return any(name.startswith(f"{GATE}/") for name in w)

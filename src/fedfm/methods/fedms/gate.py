@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from fedfm import seeds
 from fedfm.linalg.params import Params
+from fedfm.models.backbone import backbone
+from fedfm.models.dual_encoder import DualModel
 
 LAST = ("output.", "output_norm.")  # what the variant "last" trains and sends
+TRUNK = "trunk."  # names of the gate's own image block
 
 
 class Gate(nn.Module):
@@ -53,3 +58,52 @@ def initial(d: int, seed: int) -> Params:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeds.derive(seed, "gate"))
         return Params(Gate(d).tensors())
+
+
+@dataclass(frozen=True)
+class Gating:
+    """Which gate a method has.
+
+    Attributes:
+        part: what of it is trained and sent: "adapter", "last" (its last layer) or "all" (also an image block).
+        backbone: the picture classifier whose frozen features it sees; empty: the global expert's features.
+        share: lambda of every row, instead of a gate; None: the gate says it.
+    """
+
+    part: str
+    backbone: str
+    share: float | None
+
+    def width(self, model: DualModel) -> int:
+        """Width of what the gate sees."""
+        return backbone(self.backbone, str(model.device)).width if self.backbone else model.dual.width
+
+    def initial(self, model: DualModel, seed: int) -> Params:
+        """Start values of the adapter."""
+        return initial(self.width(model), seed)
+
+    def load(self, model: DualModel, Z: Params) -> Gate:
+        """The gate with these values, on the model's device."""
+        return Gate(self.width(model)).load(Z).to(model.device)
+
+    def lam(self, gate: Gate, V_g: Tensor) -> Tensor:
+        """Lambda (b,)."""
+        return gate(V_g) if self.share is None else torch.full((len(V_g),), self.share, device=V_g.device)
+
+    def travelling(self, Z: Params) -> Params:
+        """What of the gate is sent."""
+        return Z.only(n for n in Z if n.startswith(LAST)) if self.part == "last" else Z
+
+    def trains(self, name: str) -> bool:
+        """Whether this tensor of the adapter is trained."""
+        return self.part != "last" or name.startswith(LAST)
+
+
+def adapter_of(Z: Params) -> Params:
+    """The gate without a trunk of its own."""
+    return Z.only(n for n in Z if not n.startswith(TRUNK))
+
+
+def trunk_of(Z: Params, device: torch.device) -> dict[str, Tensor]:
+    """The gate's own image block, on the device; empty if it has none."""
+    return {n: t.to(device) for n, t in Z.items() if n.startswith(TRUNK)}

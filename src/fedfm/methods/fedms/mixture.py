@@ -14,9 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedfm.core.checks import match
 from fedfm.core.rows import Rows
 from fedfm.linalg.out_of_core import limit
 from fedfm.linalg.params import Params
+from fedfm.methods.fedms.gate import TRUNK, Gating, adapter_of, trunk_of
+from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
 from fedfm.models.adapters.merged import merged
 from fedfm.models.backbone import backbone
 from fedfm.models.dual_encoder import (
@@ -32,7 +35,7 @@ from fedfm.models.dual_encoder import (
 from fedfm.models.layers import layers
 from fedfm.models.model import Model
 
-TRUNK = "trunk."  # names of the gate's own image block
+PIECE = 64  # rows that are scored at a time
 
 
 class Filed:
@@ -188,3 +191,36 @@ def differing(model: Model, W_g: Params, W_i: Params) -> int:
 def mix(lam: Tensor, of_g: Tensor, of_i: Tensor) -> Tensor:
     """O of equation 6: lambda <V_g, T_g> + (1 - lambda) <V_i, T_i>, for lambda (b,) and cosines (b, C)."""
     return lam[:, None] * of_g + (1 - lam)[:, None] * of_i
+
+
+def is_mixture(w: Params) -> bool:
+    """Whether these are experts with a gate, rather than one expert."""
+    return any(name.startswith(f"{GATE}/") for name in w)
+
+
+def check_mixture(w: Params, model: DualModel, gating: Gating) -> None:
+    """Refuse experts and a gate of other layouts.
+
+    Raises:
+        ClientFault: with the first tensor that differs.
+    """
+    for part in (GLOBAL, LOCAL):
+        match(w.part(part), model.layout, part)
+    match(adapter_of(w.part(GATE)), gating.initial(model, 0).layout, GATE)
+
+
+def mixture_logits(model: DualModel, w: Params, rows: Rows, gating: Gating) -> Tensor:
+    """S O of equation 6, (n, C), of both experts and the gate in w."""
+    W_g, W_i = w.part(GLOBAL), w.part(LOCAL)
+    k = differing(model, W_g, W_i)
+    Z, done, both = w.part(GATE), list[Tensor](), Experts(model, W_g, rows, k, gating.backbone)
+    gate = gating.load(model, Z).eval()
+    trunk = trunk_of(Z, model.device)
+    model.load(W_i)
+    for start in range(0, len(rows), PIECE):
+        piece = np.arange(start, min(start + PIECE, len(rows)))
+        with torch.no_grad():
+            lam = gating.lam(gate, both.gate_input(piece, trunk))
+            of_g, of_i = both.cosines(piece, train=False)
+            done.append((model.dual.scale * mix(lam, of_g, of_i)).float().cpu())
+    return torch.cat(done) if done else torch.zeros(0, len(model.classes))
