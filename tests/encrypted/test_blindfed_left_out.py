@@ -59,7 +59,7 @@ def test_a_client_without_another_row_takes_no_part():
     states = torch.ones(3, 2, 1, 4)
     states[1:, 1] = 0  # lost at the second block
     notes = []
-    client = Client("c", None, None, {}, 0, note=notes.append, trainer=train_client)
+    client = Client("c", None, None, {}, 0, log=notes.append, trainer=train_client)
     parts = {part: Rows({STATES: states}, labels=torch.arange(3)) for part in ("train", "val", "test")}
     found, whole = exclude_rows(client, parts)
     assert {part: mask.tolist() for part, mask in whole.items()} == {part: [True, False, False] for part in parts}

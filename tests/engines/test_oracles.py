@@ -19,7 +19,7 @@ from fedfm.aggregation._secagg_session import Sum
 from fedfm.cli.entry import main
 from fedfm.config.experiment import Experiment
 from fedfm.config.toml import to_toml
-from fedfm.core.client import TOLD
+from fedfm.core.client import AGGREGATION_MESSAGE
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import payload
@@ -226,7 +226,7 @@ class Agreed:
         told = Sum(self.ask, torch.ones(3, dtype=torch.uint8), size)
         self.ask += 1
         silo = self.silos["north"]
-        code = silo.code(handler, {"w": w, TOLD: told}, 1, 90 + self.ask)
+        code = silo.code(handler, {"w": w, AGGREGATION_MESSAGE: told}, 1, 90 + self.ask)
         return code or silo.heads[-1]
 
 
@@ -269,7 +269,7 @@ def test_shares_of_noise_are_in_an_empty_part_too(tmp_path):
     assert found[0] == found[1]
     (site, *_) = agreed.silos["north"]._sites.values()
     client = site.silos.client(Request("north", TRAIN, {}, 1, 200))
-    client.told = Sum(3, torch.ones(3, dtype=torch.uint8), 18)
+    client.aggregation_message = Sum(3, torch.ones(3, dtype=torch.uint8), 18)
     empty = site.silos.aggregator.mechanism.blank(client)
     assert empty.weight == 1.0
     assert empty.delta.norm() > 0.5  # noise of z C / sqrt(t) an entry, and no change

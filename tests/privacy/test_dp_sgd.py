@@ -163,7 +163,7 @@ def client(model, rows, plan, key=KEY, memory=None, firsts=None):
         {} if memory is None else memory,
         seed=5,
         secret=lambda name: hashlib.sha256(key + name.encode()).digest(),
-        first=firsts.setdefault,
+        write_once=firsts.setdefault,
         private=private.Descent(plan, data),
         trainer=train_client,
     )

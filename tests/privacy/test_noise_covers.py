@@ -67,7 +67,7 @@ def client(x=None, **more):
     """A client, whose rows have these features (n, d) and one class."""
     rows = Rows({"features": torch.tensor(ZEROS[None] if x is None else x.copy()).float()})
     rows = dataclasses.replace(rows, labels=torch.zeros(len(rows), dtype=torch.int64))
-    given = {"memory": {}, "seed": 1, "secret": lambda _: KEY, "first": {}.setdefault} | more
+    given = {"memory": {}, "seed": 1, "secret": lambda _: KEY, "write_once": {}.setdefault} | more
     return Client("c", ClientData(lambda: rows, Rows, Rows), Features(), **given, trainer=train_client)
 
 
@@ -120,7 +120,7 @@ def mean(x=ZEROS, t=1, number=1, z=1.0, c=1.0):
 def share(x=ZEROS, number=0, session="a", seed=1, cohort=5, z=1.0):
     m = DistributedGaussian(1.0, z, 1e-5, math.inf, 1, hidden=True)
     told = Sum(number, torch.ones(cohort, dtype=torch.uint8))
-    who = client(memory={MEMORY: {"session": session}}, seed=seed, told=told)
+    who = client(memory={MEMORY: {"session": session}}, seed=seed, aggregation_message=told)
     sent = m.bound(who, Update(vector(x), 1.0)).delta["w"].numpy()
     return sent - exact(x)
 
@@ -290,7 +290,7 @@ def test_fedpft_releases_once_a_run():
     firsts = {}
 
     def asked(x, plan):
-        return fedpft.noisy_sums(client(x, first=firsts.setdefault), plan).totals
+        return fedpft.noisy_sums(client(x, write_once=firsts.setdefault), plan).totals
 
     plan = Plan("add_remove", "spherical", epsilon=1.0)
     assert torch.equal(asked(X, plan), asked(X, plan))

@@ -142,7 +142,7 @@ class CentralGaussian(Mechanism):
 
     def blank(self, client: Client) -> Update:
         """An update of zeros, with the weight and the noise of any other update."""
-        request = client.told
+        request = client.aggregation_message
         layout = client.model.layout
         if isinstance(request, Sum) and request.size:
             layout = layout_of((("", torch.float64, (request.size - (self.adaptive is not None),)),))

@@ -64,7 +64,7 @@ from fedfm.aggregation._secagg_keys import (
 )
 from fedfm.aggregation._secagg_session import AHEAD, Masked, Session, Sum, bytes_check, check_bytes, digest_of
 from fedfm.aggregation.base import Half, Of, Payload, Transport
-from fedfm.core.client import MAX_WEIGHT, TOLD, Client, ClientId, Update, each, on_client
+from fedfm.core.client import AGGREGATION_MESSAGE, MAX_WEIGHT, Client, ClientId, Update, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.wire import limits
 from fedfm.errors import E_FIELD, E_NORM, E_SHAPE, ClientFault, RunError
@@ -186,7 +186,7 @@ class SecAgg(Transport):
     def _mask(self, client: Client, head: masks.Words, body: masks.Words) -> Masked:
         member, request = self._member(client), sum_of(client)
         cohort = bytes_of(check_bytes(request.cohort, len(member.names)))
-        seal = member.mask(client, request.number, cohort, digest_of(client.shown), (head, body))
+        seal = member.mask(client, request.number, cohort, digest_of(client.broadcast), (head, body))
         integers = torch.from_numpy(head.view(np.int64)), torch.from_numpy(body.view(f"i{body.itemsize}"))
         return Masked(to_tensor(b"".join(seal)), *integers)
 
@@ -248,7 +248,7 @@ class SecAgg(Transport):
                 raise ClientFault(E_FIELD, f"a masked update that is not of sum {i} and its cohort")
             seals[p] = seal
 
-        payloads = {**payload, TOLD: Sum(i, to_tensor(cohort), vectors[1].size)}
+        payloads = {**payload, AGGREGATION_MESSAGE: Sum(i, to_tensor(cohort), vectors[1].size)}
         members = [name for p, name in enumerate(agreement.names) if cohort[p] and p in session.holds]
         alive = 0
         for _, reply in fed.exchange("train", handler, members, payloads, Masked, form="masked", check=check):

@@ -45,7 +45,7 @@ def refusal(why: str) -> ClientFault:
 def once(client: Client, name: str, what: str, value: bytes = b"") -> None:
     """Refuse a second request."""
     mark = value + keys.entropy(16)
-    if client.first(name, mark) != mark:
+    if client.write_once(name, mark) != mark:
         raise refusal(f"{what} again: this was answered before, and a second answer would reveal an update")
 
 
@@ -238,7 +238,7 @@ class Member:
         Raises:
             ClientFault: this client agreed to another list, or too few signed this one.
         """
-        kept = client.first(f"{self.tag}-survivors-{i}", digest + keys.entropy(16))
+        kept = client.write_once(f"{self.tag}-survivors-{i}", digest + keys.entropy(16))
         if kept[: len(digest)] != digest:
             raise refusal(f"sum {i}: another list of survivors than the one that this client agreed to")
         known = {self.names[p]: p for p in self.holds[1:]}
@@ -282,13 +282,13 @@ def _trust(client: Client, found: Mapping[str, str]) -> None:
             if client.roster[name].hex() != identity:
                 raise refusal(f"the server shows a key of {name}, {short(identity)}, that is not the roster's")
         return
-    seen = json.loads(client.first("identities", json.dumps(found).encode()))
+    seen = json.loads(client.write_once("identities", json.dumps(found).encode()))
     for name, identity in found.items():
         label = f"identity-{hashlib.sha256(name.encode()).hexdigest()}"
-        if (seen.get(name) or client.first(label, identity.encode()).decode()) != identity:
+        if (seen.get(name) or client.write_once(label, identity.encode()).decode()) != identity:
             raise refusal(f"{name} has another identity than before in this run")
     identities = ", ".join(f"{name} {short(identity)}" for name, identity in found.items())
-    client.note(f"no roster: these identities are trusted on first use: {identities}")
+    client.log(f"no roster: these identities are trusted on first use: {identities}")
 
 
 def short(identity: str) -> str:
@@ -302,9 +302,9 @@ def sum_of(client: Client) -> Sum:
     Raises:
         ClientFault: the message has none.
     """
-    if not isinstance(client.told, Sum):
+    if not isinstance(client.aggregation_message, Sum):
         raise refusal("a request without number and cohort of the sum")
-    return client.told
+    return client.aggregation_message
 
 
 def member_of(stored: Any) -> Member:

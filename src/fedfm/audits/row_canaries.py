@@ -166,7 +166,7 @@ class Trainings:
             {},
             seed=seeds.derive(self._seed, "audit", number),
             secret=lambda name: secret,
-            first=firsts.setdefault,
+            write_once=firsts.setdefault,
             private=private.Descent(self.plan, data),
             trainer=train_client,
         )

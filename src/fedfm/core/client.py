@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 ClientId = str  # the name a silo gives itself, e.g. "hospital-a"
 POOLED = "(pooled)"  # the client that holds all clients' training rows; only on the local engine
 Handler = TypeVar("Handler", bound=Callable[..., Any])
-TOLD = "+told"  # entry of a payload, from an aggregation's server half to its client half; no method gets it
+AGGREGATION_MESSAGE = (
+    "+told"  # entry of a payload, from an aggregation's server half to its client half; no method gets it
+)
 SCALE = "+scale"  # likewise, from the mechanism of a mean: the norm in units of which it bounds an update
 MAX_WEIGHT = 1e9  # no client has more rows; with a larger weight one client could replace the mean
 
@@ -76,7 +78,7 @@ def no_trainer(*_: Any, **__: Any) -> Params:
     raise RuntimeError("this party has no trainer: give it fedfm.training.scheduler.train_client")
 
 
-def no_firsts(name: str, value: bytes) -> bytes:
+def keep_nothing(name: str, value: bytes) -> bytes:
     """The default of a party that keeps nothing."""
     raise RuntimeError(f"this party keeps nothing, so not {name}")
 
@@ -91,18 +93,18 @@ class Client:
         seed: seed of this client in this round, from which all random streams derive.
         metrics: metrics of the client optimiser's last pass, e.g. ``loss``.
         secret: 32 bytes by name, from the operating system's entropy, the same for the whole run; never sent.
-        first: the first value that was given under a name in this run. A resume, or a repeated message, undoes neither
-            the name nor the value, unlike :attr:`memory`.
+        write_once: keeps a value under a name and returns the first one that was given in this run. A resume, or a
+            repeated message, undoes neither the name nor the value, unlike :attr:`memory`.
         store: bytes by name, on the disk when an assignment returns; neither a resume nor a repeated message undoes
             them. Never sent.
         private: what the client optimiser trains by under DP-SGD, whose ``data`` can be counted only; None: as usual.
         trained: last result of the client optimiser: the client's model before aggregation.
-        shown: what the server sends to all clients alike in this message: handler, round and payload.
-        told: what an aggregation's server half says in this message to its client half.
+        broadcast: what the server sends to all clients alike in this message: handler, round and payload.
+        aggregation_message: what an aggregation's server half says in this message to its client half.
         scale: norm in units of which the mechanism of a mean bounds the update; None: its own, fixed one.
         identity: the silo's own Ed25519 key, 32 bytes; None: it has none beyond a run.
         roster: the other silos' public keys by name, from an agreement without the server; None: there is none.
-        note: writes a line into the silo's log.
+        log: writes a line into the silo's log.
         smallest_cohort: the silo's own policy: its update goes into no sum of fewer clients; 0: as the protocol has it.
         span: the part of the run that this round is, from (t - 1) / T to t / T; schedules of eta follow it.
         round: t, as the message says.
@@ -116,16 +118,16 @@ class Client:
     seed: int
     metrics: dict[str, float] = field(default_factory=dict)
     secret: Callable[[str], bytes] = no_secret
-    first: Callable[[str, bytes], bytes] = no_firsts
+    write_once: Callable[[str, bytes], bytes] = keep_nothing
     store: MutableMapping[str, bytes] = field(default_factory=dict)
     private: Any = None
     trained: Params | None = None
-    shown: tuple[Any, ...] = ()
-    told: Any = None
+    broadcast: tuple[Any, ...] = ()
+    aggregation_message: Any = None
     scale: float | None = None
     identity: bytes | None = None
     roster: Mapping[ClientId, bytes] | None = None
-    note: Callable[[str], None] = lambda text: None
+    log: Callable[[str], None] = lambda text: None
     smallest_cohort: int = 0
     span: tuple[float, float] = (0.0, 1.0)
     round: int = 0

@@ -21,7 +21,7 @@ from fedfm.privacy.composition import Releases, epsilon_of, noise_multiplier_for
 from fedfm.privacy.noise import cover, digest, stream
 
 _TOLD = 64  # numbers that identify a noisy sum: their noise depends on all numbers of the sum
-MEMORY = "dp_sgd"  # beginning of the names in client.first, and name of the client's secret
+MEMORY = "dp_sgd"  # beginning of the names in client.write_once, and name of the client's secret
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class PrivateSteps:
         if known is None:
             releases = plan.releases(n, batch_size, steps)
             budget = {"of": releases.times, "z": releases.noise_multiplier, "q": releases.rate}
-            known = json.loads(client.first(f"{MEMORY}-budget", json.dumps(budget).encode()))
+            known = json.loads(client.write_once(f"{MEMORY}-budget", json.dumps(budget).encode()))
         self._known = dict(known)
         self._key = client.secret(MEMORY)
         self._place, self._start = 0, ""
@@ -119,7 +119,7 @@ class PrivateSteps:
         self._start = digest(start, terms)
         own = {"round": t, "start": self._start, "steps": self._steps}
         while place + self._steps <= of:
-            found = json.loads(self._client.first(f"{MEMORY}-place-{place}", json.dumps(own).encode()))
+            found = json.loads(self._client.write_once(f"{MEMORY}-place-{place}", json.dumps(own).encode()))
             if found == own:
                 self._place = place
                 self._client.memory[MEMORY] = self._known | {"place": place}
@@ -156,7 +156,7 @@ class PrivateSteps:
             ClientFault: E_REFUSED, a repetition from the same start gave other sums, which are a further release.
         """
         released = self._released.hexdigest().encode()
-        if self._client.first(f"{MEMORY}-released-{self._place}", released) != released:
+        if self._client.write_once(f"{MEMORY}-released-{self._place}", released) != released:
             raise _refusal(
                 f"round {self._client.round} was trained before, and its repetition did not come to the same bits, as "
                 "with another processor or a GPU's sums; a second answer would spend privacy that is not accounted"

@@ -18,7 +18,7 @@ from typing import Any, Protocol, get_type_hints
 from fedfm import seeds
 from fedfm.aggregation.base import Aggregator
 from fedfm.core.checks import conform
-from fedfm.core.client import SCALE, TOLD, Client, ClientData, ClientId, Update, action
+from fedfm.core.client import AGGREGATION_MESSAGE, SCALE, Client, ClientData, ClientId, Update, action
 from fedfm.core.messages import Request
 from fedfm.core.method import Method
 from fedfm.core.transport import Coding
@@ -80,7 +80,7 @@ class Silos:
             a sentence that is the same for all rows.
         transport: precision of the Params in messages, ``run.transport``.
         own: what a silo's file says of each :class:`~fedfm.core.client.Client`: ``smallest_cohort``, ``identity``,
-            ``roster``, ``note``; None if the clients hold parts of the server's own table.
+            ``roster``, ``log``; None if the clients hold parts of the server's own table.
 
     Attributes:
         blanks: codes of the failures in whose place the last call of :meth:`answer` gave an empty update.
@@ -169,7 +169,7 @@ class Silos:
         hints = self._hints[handler]
         if handler.startswith("train."):
             hints = hints | {
-                TOLD: self.aggregator.transport.message_type,
+                AGGREGATION_MESSAGE: self.aggregator.transport.message_type,
                 SCALE: self.aggregator.mechanism.message_type,
             }
         if unknown := payload.keys() - (hints.keys() - {"client", "return"}):
@@ -205,12 +205,12 @@ class Silos:
         self.permit(request.handler)
         kind, _, name = request.handler.partition(".")
         fn, client = self._handlers[request.handler], self.client(request)
-        payload = {key: value for key, value in request.payload.items() if key not in (TOLD, SCALE)}
-        client.told, client.scale = request.payload.get(TOLD), request.payload.get(SCALE)
+        payload = {key: value for key, value in request.payload.items() if key not in (AGGREGATION_MESSAGE, SCALE)}
+        client.aggregation_message, client.scale = request.payload.get(AGGREGATION_MESSAGE), request.payload.get(SCALE)
         alike = {key: payload[key] for key in sorted(payload.keys() - {*fn.varying})}  # type: ignore[attr-defined]
         if client.scale is not None:
             alike[SCALE] = client.scale
-        client.shown = (request.handler, request.round, alike)
+        client.broadcast = (request.handler, request.round, alike)
         attack = None if kind == "aggregate" else self.attack  # an attacker poisons its update but follows the protocol
         half = partial(fn, client, **payload) if attack is None else partial(attack, fn, client, payload)
 
@@ -262,7 +262,7 @@ class Silos:
         self.blanks[client.id] = code
         text = str(error) if isinstance(error, ClientFault) else "".join(traceback.format_exception(error))
         self._on_error(client.id, f"{text}\n")
-        client.note(f"its part of the sum is empty ({code}), and the server does not see that: see errors.log")
+        client.log(f"its part of the sum is empty ({code}), and the server does not see that: see errors.log")
         return reply
 
     def _why_refused(self, kind: str, name: str) -> str | None:
@@ -317,7 +317,7 @@ class Silos:
             memory=DiskMemory(self._memory, request.client, (request.round, request.call)),
             seed=seeds.derive(self._seed, "client", request.round, request.client),
             secret=partial(secret, self._memory, request.client),
-            first=partial(first, self._memory, request.client),
+            write_once=partial(first, self._memory, request.client),
             store=Store(self._memory, request.client),
             **self._own,
             private=None if plan is None else private.Descent(plan, data),

@@ -70,7 +70,7 @@ class SiloSession:
             "smallest_cohort": self.require.smallest_cohort,
             "identity": self._identity.key,
             "roster": self._identity.roster,
-            "note": lambda text: self.log.note(f"run {self._folder.parent.name}: {text}"),
+            "log": lambda text: self.log.note(f"run {self._folder.parent.name}: {text}"),
         }
 
     def reload(self) -> bool:

@@ -187,7 +187,7 @@ class _Backward:
     """Adds the gradient of a batch's mean loss to the parameters', in parts if the optimiser or the memory says so."""
 
     def __init__(self, job: Job, flat: Flat) -> None:
-        self.model, self.note = job.client.model, job.client.note
+        self.model, self.note = job.client.model, job.client.log
         self.loss = _within_intervals(self.model, _loss(job))
         self.flat, self.most = flat, job.local.micro_batch
 

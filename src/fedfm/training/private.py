@@ -111,7 +111,7 @@ def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
     total_of = sums(model, rows, private.plan.clip_norm, 2 * local.batch_size, job.only)  # few samples have more
     frozen = _marks(model, live) if first else {}
     if first and (said := plausibility.of_delta(private.plan.delta, n, "training rows of this client")):
-        client.note(said)
+        client.log(said)
     model.train_mode()
     # LoRA's dropout draws from torch's global generator: give it this client's own stream.
     with torch.random.fork_rng(devices=[]):

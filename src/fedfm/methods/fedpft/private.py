@@ -80,14 +80,14 @@ def _released_once(client: Client, plan: Plan) -> tuple[Array, Array, bytes]:
     x, y = (t.numpy() for t in rows_of(client))
     x = unit_rows(x)
     mark = digest(x, y, f"{plan}").encode()
-    if client.first("fedpft", mark) != mark:
+    if client.write_once("fedpft", mark) != mark:
         raise ClientFault(
             E_REFUSED,
             "FedPFT: this run's sums were released before, of other rows; a second release would spend privacy that is "
             "not accounted. Put the rows back, or start a new run",
         )
     if said := plausibility.of_delta(plan.delta, len(y), "training rows of this client"):
-        client.note(said)
+        client.log(said)
     return x, y, client.secret("noise")
 
 
