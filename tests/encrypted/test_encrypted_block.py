@@ -43,7 +43,7 @@ class Square:
 class Steps:
     """A polynomial given by its recipe."""
 
-    folded: object
+    evaluate_folded: object
     fold: tuple[float, float]
 
 
