@@ -56,16 +56,19 @@ class CentralWork(Generic[C]):
             InputError: tables, data or model are wrong, or the folder holds something else.
             RunError: the loss is NaN or infinite.
         """
-        if not isinstance(what, cls.kind):
-            what = cls.kind.from_dict(what) if isinstance(what, Mapping) else cls.kind.load(what)  # type: ignore[arg-type]
+        tables: C
+        if isinstance(what, str | Path):
+            tables = cls.kind.load(what)
+        else:
+            tables = cls.kind.from_dict(what) if isinstance(what, Mapping) else what
         watcher = watcher or EpochProgress()
         own = (cls.about, *cls.temporary, "export")
-        with claim(Path(out), cls.about, cls.kind.noun, what.to_dict(), what.spec.threads, own) as place:
+        with claim(Path(out), cls.about, cls.kind.noun, tables.to_dict(), tables.spec.threads, own) as place:
             try:
                 if place.state["result"] is not None:
                     return dict(place.state["result"])
                 with torch_threads(place.state["threads"]):  # one model trains, so all cores are its own
-                    return cls(place, what, watcher).run()
+                    return cls(place, tables, watcher).run()
             finally:
                 watcher.finished()
 

@@ -150,8 +150,8 @@ class _DistilWork(CentralWork[Distillation]):
             before = epoch - 1 - (int(ends[stage]) - spec.epochs[stage])  # epochs of this stage
             loss = partial(self._loss, distiller, lessons.of(epoch), rule, stage, before, steps)
             mean = self.epoch(epoch, n, spec.batch_size, student, flat, rule, loss, cure)
-            line = {"epoch": epoch, "stage": STAGES[stage], "learning_rate": rule.eta, "train_loss": mean}
-            self.commit(line | quick(distiller, theirs, judged), student, rule)
+            line: dict[str, Any] = {"epoch": epoch, "stage": STAGES[stage], "learning_rate": rule.eta}
+            self.commit(line | {"train_loss": mean} | quick(distiller, theirs, judged), student, rule)
         if not distiller.entries:
             self._swap(table, distiller, lessons)
 
