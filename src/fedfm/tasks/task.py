@@ -13,8 +13,6 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import numpy as np
     from torch import Tensor
 
@@ -125,7 +123,6 @@ class Task:
         own_kind: the kind of rows that belongs to this task.
         implied_by: kinds of rows that imply the task.
         columns: keys of the [data] table and of a silo's file that name its columns.
-        endings: ends of names of files that only this task reads, see :meth:`sheet`.
         new_head: transformers builds a new head for the classes.
         needs_classes: its rows have classes.
         one_class_a_row: a row has one label of several classes: logits (b, C), and the loss is their cross-entropy.
@@ -154,7 +151,6 @@ class Task:
     own_kind: ClassVar[RowKind | None] = None
     implied_by: ClassVar[tuple[str, ...]] = ()
     columns: ClassVar[tuple[Column, ...]] = ()
-    endings: ClassVar[tuple[str, ...]] = ()
     new_head: ClassVar[bool] = False
     needs_classes: ClassVar[bool] = False
     one_class_a_row: ClassVar[bool] = False
@@ -219,14 +215,6 @@ class Task:
             InputError: a column is missing, or a cell is empty or of another form; says where.
         """
         return None
-
-    def sheet(self, path: Path) -> Sheet:
-        """The columns of a file whose name ends as :attr:`endings` say.
-
-        Raises:
-            InputError: the file has another form; says where.
-        """
-        raise NotImplementedError(f"{self.name}: no files of its own")
 
     def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
         """The rows with targets of other rows, at random: what an attacker trains on.
