@@ -95,7 +95,7 @@ def both(folder, model, foundation, **keys):
         keep = ("pixel_values", "input_ids", "attention_mask", "labels")
         clients[c] = [{k: v[0] for k, v in batch.items() if k in keep} for batch in batches]
     module, collate = here.model.module, None
-    if here.model.task == "language_modelling":
+    if here.model.is_language_model:
         pad = here.model.tools.tokenizer.pad_token_id
 
         def collate(rows):

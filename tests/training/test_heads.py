@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from fedfm.core import tasks
 from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
@@ -29,7 +30,9 @@ OPTIMISERS = [
 
 
 def model(d, c):
-    return SimpleNamespace(names=NAMES, head=torch.nn.Linear(d, c), adaptation="head", task="classification")
+    return SimpleNamespace(
+        names=NAMES, head=torch.nn.Linear(d, c), adaptation="head", task=tasks.find("classification")
+    )
 
 
 def draw(rng, c, d, scale=1.0):
@@ -271,6 +274,6 @@ def test_logits_far_apart_overflow_nothing():
 
 def test_it_applies_to_linear_heads_only():
     assert heads.applies(model(3, 2))
-    changes = ({"adaptation": "lora"}, {"task": "language_modelling"}, {"head": torch.nn.ReLU()}, {"names": ("w",)})
+    changes = ({"adaptation": "lora"}, {"task": tasks.find("language_modelling")}, {"head": torch.nn.ReLU()}, {"names": ("w",)})
     for change in changes:
         assert not heads.applies(SimpleNamespace(**{**vars(model(3, 2)), **change}))
