@@ -7,6 +7,7 @@ from tiny_models import CLASSES, images, load, minilm, sentences, vectors
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.models import preprocessing
+from fedfm.models.quiet import quiet
 
 
 def test_pixels_are_the_processors_own(folder):
@@ -114,3 +115,16 @@ def test_long_prompts_lose_their_beginning(folder):
     assert where["answer_start"].tolist() == [6]
     assert model.tools.tokenizer.decode(row[:6]) == "<s> l m n o p"
     assert model.tools.tokenizer.decode(row[6:]) == "the fox the fox the [SEP]"
+
+
+def test_a_processor_that_gives_more_than_pixels_is_refused(tmp_path):
+    import transformers
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = transformers.Siglip2Config(vision_config={**sizes, "patch_size": 8, "num_patches": 16}, text_config=sizes)
+    with quiet():
+        config.save_pretrained(tmp_path)
+        transformers.Siglip2ImageProcessor(patch_size=8, max_num_patches=16).save_pretrained(tmp_path)
+    says = r"^model\.name: the image processor of .*Siglip2ImageProcessor\w*, gives the model .*spatial_shapes"
+    with pytest.raises(InputError, match=says):
+        load(tmp_path, images(), "head")

@@ -20,6 +20,7 @@ from fedfm.models.architectures.pooled_encoder import PooledEncoder
 from fedfm.models.export import ABOUT, WEIGHTS, Target
 from fedfm.models.families import unwrapped
 from fedfm.models.head_inputs import UNIT_NORM
+from fedfm.models.language.generation import left_out
 from fedfm.models.locate import BUILT_IN
 from fedfm.models.model import Model
 from fedfm.reports.account import privacy_claim
@@ -149,6 +150,8 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
         ]
     if model.tools.tokenizer is not None:
         words += ["", f"Texts were cut to {model.tools.max_length} tokens (`model_max_length` of the tokenizer)."]
+    if text := left_out(model):
+        words += ["", f"{text[0].upper()}{text[1:]}."]
     return words
 
 

@@ -165,6 +165,7 @@ def predict(
 def _predicted(path: str | Path, file: Any, client: str | None, last: bool, given: Any) -> dict[str, Any]:
     from fedfm.data.load import read_inputs
     from fedfm.linalg.threads import torch_threads
+    from fedfm.models.language.generation import left_out
 
     if user_runs.is_own(run := _finished(path, client)):
         with torch_threads(1):
@@ -182,7 +183,8 @@ def _predicted(path: str | Path, file: Any, client: str | None, last: bool, give
         result = {"run": str(path)} | model.task.answer(_Trained(run.experiment.method, model, w), table)
     if _ID in table.columns:
         result["ids"] = table.columns[_ID].tolist()
-    result["warnings"] = [*model.notices, *table.notices, *_certain(result.get("probabilities", ()))]
+    greedy = [text] if (text := left_out(model)) else []
+    result["warnings"] = [*model.notices, *table.notices, *greedy, *_certain(result.get("probabilities", ()))]
     folder = Path(file).expanduser()
     if folder.is_dir() and isinstance(table.inputs[0], str):  # a folder of tables holds none
         result["files"] = [os.path.relpath(picture, folder) for picture in table.inputs]

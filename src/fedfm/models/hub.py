@@ -327,7 +327,7 @@ def _image_processor(path: Path | str, spec: ModelSpec, config: Any) -> tuple[An
 
     why = f"{spec.name} has no preprocessor_config.json"
     try:
-        return AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=False), ()
+        found = AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=False)
     except ImportError as error:
         reason = weights.first_of(error).partition(". ")[0]
         why = f"the image processor of {spec.name} does not run here ({reason})"
@@ -343,6 +343,9 @@ def _image_processor(path: Path | str, spec: ModelSpec, config: Any) -> tuple[An
         size = getattr(vision, "image_size", 224) or 224
         side = {"height": size, "width": size} if isinstance(size, int) else {"height": size[0], "width": size[1]}
         processor = ViTImageProcessorPil(size=side)
+    else:
+        preprocessing.check_pixels_alone(found, spec.name)
+        return found, ()
     if spec.weights == "random":
         return processor, ()
     shape = " x ".join(str(n) for n in dict(processor.size).values() if n)

@@ -118,6 +118,24 @@ def labels_of(table: Table, classes: tuple[str, ...], index: np.ndarray | None =
     return torch.from_numpy(labels.copy())
 
 
+_PIXELS = {"pixel_values", "pixel_mask"}  # a mask of places that are all there tells nothing
+
+
+def check_pixels_alone(processor: Any, name: str) -> None:
+    """Refuse an image processor that gives the model more than pixels, as of pictures that keep their sizes.
+
+    Raises:
+        InputError: it does.
+    """
+    given = set(getattr(processor, "model_input_names", None) or _PIXELS)
+    if "pixel_values" in given and given <= _PIXELS:
+        return
+    raise InputError(
+        f"model.name: the image processor of {name!r}, a {type(processor).__name__}, gives the model "
+        f"{', '.join(sorted(given))}, and only pixel_values are passed on: take a model that reads pictures of one size"
+    )
+
+
 def processor_call(processor: Any) -> Preprocess:
     """A transformers image processor as a function of PIL pictures."""
 
