@@ -48,11 +48,6 @@ refuses. `fails` says that fedfm has a fault there, `?` that it was not tried. W
 line; the reasons are below each table. `lora` takes fedfm's default targets, `all-linear` all linear maps of
 the blocks; `nf4` quantises the frozen base. Only `lora` and `ffa_lora` make adapters of PEFT.
 
-Two kinds of `fails` have known causes. The PEFT export of a mixture of experts in `nf4` gives other outputs than
-`fedfm predict`, since bitsandbytes leaves experts whole; the README of the export says so. In Doge, Funnel, Longformer,
-PhiMoE and SwiftFormer, tensors that did not move belong to the computation of the loss, and had a gradient of exactly
-zero on the rows of the trial: fedfm does not name them.
-
 The command is `make test-models`. It says nothing of accuracy: a large checkpoint of a family may need other settings.
 """
 
