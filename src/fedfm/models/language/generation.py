@@ -15,7 +15,7 @@ def left_out(model: Model) -> str:
     of repetitions.
     """
     config = getattr(model.module, "generation_config", None)
-    if config is None or model.task not in ("instruction", "preference"):
+    if config is None or not model.task.answers:
         return ""
     beams = getattr(config, "num_beams", None) or 1
     asked = [*(["do_sample = true"] if getattr(config, "do_sample", False) else [])]
