@@ -1,7 +1,7 @@
 """The client's side of secure aggregation: its neighbours' shares, and the requests that it refuses.
 
 A client reveals at most one of the two seeds of another for each sum, masks at most one vector with a key, and agrees
-to at most one list of survivors. :attr:`Client.first` writes this to the disk, so that neither a resumed run nor a
+to at most one list of survivors. :attr:`Client.write_once` writes this to the disk, so that neither a resumed run nor a
 repeated message undoes it.
 """
 

@@ -38,8 +38,8 @@ class Transport:
     Attributes:
         form: what the server sees of a reply to the train message: plain, masked or encrypted.
         wire_type: the type that :meth:`protect` returns.
-        message_type: type of the payload's entry ``AGGREGATION_MESSAGE``, which :meth:`updates` may add and
-            :meth:`protect` reads as ``client.aggregation_message``.
+        message_type: type of the payload's entry ``AGGREGATION_MESSAGE``. :meth:`updates` may add it, and
+            :meth:`protect` reads it as ``client.aggregation_message``.
         figures: names of metrics in ``fed.metrics`` that the line of a round shows.
     """
 

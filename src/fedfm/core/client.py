@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 ClientId = str  # the name a silo gives itself, e.g. "hospital-a"
 POOLED = "(pooled)"  # the client that holds all clients' training rows; only on the local engine
 Handler = TypeVar("Handler", bound=Callable[..., Any])
-AGGREGATION_MESSAGE = (
-    "+told"  # entry of a payload, from an aggregation's server half to its client half; no method gets it
-)
+# Entry of a payload, from an aggregation's server half to its client half; no method gets it.
+AGGREGATION_MESSAGE = "+told"
 SCALE = "+scale"  # likewise, from the mechanism of a mean: the norm in units of which it bounds an update
 MAX_WEIGHT = 1e9  # no client has more rows; with a larger weight one client could replace the mean
 

@@ -72,9 +72,9 @@ class PrivateSteps:
     Another start of that round is refused, and so is an earlier round: with other noise they would be further
     releases, which are not accounted.
 
-    The records are in :attr:`Client.first`, which has no versions: neither a resume, nor a repeated message, nor the
-    order of rounds undoes them. The client's memory, which has versions, says only at which place the search begins:
-    that of the last round that it knows.
+    The records are in :attr:`Client.write_once`, which has no versions: neither a resume, nor a repeated message, nor
+    the order of rounds undoes them. The client's memory, which has versions, says only at which place the search
+    begins: that of the last round that it knows.
 
     Args:
         steps: in one round.
