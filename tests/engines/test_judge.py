@@ -27,6 +27,7 @@ from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
 from fedfm.runtime.evaluation import Evaluation, judge
 from fedfm.runtime.partitioned import REST, Partitioned
+from fedfm.training import packed
 from fedfm.training.packed import predictor
 
 CLASSES = ("ant", "bee", "cow")
@@ -43,6 +44,7 @@ def population(own: list[list[int]], adaptation: str = "lora", rows: int = 24) -
     clients = {f"c{k}": ClientRows(none + rows, none, np.array(i, dtype=np.int64)) for k, i in enumerate(own)}
     spec = ModelSpec("nano-vit", adaptation=AdaptationSpec(adaptation))
     model = load_model(spec, classes=CLASSES, kind="image")
+    model.predictor = packed.predict  # as of a run
     return Partitioned(FederatedData(table, clients, np.arange(rows)), model)
 
 
