@@ -37,7 +37,7 @@ from fedfm.errors import InputError
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.privacy.policy import Budget, Requirements
 from fedfm.privacy.spec import PrivacySpec
-from fedfm.runtime.predictions import kept
+from fedfm.runtime.predictions import keeps_parts
 from fedfm.sites.federation_config import FederationFile
 from fedfm.sites.silo_config import Silo
 from fedfm.training import BY_NAME, Local
@@ -184,7 +184,7 @@ def words() -> str:
     found: dict[str, list[str]] = {}
     for name in filter(_ours, available("methods")):
         method = resolve("methods", name)()
-        declared = {"mean": method.means, "reply": method.asks, "reveal": kept(method)}
+        declared = {"mean": method.means, "reply": method.asks, "reveal": keeps_parts(method)}
         found.setdefault(", ".join(f"`{word}`" for word, has in declared.items() if has), []).append(name)
     rows = ["| words | methods |", "|---|---|"]
     rows += [f"| {allowed or 'none'} | {', '.join(names)} |" for allowed, names in sorted(found.items())]

@@ -184,7 +184,7 @@ def test_ditto_pulls_to_the_clients_own_aggregate(tmp_path):
     fed = federation(method, {"a": [3.0]}, tmp_path)
     first, second = (run(method, fed, 2))[1:]
     assert predictions.personal(method)
-    assert predictions.kept(method)
+    assert predictions.keeps_parts(method)
     assert float(first.theta["a"]["w"]) == 2
     assert float(second.theta["a"]["w"]) == 2.5
     own = fed.ask(Evaluation(method).reveal, w=second.theta["a"])

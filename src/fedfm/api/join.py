@@ -74,7 +74,7 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
         population = populate(brought, experiment, run.manifest["model"]["classes"])
         _check_kind(run, population, data)
         model = population.model
-        population.encode = partial(predictions.encoded, method, model)
+        population.encode = partial(predictions.encode_rows, method, model)
         rows = population.data(name)
         if not len(rows.train):
             raise InputError(f"{data}: no training rows")

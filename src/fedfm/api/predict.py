@@ -211,13 +211,13 @@ class _Trained:
     w: Params
 
     def encoded(self, rows: Rows) -> Rows:
-        return predictions.encoded(self.method, self.model, rows)
+        return predictions.encode_rows(self.method, self.model, rows)
 
     def logits(self, rows: Rows) -> Tensor:
         return predictions.logits(self.method, self.model, self.w, rows)
 
     def applied(self, rows: Rows) -> AbstractContextManager[Rows]:
-        return predictions.applied(self.method, self.model, self.w, rows)
+        return predictions.apply_model(self.method, self.model, self.w, rows)
 
 
 def check_out(out: Path) -> None:

@@ -18,7 +18,7 @@ from fedfm.audits.replay import Replay, Turn, Watch
 from fedfm.audits.shadow_runs import RowPool
 from fedfm.core.client import ClientId
 from fedfm.runtime.partitioned import Partitioned
-from fedfm.runtime.predictions import applied
+from fedfm.runtime.predictions import apply_model
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do a client's updates of the head disclose the features of single rows?"
@@ -70,7 +70,7 @@ class Rebuilt(Watch):
                 continue
             self.updates += 1
             _, x = features(*moved)
-            with applied(method, model, crossing.start, pool.compared_rows(client)) as rows:
+            with apply_model(method, model, crossing.start, pool.compared_rows(client)) as rows:
                 known: Array = model.features(rows).double().numpy()
             self._compare(client, x, known, pool)
         model.load(before)  # later rounds are those of the run

@@ -22,7 +22,7 @@ from fedfm.core.client import Client, ClientData, ClientId
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.runtime.partitioned import Partitioned
-from fedfm.runtime.predictions import applied, logits
+from fedfm.runtime.predictions import apply_model, logits
 from fedfm.runtime.run_directory import Run
 from fedfm.training import TrainsLocally
 from fedfm.training.scheduler import train_client
@@ -107,7 +107,7 @@ class _Attacker:
         seed, client = self._run.experiment.run.seed, crossing.clients[0]
         rng = seeds.generator(seed, "audit", "label counts", client)
         local = self._run.experiment.method_as(TrainsLocally).local.plain
-        with applied(self._method, self._model, crossing.start, self._rows) as rows:
+        with apply_model(self._method, self._model, crossing.start, self._rows) as rows:
             x = self._model.features(rows).double().numpy()
         tried, behind = [], []
         for i, counts in enumerate(guesses(len(self._by_class), n, number, rng)):

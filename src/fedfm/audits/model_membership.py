@@ -32,7 +32,7 @@ from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
 from fedfm.models.export import load_adapter
 from fedfm.runtime.partitioned import Partitioned
-from fedfm.runtime.predictions import kept, personal
+from fedfm.runtime.predictions import keeps_parts, personal
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Can who has the final model tell which rows it was trained on?"
@@ -85,7 +85,7 @@ def final_models(run: Run, population: Partitioned) -> dict[ClientId, Params]:
     state = run.state(method.state_type)
     if not personal(method):
         return {"": method.params_for(state, "")}
-    if not kept(method):
+    if not keeps_parts(method):
         return {c: method.params_for(state, c) for c in population.clients}
     found = {}
     for client in population.clients:
@@ -132,7 +132,7 @@ def attack(
             scores = by_class(target[c], pool.labels(c))
         client_scores.append(ClientScores(c, scores[:split], scores[split:]))
     each = "" if pool.labels(clients[0]) is None else ", with a threshold a class"
-    if population.packed:
+    if population.trains_on_blocks:
         each = ", with one threshold for whole blocks and one for shorter ones"
     return client_scores, f"the likelihood ratio over {number} shadow runs" if number else f"the loss{each}"
 

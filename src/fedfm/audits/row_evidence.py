@@ -13,7 +13,7 @@ from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
-from fedfm.runtime.predictions import applied, logits
+from fedfm.runtime.predictions import apply_model, logits
 from fedfm.runtime.run_directory import Run
 
 BATCH = 16  # texts at once
@@ -46,7 +46,7 @@ def evidence(method: Method[Any], model: Model, w: Params, rows: Rows) -> Array:
     if rows.labels is not None and not model.is_language_model:
         return confidence(logits(method, model, w, rows).numpy(), rows.labels.numpy())
     found = []
-    with applied(method, model, w, rows) as judged, model.evaluating():
+    with apply_model(method, model, w, rows) as judged, model.evaluating():
         if model.task.loss_is_opaque:
             return np.array([-float(model.loss(judged.batch([i]))) for i in range(len(judged))])
         for batch in (judged.padded() if judged.tokens is not None else judged).batches(BATCH):

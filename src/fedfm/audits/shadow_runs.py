@@ -30,7 +30,7 @@ from fedfm.linalg.threads import torch_threads
 from fedfm.models.model import Model
 from fedfm.runtime.evaluation import Evaluation
 from fedfm.runtime.partitioned import Partitioned
-from fedfm.runtime.predictions import kept, personal
+from fedfm.runtime.predictions import keeps_parts, personal
 from fedfm.runtime.row_cache import encodes
 from fedfm.runtime.run_directory import Run
 from fedfm.training import TrainsLocally
@@ -72,9 +72,9 @@ class RowPool:
             for c, test in zip(population.clients, unused, strict=True)
         }
         self._blocks, self._count = list[Rows](), 0
-        if pooled and population.packed:
+        if pooled and population.trains_on_blocks:
             owned, honest = {POOLED: _concatenate([*owned.values()])}, [POOLED]
-        if population.packed:
+        if population.trains_on_blocks:
             owned = {c: self._add_blocks(lines) for c, lines in owned.items()}
         self.owners, self.honest = list(owned), honest
         self.members: dict[ClientId, Array] = {c: rows.train for c, rows in owned.items()}
@@ -127,7 +127,7 @@ class RowPool:
 
 def unit(population: Partitioned) -> str:
     """What a row is, for the end of a finding; "" if it is a row of the table."""
-    if not population.packed:
+    if not population.trains_on_blocks:
         return ""
     length = population.model.tools.max_length
     return f" A row is a block of at most {length} tokens of joined lines, as clients train on it, and no line."
@@ -242,7 +242,7 @@ def shadow_models(run: Run, half: Half, number: int) -> Mapping[ClientId, Params
         if not personal(method):
             return {"": method.params_for(state, "")}
         models = {c: method.params_for(state, c) for c in fed.clients}
-        if kept(method):
+        if keeps_parts(method):
             models = dict(fed.ask(Evaluation(method).reveal, counted=False, w=each(models)))
         return models
 

@@ -214,7 +214,7 @@ class Silos:
         attack = None if kind == "aggregate" else self.attack  # an attacker poisons its update but follows the protocol
         half = partial(fn, client, **payload) if attack is None else partial(attack, fn, client, payload)
 
-        def given() -> Any:
+        def call_half() -> Any:
             versions = _versions(payload)
             reply = half()
             if _versions(payload) != versions:
@@ -224,11 +224,11 @@ class Silos:
         if kind == "train":
             self.aggregator.transport.ready(client)
             try:
-                reply = self._part(client, request, payload, given)
+                reply = self._part(client, request, payload, call_half)
             except Exception as error:
                 return self._blank(client, error)
         else:
-            reply = given()
+            reply = call_half()
             if kind == "scores":
                 reply = self._as_told(reply)
         if self._coding is not None:
@@ -236,10 +236,10 @@ class Silos:
         client.memory.commit()  # type: ignore[attr-defined]
         return reply
 
-    def _part(self, client: Client, request: Request, payload: Mapping[str, Any], given: Callable[[], Any]) -> Any:
+    def _part(self, client: Client, request: Request, payload: Mapping[str, Any], call_half: Callable[[], Any]) -> Any:
         """The client's part of a mean: its update with what goes along, as the aggregation sends it."""
         of_sent = self._of_sent(client, payload) if self._scores_due(request) else {}
-        reply = given()
+        reply = call_half()
         if self._local_scores and isinstance(reply, Update):
             reply = replace(reply, metrics=reply.metrics | self._before_aggregation(client))
         if of_sent and isinstance(reply, Update):

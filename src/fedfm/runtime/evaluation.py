@@ -25,7 +25,7 @@ from fedfm.models import class_counts, metrics
 from fedfm.runtime.async_scores import PARTS, Newest
 from fedfm.runtime.coarse_scores import FIGURES
 from fedfm.runtime.partitioned import Partitioned
-from fedfm.runtime.predictions import check_own, kept, logits, own, personal, scores, seen_by
+from fedfm.runtime.predictions import check_own, keeps_parts, logits, own, personal, scores, seen_by
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.who_scores import judged_by_clients, why_unasked
 from fedfm.training import packed
@@ -109,13 +109,13 @@ class Evaluator:
             return {client: self._method.params_for(state, client) for client in self._fed.clients}
         return {"": self._method.params_for(state, "")}
 
-    def revealed(self, state: Any) -> dict[ClientId, Params]:
+    def collect_models(self, state: Any) -> dict[ClientId, Params]:
         """The final models, with the parts that clients keep; a client that refuses is left out.
 
         Under [privacy] no client is asked for what it keeps: the server is to see sums, or what the ledger covers.
         """
         models = self.models(state)
-        if not kept(self._method):
+        if not keeps_parts(self._method):
             return models
         if self._run.experiment.privacy is not None:
             return {}
@@ -150,7 +150,7 @@ class Evaluator:
             line["client_scored_round"] = self._newest.rounds()
         if local is None and loss is not None:  # for language models the loss is the only metric of a client
             line["client_loss"] = {c: m.get("loss") for c, m in tested.items()}
-        pooled = self._pooled(tested.values())
+        pooled = self._pooled_scores(tested.values())
         for key in FIGURES:
             if any(key in m for m in tested.values()):
                 line[f"local_{key}"] = pooled.get(key, _mean(key, tested.values()))
@@ -159,10 +159,15 @@ class Evaluator:
             rows = sum(m["n"] for m in validated)
             line["val_loss"] = sum(m["n"] * m["loss"] for m in validated) / rows if rows else None
         if judged_by_clients(self._run.experiment):
-            line |= {GLOBAL_ACCURACY: _pooled("accuracy", tested.values()), "loss": _pooled("loss", tested.values())}
+            line |= {
+                GLOBAL_ACCURACY: _mean_by_rows("accuracy", tested.values()),
+                "loss": _mean_by_rows("loss", tested.values()),
+            }
             line |= {key: value for key, value in pooled.items() if key in FIGURES}
         elif self.judge is not None and (thorough or not personal(self._method)):
-            known = self.revealed(state) if kept(self._method) else models  # the objects that the clients were sent
+            known = (
+                self.collect_models(state) if keeps_parts(self._method) else models
+            )  # the objects that the clients were sent
             by_model = {client: self.judge(w, by_class=thorough) for client, w in known.items()}
             judged = list(by_model.values())
             line[GLOBAL_ACCURACY] = _mean("accuracy", judged)
@@ -187,7 +192,7 @@ class Evaluator:
         line["accuracy"] = local if personal(self._method) else line.get(GLOBAL_ACCURACY, local)
         return line
 
-    def _pooled(self, tested: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    def _pooled_scores(self, tested: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Scores on the clients' rows together, of a task whose scores are made from sums; else {}."""
         kind = (self._run.manifest["model"] or {}).get("kind", "")
         task = tasks.task_named(self._run.experiment.model.task) or tasks.implied_task(kind)
@@ -238,7 +243,7 @@ def _mean(key: str, scores: Iterable[Mapping[str, Any]]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _pooled(key: str, scores: Iterable[Mapping[str, Any]]) -> float | None:
+def _mean_by_rows(key: str, scores: Iterable[Mapping[str, Any]]) -> float | None:
     """Mean weighted by rows: of an accuracy that over the union of these rows."""
     known = [m for m in scores if m.get(key) is not None]
     rows = sum(m["n"] for m in known)
@@ -250,7 +255,7 @@ def judge(
     method: Method[Any],
     ask: Callable[[Params], Mapping[ClientId, Tensor]] | None = None,
     base: int | None = None,
-    told: Callable[[Params], Mapping[ClientId, Mapping[str, Any]]] | None = None,
+    client_scores: Callable[[Params], Mapping[ClientId, Mapping[str, Any]]] | None = None,
 ) -> Judge | None:
     """Metrics of a method's parameters on the global test rows; None if there are no such rows.
 
@@ -284,13 +289,13 @@ def judge(
             return {CONFUSION: metrics.confusion(said, labels)}
         return {CLASS_COUNTS: class_counts.count(said, labels)}
 
-    def answered(w: Params) -> Mapping[ClientId, Mapping[str, Any]]:
+    def valid_scores(w: Params) -> Mapping[ClientId, Mapping[str, Any]]:
         honest = population.attackers is None  # what an attacker answers is not taken over
-        return told(w) if told is not None and alike and honest else {}
+        return client_scores(w) if client_scores is not None and alike and honest else {}
 
     def whole(w: Params, by_class: bool) -> dict[str, Any]:
         if not (tabled and by_class):
-            found = answered(w)
+            found = valid_scores(w)
             if len(population.pieces) == 1 and (sole := next(iter(population.pieces))) in found:
                 return dict(found[sole])  # one client has all of the rows
         if not tabled:
@@ -299,7 +304,7 @@ def judge(
         assert labels is not None  # noqa: S101 - for mypy: tabled
         return metrics.scores(said, labels) | counts(said, labels)
 
-    def assembled(w: Params, by_class: bool) -> dict[str, Any]:
+    def judge_by_logits(w: Params, by_class: bool) -> dict[str, Any]:
         known = ask(w) if ask is not None else {}
         pieces = population.pieces
         parts = [known[c] if c in known else logits(method, population.model, w, population.piece(c)) for c in pieces]
@@ -307,8 +312,8 @@ def judge(
         said, labels = torch.cat(parts), population.labels(index)
         return metrics.scores(said, labels) | (counts(said, labels) if tabled else {})
 
-    def summed(w: Params, by_class: bool) -> dict[str, Any]:
-        found, pieces = answered(w), population.pieces
+    def judge_by_sums(w: Params, by_class: bool) -> dict[str, Any]:
+        found, pieces = valid_scores(w), population.pieces
         parts = [found[c] if c in found else scores(method, population.model, w, population.piece(c)) for c in pieces]
         joined: dict[str, Any] = population.model.task.joined(parts)
         return joined
@@ -322,20 +327,20 @@ def judge(
     if base is not None:
         judged = with_new
     elif by_pieces(population, method):
-        judged = assembled
-    elif alike and not own_scores and population.model.is_language_model and not population.packed:
-        judged = summed  # texts that are joined and cut are other rows in each client's piece
+        judged = judge_by_logits
+    elif alike and not own_scores and population.model.is_language_model and not population.trains_on_blocks:
+        judged = judge_by_sums  # texts that are joined and cut are other rows in each client's piece
 
-    def scored(w: Params, /, *, by_class: bool = True) -> dict[str, Any]:
+    def judge_with_trigger(w: Params, /, *, by_class: bool = True) -> dict[str, Any]:
         found = judged(w, by_class)
-        attackers, triggered = population.attackers, population.triggered
+        attackers, triggered = population.attackers, population.trigger_rows
         if attackers is not None and triggered is not None:
             target = attackers.attack.target_of(population.federated.table.classes)
             said = logits(method, population.model, w, triggered)
             found = {**found, "attack_success": float((said.argmax(-1) == target).float().mean())}
         return found
 
-    return scored
+    return judge_with_trigger
 
 
 def _has_own_predictions(method: Method[Any]) -> bool:

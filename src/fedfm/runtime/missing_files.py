@@ -9,7 +9,7 @@ from fedfm.core import storage
 from fedfm.errors import InputError, Lost
 from fedfm.runtime import file_integrity, logs
 from fedfm.runtime.file_integrity import Loss
-from fedfm.runtime.predictions import kept
+from fedfm.runtime.predictions import keeps_parts
 from fedfm.runtime.run_directory import Run
 
 
@@ -93,7 +93,7 @@ def _not_judged(run: Run, record: Mapping[str, Any]) -> Iterator[Loss]:
     log, t = run.path / logs.METRICS, record["round"]
     yield from (Loss(log, gap.removeprefix(f"{logs.METRICS} ")) for gap in logs.gaps_of_metrics(log, t - 1))
     best = logs.best_round([line for line in run.metrics() if line["round"] < t])
-    if best is not None and "model_of_round" not in record["extra"] and not kept(run.experiment.method):
+    if best is not None and "model_of_round" not in record["extra"] and not keeps_parts(run.experiment.method):
         path = run.checkpoint(best)
         if not storage.whole(path):
             yield Loss(path, file_integrity.DAMAGED if path.exists() else file_integrity.MISSING)

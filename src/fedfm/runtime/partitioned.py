@@ -64,7 +64,7 @@ class Partitioned:
         """
         if client not in self._data:
             self._forget_pictures()
-            rows = self._pooled() if client == POOLED else self.federated.clients[client]
+            rows = self._pool() if client == POOLED else self.federated.clients[client]
             make = (
                 self.rows
                 if self.client_model is not None
@@ -72,9 +72,9 @@ class Partitioned:
             )
             train, val, test = (functools.partial(make, index) for index in (rows.train, rows.val, rows.test))
             if self.attackers is not None and client in self.attackers.names:
-                train = functools.partial(self._poisoned, self.attackers, client, rows.train)
+                train = functools.partial(self._poison, self.attackers, client, rows.train)
             if self.augment:
-                train = functools.partial(self._augmented, train)
+                train = functools.partial(self._augment, train)
             self._data[client] = ClientData(train, val, test)
         return self._data[client]
 
@@ -89,13 +89,13 @@ class Partitioned:
                 self._pictures -= sizes[client]
                 del self._data[client]
 
-    def _poisoned(self, attackers: Attackers, client: ClientId, index: np.ndarray) -> Rows:
+    def _poison(self, attackers: Attackers, client: ClientId, index: np.ndarray) -> Rows:
         return self._ready(attackers.poison(client, self.federated.table.take(index)), np.arange(len(index)))
 
-    def _augmented(self, make: Callable[[], Rows]) -> Rows:
+    def _augment(self, make: Callable[[], Rows]) -> Rows:
         return replace(make(), augment=self.augment)
 
-    def _pooled(self) -> ClientRows:
+    def _pool(self) -> ClientRows:
         everyone = [self.federated.clients[c] for c in self.clients]
         train, val = (np.sort(np.concatenate([getattr(c, part) for c in everyone])) for part in ("train", "val"))
         return ClientRows(train, val, np.sort(self.federated.test))
@@ -105,7 +105,7 @@ class Partitioned:
         return self._ready(self.federated.table, index)
 
     def _ready(self, table: Table, index: np.ndarray) -> Rows:
-        make = functools.partial(self._made, table, index)
+        make = functools.partial(self._make, table, index)
         kept = self.cache if self.encode is None and table is self.federated.table else None
         rows = make() if kept is None else kept.rows(table, index, make)
         self._pictures += _picture_bytes(rows)
@@ -114,7 +114,7 @@ class Partitioned:
             _trim_heap()
         return rows
 
-    def _made(self, table: Table, index: np.ndarray) -> Rows:
+    def _make(self, table: Table, index: np.ndarray) -> Rows:
         rows: Rows = self.model.prepare(table, index)
         return (self.encode or self.model.encode)(rows) if len(rows) else rows
 
@@ -123,7 +123,7 @@ class Partitioned:
         return self.rows(self.federated.test)
 
     @functools.cached_property
-    def triggered(self) -> Rows | None:
+    def trigger_rows(self) -> Rows | None:
         """The global test rows outside of a backdoor's target class, with its trigger; None without a backdoor."""
         table, test = self.federated.table, self.federated.test
         if self.attackers is None or table.labels is None:
@@ -153,7 +153,7 @@ class Partitioned:
         return self.rows(self.pieces[REST])
 
     @property
-    def packed(self) -> bool:
+    def trains_on_blocks(self) -> bool:
         """Whether clients train on blocks of their joined rows (see :func:`fedfm.models.preprocessing.passages`)."""
         return preprocessing.packs(
             self.federated.table.kind, self.model.task if isinstance(self.model, Model) else None
@@ -165,7 +165,7 @@ class Partitioned:
         Of running text these are the blocks, which a tokenizer has to count.
         """
         held: Callable[[ClientId], ClientData | ClientRows]
-        held = self.data if self.packed else self.federated.clients.__getitem__
+        held = self.data if self.trains_on_blocks else self.federated.clients.__getitem__
         return {c: (len(held(c).train), len(held(c).val), len(held(c).test)) for c in self.clients}
 
     def sizes(self) -> dict[ClientId, int]:
@@ -177,7 +177,7 @@ class Partitioned:
         from fedfm.data.partition import summary
 
         found = summary(self.federated)
-        if not self.packed:
+        if not self.trains_on_blocks:
             return found
         for client, counts in self.counts().items():
             for part, count in zip(("train", "val", "test"), counts, strict=True):

@@ -35,7 +35,7 @@ def personal(method: Method[Any]) -> bool:
     return isinstance(method, Personal) or _optimiser_keeps(method)
 
 
-def kept(method: Method[Any]) -> bool:
+def keeps_parts(method: Method[Any]) -> bool:
     """Whether clients keep parts of their models that ``params_for`` does not return."""
     return has(method, Personal, "own") or _optimiser_keeps(method)
 
@@ -49,7 +49,7 @@ def seen_by(method: Method[Any], client: Client) -> Client:
     return method.view(client) if isinstance(method, HiddenModel) else client
 
 
-def encoded(method: Method[Any], model: Model, rows: Rows) -> Rows:
+def encode_rows(method: Method[Any], model: Model, rows: Rows) -> Rows:
     """Prepared rows as the model gives them to whoever holds them."""
     return method.encode(model, rows) if isinstance(method, HiddenModel) else model.encode(rows)
 
@@ -79,7 +79,7 @@ def check_own(method: Method[Any], w: Params, model: Model) -> None:
 
 
 @contextmanager
-def applied(method: Method[Any], model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
+def apply_model(method: Method[Any], model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
     """Context manager: install w in the model; yields the rows to score."""
     if has(method, Predictor, "install"):
         with method.install(model, w, rows) as judged:
@@ -96,7 +96,7 @@ def logits(method: Method[Any], model: Model, w: Params, rows: Rows) -> Tensor:
     """Logits (n, C) of rows under w."""
     if has(method, Predictor, "logits"):
         return method.logits(model, w, rows)
-    with applied(method, model, w, rows) as judged:
+    with apply_model(method, model, w, rows) as judged:
         return model.predict(judged)
 
 
@@ -104,7 +104,7 @@ def scores(method: Method[Any], model: Model, w: Params, rows: Rows) -> dict[str
     """Metrics of w on these rows (see ``models.metrics.evaluate``)."""
     if has(method, Predictor, "logits"):
         return model.evaluate(rows, method.logits(model, w, rows))
-    with applied(method, model, w, rows) as judged:
+    with apply_model(method, model, w, rows) as judged:
         return model.evaluate(judged)
 
 

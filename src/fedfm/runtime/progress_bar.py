@@ -35,7 +35,7 @@ class Bar(Progress):
 
     def started(self, run: Run, rounds: int, done: int) -> None:
         self.path, self._name, self._rounds, self._written = run.path, visible(run.experiment.name), rounds, -math.inf
-        if not _drawn():
+        if not _can_redraw():
             return
         from tqdm import tqdm
 
@@ -75,7 +75,7 @@ class Bar(Progress):
             self._bar = None
 
 
-def _drawn() -> bool:
+def _can_redraw() -> bool:
     """Whether a carriage return can redraw a line: on a terminal, and in a notebook."""
     return sys.stderr.isatty() or "ipykernel" in sys.modules
 
@@ -139,7 +139,7 @@ class Attacks(AuditProgress):
         self._bar: Any = None
 
     def started(self, attacks: int) -> None:
-        if not _drawn():
+        if not _can_redraw():
             return
         from tqdm import tqdm
 

@@ -39,7 +39,7 @@ from fedfm.runtime.coarse_scores import FIGURES
 from fedfm.runtime.disclosure import guarantee, rows_of
 from fedfm.runtime.evaluation import CLASS_COUNTS, CONFUSION, Evaluator
 from fedfm.runtime.exposure import exposure_of
-from fedfm.runtime.predictions import feature_transform, kept
+from fedfm.runtime.predictions import feature_transform, keeps_parts
 from fedfm.runtime.run_directory import Run
 
 # Metrics of the last evaluation, in the order of the result line.
@@ -65,7 +65,7 @@ def finish(
     """
     t, of = rounds
     method: Method[Any] = run.experiment.method
-    models, spent = evaluator.revealed(state), account_of(run, t)
+    models, spent = evaluator.collect_models(state), account_of(run, t)
     last: dict[str, Any] = next((m for m in reversed(run.metrics()) if "client_accuracy" in m), {})
     if not last or last["round"] != of or t < method.rounds:  # round ``of`` was not evaluated as the last one
         last = evaluator.scores(state, thorough=True)
@@ -89,7 +89,7 @@ def finish(
         **({"lost": run.manifest["lost"]} if run.manifest.get("lost") else {}),
     }
     result["details"] |= aside
-    if kept(method):
+    if keeps_parts(method):
         result["server_sha256"] = sha256_of(evaluator.models(state))
     more = [*BASE_AND_NEW, "client_base_and_new", "server_accuracy", "server_client_accuracy", "server_loss"]
     more += [CONFUSION, CLASS_COUNTS, *FIGURES, *(f"local_{key}" for key in FIGURES)]

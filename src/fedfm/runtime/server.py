@@ -26,7 +26,7 @@ from fedfm.models.model import Model
 from fedfm.runtime import early_stopping, failures, unmoved
 from fedfm.runtime.client_memory import Store, of_server, secret
 from fedfm.runtime.evaluation import Evaluator
-from fedfm.runtime.predictions import kept
+from fedfm.runtime.predictions import keeps_parts
 from fedfm.runtime.result import account_of, enter, finish, write_models
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.run_manifest import of_privacy
@@ -212,7 +212,7 @@ class Server:
     def _best(self, t: int, state: Any) -> tuple[Any, int]:
         """Final state, which becomes the last checkpoint, and its round: the best one under ``run.patience``."""
         best = early_stopping.best_round(self.run)
-        if best is None or best == t or kept(self.method):
+        if best is None or best == t or keeps_parts(self.method):
             return state, t
         if (found := self.run.state_of(best, self.method.state_type)) is None:
             self._progress.notice(

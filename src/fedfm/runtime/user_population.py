@@ -75,13 +75,13 @@ def of_brought(brings: Brought, spec: DataSpec, seed: int, name: str = "") -> Pa
     if name and brings.clients is not None and spec.partition != PartitionSpec():
         raise InputError(f"data.partition: {name} returns clients with rows of their own; drop it")
     table, places = brings.given.table(brings.clients, brings.train, brings.test, spec.partition.column)
-    federated = partitioned(table, places, spec, seed)
+    federated = partition(table, places, spec, seed)
     model = brings.given.wrapped(table, brings.classes)
     model.predictor = packed.predict
     return Partitioned(replace(federated, table=replace(table, classes=model.classes)), model)
 
 
-def partitioned(table: Table, places: Places, spec: DataSpec, seed: int) -> FederatedData:
+def partition(table: Table, places: Places, spec: DataSpec, seed: int) -> FederatedData:
     """Clients' rows: as given, or by the partition's rule."""
     if ("train", "") in places:
         return deal(table, spec, seed=seed)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fedfm.core.capabilities import HiddenModel
 from fedfm.core.metric_names import GLOBAL_ACCURACY
-from fedfm.runtime.predictions import kept, personal
+from fedfm.runtime.predictions import keeps_parts, personal
 
 if TYPE_CHECKING:
     from fedfm.config.experiment import Experiment
@@ -43,7 +43,7 @@ def scoring_notices(experiment: Experiment, server_rows: int) -> list[str]:
     """
     if not (why := why_unasked(experiment)):
         return []
-    hidden = kept(experiment.method) and experiment.privacy is not None  # the server has none of these models
+    hidden = keeps_parts(experiment.method) and experiment.privacy is not None  # the server has none of these models
     if server_rows and not hidden and not judged_by_clients(experiment):
         there = f"{GLOBAL_ACCURACY}, of the clients' models on the server's test rows, is there"
         return [f"accuracy and client_accuracy stay empty: {why}; {there}"] if personal(experiment.method) else []
