@@ -77,7 +77,9 @@ class RowCanaries(Audit):
             attacked = [trainings.run(i + 1) for i in range(again)]
         return [self._finding(run, trainings, home, attacked, claimed)]
 
-    def _finding(self, run: Run, trainings: Trainings, home: Trained, attacked: list[Trained], claimed: Any) -> Finding:
+    def _finding(
+        self, run: Run, trainings: Trainings, home: CanaryTraining, attacked: list[CanaryTraining], claimed: Any
+    ) -> Finding:
         delta, stated, c = trainings.plan.delta, float(run.manifest["result"]["epsilon"]), trainings.plan.clip_norm
         k = trainings.canaries
         found = row_canaries.together(
@@ -122,7 +124,7 @@ def costliest(population: Partitioned, mechanism: DpSgd) -> str | None:
     return max(sizes, key=lambda client: (spent[sizes[client]], sizes[client]), default=None)
 
 
-class Trained:
+class CanaryTraining:
     """The observations of one training.
 
     Attributes:
@@ -150,7 +152,7 @@ class Trainings:
         self._local = SGD(learning_rate=1 / plan.clip_norm, epochs=epochs, batch_size=batch_size)
         self._expected = min(batch_size, n)
 
-    def run(self, number: int) -> Trained:
+    def run(self, number: int) -> CanaryTraining:
         """Train through all rounds, with new directions and a new secret."""
         rng = seeds.generator(self._seed, "audit", "row canaries", number)
         directions = rng.standard_normal((self.canaries, DIMENSION))
@@ -184,7 +186,7 @@ class Trainings:
 
         for client.round in range(1, self.plan.rounds + 1):
             w = private.train_one(Job(client, w, self._local), after)
-        return Trained(np.stack(steps), in_step, directions)
+        return CanaryTraining(np.stack(steps), in_step, directions)
 
 
 class _Directions(Model):

@@ -8,7 +8,7 @@ from fedfm.aggregation._asynchronous import with_buffer
 from fedfm.aggregation.base import Aggregator
 from fedfm.attacks.attack import locals_of
 from fedfm.config.cohorts import named_clients
-from fedfm.config.parts import Parts
+from fedfm.config.parts import ExperimentParts
 from fedfm.config.registry import name_of, ours, resolve
 from fedfm.config.run_spec import AsynchronousSpec
 from fedfm.core.capabilities import Traits, fraction_of
@@ -33,7 +33,7 @@ def _accepts_stale_updates(method: type[Method[Any]]) -> bool:
     return isinstance(method.traits, Traits) and method.traits.accepts_stale_updates
 
 
-def asynchronous(e: Parts, late: AsynchronousSpec) -> Aggregator:
+def asynchronous(e: ExperimentParts, late: AsynchronousSpec) -> Aggregator:
     """The aggregation of an experiment with ``run.asynchronous``.
 
     Raises:

@@ -11,13 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 
 from fedfm.aggregation._correlated import CorrelatedGaussian
 from fedfm.aggregation.secure import Secure
-from fedfm.config.parts import Parts
+from fedfm.config.parts import ExperimentParts
 from fedfm.config.registry import name_of
 from fedfm.core.capabilities import fraction_of
 from fedfm.errors import InputError, close
 
 
-def enough(e: Parts, names: Sequence[str], source: str = "") -> None:
+def enough(e: ExperimentParts, names: Sequence[str], source: str = "") -> None:
     """Refuse what the federation's clients cannot give: ``run.min_clients`` or an aggregation that needs more of them,
     and settings of a client that is not among them.
 

@@ -16,7 +16,7 @@ from fedfm.aggregation.mean import Mean
 from fedfm.aggregation.secure import Secure
 from fedfm.attacks.attack import halves_of, locals_of
 from fedfm.config import dp_sgd
-from fedfm.config.parts import Parts
+from fedfm.config.parts import ExperimentParts
 from fedfm.config.registry import name_of
 from fedfm.config.user_code import is_function
 from fedfm.core import tasks
@@ -85,7 +85,7 @@ def _readable(method: Method[Any]) -> list[str]:
     return [name for name in method.asks if name not in method.traits.sealed_replies]
 
 
-def check_as_asked(e: Parts) -> None:
+def check_as_asked(e: ExperimentParts) -> None:
     """Check the rules on the method as the experiment names it.
 
     Raises:
@@ -197,7 +197,7 @@ def check_as_asked(e: Parts) -> None:
         _check_transport(e, method)
 
 
-def _check_transport(e: Parts, method: str) -> None:
+def _check_transport(e: ExperimentParts, method: str) -> None:
     """Refuse ``run.transport`` where rounding would break a promise, or where no trained values cross."""
     where, halves = f'run.transport = "{e.run.transport}":', halves_of(e.method)
     if isinstance(e.aggregation, Secure):
@@ -229,7 +229,7 @@ def _check_transport(e: Parts, method: str) -> None:
         )
 
 
-def _check_own_code(e: Parts, method: str) -> None:
+def _check_own_code(e: ExperimentParts, method: str) -> None:
     if e.data.name != e.model.name:
         raise InputError(
             f'data.name = "{e.data.name or ""}", model.name = "{e.model.name}": one function brings rows and model; '
@@ -252,7 +252,7 @@ def _check_own_code(e: Parts, method: str) -> None:
         )
 
 
-def _check_folder(e: Parts) -> None:
+def _check_folder(e: ExperimentParts) -> None:
     """Refuse what does not go with messages as files, and keys of this engine on another one."""
     run, method = e.run, f'method "{e.method_name}"'
     if run.engine != "folder":
@@ -279,7 +279,7 @@ def _check_folder(e: Parts) -> None:
         )
 
 
-def _check_augmented(e: Parts, method: str) -> None:
+def _check_augmented(e: ExperimentParts, method: str) -> None:
     adaptation = e.model.adaptation
     if e.in_memory:
         raise InputError("data.augment: the module's own data set changes its rows; drop it", key="data.augment")
@@ -323,7 +323,7 @@ def hidden(aggregation: Aggregator) -> Aggregator:
     return Secure()
 
 
-def _check_secagg(e: Parts, method: str) -> None:
+def _check_secagg(e: ExperimentParts, method: str) -> None:
     key, value = ("privacy.aggregator", "secagg") if e.privacy is not None else ("aggregation.name", "secure")
     where = f'{key} = "{value}":'
     method_now, bare = e.method, e.method
@@ -338,7 +338,7 @@ def _check_secagg(e: Parts, method: str) -> None:
         raise InputError(f"{where} {method} sends no update that could be hidden; drop it", key=key)
 
 
-def check_as_run(e: Parts) -> None:
+def check_as_run(e: ExperimentParts) -> None:
     """Check the rules on the method under [privacy], which may call other client halves.
 
     Raises:

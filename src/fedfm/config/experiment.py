@@ -17,7 +17,7 @@ from fedfm.config.asynchronous import asynchronous, not_late
 from fedfm.config.faults import read_all
 from fedfm.config.key_suggestions import UnknownKey
 from fedfm.config.known_keys import KINDS, SPECS, KnownKeys
-from fedfm.config.parts import Parts
+from fedfm.config.parts import ExperimentParts
 from fedfm.config.registry import admit_named, name_of, resolve
 from fedfm.config.replaced import without_former_keys
 from fedfm.config.run_spec import RunSpec
@@ -41,7 +41,7 @@ _MISSING = "[{}] is missing; an experiment has [data], [model] and [method]"
 
 
 @dataclass(frozen=True, init=False)
-class Experiment(Parts):
+class Experiment(ExperimentParts):
     """Everything that defines a run, with every default filled in and checked.
 
     The arguments have the names of the file's tables; each is a table or the object itself, e.g.

@@ -18,7 +18,7 @@ M = TypeVar("M")
 
 
 @dataclass(frozen=True)
-class Parts:
+class ExperimentParts:
     """What the tables of an experiment say.
 
     Attributes:

@@ -132,7 +132,7 @@ class Server:
             state, of = self._best(t, state)
         told, notice = self._aside(), self._progress.notice
         if t:
-            models = self._evaluator.revealed(state).values()
+            models = self._evaluator.collect_models(state).values()
             self._tell(unmoved.notices(fed.model, self._untrained, models, run.manifest["notices"]))
         return finish(run, fed, self._evaluator, state, (t, of), self._seconds(), notice, told)
 

@@ -9,7 +9,7 @@ from fedfm.tasks.task import LORA, Task
 
 
 @dataclass(frozen=True)
-class ZeroShot(Task):
+class ZeroShotTask(Task):
     """A picture -> the class whose name fits best; nothing is new in the model."""
 
     name: ClassVar[str] = "zero_shot"
