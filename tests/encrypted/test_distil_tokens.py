@@ -143,7 +143,7 @@ def test_the_teacher_sees_what_the_student_sees(place, tmp_path):
     assert batch["teacher_features"].shape == (2, 8)
     plain = lessons.of(4).batch([0])["pixel_values"]
     assert torch.equal(plain, student.prepare(table, index[:1]).tensors["pixel_values"])
-    assert len(list(lessons.measured())) == 3
+    assert len(list(lessons.calibration_batches())) == 3
 
 
 def test_crops_of_many_pictures_are_made_batch_by_batch(place, tmp_path, monkeypatch):

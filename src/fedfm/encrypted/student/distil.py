@@ -167,7 +167,7 @@ class _DistilWork(CentralWork[Distillation]):
         """The polynomials take over, those of the killed process if it had chosen them."""
         path, student = self._temporary / _TAMED, distiller.student.model
         if "polynomials" not in self.state:
-            entries = distiller.measure(lessons.measured)
+            entries = distiller.measure(lessons.calibration_batches)
             storage.save(path, student.params())
             self.state["polynomials"] = entries
             self.place.write()
@@ -185,7 +185,7 @@ class _DistilWork(CentralWork[Distillation]):
             return
         known = self.state.setdefault("widened", {})
         if STAGES[stage] not in known:
-            found = widen(distiller.student, distiller.entries, spec.polynomials, lessons.measured)
+            found = widen(distiller.student, distiller.entries, spec.polynomials, lessons.calibration_batches)
             known[STAGES[stage]] = found
             self.place.write()
         distiller.put(known[STAGES[stage]])
@@ -198,7 +198,7 @@ class _DistilWork(CentralWork[Distillation]):
         rows = lessons.view(0)
         logits, features, labels = (x[:PROBED] for x in rows.known)
         figures = compare(distiller, rows, judged, theirs, (logits, features, labels))
-        finish(distiller, lessons.measured, figures["outside"])
+        finish(distiller, lessons.calibration_batches, figures["outside"])
         save(student, self.place.half(), new_head=distiller.new_head)
         result = {
             "folder": str(self.place.folder),

@@ -54,7 +54,7 @@ def boxes_of(seed: int, view: int, count: int) -> list[Box]:
     return [Box(*box) for box in found]
 
 
-def looked(model: Model, table: Table, index: np.ndarray, boxes: Sequence[Box]) -> Rows:
+def cut_rows(model: Model, table: Table, index: np.ndarray, boxes: Sequence[Box]) -> Rows:
     """The boxes of these pictures as rows of a model."""
     left, image = iter(boxes), model.tools.image
     cut = None if image is None else lambda pictures: image([next(left).cut(p) for p in pictures])
@@ -76,7 +76,7 @@ class LazyBoxes:
     def batch(self, index: np.ndarray) -> Batch:
         """The rows ``index`` of these."""
         chosen = [self.boxes[i] for i in index]
-        return looked(self.model, self.table, self.index[index], chosen).batch(range(len(index)))
+        return cut_rows(self.model, self.table, self.index[index], chosen).batch(range(len(index)))
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Lessons:
         if self._last is None or self._last[0] != number:
             self._last = None  # its rows make room
             boxes = boxes_of(self._seed, number, len(self)) if number else None
-            self._last = number, Taught(self._rows(boxes), self._known(number, boxes))
+            self._last = number, Taught(self._rows(boxes), self._teacher_outputs(number, boxes))
         return self._last[1]
 
     def _rows(self, boxes: list[Box] | None) -> Rows | LazyBoxes:
@@ -144,10 +144,10 @@ class Lessons:
         if boxes is None:
             return prepared(student, table, index)
         if fits(student, table, index):
-            return looked(student, table, index, boxes)
+            return cut_rows(student, table, index, boxes)
         return LazyBoxes(student, table, index, boxes)
 
-    def measured(self) -> Iterator[Batch]:
+    def calibration_batches(self) -> Iterator[Batch]:
         """Rows to measure intervals on, of as many views as there have to be."""
         left = MEASURED
         for number in range(self._views):
@@ -157,11 +157,11 @@ class Lessons:
             for start in range(0, n, AT_ONCE):
                 yield rows.batch(np.arange(start, min(start + AT_ONCE, n)))
 
-    def _known(self, number: int, boxes: list[Box] | None) -> Outputs:
+    def _teacher_outputs(self, number: int, boxes: list[Box] | None) -> Outputs:
         path = self._folder / f"teacher-{number:03d}.safetensors"
         found: Any = storage.load(path)
         if found is None:
-            parts = [self._asked(start, boxes) for start in range(0, len(self), AT_ONCE)]
+            parts = [self._ask_teacher(start, boxes) for start in range(0, len(self), AT_ONCE)]
             logits, features, labels = (torch.cat(x) for x in zip(*parts, strict=True))
             if not features.isfinite().all():
                 raise RunError("the teacher's outputs on some rows are no numbers")
@@ -169,11 +169,11 @@ class Lessons:
             storage.save(path, found)
         return found["logits"], found["features"], found["labels"]
 
-    def _asked(self, start: int, boxes: list[Box] | None) -> Outputs:
+    def _ask_teacher(self, start: int, boxes: list[Box] | None) -> Outputs:
         model, index = self._teacher.model, self._index[start : start + AT_ONCE]
         if boxes is None:
             rows = model.prepare(self._table, index)
         else:
-            rows = looked(model, self._table, index, boxes[start : start + AT_ONCE])
+            rows = cut_rows(model, self._table, index, boxes[start : start + AT_ONCE])
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._low):
             return outputs(self._teacher, rows, len(rows))

@@ -13,7 +13,7 @@ def table(result: Mapping[str, Any]) -> str:
     """Teacher and twin on held-out rows, and the polynomials of each block with their measured intervals."""
     again = "measured" in result
     lines = [
-        *(_again(result) if again else _distilled(result)),
+        *(_again(result) if again else _distillation_lines(result)),
         "",
         f"{'block':<6}{'depth':>5}{'outside':>9}  {'scores':<16}{'row sums':<20}{'variances':<38}{'before GELU':<16}",
     ]
@@ -32,7 +32,7 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _distilled(result: Mapping[str, Any]) -> list[str]:
+def _distillation_lines(result: Mapping[str, Any]) -> list[str]:
     return [
         f"{result['folder']}: {result['epochs']} epochs, {result['parameters']} parameters, {result['seconds']:.0f} s",
         "",

@@ -165,9 +165,9 @@ def measure_again(
 
     taps = Taps(student)
     watcher.started(1, 0, len(entries))
-    before = _judged(taps, table, held)
+    before = _scores_of(taps, table, held)
     entries = widen(taps, entries, known["kind"], batches, keep=True, tick=watcher.step)
-    after = _judged(taps, table, held)
+    after = _scores_of(taps, table, held)
     shares = [outside([block]) for block in taps.functions]  # of the held-out rows
     new = table_of(taps, entries, known["kind"], batches, after["outside"])
     for block, old in zip(new["blocks"], known["blocks"], strict=True):
@@ -206,7 +206,7 @@ def _check(spec: DistilSpec, student: Model) -> None:
         )
 
 
-def _judged(taps: Taps, table: Table, held: np.ndarray) -> dict[str, Any]:
+def _scores_of(taps: Taps, table: Table, held: np.ndarray) -> dict[str, Any]:
     """Figures on held-out rows."""
     conversion.forget(taps.model.module)
     logits, features, labels = outputs(taps, taps.model.prepare(table, held), len(held))
