@@ -11,7 +11,7 @@ from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
 from fedfm.encrypted.student import conversion, distil_rows
 from fedfm.encrypted.student.distil import distil
-from fedfm.encrypted.student.distil_rows import Lessons, boxes_of, looked
+from fedfm.encrypted.student.distil_rows import Lessons, boxes_of, cut_rows
 from fedfm.encrypted.student.distil_spec import Distillation
 from fedfm.encrypted.student.distillation_loss import Recipe, Taps
 from fedfm.encrypted.student.token_grid import processor_for, with_tokens
@@ -149,7 +149,7 @@ def test_the_teacher_sees_what_the_student_sees(place, tmp_path):
 def test_crops_of_many_pictures_are_made_batch_by_batch(place, tmp_path, monkeypatch):
     table = load_table(DataSpec(path=str(place / "pictures.npz")), seed=0, task="classification")
     model, index = of_pictures(place / "start"), table.rows("train")[:6]
-    want = looked(model, table, index, boxes_of(0, 1, 6)).batch([5, 2])
+    want = cut_rows(model, table, index, boxes_of(0, 1, 6)).batch([5, 2])
     monkeypatch.setattr("fedfm.api.model_folder.IN_ADVANCE", 1)
     lessons = Lessons(tmp_path, table, Taps(of_pictures(place / "start")), model, index, views=2, seed=0, low=False)
     got = lessons.view(1)

@@ -274,11 +274,7 @@ def test_logits_far_apart_overflow_nothing():
 
 def test_it_applies_to_linear_heads_only():
     assert heads.applies(model(3, 2))
-    changes = (
-        {"adaptation": "lora"},
-        {"task": tasks.find("language_modelling")},
-        {"head": torch.nn.ReLU()},
-        {"names": ("w",)},
-    )
+    other = {"task": tasks.find("language_modelling")}
+    changes = ({"adaptation": "lora"}, other, {"head": torch.nn.ReLU()}, {"names": ("w",)})
     for change in changes:
         assert not heads.applies(SimpleNamespace(**{**vars(model(3, 2)), **change}))
