@@ -27,7 +27,6 @@ from fedfm.training import Local
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
-    from fedfm.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,11 @@ class Attack:
 
     fraction: float = setting(0.0, "share of the clients that attack [required]", gt=0, le=1)
 
-    def poison(self, rows: Table, rng: np.random.Generator, task: Task) -> Table:
+    def poison(self, rows: Table, rng: np.random.Generator, task: str) -> Table:
         """An attacker's training rows, changed; ``rng`` depends on the attacker, not on the round."""
         return rows
 
-    def local(self, local: Local, task: Task) -> Local:
+    def local(self, local: Local, task: str) -> Local:
         """The attackers' client optimiser."""
         return local
 
@@ -56,7 +55,7 @@ class Attack:
         """Index of the class that the attack wants for triggered rows."""
         return 0
 
-    def fits(self, kind: str, task: Task, model: Model, classes: Sequence[str]) -> None:
+    def fits(self, kind: str, task: str, model: Model, classes: Sequence[str]) -> None:
         """Refuse data and models that the attack does not apply to.
 
         Raises:
@@ -105,7 +104,7 @@ class Attackers:
         InputError: floor(fraction K) is 0.
     """
 
-    def __init__(self, attack: Attack, clients: Sequence[ClientId], seed: int, task: Task) -> None:
+    def __init__(self, attack: Attack, clients: Sequence[ClientId], seed: int, task: str) -> None:
         self.attack, self._seed, self._task = attack, seed, task
         count = math.floor(attack.fraction * len(clients) + 1e-9)
         if not count:

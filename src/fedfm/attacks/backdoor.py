@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedfm.attacks.attack import Attack
+from fedfm.core import tasks
 from fedfm.core.client import Update
 from fedfm.core.fields import setting
 from fedfm.data.pictures import rgb
@@ -25,7 +26,6 @@ from fedfm.models.model import Model
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
-    from fedfm.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Backdoor(Attack):
     word: str = setting("cf", "texts: the trigger", pattern=r"(.|\s)*\S(.|\s)*", words="a word")
     factor: float = setting(1.0, "multiplies the attackers' updates", finite=True, but=(0.0,))
 
-    def poison(self, rows: Table, rng: np.random.Generator, task: Task) -> Table:
+    def poison(self, rows: Table, rng: np.random.Generator, task: str) -> Table:
         if rows.labels is None:
             raise InputError('attack.name = "backdoor": the rows have no labels', key="attack.name")
         count = math.ceil(self.share * len(rows) - 1e-9)
@@ -93,8 +93,8 @@ class Backdoor(Attack):
     def upload(self, update: Update, w: Params | None) -> Update:
         return update if self.factor == 1 else replace(update, delta=self.factor * update.delta)
 
-    def fits(self, kind: str, task: Task, model: Model, classes: Sequence[str]) -> None:
-        if task.is_language_model or not classes:
+    def fits(self, kind: str, task: str, model: Model, classes: Sequence[str]) -> None:
+        if tasks.find(task).is_language_model or not classes:
             raise InputError(
                 f'attack.name = "backdoor": task "{task}" has no classes, so there is no target', key="attack.name"
             )

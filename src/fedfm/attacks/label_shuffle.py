@@ -20,7 +20,6 @@ from fedfm.training import Local
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
-    from fedfm.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -34,13 +33,17 @@ class LabelShuffle(Attack):
         1, "lambda: multiplies the attackers' local epochs, divides them for language models", ge=1
     )
 
-    def poison(self, rows: Table, rng: np.random.Generator, task: Task) -> Table:
-        return (tasks.owner(rows.kind) or task).shuffle_targets(rows, rng)
+    def poison(self, rows: Table, rng: np.random.Generator, task: str) -> Table:
+        return (tasks.owner(rows.kind) or tasks.find(task)).shuffle_targets(rows, rng)
 
-    def local(self, local: Local, task: Task) -> Local:
+    def local(self, local: Local, task: str) -> Local:
         if self.intensity == 1:
             return local
-        epochs = max(local.epochs // self.intensity, 1) if task.is_language_model else local.epochs * self.intensity
+        epochs = (
+            max(local.epochs // self.intensity, 1)
+            if tasks.find(task).is_language_model
+            else local.epochs * self.intensity
+        )
         return replace(local, epochs=epochs)
 
     @property

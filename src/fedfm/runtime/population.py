@@ -58,8 +58,8 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
     model = model_of(experiment, table, hollow=idle)
     clients, attack, attackers = sorted(federated.clients), experiment.attack, None
     if attack is not None:
-        attack.fits(table.kind, model.task, model, table.classes)
-        attackers = Attackers(attack, clients, seed, model.task)
+        attack.fits(table.kind, model.task.name, model, table.classes)
+        attackers = Attackers(attack, clients, seed, model.task.name)
     shared, augment = experiment.method.needs.model == "everybody", augmentation(experiment, table, model)
     return Partitioned(federated, model, attackers, shared=shared, augment=augment)
 
