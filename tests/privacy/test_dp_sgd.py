@@ -158,7 +158,7 @@ def client(model, rows, plan, key=KEY, memory=None, firsts=None):
     data, firsts = ClientData(lambda: rows, Rows, Rows), {} if firsts is None else firsts
     return Client(
         "c",
-        private.hidden(data),
+        private.hide_rows(data),
         model,
         {} if memory is None else memory,
         seed=5,

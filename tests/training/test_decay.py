@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedfm.models.decay import undecayed
+from fedfm.models.decay import no_weight_decay
 from fedfm.training.scheduler import train_client
 
 transformers = pytest.importorskip("transformers")
@@ -29,8 +29,8 @@ def test_those_are_spared_that_a_trainer_spares(module):
     trainer = transformers.Trainer.__new__(transformers.Trainer)  # the method reads the module alone
     decayed = set(trainer.get_decay_parameter_names(module))
     names = {name for name, _ in module.named_parameters()}
-    assert undecayed(module) == names - decayed
-    assert {name for name, _ in module.named_parameters() if name.endswith("bias")} <= undecayed(module)
+    assert no_weight_decay(module) == names - decayed
+    assert {name for name, _ in module.named_parameters() if name.endswith("bias")} <= no_weight_decay(module)
 
 
 @pytest.mark.parametrize(("decay_of", "spares"), [("weights", True), ("all", False)])
@@ -48,5 +48,5 @@ def test_the_loop_spares_what_the_model_names(decay_of, spares):
     w = model.params()
     (got,) = loop.train([Job(client, w, AdamW(learning_rate=0.1, weight_decay=1.0, batch_size=4, decay_of=decay_of))])
     for name in w:
-        factor = 1.0 if spares and name in undecayed(net) else 0.9
+        factor = 1.0 if spares and name in no_weight_decay(net) else 0.9
         torch.testing.assert_close(got[name], w[name] * factor)

@@ -169,7 +169,7 @@ def test_gradients_in_pieces_are_those_of_the_whole(size: int) -> None:
     model: Any = Two()
     flat = loop.flat_of(model)
     model.module[0](torch.arange(6.0).view(2, 3)).square().sum().backward()  # the second layer gets no gradient
-    pieces = [(at.start, at.stop, g.clone()) for at, g in flat.staged(size)]
+    pieces = [(at.start, at.stop, g.clone()) for at, g in flat.pieces(size)]
     assert [a for a, _, _ in pieces] == list(range(0, 11, size))
     assert pieces[-1][1] == 11
     expected = flat.g.clone()  # of a small model, the gradients' own memory

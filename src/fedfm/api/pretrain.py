@@ -105,7 +105,7 @@ class _PretrainWork(CentralWork[Pretraining]):
     def _train(self, model: Model, rows: Any, judged: Rows) -> None:
         spec, n = self.what.spec, len(rows)
         flat = flat_of(model)
-        rule = Rule(spec.local, flat.p, flat.places(model.undecayed))
+        rule = Rule(spec.local, flat.p, flat.places(model.no_weight_decay))
         done = self.restore(model, rule)
         self.watcher.started(spec.local.epochs, done, -(-n // spec.local.batch_size))
         cure = "lower pretrain.local.learning_rate and give another --out"

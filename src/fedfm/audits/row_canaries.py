@@ -163,7 +163,7 @@ class Trainings:
         firsts: dict[str, bytes] = {}
         client = Client(
             "canaries",
-            private.hidden(data),
+            private.hide_rows(data),
             model,
             {},
             seed=seeds.derive(self._seed, "audit", number),

@@ -22,7 +22,7 @@ from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
-from fedfm.models.decay import undecayed
+from fedfm.models.decay import no_weight_decay
 from fedfm.models.dual_encoder import expert_features, expert_texts, need
 from fedfm.models.model import Model
 from fedfm.training import AdamW, Local
@@ -57,7 +57,7 @@ class FedCLIP(Predictor, FedAvg):
         adapter = Attention(V.shape[1])
         adapter.load_state_dict(w)
         flat = Flat(dict(adapter.named_parameters()))
-        rule = Rule(self.local, flat.p, flat.places(undecayed(adapter)))
+        rule = Rule(self.local, flat.p, flat.places(no_weight_decay(adapter)))
         total, seen = 0.0, 0
         job = Job(client, w, self.local)
         for index, rule.eta in zip(job.orders(), job.rates(), strict=True):

@@ -10,11 +10,11 @@ from torch import nn
 _SPARED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
-def undecayed(module: nn.Module) -> frozenset[str]:
+def no_weight_decay(module: nn.Module) -> frozenset[str]:
     """Names of the parameters that keep their size: all of an ``nn.LayerNorm``, and those whose path says so.
 
     Example:
-        >>> sorted(undecayed(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))))
+        >>> sorted(no_weight_decay(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))))
         ['0.bias', '1.bias', '1.weight']
     """
     norms = tuple(f"{path}." for path, part in module.named_modules() if path and isinstance(part, nn.LayerNorm))

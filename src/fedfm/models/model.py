@@ -20,7 +20,7 @@ from fedfm.linalg.params import Layout, Params, layout_of
 from fedfm.models import checkpointing, kept_outputs, lengths, metrics, preparation, preprocessing
 from fedfm.models.adapters.adaptation import live_head
 from fedfm.models.block_outputs import blocks
-from fedfm.models.decay import undecayed
+from fedfm.models.decay import no_weight_decay
 from fedfm.models.derived_modules import Bounded
 from fedfm.models.families import Parts, unwrapped
 from fedfm.models.head_inputs import head_inputs
@@ -62,7 +62,7 @@ class Model:
         compiled: its blocks are compiled at their first calls.
         hollow: its frozen weights were not loaded, so that it computes no outputs.
         added_bias: its head has a bias that the architecture has no place for.
-        undecayed: names of tensors without weight decay, see :mod:`fedfm.models.decay`.
+        no_weight_decay: names of tensors without weight decay, see :mod:`fedfm.models.decay`.
         weigh: a batch's parts -> (part, factor of its loss); None: by the targets that they count.
     """
 
@@ -111,7 +111,7 @@ class Model:
             or (self.adaptation == "full" and isinstance(m, BATCH_NORMS))
         ]
         self._keepers = kept_outputs.keepers(module)
-        self.undecayed = undecayed(module) & set(self.names)
+        self.no_weight_decay = no_weight_decay(module) & set(self.names)
         self.eval_mode()
 
     @property

@@ -141,7 +141,7 @@ class Silos:
         if self._coding is not None:
             requests = [request._replace(payload=self._payload(request.payload)) for request in requests]
         calls = [partial(self._answer, request) for request in requests]
-        together = len(calls) > 1 and scheduler.batched(self.population.client_model)
+        together = len(calls) > 1 and scheduler.trains_in_batches(self.population.client_model)
         results = scheduler.run_chunk(calls, together=together)
         return [
             self._fault(request.client, r) if isinstance(r, BaseException) else r
@@ -312,7 +312,7 @@ class Silos:
         plan, data = self.aggregator.mechanism.plan, self.population.data(request.client)
         return Client(
             id=request.client,
-            data=data if plan is None else private.hidden(data),
+            data=data if plan is None else private.hide_rows(data),
             model=self.population.client_model,
             memory=DiskMemory(self._memory, request.client, (request.round, request.call)),
             seed=seeds.derive(self._seed, "client", request.round, request.client),

@@ -46,11 +46,11 @@ class Views:
             mirrored = torch.from_numpy(self._mirrored[index])[:, None, None, None]
             x = torch.where(mirrored, x.flip(-1), x)
         if self._place is not None:
-            x = _cropped(x, self._place[index])
+            x = _crop(x, self._place[index])
         return x
 
 
-def _cropped(x: Tensor, place: np.ndarray) -> Tensor:
+def _crop(x: Tensor, place: np.ndarray) -> Tensor:
     """Cut each of x (b, 3, H, W) at its place (b, 2) from 0 to 1 of what the margin leaves."""
     height, width = x.shape[-2:]
     dy, dx = height // _MARGIN, width // _MARGIN

@@ -83,13 +83,13 @@ def _train(job: Job) -> Params:
     return trained
 
 
-def _undecayed(job: Job) -> Collection[str]:
-    return getattr(job.client.model, "undecayed", ())
+def _no_weight_decay(job: Job) -> Collection[str]:
+    return getattr(job.client.model, "no_weight_decay", ())
 
 
 def _spares_bias(job: Job) -> bool:
     """Whether weight decay leaves the bias alone."""
-    return bool(_undecayed(job)) and job.local.spares_biases
+    return bool(_no_weight_decay(job)) and job.local.spares_biases
 
 
 def _pieces(flat: Tensor, layout: Layout, names: Sequence[str]) -> list[np.ndarray]:
@@ -126,7 +126,7 @@ def _by_rule(job: Job, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -> tu
     flat, gradient = start.clone(), torch.empty_like(start)
     correction = None if job.correction is None else torch.cat([job.correction[name].reshape(-1) for name in job.w])
     w, g = _pieces(flat, layout, names), _pieces(gradient, layout, names)
-    rule = Rule(local, flat, places(layout, _undecayed(job)))
+    rule = Rule(local, flat, places(layout, _no_weight_decay(job)))
     scratch = softmax_sgd.scratch(min(local.batch_size, len(y)), x.shape[1], len(w[1]))
     more, losses = [np.empty_like(r) for r in scratch[:2]], []
     for batch in job.orders():

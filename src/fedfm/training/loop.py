@@ -74,7 +74,7 @@ class Flat:
                     self.g[piece].add_(tensor.grad.reshape(-1))
                     tensor.grad = None
 
-    def staged(self, size: int) -> Iterator[tuple[slice, Tensor]]:
+    def pieces(self, size: int) -> Iterator[tuple[slice, Tensor]]:
         """Places and gradients of ``size`` entries each, the same memory again and again; what is passed is freed."""
         stage, at, filled = torch.empty(size, dtype=self.p.dtype, device=self.p.device), 0, 0
         for tensor, piece in self._pieces():
@@ -141,7 +141,7 @@ def _train(job: Job) -> Params:
         buffers.give_back()
     model.load(job.w)
     flat = flat_of(model)
-    rule = Rule(job.local, flat.p, flat.places(getattr(model, "undecayed", ())))
+    rule = Rule(job.local, flat.p, flat.places(getattr(model, "no_weight_decay", ())))
     start = flat.p.clone() if job.mu else None
     correction = flat.flat(job.correction) if job.correction is not None else None
     live = model.live()
@@ -160,7 +160,7 @@ def _train(job: Job) -> Params:
             loss = backward(rows, index)
             rule.eta = next(rates)
             if alone:
-                rule.step_by(flat.p, flat.staged(PIECE))
+                rule.step_by(flat.p, flat.pieces(PIECE))
                 seen, total = seen + len(index), total + loss * len(index)
                 continue
             flat.collect()
@@ -275,13 +275,13 @@ def _within_intervals(model: Model, loss: Callable[[Batch], Tensor]) -> Callable
     if not replaced:
         return loss
 
-    def penalised(batch: Batch) -> Tensor:
+    def penalised_loss(batch: Batch) -> Tensor:
         hinge(replaced)
         found = loss(batch)
         excess = penalties(replaced)
         return found + PENALTY * excess if excess.requires_grad else found
 
-    return penalised
+    return penalised_loss
 
 
 def over_classes(model: Model, local: Local) -> None:

@@ -133,7 +133,7 @@ class _Search:
         if solved or not self.factorises:
             return found
         self.most = 0  # later steps are no better conditioned
-        return self._factorised(point)
+        return self._cholesky_step(point)
 
     def descend(self, point: _Point, direction: Tensor, slope: float) -> _Point | None:
         """The first of the steps 1, 1/2, 1/4, ... that decreases L (Armijo's rule, up to rounding); None: none does."""
@@ -150,7 +150,7 @@ class _Search:
         scale = point.curvature[:, None] * self.spread + self.ridge
         scale = scale.clamp_min(1e-16 * float(scale.max()))
         found, r = torch.zeros_like(point.theta), -point.gradient
-        z = _centred(r / scale)
+        z = _centre(r / scale)
         along, size = z, float((r * z).sum())
         enough = share**2 * size
         for _ in range(self.most):
@@ -162,7 +162,7 @@ class _Search:
                 return found, bool(found.any())
             found = found + size / bend * along
             r = r - size / bend * curved
-            z = _centred(r / scale)
+            z = _centre(r / scale)
             size, before = float((r * z).sum()), size
             along = z + size / before * along
         return found, size <= enough
@@ -171,18 +171,18 @@ class _Search:
         """H v = 1/n sum_i p_i (u_i - p_i . u_i) z_i^T + l2 v with u_i = v z_i."""
         out = torch.zeros_like(v)
         weight, bias = self._on_rows(v)
-        for x, y, p, _ in self._known(point):
+        for x, y, p, _ in self._blocks(point):
             u = torch.addmm(bias, x, weight.T)
             u -= u.gather(1, y[:, None])  # avoids cancellation
             u -= (p * u).sum(1, keepdim=True)
             self._add(out, u.mul_(p), x)
         return out / self.p.rows + self.ridge * v
 
-    def _factorised(self, point: _Point) -> Tensor:
+    def _cholesky_step(self, point: _Point) -> Tensor:
         """-H^-1 g by Cholesky's factor."""
         c, r = point.theta.shape
         h = torch.zeros(c, c, r, r, dtype=torch.float64)
-        for x, y, p, rest in self._known(point):
+        for x, y, p, rest in self._blocks(point):
             z = x if self.p.basis is None else x @ self.p.basis
             z = torch.cat([z, z.new_ones(len(z), 1)], 1)
             other = _complement(p, rest, y)
@@ -204,10 +204,10 @@ class _Search:
             factor, failed = torch.linalg.cholesky_ex(whole)
             if not failed:
                 d = torch.cholesky_solve(-point.gradient.reshape(-1, 1), factor).view(c, r)
-                return _centred(d)
+                return _centre(d)
         return -point.gradient
 
-    def _known(self, point: _Point) -> Iterable[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    def _blocks(self, point: _Point) -> Iterable[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """(rows, labels, p, 1 - p(y)) of every block."""
         if point.kept is not None:
             for (x, y), (p, rest) in zip(self.p.blocks(), point.kept, strict=True):
@@ -244,6 +244,6 @@ def _complement(p: Tensor, rest: Tensor, y: Tensor) -> Tensor:
     return (1 - p).scatter(1, y[:, None], rest)
 
 
-def _centred(v: Tensor) -> Tensor:
+def _centre(v: Tensor) -> Tensor:
     """Minus the mean over the classes, which changes no probability."""
     return v - v.mean(0)

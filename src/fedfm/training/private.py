@@ -53,7 +53,7 @@ class Counted:
         )
 
 
-def hidden(data: ClientData) -> ClientData:
+def hide_rows(data: ClientData) -> ClientData:
     """The same data with training rows that can only be counted."""
     return ClientData(lambda: Counted(data.train), lambda: data.val, lambda: data.test)  # type: ignore[arg-type,return-value]
 
@@ -105,7 +105,7 @@ def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
     flat = flat_of(model)
     live = {name: p for name, p in model.live().items() if job.only is None or name in job.only}
     place = torch.cat([torch.full((p.numel(),), name in live) for name, p in model.live().items()])
-    rule = Rule(local, flat.p, flat.places(getattr(model, "undecayed", ())))
+    rule = Rule(local, flat.p, flat.places(getattr(model, "no_weight_decay", ())))
     start = flat.p.clone()
     correction = None if job.correction is None else flat.flat(job.correction)
     total_of = sums(model, rows, private.plan.clip_norm, 2 * local.batch_size, job.only)  # few samples have more

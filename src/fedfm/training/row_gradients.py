@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedfm.core.rows import Batch, Rows
 from fedfm.models.model import Model
-from fedfm.training.row_terms import Gradient, Term, Use, fit, known, terms
+from fedfm.training.row_terms import Gradient, Term, Use, fit, has_closed_form, terms
 
 _MARGIN = 1 - 1e-4  # rows are clipped to this times C: the rounding of a float32 sum stays within C
 _SAME = 1e-3  # relative difference of a row's gradient in a batch and alone, at most
@@ -56,7 +56,7 @@ def clipped_sum(
             return torch.stack([clipped_sum(model, rows, part, clip_norm, live) for part in parts]).sum(0)
         if found is not None:
             c = factors(torch.stack([of.squared for of in found]).sum(0), clip_norm)
-            return torch.cat([of.weighted(c) for of in found]).cpu()
+            return torch.cat([of.weighted_sum(c) for of in found]).cpu()
     total = torch.zeros(sum(p.numel() for p in live.values()))
     for i in index:
         g = _alone(model, rows, i, live)
@@ -78,7 +78,7 @@ def agrees(model: Model, rows: Rows, index: np.ndarray, live: Live) -> bool:
         if found is None:
             return False
         c = (torch.arange(len(index)) == 0).float().to(found[0].squared.device)
-        alone, together = _alone(model, rows, index[0], live), torch.cat([of.weighted(c) for of in found]).cpu()
+        alone, together = _alone(model, rows, index[0], live), torch.cat([of.weighted_sum(c) for of in found]).cpu()
         return not alone.isfinite().all() or bool((together - alone).norm() <= _SAME * alone.norm())
     except Ambiguous:
         return all(agrees(model, rows, part, live) for part in np.array_split(index, 2))
@@ -112,7 +112,7 @@ class _Call:
     edge: Any
 
     @property
-    def given(self) -> list[Tensor]:
+    def tensor_inputs(self) -> list[Tensor]:
         """Its inputs that are tensors."""
         return [a for a in (*self.args, *self.kwargs.values()) if isinstance(a, Tensor)]
 
@@ -126,12 +126,12 @@ def _of_layers(model: Model, batch: Batch, live: Live, b: int) -> list[Gradient]
     if type(model).loss is not Model.loss or not model.task.softmax:
         return None
     wanted = {id(p) for p in live.values()}
-    with _watched(model.module, wanted, b) as seen:
+    with _watch(model.module, wanted, b) as seen:
         loss = _losses(model, batch)
     covered = {id(p) for call in seen for p in call.layer.parameters(recurse=False)}
     if not wanted <= covered:
         return None
-    if any(call.edge is None or [x._version for x in call.given] != call.versions for call in seen):
+    if any(call.edge is None or [x._version for x in call.tensor_inputs] != call.versions for call in seen):
         return None  # several outputs, or inputs that have changed in place since
     gradients = torch.autograd.grad(loss, [call.edge for call in seen], allow_unused=True)
     found: dict[int, list[Term]] = {i: [] for i in wanted}
@@ -157,9 +157,9 @@ def _by_rows(call: _Call, g: Tensor, b: int) -> bool:
     Raises:
         Ambiguous: another place could.
     """
-    if not call.given or len(call.given[0]) != b or len(g) != b:
+    if not call.tensor_inputs or len(call.tensor_inputs[0]) != b or len(g) != b:
         return False
-    x = call.given[0]
+    x = call.tensor_inputs[0]
     if b > 1 and not isinstance(call.layer, nn.Conv2d | nn.GroupNorm):  # these ask for rows in the first place
         places = x.shape[1:-1] if x.is_floating_point() else x.shape[1:]
         if b in places or b in g.shape[1:-1]:
@@ -168,7 +168,7 @@ def _by_rows(call: _Call, g: Tensor, b: int) -> bool:
 
 
 @contextmanager
-def _watched(module: nn.Module, wanted: set[int], b: int) -> Iterator[list[_Call]]:
+def _watch(module: nn.Module, wanted: set[int], b: int) -> Iterator[list[_Call]]:
     """Collects the calls of layers that own such parameters, and each output's place in the graph."""
     seen: list[_Call] = []
 
@@ -178,8 +178,10 @@ def _watched(module: nn.Module, wanted: set[int], b: int) -> Iterator[list[_Call
         edge = torch.autograd.graph.get_gradient_edge(out) if isinstance(out, Tensor) else None
         args = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
         kwargs = {k: a.detach() if isinstance(a, Tensor) else a for k, a in kwargs.items()}
-        call = _Call(layer, args, kwargs, [], None if edge is None or known(layer) else out.detach().clone(), edge)
-        call.versions = [x._version for x in call.given]
+        call = _Call(
+            layer, args, kwargs, [], None if edge is None or has_closed_form(layer) else out.detach().clone(), edge
+        )
+        call.versions = [x._version for x in call.tensor_inputs]
         seen.append(call)
 
     def spread(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -86,7 +86,7 @@ class Gradient:
 
     def __init__(self, p: Tensor, terms: Sequence[Term], b: int) -> None:
         self._shape, self._b = p.shape, b
-        self._outer, self._picked, self._whole = _merged(terms)
+        self._outer, self._picked, self._whole = _merge(terms)
         self.squared = self._squares().to(p.device)
 
     def _squares(self) -> Tensor:
@@ -108,7 +108,7 @@ class Gradient:
             return torch.zeros(self._b)
         return found.clamp_min(0) + _ROUNDING * parts.square()
 
-    def weighted(self, c: Tensor) -> Tensor:
+    def weighted_sum(self, c: Tensor) -> Tensor:
         """sum_i c_i times row i's gradient, flat; rows with c_i = 0 need not be finite."""
         outer, picked, whole = self._outer, self._picked, self._whole
         if whole is not None:
@@ -130,7 +130,7 @@ def fit(terms: Sequence[Term]) -> bool:
     return len({type(t) for t in terms} & {Picked, Whole}) < 2
 
 
-def _merged(terms: Sequence[Term]) -> tuple[Outer | None, Picked | None, Tensor | None]:
+def _merge(terms: Sequence[Term]) -> tuple[Outer | None, Picked | None, Tensor | None]:
     """Their sum, as few terms; one gradient a row if that is less work, or if one of them is such already."""
     outer = [t for t in terms if isinstance(t, Outer)]
     picked = [t for t in terms if isinstance(t, Picked)]
@@ -153,7 +153,7 @@ def _times(g: Tensor, c: Tensor) -> Tensor:
 
 
 # --- kinds of layers --------------------------------------------------------------------------------------------------
-def known(layer: nn.Module) -> bool:
+def has_closed_form(layer: nn.Module) -> bool:
     """Whether :func:`terms` needs no second computation of the layer."""
     if isinstance(layer, nn.Conv2d) and (layer.groups > 1 or layer.padding_mode != "zeros" or layer.padding == "same"):
         return False
@@ -164,7 +164,7 @@ def known(layer: nn.Module) -> bool:
 
 def terms(use: Use) -> Terms | None:
     """What each of the layer's own parameters gets of one call; None if that is not known."""
-    return _KINDS[_name(use.layer)](use.layer, use.x, use.g) if known(use.layer) else _recomputed(use)
+    return _KINDS[_name(use.layer)](use.layer, use.x, use.g) if has_closed_form(use.layer) else _recompute(use)
 
 
 def _name(layer: nn.Module) -> str:
@@ -177,7 +177,7 @@ def _linear(layer: Any, x: Tensor, g: Tensor) -> Terms:
     return [(layer.weight, Outer(g, x)), *_shift(layer.bias, g.sum(1))]
 
 
-def _transposed(layer: Any, x: Tensor, g: Tensor) -> Terms:
+def _conv1d(layer: Any, x: Tensor, g: Tensor) -> Terms:
     """The same of a weight (i, o), as GPT-2 has it."""
     x, g = (t.float().reshape(len(t), -1, t.shape[-1]) for t in (x, g))
     return [(layer.weight, Outer(x, g)), *_shift(layer.bias, g.sum(1))]
@@ -212,7 +212,7 @@ def _group_norm(layer: Any, x: Tensor, g: Tensor) -> Terms:
     return [(layer.weight, Whole(scale)), *_shift(layer.bias, g.float().reshape(of).sum(2))]
 
 
-def _recomputed(use: Use) -> Terms | None:
+def _recompute(use: Use) -> Terms | None:
     """Of any other layer, from its own parameters alone, one row beside the other by torch.func.vmap.
 
     None if it does not compute the same again for a row alone: it draws at random, or mixes rows, or hides its inputs.
@@ -254,5 +254,5 @@ _KINDS: dict[str, Callable[[Any, Tensor, Tensor], Terms]] = {
     "torch.nn.modules.sparse.Embedding": _embedding,
     "torch.nn.modules.normalization.LayerNorm": _layer_norm,
     "torch.nn.modules.normalization.GroupNorm": _group_norm,
-    "transformers.pytorch_utils.Conv1D": _transposed,
+    "transformers.pytorch_utils.Conv1D": _conv1d,
 }

@@ -105,7 +105,7 @@ def prepare(model: Model) -> None:
         packed.prepare(model)
 
 
-def batched(model: Model) -> bool:
+def trains_in_batches(model: Model) -> bool:
     """Whether several clients train as one batch."""
     return not heads.applies(model) and packed.width(model) > 1
 

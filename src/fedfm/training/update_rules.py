@@ -24,15 +24,15 @@ class Rule:
     """The optimiser's state for vectors of one shape; ``step`` updates them in place, at the rate ``eta``.
 
     Args:
-        undecayed: where biases and norms stand in a vector (P,), which weight decay spares unless it is of all.
+        no_weight_decay: where biases and norms stand in a vector (P,), which weight decay spares unless it is of all.
     """
 
-    def __init__(self, local: Local, like: Tensor, undecayed: Sequence[slice] = ()) -> None:
+    def __init__(self, local: Local, like: Tensor, no_weight_decay: Sequence[slice] = ()) -> None:
         self.local, self.t, self.eta = local, 0, local.learning_rate
         self.decay: Tensor | None = None  # (P,); None: the same everywhere
-        if undecayed and local.spares_biases:
+        if no_weight_decay and local.spares_biases:
             self.decay = like.new_full(like.shape[-1:], local.weight_decay)
-            for place in undecayed:
+            for place in no_weight_decay:
                 self.decay[place] = 0
         self.momentum = local.momentum if isinstance(local, SGD) else 0.0
         self.adam = local if isinstance(local, Adaptive) else None

@@ -12,7 +12,7 @@ from fedfm.linalg.params import Params
 from fedfm.methods.fedms.activation import clock
 from fedfm.methods.fedms.gate import Gating, trunk_of
 from fedfm.methods.fedms.mixture import Experts, mix
-from fedfm.models.decay import undecayed
+from fedfm.models.decay import no_weight_decay
 from fedfm.models.dual_encoder import active_layers, need
 from fedfm.models.layers import layers
 from fedfm.training import Local
@@ -46,7 +46,7 @@ def local_pass(
         Flat({n: p for n, p in model.live().items() if owners[n] in active}),
         Flat({n: p for n, p in gate.named_parameters() if gating.trains(n)} | trunk),
     ]
-    rules = [Rule(local, flat.p, flat.places(model.undecayed | undecayed(gate))) for flat in flats]
+    rules = [Rule(local, flat.p, flat.places(model.no_weight_decay | no_weight_decay(gate))) for flat in flats]
     job = Job(client, W_i, local)
     total, expert, shares, backward, seen = 0.0, 0.0, 0.0, 0.0, 0
     model.train_mode()

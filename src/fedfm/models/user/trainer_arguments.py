@@ -124,7 +124,7 @@ class TrainersModule:
         return tuple(found)
 
     @property
-    def undecayed(self) -> frozenset[str]:
+    def no_weight_decay(self) -> frozenset[str]:
         """Trained parameters without weight decay, e.g. biases and norms."""
         self._check_parameters()
         decayed = set(self.trainer.get_decay_parameter_names(self.module))

@@ -281,7 +281,7 @@ class Given:
         module, model = self.module, self.model()
         if (said := self.of_trainer) is not None:
             self.end = said.begin_checkpointing()
-            model.undecayed, model.weigh = said.undecayed, lambda parts: said.weigh(parts, self.native)
+            model.no_weight_decay, model.weigh = said.no_weight_decay, lambda parts: said.weigh(parts, self.native)
         count = self._trial(model, table)
         if count and table.labels is not None and int(table.labels.max()) >= count:
             raise InputError(f"labels: there is a {int(table.labels.max())}, and the module gives {count} logits")

@@ -126,7 +126,7 @@ def _place(x: Tensor, group: _Group, out: Tensor) -> Tensor:
 def forward(qkv: Tensor, shape: Shape, heads: int) -> tuple[Tensor, Saved]:
     """(N, 3d) -> (N, d). The queries are already scaled by 1 / sqrt(d / H)."""
     if shape.fused:
-        return _fused(qkv, qkv, shape, heads)
+        return _attend(qkv, qkv, shape, heads)
     outs, saved = [], Saved()
     for group in shape.groups:
         q, k, v = _split(qkv, 3, group, heads)
@@ -149,13 +149,13 @@ def backward(gradient: Tensor, saved: Saved, shape: Shape, heads: int) -> Tensor
         torch.bmm(ds, k, out=out[0])
         torch.bmm(ds.transpose(1, 2), q, out=out[1])
         outs.append(_merge(out, group.count, heads))
-    return outs[0] if shape.equal else _scattered(outs, shape)
+    return outs[0] if shape.equal else _scatter(outs, shape)
 
 
 def forward_first(q: Tensor, kv: Tensor, shape: Shape, heads: int) -> tuple[Tensor, Saved]:
     """Attention with the query of each sequence's first token only: q (S, d), kv (N, 2d) -> (S, d)."""
     if shape.fused:
-        return _fused(q, kv, shape, heads)
+        return _attend(q, kv, shape, heads)
     out, saved = torch.empty_like(q), Saved()
     for group in shape.groups:
         k, v = _split(kv, 2, group, heads)
@@ -179,16 +179,16 @@ def backward_first(gradient: Tensor, saved: Saved, shape: Shape, heads: int) -> 
         torch.bmm(ds.transpose(1, 2), q, out=out[0])
         dq = _place(torch.bmm(ds, k).view(group.count, -1), group, dq)
         outs.append(_merge(out, group.count, heads))
-    return dq, outs[0] if shape.equal else _scattered(outs, shape)
+    return dq, outs[0] if shape.equal else _scatter(outs, shape)
 
 
-def _scattered(outs: list[Tensor], shape: Shape) -> Tensor:
+def _scatter(outs: list[Tensor], shape: Shape) -> Tensor:
     packed = (torch.cat(outs) if len(outs) > 1 else outs[0]).index_select(0, shape.back)
     packed[shape.tokens :] = 0
     return packed
 
 
-def _fused(q: Tensor, kv: Tensor, shape: Shape, heads: int) -> tuple[Tensor, Saved]:
+def _attend(q: Tensor, kv: Tensor, shape: Shape, heads: int) -> tuple[Tensor, Saved]:
     """Attention in compiled loops; ``q`` is ``kv`` if each token has a query."""
     from fedfm.training.packed import fused
 
@@ -198,13 +198,13 @@ def _fused(q: Tensor, kv: Tensor, shape: Shape, heads: int) -> tuple[Tensor, Sav
     p = torch.empty(fused.entries(shape.lengths, single, heads))
     flat_q, flat_kv = q.numpy().reshape(-1), kv.numpy().reshape(-1)
     places = flat_q, q.shape[1], flat_kv, kv.shape[1], *((0, d) if single else (d, 2 * d))
-    scratch = np.empty(d // heads * fused.padded(int(shape.lengths.max())), np.float32)
+    scratch = np.empty(d // heads * fused.round_up(int(shape.lengths.max())), np.float32)
     fused.forward(*places, shape.lengths, single, heads, d // heads, out.numpy().reshape(-1), p.numpy(), scratch)
     return out, [(q, kv, p)]
 
 
 def _fused_backward(gradient: Tensor, saved: Saved, shape: Shape, heads: int) -> tuple[Tensor, Tensor]:
-    """Gradients of the inputs q and kv of :func:`_fused`; one tensor if they are one."""
+    """Gradients of the inputs q and kv of :func:`_attend`; one tensor if they are one."""
     from fedfm.training.packed import fused
 
     ((q, kv, p),) = saved
@@ -215,8 +215,8 @@ def _fused_backward(gradient: Tensor, saved: Saved, shape: Shape, heads: int) ->
     flat_q, flat_kv = q.numpy().reshape(-1), kv.numpy().reshape(-1)
     places = flat_q, q.shape[1], flat_kv, kv.shape[1], *((0, d) if single else (d, 2 * d))
     longest = int(shape.lengths.max())
-    scratch = np.empty(d // heads * fused.padded(longest), np.float32)
-    scores = np.empty((1 if single else longest) * fused.padded(longest), np.float32)
+    scratch = np.empty(d // heads * fused.round_up(longest), np.float32)
+    scores = np.empty((1 if single else longest) * fused.round_up(longest), np.float32)
     outs = dq.numpy().reshape(-1), dkv.numpy().reshape(-1)
     flat = gradient.numpy().reshape(-1)
     fused.backward(flat, *places, shape.lengths, single, heads, d // heads, p.numpy(), *outs, scratch, scores)

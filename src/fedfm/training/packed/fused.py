@@ -118,12 +118,12 @@ def backward(
         start += n
 
 
-def padded(n: Any) -> Any:
+def round_up(n: Any) -> Any:
     """The length n, rounded up to whole lanes."""
     return -(-n // COUNT) * COUNT
 
 
 def entries(lengths: Any, single: bool, heads: int) -> int:
     """Numbers in ``p``: of each sequence and head (queries, padded length)."""
-    wide = padded(lengths)
+    wide = round_up(lengths)
     return int((wide if single else wide * lengths).sum()) * heads

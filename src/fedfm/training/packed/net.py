@@ -144,9 +144,9 @@ def _layer(
         norms, heads = (block.layernorm_before, block.layernorm_after), attention.num_attention_heads
     return Layer(
         qkv=_qkv(qkv, attention, names, low, first_only, name),
-        out=_adapted(out, names, low, f"{name}/out"),
-        up=_adapted(up, names, low, f"{name}/up"),
-        down=_adapted(down, names, low, f"{name}/down"),
+        out=_adapt(out, names, low, f"{name}/out"),
+        up=_adapt(up, names, low, f"{name}/up"),
+        down=_adapt(down, names, low, f"{name}/down"),
         norm_1=_norm(norms[0]),
         norm_2=_norm(norms[1]),
         heads=heads,
@@ -179,7 +179,7 @@ def _qkv(
     return (whole.part(0, size), whole.part(size, at)) if first_only else (whole,)
 
 
-def _adapted(module: Any, names: dict[int, str], low: bool, name: str) -> Adapted:
+def _adapt(module: Any, names: dict[int, str], low: bool, name: str) -> Adapted:
     base = _base(module)
     return Adapted(Linear(base.weight, base.bias, low), list(_sites(module, names, 0, 1.0)), name)
 

@@ -41,8 +41,8 @@ def train(net: Net, cache: Cache, jobs: Sequence[Job], fast: bool) -> list[Param
     prefixes = [cache.of(net, job) for job in ordered]
     labels = [job.client.data.train.labels for job in ordered]
     weights, gradients = [net.flat.views(row) for row in p], [net.flat.views(row) for row in g]
-    local, undecayed = ordered[0].local, ordered[0].client.model.undecayed
-    rule = Rule(local, p, net.flat.places(undecayed))
+    local, no_weight_decay = ordered[0].local, ordered[0].client.model.no_weight_decay
+    rule = Rule(local, p, net.flat.places(no_weight_decay))
     losses, active = [0.0] * len(jobs), len(jobs)
     for step in range(len(plans[0])):
         while len(plans[active - 1]) <= step:
