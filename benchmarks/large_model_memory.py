@@ -73,7 +73,7 @@ def imagined(module: nn.Module) -> None:
 
 def kept_by_a_block(module: Any, parts: families.Parts, shape: tuple[int, int, int], dtype: torch.dtype) -> int:
     """Bytes that autograd keeps of one block for a batch (rows, tokens, width)."""
-    block, turn = parts.blocks[0][1], families.unwrapped(module).model.rotary_emb
+    block, turn = parts.blocks[0][1], families.unwrap(module).model.rotary_emb
     kept: list[Tensor] = []
     half = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
     with FakeTensorMode():

@@ -7,7 +7,7 @@ from tiny_models import CLASSES, sentences, table_for
 import tiny_clip
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
-from fedfm.models.export import export, merged
+from fedfm.models.export import export, merge
 from fedfm.models.load import load_model
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
@@ -103,4 +103,4 @@ def test_export_to_torch_holds_it(folder, tmp_path):
     export(model, w, "torch", tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     assert torch.equal(state["score.bias"], w["score.bias"])
-    merged(model, model.params()).load_state_dict(state)
+    merge(model, model.params()).load_state_dict(state)

@@ -7,7 +7,7 @@ from tiny_models import images, load, sentences, table_for
 from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
-from fedfm.models.export import merged
+from fedfm.models.export import merge
 from fedfm.training import SGD, loop, private
 from fedfm.training.local_job import Job
 from fedfm.training.scheduler import train_client
@@ -43,7 +43,7 @@ def test_an_export_after_training_has_the_trained_weights(folder):
     w, _ = trained(model, table)
     model.load(w)
     rows = model.prepare(table, range(4))
-    whole = merged(model, w)
+    whole = merge(model, w)
     with torch.no_grad():
         torch.testing.assert_close(
             whole(rows.tensors["pixel_values"]).logits, model.predict(rows), atol=1e-5, rtol=1e-5

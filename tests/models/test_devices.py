@@ -59,7 +59,7 @@ def test_deterministic_algorithms_are_on_during_the_run_and_no_longer(plain, tmp
 def test_cublas_gets_its_workspace_before_it_starts(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    with devices.restored():
+    with devices.restore_determinism():
         devices.make_deterministic()
         import os
 

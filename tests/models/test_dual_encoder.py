@@ -17,7 +17,7 @@ from fedfm.errors import InputError
 from fedfm.models import dual_encoder as dual
 from fedfm.models.adapters import adaptation
 from fedfm.models.adapters.experts import Expert, experts
-from fedfm.models.architectures.dual_encoder import DualEncoder, Prompts, tokenised, words_of
+from fedfm.models.architectures.dual_encoder import DualEncoder, Prompts, tokenise, words_of
 from fedfm.models.export import export, load_adapter, save_adapter
 from fedfm.models.families import find
 from fedfm.models.load import load_model
@@ -328,7 +328,7 @@ def test_what_is_frozen_is_not_computed_again(place):
 
 def boundary_states(model, w, rows, k):
     """The pictures' and the prompts' states below the top k blocks, with the LoRA tensors w."""
-    with dual.installed(model, w) as own:
+    with dual.install(model, w) as own:
         return dual.boundary_images(own, rows, k), dual.boundary_texts(own, k)
 
 
@@ -512,7 +512,7 @@ def test_context_starts_where_a_tokenizer_without_a_start_token_starts():
         single="$A [SEP]", special_tokens=[("[SEP]", 3)]
     )
     with quiet():
-        made = tokenised(bare, CLASSES, (), length=24, whole=True, context=4)
+        made = tokenise(bare, CLASSES, (), length=24, whole=True, context=4)
     assert made.context == range(4)
     assert made.input_ids.shape == (1, 3, 24)
     assert made.input_ids[0, 1, :9].tolist() == [13, 13, 13, 13, 9, 10, 12, 3, 0]

@@ -24,7 +24,7 @@ from fedfm.api.model_card import how_to_load
 from fedfm.encrypted.student.conversion import is_polynomial_student
 from fedfm.models.architectures.pooled_encoder import POOLER
 from fedfm.models.dual_encoder import DualModel
-from fedfm.models.export import export, merged
+from fedfm.models.export import export, merge
 from fedfm.models.load import load_model
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
@@ -155,7 +155,7 @@ def asked(model, w):
     if model.tools.processor is None and not model.classes:
         batch = {"input_ids": torch.tensor([[4, 5, 6, 7, 8], [4, 9, 10, 5, 6]])}
         with torch.no_grad():
-            return batch, merged(model, w)(**batch).logits
+            return batch, merge(model, w)(**batch).logits
     if model.tools.processor is None and model.tools.tokenizer is None:
         rows = model.prepare(vectors(), range(4))
         return arguments(model, rows), expected(model, w, rows)

@@ -6,7 +6,7 @@ import torch
 from tiny_models import CLASSES, images, load, prose, sentences, table_for, vectors
 
 from fedfm.errors import InputError
-from fedfm.models.export import export, load_adapter, merged, save_adapter
+from fedfm.models.export import export, load_adapter, merge, save_adapter
 from fedfm.models.load import load_model
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
@@ -193,7 +193,7 @@ def test_torch_export_is_a_state_dict_with_labels(folder, tmp_path, family):
     state = load_file(tmp_path / "model.safetensors")
     assert not any("lora" in n for n in state)
     assert json.loads((tmp_path / "fedfm.json").read_text())["classes"] == list(CLASSES)
-    plain = merged(model, model.params())
+    plain = merge(model, model.params())
     plain.load_state_dict(state)
     with torch.no_grad():
         out = plain(**arguments(model, rows))

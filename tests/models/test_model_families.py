@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from tiny_models import IMAGE, OTHER_IMAGE, OTHER_TEXT, TEXT, load, table_for
 
 from fedfm.errors import InputError
-from fedfm.models.families import FAMILIES, default_targets, find, unwrapped
+from fedfm.models.families import FAMILIES, default_targets, find, unwrap
 from fedfm.models.layers import layers
 from fedfm.models.spec import AdaptationSpec
 
@@ -90,7 +90,7 @@ def test_blocks_are_the_hidden_states_of_transformers(folder, family):
 @pytest.mark.parametrize("family", EVERY)
 def test_parts_are_found_by_the_table_and_mostly_without_it(folder, family):
     table = table_for(family)
-    module = unwrapped(load(folder(family), table, "head").module)
+    module = unwrap(load(folder(family), table, "head").module)
     by_table, guessed = find(module, family), find(module, "never heard of")
     assert by_table.embedding is not None
     assert by_table.head == guessed.head

@@ -16,14 +16,14 @@ import fedfm
 from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError
 from fedfm.models.loss_graph import reach
-from fedfm.models.user.user_inputs import brought
+from fedfm.models.user.user_inputs import read_inputs
 from fedfm.runtime.user_population import of_brought
 
 ROWS = [(torch.randn(4, generator=torch.Generator().manual_seed(i)), i % 3) for i in range(24)]
 
 
 def notices(module, loss=cross_entropy, **more):
-    brings = brought({"model": module, "clients": {"a": ROWS[:12], "b": ROWS[12:]}, "loss": loss} | more)
+    brings = read_inputs({"model": module, "clients": {"a": ROWS[:12], "b": ROWS[12:]}, "loss": loss} | more)
     return [text for text in of_brought(brings, DataSpec(), 0).model.notices if "gradient" in text]
 
 

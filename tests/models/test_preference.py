@@ -77,7 +77,7 @@ def test_the_loss_is_equation_7(folder):
     assert model.loss(rows.batch(range(5))).item() == pytest.approx(sum(by_hand) / 5, rel=1e-4)
     for i in range(5):
         assert model.loss(rows.batch([i])).item() == pytest.approx(by_hand[i], rel=1e-4)
-        assert model.counted(rows.batch([i])) == 1
+        assert model.count_targets(rows.batch([i])) == 1
     found = model.evaluate(rows)
     assert found["n"] == 5
     assert found["accuracy"] == sum(h > 0 for h in margins) / 5

@@ -16,7 +16,7 @@ from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.models import quantised
-from fedfm.models.export import export, load_adapter, merged, save_adapter
+from fedfm.models.export import export, load_adapter, merge, save_adapter
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec
 from fedfm.training import AdamW, loop
@@ -168,7 +168,7 @@ def test_an_export_is_the_dequantised_model_with_the_adapter_merged(folder, fami
     atol = 1e-5 if kind == "nf4" else 0.02  # int8 also rounds what goes into a map
     torch.testing.assert_close(logits, model.logits(batch).detach(), atol=atol, rtol=1e-3)
     assert quantised.kind_of(model.module) == kind  # the model itself is as it was
-    assert not any(n.endswith("absmax") for n in merged(model, w).state_dict())
+    assert not any(n.endswith("absmax") for n in merge(model, w).state_dict())
 
 
 @bitsandbytes

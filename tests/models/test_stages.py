@@ -12,7 +12,7 @@ from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models import encoder_decoder, first_batch
 from fedfm.models.adapters import adaptation
-from fedfm.models.families import default_targets, find, unwrapped
+from fedfm.models.families import default_targets, find, unwrap
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec
 from fedfm.models.stages import in_parallel_lists
@@ -232,7 +232,7 @@ def test_a_block_may_be_one_entry_of_each_of_several_lists(beside, name):
     rows = model.prepare(table, range(3))
     assert default_targets(model.parts) == ("q_lin", "v_lin")
     assert first_batch.look(model, rows) == []
-    base = unwrapped(model.module).transformer
+    base = unwrap(model.module).transformer
 
     def states():
         with torch.no_grad():

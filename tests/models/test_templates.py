@@ -185,7 +185,7 @@ def test_the_loss_of_a_conversation_is_a_mean_over_what_the_assistant_said(folde
             for place in range(len(before), len(upto)):
                 total -= z[place - 1, upto[place]].item()
                 tokens += 1
-    assert tokens == model.counted(rows.batch(range(3)))
+    assert tokens == model.count_targets(rows.batch(range(3)))
     assert model.loss(rows.batch(range(3))).item() == pytest.approx(total / tokens, rel=1e-5)
 
 

@@ -85,7 +85,7 @@ def test_losses_of_rows_add_up_to_the_loss(ready):
     batch = made.batch(range(min(6, len(made))))
     sums, counts = task.row_losses(model, batch)
     assert len(sums) == len(counts) == min(6, len(made))
-    assert int(counts.sum()) == model.counted(batch) > 0
+    assert int(counts.sum()) == model.count_targets(batch) > 0
     torch.testing.assert_close(sums.sum() / counts.sum(), model.loss(batch), rtol=1e-5, atol=1e-6)
     for i in range(len(sums)):  # a row's loss does not depend on the rows of its batch
         alone, count = task.row_losses(model, made.batch([i]))

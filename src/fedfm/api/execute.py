@@ -126,7 +126,7 @@ def drive(
     if run.manifest["result"] is not None:
         return _result_of_finished(run, progress)
     try:
-        with run.lock(), _stop_flag() as stop, devices.restored(), _discard_if_refused(run, fresh):
+        with run.lock(), _stop_flag() as stop, devices.restore_determinism(), _discard_if_refused(run, fresh):
             if run.manifest["result"] is not None:  # another process has ended it since it was opened
                 return _result_of_finished(run, progress)
             progress = with_trackers(run, progress)

@@ -21,7 +21,7 @@ from fedfm.core import storage
 from fedfm.data.spec import IN_MEMORY
 from fedfm.engines.local.engine import processes
 from fedfm.errors import InputError
-from fedfm.models.user.user_inputs import brought
+from fedfm.models.user.user_inputs import read_inputs
 from fedfm.models.user.user_module import Given, Loss, Objective
 from fedfm.runtime.predictions import personal
 from fedfm.runtime.progress import Progress
@@ -113,7 +113,7 @@ def federate(
         "labels": labels,
     }
     told |= {"model": model, "clients": clients, "train": train, "test": test, "classes": classes}
-    brings = brought(told, local)
+    brings = read_inputs(told, local)
     given = brings.given
     admit_named({"method": {"name": method}})
     for key, value in keys.items():

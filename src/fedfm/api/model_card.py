@@ -18,7 +18,7 @@ from fedfm.models.architectures import pooled_encoder
 from fedfm.models.architectures.dual_encoder import DualEncoder, words_of
 from fedfm.models.architectures.pooled_encoder import PooledEncoder
 from fedfm.models.export import ABOUT, WEIGHTS, Target
-from fedfm.models.families import unwrapped
+from fedfm.models.families import unwrap
 from fedfm.models.head_inputs import UNIT_NORM
 from fedfm.models.language.generation import left_out
 from fedfm.models.locate import BUILT_IN
@@ -82,7 +82,7 @@ def _named(model: Model) -> str:
     """The base's name; of a folder its last part."""
     name = model.spec.name
     if is_own(model):
-        return type(unwrapped(model.module)).__name__
+        return type(unwrap(model.module)).__name__
     return Path(name).resolve().name if Path(name).exists() else name
 
 
@@ -104,7 +104,7 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
     Args:
         mixture: lines that make the model of two adapters, where rows weigh them.
     """
-    own, module = is_own(model), unwrapped(model.module)
+    own, module = is_own(model), unwrap(model.module)
     takes = _head_takes(out)
     if isinstance(model, SideModel):
         lines = _side_adapter(model)
@@ -168,7 +168,7 @@ def is_own(model: Model) -> bool:
 
 def _loading(model: Model, to: Target, out: Path) -> list[str]:
     """Lines of Python that load the model with transformers, and an adapter onto it."""
-    whole: Any = unwrapped(model.module)
+    whole: Any = unwrap(model.module)
     module = whole.clip if isinstance(whole, DualEncoder) else whole
     kind = type(module)
     home = "transformers" if kind.__module__.startswith("transformers.") else kind.__module__

@@ -18,7 +18,7 @@ from fedfm.models import export, merging
 from fedfm.models.quiet import quiet
 from fedfm.models.user import language
 from fedfm.models.user.outputs import Outputs
-from fedfm.models.user.user_inputs import Brought, brought, call
+from fedfm.models.user.user_inputs import Brought, call, read_inputs
 from fedfm.runtime.user_population import brought_by
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def load(run: Run, given: Any, client: str | None, *, last: bool = False) -> tup
             "or the Trainer again, from Python, as given=..."
         )
     else:
-        brings = brought(given, rows=False)
+        brings = read_inputs(given, rows=False)
     model = brings.given.model(run.manifest["model"]["classes"])
     if model.fingerprint != run.manifest["fingerprints"]["model"]:
         raise InputError(
@@ -74,7 +74,7 @@ def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool =
 
     Returns:
         ``classes``, ``predictions`` and ``probabilities`` of a classifier; of a language model what
-        :func:`fedfm.models.user.language.told` returns; of other modules ``outputs``, a list for each row, and no
+        :func:`fedfm.models.user.language.evaluate` returns; of other modules ``outputs``, a list for each row, and no
         predictions.
 
     Raises:
@@ -91,14 +91,14 @@ def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool =
     with model.evaluating():
         if language.translates(model.module) and len(rows):
             return language.translations(given, [rows[i] for i in range(len(rows))])
-        first = given.predicted([rows[0]]) if len(rows) else None
+        first = given.predict([rows[0]]) if len(rows) else None
         logits = None if first is None else first.logits
         if logits is not None and language.gives_tokens(model.module, given.batch([rows[0]]), logits):
-            return language.told(given, [rows[i] for i in range(len(rows))])
+            return language.evaluate(given, [rows[i] for i in range(len(rows))])
         several = first is not None and first.count != 1  # such as the two answers of a row of preferences
         for index in _parts(given, rows, 1 if several else BATCH, mixed=logits is not None and logits.dim() <= 2):
             part = [rows[i] for i in index]
-            found.append(given.predicted(part))
+            found.append(given.predict(part))
             mask = given.batch(part).get("attention_mask")
             for i, row in zip(index, [found[-1].together()] if several else found[-1].rows(mask), strict=True):
                 lists[i] = row

@@ -31,7 +31,7 @@ from fedfm.linalg.params import sha256_of
 from fedfm.linalg.quantised import EXACT
 from fedfm.linalg.threads import torch_threads
 from fedfm.models import devices
-from fedfm.models.user.user_inputs import brought
+from fedfm.models.user.user_inputs import read_inputs
 from fedfm.runtime import file_integrity
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import secret
@@ -200,7 +200,7 @@ def replay(
     method: Any = experiment.method
     watched, replies, state, first = watched or {}, list[RecordedReply](), None, None
     of = result["details"].get("model_of_round", result["rounds"])
-    with torch_threads(1), devices.restored():
+    with torch_threads(1), devices.restore_determinism():
         population = population_of(run, given)
         check_unchanged(run, population)
         notice(f"running {run.path} again, with a recorder at the server")
@@ -239,7 +239,7 @@ def population_of(run: Run, given: Any = None) -> Partitioned:
     """
     if not run.experiment.in_memory:
         return populate(run.experiment)
-    population = of_brought(brought(given), run.experiment.data, run.experiment.run.seed)
+    population = of_brought(read_inputs(given), run.experiment.data, run.experiment.run.seed)
     start = storage.load(run.path / START)
     if start is None:
         raise InputError(f"{run.path / START} is missing or damaged: it holds the weights that the run began with")

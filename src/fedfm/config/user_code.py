@@ -63,7 +63,7 @@ def filled(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         InputError: the function cannot be called, or its Trainer has an argument that clients cannot honour.
     """
-    from fedfm.models.user.user_inputs import brought, call
+    from fedfm.models.user.user_inputs import call, read_inputs
 
     data, method, run = (tables.get(key) for key in ("data", "method", "run"))
     name = data.get("name") if isinstance(data, Mapping) else None
@@ -74,7 +74,7 @@ def filled(tables: Mapping[str, Any]) -> Mapping[str, Any]:
         return tables
     made = admit_function(name, "data.name")
     try:
-        brings = brought(call(made, name, run.get("seed", 0)), local)
+        brings = read_inputs(call(made, name, run.get("seed", 0)), local)
     except InputError as error:
         raise InputError(f"data.name: {name}: {error}", key="data.name") from None
     if brings.seed is None:

@@ -23,7 +23,7 @@ class DatasetRows(Rows):
 
     table: Table | None = None
     index: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    collated: Callable[[list[Any]], Batch] = dict
+    collate: Callable[[list[Any]], Batch] = dict
 
     def __len__(self) -> int:
         return len(self.index)
@@ -33,7 +33,7 @@ class DatasetRows(Rows):
 
     def batch(self, index: Sequence[int] | np.ndarray | Tensor) -> Batch:
         assert self.table is not None  # noqa: S101 - all callers set it
-        return self.collated([self.table.inputs[i] for i in self.take(index).index.tolist()])
+        return self.collate([self.table.inputs[i] for i in self.take(index).index.tolist()])
 
 
 class Joined(Sequence[Any]):

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 
-def moved(value: Any, device: torch.device) -> Any:
+def move(value: Any, device: torch.device) -> Any:
     """The value with all its tensors on the device, as transformers' Trainer moves a batch."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
-        return {key: moved(x, device) for key, x in value.items()}
+        return {key: move(x, device) for key, x in value.items()}
     if isinstance(value, list | tuple):
-        return [moved(x, device) for x in value]
+        return [move(x, device) for x in value]
     return value
 
 

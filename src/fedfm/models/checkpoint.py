@@ -53,7 +53,7 @@ class Difference:
         shapes = {name: (tuple(theirs), tuple(ours)) for name, theirs, ours in info["mismatched_keys"]}
         missing = set(info["missing_keys"]) - shapes.keys()
         found = cls(module, path, {n for n in missing if _is_weight(module, n)}, set(info["unexpected_keys"]), shapes)
-        found.leftovers |= found._hidden()
+        found.leftovers |= found._hidden_leftovers()
         return found
 
     def judge(self, *, head: bool) -> tuple[set[str], list[str]]:
@@ -78,7 +78,7 @@ class Difference:
         """Names of weights that are left over of a part which the module has."""
         return sorted(n for n in self.leftovers if self._is_inside(n) and not self._saved_has(n) and self._is_weight(n))
 
-    def _hidden(self) -> set[str]:
+    def _hidden_leftovers(self) -> set[str]:
         """Names that are left over, and that a pattern of the class hides by chance.
 
         A pattern means whole parts of a name: GPT-2's ``attn.bias``, a mask of older releases, is found in
@@ -93,7 +93,7 @@ class Difference:
         kinds = {_NUMBER.sub("#", name) for name, _ in self.module.named_parameters(remove_duplicate=False)}
         return {
             name
-            for name in self._stored
+            for name in self._weights
             if by_chance.search(name)
             and not meant.search(name)
             and not self._aliases(name) & there
@@ -150,17 +150,17 @@ class Difference:
         and nothing that the module computes by itself, which older releases of transformers saved.
         """
         leaf = name.rpartition(".")[2]
-        if name in self._stored:
-            whole = not self._stored.dtype(name).startswith(("F", "BF"))
+        if name in self._weights:
+            whole = not self._weights.dtype(name).startswith(("F", "BF"))
             bits = leaf == "weight"  # of a quantised map
-            if math.prod(self._stored.shape(name)) == 1 or (whole and not bits):
+            if math.prod(self._weights.shape(name)) == 1 or (whole and not bits):
                 return False
         computed = {n for n, _ in self.module.named_buffers()} - self.module.state_dict().keys()
         leaves = {n.rpartition(".")[2] for n in computed} - {"weight", "bias"}
         return leaf not in leaves and not self._aliases(name) & computed
 
     @cached_property
-    def _stored(self) -> StoredWeights:
+    def _weights(self) -> StoredWeights:
         return StoredWeights(self.path)
 
     def _aliases(self, name: str) -> set[str]:

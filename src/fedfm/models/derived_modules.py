@@ -39,7 +39,7 @@ class Bounded(nn.Module):
 
 def _key(module: Any) -> str:
     """The key of its configuration that says how this module, also under PEFT, is derived; empty if it is not."""
-    config = getattr(families.unwrapped(module), "config", None)
+    config = getattr(families.unwrap(module), "config", None)
     return next((key for key in INSTALLERS if getattr(config, key, None) is not None), "")
 
 
@@ -60,7 +60,7 @@ def install(module: nn.Module) -> None:
 
 def table(module: Any) -> Mapping[str, Any]:
     """What ``config.json`` says of a module that :func:`is_derived`."""
-    return getattr(families.unwrapped(module).config, _key(module))  # type: ignore[no-any-return]
+    return getattr(families.unwrap(module).config, _key(module))  # type: ignore[no-any-return]
 
 
 def hinge(modules: Collection[Bounded]) -> None:

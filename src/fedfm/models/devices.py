@@ -70,7 +70,7 @@ def make_deterministic() -> None:
 
 
 @contextmanager
-def restored() -> Iterator[None]:
+def restore_determinism() -> Iterator[None]:
     """Context manager: undo :func:`make_deterministic` at the end, for the program that called a run."""
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     try:
@@ -128,9 +128,9 @@ def gather_trained(module: nn.Module, device: torch.device) -> None:
             remove_hook_from_module(part)
         for name, p in own.items():
             setattr(part, name, nn.Parameter(p.detach().to(device)))
-        part.register_forward_pre_hook(lambda _, args: tuple(_moved(x, device) for x in args))
-        part.register_forward_hook(lambda _, args, y, home=home: _moved(y, home))
+        part.register_forward_pre_hook(lambda _, args: tuple(_move(x, device) for x in args))
+        part.register_forward_hook(lambda _, args, y, home=home: _move(y, home))
 
 
-def _moved(x: Any, device: torch.device) -> Any:
+def _move(x: Any, device: torch.device) -> Any:
     return x.to(device) if isinstance(x, torch.Tensor) else x

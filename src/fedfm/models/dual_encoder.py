@@ -19,10 +19,10 @@ from fedfm.core.rows import Batch, Rows
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models.adapters import lora
-from fedfm.models.architectures.dual_encoder import DualEncoder, mean_direction, tokenised
-from fedfm.models.families import unwrapped
+from fedfm.models.architectures.dual_encoder import DualEncoder, mean_direction, tokenise
+from fedfm.models.families import unwrap
 from fedfm.models.model import Model
-from fedfm.models.precision import rounded
+from fedfm.models.precision import reduced_precision
 from fedfm.models.row_batches import fixed_batches
 
 Blocks = Sequence[tuple[str, nn.Module]]
@@ -39,7 +39,7 @@ class DualModel(Model):
 
     def __init__(self, module: nn.Module, **about: Any) -> None:
         super().__init__(module, **about)
-        self.dual: DualEncoder = unwrapped(module)
+        self.dual: DualEncoder = unwrap(module)
         self.images_fixed = not self.dual.trains_images
         if not self.dual.trains_texts:
             self.dual.fix_texts()
@@ -66,7 +66,7 @@ class DualModel(Model):
     def logits(self, batch: Batch) -> Tensor:
         """(b, C); takes batches of rows and of encoded rows."""
         if "features" in batch:
-            with rounded(self.spec.dtype, self.device):
+            with reduced_precision(self.spec.dtype, self.device):
                 return self.dual.logits(batch["features"].to(self.device))
         return super().logits(batch)
 
@@ -82,14 +82,14 @@ class DualModel(Model):
         """
         siglip = self.dual.config.model_type == "siglip"
         length = self.dual.input_ids.shape[-1] if siglip else self.tools.max_length
-        written = tokenised(self.tools.tokenizer, self.classes, self.spec.templates, length=length, whole=siglip)
+        written = tokenise(self.tools.tokenizer, self.classes, self.spec.templates, length=length, whole=siglip)
         with self.evaluating():
             return DualEncoder(self.dual.clip, written).to(self.device).encode_texts()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """As of any model; the texts are encoded once."""
-        with super().evaluating(), rounded(self.spec.dtype, self.device), self.dual.keeping_texts():
+        with super().evaluating(), reduced_precision(self.spec.dtype, self.device), self.dual.keeping_texts():
             yield
 
     def by_batches(self, rows: Rows, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -133,24 +133,24 @@ def active_layers(model: Model, k: int) -> tuple[str, ...]:
 
 def expert_features(model: Model, w: Params, rows: Rows) -> Tensor:
     """V (n, d), norm 1, on the CPU: the pictures' features with the LoRA tensors w, in evaluation mode."""
-    with installed(model, w) as own:
+    with install(model, w) as own:
         return own.by_batches(rows, own.dual.images)
 
 
 def expert_texts(model: Model, w: Params) -> Tensor:
     """T (C, d), norm 1: the class names' features with the LoRA tensors w, in evaluation mode."""
-    with installed(model, w) as own:
+    with install(model, w) as own:
         return own.dual.texts()
 
 
 def boundary_images(model: DualModel, rows: Rows, k: int) -> Tensor:
-    """(n, T, h), on the CPU: the pictures' states below the top k blocks; the model is as :func:`installed` has it."""
+    """(n, T, h), on the CPU: the pictures' states below the top k blocks; the model is as :func:`install` leaves it."""
     return model.by_batches(rows, lambda x: _entering(model.parts.blocks, k, lambda: model.dual.images(x)))
 
 
 def images_with_states(model: DualModel, rows: Rows, k: int) -> Iterator[tuple[Tensor, Tensor]]:
     """(V (b, d), the states (b, T, h) below the top k blocks), at most 32 rows at a time, on the CPU; the model is as
-    :func:`installed` has it.
+    :func:`install` leaves it.
     """
     caught: list[Tensor] = []
     hook = _split(model.parts.blocks, k)[1][0][1].register_forward_pre_hook(lambda _, args: caught.append(args[0]))
@@ -163,7 +163,7 @@ def images_with_states(model: DualModel, rows: Rows, k: int) -> Iterator[tuple[T
 
 
 def boundary_texts(model: DualModel, k: int) -> Tensor:
-    """(P, C, L, h): the prompts' states below the top k blocks; the model is as :func:`installed` has it."""
+    """(P, C, L, h): the prompts' states below the top k blocks; the model is as :func:`install` leaves it."""
     run, blocks = model.dual.template_features, model.parts.text_blocks
     return torch.stack([_entering(blocks, k, lambda p=p: run(p)) for p in range(len(model.dual.input_ids))])  # type: ignore[misc]
 
@@ -179,7 +179,7 @@ def top_images(model: Model, states: Tensor, k: int, *, train: bool) -> Tensor:
     """
     own = need(model)
     states = states.to(own.device)
-    with _mode(own, train), _resumed(own.dual.clip.vision_model.embeddings, own.parts.blocks, k, states):
+    with _mode(own, train), _resume(own.dual.clip.vision_model.embeddings, own.parts.blocks, k, states):
         return own.dual.images(states)  # the embedding, which would read pictures, does not run
 
 
@@ -190,7 +190,7 @@ def top_texts(model: Model, states: Tensor, k: int, *, train: bool) -> Tensor:
     own, features = need(model), []
     with _mode(own, train):
         for p, state in enumerate(states.to(own.device)):
-            with _resumed(own.dual.clip.text_model.embeddings, own.parts.text_blocks, k, state):
+            with _resume(own.dual.clip.text_model.embeddings, own.parts.text_blocks, k, state):
                 features.append(own.dual.template_features(p))
         return mean_direction(features)
 
@@ -232,7 +232,7 @@ def trunk_images(model: Model, w: Params, trunk: Mapping[str, Tensor], states: T
             module.eval()
             stack.callback(module.train)
         states = states.to(own.device)
-        stack.enter_context(_resumed(own.dual.clip.vision_model.embeddings, own.parts.blocks, 1, states))
+        stack.enter_context(_resume(own.dual.clip.vision_model.embeddings, own.parts.blocks, 1, states))
         return own.dual.images(states)
 
 
@@ -254,7 +254,7 @@ def _split(blocks: Blocks, k: int) -> tuple[Blocks, Blocks]:
 
 
 @contextmanager
-def installed(model: Model, w: Params) -> Iterator[DualModel]:
+def install(model: Model, w: Params) -> Iterator[DualModel]:
     """Context manager: w is installed in the model, which evaluates; afterwards it has its own tensors again."""
     own, before = need(model), model.params()
     try:
@@ -282,18 +282,18 @@ def _entering(blocks: Blocks, k: int, run: Callable[[], Tensor]) -> Tensor:
         caught.append(x)
         return x
 
-    with _replaced(dict.fromkeys(upper, _pass) | {upper[0]: keep}):
+    with _replace_forwards(dict.fromkeys(upper, _pass) | {upper[0]: keep}):
         run()
     return caught[0]
 
 
 @contextmanager
-def _resumed(embedding: nn.Module, blocks: Blocks, k: int, state: Tensor) -> Iterator[None]:
+def _resume(embedding: nn.Module, blocks: Blocks, k: int, state: Tensor) -> Iterator[None]:
     """Context manager: an encoder skips what is below its top k blocks and enters them with the state."""
     lower, upper = _split(blocks, k)
     hook = upper[0][1].register_forward_pre_hook(lambda _, args: (state, *args[1:]))
     try:
-        with _replaced({embedding: lambda *args, **kwargs: state} | {block: _pass for _, block in lower}):
+        with _replace_forwards({embedding: lambda *args, **kwargs: state} | {block: _pass for _, block in lower}):
             yield
     finally:
         hook.remove()
@@ -304,7 +304,7 @@ def _pass(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 @contextmanager
-def _replaced(forwards: dict[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
+def _replace_forwards(forwards: dict[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
     """Context manager: these modules compute these functions."""
     with ExitStack() as stack:
         for module, forward in forwards.items():

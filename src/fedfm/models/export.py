@@ -23,7 +23,7 @@ from fedfm.models.adapters.stacked import from_files, in_files, in_names_of_peft
 from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.architectures.pooled_encoder import PooledEncoder
 from fedfm.models.dual_encoder import DualModel
-from fedfm.models.families import unwrapped
+from fedfm.models.families import unwrap
 from fedfm.models.locate import DTYPES
 from fedfm.models.model import Model
 from fedfm.models.quiet import quiet
@@ -150,19 +150,19 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
             raise InputError(
                 "--to peft: the adapter is for the run's own random weights, which no file holds: use hf or torch"
             )
-        if isinstance(unwrapped(model.module), PooledEncoder):
+        if isinstance(unwrap(model.module), PooledEncoder):
             raise InputError(f"--to peft: {_NO_CLASS}, onto which an adapter could be put: use torch")
         save_adapter(model, w, out)
         export_base.complete(model, Path(out))
     elif to == "hf":
-        module = _of_transformers(merged(model, w))
+        module = _of_transformers(merge(model, w))
         if module is None:
             if model.adaptation == "prompt":
                 raise InputError("--to hf: a model of transformers has no place for learned context vectors: use torch")
             if model.task.two_encoders:
                 other = "peft, whose adapter goes onto the CLIPModel, or torch" if _is_lora(model) else "torch"
                 raise InputError(f"--to hf: a zero-shot classifier is no class of transformers: use {other}")
-            if isinstance(unwrapped(model.module), PooledEncoder):
+            if isinstance(unwrap(model.module), PooledEncoder):
                 raise InputError(f"--to hf: {_NO_CLASS}: use torch")
             raise InputError(f"--to hf: {model.spec.name!r} is no transformers model: use torch")
         if head_takes is not None:  # the folder would load, and predict something else
@@ -174,16 +174,16 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
         with quiet():
             module.save_pretrained(str(_folder(out)))
     else:
-        _save(merged(model, w).state_dict(), _folder(out) / WEIGHTS)
+        _save(merge(model, w).state_dict(), _folder(out) / WEIGHTS)
         _about(model, Path(out), head_takes)
-        if isinstance(classifier := unwrapped(model.module), PooledEncoder):
+        if isinstance(classifier := unwrap(model.module), PooledEncoder):
             with quiet():
                 classifier.config.save_pretrained(str(Path(out) / "encoder"))
     _save_tools(model, Path(out))
     return Path(out)
 
 
-def merged(model: Model, w: Params) -> Any:
+def merge(model: Model, w: Params) -> Any:
     """A copy of the module with weights ``w``, on the CPU, with LoRA merged.
 
     Of a quantised base it has the weights that the bits stand for, in ``model.dtype``: it computes what the run has
@@ -339,7 +339,7 @@ def _about(model: Model, folder: Path, head_takes: str | None = None) -> None:
         "names": list(model.names),
         **({} if model.tools.tokenizer is None else {"max_length": model.tools.max_length}),
     }
-    if isinstance(module := unwrapped(model.module), PooledEncoder):
+    if isinstance(module := unwrap(model.module), PooledEncoder):
         about["head_reads"] = module.pooling
     if head_takes is not None:
         about["head_takes"] = head_takes

@@ -21,7 +21,7 @@ from fedfm.models import quantised
 from fedfm.models.adapters.experts import GLOBAL, LOCAL
 from fedfm.models.adapters.peft_alone import peft_alone
 from fedfm.models.architectures.dual_encoder import DualEncoder
-from fedfm.models.families import unwrapped
+from fedfm.models.families import unwrap
 from fedfm.models.locate import DTYPES, locate
 from fedfm.models.model import Model
 from fedfm.models.quiet import quiet
@@ -39,7 +39,7 @@ def complete(model: Model, folder: Path) -> bool:
     Returns:
         Whether ``base/`` is there: it needs weights in files, or experts in bits.
     """
-    whole: Any = unwrapped(model.module)
+    whole: Any = unwrap(model.module)
     module = whole.clip if isinstance(whole, DualEncoder) else whole
     if not hasattr(getattr(module, "config", None), "save_pretrained"):
         return False

@@ -157,7 +157,7 @@ def check_alike(name: str, model_type: str, mine: str) -> None:
         raise InputError(f"{name}: a model of type {model_type!r} does not match one of type {mine!r}")
 
 
-def unwrapped(module: Any) -> Any:
+def unwrap(module: Any) -> Any:
     """The module below PEFT's wrapper."""
     return module.get_base_model() if hasattr(module, "get_base_model") else module
 

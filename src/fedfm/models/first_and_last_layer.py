@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fedfm.models.families import FAMILIES, Parts, find, type_of, unwrapped
+from fedfm.models.families import FAMILIES, Parts, find, type_of, unwrap
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Ends:
         return cls(inside, parts.head.partition(".")[0] or None)
 
 
-def known(module: nn.Module) -> Ends | None:
+def find_ends(module: nn.Module) -> Ends | None:
     """The ends of a model of a known family with a head; None for any other module."""
-    root = unwrapped(module)
+    root = unwrap(module)
     model_type = type_of(root)
     if model_type not in FAMILIES:
         return None
@@ -73,9 +73,9 @@ class LayerCalls:
 
 
 @contextmanager
-def seen(module: nn.Module) -> Iterator[LayerCalls]:
+def record_calls(module: nn.Module) -> Iterator[LayerCalls]:
     """Context manager: records every executed layer of the module."""
-    root = unwrapped(module)
+    root = unwrap(module)
     found = LayerCalls(root)
 
     def note(path: str, output: Any) -> None:

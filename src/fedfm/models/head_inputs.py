@@ -32,7 +32,7 @@ def head_inputs(model: Model, head: nn.Linear, rows: Rows) -> Tensor:
         with model.evaluating():
             for batch, n in fixed_batches(rows, large=large):
                 logits = model.outputs(batch)
-                pooled = _pooled(model, head, caught.pop(), batch, rows)
+                pooled = _pool(model, head, caught.pop(), batch, rows)
                 if head is model.head and not done:
                     pooling.check_agrees(model, head, pooled, logits)
                 done.append(pooled[:n].float().cpu())
@@ -41,7 +41,7 @@ def head_inputs(model: Model, head: nn.Linear, rows: Rows) -> Tensor:
     return torch.cat(done)[back] if done else torch.zeros(0, head.in_features)
 
 
-def _pooled(model: Model, head: nn.Linear, x: Tensor, batch: Batch, rows: Rows) -> Tensor:
+def _pool(model: Model, head: nn.Linear, x: Tensor, batch: Batch, rows: Rows) -> Tensor:
     """(b, T, d) -> (b, d), if the head reads every token: as the classifier pools, of a language model the last."""
     if x.dim() != 3:
         return x

@@ -28,7 +28,7 @@ from fedfm.models import (
 )
 from fedfm.models.architectures import pooled_encoder
 from fedfm.models.architectures.clip_zero_shot import ZeroShotClassifier
-from fedfm.models.architectures.dual_encoder import MODEL_TYPES, DualEncoder, tokenised
+from fedfm.models.architectures.dual_encoder import MODEL_TYPES, DualEncoder, tokenise
 from fedfm.models.architectures.pooled_encoder import PooledEncoder
 from fedfm.models.language import chat_templates
 from fedfm.models.locate import DTYPES, locate, stored_file
@@ -74,7 +74,7 @@ class Loaded:
     notices: tuple[str, ...] = ()
 
 
-def pretrained(
+def load_pretrained(
     path: Path | str,
     spec: ModelSpec,
     classes: tuple[str, ...],
@@ -132,7 +132,7 @@ def _of_encoder(path: Path | str, spec: ModelSpec, config: Any, classes: tuple[s
     import transformers
     from PIL import Image
 
-    if quantised.asked(spec, config):
+    if quantised.describe(spec, config):
         raise InputError(
             f"model.quantization: transformers has no classifier of type {config.model_type!r}, and encoders of "
             "pictures are read whole; drop it",
@@ -168,7 +168,7 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
                 f"{spec.name!r} is of type {config.model_type!r}",
                 key="model.name",
             )
-        if quantised.asked(spec, config):
+        if quantised.describe(spec, config):
             raise InputError(
                 "model.quantization: models of two encoders are read whole; drop it, or take a classifier with "
                 'model.task = "classification"',
@@ -180,7 +180,7 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
         siglip = config.model_type == "siglip"
         if siglip and tools.positions:  # all its texts have this length, also in an export
             tools = dataclasses.replace(tools, max_length=tools.positions)
-        prompts = tokenised(
+        prompts = tokenise(
             tools.tokenizer,
             classes,
             spec.templates,

@@ -85,7 +85,7 @@ class Chosen(Sequence[Any]):
 def pixels(pictures: Any, preprocess: Preprocess) -> Tensor:
     """uint8 (N, H, W, C) or N paths -> float32 (N, 3, H', W'); opens one chunk of paths at a time."""
     out, at = torch.zeros(0, 3, 1, 1), 0
-    for chunk in _opened(pictures):
+    for chunk in _rgb_chunks(pictures):
         done = preprocess(chunk)
         if len(done) == len(pictures):
             return done
@@ -96,7 +96,7 @@ def pixels(pictures: Any, preprocess: Preprocess) -> Tensor:
     return out
 
 
-def _opened(pictures: Any) -> Iterator[list[Any]]:
+def _rgb_chunks(pictures: Any) -> Iterator[list[Any]]:
     """Chunks of RGB pictures."""
     for start in range(0, len(pictures), CHUNK):
         yield [rgb(x) for x in pictures[start : start + CHUNK]]

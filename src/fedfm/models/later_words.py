@@ -15,7 +15,7 @@ from fedfm.core.rows import Rows
 from fedfm.core.tokens import Tokens
 from fedfm.errors import InputError
 from fedfm.models import lengths
-from fedfm.models.families import unwrapped
+from fedfm.models.families import unwrap
 
 if TYPE_CHECKING:
     from fedfm.models.model import Model
@@ -39,11 +39,11 @@ def refuse(model: Model, rows: Rows) -> None:
         one, other = (_logits(model, text)[:-1] for text in (ids, _ends_otherwise(ids)))
     if torch.equal(one.nan_to_num(), other.nan_to_num()) or not _depend(model, ids):
         return
-    config = getattr(unwrapped(model.module), "config", None)
+    config = getattr(unwrap(model.module), "config", None)
     setting = ""
     if getattr(config, "causal", None) is False:
         setting = ', or "causal": true in its config.json if it was trained so'
-    kind = getattr(config, "model_type", type(unwrapped(model.module)).__name__)
+    kind = getattr(config, "model_type", type(unwrap(model.module)).__name__)
     raise InputError(
         f"model.name: {model.spec.name!r} is of type {kind!r}, which sees the words that it predicts: its logits for "
         f'a word change with a later one; model.task = "{model.task}" needs a causal model, such as a llama or a '
@@ -69,7 +69,7 @@ def _depend(model: Model, ids: Tensor) -> bool:
     Numbers alone do not tell: experts that take other tokens together round the earlier ones otherwise. The gradient
     of a causal model is exactly zero.
     """
-    reads = lengths.embedding(unwrapped(model.module))
+    reads = lengths.embedding(unwrap(model.module))
     if reads is None:
         return True
     embedded: list[Tensor] = []

@@ -314,7 +314,7 @@ def _load(
         return _resnet(path, spec, classes, kind, seed)
     if task.two_encoders:
         return hub.zero_shot(path, spec, classes, seed)
-    return hub.pretrained(path, spec, classes, kind, task, seed, hollow)
+    return hub.load_pretrained(path, spec, classes, kind, task, seed, hollow)
 
 
 def _resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...] | None, kind: str, seed: int) -> Loaded:

@@ -13,7 +13,7 @@ T = TypeVar("T")
 TOKENS = 1 << 15  # of a batch without gradients: 64 rows of 512
 
 
-def warned(text: str) -> None:
+def warn(text: str) -> None:
     """Say it as a warning."""
     warnings.warn(text, RuntimeWarning, stacklevel=4)
 

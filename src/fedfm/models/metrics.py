@@ -20,8 +20,8 @@ from fedfm.models.language import chat_templates, truncation
 from fedfm.models.language.chat_form import ASSISTANT
 from fedfm.models.language.next_token import rows_at_once, scored
 from fedfm.models.language.tool_calls import one_call
-from fedfm.models.memory_budget import TOKENS, in_halves, warned
-from fedfm.models.precision import rounded
+from fedfm.models.memory_budget import TOKENS, in_halves, warn
+from fedfm.models.precision import reduced_precision
 from fedfm.models.preprocessing import IGNORE, LOCAL_SHARE, prompts
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def likelihood(model: Model, rows: Rows, batch_size: int = 64) -> Scores:
                 tokens += int(counts.sum())
         return total, hits, tokens
 
-    (total, hits, tokens), _ = in_halves(rows_at_once(model, rows, batch_size), sums, warned)
+    (total, hits, tokens), _ = in_halves(rows_at_once(model, rows, batch_size), sums, warn)
     if not tokens:
         return nothing(n=len(rows))
     loss = total / tokens
@@ -131,7 +131,7 @@ def likelihood(model: Model, rows: Rows, batch_size: int = 64) -> Scores:
     }
 
 
-def compared(said: Sequence[Answer], right: Sequence[str]) -> Scores:
+def compare_texts(said: Sequence[Answer], right: Sequence[str]) -> Scores:
     """Exact match and ROUGE-1 against whole references, means over the rows; None without answers.
 
     ``answers_cut`` is the share of answers that end at the limit: a longer one might match.
@@ -207,11 +207,11 @@ def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[Answer]:
             text = _text(tokens, called[i], ends, model)
             out[i] = Answer(tuple(tokens), text, cut=ends.isdisjoint(tokens))
 
-    with torch.no_grad(), model.evaluating(), rounded(model.spec.dtype, model.device):
+    with torch.no_grad(), model.evaluating(), reduced_precision(model.spec.dtype, model.device):
         at, most, lengths = 0, batch_size, [len(ids) + limit for ids in asked]
         while at < len(order):
             some = _first(order[at:], lengths, most)
-            _, fit = in_halves(len(some), partial(answer, some), warned)
+            _, fit = in_halves(len(some), partial(answer, some), warn)
             at, most = at + len(some), fit if fit < len(some) else most
     return out
 
@@ -276,7 +276,7 @@ def rouge_1(answer: str, reference: str) -> float:
     return 2 * common / (sum(a.values()) + sum(b.values())) if common else float(a == b)
 
 
-def joined(parts: Sequence[Scores], weights: Mapping[str, str]) -> Scores:
+def join_scores(parts: Sequence[Scores], weights: Mapping[str, str]) -> Scores:
     """Scores on the union of rows, from the scores on parts of them, as weighted means.
 
     One part with rows is returned as it is. Of several, the others than ``weights`` names are None.

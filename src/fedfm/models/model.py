@@ -22,10 +22,10 @@ from fedfm.models.adapters.adaptation import live_head
 from fedfm.models.block_outputs import blocks
 from fedfm.models.decay import no_weight_decay
 from fedfm.models.derived_modules import Bounded
-from fedfm.models.families import Parts, unwrapped
+from fedfm.models.families import Parts, unwrap
 from fedfm.models.head_inputs import head_inputs
-from fedfm.models.memory_budget import by_tokens, in_halves, warned
-from fedfm.models.precision import rounded
+from fedfm.models.memory_budget import by_tokens, in_halves, warn
+from fedfm.models.precision import reduced_precision
 from fedfm.models.preprocessing import LOCAL_SHARE
 from fedfm.models.preprocessors import Tools
 from fedfm.models.row_batches import by_length
@@ -99,7 +99,7 @@ class Model:
         self.adaptation_spec = spec.adaptation or AdaptationSpec("full")
         self.adaptation = self.adaptation_spec.name
         self.head = head
-        self._arguments = frozenset(inspect.signature(unwrapped(module).forward).parameters)
+        self._arguments = frozenset(inspect.signature(unwrap(module).forward).parameters)
         self._tensors = dict(_travelling(module, running_statistics=self.adaptation == "full"))
         self.names = tuple(self._tensors)
         self.layout: Layout = layout_of(tuple((n, t.dtype, tuple(t.shape)) for n, t in self._tensors.items()))
@@ -262,9 +262,9 @@ class Model:
         """Logits (m, C) and targets (m,) of the cross-entropy; the target ``IGNORE`` does not count."""
         return self.task.targets(self, logits, batch)
 
-    def counted(self, batch: Batch) -> int:
+    def count_targets(self, batch: Batch) -> int:
         """Over how many targets the loss of this batch is a mean."""
-        return self.task.counted(batch)
+        return self.task.count_targets(batch)
 
     @property
     def mixes_rows(self) -> str:
@@ -295,7 +295,7 @@ class Model:
                 return [self.logits(batch).float().cpu() for batch in rows.batches(size)]
 
         size = by_tokens(rows.longest, min(batch_size, max(len(rows), 1)))
-        done, _ = in_halves(size, by, warned)
+        done, _ = in_halves(size, by, warn)
         return torch.cat(done)[back] if done else torch.zeros(0, len(self.classes))
 
     def evaluate(self, rows: Rows, logits: Tensor | None = None) -> dict[str, Any]:
@@ -328,7 +328,7 @@ class Model:
         device, self.share = self.device, batch.get(LOCAL_SHARE)
         fixed = {"use_cache": False} if "use_cache" in self._arguments else {}
         given = {k: v.to(device) for k, v in batch.items() if k in self._arguments and k != "labels"}
-        with rounded(self.spec.dtype, device):
+        with reduced_precision(self.spec.dtype, device):
             out = self.module(**given, **fixed)
         return out if isinstance(out, Tensor) else out.logits
 

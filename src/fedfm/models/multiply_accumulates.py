@@ -68,12 +68,12 @@ def per_sample(model: Model, rows: Rows, batch_size: int = 1) -> Macs | None:
 def _count(model: Model, batch: Batch) -> int:
     hollow, model.hollow = model.hollow, False  # numbers do not count
     try:
-        return _counted(model, batch)
+        return _count_forward(model, batch)
     finally:
         model.hollow = hollow
 
 
-def _counted(model: Model, batch: Batch) -> int:
+def _count_forward(model: Model, batch: Batch) -> int:
     with model.evaluating(), torch.random.fork_rng(devices=[]), _Counter() as counter:
         model.logits(batch)
     return int(counter.macs)
@@ -106,14 +106,14 @@ class _Counter(TorchFunctionMode):
 def _macs(name: str, args: Any, kwargs: Any, out: Any) -> int:
     """MACs of one call: entries of the result times products in each."""
     if name == "scaled_dot_product_attention":
-        q, k, v = (_given(args, kwargs, at, word) for at, word in enumerate(("query", "key", "value")))
+        q, k, v = (_argument(args, kwargs, at, word) for at, word in enumerate(("query", "key", "value")))
         return int(q.numel() * k.shape[-2] + q.numel() // q.shape[-1] * k.shape[-2] * v.shape[-1])
     if name in ("linear", "conv1d", "conv2d", "conv3d"):
-        return int(out.numel() * _given(args, kwargs, 1, "weight")[0].numel())
+        return int(out.numel() * _argument(args, kwargs, 1, "weight")[0].numel())
     if name in _FIRST:
-        return int(out.numel() * _given(args, kwargs, 0, "self", "input", "mat1").shape[-1])
+        return int(out.numel() * _argument(args, kwargs, 0, "self", "input", "mat1").shape[-1])
     if name in _SECOND:  # the method's own tensor, its bias, is the first argument
-        return int(out.numel() * _given(args, kwargs, 1, "mat1", "batch1").shape[-1])
+        return int(out.numel() * _argument(args, kwargs, 1, "mat1", "batch1").shape[-1])
     return 0
 
 
@@ -122,7 +122,7 @@ _FIRST = ("matmul", "__matmul__", "mm", "bmm", *_GROUPED)  # products by what is
 _SECOND = ("addmm", "baddbmm")  # that have the sum's other term before it
 
 
-def _given(args: Sequence[Any], kwargs: Any, at: int, *words: str) -> Any:
+def _argument(args: Sequence[Any], kwargs: Any, at: int, *words: str) -> Any:
     """An argument by its place, or by one of its names."""
     return args[at] if len(args) > at else next(kwargs[word] for word in words if word in kwargs)
 

@@ -35,7 +35,7 @@ def train_in_single(module: nn.Module) -> None:
 
 
 @contextmanager
-def rounded(dtype: str, device: torch.device) -> Iterator[None]:
+def reduced_precision(dtype: str, device: torch.device) -> Iterator[None]:
     """Context manager of a forward pass: products in this dtype; nothing changes for float32."""
     if dtype == "float32":
         yield

@@ -153,7 +153,7 @@ _TOLD = (
 )
 
 
-def told(processor: Any) -> dict[str, Any]:
+def image_settings(processor: Any) -> dict[str, Any]:
     """What a party without the model needs to prepare pictures as ``processor`` does.
 
     Raises:
@@ -169,7 +169,7 @@ def told(processor: Any) -> dict[str, Any]:
 
 
 def from_told(how: Mapping[str, Any]) -> Preprocess:
-    """The preparation that :func:`told` describes."""
+    """The preparation that :func:`image_settings` describes."""
     from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
     return processor_call(ViTImageProcessorPil(**{key: value for key, value in how.items() if key in _TOLD}))
@@ -194,10 +194,10 @@ def plain_call(size: int, mean: Sequence[float], std: Sequence[float]) -> Prepro
 
 def texts(strings: Sequence[str], tokenizer: Any, max_length: int) -> Tokens:
     """A token vector for each string, cut at ``max_length``, with the tokenizer's special tokens."""
-    return encoded(strings, tokenizer, max_length)[0]
+    return encode(strings, tokenizer, max_length)[0]
 
 
-def encoded(strings: Sequence[str], tokenizer: Any, max_length: int) -> tuple[Tokens, dict[str, Tokens]]:
+def encode(strings: Sequence[str], tokenizer: Any, max_length: int) -> tuple[Tokens, dict[str, Tokens]]:
     """As :func:`texts`, and what else the tokenizer writes for each token, by the model's argument."""
     empty = [tokenizer.pad_token_id or 0]  # no model takes a row of length 0
     names = written_beside(tokenizer)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fedfm.core.rows import Rows
 from fedfm.core.tokens import Tokens
 from fedfm.models import preprocessing
-from fedfm.models.families import unwrapped
+from fedfm.models.families import unwrap
 
 if TYPE_CHECKING:
     from fedfm.models.model import Model
@@ -30,7 +30,7 @@ def made_texts(model: Model) -> Rows:
     words = itertools.cycle([i for i in range(_vocabulary(model)) if i not in special])
     found, kinds = [], list[dict[str, Tokens]]()
     for n in _WORDS:
-        framed, of = preprocessing.encoded([" ".join(["a"] * n)], tokenizer, model.tools.max_length)
+        framed, of = preprocessing.encode([" ".join(["a"] * n)], tokenizer, model.tools.max_length)
         kinds.append(of)
         found.append([i if i in special else next(words) for i in map(int, framed[0])])
     beside = {name: Tokens.joining([of[name] for of in kinds]) for name in kinds[0]}
@@ -39,7 +39,7 @@ def made_texts(model: Model) -> Rows:
 
 def _vocabulary(model: Model) -> int:
     """Tokens that both the tokenizer and the model know."""
-    config: Any = getattr(unwrapped(model.module), "config", None)
+    config: Any = getattr(unwrap(model.module), "config", None)
     known = getattr(config.get_text_config(), "vocab_size", None) if hasattr(config, "get_text_config") else None
     count = len(model.tools.tokenizer)
     return min(count, known) if isinstance(known, int) else count

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fedfm.errors import InputError
 from fedfm.models import quantised_experts
 from fedfm.models.adapters.stacked import wrap
-from fedfm.models.families import unwrapped
+from fedfm.models.families import unwrap
 from fedfm.models.locate import DTYPES
 from fedfm.models.spec import ModelSpec
 
@@ -44,7 +44,7 @@ def of_folder(config: Any) -> dict[str, Any] | None:
     return None if found is None else dict(found if isinstance(found, Mapping) else found.to_dict())
 
 
-def asked(spec: ModelSpec, config: Any) -> str | None:
+def describe(spec: ModelSpec, config: Any) -> str | None:
     """How the base is held, in words for messages; None if it is not quantised.
 
     Raises:
@@ -159,7 +159,7 @@ def in_floats(module: nn.Module, head: str) -> str:
     """A line that names the matrices which are not quantised, beside embeddings and the head; empty if they have less
     than a hundredth of the numbers.
     """
-    sizes, bytes_, whole = dict[str, int](), 0, unwrapped(module)
+    sizes, bytes_, whole = dict[str, int](), 0, unwrap(module)
     out = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
     packed = sum(m.in_features * m.out_features for _, m in maps(module))
     packed += sum(math.prod(m.size) for m in module.modules() if isinstance(m, quantised_experts.Bits))

@@ -75,7 +75,7 @@ def module_of(
     """
     dtype = DTYPES[spec.dtype]
     where = devices.placement(spec.device)
-    word = quantised.asked(spec, config)
+    word = quantised.describe(spec, config)
     if word is None:
         return load(auto, path, spec, config, seed, dtype, head=head, **where), None
     stored = quantised.of_folder(config)
@@ -209,7 +209,7 @@ def load(
         raise InputError(f"model.attention: {first_of(error)}", key="model.attention") from None
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if "conversion of the weights" in str(error):
-            named = some(sorted(_failed(error))) or "some of the model's tensors"
+            named = some(sorted(_failed_tensors(error))) or "some of the model's tensors"
             raise InputError(
                 f"model.name: {path} lacks tensors, or has some of another shape, of which {named} would be made",
                 key="model.name",
@@ -243,7 +243,7 @@ def new_modules(module: nn.Module, model_type: str, missing: set[str]) -> list[s
     return [p for p in top if p]
 
 
-def _failed(error: Exception) -> set[str]:
+def _failed_tensors(error: Exception) -> set[str]:
     """The model's tensors that transformers could not make of those of a file. Its error does not name them, but for
     a report of many lines in the log.
     """

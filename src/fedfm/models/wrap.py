@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedfm.core.rows import Batch, Rows
 from fedfm.models import load
-from fedfm.models.batches import moved, rows_of
+from fedfm.models.batches import move, rows_of
 from fedfm.models.families import Parts
 from fedfm.models.first_and_last_layer import Ends
 from fedfm.models.model import Model
@@ -33,11 +33,11 @@ class WrappedModel(Model):
     scores_function: Callable[[Model, Rows, int], dict[str, Any]] | None = None  # instead of models.metrics.evaluate
 
     def loss(self, batch: Batch) -> Tensor:
-        return self.loss_function(self.module, self._moved(batch))
+        return self.loss_function(self.module, self._to_device(batch))
 
     def logits(self, batch: Batch) -> Tensor:
         """The given logits, else the module's output for the batch without its labels."""
-        batch = self._moved(batch)
+        batch = self._to_device(batch)
         if self.logits_function is not None:
             return self.logits_function(self.module, batch)
         inputs = {name: x for name, x in batch.items() if name != "labels"}
@@ -58,14 +58,14 @@ class WrappedModel(Model):
         tensors = {("vectors" if name == "features" else name): x for name, x in rows.tensors.items()}
         return super().features(dataclasses.replace(rows, tensors=tensors))
 
-    def counted(self, batch: Batch) -> int:
+    def count_targets(self, batch: Batch) -> int:
         return rows_of(batch)
 
     def outputs(self, batch: Batch) -> Tensor:
         return self.logits({("features" if name == "vectors" else name): x for name, x in batch.items()})
 
-    def _moved(self, batch: Batch) -> Batch:
-        return {name: moved(x, self.device) for name, x in batch.items()}
+    def _to_device(self, batch: Batch) -> Batch:
+        return {name: move(x, self.device) for name, x in batch.items()}
 
 
 def wrap(

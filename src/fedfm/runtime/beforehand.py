@@ -23,7 +23,7 @@ from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.models import lengths
 from fedfm.models.dual_encoder import DualModel
-from fedfm.models.families import unwrapped
+from fedfm.models.families import unwrap
 from fedfm.models.first_batch import look
 from fedfm.models.model import Model
 from fedfm.runtime.partitioned import Partitioned
@@ -137,7 +137,7 @@ def _try(method: Method[Any], population: Partitioned) -> list[str]:
 
 
 def _hint(model: Model) -> str:
-    config = getattr(unwrapped(model.module), "config", None)
+    config = getattr(unwrap(model.module), "config", None)
     if getattr(config, "is_encoder_decoder", False):
         return " (an encoder-decoder classifies by its end token, which its tokenizer must write once behind each text)"
     return ""

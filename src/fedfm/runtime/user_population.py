@@ -14,7 +14,7 @@ from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.data.stratify import hold_out
 from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError, listed
-from fedfm.models.user.user_inputs import Brought, brought, call
+from fedfm.models.user.user_inputs import Brought, call, read_inputs
 from fedfm.models.user.user_module import Places
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.seeds import generator
@@ -41,7 +41,7 @@ def brought_by(experiment: Experiment) -> Brought:
     """What the experiment's function returns."""
     name = str(experiment.data.name)
     try:
-        return brought(call(function(name, "data.name"), name, experiment.run.seed))
+        return read_inputs(call(function(name, "data.name"), name, experiment.run.seed))
     except InputError as error:
         raise InputError(f"data.name: {name}: {error}") from None
 
@@ -53,7 +53,7 @@ def of_silo(silo: str, name: str, spec: DataSpec, seed: int) -> Partitioned:
         InputError: as :func:`of_experiment`, or the function returns no rows of this silo.
     """
     try:
-        brings = brought(call(function(name, "data"), name, seed))
+        brings = read_inputs(call(function(name, "data"), name, seed))
         rows = brings.train if brings.clients is None else brings.clients.get(silo)
         if rows is None:
             raise InputError(f"its clients are {listed(map(str, brings.clients or ()))}, and this silo is {silo}")
@@ -76,7 +76,7 @@ def of_brought(brings: Brought, spec: DataSpec, seed: int, name: str = "") -> Pa
         raise InputError(f"data.partition: {name} returns clients with rows of their own; drop it")
     table, places = brings.given.table(brings.clients, brings.train, brings.test, spec.partition.column)
     federated = partition(table, places, spec, seed)
-    model = brings.given.wrapped(table, brings.classes)
+    model = brings.given.wrap(table, brings.classes)
     model.predictor = packed.predict
     return Partitioned(replace(federated, table=replace(table, classes=model.classes)), model)
 

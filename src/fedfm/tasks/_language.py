@@ -37,7 +37,7 @@ class LanguageTask(Task):
         targets = next_tokens(batch).to(logits.device)
         return logits[:, :-1].reshape(-1, logits.shape[-1]).float(), targets.reshape(-1)
 
-    def counted(self, batch: Batch) -> int:
+    def count_targets(self, batch: Batch) -> int:
         from fedfm.models.preprocessing import IGNORE, next_tokens
 
         return int((next_tokens(batch) != IGNORE).sum())
@@ -72,7 +72,7 @@ def answer_prompts(trained: Trained, table: Table) -> dict[str, Any]:
     from dataclasses import replace
 
     from fedfm.core.rows import blank
-    from fedfm.models.metrics import answer_limit, answers, compared, likelihood, references
+    from fedfm.models.metrics import answer_limit, answers, compare_texts, likelihood, references
 
     model = trained.model
     asked = replace(table, inputs=[(instruction, "") for instruction, _ in table.inputs])
@@ -80,7 +80,7 @@ def answer_prompts(trained: Trained, table: Table) -> dict[str, Any]:
         given = answers(model, rows)
     scored = [i for i, (_, output) in enumerate(table.inputs) if not blank(output)]
     rows = model.prepare(table, scored)
-    found = compared([given[i] for i in scored], references(model, rows))
+    found = compare_texts([given[i] for i in scored], references(model, rows))
     with trained.applied(rows) as adapted:
         found |= {key: value for key, value in likelihood(model, adapted).items() if key in ("loss", "perplexity")}
     return {

@@ -74,10 +74,12 @@ class Instruction(LanguageTask):
 
     def scores(self, model: Model, rows: Rows, batch_size: int = 64) -> Scores:
         """``loss`` and ``perplexity`` of the answers' tokens; ``accuracy`` is the exact match of answers."""
-        from fedfm.models.metrics import answers, compared, likelihood, references
+        from fedfm.models.metrics import answers, compare_texts, likelihood, references
 
         found = likelihood(model, rows, batch_size)
-        return found | compared(answers(model, rows) if model.spec.answer_tokens != 0 else [], references(model, rows))
+        return found | compare_texts(
+            answers(model, rows) if model.spec.answer_tokens != 0 else [], references(model, rows)
+        )
 
     @property
     def weights(self) -> dict[str, str]:

@@ -131,8 +131,8 @@ class Preference(LanguageTask):
             return super().targets(model, logits, batch)
         return logits.float(), torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
 
-    def counted(self, batch: Batch) -> int:
-        return len(batch[SECOND]) if SECOND in batch else super().counted(batch)
+    def count_targets(self, batch: Batch) -> int:
+        return len(batch[SECOND]) if SECOND in batch else super().count_targets(batch)
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
         """Equation 7 on these rows, a scalar: their mean."""
@@ -188,7 +188,7 @@ def _by_batches(model: Model, rows: Rows, of: Callable[[Batch], Tensor], most: i
     import torch
 
     from fedfm.models.language.next_token import rows_at_once
-    from fedfm.models.memory_budget import in_halves, warned
+    from fedfm.models.memory_budget import in_halves, warn
 
     lengths = [len(ids) for ids in rows.tokens] if rows.tokens is not None else [0] * len(rows)
     order = torch.argsort(torch.tensor(lengths, dtype=torch.int64), stable=True)
@@ -198,7 +198,7 @@ def _by_batches(model: Model, rows: Rows, of: Callable[[Batch], Tensor], most: i
         with model.evaluating():
             return [of(batch).float().cpu() for batch in sorted_rows.batches(size)]
 
-    done, _ = in_halves(rows_at_once(model, rows, most), by, warned)
+    done, _ = in_halves(rows_at_once(model, rows, most), by, warn)
     return torch.cat(done)[torch.argsort(order)] if done else torch.zeros(0, 2)
 
 

@@ -244,7 +244,7 @@ class Task:
         from fedfm.core.rows import Rows
         from fedfm.models import preprocessing
 
-        tokens, more = preprocessing.encoded(part.inputs, tools.tokenizer, tools.max_length)
+        tokens, more = preprocessing.encode(part.inputs, tools.tokenizer, tools.max_length)
         labels = preprocessing.labels_of(part, classes)
         return Rows(tokens=tokens, labels=labels, pad=int(tools.tokenizer.pad_token_id or 0), beside=more)
 
@@ -277,12 +277,12 @@ class Task:
         """Logits (m, C), float32, and targets (m,) of the cross-entropy; the target -100 does not count."""
         return logits.float(), batch["labels"].to(logits.device)
 
-    def counted(self, batch: Batch) -> int:
+    def count_targets(self, batch: Batch) -> int:
         """Over how many targets the loss of this batch is a mean."""
         return len(next(iter(batch.values())))
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
-        """The mean loss, a scalar, over the targets that count; with :meth:`counted` it is (sum, count)."""
+        """The mean loss, a scalar, over the targets that count; with :meth:`count_targets` it is (sum, count)."""
         import torch.nn.functional as F
 
         from fedfm.models.preprocessing import IGNORE
@@ -336,7 +336,7 @@ class Task:
 
         known = [dict(part) for part in parts if part.get("n")]
         if not self.sums:
-            return metrics.joined([dict(part) for part in parts], self.weights)
+            return metrics.join_scores([dict(part) for part in parts], self.weights)
         known = [part for part in known if all(part.get(name) is not None for name in self.sums)]
         if not known:
             return metrics.nothing(sum(part.get("n") or 0 for part in parts))

@@ -18,7 +18,7 @@ from fedfm.linalg import pages
 from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params
 from fedfm.models.derived_modules import Bounded, hinge, penalties
-from fedfm.models.memory_budget import in_halves, warned
+from fedfm.models.memory_budget import in_halves, warn
 from fedfm.models.model import Model
 from fedfm.training.local_job import Job
 from fedfm.training.optimisers import ABSENT, Local
@@ -208,7 +208,7 @@ class _Backward:
     def _say(self, text: str) -> None:
         """In the silo's log, and as a warning to whoever started this process."""
         self.note(text)
-        warned(text)
+        warn(text)
 
     def _add(self, rows: Rows, index: np.ndarray, size: int) -> Tensor:
         weigh = getattr(self.model, "weigh", None)
@@ -217,7 +217,7 @@ class _Backward:
         parts = [rows.batch(index[at : at + size]) for at in range(0, len(index), size)]
         if weigh is not None:
             return sum((self._one(part, factor) for part, factor in weigh(parts)), _ZERO)
-        counts = [self.model.counted(part) for part in parts]
+        counts = [self.model.count_targets(part) for part in parts]
         shares = ((part, count / sum(counts)) for part, count in zip(parts, counts, strict=True) if count)
         losses = (self._one(part, share) for part, share in shares)  # the mean over no token would be NaN
         return sum(losses, _ZERO)

@@ -88,7 +88,7 @@ class ForwardPass:
             "tokens": self.tokens,
             "patch": list(patches.size),
             "extra": patches.extra,
-            "picture": preprocessing.told(model.tools.processor),
+            "picture": preprocessing.image_settings(model.tools.processor),
             "digest": model.fingerprint,
             "ring": self.ring,
         }

@@ -52,7 +52,7 @@ __all__ = [
 
 def is_polynomial_student(module: Any) -> bool:
     """Whether a module of transformers, also under PEFT, is one by its configuration."""
-    return getattr(getattr(families.unwrapped(module), "config", None), KEY, None) is not None
+    return getattr(getattr(families.unwrap(module), "config", None), KEY, None) is not None
 
 
 def install(module: nn.Module, config: Any) -> None:
@@ -82,7 +82,7 @@ def prepare(module: nn.Module) -> tuple[Functions, ...]:
     Raises:
         InputError: a block has other functions than a softmax, two LayerNorms and a GELU.
     """
-    inner: Any = families.unwrapped(module)
+    inner: Any = families.unwrap(module)
     blocks = families.find(inner, inner.config.model_type).blocks
     if not blocks:
         raise InputError(f"model.name: no blocks are known of a model of type {inner.config.model_type!r}")
@@ -120,7 +120,7 @@ def _prepare_block(block: nn.Module, model_type: str) -> Functions:
 # --- weights ----------------------------------------------------------------------------------------------------------
 def pre_norm(module: Any) -> bool:
     """Whether its blocks are those of a ViT: norm, attention, sum, norm, MLP, sum."""
-    return families.type_of(families.unwrapped(module)) in PRE_NORM
+    return families.type_of(families.unwrap(module)) in PRE_NORM
 
 
 @torch.no_grad()
@@ -129,7 +129,7 @@ def centre(module: nn.Module) -> None:
 
     LayerNorm subtracts it anyway, so no output of a pre-norm model changes. Post-norm models are left as they are.
     """
-    inner: Any = families.unwrapped(module)
+    inner: Any = families.unwrap(module)
     if not pre_norm(inner):
         return
     parts = families.find(inner, inner.config.model_type)

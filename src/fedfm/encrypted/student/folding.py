@@ -122,7 +122,7 @@ def fold(module: nn.Module) -> Folded:
     Raises:
         InputError: the module is no polynomial student, or cannot run encrypted; with the reason.
     """
-    inner: Any = families.unwrapped(module)
+    inner: Any = families.unwrap(module)
     table = getattr(inner.config, KEY, None)
     kind = getattr(inner.config, "model_type", "")
     if table is None:
@@ -207,7 +207,7 @@ def block_states(module: nn.Module, pixel_values: Tensor) -> Tensor:
     Raises:
         InputError: the blocks of the model are unknown.
     """
-    inner: Any = families.unwrapped(module)
+    inner: Any = families.unwrap(module)
     blocks = families.find(inner, inner.config.model_type).blocks
     if not blocks:
         raise InputError(f"no blocks are known of a model of type {inner.config.model_type!r}")

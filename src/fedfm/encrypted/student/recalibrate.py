@@ -154,7 +154,7 @@ def measure_again(
     began = time.perf_counter()
     _check(spec, student)
     index, held = table.rows("train")[:MEASURED], held_out(table)
-    config: Any = families.unwrapped(student.module).config
+    config: Any = families.unwrap(student.module).config
     known = getattr(config, conversion.KEY)
     entries = [{k: v for k, v in block.items() if k not in _SIZES} for block in known["blocks"]]
 

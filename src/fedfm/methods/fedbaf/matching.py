@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedbaf.pull import Piece
-from fedfm.models.families import find, type_of, unwrapped
+from fedfm.models.families import find, type_of, unwrap
 from fedfm.models.first_and_last_layer import Ends
 from fedfm.models.model import Model
 
@@ -167,7 +167,7 @@ def _layer(name: str) -> str:
 
 def _roles(model: Model) -> dict[str, str]:
     """Name -> labels, vocabulary, output, positions or input; tensors of the body are not in it."""
-    root: Any = unwrapped(model.module)
+    root: Any = unwrap(model.module)
     ends = getattr(model, "ends", None) or Ends.of(model.parts)
     tables = {id(m.weight): path for path, m in root.named_modules() if isinstance(m, nn.Embedding)}
     vocabulary = {i for i, path in tables.items() if not (_POSITIONS.search(path) or _SEGMENTS.search(path))}
@@ -241,7 +241,7 @@ def _tensors(model: Model, foundation: str) -> Mapping[str, Tensor]:
         )
     if (folder / "fedfm.json").is_file() and (folder / "model.safetensors").is_file():
         return _read(folder / "model.safetensors", foundation)
-    own: Any = unwrapped(model.module)
+    own: Any = unwrap(model.module)
     if not type_of(own):
         what = "a head on feature vectors" if model.spec.name == "features" else "a module of one's own"
         raise InputError(

@@ -27,7 +27,7 @@ from fedfm.models.dual_encoder import (
     boundary_images,
     boundary_texts,
     images_with_states,
-    installed,
+    install,
     top_images,
     top_texts,
     trunk_images,
@@ -102,7 +102,7 @@ class Experts:
 
     def _fill(self) -> None:
         V_g, filed = list[Tensor](), None
-        with installed(self.model, self.W_g), merged(self.model):
+        with install(self.model, self.W_g), merged(self.model):
             for V, states in images_with_states(self.model, self.rows, self.k):
                 if not V_g and self._room(states[0].nbytes * len(self.rows)):
                     filed = Filed()
@@ -126,7 +126,7 @@ class Experts:
         """The pictures' states below the top k blocks, (b, T, h)."""
         if (filed := self.known.states.get(k)) is not None:
             return filed[index]
-        with installed(self.model, self.W_g), merged(self.model):
+        with install(self.model, self.W_g), merged(self.model):
             return boundary_images(self.model, self.rows.take(index), k)
 
     def of_global(self, index: np.ndarray) -> Tensor:
@@ -169,7 +169,7 @@ def _of_texts(model: DualModel, W_g: Params, k: int) -> tuple[Tensor, Tensor]:
     if found is None or not _equal(found[0], W_g):
         found = _texts[model] = (W_g, {})
     if k not in found[1]:
-        with installed(model, W_g), merged(model):
+        with install(model, W_g), merged(model):
             found[1][k] = boundary_texts(model, k), model.dual.encode_texts()
     return found[1][k]
 

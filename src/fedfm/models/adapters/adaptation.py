@@ -23,7 +23,7 @@ from fedfm.models.adapters.all_linear import all_linear, is_read_alone, left_out
 from fedfm.models.adapters.peft_alone import peft_alone
 from fedfm.models.adapters.stacked import stacks, without, wrap
 from fedfm.models.architectures.dual_encoder import DualEncoder
-from fedfm.models.families import Parts, default_targets, strides_are_read, unwrapped
+from fedfm.models.families import Parts, default_targets, strides_are_read, unwrap
 from fedfm.models.spec import ALL_LINEAR, AdaptationSpec
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def live_head(module: nn.Module, path: str) -> nn.Linear | None:
     """The linear head of the forward pass: PEFT replaces it by a trained copy."""
     if not path:
         return None
-    found: Any = unwrapped(module)
+    found: Any = unwrap(module)
     for name in path.split("."):
         found = getattr(found, name)
         found = found.modules_to_save["default"] if hasattr(found, "modules_to_save") else found

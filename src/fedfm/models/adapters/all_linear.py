@@ -14,7 +14,7 @@ from torch import nn
 
 from fedfm.models.adapters.peft_alone import peft_alone
 from fedfm.models.adapters.stacked import stacks
-from fedfm.models.families import Parts, unwrapped
+from fedfm.models.families import Parts, unwrap
 
 _READ = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size)\b)(\s*@)?")
 _CALLED = re.compile(r"\bself\.(\w+)\(")
@@ -79,7 +79,7 @@ def refused_by_peft(module: nn.Module, names: Iterable[str]) -> set[str]:
 def _reasons(module: nn.Module, parts: Parts, new: Iterable[str]) -> dict[str, str]:
     """Path of each linear map and of each parameter of experts that the rows pass -> why it is left out, or ""."""
     own = (*new, *((parts.head,) if parts.head else ()))
-    whole: Any = unwrapped(module)
+    whole: Any = unwrap(module)
     out = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
     found = dict[str, str]()
     refused = refused_by_peft(module, (name for name, _ in module.named_modules()))

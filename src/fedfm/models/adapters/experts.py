@@ -25,7 +25,7 @@ from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.models.adapters import lora
 from fedfm.models.adapters.lora import Weight
-from fedfm.models.families import unwrapped
+from fedfm.models.families import unwrap
 from fedfm.models.layers import module_of
 from fedfm.models.preprocessing import LOCAL_SHARE
 
@@ -82,7 +82,7 @@ def experts(model: Model, adapters: Mapping[str, Expert]) -> Iterator[None]:
     if len(own) > 1:
         raise ValueError("two experts with the model's own tensors")
     mine = own[0] if own else Expert(weight=0.0, layers=())
-    base = unwrapped(model.module)
+    base = unwrap(model.module)
     for expert in adapters.values():
         for path in (*(expert.layers or ()), *(expert.trained or ())):
             base.get_submodule(path)

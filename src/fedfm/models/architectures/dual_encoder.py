@@ -112,7 +112,7 @@ class DualEncoder(nn.Module):
             out = self.clip.get_text_features(input_ids=ids, attention_mask=mask)
         else:
             vectors, words = self.context.weight if context is None else context, self.clip.text_model
-            with words.get_input_embeddings().register_forward_hook(lambda *io: self._placed(vectors, io[-1])):
+            with words.get_input_embeddings().register_forward_hook(lambda *io: self._insert_context(vectors, io[-1])):
                 out = self.clip.get_text_features(input_ids=ids, attention_mask=mask)
         return F.normalize(out.pooler_output.float(), dim=-1).to(out.pooler_output.dtype)
 
@@ -162,7 +162,7 @@ class DualEncoder(nn.Module):
                 parameter.requires_grad_(False)
         return self
 
-    def _placed(self, context: Tensor, words: Tensor) -> Tensor:
+    def _insert_context(self, context: Tensor, words: Tensor) -> Tensor:
         """Word embeddings (C, L, h) with the context vectors (M, h) in their places."""
         context = context.to(words.dtype).expand(len(words), -1, -1)  # (C, M, h)
         return torch.cat([words[:, : self._places.start], context, words[:, self._places.stop :]], 1)
@@ -195,7 +195,7 @@ def words_of(classes: Sequence[str]) -> list[str]:
     return words
 
 
-def tokenised(
+def tokenise(
     tokenizer: Any, classes: Sequence[str], templates: Sequence[str], *, length: int, whole: bool, context: int = 0
 ) -> Prompts:
     """The prompts as tokens.

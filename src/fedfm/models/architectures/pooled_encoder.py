@@ -39,7 +39,7 @@ class PooledEncoder(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Pictures (b, 3, H, W) -> logits (b, C)."""
-        pooled = _pooled(_output(self.encoder, pixel_values), self.pooling)
+        pooled = _pool(_output(self.encoder, pixel_values), self.pooling)
         return self.classifier(pooled)  # type: ignore[no-any-return]
 
 
@@ -141,7 +141,7 @@ def _output(encoder: Any, pixel_values: Tensor) -> Any:
     return encoder(pixel_values=pixel_values, **more)
 
 
-def _pooled(output: Any, pooling: str) -> Tensor:
+def _pool(output: Any, pooling: str) -> Tensor:
     if pooling == POOLER:
         return output.pooler_output  # type: ignore[no-any-return]
     states: Tensor = output.last_hidden_state

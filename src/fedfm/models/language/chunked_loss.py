@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedfm.models.precision import rounded
+from fedfm.models.precision import reduced_precision
 from fedfm.models.preprocessing import IGNORE, next_tokens
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def mean_loss(model: Model, batch: Batch) -> Tensor | None:
         states[:, :-1][counts],
         targets[counts],
         head,
-        lambda: rounded(model.spec.dtype, states.device),
+        lambda: reduced_precision(model.spec.dtype, states.device),
         *parameters,
     )
     return total / counts.sum()

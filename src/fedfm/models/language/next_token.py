@@ -50,7 +50,7 @@ def targets_of(model: Model, rows: Rows) -> int | None:
     count = 0
     for batch in rows.batches(_COUNTED):
         if model.is_language_model:
-            count += model.counted(batch)
+            count += model.count_targets(batch)
             continue
         labels = batch.get("labels")
         if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.is_floating_point():

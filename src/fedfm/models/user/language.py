@@ -50,7 +50,7 @@ def translates(module: nn.Module) -> bool:
 
 
 def translations(given: Given, rows: Sequence[Any]) -> dict[str, Any]:
-    """What an encoder and its decoder say of rows: as :func:`told`, with an answer to each input.
+    """What an encoder and its decoder say of rows: as :func:`evaluate`, with an answer to each input.
 
     Raises:
         InputError: the module fails on the inputs.
@@ -69,14 +69,14 @@ def translations(given: Given, rows: Sequence[Any]) -> dict[str, Any]:
     for start in range(0, len(rows), _AT_ONCE):
         batch = given.batch([rows[i] for i in range(start, min(start + _AT_ONCE, len(rows)))])
         inputs = {name: x for name, x in given.inputs(batch).items() if not name.startswith("decoder_")}
-        said = _generated(given.module, half, **inputs, **ends)
+        said = _generate(given.module, half, **inputs, **ends)
         for i, ids in enumerate(said[:, 1:].tolist(), start):  # the first begins every answer
             answers[i], ended = _text(_tokenizer(given), ids, stops)
             cut += [] if ended else [i]
     return found | {"answers": answers, "cut": cut, "answer_tokens": limit, "limited_by": _BY}
 
 
-def told(given: Given, rows: Sequence[Any]) -> dict[str, Any]:
+def evaluate(given: Given, rows: Sequence[Any]) -> dict[str, Any]:
     """What a language model says of rows.
 
     Returns:
@@ -182,7 +182,7 @@ def _limits(given: Given) -> tuple[int, set[int], int, bool]:
     return limit, stops, pad, arguments is not None and arguments.bf16
 
 
-def _generated(module: Any, half: bool, **inputs: Any) -> Tensor:
+def _generate(module: Any, half: bool, **inputs: Any) -> Tensor:
     """Greedy answers (b, L) of ``generate``.
 
     Raises:
@@ -214,7 +214,7 @@ def _answers(given: Given, prompts: Sequence[Any]) -> dict[str, Any]:
         order = order[len(some) :]
         asked = torch.stack([prompts[i][-max(places - limit, 1) :] for i in some])
         ends = {"eos_token_id": sorted(stops) or None, "pad_token_id": pad, "max_new_tokens": limit}
-        said = _generated(given.module, half, input_ids=asked, attention_mask=torch.ones_like(asked), **ends)
+        said = _generate(given.module, half, input_ids=asked, attention_mask=torch.ones_like(asked), **ends)
         for i, ids in zip(some, said[:, asked.shape[1] :].tolist(), strict=True):
             answers[i], ended = _text(_tokenizer(given), ids, stops)
             cut += [] if ended else [i]
@@ -222,7 +222,7 @@ def _answers(given: Given, prompts: Sequence[Any]) -> dict[str, Any]:
 
 
 def lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A record for each row of :func:`told`."""
+    """A record for each row of :func:`evaluate`."""
     found: list[dict[str, Any]] = [
         {"loss": loss, "perplexity": perplexity}
         for loss, perplexity in zip(result["losses"], result["perplexities"], strict=True)

@@ -75,7 +75,7 @@ class TrainersModule:
         name = given.get("name", _OPTIMISERS.get(optim))
         if name is None:
             raise InputError(
-                f'Trainer: args.optim = "{optim}" has no counterpart; expected {_listed(_OPTIMISERS)}, or give '
+                f'Trainer: args.optim = "{optim}" has no counterpart; expected {_quote(_OPTIMISERS)}, or give '
                 'local={"name": "adamw"}'
             )
         if args.optim_args and "name" not in given:
@@ -83,7 +83,7 @@ class TrainersModule:
         if "schedule" not in given and (kind not in _SCHEDULES or args.lr_scheduler_kwargs):
             what = f'lr_scheduler_type = "{kind}"' if kind not in _SCHEDULES else "lr_scheduler_kwargs"
             raise InputError(
-                f"Trainer: args.{what} has no counterpart; expected {_listed(_SCHEDULES)} without further arguments, "
+                f"Trainer: args.{what} has no counterpart; expected {_quote(_SCHEDULES)} without further arguments, "
                 'or give local={"schedule": "constant"}'
             )
         if "epochs" not in given and (args.max_steps > 0 or args.num_train_epochs != int(args.num_train_epochs)):
@@ -287,7 +287,7 @@ def _text(value: Any) -> str:
     return str(getattr(value, "value", value))
 
 
-def _listed(names: Mapping[str, Any]) -> str:
+def _quote(names: Mapping[str, Any]) -> str:
     return ", ".join(f'"{name}"' for name in names)
 
 

@@ -38,7 +38,7 @@ class Brought:
     seed: int | None
 
 
-def brought(what: Any, local: Mapping[str, Any] | None = None, *, rows: bool = True) -> Brought:
+def read_inputs(what: Any, local: Mapping[str, Any] | None = None, *, rows: bool = True) -> Brought:
     """Read a Trainer, a module or a dict with the keys :data:`KEYS`.
 
     Args:
@@ -84,7 +84,7 @@ def call(function: Callable[[], Any], name: str, seed: int) -> Any:
         InputError: it fails, with its error.
     """
     try:
-        with _seeded(seeds.derive(seed, "own")):
+        with _seed_generators(seeds.derive(seed, "own")):
             return function()
     except InputError:
         raise
@@ -93,7 +93,7 @@ def call(function: Callable[[], Any], name: str, seed: int) -> Any:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def _seed_generators(seed: int) -> Iterator[None]:
     """Context manager: the global generators start at the seed, and are restored."""
     kept = random.getstate(), np.random.get_state()  # noqa: NPY002 - a user's code may draw from it
     try:

@@ -19,10 +19,10 @@ from fedfm.data.table import Table
 from fedfm.data.user_datasets import DatasetRows, Joined, checked, column, read_once
 from fedfm.errors import InputError, first_line
 from fedfm.linalg.params import to_bytes
-from fedfm.models.batches import moved, tensors
-from fedfm.models.first_and_last_layer import known, seen
+from fedfm.models.batches import move, tensors
+from fedfm.models.first_and_last_layer import find_ends, record_calls
 from fedfm.models.loss_graph import reach, with_graph
-from fedfm.models.memory_budget import in_halves, warned
+from fedfm.models.memory_budget import in_halves, warn
 from fedfm.models.metrics import nothing, scores
 from fedfm.models.user import gradients
 from fedfm.models.user.module_checks import check_module
@@ -63,7 +63,7 @@ class Given:
         if logits is not None and objective is None:
             raise InputError("logits: only an objective needs it; with a loss the module's output is used")
         self._loss, self._objective, self._logits = loss, objective, logits
-        self.end: Callable[[], None] = lambda: None  # undoes what :meth:`wrapped` switched on in the module
+        self.end: Callable[[], None] = lambda: None  # undoes what :meth:`wrap` switched on in the module
         self._key = labels
         self._collate = collate or torch.utils.data.default_collate
         self._own_batches = collate is not None or self.trainer is not None  # they may hold lists and dicts
@@ -99,7 +99,7 @@ class Given:
         return train, test, optimiser
 
     # --- rows --------------------------------------------------------------------------------------------------------
-    def collated(self, rows: list[Any], target: bool = True) -> Batch:
+    def collate(self, rows: list[Any], target: bool = True) -> Batch:
         """Rows as one batch of named tensors; the target's name is "labels". Without ``target`` it may be absent."""
         if self._columns is not None and rows and isinstance(rows[0], Mapping):
             rows = [{k: v for k, v in row.items() if k in self._columns} for row in rows]
@@ -170,7 +170,7 @@ class Given:
                 "lost; load it in float32, a Trainer's with bf16=True",
             )
         table = Table("own", inputs, None, (), split, columns, "the data given to federate()", notices)
-        self.rows = DatasetRows(table=table, index=np.arange(len(inputs)), collated=self.collated)
+        self.rows = DatasetRows(table=table, index=np.arange(len(inputs)), collate=self.collate)
         labels, self._nan = read_once(self.rows)
         self._labelled = labels is not None
         return replace(table, labels=labels), places
@@ -233,7 +233,7 @@ class Given:
             self.loss,
             classes=tuple(classes),
             logits=lambda m, b: self.outcome(m, b)[1],
-            prepare=lambda t, index: DatasetRows(table=t, index=index, collated=self.collated),
+            prepare=lambda t, index: DatasetRows(table=t, index=index, collate=self.collate),
             name=IN_MEMORY,
         )
         model.task = tasks.find("own")  # general kernels only: the loss is the user's
@@ -243,13 +243,13 @@ class Given:
     def batch(self, rows: list[Any]) -> Batch:
         """Rows whose target may be absent, on the module's device."""
         device = next(self.module.parameters()).device
-        return {k: moved(x, device) for k, x in self.collated(rows, target=False).items()}
+        return {k: move(x, device) for k, x in self.collate(rows, target=False).items()}
 
     def inputs(self, batch: Batch) -> Batch:
         """The batch without its target."""
         return {name: x for name, x in batch.items() if name not in ("labels", self._alias)}
 
-    def predicted(self, rows: list[Any]) -> Outputs:
+    def predict(self, rows: list[Any]) -> Outputs:
         """The module's outputs for rows whose target is not used, and may be absent.
 
         Raises:
@@ -276,7 +276,7 @@ class Given:
             ) from error
         return of_module(found, batch)
 
-    def wrapped(self, table: Table, classes: Sequence[str]) -> WrappedModel:
+    def wrap(self, table: Table, classes: Sequence[str]) -> WrappedModel:
         """The module as a model, after a trial on the first rows."""
         module, model = self.module, self.model()
         if (said := self.of_trainer) is not None:
@@ -305,8 +305,8 @@ class Given:
 
         most = self._at_once(min(_PROBE, len(self.rows)))
         try:
-            with torch.random.fork_rng(devices=[]), model.evaluating(), seen(self.module) as layers:
-                (loss, logits), _ = in_halves(most, tried, warned)
+            with torch.random.fork_rng(devices=[]), model.evaluating(), record_calls(self.module) as layers:
+                (loss, logits), _ = in_halves(most, tried, warn)
         except InputError:
             raise
         except Exception as error:
@@ -323,7 +323,7 @@ class Given:
             reach(loss, model.live()),
             lambda: self.loss(self.module, _batch(model, self.rows, first)),
         )
-        model.ends = known(self.module) or layers.ends(logits)
+        model.ends = find_ends(self.module) or layers.ends(logits)
         self._check_nan(model)
         fits = isinstance(logits, Tensor) and logits.dim() == 2 and logits.is_floating_point() and logits.shape[1] > 1
         return int(logits.shape[1]) if fits and table.labels is not None else 0
@@ -366,7 +366,7 @@ class Given:
             return total, outputs, targets
 
         with torch.random.fork_rng(devices=[]), model.evaluating():
-            (total, outputs, targets), _ = in_halves(self._at_once(min(size, len(rows))), sums, warned)
+            (total, outputs, targets), _ = in_halves(self._at_once(min(size, len(rows))), sums, warn)
         found = scores(torch.cat(outputs), torch.cat(targets)) if classifier else nothing(len(rows))
         mean = total / len(rows)
         return found | {"loss": mean if np.isfinite(mean) else None}
@@ -374,7 +374,7 @@ class Given:
 
 def _batch(model: WrappedModel, rows: Rows, index: range) -> Batch:
     """The rows as a batch on the model's device."""
-    return {k: moved(x, model.device) for k, x in rows.batch(index).items()}
+    return {k: move(x, model.device) for k, x in rows.batch(index).items()}
 
 
 def _names(module: nn.Module, count: int) -> tuple[str, ...]:

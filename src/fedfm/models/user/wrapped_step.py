@@ -26,7 +26,7 @@ def contexts_of(trainer: Any, name: str) -> Contexts | None:
         if method is None:
             continue
         if kind.__module__ == "transformers.trainer":
-            return lambda: _entered(found, trainer)
+            return lambda: _enter(found, trainer)
         expressions = _expressions(method, name)
         if expressions is None:
             return None
@@ -34,7 +34,7 @@ def contexts_of(trainer: Any, name: str) -> Contexts | None:
     return None
 
 
-def _entered(expressions: list[tuple[Any, Any]], trainer: Any) -> AbstractContextManager[Any]:
+def _enter(expressions: list[tuple[Any, Any]], trainer: Any) -> AbstractContextManager[Any]:
     stack = ExitStack()
     for expression, names in expressions:
         stack.enter_context(eval(expression, names, {"self": trainer}))  # noqa: S307 - the user's own code, as it stands
