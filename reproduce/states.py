@@ -27,7 +27,7 @@ def keep() -> None:
 
 def states(model: SideModel, rows: Rows) -> Tensor:
     """As ``SideModel.states``; a picture is computed once."""
-    backbone, released, scales = model.owned
+    backbone, released, scales = model.frozen_parts
     of_model = (backbone.fingerprint, *(bytes(to_bytes(t)) for t in (released.positions, scales)), model.net.shape)
     found = _once(of_model, rows, lambda left: _of_blocks(model, left))
     return torch.zeros(0, *model.net.shape) if found is None else found

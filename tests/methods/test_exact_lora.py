@@ -121,7 +121,7 @@ def test_all_three_aggregate_the_weighted_sum_of_products(seed, d_in, d_out, cli
         small = lora.factors(lora.first(like.replace(tensors), r), alpha)["q"]
         best = float(truth[r:].square().sum())
         assert float((expected - dense(small)).norm() ** 2) == pytest.approx(best, abs=1e-5 * scale**2)
-    wide = [Term(p, lora.widened(w, like.layout)) for p, w in found]
+    wide = [Term(p, lora.widen(w, like.layout)) for p, w in found]
     for term, (_, w) in zip(wide, found, strict=True):
         same = dense(lora.factors(w, alpha)["q"])
         torch.testing.assert_close(dense(lora.factors(term.w, alpha)["q"]), same, rtol=1e-5, atol=1e-5)
@@ -141,12 +141,12 @@ def test_an_adapter_and_a_shift_are_one_wider_adapter(seed, r, more, alpha):
     generator = torch.Generator().manual_seed(seed)
     w = adapter(torch.randn(5, r, generator=generator), torch.randn(r, 7, generator=generator), head=3)
     shift = {"q": (torch.randn(5, more, generator=generator), torch.randn(more, 7, generator=generator))}
-    wide = lora.merged(w, shift, alpha)
+    wide = lora.merge(w, shift, alpha)
     assert lora.rank_of(wide) == r + more
     expected = dense(lora.factors(w, alpha)["q"]) + dense(shift["q"])
     torch.testing.assert_close(dense(lora.factors(wide, alpha)["q"]), expected, rtol=1e-5, atol=1e-4)
     assert float(wide[HEAD]) == 3
-    idle = lora.merged(w.replace({B: torch.zeros(5, r)}), shift, alpha)
+    idle = lora.merge(w.replace({B: torch.zeros(5, r)}), shift, alpha)
     assert lora.rank_of(idle) == more  # an adapter that adds nothing is not carried along
 
 
@@ -250,7 +250,7 @@ def test_a_shift_acts_as_the_added_weight(folder, kind, rank):
         u = torch.randn(layer.out_features, rank, generator=generator)
         shift[path] = (u, torch.randn(rank, layer.in_features, generator=generator) / rank)
     bits = {n: p.clone() for n, p in model.module.named_parameters()}
-    with lora.shifted(model, shift):
+    with lora.shift_weights(model, shift):
         found = model.predict(rows)
         model.loss(rows.batch(range(4))).backward()
     gradient = {n: p.grad.clone() for n, p in model.live().items()}
@@ -279,12 +279,12 @@ def test_nothing_that_reads_weights_serves_a_shifted_model(folder):
     assert packed.applies(model, "exact")
     plain = model.predict(rows)
     shift = {p: (torch.ones(16, 1), torch.ones(1, 16)) for p in lora.pairs(model.names)}
-    with lora.shifted(model, shift):
+    with lora.shift_weights(model, shift):
         assert not packed.applies(model, "exact")
         assert not torch.equal(model.predict(rows), plain)
     assert packed.applies(model, "exact")
     assert torch.equal(model.predict(rows), plain)
-    with pytest.raises(RuntimeError, match="boom"), lora.scaled(model, 1), lora.shifted(model, shift):
+    with pytest.raises(RuntimeError, match="boom"), lora.scale_for_rank(model, 1), lora.shift_weights(model, shift):
         raise RuntimeError("boom")
     assert model.weights_overridden == 0
     assert torch.equal(model.predict(rows), plain)
@@ -354,7 +354,7 @@ def test_the_adapter_on_disk_is_the_model_that_was_judged(folder, tmp_path, name
         run.experiment.model, classes=tuple(ours.classes), kind="text", task=run.experiment.model.task, seed=1
     )
     assert lora.rank_of(narrow.params()) == 4
-    with torch.no_grad(), lora.applied(narrow, w):
+    with torch.no_grad(), lora.apply(narrow, w):
         torch.testing.assert_close(narrow.module(input_ids=tokens).logits, expected, rtol=1e-5, atol=1e-5)
     assert result["loss"] > 0
     for to in ("peft", "hf", "torch"):

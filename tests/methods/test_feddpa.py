@@ -219,7 +219,7 @@ def test_instructions_are_weighed_by_their_prompt_and_answered_by_both(folder):
             said.append(model.tools.tokenizer.decode(ids[start:], skip_special_tokens=True))
     scored = predictions.scores(FedDPA(local=local), model, own, rows)
     assert scored["loss"] == pytest.approx(nll / tokens, rel=1e-4)
-    with experts.applied(model, own, rows) as judged:
+    with experts.apply(model, own, rows) as judged:
         assert [a.text for a in answers(model, judged)] == said
 
 

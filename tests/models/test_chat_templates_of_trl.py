@@ -20,8 +20,8 @@ def test_what_counts_is_what_trl_counts(name):
     theirs = tokenizer_of(trl.get_training_chat_template(ours))
     chat_templates.fit(ours, None, {})
     for said in (TALK[:1], TALK):
-        reference = chat_templates.written(said, "the ground", None, theirs)
-        row = chat_templates.written(said, "the ground", None, ours)
+        reference = chat_templates.encode_row(said, "the ground", None, theirs)
+        row = chat_templates.encode_row(said, "the ground", None, ours)
         assert ours.decode(row.ids) == theirs.decode(reference.ids)
         counts = list(zip(row.ids, row.counts, reference.counts, strict=True))
         assert not [i for i, mine, marked in counts if mine > marked and ours.decode([i]).strip()]
@@ -29,7 +29,7 @@ def test_what_counts_is_what_trl_counts(name):
         before = [text for role, text in said if role == "assistant"]
         more = ours.decode([i for i, mine, marked in counts if marked > mine])
         header = more[: len(more) // (1 + len(before))]
-        assert ours.decode(chat_templates.asked(said, None, ours)).endswith(header)
+        assert ours.decode(chat_templates.prompt_tokens(said, None, ours)).endswith(header)
         assert more == header * (1 + len(before))
         answers = ours.decode([i for i, mine in zip(row.ids, row.counts, strict=True) if mine])
         assert all(text in answers for text in (*before, "the ground"))
@@ -39,8 +39,8 @@ def test_what_counts_is_what_trl_counts(name):
 def test_the_prompt_is_what_stands_before_the_answer(name):
     tokenizer = tokenizer_of((FOLDER / f"{name}.jinja").read_text(encoding="utf-8"))
     chat_templates.fit(tokenizer, None, {})
-    row = chat_templates.written("what is up", "the ground", None, tokenizer)
-    assert row.ids[: row.start] == chat_templates.asked("what is up", None, tokenizer)
+    row = chat_templates.encode_row("what is up", "the ground", None, tokenizer)
+    assert row.ids[: row.start] == chat_templates.prompt_tokens("what is up", None, tokenizer)
     # An export asks alike, through transformers alone.
     said = [{"role": "user", "content": "what is up"}]
     if not form_of(tokenizer).parts and "strftime" not in tokenizer.chat_template:
@@ -62,7 +62,7 @@ def test_calls_of_tools_count_as_trl_counts_them(name):
     theirs = tokenizer_of(trl.get_training_chat_template(ours))
     chat_templates.fit(ours, None, {})
     for messages in (talk(), talk()[:3]):
-        row = chat_templates.written(*row_of(messages), None, ours)
+        row = chat_templates.encode_row(*row_of(messages), None, ours)
         reference = theirs.apply_chat_template(
             messages,
             tools=[WEATHER],
@@ -75,4 +75,4 @@ def test_calls_of_tools_count_as_trl_counts_them(name):
         for mine, of_trl in zip(counted(row.ids, row.counts, ours), marked, strict=True):
             header = of_trl.removesuffix(mine)  # some of TRL's marks begin with what the prompt ends with
             assert of_trl == header + mine
-            assert header == "" or header in ours.decode(chat_templates.asked(row_of(messages)[0], None, ours))
+            assert header == "" or header in ours.decode(chat_templates.prompt_tokens(row_of(messages)[0], None, ours))

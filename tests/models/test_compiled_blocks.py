@@ -50,7 +50,7 @@ def test_compiled_blocks_compute_within_rounding(folder):
         m.loss(batch).backward()
         with m.evaluating():
             as_it_is = m.logits(batch)
-            with lora.shifted(m, shift):
+            with lora.shift_weights(m, shift):
                 shifted = m.logits(batch)
             found.append([as_it_is, shifted, m.logits(batch), *(p.grad for p in m.live().values())])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0

@@ -29,14 +29,14 @@ def fitted(path):
 def test_what_is_told_is_what_the_tokens_lack(path):
     tokenizer = fitted(path)
     try:
-        row = chat_templates.written(SAID, ANSWER, None, tokenizer)
+        row = chat_templates.encode_row(SAID, ANSWER, None, tokenizer)
     except InputError:  # in the template's words, or since the rest depends on the answer
         return
     found = left_out.count([(SAID, ANSWER)], None, tokenizer)
     text = tokenizer.decode(row.ids)
     lacks = not all(word in text for word in ("lambda", "kappa", "nu"))
     # Each answer follows the tokens with which the model is asked for it.
-    prompts = [tokenizer.decode(chat_templates.asked(said, None, tokenizer)) for said in (SAID[:1], SAID)]
+    prompts = [tokenizer.decode(chat_templates.prompt_tokens(said, None, tokenizer)) for said in (SAID[:1], SAID)]
     answers = [part for part in counted(row.ids, row.counts, tokenizer) if part.strip()]
     assert "the sky" in answers[0]
     assert "the ground" in answers[1]

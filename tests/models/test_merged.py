@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedfm.models.adapters.merged import merged
+from fedfm.models.adapters.merged import merge
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
@@ -38,7 +38,7 @@ def test_output_and_gradients_are_pefts(only):
     for name, p in model.live().items():
         p.requires_grad_(only is None or only in name)
     expected, grads = outcome(model, x)
-    with merged(model):
+    with merge(model):
         found, mine = outcome(model, x)
     assert not torch.equal(found, expected)  # rounding shows that it is another computation
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -52,7 +52,7 @@ def test_active_dropout_is_left_to_peft():
     model = model_of(dropout=0.4)
     x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     expected, grads = outcome(model, x)
-    with merged(model):
+    with merge(model):
         found, mine = outcome(model, x)
     assert torch.equal(found, expected)
     assert all(torch.equal(mine[n], grads[n]) for n in grads)

@@ -184,7 +184,7 @@ def test_the_products_of_experts_are_added_exactly(folder, tmp_path, family):
     mean = Params(average(found, list(model.names)))
     rest = add(Params({}), fedex_lora.residual(found, mean, alpha))
     for w, shift in ((fresh(model.layout, Params({}), 2, 7), stack), (mean, rest)):
-        one = lora.merged(w, as_factors(shift), alpha)
+        one = lora.merge(w, as_factors(shift), alpha)
         save_adapter(model, one, tmp_path / str(len(shift)))
         with quiet():
             whole = PeftModel.from_pretrained(plain(folder(family)), tmp_path / str(len(shift)))
@@ -192,7 +192,7 @@ def test_the_products_of_experts_are_added_exactly(folder, tmp_path, family):
         for name, delta in exact.items():
             np.testing.assert_allclose(after[name] - base[name], delta, atol=2e-5)
         model.load(w)
-        with lora.shifted(model, as_factors(shift)):
+        with lora.shift_weights(model, as_factors(shift)):
             torch.testing.assert_close(outputs(model.module), outputs(whole), atol=1e-4, rtol=1e-3)
 
 
@@ -209,11 +209,11 @@ def test_the_cut_of_experts_is_the_best_of_its_rank(folder):
 
 def test_ranks_of_experts_are_cut_and_grown_by_expert(folder):
     model = load(folder("GptOss"))
-    wide = lora.widened(drawn(model, rank=1), model.layout)
+    wide = lora.widen(drawn(model, rank=1), model.layout)
     assert lora.rank_of(wide) == 2
     narrow = lora.first(wide, 1)
     assert narrow.layout == lora.layout_at(model.layout, 1)
-    np.testing.assert_equal(lora.filled(narrow, model.layout).layout.slots, model.layout.slots)
+    np.testing.assert_equal(lora.pad_rank(narrow, model.layout).layout.slots, model.layout.slots)
     before, after = (lora.factors(w, 4.0) for w in (narrow, wide))
     for path, (u, v) in before.items():
         torch.testing.assert_close(u @ v, after[path][0] @ after[path][1])
@@ -352,7 +352,7 @@ def test_a_shift_acts_on_experts_in_bits(folder):
     shift = lora.factors(drawn(model, 5), 4.0)
     for m in (model, twin):
         m.load(drawn(m))
-    with lora.shifted(model, shift), lora.shifted(twin, shift):
+    with lora.shift_weights(model, shift), lora.shift_weights(twin, shift):
         torch.testing.assert_close(outputs(model.module), outputs(twin.module), atol=1e-4, rtol=1e-3)
 
 

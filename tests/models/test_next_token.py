@@ -35,7 +35,7 @@ def test_loss_and_gradient_are_those_of_all_logits(folder, monkeypatch, family, 
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for got, want in zip(torch.autograd.grad(loss, live), gradient, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
-    found, targets = next_token.scored(model, batch)
+    found, targets = next_token.logits_and_targets(model, batch)
     assert len(found) == len(targets) == model.count_targets(batch)
 
 

@@ -14,7 +14,7 @@ from fedfm.core.client import Client, ClientData
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.models.adapters.experts import Expert, experts
-from fedfm.models.adapters.lora import shifted
+from fedfm.models.adapters.lora import shift_weights
 from fedfm.models.language import next_token
 from fedfm.models.multiply_accumulates import per_sample
 from fedfm.models.spec import AdaptationSpec
@@ -145,7 +145,7 @@ def test_the_reference_stays_the_base_beside_other_adapters_and_shifts(folder):
     for around in (
         experts(model, {"other": other, "own": Expert(weight=0.5)}),
         experts(model, {"other": other, "own": Expert(weight=0.5, layers=())}),
-        shifted(model, shift),
+        shift_weights(model, shift),
     ):
         with around:
             before = model.predict(model.encode(rows))

@@ -27,10 +27,10 @@ def test_two_blocks_by_hand():
         net.down.copy_(torch.tensor([[[1.0, 1.0]], [[1.0, -1.0]]]))
         net.up.copy_(torch.tensor([[[1.0], [0.0]], [[0.0], [1.0]]]))
     states = torch.tensor([[[[1.0, 0.0]], [[0.0, 1.0]]]])  # b_1, b_2 = h_0
-    assert net.hidden(states)[0, 0].tolist() == pytest.approx([1.9544997, 0.9780755], abs=1e-6)
+    assert net.last_states(states)[0, 0].tolist() == pytest.approx([1.9544997, 0.9780755], abs=1e-6)
     with torch.no_grad():
         net.up[1] = 0.0  # then h_2 = h_1
-    assert net.hidden(states)[0, 0].tolist() == pytest.approx([1.9544997, 1.0], abs=1e-6)
+    assert net.last_states(states)[0, 0].tolist() == pytest.approx([1.9544997, 1.0], abs=1e-6)
 
 
 def gelu(x):
@@ -69,9 +69,9 @@ def test_the_chain_equals_a_loop(positions):
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.7)
     states = torch.randn(2, 3, positions, 6, dtype=torch.float64)
-    for row, h in zip(states, net.hidden(states), strict=True):
+    for row, h in zip(states, net.last_states(states), strict=True):
         assert torch.allclose(h, torch.tensor(naive(net, row), dtype=torch.float64), atol=1e-12)
-    first = net.hidden(states)[:, 0]
+    first = net.last_states(states)[:, 0]
     first = (first - first.mean(-1, keepdim=True)) / (first.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
     assert torch.allclose(net(states), first @ net.head.weight.T + net.head.bias, atol=1e-12)
 
@@ -87,7 +87,7 @@ def test_it_starts_as_a_linear_probe_of_the_last_block_and_is_the_same_everywher
     assert float(net.down.detach().var()) == pytest.approx(1 / 64, rel=0.1)
     assert float(net.mix_down.detach().var()) == pytest.approx(1 / 5, rel=0.3)
     states = torch.randn(2, 4, 5, 64)
-    assert torch.equal(net.hidden(states), states[:, -1])
+    assert torch.equal(net.last_states(states), states[:, -1])
 
 
 def test_what_is_released():

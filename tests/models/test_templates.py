@@ -11,7 +11,7 @@ from fedfm.errors import InputError
 from fedfm.models.export import export
 from fedfm.models.language import chat_templates
 from fedfm.models.language.chat_form import with_settings
-from fedfm.models.language.chat_templates import written
+from fedfm.models.language.chat_templates import encode_row
 from fedfm.models.preprocessing import IGNORE, next_tokens
 
 PAIRS = [("the quick brown fox", "jumps over"), ("a lazy dog", "birds sing")]
@@ -105,7 +105,7 @@ def test_alpacas_form_says_whether_an_input_follows(folder, paired):
     text = tokenizer.apply_chat_template([{"role": "user", "content": said}], tokenize=False)
     assert ("paired with an input" in text) is paired
     assert text.endswith(f"### Instruction:\n{said}\n\n### Response:\n")
-    ids = chat_templates.asked(said, chat_templates.TEXTS["alpaca"], tokenizer)
+    ids = chat_templates.prompt_tokens(said, chat_templates.TEXTS["alpaca"], tokenizer)
     assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -236,7 +236,7 @@ def test_a_tokenizer_without_offsets_counts_the_same_letters():
     tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}|{% endfor %}" + (
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    row = written((("user", "a b"), ("assistant", "cd"), ("user", "e")), "fg", None, tokenizer)
+    row = encode_row((("user", "a b"), ("assistant", "cd"), ("user", "e")), "fg", None, tokenizer)
     assert tokenizer.decode(row.ids) == "<user>a b|<assistant>cd|<user>e|<assistant>fg|</s>"
     assert tokenizer.decode([i for i, counts in zip(row.ids, row.counts, strict=True) if counts]) == "cd|fg|</s>"
     assert tokenizer.decode(row.ids[row.start :]) == "fg|</s>"
@@ -255,7 +255,7 @@ def test_a_letter_that_joins_question_and_answer_counts():
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(False, use_regex=False), decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"
-    row = written((("user", "q"),), "\na", None, tokenizer)
+    row = encode_row((("user", "q"),), "\na", None, tokenizer)
     assert [tokenizer.decode([i]) for i in row.ids] == ["q", "\n\n", "a", "\n"]
     assert row.counts == [False, True, True, True]
 
@@ -266,7 +266,7 @@ def test_a_row_is_the_same_on_every_day(folder, tmp_path, template):
     model = load(with_chat(folder, tmp_path, today + template), talks((TALK, "birds sing")), "lora", max_length=60)
     tokenizer = model.tools.tokenizer
     tokenizer.add_tokens(["2024", "26", "Jul"])
-    row = written(TALK, "birds sing", None, tokenizer)
+    row = encode_row(TALK, "birds sing", None, tokenizer)
     assert tokenizer.decode(row.ids).replace(" ", "").startswith("202426Jul<s>")
     assert tokenizer.decode([i for i, c in zip(row.ids, row.counts, strict=True) if c][-3:]) == "birds sing [SEP]"
 
@@ -324,7 +324,7 @@ def test_a_prefix_of_space_is_written_once():
     made = Tokenizer(models.BPE({c: i for i, c in enumerate("\u2581abq\n")}, []))
     made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(prepend_scheme="always"), decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", bos_token="<s>")
-    row = written("q", "ab", "{instruction}\n", tokenizer)
+    row = encode_row("q", "ab", "{instruction}\n", tokenizer)
     assert row.ids == [*tokenizer("q\nab")["input_ids"], tokenizer.eos_token_id]
     assert tokenizer.convert_ids_to_tokens([i for i, c in zip(row.ids, row.counts, strict=True) if c]) == [
         "a",
@@ -338,6 +338,6 @@ def test_an_end_that_the_tokenizer_sets_behind_every_text_stands_once():
 
     tokenizer = ByT5Tokenizer()
     assert tokenizer("q")["input_ids"][-1] == tokenizer.eos_token_id
-    row = written("q", "ab", "{instruction}: ", tokenizer)
+    row = encode_row("q", "ab", "{instruction}: ", tokenizer)
     assert tokenizer.decode(row.ids) == "q: ab</s>"
     assert tokenizer.decode(row.ids[row.start :]) == "ab</s>"

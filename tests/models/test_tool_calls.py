@@ -82,7 +82,7 @@ def test_calls_and_tools_are_read_with_all_that_a_template_may_write(tmp_path, s
     assert [turn[0] for turn in said] == ["tools", "system", "user", "assistant", "tool"]
     assert json.loads(said[0][1]) == [WEATHER]
     tokenizer = tokenizer_of(QWEN)
-    written = chat_templates.written(said, output, None, tokenizer)
+    written = chat_templates.encode_row(said, output, None, tokenizer)
     plain = tokenizer.apply_chat_template(talk(content=content), tools=[WEATHER], tokenize=False)
     assert tokenizer.decode(written.ids).replace("<think>\n\n</think>\n\n", "", 1) == plain
     assert "it rains" in "".join(contents(table.inputs[0]))
@@ -102,7 +102,7 @@ def test_parquet_gives_no_object_the_fields_of_others(tmp_path):
     expected = read(tmp_path / "rows.jsonl", rows).inputs
     tokenizer = tokenizer_of(QWEN)
     for mine, plain in zip(table.inputs, expected, strict=True):
-        assert chat_templates.written(*mine, None, tokenizer) == chat_templates.written(*plain, None, tokenizer)
+        assert chat_templates.encode_row(*mine, None, tokenizer) == chat_templates.encode_row(*plain, None, tokenizer)
 
 
 def test_tools_of_instructions_and_preferences(tmp_path):
@@ -113,7 +113,7 @@ def test_tools_of_instructions_and_preferences(tmp_path):
     spec = DataSpec(path=str(tmp_path / "b.jsonl"), test_fraction=0)
     ((said, good, bad),) = load_table(spec, seed=0, task="preference").inputs
     tokenizer = tokenizer_of(LLAMA)
-    rows = [chat_templates.written(said, answer, None, tokenizer) for answer in (good, bad)]
+    rows = [chat_templates.encode_row(said, answer, None, tokenizer) for answer in (good, bad)]
     assert [counted(row.ids, row.counts, tokenizer) for row in rows] == [
         ['{"name": "weather", "parameters": {"town": "Bern"}}<|eot|>'],
         ["It rains in Bern.<|eot|>"],
@@ -138,7 +138,7 @@ def test_the_loss_counts_calls_and_answers_and_never_what_tools_say(name, argume
     template, call = CALLS[name]
     tokenizer, tools = tokenizer_of(template), () if name == "deepseek" else (WEATHER,)
     said, output = row_of(talk(arguments), tools)
-    row = chat_templates.written(said, output, None, tokenizer)
+    row = chat_templates.encode_row(said, output, None, tokenizer)
     thought = "<think>\n\n</think>\n\n" if name == "qwen" else ""
     end = call[call.rindex("<|") :]
     assert counted(row.ids, row.counts, tokenizer) == [call, f"{thought}It rains in Bern.{end}"]
@@ -151,7 +151,7 @@ def test_the_loss_counts_calls_and_answers_and_never_what_tools_say(name, argume
         asked = tokenizer.apply_chat_template(
             given[:upto], tools=list(tools) or None, add_generation_prompt=True, tokenize=False
         )
-        assert tokenizer.decode(chat_templates.asked(before, None, tokenizer)) == asked
+        assert tokenizer.decode(chat_templates.prompt_tokens(before, None, tokenizer)) == asked
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,8 @@ def test_a_template_that_leaves_out_tools_is_refused(template, rows, says):
     tokenizer = tokenizer_of(template)
     said, output = row_of(*rows)
     for act in (
-        lambda: chat_templates.written(said, output, None, tokenizer),
-        lambda: chat_templates.asked(said, None, tokenizer),
+        lambda: chat_templates.encode_row(said, output, None, tokenizer),
+        lambda: chat_templates.prompt_tokens(said, None, tokenizer),
     ):
         with pytest.raises(InputError, match=rf"model\.template: .*{says}.*; take a model whose own template") as error:
             act()
@@ -179,7 +179,7 @@ def test_what_a_template_refuses_of_calls_is_told_in_its_words():
     messages = talk()
     messages[2]["tool_calls"] *= 2
     with pytest.raises(InputError, match=r"refuses a conversation of system, user, assistant.*: one call at once"):
-        chat_templates.written(*row_of(messages), None, tokenizer_of(LLAMA))
+        chat_templates.encode_row(*row_of(messages), None, tokenizer_of(LLAMA))
 
 
 def test_a_text_as_a_template_takes_no_tools(folder):
@@ -273,5 +273,5 @@ def test_a_template_of_its_own_for_tools_is_taken_where_there_are_tools():
     tokenizer = tokenizer_of(CHATML + LLAMA)
     tokenizer.chat_template = {"default": CHATML + "\n", "tool_use": LLAMA + "\n"}
     for tools, messages in (([WEATHER], talk()), (None, [*talk()[:2], talk()[-1]])):
-        row = chat_templates.written(*row_of(messages, tools or ()), None, tokenizer)
+        row = chat_templates.encode_row(*row_of(messages, tools or ()), None, tokenizer)
         assert tokenizer.decode(row.ids) == tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)

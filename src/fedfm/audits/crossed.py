@@ -87,5 +87,5 @@ def _complete(
     shift = turn.payloads.get(reply.client, {}).get("shift")
     if isinstance(method, Merging) and isinstance(turn.before, Merged) and isinstance(shift, Params) and len(shift):
         frozen, alpha = as_factors(shift), turn.before.alpha
-        return lora.merged(w, frozen, alpha), lora.merged(trained, frozen, alpha)
+        return lora.merge(w, frozen, alpha), lora.merge(trained, frozen, alpha)
     return w, trained

@@ -139,8 +139,8 @@ def at_rank(model: Model, theta_bar: Params, tau: Params) -> Iterator[tuple[Para
     if theta_bar.layout is model.layout or rank is None:
         yield theta_bar, tau
     else:
-        with lora.scaled(model, rank):
-            yield lora.filled(theta_bar, model.layout), lora.filled(tau, model.layout)
+        with lora.scale_for_rank(model, rank):
+            yield lora.pad_rank(theta_bar, model.layout), lora.pad_rank(tau, model.layout)
 
 
 def alignments(model: Model, rows: Rows, theta_bar: Params, tau: Params) -> Array:

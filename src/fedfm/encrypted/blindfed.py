@@ -263,7 +263,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
         from fedfm.encrypted.inference import cost_estimate
         from fedfm.encrypted.inference.messages import parameters_of
 
-        matrices = fold(student.owned[0].module)
+        matrices = fold(student.frozen_parts[0].module)
         parameters = parameters_of(self.ring)
         if self.protocol == "permuted":
             return cost_estimate.plan(matrices, rows, self.released, permuted=len(model.classes), parameters=parameters)

@@ -78,7 +78,7 @@ class ExactLora(Predictor, Method[S]):
 
     @contextmanager
     def install(self, model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
-        with lora.applied(model, w):
+        with lora.apply(model, w):
             yield rows
 
     def validate(self) -> None:
@@ -115,7 +115,7 @@ class Merging(ExactLora[Merged]):
         return Merged(fed.initial, Params({}), lora.alpha_of(fed.model))
 
     def params_for(self, state: Merged, client: ClientId) -> Params:
-        return lora.merged(state.w, as_factors(state.shift), state.alpha)
+        return lora.merge(state.w, as_factors(state.shift), state.alpha)
 
 
 def terms(fed: Federation, handler: Any, starts: Mapping[ClientId, Params], **payload: Any) -> list[Term]:

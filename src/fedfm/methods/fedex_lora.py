@@ -38,14 +38,14 @@ class FedExLoRA(Merging):
         starts = {k: lora.first(state.w, r[k]) for k in fed.sample(self.fraction)}
         shifts = {rank: frozen_part(state, rank) for rank in {r[k] for k in starts}}
         found = terms(fed, self.train, starts, w=each(starts), shift=each({k: shifts[r[k]] for k in starts}))
-        wide = [Term(p, lora.widened(w_k, state.w.layout)) for p, w_k in found]
+        wide = [Term(p, lora.widen(w_k, state.w.layout)) for p, w_k in found]
         w = state.w.replace(average(wide, list(state.w)))  # A-bar, B-bar, and the head's mean
         W_0 = add(state.shift, residual(found, w, state.alpha))
         return Merged(w, W_0, state.alpha)
 
     @on_client
     def train(self, client: Client, w: Params, shift: Params) -> Update:
-        with lora.shifted(client.model, as_factors(shift)):
+        with lora.shift_weights(client.model, as_factors(shift)):
             w_k = any_rank.fit(self.local, client, w)
         return Update(w_k - w, self.weight(client), client.metrics)
 

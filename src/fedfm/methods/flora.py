@@ -45,7 +45,7 @@ class FLoRA(Merging):
     @on_client
     def train(self, client: Client, head: Params, shift: Params, rank: int, restart: int) -> Update:
         w = fresh(client.model.layout, head, rank, restart)  # A_k random, B_k = 0
-        with lora.shifted(client.model, as_factors(shift)):
+        with lora.shift_weights(client.model, as_factors(shift)):
             w_k = any_rank.fit(self.local, client, w)
         return Update(w_k - w, self.weight(client), client.metrics)
 

@@ -258,7 +258,7 @@ def install(model: Model, w: Params) -> Iterator[DualModel]:
     """Context manager: w is installed in the model, which evaluates; afterwards it has its own tensors again."""
     own, before = need(model), model.params()
     try:
-        with lora.applied(own, w), own.evaluating():
+        with lora.apply(own, w), own.evaluating():
             yield own
     finally:
         own.load(before)

@@ -14,7 +14,7 @@ from typing import Any
 
 from fedfm.core.rows import TOOLS, Turn
 from fedfm.errors import InputError
-from fedfm.models.language.chat_form import ASSISTANT, applied, form_of
+from fedfm.models.language.chat_form import ASSISTANT, apply, form_of
 from fedfm.models.language.chat_templates import messages_of_row, prompts_differ, text_of_row
 from fedfm.models.language.tool_calls import CALLS, has_calls
 
@@ -90,7 +90,7 @@ def left_out(turns: Sequence[Turn], tokenizer: Any) -> set[str]:
 def _text(turns: Sequence[Turn], tokenizer: Any) -> str:
     if turns[-1][0] == ASSISTANT:
         return text_of_row(turns, tokenizer)
-    return str(applied(turns, tokenizer, form_of(tokenizer), tokenize=False, add_generation_prompt=True))
+    return str(apply(turns, tokenizer, form_of(tokenizer), tokenize=False, add_generation_prompt=True))
 
 
 def _with_marks(turns: Sequence[Turn]) -> tuple[list[Turn], Words]:

@@ -18,7 +18,7 @@ from fedfm.core.rows import Asked, Output, Rows, has_tools
 from fedfm.errors import InputError
 from fedfm.models.language import chat_templates, truncation
 from fedfm.models.language.chat_form import ASSISTANT
-from fedfm.models.language.next_token import rows_at_once, scored
+from fedfm.models.language.next_token import logits_and_targets, rows_at_once
 from fedfm.models.language.tool_calls import one_call
 from fedfm.models.memory_budget import TOKENS, in_halves, warn
 from fedfm.models.precision import reduced_precision
@@ -112,7 +112,7 @@ def likelihood(model: Model, rows: Rows, batch_size: int = 64) -> Scores:
         total, hits, tokens = 0.0, 0, 0
         with torch.no_grad(), model.evaluating():
             for batch in rows.batches(size):
-                logits, targets = scored(model, batch)
+                logits, targets = logits_and_targets(model, batch)
                 counts = targets != IGNORE
                 total += float(F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none").double().sum())
                 hits += int((logits.argmax(-1) == targets)[counts].sum())
@@ -263,7 +263,7 @@ def references(model: Model, rows: Rows) -> list[str]:
     def text(said: Asked, output: Output) -> str:
         if isinstance(output, str):
             return output
-        row = chat_templates.written(said, output, model.tools.template, model.tools.tokenizer)
+        row = chat_templates.encode_row(said, output, model.tools.template, model.tools.tokenizer)
         return _text(_until(row.ids[row.start :], ends), has_tools(said), ends, model)
 
     return [text(said, output) for said, output in pairs]

@@ -271,7 +271,7 @@ def instructions(
         after it, also ``answer_spans`` (n, k, 2), where each answer begins and ends, 0 where a row has fewer than k.
     """
     with quiet():
-        whole = (chat_templates.written(said, output, template, tokenizer) for said, output in pairs)
+        whole = (chat_templates.encode_row(said, output, template, tokenizer) for said, output in pairs)
         rows = [truncation.cut(row, max_length, tokenizer) for row in whole]
     tokens = Tokens.of([row.ids for row in rows])
     where = {"answer_start": torch.tensor([row.start for row in rows], dtype=torch.int64)}
@@ -303,7 +303,7 @@ def preferences(
     with quiet():
         for said, *answers in triples:
             both = _same_length(
-                [chat_templates.written(said, a, template, tokenizer) for a in answers], max_length, tokenizer
+                [chat_templates.encode_row(said, a, template, tokenizer) for a in answers], max_length, tokenizer
             )
             tokens.append([i for row in both for i in row.ids])
             second.append(len(both[0].ids))
@@ -324,7 +324,7 @@ def cut_rows(
     count = 0
     with quiet():
         for said, *answers in table.take(np.asarray(index, dtype=np.int64)).inputs:
-            whole = (chat_templates.written(said, answer, template, tokenizer).ids for answer in answers)
+            whole = (chat_templates.encode_row(said, answer, template, tokenizer).ids for answer in answers)
             count += any(len(ids) > max_length for ids in whole)
     return count
 
@@ -340,8 +340,8 @@ def template_losses(
 def prompts(pairs: Sequence[tuple[Asked, Output]], tokenizer: Any, length: int, template: str | None) -> list[Tensor]:
     """Each prompt in at most ``length`` tokens: BOS, and the last."""
     with quiet():
-        asked = [chat_templates.asked(said, template, tokenizer) for said, _ in pairs]
-    kept = (([ids[i] for i in truncation.kept(ids, length, tokenizer)]) for ids in asked)
+        asked = [chat_templates.prompt_tokens(said, template, tokenizer) for said, _ in pairs]
+    kept = (([ids[i] for i in truncation.keep_end(ids, length, tokenizer)]) for ids in asked)
     return [torch.tensor(ids, dtype=torch.int64) for ids in kept]
 
 

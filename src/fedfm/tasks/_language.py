@@ -46,11 +46,13 @@ class LanguageTask(Task):
         import torch.nn.functional as F
 
         from fedfm.models.language.chunked_loss import mean_loss
-        from fedfm.models.language.next_token import scored
+        from fedfm.models.language.next_token import logits_and_targets
         from fedfm.models.preprocessing import IGNORE
 
         in_pieces = mean_loss(model, batch)
-        return F.cross_entropy(*scored(model, batch), ignore_index=IGNORE) if in_pieces is None else in_pieces
+        return (
+            F.cross_entropy(*logits_and_targets(model, batch), ignore_index=IGNORE) if in_pieces is None else in_pieces
+        )
 
     def predict(self, model: Model, rows: Rows, batch_size: int) -> Tensor:
         """Rows are padded to the longest of all, so that their logits have one shape."""

@@ -207,11 +207,11 @@ def _log_probabilities(model: Model, batch: Batch) -> Tensor:
     import torch
     import torch.nn.functional as F
 
-    from fedfm.models.language.next_token import scored
+    from fedfm.models.language.next_token import logits_and_targets
     from fedfm.models.preprocessing import IGNORE, next_tokens
 
     texts = _texts(model, batch)
-    logits, targets = scored(model, texts)
+    logits, targets = logits_and_targets(model, texts)
     each = -F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")  # 0 where none counts
     counts = next_tokens(texts).to(each.device) != IGNORE  # (2 b, L - 1)
     if len(each) != counts.numel():  # only those that count were computed

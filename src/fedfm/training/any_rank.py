@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from fedfm.core.client import Client
 from fedfm.linalg.params import Params
-from fedfm.models.adapters.lora import alpha_of, cut, factors, filled, merged, rank_of, rest, scaled, shifted
+from fedfm.models.adapters.lora import (
+    alpha_of,
+    cut,
+    factors,
+    merge,
+    pad_rank,
+    rank_of,
+    rest,
+    scale_for_rank,
+    shift_weights,
+)
 from fedfm.training.optimisers import Local
 
 
@@ -12,8 +22,8 @@ def fit(local: Local, client: Client, w: Params) -> Params:
     """Local training of LoRA whose rank r is at most the model's, at the scale alpha / r."""
     if w.layout is client.model.layout or (rank := rank_of(w)) is None:
         return local(client, w)
-    with scaled(client.model, rank):
-        return cut(local(client, filled(w, client.model.layout)), w.layout)
+    with scale_for_rank(client.model, rank):
+        return cut(local(client, pad_rank(w, client.model.layout)), w.layout)
 
 
 def go_on(local: Local, client: Client, w: Params, fresh: Params) -> Params:
@@ -24,5 +34,5 @@ def go_on(local: Local, client: Client, w: Params, fresh: Params) -> Params:
         return local(client, w)
     alpha = alpha_of(client.model)
     shift = factors(w, alpha)
-    with shifted(client.model, shift):
-        return merged(local(client, fresh.replace(w.only(rest(w)))), shift, alpha)
+    with shift_weights(client.model, shift):
+        return merge(local(client, fresh.replace(w.only(rest(w)))), shift, alpha)

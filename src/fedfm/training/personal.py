@@ -154,7 +154,7 @@ class DualAdapter(TwoModels):
 
     @contextmanager
     def applied(self, model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
-        with experts.applied(model, w, rows) if is_pair(w) else super().applied(model, w, rows) as scored:
+        with experts.apply(model, w, rows) if is_pair(w) else super().applied(model, w, rows) as scored:
             yield scored
 
     def fits(self, model: Model) -> None:

@@ -86,7 +86,7 @@ def of_photographs(population: Partitioned, seed: int, count: int = OTHERS) -> S
 
 def _states(population: Partitioned, table: Table, index: np.ndarray) -> States:
     model = side_model(population)
-    backbone, _, _ = model.owned
+    backbone, _, _ = model.frozen_parts
     rows = model.prepare(table, index).computed()
     patch, done = fold(backbone.module).patch, []
     with torch.no_grad():

@@ -39,7 +39,7 @@ class CiphertextWeights(Audit):
         except MissingExtra as missing:
             return [nothing("weights.by_ciphertext", QUESTION, f"{missing}.")]
         server = seal.ServerKeys(parameters, client.public())
-        backbone, _, _ = side_model(replay.population).owned
+        backbone, _, _ = side_model(replay.population).frozen_parts
         weight = fold(backbone.module).embedding[:OUTPUTS, :INPUTS]
         integers = np.rint(weight / np.abs(weight).max() * 2**BITS)
         x = client.encrypt(np.random.default_rng(0).normal(size=(integers.shape[1], parameters.slots)))

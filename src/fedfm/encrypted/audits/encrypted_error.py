@@ -79,7 +79,7 @@ def _logits(encrypted: Tensor, clear: Tensor) -> Finding:
 def _refusals(model: SideModel, pixels: Tensor) -> Finding:
     from fedfm.encrypted.inference.model_owner import KeyHolder, ModelOwner
 
-    matrices = fold(model.owned[0].module)
+    matrices = fold(model.frozen_parts[0].module)
     holder, other = (KeyHolder.new(len(matrices.positions)) for _ in range(2))
     public, x = holder.public(), matrices.patch(pixels).double().numpy()
     session, key = os.urandom(16), os.urandom(32)

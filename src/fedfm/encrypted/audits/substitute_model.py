@@ -161,7 +161,7 @@ class _Released(nn.Module):
 
     def __init__(self, model: SideModel) -> None:
         super().__init__()
-        _, release, _ = model.owned
+        _, release, _ = model.frozen_parts
         self.positions, projection = release.positions, release.projection
         self.map = None if projection is None else nn.Linear(projection.shape[0], projection.shape[1], bias=False)
 
@@ -186,7 +186,7 @@ def _share_of(own: States, share: float = SHARES[0]) -> int:
 
 def _shape(replay: Replay) -> tuple[int, int]:
     """Heads and width of the MLP, which an attacker can try out."""
-    backbone, _, _ = side_model(replay.population).owned
+    backbone, _, _ = side_model(replay.population).frozen_parts
     config: Any = backbone.module.config
     return int(config.num_attention_heads), int(config.intermediate_size)
 

@@ -82,7 +82,7 @@ class EncryptedForwardPass:
             if batch not in passing.done.get(client, ())
         ]
         self._begun, self._blocks = time.monotonic(), len(jobs) * passing.model.net.shape[0]
-        backbone, release, _ = passing.model.owned
+        backbone, release, _ = passing.model.frozen_parts
         count = self.method.processes or os.cpu_count() or 1
         kind = passing.model.adaptation_spec.released
         run_all(jobs, self, count, folded=fold(backbone.module), released=kind, projection=_rows_of(release))
@@ -247,7 +247,7 @@ def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
     """
     if "pixel_values" not in rows.names:
         raise InputError("an encrypted forward pass takes images")
-    backbone, released, _ = model.owned
+    backbone, released, _ = model.frozen_parts
     matrices, kind, projection = fold(backbone.module), model.adaptation_spec.released, _rows_of(released)
     holder = KeyHolder.new(len(matrices.positions), parameters_of(ring))
     public, ledger, blocks = holder.public(), DistanceLedger(), model.net.shape[0]

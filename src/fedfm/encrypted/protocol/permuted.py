@@ -71,7 +71,7 @@ class PermutedForwardPass(EncryptedForwardPass):
         return self.passing.model.net.shape[0]
 
     def _hello(self, public: Tensor) -> Hello:
-        _, released, scales = self.passing.model.owned
+        _, released, scales = self.passing.model.frozen_parts
         return self.passing.hello(key=public, release=released.positions, scales=scales)
 
     def _spans(self, client: ClientId) -> list[RowSpan]:
@@ -98,7 +98,7 @@ def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
         raise InputError("an encrypted forward pass takes images")
     if len(rows) == 1:
         raise InputError('1 row: with protocol = "permuted" a batch in a secret order needs at least 2')
-    backbone, released, scales = model.owned
+    backbone, released, scales = model.frozen_parts
     matrices, kind, levels = fold(backbone.module), model.adaptation_spec.released, model.net.shape[0]
     holder = PermutedKeyHolder.new(len(matrices.positions), parameters_of(ring))
     public, ledger, secret = holder.public(), DistanceLedger(), os.urandom(32)

@@ -28,7 +28,7 @@ def run(method: BlindFed, fed: Federation) -> dict[str, float]:
     """Run the forward pass of all rows, in secret orders."""
     passing = ForwardPass.begin(fed, check(fed.model, method.foundation))
     fed.notice(NOTICE)
-    _, released, scales = passing.model.owned
+    _, released, scales = passing.model.frozen_parts
     hello = passing.hello(release=released.positions, scales=scales)
     passing.opened = fed.ask(method.open, told=hello)
     passing.count_bytes()

@@ -63,7 +63,7 @@ class ForwardPass:
     @property
     def tokens(self) -> int:
         """T of a row."""
-        return len(fold(self.model.owned[0].module).positions)
+        return len(fold(self.model.frozen_parts[0].module).positions)
 
     @property
     def batch(self) -> int:
@@ -72,7 +72,7 @@ class ForwardPass:
 
     def hello(self, **more: Any) -> Hello:
         """The hello to every client."""
-        model, patches = self.model, fold(self.model.owned[0].module).patch
+        model, patches = self.model, fold(self.model.frozen_parts[0].module).patch
         if not isinstance(patches, Patches):
             raise TypeError(f"clients cannot cut images as {patches!r} does")
         blocks, positions, width = model.net.shape
@@ -137,7 +137,7 @@ def token_states(model: SideModel, pixels: Tensor) -> Tensor:
     from fedfm.core.rows import Rows
 
     levels = torch.stack(model.blocks(Rows({"pixel_values": pixels}))[1:], 1)
-    _, _, scales = model.owned
+    _, _, scales = model.frozen_parts
     return model.within_ranges(levels, unit=scales)
 
 

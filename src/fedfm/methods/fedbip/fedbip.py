@@ -200,7 +200,7 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
     @contextmanager
     def install(self, model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
         if self.ranks:
-            with lora.applied(model, w):
+            with lora.apply(model, w):
                 yield rows
         else:
             with self.local.applied(model, w, rows) as judged:

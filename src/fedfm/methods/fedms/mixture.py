@@ -20,7 +20,7 @@ from fedfm.linalg.out_of_core import limit
 from fedfm.linalg.params import Params
 from fedfm.methods.fedms.gate import TRUNK, Gating, adapter_of, trunk_of
 from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
-from fedfm.models.adapters.merged import merged
+from fedfm.models.adapters.merged import merge
 from fedfm.models.backbone import backbone
 from fedfm.models.dual_encoder import (
     DualModel,
@@ -102,7 +102,7 @@ class Experts:
 
     def _fill(self) -> None:
         V_g, filed = list[Tensor](), None
-        with install(self.model, self.W_g), merged(self.model):
+        with install(self.model, self.W_g), merge(self.model):
             for V, states in images_with_states(self.model, self.rows, self.k):
                 if not V_g and self._room(states[0].nbytes * len(self.rows)):
                     filed = Filed()
@@ -126,7 +126,7 @@ class Experts:
         """The pictures' states below the top k blocks, (b, T, h)."""
         if (filed := self.known.states.get(k)) is not None:
             return filed[index]
-        with install(self.model, self.W_g), merged(self.model):
+        with install(self.model, self.W_g), merge(self.model):
             return boundary_images(self.model, self.rows.take(index), k)
 
     def of_global(self, index: np.ndarray) -> Tensor:
@@ -145,7 +145,7 @@ class Experts:
     def cosines(self, index: np.ndarray, *, train: bool) -> tuple[Tensor, Tensor]:
         """(<V_g, T_g>, <V_i, T_i>), (b, C) each; of the local expert as the model has it now."""
         below = self._below(index, self.k)
-        with merged(self.model):
+        with merge(self.model):
             V_i = top_images(self.model, below, self.k, train=train)
             T_i = top_texts(self.model, self.texts, self.k, train=train)
         return self.of_global(index) @ self.T_g.T, V_i @ T_i.T
@@ -169,7 +169,7 @@ def _of_texts(model: DualModel, W_g: Params, k: int) -> tuple[Tensor, Tensor]:
     if found is None or not _equal(found[0], W_g):
         found = _texts[model] = (W_g, {})
     if k not in found[1]:
-        with install(model, W_g), merged(model):
+        with install(model, W_g), merge(model):
             found[1][k] = boundary_texts(model, k), model.dual.encode_texts()
     return found[1][k]
 

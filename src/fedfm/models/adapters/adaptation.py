@@ -172,7 +172,7 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
         targets = [
             name
             for name in (*(name for name, _ in module.named_modules()), *experts)
-            if _named(name, targets) and _within(name, tops)
+            if _matches(name, targets) and _within(name, tops)
         ]
         if not targets:
             raise InputError(
@@ -180,8 +180,8 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
                 f"{_deepest(parts)} blocks; drop model.adaptation.layers, or raise it",
                 key="model.adaptation.targets",
             )
-    hits = {n: m for n, m in module.named_modules() if _named(n, targets)}
-    stacked = [n for n in experts if _named(n, targets)]
+    hits = {n: m for n, m in module.named_modules() if _matches(n, targets)}
+    stacked = [n for n in experts if _matches(n, targets)]
     if unread := [n for n in (*hits, *stacked) if not parts.reads(n)]:
         hits = {n: m for n, m in hits.items() if parts.reads(n)}
         stacked = [n for n in stacked if parts.reads(n)]
@@ -192,8 +192,8 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
                 key="model.adaptation.targets",
             )
     _check_excluded(spec, hits, stacked)
-    excluded = [key for key in spec.exclude_modules or () if any(_named(n, (key,)) for n in hits)]
-    hits = {n: m for n, m in hits.items() if not _named(n, excluded)}
+    excluded = [key for key in spec.exclude_modules or () if any(_matches(n, (key,)) for n in hits)]
+    hits = {n: m for n, m in hits.items() if not _matches(n, excluded)}
     stacked = [n for n in stacked if not _in_or_named(n, spec.exclude_modules or ())]
     if idle := [n for n in hits if is_read_alone(module, n)]:
         owner = type(module.get_submodule(idle[0].rpartition(".")[0])).__name__
@@ -223,7 +223,7 @@ def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[st
         init_lora_weights=True if spec.init_lora_weights == "default" else "gaussian",
         use_dora=spec.dora,
         use_rslora=spec.rslora,
-        target_modules=[t for t in targets if any(_named(n, (t,)) for n in hits)] if stacked else targets,
+        target_modules=[t for t in targets if any(_matches(n, (t,)) for n in hits)] if stacked else targets,
         target_parameters=stacked or None,
         modules_to_save=list(new) or None,
         fan_in_fan_out=transposed,
@@ -276,7 +276,7 @@ def _check_targets(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: l
             )
 
 
-def _named(name: str, ends: Iterable[str]) -> bool:
+def _matches(name: str, ends: Iterable[str]) -> bool:
     """Whether a module's path is one of these, or ends with one: as PEFT compares lists of names."""
     return any(name == end or name.endswith(f".{end}") for end in ends)
 
@@ -288,7 +288,7 @@ def _within(name: str, paths: Iterable[str]) -> bool:
 
 def _in_or_named(path: str, ends: Iterable[str]) -> bool:
     """Whether the path of a parameter, or of the module that holds it, is one of these or ends with one."""
-    return _named(path, ends) or _named(path.rpartition(".")[0], ends)
+    return _matches(path, ends) or _matches(path.rpartition(".")[0], ends)
 
 
 def _refuse_changes_of_the_base(spec: AdaptationSpec) -> None:
@@ -318,13 +318,13 @@ def _check_excluded(spec: AdaptationSpec, hits: Iterable[str], stacked: Iterable
     names, parameters = list(hits), list(stacked)
     has = ", ".join(sorted({name.rpartition(".")[2] for name in (*names, *parameters)}))
     for key in spec.exclude_modules or ():
-        if not any(_named(name, (key,)) for name in names) and not any(_in_or_named(p, (key,)) for p in parameters):
+        if not any(_matches(name, (key,)) for name in names) and not any(_in_or_named(p, (key,)) for p in parameters):
             raise InputError(
                 f"model.adaptation.exclude_modules: no target's name ends with {key!r}: there is {has}",
                 key="model.adaptation.exclude_modules",
             )
     ends = spec.exclude_modules or ()
-    if all(_named(name, ends) for name in names) and all(_in_or_named(p, ends) for p in parameters):
+    if all(_matches(name, ends) for name in names) and all(_in_or_named(p, ends) for p in parameters):
         raise InputError(
             "model.adaptation.exclude_modules: it leaves no module to adapt; drop a name",
             key="model.adaptation.exclude_modules",
@@ -334,7 +334,7 @@ def _check_excluded(spec: AdaptationSpec, hits: Iterable[str], stacked: Iterable
 def _check_pattern(of: str, keys: Iterable[str], adapted: Iterable[str]) -> None:
     """Refuse a rank or an alpha for modules that are not adapted, which PEFT would pass over."""
     for key in keys:
-        if not any(_named(name, (key,)) for name in adapted):
+        if not any(_matches(name, (key,)) for name in adapted):
             has = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))
             raise InputError(
                 f"model.adaptation.{of}: no adapted module's name ends with {key!r}: it has {has}",

@@ -196,7 +196,7 @@ def mean_direction(states: Tensor) -> Tensor:
 
 
 @contextmanager
-def applied(model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
+def apply(model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
     """Install both adapters of a pair in the model; yields the rows to score."""
     mix = w.part(MIX)
     a = float(mix["bias"])
@@ -221,7 +221,7 @@ def one_adapter(model: Model, w: Params) -> Params:
     shift = {path: ((1 - a) * u, v) for path, (u, v) in lora.factors(other, alpha).items()}
     scaled = own.replace({b: a * own[b] for _, b in lora.pairs(own).values()})
     heads = {n: a * own[n] + (1 - a) * other[n] for n in lora.rest(own)}
-    return lora.merged(scaled.replace(heads), shift, alpha)
+    return lora.merge(scaled.replace(heads), shift, alpha)
 
 
 def _rows(a: Tensor | None, y: Tensor) -> Tensor:

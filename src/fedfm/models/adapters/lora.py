@@ -91,7 +91,7 @@ def factors(w: Mapping[str, Tensor], alpha: float) -> dict[str, Factors]:
     return {path: (alpha / len(a) * b.double(), a.double()) for path, (a, b) in matrices(w).items()}
 
 
-def merged(w: Mapping[str, Tensor], shift: Mapping[str, Factors], alpha: float) -> Params:
+def merge(w: Mapping[str, Tensor], shift: Mapping[str, Factors], alpha: float) -> Params:
     """One LoRA for an adapter w and a shift of the frozen weights, under w's names; its rank is the sum of both.
 
     Modules of lower rank are padded with zeros, since an adapter on disk has one rank. With a shift, an adapter whose B
@@ -122,11 +122,11 @@ def first(w: Params, rank: int | None) -> Params:
     return Params(out)
 
 
-def widened(w: Params, like: Layout) -> Params:
+def widen(w: Params, like: Layout) -> Params:
     """The equal adapter of the larger rank of ``like``: A and B are padded with zeros, B is scaled for alpha / rank.
     :func:`first` is the inverse.
     """
-    wide, r = filled(w, like), rank_of(w)
+    wide, r = pad_rank(w, like), rank_of(w)
     more = (rank_of(wide) or 0) / r if r else 1.0
     return wide if more == 1 else wide.replace({b: more * wide[b] for _, b in pairs(w).values()})
 
@@ -144,15 +144,15 @@ def layout_at(layout: Layout, rank: int) -> Layout:
     return layout_of(tuple((name, dtype, at(name, shape)) for name, dtype, shape in layout.entries))
 
 
-def filled(w: Params, like: Layout) -> Params:
+def pad_rank(w: Params, like: Layout) -> Params:
     """Append zeros to A and B, up to the rank of ``like``. They stay zero in training: the gradient of a zero row of A
     is zero if the column of B is, and vice versa.
     """
-    return Params({n: _grown(tensor, like.slots[n][3]) for n, tensor in w.items()})
+    return Params({n: _grow(tensor, like.slots[n][3]) for n, tensor in w.items()})
 
 
 def cut(w: Params, like: Layout) -> Params:
-    """Remove the zeros that :func:`filled` has appended."""
+    """Remove the zeros that :func:`pad_rank` has appended."""
     return Params({n: tensor[tuple(slice(size) for size in like.slots[n][3])] for n, tensor in w.items()})
 
 
@@ -165,7 +165,7 @@ def at_rank(spec: ModelSpec, rank: int | None) -> ModelSpec:
 
 
 @contextmanager
-def scaled(model: Model, rank: int) -> Iterator[None]:
+def scale_for_rank(model: Model, rank: int) -> Iterator[None]:
     """Context manager: the model's LoRA has the scale alpha / rank, for parameters of this rank padded with zeros."""
     if rank == model.adaptation_spec.rank:
         yield
@@ -183,7 +183,7 @@ def scaled(model: Model, rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def shifted(model: Model, shift: Mapping[str, Factors]) -> Iterator[None]:
+def shift_weights(model: Model, shift: Mapping[str, Factors]) -> Iterator[None]:
     """Context manager: each named module computes with W + U V, in training and in prediction.
 
     U V x is added to the module's output: W does not change, so that tied, half-precision and transposed weights need
@@ -213,7 +213,7 @@ def shifted(model: Model, shift: Mapping[str, Factors]) -> Iterator[None]:
 
 
 @contextmanager
-def applied(model: Model, w: Params) -> Iterator[None]:
+def apply(model: Model, w: Params) -> Iterator[None]:
     """Install w, LoRA of any rank, in the model; a rank other than the model's is installed as a shift."""
     rank = rank_of(w)
     if rank is None or rank == model.adaptation_spec.rank:
@@ -223,7 +223,7 @@ def applied(model: Model, w: Params) -> Iterator[None]:
     shift = factors(w, alpha_of(model))
     own = {n: torch.zeros_like(t) if n not in w or _B in n else t for n, t in model.params().items()}
     model.load(Params(own | {n: w[n] for n in rest(w)}))
-    with shifted(model, shift):
+    with shift_weights(model, shift):
         yield
 
 
@@ -291,7 +291,7 @@ def _of_experts(shape: Sequence[int]) -> bool:
     return len(shape) == 3 and shape[2] > 1
 
 
-def _grown(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _grow(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     if tuple(tensor.shape) == shape:
         return tensor
     pad = [

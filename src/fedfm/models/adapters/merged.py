@@ -19,7 +19,7 @@ from fedfm.models.model import Model
 
 
 @contextmanager
-def merged(model: Model) -> Iterator[None]:
+def merge(model: Model) -> Iterator[None]:
     """Context manager: every linear map with LoRA, whose dropout is not active, computes with one matrix.
 
     The mathematics is PEFT's, the rounding is not.

@@ -83,7 +83,7 @@ class SideAdapter(nn.Module):
                     parameter.fill_(alpha if name == "alpha" else 0.0)
         return self
 
-    def hidden(self, states: Tensor) -> Tensor:
+    def last_states(self, states: Tensor) -> Tensor:
         """(b, L, P, d) -> h_L (b, P, d)."""
         h = states[:, -1]
         for level in range(states.shape[1]):
@@ -97,7 +97,7 @@ class SideAdapter(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """(b, L, P, d) -> logits (b, C)."""
-        first = self.hidden(states)[:, 0]
+        first = self.last_states(states)[:, 0]
         return self.head(F.layer_norm(first, first.shape[-1:]))  # type: ignore[no-any-return]
 
 
@@ -197,7 +197,7 @@ class SideModel(Model):
         self.net, self.backbone, self.released, self.scales, self.ranges = net, backbone, released, scales, ranges
 
     @property
-    def owned(self) -> tuple[Model, Release, Tensor]:
+    def frozen_parts(self) -> tuple[Model, Release, Tensor]:
         """Backbone, release and scales.
 
         Raises:
@@ -221,7 +221,7 @@ class SideModel(Model):
         Raises:
             ValueError: this party has no backbone.
         """
-        backbone, released, scales = self.owned
+        backbone, released, scales = self.frozen_parts
         done = [torch.zeros(0, *self.net.shape)]
         for start in range(0, len(rows), CHUNK):
             part = rows.take(range(start, min(start + CHUNK, len(rows))))
@@ -242,7 +242,7 @@ class SideModel(Model):
 
     def blocks(self, rows: Rows) -> list[Tensor]:
         """The backbone's block outputs (see :meth:`Model.blocks`)."""
-        return self.owned[0].blocks(rows)
+        return self.frozen_parts[0].blocks(rows)
 
     def outputs(self, batch: Batch) -> Tensor:
         if STATES not in batch:
@@ -304,7 +304,7 @@ def around(
     released = release(adapt.released, tokens, grid, projection)
     scales, ranges = torch.stack([b.square().mean().sqrt() for b in levels]), None
     if derived_modules.is_derived(module):
-        scales, ranges = _stored(module, "scale"), _stored(module, "range")
+        scales, ranges = _stored_scales(module, "scale"), _stored_scales(module, "range")
         ranges = ranges / scales * (1.0 if projection is None else projection.abs().sum(0).max())
     shape = len(levels), len(released.positions), width if projection is None else projection.shape[1]
     net = SideAdapter(*shape, adapt.rank, len(classes)).draw(seed)
@@ -322,7 +322,7 @@ def around(
     )
 
 
-def _stored(module: nn.Module, key: str) -> Tensor:
+def _stored_scales(module: nn.Module, key: str) -> Tensor:
     """(L,) of a twin: "scale", root mean squares on the data that it was distilled with, or "range"."""
     return torch.tensor([entry[key] for entry in derived_modules.table(module)["blocks"]])
 

@@ -87,10 +87,10 @@ def render(turns: Sequence[Turn], tokenizer: Any, **options: Any) -> str:
     Raises:
         InputError: the template refuses it.
     """
-    return str(applied(turns, tokenizer, form_of(tokenizer), tokenize=False, **options))
+    return str(apply(turns, tokenizer, form_of(tokenizer), tokenize=False, **options))
 
 
-def applied(turns: Sequence[Turn], tokenizer: Any, form: Form, **options: Any) -> Any:
+def apply(turns: Sequence[Turn], tokenizer: Any, form: Form, **options: Any) -> Any:
     """What ``apply_chat_template`` gives.
 
     Raises:
@@ -102,10 +102,10 @@ def applied(turns: Sequence[Turn], tokenizer: Any, form: Form, **options: Any) -
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, chat_template=text_of(tokenizer), **options)
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # it expects another content
-        raise InputError(f"model.template: the chat template refuses {named(turns)}: {first_line(error)}") from None
+        raise InputError(f"model.template: the chat template refuses {describe(turns)}: {first_line(error)}") from None
 
 
-def named(turns: Sequence[Turn]) -> str:
+def describe(turns: Sequence[Turn]) -> str:
     """A conversation in words, by its roles and its first message."""
     messages = [turn for turn in turns if turn[0] != TOOLS]
     roles = ", ".join(turn[0] for turn in messages[:6])
@@ -118,7 +118,7 @@ def check_tools(turns: Sequence[Turn], tokenizer: Any) -> None:
     text = render(text_turns, tokenizer)
     if missing := [what for word, what in words if word not in text]:
         raise InputError(
-            f"model.template: the chat template leaves out {missing[0]} in {named(turns)}; take a model whose own "
+            f"model.template: the chat template leaves out {missing[0]} in {describe(turns)}; take a model whose own "
             "template takes tools, or remove them from the rows"
         )
 
@@ -150,7 +150,7 @@ def replace_content(turns: Sequence[Turn], i: int, tokenizer: Any) -> str:
     shown = with_argument(turns[i], _SAY) if called else (turns[i][0], _SAY)
     _, found, after = render([*turns[:i], shown, *turns[i + 1 :]], tokenizer).partition(_SAY)
     if not found:
-        raise InputError(f"model.template: the chat template leaves out an answer of {named(turns)}")
+        raise InputError(f"model.template: the chat template leaves out an answer of {describe(turns)}")
     if not called:
         return after
     alone = render([*turns[:i], shown], tokenizer).partition(_SAY)[2]
@@ -184,8 +184,8 @@ def unbegun(tokenizer: Any) -> tuple[str, str]:
     template, turns = template_of(tokenizer), [("user", _ASK), (ASSISTANT, _SAY)]
     try:
         form = form_of(tokenizer)
-        prompt = str(applied(turns[:1], tokenizer, form, tokenize=False, add_generation_prompt=True))
-        whole = str(applied(turns, tokenizer, form, tokenize=False))
+        prompt = str(apply(turns[:1], tokenizer, form, tokenize=False, add_generation_prompt=True))
+        whole = str(apply(turns, tokenizer, form, tokenize=False))
     except InputError:  # the rows say which conversation it refuses
         return template, ""
     begun = prompt[_common(prompt, whole) :]
@@ -216,7 +216,7 @@ def _read(tokenizer: Any) -> Form:
 
     def text(count: int, parts: bool, **options: Any) -> str:
         try:
-            return str(applied(turns[:count], tokenizer, Form(parts), tokenize=False, **options))
+            return str(apply(turns[:count], tokenizer, Form(parts), tokenize=False, **options))
         except InputError:
             return ""
 
@@ -249,7 +249,7 @@ def _read_calls(tokenizer: Any, parts: bool, end: str, split: _Splitter) -> tupl
     def text(arguments: Any, *more: Turn) -> str:
         turns = [("user", _ASK), one_call(ASSISTANT, _CALL, arguments), *more]
         try:
-            return str(applied(turns, tokenizer, Form(parts), tokenize=False))
+            return str(apply(turns, tokenizer, Form(parts), tokenize=False))
         except InputError:
             return ""
 

@@ -22,10 +22,10 @@ from fedfm.models.language.chat_form import (
     ASSISTANT,
     MARKS,
     Form,
-    applied,
+    apply,
     check_tools,
+    describe,
     form_of,
-    named,
     render,
     replace_content,
     special_ids,
@@ -141,7 +141,7 @@ def fit(tokenizer: Any, text: str | None, settings: Mapping[str, Any]) -> tuple[
     )
 
 
-def asked(said: Asked, text: str | None, tokenizer: Any) -> list[int]:
+def prompt_tokens(said: Asked, text: str | None, tokenizer: Any) -> list[int]:
     """Tokens of the prompt, after which the answer begins.
 
     Raises:
@@ -167,14 +167,14 @@ def answer_of(generated: str, text: str | None, tokenizer: Any, *, special: bool
     return bare[len(shown) :].lstrip() if shown and bare.startswith(shown) else generated
 
 
-def written(said: Asked, output: Output, text: str | None, tokenizer: Any) -> Written:
+def encode_row(said: Asked, output: Output, text: str | None, tokenizer: Any) -> Written:
     """A row of what was said and its answer, with the token that ends it; of a blank answer the prompt alone.
 
     Raises:
         InputError: the chat template refuses the conversation, or no tokens are the answer's.
     """
     if blank(output):
-        prompt = asked(said, text, tokenizer)
+        prompt = prompt_tokens(said, text, tokenizer)
         return Written(prompt, [False] * len(prompt), len(prompt))
     if isinstance(said, str) and isinstance(output, str) and text is not None:
         prompt_text = _fill(text, said)
@@ -185,10 +185,12 @@ def written(said: Asked, output: Output, text: str | None, tokenizer: Any) -> Wr
         turns = (*_turns(said), *(((ASSISTANT, output),) if isinstance(output, str) else output))
         if has_tools(turns):
             check_tools(turns, tokenizer)
-        ids, counts = (_marked if MARKS.search(template_of(tokenizer)) else _by_prefixes)(turns, tokenizer)
+        ids, counts = (_generation_mask if MARKS.search(template_of(tokenizer)) else _by_prefixes)(turns, tokenizer)
     last = max((i for i, counted in enumerate(counts) if counted), default=None)
     if last is None:
-        raise InputError(f"model.template: the chat template leaves no token to the assistant in {named(_turns(said))}")
+        raise InputError(
+            f"model.template: the chat template leaves no token to the assistant in {describe(_turns(said))}"
+        )
     start = next((i + 1 for i in range(last, -1, -1) if not counts[i]), 0)
     return Written(ids, counts, start)
 
@@ -238,10 +240,10 @@ def _turns(said: Asked) -> tuple[Turn, ...]:
     return (("user", said),) if isinstance(said, str) else said
 
 
-def _marked(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list[bool]]:
+def _generation_mask(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Tokens, and those that the template marks as generated, with the token that ends each answer."""
     form = form_of(tokenizer)
-    found = applied(turns, tokenizer, form, return_dict=True, return_assistant_tokens_mask=True)
+    found = apply(turns, tokenizer, form, return_dict=True, return_assistant_tokens_mask=True)
     ids, counts = list(found["input_ids"]), [bool(x) for x in found["assistant_masks"]]
     if not any(counts):
         return ids, counts
@@ -304,7 +306,7 @@ def _after(turns: Sequence[Turn], i: int, whole: str, form: Form, tokenizer: Any
     if not whole.endswith(rest) or not rest.startswith(form.inner):
         raise InputError(
             f"model.template: this chat template writes the rest otherwise after another answer, so that no tokens are "
-            f"the answer's, in {named(turns)}; {_RIGHT}"
+            f"the answer's, in {describe(turns)}; {_RIGHT}"
         )
     return len(whole) - len(rest) + len(form.inner)
 
@@ -322,7 +324,8 @@ def _within(
     if not getattr(tokenizer, "is_fast", False):  # it does not tell where its tokens stand
         ids = list(tokenizer(text, **options)["input_ids"])
         edges = [
-            (_shared(ids, text[:a], tokenizer, options), _shared(ids, text[:b], tokenizer, options)) for a, b in ends
+            (_common_length(ids, text[:a], tokenizer, options), _common_length(ids, text[:b], tokenizer, options))
+            for a, b in ends
         ]
         counts = [any(a <= i < b for a, b in edges) for i in range(len(ids))]
     else:
@@ -333,7 +336,7 @@ def _within(
     return ids[:kept], counts[:kept]
 
 
-def _shared(ids: list[int], beginning: str, tokenizer: Any, options: dict[str, bool]) -> int:
+def _common_length(ids: list[int], beginning: str, tokenizer: Any, options: dict[str, bool]) -> int:
     """How many tokens of a text are those of its beginning."""
     part = list(tokenizer(beginning, **options)["input_ids"]) if beginning else []
     return next((i for i, (a, b) in enumerate(zip(ids, part, strict=False)) if a != b), min(len(ids), len(part)))
@@ -357,5 +360,5 @@ def _check_prefix(part: str, whole: str, turns: Sequence[Turn]) -> None:
     at = next((i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole)))
     raise InputError(
         "model.template: this chat template writes a question otherwise once it is answered, so that no tokens are the "
-        f"answer's: {part[at : at + _SHOWN]!r} becomes {whole[at : at + _SHOWN]!r} in {named(turns)}; {_RIGHT}"
+        f"answer's: {part[at : at + _SHOWN]!r} becomes {whole[at : at + _SHOWN]!r} in {describe(turns)}; {_RIGHT}"
     )

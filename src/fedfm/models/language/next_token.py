@@ -22,7 +22,7 @@ _COUNTED = 256  # rows at a time
 MOST = 1 << 26  # logits of a batch in evaluation, 256 MB
 
 
-def scored(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
+def logits_and_targets(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
     """Logits (m, V) in float32 and targets (m,); of many logits only those whose target counts."""
     ids, head = batch["input_ids"], model.last_layer
     if head is None or ids.numel() * head.out_features <= FEW:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedfm.core.rows import Output
 from fedfm.models.language.chat_form import special_ids
-from fedfm.models.language.chat_templates import Written, written
+from fedfm.models.language.chat_templates import Written, encode_row
 
 _END = 4  # most tokens of an answer's end: the token that ends it, and, say, a line break
 
@@ -31,13 +31,13 @@ def cut(row: Written, most: int, tokenizer: Any, longest: int | None = None) -> 
     """
     answer = len(row.ids) - row.start
     reserved = min(longest or answer, max(most - most // 2, most - row.start))
-    head = kept(row.ids[: row.start], min(row.start, most - reserved), tokenizer)
+    head = keep_end(row.ids[: row.start], min(row.start, most - reserved), tokenizer)
     tail = _kept_of_answer(row.ids[row.start :], min(answer, most - len(head)), tokenizer)
     index = [*head, *(row.start + i for i in tail)]
     return Written([row.ids[i] for i in index], [row.counts[i] for i in index], len(head))
 
 
-def kept(prompt: list[int], room: int, tokenizer: Any) -> list[int]:
+def keep_end(prompt: list[int], room: int, tokenizer: Any) -> list[int]:
     """Indexes of the tokens of a prompt that stay: BOS, and the last."""
     n = len(prompt)
     if n <= room:
@@ -64,7 +64,7 @@ def _end(answer: list[int], tokenizer: Any) -> int:
 
 def end_token(template: str | None, tokenizer: Any, output: Output = "b") -> int | None:
     """The token with which the template ends an answer; None if it has none."""
-    row = written("a", output, template, tokenizer)
+    row = encode_row("a", output, template, tokenizer)
     answer = row.ids[row.start :]
     end = _end(answer, tokenizer)
     return answer[end] if end < len(answer) else None
