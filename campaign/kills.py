@@ -171,12 +171,21 @@ def reason(answer: Path) -> str:
 def compare(name: str, result: Mapping[str, Any], alone: Mapping[str, Any], found: Outcome) -> None:
     """The bits of a killed run against those of the run that was left alone.
 
-    A batch of BlindFed that was under way is encrypted again, which crosses again and is counted; fresh noise of
-    ciphertexts changes the last digits of its weights, so there only the scores agree.
+    A batch of BlindFed that was under way is encrypted again, and the members of a secure sum agree on keys again: both
+    cross again and are counted. Fresh noise of ciphertexts changes the last digits of BlindFed's weights, so there only
+    the scores agree. Clients that share the noise of a sum add fresh noise in a round that is repeated, since its masks
+    are others: the models differ, and the ledger must count the round once more.
     """
-    keys = [key for key in SAME if not (name.startswith("blindfed") and key.startswith("bytes"))]
+    hidden, noisy = name == "fedavg, secure sums", name == "fedavg, noise of the clients"
+    again = name.startswith("blindfed") or hidden or noisy
+    keys = [key for key in SAME if not (again and key.startswith("bytes"))]
     if name == "blindfed, CKKS":
         keys.remove("params_sha256")
+    if noisy:
+        keys = []
+        found.require(result["epsilon"] >= alone["epsilon"], f"{name}: epsilon {result['epsilon']} is below that")
+    if again:
+        found.require(result["bytes_up"] >= alone["bytes_up"], f"{name}: bytes that crossed are not counted")
     differing = [key for key in keys if result[key] != alone[key]]
     found.require(not differing, f"{name}: other {', '.join(differing)} than the run that was left alone")
 
