@@ -196,7 +196,7 @@ def lines_of(error: BaseException, most: int = 2_000) -> list[str]:
     return [line[:most] for fault in error.all for line in str(fault).splitlines()]
 
 
-def listed(options: Any) -> str:
+def quote_names(options: Any) -> str:
     """Names in quotes, sorted."""
     return ", ".join(f'"{o}"' for o in sorted(options))
 

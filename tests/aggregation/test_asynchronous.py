@@ -366,7 +366,7 @@ class Answers:
     """A link that streams: a script says who answers next, and what."""
 
     streams = True
-    awaited: ClassVar[dict] = {}  # as asked
+    requests_in_flight: ClassVar[dict] = {}  # as asked
     clients = ("a", "b", "c")
 
     def __init__(self, *script):

@@ -78,9 +78,9 @@ def test_no_block_has_lines_of_members_and_of_strangers(tmp_path):
         rows, split = pool.compared_rows(client), len(pool.members[client])
         assert (
             rows.take(range(split))
-            .padded()
+            .to_padded()
             .tensors["input_ids"]
-            .equal(population.data(client).train.padded().tensors["input_ids"])
+            .equal(population.data(client).train.to_padded().tensors["input_ids"])
         )  # what the client trains on
         for place in range(len(rows)):
             ids = rows.tokens[place].tolist()
@@ -99,10 +99,10 @@ def test_lines_that_no_client_has_are_dealt_before_they_are_joined(tmp_path):
     population.federated = replace(population.federated, clients=held)
     pool = RowPool(population, seed=1)
     assert not pool.own
-    strangers = [pool.rows(pool.strangers[client]).tokens.joined() for client in population.clients]
+    strangers = [pool.rows(pool.strangers[client]).tokens.concatenate() for client in population.clients]
     assert [len(tokens) for tokens in strangers] == [20 * 12] * 2  # half of 40 lines each
     counts = torch.bincount(torch.cat(strangers))
-    assert counts.equal(torch.bincount(population.test.tokens.joined()))
+    assert counts.equal(torch.bincount(population.test.tokens.concatenate()))
 
 
 def test_coins_are_of_blocks_and_leave_them_whole(tmp_path):
@@ -123,9 +123,11 @@ def test_who_holds_everybodys_lines_joins_them_all(tmp_path):
     pool = RowPool(population, seed=1, pooled=True)
     assert pool.owners == pool.honest == [POOLED]
     members = pool.rows(pool.members[POOLED])
-    assert members.padded().tensors["input_ids"].equal(population.data(POOLED).train.padded().tensors["input_ids"])
+    assert (
+        members.to_padded().tensors["input_ids"].equal(population.data(POOLED).train.to_padded().tensors["input_ids"])
+    )
     strangers = pool.rows(pool.strangers[POOLED])
-    assert strangers.padded().tensors["input_ids"].equal(population.test.padded().tensors["input_ids"])
+    assert strangers.to_padded().tensors["input_ids"].equal(population.test.to_padded().tensors["input_ids"])
     half = Half(pool, 0, seed=1)
     assert len(half.data(POOLED).train) == half.taken[POOLED][1].sum()
     assert half.clients == population.clients

@@ -21,8 +21,8 @@ def test_they_are_the_tensors_that_they_were_made_of(rows: list[list[int]], data
     assert all(a.equal(b) and a.dtype == torch.int64 for a, b in zip(plain, tokens, strict=True))
     index = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=8))
     part, chosen = tokens.take(index), [plain[i] for i in index]
-    assert part.padded(9).equal(pad_sequence(chosen, batch_first=True, padding_value=9))
-    assert part.joined().equal(torch.cat(chosen))
+    assert part.to_padded(9).equal(pad_sequence(chosen, batch_first=True, padding_value=9))
+    assert part.concatenate().equal(torch.cat(chosen))
     assert [t.tolist() for t in part[1:]] == [t.tolist() for t in chosen[1:]]
     ends = data.draw(st.lists(st.integers(0, 5), min_size=len(index), max_size=len(index)))
     assert [t.tolist() for t in part.cut(ends)] == [t[:e].tolist() for t, e in zip(chosen, ends, strict=True)]

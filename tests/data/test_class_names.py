@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from fedfm.data.class_names import class_name, hidden
+from fedfm.data.class_names import class_name, is_invisible
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec, check
 from fedfm.errors import InputError
@@ -30,7 +30,7 @@ def test_a_name_is_read_once_and_shows_all_that_is_seen(text: str, mark: str) ->
     name = class_name(text)
     assert class_name(name) == name
     assert class_name(mark + text + mark) in (name, class_name(f"{text} ").strip())
-    assert not any(hidden(c) for c in name if c.isascii())
+    assert not any(is_invisible(c) for c in name if c.isascii())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedfm.data.load import load_table, scaled, unite
+from fedfm.data.load import load_table, scale_features, unite
 from fedfm.data.spec import DataSpec, PartitionSpec, check
 from fedfm.data.table import Table, fingerprint
 from fedfm.errors import InputError
@@ -103,9 +103,11 @@ def test_where_refuses_what_is_not_there(tmp_path: Path) -> None:
 
 
 def test_scale_by_hand() -> None:
-    assert scaled(table_of([[3.0, 4.0], [0.0, 0.0]]), "unit").inputs == pytest.approx(np.array([[0.6, 0.8], [0, 0]]))
+    assert scale_features(table_of([[3.0, 4.0], [0.0, 0.0]]), "unit").inputs == pytest.approx(
+        np.array([[0.6, 0.8], [0, 0]])
+    )
     # mean 2, variance (1 + 0 + 1) / 3
-    row = scaled(table_of([[1.0, 2.0, 3.0], [5.0, 5.0, 5.0]]), "row").inputs
+    row = scale_features(table_of([[1.0, 2.0, 3.0], [5.0, 5.0, 5.0]]), "row").inputs
     assert row == pytest.approx(np.array([[-(1.5**0.5), 0, 1.5**0.5], [0, 0, 0]]))
     assert row.dtype == np.float32
     with pytest.raises(InputError, match=r'data\.scale: "row" is for feature vectors; digits holds pictures'):

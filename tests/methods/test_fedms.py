@@ -188,7 +188,7 @@ def test_what_is_kept_over_the_rounds_changes_no_bit(place, monkeypatch):
         Z = Params(dict(initial(model.dual.width, 3)) | {f"{TRUNK}{n}": t for n, t in image_trunk(model).items()})
         client = Client("a", ClientData(lambda rows=rows: rows, Rows, Rows), model, {}, 5, trainer=train_client)
         found.append([method.local_pass(client, W_g, W_g, Z, k)[i].sha256() for k in (1, 2, 3) for i in (0, 1)])
-        other = rows.take(range(len(rows))).computed()
+        other = rows.take(range(len(rows))).compute()
         other.tensors["pixel_values"] = other.tensors["pixel_values"].flip(3)
         w = Params.join(**{GLOBAL: W_g, LOCAL: W_g, GATE: Z})
         found[-1].append([method.logits(model, w, r).tolist() for r in (rows, other)])

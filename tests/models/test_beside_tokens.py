@@ -70,7 +70,7 @@ def test_logits_are_those_of_the_models_own_pipeline(path):
 def test_rows_keep_it_through_every_form():
     tokens, kinds = Tokens.of([[5, 6, 7], [8]]), Tokens.of([[2, 0, 1], [2]])
     rows = Rows(tokens=tokens, beside={"token_type_ids": kinds})
-    for of in (rows, rows.take([1, 0]).take([1, 0]), rows.padded()):
+    for of in (rows, rows.take([1, 0]).take([1, 0]), rows.to_padded()):
         assert of.batch([0, 1])["token_type_ids"].tolist() == [[2, 0, 1], [2, 0, 0]]
     assert rows.names == {"token_type_ids"}
 

@@ -116,4 +116,4 @@ def test_rows_of_arrays_are_deferred_too(table: Table) -> None:
     grey = Table("image", pixels, np.zeros(9, int), ("cat", "dog"), np.full(9, "train"))
     model = model_of("lora")
     whole, deferred = (model.prepare(grey, [8, 1, 4], most=most) for most in (None, 1))
-    assert deferred.computed().tensors["pixel_values"].equal(whole.tensors["pixel_values"])
+    assert deferred.compute().tensors["pixel_values"].equal(whole.tensors["pixel_values"])

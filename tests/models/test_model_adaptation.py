@@ -204,7 +204,7 @@ def test_alphas_exclusions_and_the_start_are_pefts(folder, tmp_path):
     base = AutoModelForSequenceClassification.from_pretrained(folder("roberta"), num_labels=len(model.classes))
     with quiet():
         theirs = PeftModel.from_pretrained(base, str(tmp_path / "peft")).eval()
-    batch = rows.padded().batch(range(5))
+    batch = rows.to_padded().batch(range(5))
     with torch.no_grad():
         found = theirs(**{k: v for k, v in batch.items() if k != "labels"}).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -97,13 +97,13 @@ def test_scores_of_parts_are_those_of_the_whole(ready):
     task, _, model, made = ready
     whole = model.evaluate(made)
     cut = len(made) // 3
-    joined = task.joined([model.evaluate(made.take(part)) for part in (range(cut), range(cut, len(made)))])
+    joined = task.join_scores([model.evaluate(made.take(part)) for part in (range(cut), range(cut, len(made)))])
     assert joined["n"] == whole["n"] == len(made)
     assert whole["loss"] is not None
     assert all(whole[name] is not None for name in task.figures)
     for name in ("accuracy", "loss", *task.figures):
         assert joined[name] == (None if whole[name] is None else pytest.approx(whole[name], rel=1e-5)), name
-    assert task.joined([task.joined([])] if task.sums else [model.evaluate(made.take([]))])["n"] == 0
+    assert task.join_scores([task.join_scores([])] if task.sums else [model.evaluate(made.take([]))])["n"] == 0
 
 
 def test_an_export_names_the_task_and_its_keys(ready, tmp_path):

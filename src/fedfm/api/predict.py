@@ -210,13 +210,13 @@ class _Trained:
     model: Model
     w: Params
 
-    def encoded(self, rows: Rows) -> Rows:
+    def encode(self, rows: Rows) -> Rows:
         return predictions.encode_rows(self.method, self.model, rows)
 
     def logits(self, rows: Rows) -> Tensor:
         return predictions.logits(self.method, self.model, self.w, rows)
 
-    def applied(self, rows: Rows) -> AbstractContextManager[Rows]:
+    def apply(self, rows: Rows) -> AbstractContextManager[Rows]:
         return predictions.apply_model(self.method, self.model, self.w, rows)
 
 

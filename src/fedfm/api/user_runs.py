@@ -12,7 +12,7 @@ import torch
 from fedfm.api import model_card
 from fedfm.config.user_code import admit_function, is_function
 from fedfm.data.spec import IN_MEMORY
-from fedfm.data.user_datasets import checked
+from fedfm.data.user_datasets import check_dataset
 from fedfm.errors import InputError
 from fedfm.models import export, merging
 from fedfm.models.quiet import quiet
@@ -85,7 +85,7 @@ def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool =
             raise InputError(f"{name}: rows for an own module: expected module:function, which returns a data set")
         rows = call(admit_function(name, "rows"), name, run.experiment.run.seed)
     brings, model, _ = load(run, given, client, last=last)
-    rows = checked(rows, "rows")
+    rows = check_dataset(rows, "rows")
     given, found = brings.given, list[Outputs]()
     classes, lists = list(model.classes), list[dict[str, Any]]([{}] * len(rows))
     with model.evaluating():

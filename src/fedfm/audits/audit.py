@@ -17,7 +17,7 @@ from fedfm.audits.steps import Step, TimeUpError, command, deadline, steps, unti
 from fedfm.config.registry import available
 from fedfm.core import storage
 from fedfm.core.text import to_json
-from fedfm.errors import InputError, RunError, close, listed
+from fedfm.errors import InputError, RunError, close, quote_names
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.progress import AuditProgress
 from fedfm.runtime.run_directory import Run
@@ -91,10 +91,10 @@ def choose(run: Run, names: Sequence[str] = ()) -> dict[str, Audit]:
     fitting = {name: a for name, a in known.items() if unfit[name] is None}
     for name in names:
         if name not in there:
-            raise InputError(f"--attack {name}: expected {listed(fitting)}{close(name, fitting)}")
+            raise InputError(f"--attack {name}: expected {quote_names(fitting)}{close(name, fitting)}")
         why = unfit.get(name) if name in known else f"it does not read the messages of this run of {method}"
         if why is not None:
-            instead = f"; attacks on this run: {listed(fitting)}" if fitting else ""
+            instead = f"; attacks on this run: {quote_names(fitting)}" if fitting else ""
             raise InputError(f"--attack {name}: {why}{instead}")
     if names:
         return {name: known[name] for name in dict.fromkeys(names)}
@@ -103,7 +103,7 @@ def choose(run: Run, names: Sequence[str] = ()) -> dict[str, Audit]:
         raise InputError(f"{run.path}: no audit fits this run: {'; '.join(whys)}")
     chosen = {name: a for name, a in fitting.items() if a.by_default}
     if not chosen:
-        raise InputError(f"{run.path}: no audit fits this run; name one of {listed(fitting)} with --attack")
+        raise InputError(f"{run.path}: no audit fits this run; name one of {quote_names(fitting)} with --attack")
     return chosen
 
 

@@ -49,7 +49,7 @@ def evidence(method: Method[Any], model: Model, w: Params, rows: Rows) -> Array:
     with apply_model(method, model, w, rows) as judged, model.evaluating():
         if model.task.loss_is_opaque:
             return np.array([-float(model.loss(judged.batch([i]))) for i in range(len(judged))])
-        for batch in (judged.padded() if judged.tokens is not None else judged).batches(BATCH):
+        for batch in (judged.to_padded() if judged.tokens is not None else judged).batches(BATCH):
             sums, counts = model.task.row_losses(model, batch)
             found.append(-(sums / counts.clamp(min=1)).cpu().double().numpy())
     return np.concatenate(found)

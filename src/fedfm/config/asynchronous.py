@@ -13,7 +13,7 @@ from fedfm.config.registry import name_of, ours, resolve
 from fedfm.config.run_spec import AsynchronousSpec
 from fedfm.core.capabilities import Traits, fraction_of
 from fedfm.core.method import Method
-from fedfm.errors import InputError, listed
+from fedfm.errors import InputError, quote_names
 
 WHERE = "run.asynchronous"
 
@@ -23,9 +23,7 @@ def not_late(method: type[Method[Any]], name: str) -> str:
     if _accepts_stale_updates(method):
         return ""
     names = [name for name in ours("methods") if _accepts_stale_updates(resolve("methods", name))]
-    return (
-        f'run.asynchronous: method "{name}" needs the answers of a whole cohort to one state; expected {listed(names)}'
-    )
+    return f'run.asynchronous: method "{name}" needs the answers of a whole cohort to one state; expected {quote_names(names)}'
 
 
 def _accepts_stale_updates(method: type[Method[Any]]) -> bool:

@@ -24,7 +24,7 @@ from fedfm.core.capabilities import Personal, Private
 from fedfm.core.client import Update
 from fedfm.core.method import Method, nested_methods
 from fedfm.data.spec import IN_MEMORY
-from fedfm.errors import Faults, InputError, listed
+from fedfm.errors import Faults, InputError, quote_names
 from fedfm.linalg.params import Params
 from fedfm.linalg.quantised import EXACT
 from fedfm.privacy.spec import PrivacySpec
@@ -67,7 +67,7 @@ def _check_method(method: Method[Any]) -> None:
     where = 'privacy.unit = "client":'
     if asks := _readable(method):
         raise InputError(
-            f"{where} the server looks at replies of single clients ({listed(asks)}), and the noise is on means",
+            f"{where} the server looks at replies of single clients ({quote_names(asks)}), and the noise is on means",
             key="privacy.unit",
         )
     if not method.means:
@@ -117,12 +117,12 @@ def check_as_asked(e: ExperimentParts) -> None:
     for who, takes in ((needs.because or method, needs.adaptations), ("this client optimiser", local_takes)):
         if takes and adaptation is not None and adaptation.name not in takes:
             raise InputError(
-                f'model.adaptation.name = "{adaptation.name}": {who} takes {listed(takes)} only',
+                f'model.adaptation.name = "{adaptation.name}": {who} takes {quote_names(takes)} only',
                 key="model.adaptation.name",
             )
     if needs.tasks and e.model.task not in needs.tasks:
         raise InputError(
-            f"model.task: {needs.because or method} takes {listed(needs.tasks)} only; set it", key="model.task"
+            f"model.task: {needs.because or method} takes {quote_names(needs.tasks)} only; set it", key="model.task"
         )
     if e.data.classes is not None and run.engine != "deployment":
         raise InputError(
@@ -135,7 +135,7 @@ def check_as_asked(e: ExperimentParts) -> None:
     unseen = tasks.names(lambda task: task.scores_unseen_classes)
     if e.data.base_classes is not None and e.model.task not in unseen:
         raise InputError(
-            f"data.base_classes: only names score classes without training rows; set model.task = {listed(unseen)}",
+            f"data.base_classes: only names score classes without training rows; set model.task = {quote_names(unseen)}",
             key="data.base_classes",
         )
     if adaptation is not None and (most := max(needs.ranks, default=0)) > adaptation.rank:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from fedfm.config.registry import ours, resolve
 from fedfm.core.fields import key_of
-from fedfm.errors import InputError, close, closest, listed
+from fedfm.errors import InputError, close, closest, quote_names
 
 _SAME = {
     "lr": ("learning_rate",),
@@ -93,7 +93,7 @@ class UnknownKey(InputError):
         self.known, self._key, self._path = tuple(known), key, path
         self.hint = meant(key, known, path) if hint is None else hint
         where, table_of = (f"{path}.{key}", f"[{path}]") if path else (key, "the file")
-        taken = listed(known) or 'a "name" alone'
+        taken = quote_names(known) or 'a "name" alone'
         super().__init__(f"{where}: unknown key{self.hint}; {table_of} takes {taken}", key=where)
 
     def among(self, taken: TakenKeys) -> UnknownKey:

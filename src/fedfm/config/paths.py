@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedfm.data.sources._files import missed
+from fedfm.data.sources._files import remember_missing
 from fedfm.errors import InputError
 from fedfm.models.locate import BUILT_IN
 
@@ -51,7 +51,7 @@ def _found(folder: Path, value: Any, key: str) -> Any:
         return value
     if not (there := folder / path).exists():
         if key.startswith("data.") and not path.exists():
-            missed(value, folder)
+            remember_missing(value, folder)
         return str(there) if key in _MADE and not path.exists() else value
     if path.exists() and not path.samefile(there):
         raise InputError(

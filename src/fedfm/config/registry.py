@@ -19,7 +19,7 @@ from typing import Any
 from fedfm.config.paper_names import how_to_set
 from fedfm.config.user_code import admit_function, is_function
 from fedfm.core.libraries import of_import
-from fedfm.errors import InputError, close, listed
+from fedfm.errors import InputError, close, quote_names
 
 _BASES = {
     "methods": "fedfm.core.method:Method",
@@ -104,7 +104,9 @@ def resolve(kind: str, name: Any, where: str = "") -> Any:
     names = available(kind)
     if not isinstance(name, str):
         raise InputError(
-            f"{where} = {json.dumps(name, default=str)}: expected {listed(names)}", key=where, allowed=listed(names)
+            f"{where} = {json.dumps(name, default=str)}: expected {quote_names(names)}",
+            key=where,
+            allowed=quote_names(names),
         )
     if (kind, name) in _admitted:
         return _admitted[kind, name]
@@ -112,9 +114,9 @@ def resolve(kind: str, name: Any, where: str = "") -> Any:
         raise InputError(f'{where} = "{name}": code beside fedfm\'s own, which nobody here has listed', key=where)
     if name not in names:
         raise InputError(
-            f'{where} = "{name}": expected {listed(names)}{how_to_set(name) or close(name, names)}',
+            f'{where} = "{name}": expected {quote_names(names)}{how_to_set(name) or close(name, names)}',
             key=where,
-            allowed=listed(names),
+            allowed=quote_names(names),
         )
     if kind in _HELD:
         return _attribute(_HELD[kind])[name]

@@ -19,7 +19,7 @@ from fedfm.core.method import Method
 from fedfm.core.toml_text import parse_override as parse_override
 from fedfm.core.toml_text import put as put
 from fedfm.core.toml_text import to_toml as to_toml
-from fedfm.errors import Absent, Faults, InputError, listed
+from fedfm.errors import Absent, Faults, InputError, quote_names
 from fedfm.training import SGD, Local
 
 _DATA = (".csv", ".jsonl", ".jsonl.gz", ".parquet", ".npz", ".txt", ".txt.gz")  # formats that data.path takes
@@ -213,11 +213,11 @@ def build_named(kind: str, table: Any, path: str, *, default: str = "", of: type
     table = dict(table)
     name = table.pop("name", default)
     if name == "":
-        names = listed(available(kind))
+        names = quote_names(available(kind))
         raise Absent(f"{path}.name is missing: expected {names}", key=f"{path}.name", allowed=names)
     cls = resolve(kind, name, f"{path}.name")
     if not issubclass(cls, of):
-        fit = listed(n for n in ours(kind) if issubclass(resolve(kind, n), of))
+        fit = quote_names(n for n in ours(kind) if issubclass(resolve(kind, n), of))
         raise InputError(f'{path}.name = "{name}": expected {fit}', key=f"{path}.name", allowed=fit)
     return name, build(cls, table, path)
 

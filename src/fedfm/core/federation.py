@@ -301,7 +301,7 @@ class Federation:
             for client in sorted(pending):
                 self._exclude(client, ClientFault(E_TIMEOUT, "no reply in time"), part)
         else:
-            awaited = self._link.awaited if isinstance(self._link, Streaming) else {}
+            awaited = self._link.requests_in_flight if isinstance(self._link, Streaming) else {}
             self.underway = {client: awaited.get(client) or asked[client] for client in sorted({*pending, *awaited})}
             self.cohort = tuple(sorted(early))
         yield from sorted(early.items())

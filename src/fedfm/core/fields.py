@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
-from fedfm.errors import Absent, Faults, InputError, close, listed
+from fedfm.errors import Absent, Faults, InputError, close, quote_names
 
 KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
 
@@ -224,8 +224,8 @@ def check(settings: Any, where: str) -> None:
             continue  # whose key it is follows from a name that is none
         mine = not owners or settings.name in owners
         if value is not None and not mine:
-            theirs = listed(key_of(other.name) for other in fields(settings) if settings.name in owners_of(other))
-            text = f'{key} belongs to {listed(owners)}, not to "{settings.name}", which takes {theirs}'
+            theirs = quote_names(key_of(other.name) for other in fields(settings) if settings.name in owners_of(other))
+            text = f'{key} belongs to {quote_names(owners)}, not to "{settings.name}", which takes {theirs}'
             faults.say(text, key=key, owners=owners)
         if value in (None, "") and mine and f.metadata.get("required") and not wrong:
             by = f'required by "{settings.name}"' if owners else "missing"

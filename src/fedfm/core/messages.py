@@ -59,7 +59,7 @@ class Streaming(Link, Protocol):
     streams: bool  # whether it is used so
 
     @property
-    def awaited(self) -> Mapping[ClientId, tuple[int, int]]:
+    def requests_in_flight(self) -> Mapping[ClientId, tuple[int, int]]:
         """(round, call) of the requests of :meth:`stream` whose replies have not been yielded."""
 
     def restore(self, awaited: Mapping[ClientId, tuple[int, int]]) -> None:

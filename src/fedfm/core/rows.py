@@ -84,7 +84,7 @@ class Rows:
         return int(self.tokens.length.max(initial=0))
 
     @functools.cached_property
-    def labelled(self) -> tuple[np.ndarray, np.ndarray, int, int]:
+    def features_and_labels(self) -> tuple[np.ndarray, np.ndarray, int, int]:
         """Features (n, d) and labels (n,) for compiled loops, and the smallest and largest label.
 
         Raises:
@@ -112,7 +112,7 @@ class Rows:
             found.update(to_bytes(row.contiguous()))
         for name, of in sorted(self.beside.items()):
             found.update(name.encode())
-            found.update(to_bytes(of.joined()))
+            found.update(to_bytes(of.concatenate()))
         for name, rows in sorted(self.deferred.items()):
             found.update(name.encode())
             for source in rows.sources():
@@ -133,7 +133,7 @@ class Rows:
             beside={name: of.take(index.numpy()) for name, of in self.beside.items()},
         )
 
-    def computed(self) -> Rows:
+    def compute(self) -> Rows:
         """The same rows with nothing deferred."""
         if not self.deferred:
             return self
@@ -142,21 +142,21 @@ class Rows:
 
     def batch(self, index: Sequence[int] | np.ndarray | Tensor) -> Batch:
         """The model's arguments for these rows; ``attention_mask`` (b, L) is 0 at padding."""
-        return self.take(index).computed()._as_batch()
+        return self.take(index).compute()._as_batch()
 
     def _as_batch(self) -> Batch:
         """All of these rows."""
         batch = dict(self.tensors)
         if self.tokens is not None:
-            batch["input_ids"] = self.tokens.padded(self.pad)
+            batch["input_ids"] = self.tokens.to_padded(self.pad)
             lengths = torch.from_numpy(self.tokens.length)
-            batch |= {name: of.padded(0) for name, of in self.beside.items()}
+            batch |= {name: of.to_padded(0) for name, of in self.beside.items()}
             batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
         if self.labels is not None:
             batch["labels"] = self.labels
         return batch
 
-    def padded(self) -> Rows:
+    def to_padded(self) -> Rows:
         """The same rows as tensors of one length."""
         if self.tokens is None or not len(self):
             return self

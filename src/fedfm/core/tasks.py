@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from fedfm.core.fields import setting
-from fedfm.errors import InputError, close, listed
+from fedfm.errors import InputError, close, quote_names
 
 if TYPE_CHECKING:
     from fedfm.tasks.task import Column, RowKind, Task
@@ -65,7 +65,7 @@ def find(name: str | Task) -> Task:
     for task in _all():
         if task.name == name:
             return task
-    raise InputError(f'model.task = "{name}": expected {listed(names())}{close(name, names())}')
+    raise InputError(f'model.task = "{name}": expected {quote_names(names())}{close(name, names())}')
 
 
 def task_named(name: str | None) -> Task | None:
@@ -127,7 +127,7 @@ def figures() -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for task in available() for name in task.figures))
 
 
-def drawn() -> tuple[str, ...]:
+def figures_in_reports() -> tuple[str, ...]:
     """Names of those figures that reports draw."""
     return tuple(dict.fromkeys(name for task in available() for name in task.drawn))
 

@@ -25,7 +25,7 @@ class Tokens(Sequence[Tensor]):
 
     Example:
         >>> tokens = Tokens.of([[5, 6, 7], [8]])
-        >>> tokens[1], tokens.take([1, 0]).padded(0).tolist()
+        >>> tokens[1], tokens.take([1, 0]).to_padded(0).tolist()
         (tensor([8]), [[8, 0, 0], [5, 6, 7]])
     """
 
@@ -69,7 +69,7 @@ class Tokens(Sequence[Tensor]):
     @classmethod
     def joining(cls, parts: Sequence[Tokens]) -> Tokens:
         """The rows of all parts, in order, copied."""
-        flat = np.concatenate([part.joined().int().numpy() for part in parts])
+        flat = np.concatenate([part.concatenate().int().numpy() for part in parts])
         return cls.one_after_the_other(flat, np.concatenate([part.length for part in parts]))
 
     def __len__(self) -> int:
@@ -102,14 +102,14 @@ class Tokens(Sequence[Tensor]):
         """The first ``length[i]`` tokens of each row, at most all."""
         return Tokens(self.flat, self.start, np.minimum(self.length, np.asarray(length, dtype=np.int64)))
 
-    def joined(self) -> Tensor:
+    def concatenate(self) -> Tensor:
         """int64 (sum of the lengths,): one row after the other."""
         first = np.repeat(self.start - (np.cumsum(self.length) - self.length), self.length)
         return torch.from_numpy(self.flat[first + np.arange(len(first))].astype(np.int64))
 
-    def padded(self, pad: int) -> Tensor:
+    def to_padded(self, pad: int) -> Tensor:
         """int64 (n, longest), filled with ``pad`` behind each row."""
         inside = torch.from_numpy(np.arange(self.length.max(initial=0)) < self.length[:, None])
         out = torch.full(inside.shape, pad, dtype=torch.int64)
-        out[inside] = self.joined()
+        out[inside] = self.concatenate()
         return out

@@ -123,8 +123,8 @@ class CodedLink:
         return isinstance(self._link, Streaming) and self._link.streams
 
     @property
-    def awaited(self) -> Mapping[ClientId, tuple[int, int]]:
-        return self._link.awaited if isinstance(self._link, Streaming) else {}
+    def requests_in_flight(self) -> Mapping[ClientId, tuple[int, int]]:
+        return self._link.requests_in_flight if isinstance(self._link, Streaming) else {}
 
     def restore(self, awaited: Mapping[ClientId, tuple[int, int]]) -> None:
         if isinstance(self._link, Streaming):

@@ -35,7 +35,7 @@ class ArrowTexts(Sequence[str]):
         start, stop, step = i.indices(len(self))
         if self._index is None and step == 1:
             return self._column.slice(start, max(stop - start, 0)).to_pylist()
-        return self.take(np.arange(start, stop, step)).listed()
+        return self.take(np.arange(start, stop, step)).to_list()
 
     def __iter__(self) -> Iterator[str]:
         for start in range(0, len(self), _READ):
@@ -45,7 +45,7 @@ class ArrowTexts(Sequence[str]):
         """These rows, in this order; none is copied."""
         return type(self)(self._column, index if self._index is None else self._index[index])
 
-    def listed(self) -> list[str]:
+    def to_list(self) -> list[str]:
         """All of these rows."""
         column = self._column if self._index is None else self._column.take(self._index)
         found: list[str] = column.to_pylist()

@@ -30,18 +30,18 @@ def class_name(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text.strip()
     shown = unicodedata.normalize("NFC", text)
-    kept = (c for i, c in enumerate(shown) if not hidden(c) or _joins(shown, i))
+    kept = (c for i, c in enumerate(shown) if not is_invisible(c) or _joins(shown, i))
     return "".join(" " if unicodedata.category(c) == "Zs" else c for c in kept).strip()
 
 
-def hidden(c: str) -> bool:
+def is_invisible(c: str) -> bool:
     """Whether nobody sees the character: zero-width spaces, joiners, soft hyphens, byte order marks, fillers."""
     return not c.isspace() and (unicodedata.category(c) in ("Cf", "Cc") or c in _BLANK)
 
 
 def escape(name: str) -> str:
     """The name between quotes, with a code in place of what nobody sees or takes for something else."""
-    odd = (hidden(c) or unicodedata.combining(c) or (c.isspace() and c != " ") for c in name)
+    odd = (is_invisible(c) or unicodedata.combining(c) or (c.isspace() and c != " ") for c in name)
     return '"' + "".join(f"\\u{ord(c):04x}" if is_odd else c for c, is_odd in zip(name, odd, strict=True)) + '"'
 
 
@@ -94,4 +94,6 @@ def _joins(text: str, i: int) -> bool:
     if text[i] in _FORMS:
         return ord(before) >= _ASCII and not before.isspace()
     after = text[i + 1] if i + 1 < len(text) else " "
-    return text[i] in _JOINERS and all(ord(c) >= _ASCII and not c.isspace() and not hidden(c) for c in (before, after))
+    return text[i] in _JOINERS and all(
+        ord(c) >= _ASCII and not c.isspace() and not is_invisible(c) for c in (before, after)
+    )

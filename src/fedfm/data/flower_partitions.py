@@ -14,7 +14,7 @@ import numpy as np
 
 from fedfm.data.spec import PartitionSpec
 from fedfm.data.table import Table
-from fedfm.errors import InputError, close, first_line, listed
+from fedfm.errors import InputError, close, first_line, quote_names
 from fedfm.seeds import derive, generator
 
 _KEY = "data.partition"
@@ -40,7 +40,7 @@ def owners(
     if "num_partitions" in takes:
         options.setdefault("num_partitions", clients)
     elif part.clients is not None:
-        raise InputError(f"{_KEY}.clients: {name} takes no number of clients; its options are {listed(takes)}")
+        raise InputError(f"{_KEY}.clients: {name} takes no number of clients; its options are {quote_names(takes)}")
     if "partition_by" in takes and table.labels is not None:
         options.setdefault("partition_by", label)
     if "seed" in takes:
@@ -80,7 +80,7 @@ def _find(name: str) -> Any:
     known = [kind for kind in partitioner.__all__ if kind != "Partitioner"]
     if name not in known:
         raise InputError(
-            f'{_KEY}.partitioner: flwr-datasets has no "{name}"; it has {listed(known)}{close(name, known)}'
+            f'{_KEY}.partitioner: flwr-datasets has no "{name}"; it has {quote_names(known)}{close(name, known)}'
         )
     return getattr(partitioner, name)
 

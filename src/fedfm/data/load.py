@@ -53,11 +53,11 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
     if spec.clients:
         table = _of_clients(spec, seed, task)
     else:
-        source = chosen(_read(spec, task), spec.where or {})
+        source = filter_rows(_read(spec, task), spec.where or {})
         table = _mark_test(_fit(source, task), spec, generator(seed, "split"))
     table = _limit(_without_new(table, spec.base_classes), spec, generator(seed, "limit"))
     table = replace(table, notices=(*table.notices, *doubts(table, spec.label)))
-    return scaled(table, spec.scale)
+    return scale_features(table, spec.scale)
 
 
 def _without_rows(spec: DataSpec) -> Table:
@@ -88,7 +88,7 @@ def read_inputs(path: str | Path, spec: DataSpec, *, kind: str) -> Table:
     kind = (owner is not None and owner.own_kind is not None and owner.own_kind.predicted_as) or kind
     if table.kind != kind:
         raise InputError(f"{path} holds {words_of(table.kind)}; the model takes {words_of(kind)}")
-    return scaled(table, spec.scale)
+    return scale_features(table, spec.scale)
 
 
 def check_files(spec: DataSpec) -> None:
@@ -99,7 +99,7 @@ def check_files(spec: DataSpec) -> None:
         existing(path, f"data.clients.{name}")
 
 
-def chosen(table: Table, where: Mapping[str, Sequence[str]]) -> Table:
+def filter_rows(table: Table, where: Mapping[str, Sequence[str]]) -> Table:
     """The rows with a listed value in each column of ``where``.
 
     Raises:
@@ -119,7 +119,7 @@ def chosen(table: Table, where: Mapping[str, Sequence[str]]) -> Table:
     return table if kept.all() else table.take(np.flatnonzero(kept))
 
 
-def scaled(table: Table, scale: str) -> Table:
+def scale_features(table: Table, scale: str) -> Table:
     """Each feature vector scaled: "row" to mean 0 and variance 1 (constant vectors to 0), "unit" to norm 1."""
     if scale == "none":
         return table

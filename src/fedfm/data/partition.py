@@ -194,7 +194,7 @@ def _by_rule(
                 owner[places] = shares(int(c), len(places))
             owners.append(owner)
     owners.append(own_test(table, test, train, owners[0], clients, seed))
-    return numbered("client", clients, 2), owners
+    return number_names("client", clients, 2), owners
 
 
 def _evenly(rows: np.ndarray, clients: int, rng: np.random.Generator) -> Owner:
@@ -303,11 +303,11 @@ def _by_column(
         mine[2][lost] = np.arange(len(lost)) % each
         for owner, place, local in zip(owners, places, mine, strict=True):
             owner[place] = len(names) + local
-        names += [stem] if each == 1 else numbered(stem, each)
+        names += [stem] if each == 1 else number_names(stem, each)
     return names, owners
 
 
-def numbered(stem: str, count: int, digits: int = 1) -> list[str]:
+def number_names(stem: str, count: int, digits: int = 1) -> list[str]:
     """``client-00`` ... ``client-11``, padded so that names sort by number."""
     width = max(digits, len(str(count - 1)))
     return [f"{stem}-{k:0{width}d}" for k in range(count)]

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from fedfm.core import tasks
-from fedfm.data.class_names import hidden
+from fedfm.data.class_names import is_invisible
 from fedfm.data.pictures import upright
 from fedfm.data.table import Table, contents
 
@@ -141,7 +141,7 @@ def _wording(item: Any) -> tuple[str, ...]:
 
 def _read(text: str) -> str:
     if not text.isascii():
-        text = "".join(c for c in unicodedata.normalize("NFKC", text) if not hidden(c))
+        text = "".join(c for c in unicodedata.normalize("NFKC", text) if not is_invisible(c))
     return " ".join(text.casefold().split())
 
 

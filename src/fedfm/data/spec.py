@@ -10,7 +10,7 @@ from fedfm.core import fields, tasks
 from fedfm.core.fields import setting, with_settings
 from fedfm.core.text import NAME, NAME_WORDS
 from fedfm.data.class_names import check_list
-from fedfm.errors import Faults, InputError, listed
+from fedfm.errors import Faults, InputError, quote_names
 
 WITHHELD = "(kept by the server)"  # replaces values that clients do not receive
 IN_MEMORY = "(in memory)"  # the name of data and of a model from a Python program: see fedfm.api.federate
@@ -168,7 +168,7 @@ def _check_without_rows(spec: DataSpec) -> None:
         return
     if spec.kind is None:
         raise InputError(
-            f"data.kind is missing: with data.classes it says what the silos hold, one of {listed(KINDS)}",
+            f"data.kind is missing: with data.classes it says what the silos hold, one of {quote_names(KINDS)}",
             key="data.kind",
         )
     if (spec.kind == "features") != (spec.width is not None):

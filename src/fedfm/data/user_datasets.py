@@ -51,7 +51,7 @@ class Joined(Sequence[Any]):
         return self._parts[part][int(i) - (int(self._ends[part - 1]) if part else 0)]
 
 
-def checked(data: Any, what: str, *, empty: bool = False) -> Any:
+def check_dataset(data: Any, what: str, *, empty: bool = False) -> Any:
     """``data``; an InputError if it is no map-style data set, or has no rows unless ``empty``."""
     if isinstance(data, (str, bytes, Mapping)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise InputError(f"{what} is a {type(data).__name__}: expected a map-style data set, with len() and [i]")

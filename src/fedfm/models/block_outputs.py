@@ -38,7 +38,7 @@ def blocks(model: Model, rows: Rows) -> list[Tensor]:
     hooks += [m.register_forward_hook(lambda _, a, y, i=i: keep(i, y)) for i, m in enumerate(modules, 1)]
     try:
         with model.evaluating():
-            for done, (batch, n) in enumerate(fixed_batches(rows.padded()), 1):
+            for done, (batch, n) in enumerate(fixed_batches(rows.to_padded()), 1):
                 model.outputs(batch)
                 if any(len(level) != done for level in caught):
                     raise ValueError("a block of this architecture runs more than once: its outputs have no order")

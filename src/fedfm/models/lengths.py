@@ -77,7 +77,7 @@ def check(tools: Tools, tokens: Tokens, where: str, rows: np.ndarray | None = No
     limit = tools.vocabulary
     if limit is None or not len(tokens):
         return
-    found = tokens.joined().numpy()
+    found = tokens.concatenate().numpy()
     beyond = np.flatnonzero(found >= limit)
     if not len(beyond):
         return

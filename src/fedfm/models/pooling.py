@@ -70,7 +70,7 @@ def way_of(model: Model, head: nn.Linear, rows: Rows) -> Pool:
         InputError: in no way that is known, or what it gives for a text depends on the texts beside it.
     """
     made = probe_rows(model, rows)
-    batch = made.padded().batch(range(2))
+    batch = made.to_padded().batch(range(2))
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(head.out_features, head.in_features, generator=generator).to(model.device)
     caught: list[Tensor] = []
@@ -83,7 +83,7 @@ def way_of(model: Model, head: nn.Linear, rows: Rows) -> Pool:
     try:
         with model.evaluating():
             logits = model.outputs(batch)
-            alone = model.outputs(made.take([0]).padded().batch([0]))
+            alone = model.outputs(made.take([0]).to_padded().batch([0]))
     finally:
         hook.remove()
     if not _agree(model, alone, logits[:1]):
@@ -104,7 +104,7 @@ def of_padding(model: Model) -> list[str]:
         return []
     made = made_texts(model)
     with model.evaluating():
-        both, alone = (model.outputs(made.take(i).padded().batch(range(len(i)))) for i in ([0, 1], [0]))
+        both, alone = (model.outputs(made.take(i).to_padded().batch(range(len(i)))) for i in ([0, 1], [0]))
     if _agree(model, alone, both[:1]):
         return []
     return [f"{_of_padding(model)}: predictions differ with the texts of a batch, also those of an export"]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from fedfm.core.fields import setting
-from fedfm.errors import InputError, close, listed
+from fedfm.errors import InputError, close, quote_names
 
 HELLO = "query.hello"  # the handshake, which asks for the silo's name: answered if anything is allowed
 WORDS = ("mean", "reply", "scores", "reveal")
@@ -92,7 +92,7 @@ def _check(key: str, words: Sequence[str]) -> None:
         if word not in WORDS:
             meant = [w for w in WORDS if any(w in _words_of(p) for p in words)]
             right = f"; here {key} = {json.dumps(meant)}" if _words_of(word) or word == HELLO else close(word, WORDS)
-            raise InputError(f'{key}: "{word}" is no word of exposure: expected {listed(WORDS)}{right}', key=key)
+            raise InputError(f'{key}: "{word}" is no word of exposure: expected {quote_names(WORDS)}{right}', key=key)
 
 
 def _words_of(pattern: str) -> list[str]:

@@ -246,7 +246,7 @@ def _by_client(found: Any) -> dict[str, float | None]:
     return {str(k): numeric(v) for k, v in mapping(found).items()}
 
 
-_DRAWN = tuple(f"{prefix}{name}" for name in tasks.drawn() for prefix in ("", "local_"))
+_DRAWN = tuple(f"{prefix}{name}" for name in tasks.figures_in_reports() for prefix in ("", "local_"))
 
 
 def _round(line: Mapping[str, Any]) -> Round:

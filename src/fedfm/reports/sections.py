@@ -43,7 +43,7 @@ def curves(run: RunFiles) -> str:
         out.append(
             "<h3>Perplexity</h3>" * bool(out) + _plot(rounds, {"perplexity": "perplexity, global test rows"}, number)
         )
-    for key in tasks.drawn():
+    for key in tasks.figures_in_reports():
         where = {key: "on the global test rows", f"local_{key}": "on the clients' test rows"}
         if some := {k: v for k, v in where.items() if _any(rounds, k)}:
             out.append(f"<h3>{esc(key.replace('_', ' ').capitalize())}</h3>" + _plot(rounds, some, percent))
@@ -93,7 +93,7 @@ def _any(rounds: tuple[Round, ...], key: str) -> bool:
 
 def _numbers(rounds: tuple[Round, ...]) -> str:
     keys = [k for k in rounds[0].values if _any(rounds, k)]
-    shares = {"macro_f1", *tasks.drawn(), *(f"local_{key}" for key in tasks.drawn())}
+    shares = {"macro_f1", *tasks.figures_in_reports(), *(f"local_{key}" for key in tasks.figures_in_reports())}
     shape: dict[str, Format] = {k: percent if "accuracy" in k or k in shares else number for k in keys}
     head = ["round", *(k.replace("_", " ") for k in keys), "time"]
     rows = [[str(r.number), *(shape[k](r.values[k]) for k in keys), duration(r.seconds)] for r in rounds]

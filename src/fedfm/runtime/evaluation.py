@@ -196,7 +196,7 @@ class Evaluator:
         """Scores on the clients' rows together, of a task whose scores are made from sums; else {}."""
         kind = (self._run.manifest["model"] or {}).get("kind", "")
         task = tasks.task_named(self._run.experiment.model.task) or tasks.implied_task(kind)
-        return task.joined([m for m in tested if m]) if task.sums else {}
+        return task.join_scores([m for m in tested if m]) if task.sums else {}
 
     @property
     def _validates(self) -> bool:
@@ -315,7 +315,7 @@ def judge(
     def judge_by_sums(w: Params, by_class: bool) -> dict[str, Any]:
         found, pieces = valid_scores(w), population.pieces
         parts = [found[c] if c in found else scores(method, population.model, w, population.piece(c)) for c in pieces]
-        joined: dict[str, Any] = population.model.task.joined(parts)
+        joined: dict[str, Any] = population.model.task.join_scores(parts)
         return joined
 
     def with_new(w: Params, by_class: bool, base: int = base or 0) -> dict[str, Any]:

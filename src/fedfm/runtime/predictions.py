@@ -85,7 +85,7 @@ def apply_model(method: Method[Any], model: Model, w: Params, rows: Rows) -> Ite
         with method.install(model, w, rows) as judged:
             yield judged
     elif _trains_locally(method):
-        with method.local.applied(model, w, rows) as judged:
+        with method.local.apply(model, w, rows) as judged:
             yield judged
     else:
         model.load(w)

@@ -225,7 +225,11 @@ def _content_of(rows: Rows) -> dict[str, Any] | None:
     if set(rows.tensors) == {"features"}:
         return {"features": rows.tensors["features"]}
     if rows.tokens is not None and not rows.tensors and not rows.beside:
-        return {"flat": rows.tokens.joined().int(), "length": torch.from_numpy(rows.tokens.length), "pad": rows.pad}
+        return {
+            "flat": rows.tokens.concatenate().int(),
+            "length": torch.from_numpy(rows.tokens.length),
+            "pad": rows.pad,
+        }
     return None
 
 

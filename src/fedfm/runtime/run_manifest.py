@@ -12,7 +12,7 @@ import numpy as np
 from fedfm.core import tasks
 from fedfm.core.client import ClientId
 from fedfm.core.method import Method
-from fedfm.data.class_names import escape, hidden
+from fedfm.data.class_names import escape, is_invisible
 from fedfm.errors import InputError
 from fedfm.models import devices, left_out, preprocessing
 from fedfm.models.adapters import lora
@@ -49,7 +49,7 @@ def _normalise(name: str) -> str:
 
 def _visible(name: str) -> str:
     """The name without characters that nobody sees: zero-width spaces, joiners, soft hyphens, byte order marks."""
-    return "".join(c for c in name if not hidden(c))
+    return "".join(c for c in name if not is_invisible(c))
 
 
 def _number(name: str) -> Hashable:

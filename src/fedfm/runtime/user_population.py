@@ -13,7 +13,7 @@ from fedfm.data.partition import deal, own_test
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.data.stratify import hold_out
 from fedfm.data.table import ClientRows, FederatedData, Table
-from fedfm.errors import InputError, listed
+from fedfm.errors import InputError, quote_names
 from fedfm.models.user.user_inputs import Brought, call, read_inputs
 from fedfm.models.user.user_module import Places
 from fedfm.runtime.partitioned import Partitioned
@@ -56,7 +56,7 @@ def of_silo(silo: str, name: str, spec: DataSpec, seed: int) -> Partitioned:
         brings = read_inputs(call(function(name, "data"), name, seed))
         rows = brings.train if brings.clients is None else brings.clients.get(silo)
         if rows is None:
-            raise InputError(f"its clients are {listed(map(str, brings.clients or ()))}, and this silo is {silo}")
+            raise InputError(f"its clients are {quote_names(map(str, brings.clients or ()))}, and this silo is {silo}")
         own = brings.test.get(silo) if isinstance(brings.test, Mapping) else brings.test
         return of_brought(replace(brings, clients={silo: rows}, train=None, test=own), spec, seed)
     except InputError as error:

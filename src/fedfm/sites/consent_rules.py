@@ -9,7 +9,7 @@ from typing import Any
 from fedfm.aggregation.secure import Secure
 from fedfm.config.experiment import Experiment
 from fedfm.core.fields import toml_value
-from fedfm.errors import Faults, listed
+from fedfm.errors import Faults, quote_names
 from fedfm.privacy.policy import TOLERANCE, Requirements
 from fedfm.sites.release_cost import ReleaseCosts
 from fedfm.sites.silo_config import Silo
@@ -31,7 +31,7 @@ def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
         if not (share := getattr(experiment.data, key)) <= _MOST:
             faults.say(f"data.{key} = {share}: at a silo at most {_MOST} of the rows", key=f"data.{key}")
     if silo.allow_methods is not None and experiment.method_name not in silo.allow_methods:
-        text = f'method.name = "{experiment.method_name}": allow_methods is {listed(silo.allow_methods)}'
+        text = f'method.name = "{experiment.method_name}": allow_methods is {quote_names(silo.allow_methods)}'
         faults.say(text, key="method.name")
     if experiment.run.local_scores and "scores" not in silo.policy.of(experiment.method_name):
         text = 'run.local_scores: it tells the silo\'s accuracy, and "scores" is not in allow'

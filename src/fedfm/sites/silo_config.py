@@ -53,7 +53,7 @@ from fedfm.core.fields import setting, with_settings
 from fedfm.core.text import NAME, NAME_WORDS
 from fedfm.data.class_names import check_list
 from fedfm.data.spec import DataSpec
-from fedfm.errors import Faults, InputError, close, listed
+from fedfm.errors import Faults, InputError, close, quote_names
 from fedfm.privacy.policy import WORDS, Budget, Policy, Requirements
 from fedfm.runtime.own_rows import COLUMNS, OwnRows, classes_of, deal
 from fedfm.sites import identity as silo_identity
@@ -149,10 +149,10 @@ def _read(table: Mapping[str, Any]) -> Silo:
     with faults:
         Policy(silo.allow, silo.allow_by_method)
     for name in [n for n in silo.allow_by_method if n not in (*silo.methods, *known)]:
-        text = f'allow_by_method: method = "{name}": expected {listed(known)}{close(name, known)}'
+        text = f'allow_by_method: method = "{name}": expected {quote_names(known)}{close(name, known)}'
         faults.say(text, key="allow_by_method")
     for name in [n for n in silo.allow_methods or () if n not in (*silo.methods, *known)]:
-        text = f'allow_methods: "{name}": expected {listed(known)}{close(name, known)}'
+        text = f'allow_methods: "{name}": expected {quote_names(known)}{close(name, known)}'
         faults.say(text, key="allow_methods")
     with bounds:
         check_fields(silo, "")

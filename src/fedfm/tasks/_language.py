@@ -56,7 +56,7 @@ class LanguageTask(Task):
 
     def predict(self, model: Model, rows: Rows, batch_size: int) -> Tensor:
         """Rows are padded to the longest of all, so that their logits have one shape."""
-        return model.in_batches(rows if rows.tokens is None else rows.padded(), batch_size)
+        return model.in_batches(rows if rows.tokens is None else rows.to_padded(), batch_size)
 
     def scores(self, model: Model, rows: Rows, batch_size: int = 64) -> Scores:
         """``loss`` and ``accuracy`` of a token, ``perplexity``, ``tokens``."""
@@ -78,12 +78,12 @@ def answer_prompts(trained: Trained, table: Table) -> dict[str, Any]:
 
     model = trained.model
     asked = replace(table, inputs=[(instruction, "") for instruction, _ in table.inputs])
-    with trained.applied(model.prepare(asked, range(len(table)))) as rows:
+    with trained.apply(model.prepare(asked, range(len(table)))) as rows:
         given = answers(model, rows)
     scored = [i for i, (_, output) in enumerate(table.inputs) if not blank(output)]
     rows = model.prepare(table, scored)
     found = compare_texts([given[i] for i in scored], references(model, rows))
-    with trained.applied(rows) as adapted:
+    with trained.apply(rows) as adapted:
         found |= {key: value for key, value in likelihood(model, adapted).items() if key in ("loss", "perplexity")}
     return {
         **_NO_CLASSES,
@@ -98,7 +98,7 @@ def answer_passages(trained: Trained, table: Table) -> dict[str, Any]:
     """The likelihood of the text."""
     from fedfm.models.metrics import likelihood
 
-    with trained.applied(trained.model.prepare(table, range(len(table)))) as rows:
+    with trained.apply(trained.model.prepare(table, range(len(table)))) as rows:
         found = likelihood(trained.model, rows)
     return {**_NO_CLASSES, **{key: found[key] for key in ("loss", "perplexity")}}
 

@@ -98,7 +98,7 @@ class Trained(Protocol):
         """The model."""
         ...
 
-    def encoded(self, rows: Rows) -> Rows:
+    def encode(self, rows: Rows) -> Rows:
         """The rows as the method's head takes them."""
         ...
 
@@ -106,7 +106,7 @@ class Trained(Protocol):
         """Logits of all rows, float32 on the CPU, as the method predicts."""
         ...
 
-    def applied(self, rows: Rows) -> AbstractContextManager[Rows]:
+    def apply(self, rows: Rows) -> AbstractContextManager[Rows]:
         """Within the context the model has the trained weights; the rows have what the method adds to them."""
         ...
 
@@ -330,7 +330,7 @@ class Task:
         """The scores that these sums give."""
         raise NotImplementedError(f"{self.name}: no sums")
 
-    def joined(self, parts: Sequence[Mapping[str, Any]]) -> Scores:
+    def join_scores(self, parts: Sequence[Mapping[str, Any]]) -> Scores:
         """Scores on the union of rows from those on its parts."""
         from fedfm.models import metrics
 
@@ -354,7 +354,7 @@ class Task:
         import torch
 
         model = trained.model
-        rows = trained.encoded(model.prepare(table, range(len(table))))
+        rows = trained.encode(model.prepare(table, range(len(table))))
         probabilities = torch.softmax(trained.logits(rows), 1)
         return {
             "classes": list(model.classes),

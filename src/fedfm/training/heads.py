@@ -65,7 +65,7 @@ def _names(layout: Layout) -> tuple[str, str]:
 def _train(job: Job) -> Params:
     names = _names(job.w.layout)
     classes, width = job.w.layout.slots[names[0]][3]
-    x, y, least, most = job.client.data.train.labelled
+    x, y, least, most = job.client.data.train.features_and_labels
     n = len(x)
     if x.shape != (n, width) or y.shape != (n,) or (n and not 0 <= least <= most < classes):
         raise ValueError(f"features {x.shape} and labels {y.shape} do not fit a head of {width}x{classes}")

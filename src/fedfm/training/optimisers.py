@@ -158,7 +158,7 @@ class Local:
         return w
 
     @contextmanager
-    def applied(self, model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
+    def apply(self, model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
         """Install w, from :meth:`own` or a model's parameters, in the model; yields the rows to score."""
         model.load(w)
         yield rows

@@ -153,8 +153,8 @@ class DualAdapter(TwoModels):
         return v
 
     @contextmanager
-    def applied(self, model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
-        with experts.apply(model, w, rows) if is_pair(w) else super().applied(model, w, rows) as scored:
+    def apply(self, model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
+        with experts.apply(model, w, rows) if is_pair(w) else super().apply(model, w, rows) as scored:
             yield scored
 
     def fits(self, model: Model) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fedfm.data.sources import _tools
 from fedfm.data.sources._files import At, column
 from fedfm.data.spec import DataSpec
-from fedfm.errors import InputError, close, listed
+from fedfm.errors import InputError, close, quote_names
 
 if TYPE_CHECKING:
     from fedfm.core.rows import Asked, Output, Turn  # whose module loads torch
@@ -85,7 +85,7 @@ def pairs(columns: Columns, spec: DataSpec, source: str, at: At, *, answered: bo
                 )
             if value is None and (answered or name == spec.column("instruction")):
                 raise InputError(f'{where}: column "{name}" is empty: fill it, or remove the row')
-        whole = _with_input(_asked(said, spec.column("instruction"), where), more, spec.column("input"), where)
+        whole = _with_input(_parse_prompt(said, spec.column("instruction"), where), more, spec.column("input"), where)
         if answered or isinstance(output, list):
             found.append(_after(whole, _answer(output, spec.column("output"), where)))
         else:
@@ -141,7 +141,7 @@ def preferences(
     for row, (prompt, more, *answers) in enumerate(zip(prompts, inputs, chosen, rejected, strict=True)):
         where = at(row)
         both = [_answer(a, name, where) for a, name in zip(answers, names, strict=True)]
-        asked = None if prompt is None else _asked(prompt, prompt_name, where)
+        asked = None if prompt is None else _parse_prompt(prompt, prompt_name, where)
         asked = None if asked is None else _with_input(asked, more, spec.column("input"), where)
         good, bad = both
         if not isinstance(good, str) or not isinstance(bad, str):
@@ -172,12 +172,12 @@ def prompts(columns: Columns, spec: DataSpec, source: str, at: At) -> list[tuple
     inputs = columns.get(spec.column("input"), [None] * len(asked)) if other else [None] * len(asked)
     pairs = zip(asked, inputs, strict=True)
     return [
-        (_with_input(_asked(said, name, at(row)), more, spec.column("input"), at(row)), "")
+        (_with_input(_parse_prompt(said, name, at(row)), more, spec.column("input"), at(row)), "")
         for row, (said, more) in enumerate(pairs)
     ]
 
 
-def _asked(value: Any, name: str, where: str) -> Asked:
+def _parse_prompt(value: Any, name: str, where: str) -> Asked:
     """A prompt: a text, or messages."""
     if not isinstance(value, str):
         return _turns(value, name, where)
@@ -261,7 +261,7 @@ def _turn(message: Any, i: int, name: str, where: str) -> Turn:
         role = _ALSO.get(role.lower(), role.lower() if role.lower() in ROLES else role)
     content = _text_of_parts(content)
     if "role" not in fields or not (called or "content" in fields):
-        keys = f" with {listed(map(str, message))}" if isinstance(message, dict) else ""
+        keys = f" with {quote_names(map(str, message))}" if isinstance(message, dict) else ""
         raise InputError(f"{at} is {type(message).__name__} {keys}".rstrip() + f": messages are expected, {_LIKE}")
     more = {key: v for key, v in fields.items() if key not in ("role", "content") and v not in (None, [], {}, "")}
     read = _tools.KEYS.get(role, ()) if isinstance(role, str) else ()
@@ -269,7 +269,7 @@ def _turn(message: Any, i: int, name: str, where: str) -> Turn:
         expected = f"role, content{''.join(f', {key}' for key in read)}"
         raise InputError(f'{at} has "{unread[0]}", which is not read: expected {expected}')
     if role not in ROLES:
-        raise InputError(f"{at} is of role {role!r:.40}: expected one of {listed(ROLES)}{close(str(role), ROLES)}")
+        raise InputError(f"{at} is of role {role!r:.40}: expected one of {quote_names(ROLES)}{close(str(role), ROLES)}")
     if called:
         more[_tools.CALLS] = _tools.calls_of(called, at)
         if content is None:

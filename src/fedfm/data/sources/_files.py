@@ -48,7 +48,7 @@ def content_of(data: bytes) -> str:
 _missed: dict[str, Path] = {}
 
 
-def missed(path: str, folder: Path) -> None:
+def remember_missing(path: str, folder: Path) -> None:
     """Remember that a relative path was looked up in the folder of an experiment's file, and is not there."""
     _missed[path] = folder
 

@@ -44,7 +44,7 @@ def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
     named = {name: SPLIT_NAMES.get(name.lower()) for name in parts}
     for name, split in named.items():
         why = "is no train, validation or test split" if split is None else ""
-        if not why and _withheld(parts[name], spec.label):
+        if not why and _has_withheld_labels(parts[name], spec.label):
             why = "has no labels (-1)"
         if why:
             notices.append(f'split "{name}" of {hub} {why} and was left out')
@@ -121,7 +121,7 @@ def _load(hub: str) -> Any:
         raise InputError(f'data.hub: "{hub}" cannot be loaded ({why}); expected {right}') from None
 
 
-def _withheld(part: Any, label: str) -> bool:
+def _has_withheld_labels(part: Any, label: str) -> bool:
     """Whether all labels are -1, the mark of withheld labels in hub sets."""
     return label in part.features and len(part) > 0 and set(part[label][:]) == {-1}
 

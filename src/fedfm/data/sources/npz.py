@@ -79,7 +79,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
             arrays = {}
             for name in names:
                 try:
-                    mapped = _mapped(path, archive.zip.getinfo(f"{name}.npy")) if large and name == "x" else None
+                    mapped = _memory_map(path, archive.zip.getinfo(f"{name}.npy")) if large and name == "x" else None
                     arrays[name] = archive[name] if mapped is None else mapped
                 except ValueError as error:
                     if "allow_pickle" not in str(error):
@@ -98,7 +98,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _mapped(path: Path, member: zipfile.ZipInfo) -> np.ndarray | None:
+def _memory_map(path: Path, member: zipfile.ZipInfo) -> np.ndarray | None:
     """An array that lies uncompressed in the archive, memory-mapped; None if it is compressed or small.
 
     Raises:

@@ -98,7 +98,7 @@ def read_folder(folder: Path, files: list[Path], spec: DataSpec, *, task: str | 
     sheets = {file: sheet_of(file) for file in files}
     notices: tuple[str, ...] = ()
     if labelled:
-        for file in [f for f, sheet in sheets.items() if len(sheets) > 1 and _withheld(sheet, spec.label)]:
+        for file in [f for f, sheet in sheets.items() if len(sheets) > 1 and _has_withheld_labels(sheet, spec.label)]:
             del sheets[file]
             notices += (f"{file} has no labels (-1) and was left out",)
     if not sheets:
@@ -113,7 +113,7 @@ def read_folder(folder: Path, files: list[Path], spec: DataSpec, *, task: str | 
     return to_table(sheet, spec, source=str(folder), task=task, labelled=labelled)
 
 
-def _withheld(sheet: Sheet, label: str) -> bool:
+def _has_withheld_labels(sheet: Sheet, label: str) -> bool:
     """Whether all labels are -1, the mark of withheld labels in the Hub's sets."""
     return len(sheet) > 0 and set(map(str, sheet.columns.get(label, ()))) == {"-1"}
 

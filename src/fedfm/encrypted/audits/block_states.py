@@ -87,7 +87,7 @@ def of_photographs(population: Partitioned, seed: int, count: int = OTHERS) -> S
 def _states(population: Partitioned, table: Table, index: np.ndarray) -> States:
     model = side_model(population)
     backbone, _, _ = model.frozen_parts
-    rows = model.prepare(table, index).computed()
+    rows = model.prepare(table, index).compute()
     patch, done = fold(backbone.module).patch, []
     with torch.no_grad():
         for pixels in torch.split(rows.tensors["pixel_values"], _AT_ONCE):

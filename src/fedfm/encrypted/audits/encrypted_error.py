@@ -48,7 +48,7 @@ class EncryptedError(Audit):
         in_one_place = permuted.in_one_place if method.protocol == "permuted" else masked.in_one_place
         model = side_model(population)
         index = population.federated.clients[largest_client(population)].train[:ROWS]
-        rows = model.prepare(population.federated.table, index).computed()
+        rows = model.prepare(population.federated.table, index).compute()
         notice("one batch under encryption")
         seen = in_one_place(model, rows)
         encrypted, clear = seen.tensors[STATES], model.states(rows)

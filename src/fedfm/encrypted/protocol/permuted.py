@@ -104,7 +104,7 @@ def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
     public, ledger, secret = holder.public(), DistanceLedger(), os.urandom(32)
     done = [torch.zeros(0, *model.net.shape)]
     for number, span in enumerate(spans_by_part({"train": len(rows), "val": 0, "test": 0}, holder.layout.samples)):
-        part = rows.take(range(span.start, span.stop)).computed()
+        part = rows.take(range(span.start, span.stop)).compute()
         x = matrices.patch(part.tensors["pixel_values"]).double().numpy()
         pi = permutations.draw_all(secret, "", number, levels, len(x))
         session, key, turned = os.urandom(16), os.urandom(32), list[Tensor]()

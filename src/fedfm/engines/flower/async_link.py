@@ -50,7 +50,7 @@ class FlowerStream(FlowerLink):
         return super().straggling or bool(self._in_flight)
 
     @property
-    def awaited(self) -> Mapping[ClientId, tuple[int, int]]:
+    def requests_in_flight(self) -> Mapping[ClientId, tuple[int, int]]:
         sent = {one.request.client: (one.request.round, one.request.call) for one, _ in self._in_flight.values()}
         return sent | {reply.client: (reply.round, reply.call) for reply in self._ready}
 
@@ -68,7 +68,7 @@ class FlowerStream(FlowerLink):
             raise Interrupted
         self._send(requests)
         pause, replied = POLL[0], set[ClientId]()
-        while self.awaited.keys() - replied:
+        while self.requests_in_flight.keys() - replied:
             for reply in [reply for reply in self._ready if reply.client not in replied]:
                 self._ready.remove(reply)
                 replied.add(reply.client)

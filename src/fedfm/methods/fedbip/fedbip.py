@@ -203,7 +203,7 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
             with lora.apply(model, w):
                 yield rows
         else:
-            with self.local.applied(model, w, rows) as judged:
+            with self.local.apply(model, w, rows) as judged:
                 yield judged
 
     def params_for(self, s: BipState, client: ClientId) -> Params:

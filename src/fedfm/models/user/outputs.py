@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedfm.errors import InputError, listed
+from fedfm.errors import InputError, quote_names
 from fedfm.models.batches import rows_of
 
 _INSIDE = ("loss", "hidden_state", "hidden_states", "attentions", "past_key_values")  # of the model, not its answer
@@ -93,6 +93,6 @@ def of_module(found: Any, batch: Mapping[str, Any]) -> Outputs:
     if logits is not None and logits.dim() == 2:  # a classifier's
         return Outputs({"logits": logits})
     if not arrays:
-        what = listed(left_out) if left_out else "nothing"
+        what = quote_names(left_out) if left_out else "nothing"
         raise InputError(f"the module gives {what} without an entry for each row; {_HOW}")
     return Outputs(arrays, tuple(left_out))

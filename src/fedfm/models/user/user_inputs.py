@@ -13,7 +13,7 @@ import torch
 
 from fedfm import seeds
 from fedfm.core.client import POOLED
-from fedfm.errors import InputError, close, listed
+from fedfm.errors import InputError, close, quote_names
 from fedfm.models.user.user_module import Given
 
 OF_MODULE = ("loss", "objective", "logits", "collate", "labels")
@@ -50,9 +50,9 @@ def read_inputs(what: Any, local: Mapping[str, Any] | None = None, *, rows: bool
     """
     told = dict(what) if isinstance(what, Mapping) else {"model": what}
     if unknown := sorted(map(str, told.keys() - set(KEYS))):
-        raise InputError(f"{unknown[0]}: unknown key; expected {listed(KEYS)}{close(unknown[0], KEYS)}")
+        raise InputError(f"{unknown[0]}: unknown key; expected {quote_names(KEYS)}{close(unknown[0], KEYS)}")
     if "model" not in told:
-        raise InputError(f"model: missing; expected a transformers.Trainer, or a dict of {listed(KEYS)}")
+        raise InputError(f"model: missing; expected a transformers.Trainer, or a dict of {quote_names(KEYS)}")
     given = Given(told["model"], *(told.get(key) for key in OF_MODULE))
     clients, train, test = told.get("clients"), told.get("train"), told.get("test")
     settings, seed = dict(local or {}), None

@@ -16,7 +16,7 @@ from fedfm.core import tasks
 from fedfm.core.rows import Batch, Rows
 from fedfm.data.spec import IN_MEMORY
 from fedfm.data.table import Table
-from fedfm.data.user_datasets import DatasetRows, Joined, checked, column, read_once
+from fedfm.data.user_datasets import DatasetRows, Joined, check_dataset, column, read_once
 from fedfm.errors import InputError, first_line
 from fedfm.linalg.params import to_bytes
 from fedfm.models.batches import move, tensors
@@ -147,15 +147,15 @@ class Given:
         """All rows, and the indexes of each client's; with the column ``by`` that the partition needs."""
         sets = self._sets
         if clients is not None:
-            sets += [("train", c, checked(clients[c], f'clients["{c}"]')) for c in sorted(clients)]
+            sets += [("train", c, check_dataset(clients[c], f'clients["{c}"]')) for c in sorted(clients)]
         else:
-            sets.append(("train", "", checked(train, "train")))
+            sets.append(("train", "", check_dataset(train, "train")))
         if isinstance(test, Mapping):
             if clients is None or (strange := sorted(test.keys() - clients.keys())):
                 raise InputError(f"test: {'no clients are named' if clients is None else f'{strange} are no clients'}")
-            sets += [("test", c, checked(test[c], f'test["{c}"]', empty=True)) for c in sorted(test)]
+            sets += [("test", c, check_dataset(test[c], f'test["{c}"]', empty=True)) for c in sorted(test)]
         elif test is not None:
-            sets.append(("test", "", checked(test, "test")))
+            sets.append(("test", "", check_dataset(test, "test")))
         inputs = Joined([data for _, _, data in sets])
         places, at = Places(), 0
         for which, client, data in sets:

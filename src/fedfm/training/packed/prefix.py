@@ -56,11 +56,11 @@ class Prefix:
         torch.index_select(self.x, 0, torch.from_numpy(first + np.arange(len(first))), out=out)
 
     def _compute(self, rows: Rows, index: np.ndarray) -> Tensor:
-        part = rows.take(index).computed()
+        part = rows.take(index).compute()
         shape = Shape(np.full(len(part), self.net.positions) if part.tokens is None else part.tokens.length)
         if part.tokens is not None:
             positions = torch.from_numpy(np.concatenate([np.arange(n) for n in shape.lengths]))
-            x = self.net.embed(input_ids=part.tokens.joined()[None], position_ids=positions[None])[0]
+            x = self.net.embed(input_ids=part.tokens.concatenate()[None], position_ids=positions[None])[0]
         else:
             x = self.net.embed(part.tensors["pixel_values"]).flatten(0, 1)
         if self.net.lowest:
