@@ -423,7 +423,7 @@ def test_a_signature_of_many_files_and_a_long_ledger_cost_in_proportion(tmp_path
         folder.mkdir(exist_ok=True)
         body = {"version": 1, "signed": "x" * n, "key": "0" * 64, "files": {f"f{i}\n": "0" for i in range(n)}}
         (folder / signature.FILE).write_bytes(signature._file(body, "0" * n))
-        signature.described(signature.verify(folder))
+        signature.describe(signature.verify(folder))
 
     ratio, costs = grows(sign, 100)
     assert ratio < MOST, costs

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.config.experiment import Experiment
-from fedfm.config.user_code import filled
+from fedfm.config.user_code import fill_from_trainer
 from fedfm.core import libraries, storage
 from fedfm.data.spec import IN_MEMORY
 from fedfm.engines.start import start
@@ -49,7 +49,7 @@ def run(
         KeyboardInterrupt: stopped after the current client, e.g. by a notebook's stop button.
     """
     if isinstance(experiment, Mapping):
-        experiment = Experiment.from_dict(filled(experiment), imports=True)
+        experiment = Experiment.from_dict(fill_from_trainer(experiment), imports=True)
     elif not isinstance(experiment, Experiment):
         experiment = Experiment.load(experiment)
     return drive(Run.create(experiment, Path(out) if out else None), progress or Bar(), fresh=True)

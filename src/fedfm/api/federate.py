@@ -148,7 +148,7 @@ def federate(
     }
     experiment = Experiment.from_dict(tables | {"name": name or f"{method.rpartition(':')[2]}-in-memory"}, imports=True)
     own_models = personal(experiment.method)
-    with _restored(given):
+    with _restore_module(given):
         population = of_brought(brings, experiment.data, experiment.run.seed)
         wrapped = population.model
         start = wrapped.params()
@@ -203,7 +203,7 @@ def _run_at(out: str | Path | None, experiment: Experiment) -> tuple[Run, bool]:
 
 
 @contextlib.contextmanager
-def _restored(given: Given) -> Iterator[None]:
+def _restore_module(given: Given) -> Iterator[None]:
     """Restore training modes on exit; give parameters storage of their own and clear their gradients."""
     module = given.module
     modes = [(m, m.training) for m in module.modules()]

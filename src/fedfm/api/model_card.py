@@ -61,7 +61,7 @@ def card(
     """The text of the card of this folder, in Markdown with the hub's metadata at its head."""
     whose = f" of client {_code(client)}" if client else ""
     parts = [_head(run, model, to), f"# {_plain(run.name)}", ""]
-    parts += [f"{_plain(_named(model))}, adapted by fedfm {__version__} over several organisations{whose}.", ""]
+    parts += [f"{_plain(_base_name(model))}, adapted by fedfm {__version__} over several organisations{whose}.", ""]
     parts += ["## Load", "", *how_to_load(model, to, out, mixture), ""]
     if model.classes and not model.is_language_model:
         named = ", ".join(map(_code, model.classes[:_MOST]))
@@ -78,7 +78,7 @@ def card(
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _named(model: Model) -> str:
+def _base_name(model: Model) -> str:
     """The base's name; of a folder its last part."""
     name = model.spec.name
     if is_own(model):
@@ -131,7 +131,7 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
         call = "module.load_state_dict(weights)" if to == "torch" else 'PeftModel.from_pretrained(module, "FOLDER")'
         words += ["", f"The run's own program makes the module that takes them: `{call}`."]
     elif to == "peft":
-        words += ["", f"The adapter is for {_plain(_named(model))}. {_of_base(model, out)}"]
+        words += ["", f"The adapter is for {_plain(_base_name(model))}. {_of_base(model, out)}"]
     if takes:
         words += ["", f"The head takes {takes}."]
     if isinstance(model, SideModel):

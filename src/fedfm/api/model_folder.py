@@ -118,7 +118,7 @@ def claim(
     Raises:
         InputError: the folder holds something else, or another process trains here.
     """
-    work = _opened(folder, about, noun, tables, threads)
+    work = _read_folder(folder, about, noun, tables, threads)
     if work.state["result"] is not None:
         yield work
         return
@@ -131,7 +131,7 @@ def claim(
     if not taken:
         raise InputError(f"{folder}: another process works here")
     try:
-        work = _opened(folder, about, noun, tables, threads)  # another process may have had it since
+        work = _read_folder(folder, about, noun, tables, threads)  # another process may have had it since
         if work.state["result"] is not None:
             storage.discard(lock.path.parent, (), lock.path)
             yield work
@@ -150,7 +150,7 @@ def claim(
         lock.release()
 
 
-def _opened(folder: Path, about: str, noun: str, tables: dict[str, Any], threads: int) -> ModelFolder:
+def _read_folder(folder: Path, about: str, noun: str, tables: dict[str, Any], threads: int) -> ModelFolder:
     """The state of the folder's training, or of one that has not begun. Reads only.
 
     Raises:
@@ -191,6 +191,6 @@ def fits(model: Model, table: Table, index: np.ndarray) -> bool:
     return row * len(index) <= IN_ADVANCE
 
 
-def prepared(model: Model, table: Table, index: np.ndarray) -> Rows:
+def prepare_rows(model: Model, table: Table, index: np.ndarray) -> Rows:
     """All rows at once if they fit, else batch by batch."""
     return model.prepare(table, index, most=IN_ADVANCE)

@@ -55,7 +55,7 @@ def load(path: str | Path, client: str | None = None, *, last: bool = False) -> 
     from fedfm.models.export import load_adapter, rank_on_disk
     from fedfm.models.load import load_model
 
-    run = _finished(path, client)
+    run = _find_run(path, client)
     last = last and _another(run, client)
     experiment = run.experiment
     shape, spec = run.manifest["model"], experiment.model
@@ -82,7 +82,7 @@ def load(path: str | Path, client: str | None = None, *, last: bool = False) -> 
     return run, model, w
 
 
-def _finished(path: str | Path, client: str | None) -> Run:
+def _find_run(path: str | Path, client: str | None) -> Run:
     """The run, if it has one model, or one of this client.
 
     Raises:
@@ -156,18 +156,18 @@ def predict(
     Raises:
         InputError: the run is not finished, or the rows are of another kind than the model's.
     """
-    result = _predicted(path, file, client, last, given)
+    result = _predict(path, file, client, last, given)
     for text in result["warnings"]:
         (progress or Bar()).notice(text)
     return result
 
 
-def _predicted(path: str | Path, file: Any, client: str | None, last: bool, given: Any) -> dict[str, Any]:
+def _predict(path: str | Path, file: Any, client: str | None, last: bool, given: Any) -> dict[str, Any]:
     from fedfm.data.load import read_inputs
     from fedfm.linalg.threads import torch_threads
     from fedfm.models.language.generation import left_out
 
-    if user_runs.is_own(run := _finished(path, client)):
+    if user_runs.is_own(run := _find_run(path, client)):
         with torch_threads(1):
             result: dict[str, Any] = user_runs.predict(run, file, given, client, last=last and _another(run, client))
         sure = _certain(result.get("probabilities", ()))
@@ -314,7 +314,7 @@ def export(
     """
     out = Path(out)
     _refuse_used(out)
-    run = _finished(path, client)
+    run = _find_run(path, client)
     with alone_in(out, "exporting a model"):
         _refuse_used(out)
         try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.api.central_training import CentralWork
-from fedfm.api.model_folder import held_out, prepared
+from fedfm.api.model_folder import held_out, prepare_rows
 from fedfm.api.pretrain_spec import Pretraining
 from fedfm.core import tasks
 from fedfm.core.libraries import refuse
@@ -68,7 +68,7 @@ class _PretrainWork(CentralWork[Pretraining]):
         table = load_table(self.what.data, seed=self.what.spec.seed, task=self.what.model.task)
         model = self._model(table)
         self.same(table, model)
-        rows, judged = prepared(model, table, table.rows("train")), model.prepare(table, held_out(table))
+        rows, judged = prepare_rows(model, table, table.rows("train")), model.prepare(table, held_out(table))
         if not len(rows):
             raise InputError(f"{table.source}: no training rows are left")
         self._train(model, rows, judged)

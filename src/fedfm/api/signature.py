@@ -109,7 +109,7 @@ def sign(folder: Path, key: Path | None = None) -> dict[str, Any]:
     key = default_key() if key is None else key
     if key.resolve().is_relative_to(folder.resolve()):
         raise InputError(f"--key {key}: a private key must not lie in the folder that is shared; give another place")
-    with _locked(folder):
+    with _lock(folder):
         storage.sweep(folder, FILE)
         private = _private(key)
         digests = dict(_digests(folder))
@@ -144,7 +144,7 @@ def verify(folder: Path, key: Path | None = None) -> Verified:
         if runs_in(folder):
             raise no_run(folder) from None
         raise InputError(f"{folder} is not signed: it has no {FILE}; `fedfm sign {folder}` writes one") from None
-    body, signature = _parsed(data)
+    body, signature = _parse(data)
     if isinstance(body["version"], int) and body["version"] > VERSION:
         raise InputError(f"{folder / FILE}: version {body['version']}; this release reads up to {VERSION}")
     public, files = _bytes(body["key"]), body["files"] if isinstance(body["files"], dict) else {}
@@ -166,7 +166,7 @@ def verify(folder: Path, key: Path | None = None) -> Verified:
     )
 
 
-def described(found: Verified) -> str:
+def describe(found: Verified) -> str:
     """A line for each file, and who signed."""
     named = {"holds": found.holds, "changed": found.changed, "missing": found.missing, "added": found.added}
     lines = [f"{how:<8} {visible(name)}" for how, names in named.items() for name in names]
@@ -185,7 +185,7 @@ def described(found: Verified) -> str:
     return "\n".join(lines)
 
 
-def _locked(folder: Path) -> contextlib.AbstractContextManager[None]:
+def _lock(folder: Path) -> contextlib.AbstractContextManager[None]:
     if (folder / "manifest.json").exists() or not any(folder.glob("*.safetensors")):
         return Run.open(folder).lock()
     return contextlib.nullcontext()  # an exported model
@@ -224,7 +224,7 @@ def _file(body: dict[str, Any], signature: str) -> bytes:
     return to_json(body | {"signature": signature}, indent=1, ascii=True).encode() + b"\n"
 
 
-def _parsed(data: bytes) -> tuple[dict[str, Any], str]:
+def _parse(data: bytes) -> tuple[dict[str, Any], str]:
     """Body and signature of the file; a body without values if it is not one."""
     try:
         found = json.loads(data)

@@ -54,7 +54,7 @@ def seeds(experiment: Experiment, which: Sequence[int], out: Path | None, progre
         raise InputError(f"--seeds {','.join(map(str, which))}: a seed occurs twice")
     out = out or own_place(experiment.name)
     with _study(out, experiment.run.shared):
-        results = [_finished(_at(experiment, "run.seed", seed), out / f"seed-{seed}", progress) for seed in which]
+        results = [_run_to_end(_at(experiment, "run.seed", seed), out / f"seed-{seed}", progress) for seed in which]
     figures = {}
     runs = [Run.open(Path(r["run"])) for r in results]
     for key in FIGURES:
@@ -67,7 +67,7 @@ def seeds(experiment: Experiment, which: Sequence[int], out: Path | None, progre
     return {"runs": results, "seeds": list(which), "figures": figures} | means
 
 
-def _finished(experiment: Experiment, folder: Path, progress: Progress) -> dict[str, Any]:
+def _run_to_end(experiment: Experiment, folder: Path, progress: Progress) -> dict[str, Any]:
     """Result of the experiment in this folder; starts or continues its run if needed."""
     if (folder / "manifest.json").exists():
         run = Run.open(folder)
@@ -111,12 +111,12 @@ def with_baselines(experiment: Experiment, out: Path | None, progress: Progress)
         raise InputError(f"--baselines: method {experiment.method_name} names none")
     out = out or own_place(experiment.name)
     with _study(out, experiment.run.shared):
-        main = _finished(experiment, out / experiment.method_name, progress)
+        main = _run_to_end(experiment, out / experiment.method_name, progress)
         others = {}
         for name, method in baselines.items():
             progress.notice(f"baseline: {name}")
             changed = dataclasses.replace(experiment, name=name, method=method, method_name=name_of("methods", method))
-            others[name] = _finished(changed, out / name, progress)
+            others[name] = _run_to_end(changed, out / name, progress)
         write_order(out, [experiment.method_name, *others])
         html.write(out / experiment.method_name)
     return main | {"baselines": others}
@@ -156,7 +156,7 @@ def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progr
         for rate, trial in experiments:
             place, failed = folder / f"rate-{rate:g}", {}
             try:
-                cost: Mapping[str, Any] = _finished(trial, place, progress)
+                cost: Mapping[str, Any] = _run_to_end(trial, place, progress)
             except RunError as error:  # e.g. training diverges at this rate
                 cost = next(reversed(Run.open(place).metrics()), {})
                 failed = {"failed": str(error)}
@@ -201,7 +201,7 @@ def demo(out: Path | None, seed: int, progress: Progress) -> dict[str, Any]:
             table = {k: dict(v) for k, v in DEMO.items()} | {"name": name}
             for key, value in ({"run.seed": seed} | changes).items():
                 put(table, key, value)
-            results[name] = _finished(Experiment.from_dict(table), out / name, progress)
+            results[name] = _run_to_end(Experiment.from_dict(table), out / name, progress)
         report = html.write(out / "fedavg", baselines=[out / name for name in runs if name != "fedavg"])
     return {"rows": results, "report": str(report), "seconds": round(time.perf_counter() - began, 1)}
 

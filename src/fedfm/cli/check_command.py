@@ -33,7 +33,7 @@ def check(args: Any) -> int:
         open_tracker(name)  # refuses a setting whose library is missing
     check_known(experiment)
     result: dict[str, Any] = {"valid": True, "experiment": experiment.to_dict()}
-    text = to_toml(experiment.shown()).rstrip()
+    text = to_toml(experiment.to_display()).rstrip()
     population = None
     # With a SuperLink, data and model lie on its machine: this one if it has the kit.
     if not experiment.run.superlink or Path(experiment.run.superlink).is_dir():

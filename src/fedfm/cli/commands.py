@@ -208,10 +208,10 @@ def sign(args: Any) -> int:
 
 def verify(args: Any) -> int:
     """``fedfm verify``."""
-    from fedfm.api.signature import described, verify
+    from fedfm.api.signature import describe, verify
 
     found = verify(args.run, args.key)
-    say(args, found.to_dict(), described(found))
+    say(args, found.to_dict(), describe(found))
     return 0 if found.valid else 1
 
 

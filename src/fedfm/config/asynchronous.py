@@ -22,8 +22,8 @@ def not_late(method: type[Method[Any]], name: str) -> str:
     """Why no run of this method is asynchronous; "" if it may be."""
     if _accepts_stale_updates(method):
         return ""
-    names = [name for name in ours("methods") if _accepts_stale_updates(resolve("methods", name))]
-    return f'run.asynchronous: method "{name}" needs the answers of a whole cohort to one state; expected {quote_names(names)}'
+    names = quote_names(name for name in ours("methods") if _accepts_stale_updates(resolve("methods", name)))
+    return f'run.asynchronous: method "{name}" needs the answers of a whole cohort to one state; expected {names}'
 
 
 def _accepts_stale_updates(method: type[Method[Any]]) -> bool:

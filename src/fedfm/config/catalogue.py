@@ -93,7 +93,7 @@ def method(name: str) -> str:
         optimisers, usual = _variants(defs["optimisers"]), local["default"]["name"]
         lines += ["", "# The model's own dropout is off in training; LoRA's is model.adaptation.dropout."]
         lines += [f"[method.local]  # the client optimiser: {', '.join(optimisers)}", f'name = "{usual}"']
-        lines += _lines(_filled(_but_name(optimisers[usual]), local["default"]))
+        lines += _lines(_with_defaults(_but_name(optimisers[usual]), local["default"]))
         for other, found in optimisers.items():
             more = {k: v for k, v in _but_name(found).items() if k not in optimisers["sgd"]["properties"]}
             if more and other != usual:
@@ -128,7 +128,7 @@ def _is_table(found: dict[str, Any]) -> bool:
     return "properties" in found or isinstance(found.get("default"), dict)
 
 
-def _filled(keys: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
+def _with_defaults(keys: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
     """Keys with the defaults that a table gives them."""
     return {key: found | {"default": table[key]} if key in table else found for key, found in keys.items()}
 
@@ -136,7 +136,7 @@ def _filled(keys: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
 def _foreign(cls: type) -> dict[str, Any]:
     """Schema of a class from outside fedfm, described by its module and by itself."""
     from fedfm.config.papers import differences  # both import torch, as the class has
-    from fedfm.config.toml import named
+    from fedfm.config.toml import plain_or_name
 
     keys: dict[str, dict[str, Any]] = {}
     for key, f, hint in settings_of(cls):
@@ -145,8 +145,8 @@ def _foreign(cls: type) -> dict[str, Any]:
         if isinstance(default, (bool, int, float, str, tuple)) and default != "" and not is_required(f):
             keys[key]["default"] = default
         elif key == "head" and is_dataclass(default):
-            keys[key]["properties"] = _filled(_foreign(type(default))["properties"], named(default))
-        elif key in ("local", "base") and is_dataclass(default) and "name" in (table := named(default)):
+            keys[key]["properties"] = _with_defaults(_foreign(type(default))["properties"], plain_or_name(default))
+        elif key in ("local", "base") and is_dataclass(default) and "name" in (table := plain_or_name(default)):
             keys[key]["default"] = table
     itself = "" if (cls.__doc__ or "").startswith(f"{cls.__name__}(") else inspect.getdoc(cls)  # dataclass wrote it
     about = "\n\n".join(filter(None, (inspect.getdoc(sys.modules[cls.__module__]), itself)))

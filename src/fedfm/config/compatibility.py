@@ -35,7 +35,7 @@ from fedfm.training.personal import TwoModels
 _OWN_DATA = ("name", "partition", "val_fraction")  # keys of [data] that rows from a user's function take
 
 
-def protected(method: Private, privacy: PrivacySpec) -> Method[Any]:
+def protect(method: Private, privacy: PrivacySpec) -> Method[Any]:
     """A method with a mechanism of its own, under the [privacy] table.
 
     Raises:
@@ -49,14 +49,14 @@ def protected(method: Private, privacy: PrivacySpec) -> Method[Any]:
     return method.protect(privacy)
 
 
-def guaranteed(method: Method[Any], aggregation: Aggregator, privacy: PrivacySpec) -> tuple[Method[Any], Aggregator]:
+def guarantee(method: Method[Any], aggregation: Aggregator, privacy: PrivacySpec) -> tuple[Method[Any], Aggregator]:
     """Method and aggregation under a [privacy] table that states an epsilon: here it is decided whose mechanism it is.
 
     Raises:
         InputError: no mechanism gives this guarantee.
     """
     if isinstance(method, Private):
-        return protected(method, privacy), aggregation
+        return protect(method, privacy), aggregation
     if privacy.mechanism == "dp_sgd":
         return method, dp_sgd.under(method, aggregation, privacy)
     _check_method(method)
@@ -135,7 +135,8 @@ def check_as_asked(e: ExperimentParts) -> None:
     unseen = tasks.names(lambda task: task.scores_unseen_classes)
     if e.data.base_classes is not None and e.model.task not in unseen:
         raise InputError(
-            f"data.base_classes: only names score classes without training rows; set model.task = {quote_names(unseen)}",
+            "data.base_classes: only names score classes without training rows; "
+            f"set model.task = {quote_names(unseen)}",
             key="data.base_classes",
         )
     if adaptation is not None and (most := max(needs.ranks, default=0)) > adaptation.rank:
@@ -306,7 +307,7 @@ def _all(method: Method[Any]) -> tuple[Method[Any], ...]:
     return (method, *nested_methods(method))
 
 
-def hidden(aggregation: Aggregator) -> Aggregator:
+def hide_updates(aggregation: Aggregator) -> Aggregator:
     """The aggregation under ``privacy.aggregator = "secagg"``.
 
     Raises:
@@ -329,7 +330,7 @@ def _check_secagg(e: ExperimentParts, method: str) -> None:
     method_now, bare = e.method, e.method
     if isinstance(method_now, Private) and e.privacy and None not in (e.privacy.target_epsilon, e.privacy.delta):
         with contextlib.suppress(InputError):  # under [privacy] a method may use a mean where it else asks
-            bare = protected(method_now, e.privacy)
+            bare = protect(method_now, e.privacy)
     if asks := _readable(bare):
         raise InputError(
             f'{where} the server of {method} looks at single replies ({" and ".join(asks)}); expected "plain"', key=key

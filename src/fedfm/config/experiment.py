@@ -21,8 +21,8 @@ from fedfm.config.parts import ExperimentParts
 from fedfm.config.registry import admit_named, name_of, resolve
 from fedfm.config.replaced import without_former_keys
 from fedfm.config.run_spec import RunSpec
-from fedfm.config.toml import build, build_named, named, plain, read, refuse_unknown, to_toml
-from fedfm.config.user_code import filled, is_function
+from fedfm.config.toml import build, build_named, plain, plain_or_name, read, refuse_unknown, to_toml
+from fedfm.config.user_code import fill_from_trainer, is_function
 from fedfm.core.capabilities import HiddenModel, Private
 from fedfm.core.fields import check
 from fedfm.core.method import Method
@@ -98,7 +98,7 @@ class Experiment(ExperimentParts):
             built: Aggregator = build_named("aggregation", aggregation or {}, "aggregation", default="mean")[1]
             aggregation = built
         if privacy is not None and privacy.aggregator == "secagg":
-            aggregation = compatibility.hidden(aggregation)
+            aggregation = compatibility.hide_updates(aggregation)
         stated = isinstance(run, Mapping) and "timeout" in run
         run = _built(RunSpec, {} if run is None else run, "run")
         if run.extend_timeout is None:
@@ -129,7 +129,7 @@ class Experiment(ExperimentParts):
             compatibility.check_as_asked(self)
             if privacy is not None and privacy.states_epsilon:
                 check_privacy(privacy)
-                method, aggregation = compatibility.guaranteed(method, aggregation, privacy)
+                method, aggregation = compatibility.guarantee(method, aggregation, privacy)
                 object.__setattr__(self, "method", method)
                 object.__setattr__(self, "aggregation", aggregation)
             compatibility.check_as_run(self)
@@ -160,7 +160,7 @@ class Experiment(ExperimentParts):
             former = read(path, {}, takes).get("method")
             if isinstance(former, Mapping):
                 table = without_former_keys(table, former, overrides, tell)
-        return read_all(path, table, lambda tables: cls.from_dict(filled(tables), imports=True), _EACH)
+        return read_all(path, table, lambda tables: cls.from_dict(fill_from_trainer(tables), imports=True), _EACH)
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any], *, imports: bool = False) -> Experiment:
@@ -217,7 +217,7 @@ class Experiment(ExperimentParts):
         model = {} if isinstance(self.method, HiddenModel) else {"model": plain(self.model)}
         tables = {"name": self.name, "data": plain(self.data), **model, "method": method}
         others = {"privacy": self.privacy, "attack": self.attack, "aggregation": self.aggregation, "run": self.run}
-        return tables | {key: named(value) for key, value in others.items() if value is not None}
+        return tables | {key: plain_or_name(value) for key, value in others.items() if value is not None}
 
     @property
     def silos_own_rows(self) -> bool:
@@ -226,7 +226,7 @@ class Experiment(ExperimentParts):
         # Nodes of a SuperLink without a silo's file share one table; only an experiment that deals it names how.
         return silos or (self.run.superlink is not None and self.data.partition == PartitionSpec())
 
-    def shown(self) -> dict[str, Any]:
+    def to_display(self) -> dict[str, Any]:
         """As :meth:`to_dict`, for a reader: without the partition where nothing is dealt."""
         tables = self.to_dict()
         if self.silos_own_rows:
@@ -291,11 +291,11 @@ def _refuse_hinted(error: InputError, tables: Mapping[str, Any]) -> None:
     if any(isinstance(fault, UnknownKey) for fault in error.all):
         faults = Faults()
         for fault in error.all:
-            faults.found.append(_hinted(fault, tables) if isinstance(fault, UnknownKey) else fault)
+            faults.found.append(_with_hint(fault, tables) if isinstance(fault, UnknownKey) else fault)
         faults.refuse()
 
 
-def _hinted(error: UnknownKey, tables: Mapping[str, Any]) -> InputError:
+def _with_hint(error: UnknownKey, tables: Mapping[str, Any]) -> InputError:
     """The error with a hint that the other tables do not refuse."""
     value: Any = tables
     for key in error.key.split("."):

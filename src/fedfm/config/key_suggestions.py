@@ -73,7 +73,7 @@ class TakenKeys(Protocol):
 
     method: str
 
-    def refused(self, key: str, **names: str) -> InputError | None:
+    def refusal(self, key: str, **names: str) -> InputError | None:
         """Why a key ``a.b.c`` is refused in place of the unknown one; None if it is taken.
 
         Args:
@@ -91,7 +91,7 @@ class UnknownKey(InputError):
 
     def __init__(self, key: str, known: Collection[str], path: str, hint: str | None = None) -> None:
         self.known, self._key, self._path = tuple(known), key, path
-        self.hint = meant(key, known, path) if hint is None else hint
+        self.hint = suggestion(key, known, path) if hint is None else hint
         where, table_of = (f"{path}.{key}", f"[{path}]") if path else (key, "the file")
         taken = quote_names(known) or 'a "name" alone'
         super().__init__(f"{where}: unknown key{self.hint}; {table_of} takes {taken}", key=where)
@@ -101,20 +101,20 @@ class UnknownKey(InputError):
         return UnknownKey(self._key, self.known, self._path, _meant_among(self._key, self.known, self._path, taken))
 
 
-def meant(key: str, known: Collection[str], path: str) -> str:
+def suggestion(key: str, known: Collection[str], path: str) -> str:
     """Suffix for a message on an unknown key: what was probably meant, or nothing.
 
     Args:
         known: the keys of the table ``path``.
 
     Example:
-        >>> meant("lr", ["learning_rate", "epochs"], "method.local")
+        >>> suggestion("lr", ["learning_rate", "epochs"], "method.local")
         ' (did you mean "learning_rate"?)'
-        >>> meant("lr", ["rounds"], "method")
+        >>> suggestion("lr", ["rounds"], "method")
         ' (did you mean method.local.learning_rate?)'
     """
     found = next(_guesses(key, known, path), None)
-    return close(key, known) if found is None else _asked(found, path, _example(key, found))
+    return close(key, known) if found is None else _question(found, path, _example(key, found))
 
 
 def _guesses(key: str, known: Collection[str], path: str) -> Iterator[str]:
@@ -132,7 +132,7 @@ def _guesses(key: str, known: Collection[str], path: str) -> Iterator[str]:
         yield from (f"{place}.{name}" for place in sorted(places, key=lambda p: not (path and p.startswith(inside))))
 
 
-def _asked(key: str, path: str, rest: str = "") -> str:
+def _question(key: str, path: str, rest: str = "") -> str:
     inside = f"{path}." if path else ""
     name = key.removeprefix(inside)
     shown = f'"{name}"' if path and key.startswith(inside) and "." not in name and key != _NAME else key
@@ -148,18 +148,18 @@ def _example(key: str, guess: str) -> str:
 def _meant_among(key: str, known: Collection[str], path: str, taken: TakenKeys) -> str:
     without = False  # a client optimiser
     for guess in _guesses(key, known, path):
-        why = taken.refused(guess)
+        why = taken.refusal(guess)
         if why is None:
-            return _asked(guess, path, _example(key, guess))
+            return _question(guess, path, _example(key, guess))
         if why.owners:  # another kind of the same table takes it
-            return _asked(guess, "", f', with {guess.rpartition(".")[0]}.name = "{why.owners[0]}"')
+            return _question(guess, "", f', with {guess.rpartition(".")[0]}.name = "{why.owners[0]}"')
         without |= why.key == "method.local"
     if without:
         return f" ({taken.method} has no client optimiser, hence no [method.local])"
     if owned := _owners(key.lower(), taken):
         return f" ({owned})"
     near = closest(key, known)
-    return "" if near is None or taken.refused(f"{path}.{near}" if path else near) else close(key, known)
+    return "" if near is None or taken.refusal(f"{path}.{near}" if path else near) else close(key, known)
 
 
 def _owners(word: str, taken: TakenKeys) -> str:
@@ -170,7 +170,7 @@ def _owners(word: str, taken: TakenKeys) -> str:
         if 0 < len(methods) <= _FEW:
             found.append(f"method.{name} is a key of {', '.join(methods)}")
         having, at = [o for o in ours("optimisers") if name in _keys("optimisers", o)], f"method.local.{name}"
-        fit = [o for o in having if taken.refused(at, local=o) is None]
+        fit = [o for o in having if taken.refusal(at, local=o) is None]
         if 0 < len(fit) < _FEW:
             found.append(f"with method.local.name = {' or '.join(json.dumps(o) for o in fit)} there is {at}")
     return "; ".join(found)

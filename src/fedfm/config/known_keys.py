@@ -34,7 +34,7 @@ class KnownKeys:
         table = tables.get("method")
         self.method = str(table.get("name", "")) if isinstance(table, Mapping) else ""
 
-    def refused(self, key: str, **names: str) -> InputError | None:
+    def refusal(self, key: str, **names: str) -> InputError | None:
         """Why a key ``a.b.c`` is refused, None if it is taken, or if a wrong name hides it.
 
         Args:
@@ -75,12 +75,12 @@ class KnownKeys:
         if section not in KINDS:
             return SPECS.get(section)
         kind, default = KINDS[section]
-        return _resolved(kind, self._name(section, names, default))
+        return _resolve(kind, self._name(section, names, default))
 
     def _named_class(self, at: str, names: Mapping[str, str], field: Field[Any], hint: type) -> type | None:
         default = own_default(field)
         name = self._name(at, names, "")
-        return _resolved(kind_of(hint), name) if name else hint if default is None else type(default)
+        return _resolve(kind_of(hint), name) if name else hint if default is None else type(default)
 
     def _name(self, at: str, names: Mapping[str, str], default: str) -> str:
         """The name in a table of the experiment, ``default`` where it has none."""
@@ -94,7 +94,7 @@ class KnownKeys:
         return table if isinstance(table, Mapping) else {}
 
 
-def _resolved(kind: str, name: str) -> type | None:
+def _resolve(kind: str, name: str) -> type | None:
     try:
         found: type = resolve(kind, name)
         return found

@@ -35,14 +35,16 @@ def beside(file: Path, table: Mapping[str, Any], changed: Container[str] = ()) -
     for section, keys in _KEYS.items():
         if isinstance(part := out.get(section), dict):
             known = {key: f"{section}.{key}" for key in keys if key in part}
-            part |= {key: _found(file.parent, part[key], at) for key, at in known.items() if at not in changed}
+            part |= {key: _resolve_in(file.parent, part[key], at) for key, at in known.items() if at not in changed}
     data = out.get("data")
     if isinstance(data, dict) and isinstance(clients := data.get("clients"), Mapping):
-        data["clients"] = {name: _found(file.parent, path, f"data.clients.{name}") for name, path in clients.items()}
+        data["clients"] = {
+            name: _resolve_in(file.parent, path, f"data.clients.{name}") for name, path in clients.items()
+        }
     return out
 
 
-def _found(folder: Path, value: Any, key: str) -> Any:
+def _resolve_in(folder: Path, value: Any, key: str) -> Any:
     """The path in the folder if it is there; any other value as it is."""
     if not isinstance(value, str) or not value or value in BUILT_IN:
         return value

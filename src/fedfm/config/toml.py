@@ -89,7 +89,7 @@ def build(cls: type, table: Any, path: str) -> Any:
         if (of := known.get(key)) is None:
             continue
         if (own := own_default(of)) is not None and isinstance(value, Mapping) and "name" not in value:
-            value = named(own) | dict(value)
+            value = plain_or_name(own) | dict(value)
         if isinstance(value, str) and value == of.metadata.get("alone"):
             value = (value,)  # a word in place of a list
         if isinstance(value, bool) and (word := of.metadata.get("true")):
@@ -231,7 +231,7 @@ def kind_of(cls: Any) -> str:
 def plain(value: Any) -> Any:
     """Dataclasses as nested tables; keys without a value are left out."""
     if is_dataclass(value) and not isinstance(value, type):
-        table = {key_of(f.name): named(getattr(value, f.name)) for f in fields(value)}
+        table = {key_of(f.name): plain_or_name(getattr(value, f.name)) for f in fields(value)}
         return {key: inner for key, inner in table.items() if inner is not None}
     if isinstance(value, Mapping):
         return {k: plain(v) for k, v in value.items()}
@@ -240,7 +240,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def named(value: Any) -> Any:
+def plain_or_name(value: Any) -> Any:
     """As :func:`plain`, with the name of a value that the registry knows."""
     kind = kind_of(type(value))
     name = name_of(kind, value) if kind else ""

@@ -55,7 +55,7 @@ def function(name: str, where: str) -> Callable[[], Any]:
     return _admitted[name]
 
 
-def filled(tables: Mapping[str, Any]) -> Mapping[str, Any]:
+def fill_from_trainer(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     """An experiment as its owner wrote it, with what a named Trainer's arguments say where the owner says nothing.
 
     That is ``[method.local]`` and ``run.seed``. Other experiments come back as they are.

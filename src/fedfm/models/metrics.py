@@ -286,7 +286,7 @@ def join_scores(parts: Sequence[Scores], weights: Mapping[str, str]) -> Scores:
 
     Example:
         >>> parts = [nothing(1) | {"loss": 1.0, "tokens": 30}, nothing(1) | {"loss": 2.0, "tokens": 10}]
-        >>> joined(parts, {"loss": "tokens"})["loss"]
+        >>> join_scores(parts, {"loss": "tokens"})["loss"]
         1.25
     """
     held = [m for m in parts if m["n"]]

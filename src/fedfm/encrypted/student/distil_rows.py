@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fedfm import seeds
-from fedfm.api.model_folder import fits, prepared
+from fedfm.api.model_folder import fits, prepare_rows
 from fedfm.core import storage
 from fedfm.core.rows import Batch, Rows
 from fedfm.data.table import Table
@@ -142,7 +142,7 @@ class Lessons:
     def _rows(self, boxes: list[Box] | None) -> Rows | LazyBoxes:
         student, table, index = self._student, self._table, self._index
         if boxes is None:
-            return prepared(student, table, index)
+            return prepare_rows(student, table, index)
         if fits(student, table, index):
             return cut_rows(student, table, index, boxes)
         return LazyBoxes(student, table, index, boxes)
