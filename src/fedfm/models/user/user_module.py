@@ -299,14 +299,14 @@ class Given:
             InputError: module or loss fail on the first rows, or the loss is no scalar.
         """
 
-        def tried(size: int) -> tuple[Tensor, Any]:
+        def run_step(size: int) -> tuple[Tensor, Any]:
             batch = _batch(model, self.rows, range(size))
             return with_graph(lambda: self.outcome(self.module, batch))
 
         most = self._at_once(min(_PROBE, len(self.rows)))
         try:
             with torch.random.fork_rng(devices=[]), model.evaluating(), record_calls(self.module) as layers:
-                (loss, logits), _ = in_halves(most, tried, warn)
+                (loss, logits), _ = in_halves(most, run_step, warn)
         except InputError:
             raise
         except Exception as error:
