@@ -137,14 +137,14 @@ def test_another_start_is_refused() -> None:
     here, there = Coding("int8", _Model(1.0)), Coding("int8", _Model(2.0))  # type: ignore[arg-type]
     sent = here.encode({"w": Params({"m": torch.full((20, 20), 1.5)})})
     with pytest.raises(ClientFault, match="E_VERSION"):
-        there.rebuilt(sent)
+        there.rebuild(sent)
     for broken in (
         {KEY: 3},
         {KEY: {"values": 3}},
         {KEY: sent["w"][KEY].__class__(sent["w"][KEY].values, "", "", 0.0, 0.0)},
     ):
         with pytest.raises(ClientFault):
-            here.rebuilt({"w": broken})
+            here.rebuild({"w": broken})
 
 
 def test_a_client_that_sends_nan_is_left_out_with_the_same_words(folder: Path, tmp_path: Path) -> None:

@@ -64,14 +64,14 @@ class Coding:
         """The value with coded Params; ``told`` gets the error of each."""
         return replace_parts(value, lambda x: self._encode(x, told) if isinstance(x, Params) else None)
 
-    def rebuilt(self, value: Any, told: Callable[[Error], None] = lambda error: None) -> Any:
+    def rebuild(self, value: Any, told: Callable[[Error], None] = lambda error: None) -> Any:
         """The inverse; a value without coded Params is returned as it is.
 
         Raises:
             ClientFault: E_FORMAT, a coded form is malformed; E_VERSION, the other side started from another w_0;
                 E_NONFINITE, it has NaN or infinity.
         """
-        return replace_parts(value, lambda x: self._rebuilt(x, told) if _is_coded(x) else None)
+        return replace_parts(value, lambda x: self._rebuild(x, told) if _is_coded(x) else None)
 
     def _encode(self, x: Params, told: Callable[[Error], None]) -> Any:
         if not can_code(x.layout):
@@ -81,7 +81,7 @@ class Coding:
         error = found.error
         return {KEY: _Sent(found.values, found.relative, self._print, error.largest, error.squares)}
 
-    def _rebuilt(self, x: Mapping[str, Any], told: Callable[[Error], None]) -> Params:
+    def _rebuild(self, x: Mapping[str, Any], told: Callable[[Error], None]) -> Params:
         try:
             sent: _Sent = conform(x[KEY], _Sent, KEY)
         except ClientFault as fault:
@@ -155,7 +155,7 @@ class CodedLink:
 
         for reply in deliver(of):
             try:
-                value = self._coding.rebuilt(reply.value, self.up.add if own else _nothing)
+                value = self._coding.rebuild(reply.value, self.up.add if own else _nothing)
             except ClientFault as fault:
                 yield reply._replace(value=None, fault=fault)
             else:

@@ -194,7 +194,7 @@ def merge(model: Model, w: Params) -> Any:
     """
     with holding(model, w):
         module: Any = copy.deepcopy(model.module)
-    module = quantised.rebuilt(module, DTYPES[model.spec.dtype]) if quantised.kind_of(module) else module.cpu()
+    module = quantised.rebuild(module, DTYPES[model.spec.dtype]) if quantised.kind_of(module) else module.cpu()
     if _is_lora(model):
         with quiet(), peft_alone():
             _untie(module)

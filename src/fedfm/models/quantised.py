@@ -233,7 +233,7 @@ def make_plain(module: nn.Module, dtype: torch.dtype) -> None:
         del config.quantization_config
 
 
-def rebuilt(module: Any, dtype: torch.dtype) -> nn.Module:
+def rebuild(module: Any, dtype: torch.dtype) -> nn.Module:
     """A module with the same trained tensors on the plain base; changes ``module``. PEFT would merge an adapter into
     the bits, and round the sum.
     """

@@ -153,7 +153,7 @@ class Silos:
         if self._coding is None:
             return payload
         if self._rebuilt[0] is not payload:
-            self._rebuilt = payload, self._coding.rebuilt(payload)
+            self._rebuilt = payload, self._coding.rebuild(payload)
         return self._rebuilt[1]  # type: ignore[no-any-return]
 
     def conform(self, handler: str, payload: Any) -> Any:
@@ -165,7 +165,7 @@ class Silos:
         if not isinstance(payload, Mapping) or handler not in self._hints:
             return payload  # answer() reports the error
         if self._coding is not None:
-            payload = self._coding.rebuilt(payload)
+            payload = self._coding.rebuild(payload)
         hints = self._hints[handler]
         if handler.startswith("train."):
             hints = hints | {
