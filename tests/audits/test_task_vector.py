@@ -73,7 +73,7 @@ def test_the_last_vector_is_computed_from_the_others(negative, clients):
     p, change = aggregates(tau, negative)
     exact = task_vector.solve_victim(change[0], tau[:-1], p[0, :-1], p[0, -1])
     assert np.allclose(exact, tau[-1], atol=1e-12)
-    found = task_vector.unshown(change[0], tau[:-1], 0, negative, 0.3)
+    found = task_vector.vectors_without_weights(change[0], tau[:-1], 0, negative, 0.3)
     assert 1 <= len(found) <= 3
     assert min(np.abs(x - tau[-1]).max() for x in found) < 1e-10  # nobody told p
 
@@ -81,7 +81,7 @@ def test_the_last_vector_is_computed_from_the_others(negative, clients):
 def test_a_victim_of_whom_the_client_takes_nothing_is_not_found():
     tau = np.array([[1.0, 0, 0], [1, 1, 0], [0, 0, 1]])  # the last is orthogonal: weight 0
     _, change = aggregates(tau, "clip")
-    found = task_vector.unshown(change[0], tau[:-1], 0, "clip")
+    found = task_vector.vectors_without_weights(change[0], tau[:-1], 0, "clip")
     assert all(abs(x @ tau[-1]) < 0.1 * np.linalg.norm(x) for x in found)
 
 

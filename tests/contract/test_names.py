@@ -9,9 +9,10 @@ SOURCE = Path(__file__).parents[2] / "src" / "fedfm"
 ALLOWED = Path(__file__).with_name("participles.txt")
 NOUNS = {"bed", "embed", "exceed", "feed", "need", "red", "seed", "shed", "speed"}
 IRREGULAR = re.compile(
-    "begun|broken|brought|chosen|drawn|felt|found|frozen|given|gone|grown|heard|held|hidden|kept|known|laid|led|left|lent|"
-    "lost|made|meant|overridden|paid|rebuilt|said|seen|sent|shown|sold|spent|spoilt|taken|thrown|told|understood|withheld|"
-    "won|written"
+    "(?:fore|mis|over|re|un|under|with)?"
+    "(?:begun|broken|brought|built|caught|chosen|dealt|done|drawn|fallen|felt|found|frozen|given|gone|grown|heard|held|"
+    "hidden|kept|known|laid|led|left|lent|lost|made|meant|met|paid|ridden|said|seen|sent|shapen|shown|sold|spent|spoilt|"
+    "stood|taken|taught|thought|thrown|told|won|worn|written)"
 )
 
 
@@ -32,7 +33,15 @@ def functions() -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("told", True), ("_folded", True), ("__seen", True), ("fold", False), ("seed", False), ("is_locked", False)],
+    [
+        ("told", True),
+        ("_folded", True),
+        ("__seen", True),
+        ("_unmet", True),
+        ("fold", False),
+        ("seed", False),
+        ("is_locked", False),
+    ],
 )
 def test_a_bare_participle_is_recognised(name, expected):
     assert is_participle(name) is expected

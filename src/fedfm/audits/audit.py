@@ -177,7 +177,7 @@ def perform_within(
         notice(f"{len(chosen)} attack{'s' * (len(chosen) != 1)}, about {duration_text(seconds)}, the cheap ones first")
         progress.started(len(chosen))
         for step in planned:
-            for name, findings in _done(step, run, notice, progress, end, given, options):
+            for name, findings in _run_attacks(step, run, notice, progress, end, given, options):
                 found[name] = findings
                 waiting.remove(name)
                 _keep(run, _in_order(found, chosen))
@@ -202,7 +202,7 @@ def _in_order(found: Mapping[str, list[Finding]], chosen: Iterable[str]) -> list
     return [f for name in chosen for f in found.get(name, ())]
 
 
-def _done(
+def _run_attacks(
     step: Step,
     run: Run,
     notice: Notice,

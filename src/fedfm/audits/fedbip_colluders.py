@@ -64,7 +64,7 @@ def colluders(replay: Replay, full: Full | None) -> list[Finding]:
     found = [_summary(shown, SHOWN, full, clients, [attack.reconstruct(v) for v in victims])]
     if method.similarity != "cosine" or method.weights_from != "task_vector":
         return [*found, nothing(unshown, UNSHOWN, "The attack solves weights by cosines of task vectors only.")]
-    return [*found, _summary(unshown, UNSHOWN, full, clients, [attack.unshown(v) for v in victims])]
+    return [*found, _summary(unshown, UNSHOWN, full, clients, [attack.reconstruct_without_weights(v) for v in victims])]
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class _Coalition:
             parts.append((truth, guess, others))
         return _read_of(parts, 1)
 
-    def unshown(self, victim: ClientId) -> _Read:
+    def reconstruct_without_weights(self, victim: ClientId) -> _Read:
         """Reconstruct by the formula of the weights; other colluders choose between solutions of an equation."""
         v = self._clients.index(victim)
         parts, most = [], 0
@@ -111,7 +111,9 @@ class _Coalition:
             changes = [self._change(names, rows[at]) for at in able[:SOLVERS]]
             solved: list[Array] = []
             for n, change in enumerate(changes):
-                solved += task_vector.unshown(change, known, n, self._method.negative, self._method.temperature)
+                solved += task_vector.vectors_without_weights(
+                    change, known, n, self._method.negative, self._method.temperature
+                )
                 if n + 1 >= 2 and solved and min(self._error(x, known, changes) for x in solved) < AGREES:
                     break
             if len(able) > 1:

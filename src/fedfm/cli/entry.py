@@ -31,11 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        tell(f"fedfm: {_about_a_file(error, args) or _unforeseen(error)}", sys.stderr)
+        tell(f"fedfm: {_about_a_file(error, args) or _defect_line(error)}", sys.stderr)
         return 1
 
 
-def _unforeseen(error: Exception) -> str:
+def _defect_line(error: Exception) -> str:
     """A defect of fedfm, or an unexpected error of a library, as one line."""
     from fedfm.core import libraries
 

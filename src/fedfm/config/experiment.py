@@ -73,7 +73,7 @@ class Experiment(ExperimentParts):
             InputError: with the key, what it is, and what would be right.
         """
         changed = method_name is not None
-        data = _built(DataSpec, data, "data")
+        data = _section_of(DataSpec, data, "data")
         if isinstance(method, Mapping):
             method_name, method = build_named("methods", method, "method")
         if not isinstance(method, Method):
@@ -89,8 +89,8 @@ class Experiment(ExperimentParts):
             model = method.model_table()
         elif model is None:
             raise Absent(_MISSING.format("model"), key="model")
-        model = _built(ModelSpec, model, "model")
-        privacy = None if privacy is None else _built(PrivacySpec, privacy, "privacy")
+        model = _section_of(ModelSpec, model, "model")
+        privacy = None if privacy is None else _section_of(PrivacySpec, privacy, "privacy")
         method = method.settle(privacy) if isinstance(method, Private) else method
         if attack is not None and not isinstance(attack, Attack):
             attack = build_named("attacks", attack, "attack")[1]
@@ -100,7 +100,7 @@ class Experiment(ExperimentParts):
         if privacy is not None and privacy.aggregator == "secagg":
             aggregation = compatibility.hide_updates(aggregation)
         stated = isinstance(run, Mapping) and "timeout" in run
-        run = _built(RunSpec, {} if run is None else run, "run")
+        run = _section_of(RunSpec, {} if run is None else run, "run")
         if run.extend_timeout is None:
             run = dataclasses.replace(run, extend_timeout=not stated and run.timeout == RunSpec.timeout)
         method_name = method_name or name_of("methods", method)
@@ -316,5 +316,5 @@ _EACH: tuple[Callable[[Mapping[str, Any]], object], ...] = (
 )
 
 
-def _built(cls: type[T], value: T | Mapping[str, Any], section: str) -> T:
+def _section_of(cls: type[T], value: T | Mapping[str, Any], section: str) -> T:
     return value if isinstance(value, cls) else build(cls, value, section)

@@ -247,7 +247,7 @@ def place_of(error: Exception, places: Iterable[Path]) -> Path | None:
     return Path("a file") if full(error) else None
 
 
-def unwritten(error: BaseException) -> bool:
+def is_write_failure(error: BaseException) -> bool:
     """Whether an error says that the disk is full or read-only."""
     return isinstance(error, NotWritten) or (isinstance(error, OSError) and _number(error) in _UNWRITTEN)
 

@@ -69,7 +69,7 @@ class Difference:
         odd = {n: s for n, s in self.shapes.items() if not any(within(n, f) for f in free)}
         lacking = {n for n in self.missing if not any(within(n, f) for f in free)}
         new = {n for unit in self._units(lacking) if head and self._optional(unit) for n in lacking if within(n, unit)}
-        faults = [*self._lacks(sorted(lacking - new)), *misshapen(odd), *_surplus(self.surplus())]
+        faults = [*self._lacks(sorted(lacking - new)), *shape_faults(odd), *_surplus(self.surplus())]
         if faults:
             raise InputError(f"model.name: {self.path} {'; it '.join(faults)}", key="model.name")
         return (self.missing | self.shapes.keys()), [*self._new_parts(new), *self._guessed_heads()]
@@ -273,7 +273,7 @@ def _without_pooler(base: Any) -> frozenset[str]:
         return frozenset(type(base)(base.config, add_pooling_layer=False).state_dict())
 
 
-def misshapen(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> list[str]:
+def shape_faults(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> list[str]:
     """The fault of tensors whose shapes in the file and in the model differ; [] if there are none."""
     if not shapes:
         return []

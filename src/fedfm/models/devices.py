@@ -95,7 +95,7 @@ def visible(environment: Mapping[str, str], count: int) -> list[str]:
     return listed[:count] if listed else [str(i) for i in range(count)]
 
 
-def dealt(gpus: list[str], each: float) -> list[str]:
+def visible_to_processes(gpus: list[str], each: float) -> list[str]:
     """What each of the processes sees that share these GPUs, if each takes ``each`` of one, or several whole ones.
 
     Raises:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from fedfm.errors import InputError
-from fedfm.models.checkpoint import misshapen, some, tensors
+from fedfm.models.checkpoint import shape_faults, some, tensors
 from fedfm.models.quantised import StoredWeights
 
 _STATE = "quant_state.bitsandbytes__"  # followed by nf4 or fp4: sizes of blocks and the weight's shape, as JSON
@@ -47,7 +47,7 @@ def check(stored: StoredWeights, settings: Mapping[str, Any], weights: Mapping[s
             sizes = _eight(name, found, shape) if eight else _four(name, _state(stored, _key(name, settings)), shape)
             odd |= {n: (heads[n][0], s) for n, s in sizes.items() if math.prod(heads[n][0]) != math.prod(s)}
         lacking |= need - heads.keys()
-    faults = misshapen(odd)
+    faults = shape_faults(odd)
     if lacking:
         faults.insert(0, f"lacks {tensors(len(lacking))} of its quantised weights: {some(sorted(lacking))}")
     if faults:

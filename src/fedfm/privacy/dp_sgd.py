@@ -103,7 +103,7 @@ class PrivateSteps:
         return float(self._known["q"]) * self._n
 
     @property
-    def unspent(self) -> bool:
+    def includes_first_step(self) -> bool:
         """Whether this training has the client's first step."""
         return not self._place
 

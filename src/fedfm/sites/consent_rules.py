@@ -37,7 +37,7 @@ def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
         text = 'run.local_scores: it tells the silo\'s accuracy, and "scores" is not in allow'
         faults.say(text, key="run.local_scores")
     costs = ReleaseCosts(experiment, rows)
-    for key, offer, wanted in _unmet(silo.require, experiment, costs):
+    for key, offer, wanted in _unmet_requirements(silo.require, experiment, costs):
         faults.say(f"require.{key} = {toml_value(wanted)}: the experiment has {offer}", key=f"require.{key}")
     if silo.budget.epsilon is not None and not costs.release.noise_multiplier:
         text = f"budget.epsilon = {silo.budget.epsilon:g}: the experiment states no epsilon"
@@ -45,7 +45,9 @@ def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
     faults.refuse()
 
 
-def _unmet(wanted: Requirements, experiment: Experiment, costs: ReleaseCosts) -> Iterator[tuple[str, str, Any]]:
+def _unmet_requirements(
+    wanted: Requirements, experiment: Experiment, costs: ReleaseCosts
+) -> Iterator[tuple[str, str, Any]]:
     """(key, what the experiment has, what is required) of each requirement that it does not meet."""
     privacy, aggregation = experiment.privacy, experiment.aggregation
     release = costs.release

@@ -100,7 +100,7 @@ def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
     fits(model)
     budget = PrivateSteps(private.plan, client, n, local.batch_size, local.steps(n))
     budget.begin(_start(job, rows))
-    first = budget.unspent
+    first = budget.includes_first_step
     model.load(job.w)
     flat = flat_of(model)
     live = {name: p for name, p in model.live().items() if job.only is None or name in job.only}

@@ -67,7 +67,9 @@ def solve_victim(change: Array, others: Array, p: Array, own: float) -> Array:
     return np.asarray((change - p @ others) / own)
 
 
-def unshown(change: Array, others: Array, at: int, negative: str, temperature: float = 1.0) -> list[Array]:
+def vectors_without_weights(
+    change: Array, others: Array, at: int, negative: str, temperature: float = 1.0
+) -> list[Array]:
     """The victim's task vector without the weights: their formula leaves one unknown, and gives one equation for it.
 
     Rows sum to 1 and g_ii is known, so p_ik = a g_ik for all colluders k, p_iv = 1 - a sum_k g_ik, with one unknown

@@ -206,7 +206,7 @@ class ClientHost:
             self._on_error(name, "".join(traceback.format_exception(error)))
             # The text may hold a silo's own paths and values: the server receives none of it.
             text = SENTENCES[E_EXCEPTION] if self._own else f"{type(error).__name__}: {first_line(error)}"
-            if self._own is not None and storage.unwritten(error):
+            if self._own is not None and storage.is_write_failure(error):
                 text = client_stub.DISK
             fault = ClientFault(E_EXCEPTION, text)
         if self._own is not None:

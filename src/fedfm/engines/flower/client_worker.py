@@ -89,7 +89,7 @@ def _places(folder: Path, count: int) -> list[str | None]:
         return [None] * count
     gpus = devices.visible(os.environ, torch.cuda.device_count())
     try:
-        found = devices.dealt(gpus, float(run.get("gpus_per_client") or 1.0))
+        found = devices.visible_to_processes(gpus, float(run.get("gpus_per_client") or 1.0))
     except InputError:  # the ServerApp says so
         return [None] * count
     return [found[i % len(found)] for i in range(count)]

@@ -89,7 +89,7 @@ def _attach(run: Run, folder: Path, stop: Callable[[], bool], progress: Progress
         tries, done = 0, -1
         while True:
             watch = _Watch(run, control, None, stop, progress)
-            tries, done = (tries + 1 if watch.done == done else 1), watch.done
+            tries, done = (tries + 1 if watch.last_complete_round == done else 1), watch.last_complete_round
             try:
                 return watch.follow(_submit(run, folder, control))
             except _Lost as lost:
@@ -177,7 +177,7 @@ class _Watch:
         progress.started(run, run.experiment.method.rounds, max(self._reported, default=0))
 
     @property
-    def done(self) -> int:
+    def last_complete_round(self) -> int:
         """The last round that is known to be complete; -1: none."""
         return max(self._reported, default=-1)
 

@@ -52,7 +52,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
     population = populate(run.experiment, server=True)
     enough(run.experiment, population.clients)  # before Ray starts
     each, gpus = shares(spec.gpus_per_client, run.experiment.model.device)
-    slots = min(workers, len(devices.dealt(gpus, each))) if gpus else workers
+    slots = min(workers, len(devices.visible_to_processes(gpus, each))) if gpus else workers
 
     end = run.path / _END
     end.unlink(missing_ok=True)
@@ -97,7 +97,7 @@ def shares(each: float | None, device: str) -> tuple[float, list[str]]:
         return 0.0, []
     gpus = devices.visible(os.environ, torch.cuda.device_count())
     each = each or (float(len(gpus)) if device == devices.MAP else 1.0)
-    devices.dealt(gpus, each)  # raises
+    devices.visible_to_processes(gpus, each)  # raises
     return each, gpus
 
 

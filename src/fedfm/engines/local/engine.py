@@ -235,7 +235,7 @@ def seats(spec: RunSpec, name: str, device: torch.device) -> list[str]:
     if ":" in name:
         gpus = [gpus[device.index or 0]]
     each = spec.gpus_per_client or 1.0
-    found = devices.dealt(gpus, each)
+    found = devices.visible_to_processes(gpus, each)
     count = spec.workers or len(found)
     if count > len(found):
         raise InputError(

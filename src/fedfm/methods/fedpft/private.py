@@ -128,7 +128,7 @@ def ask_sums(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str
     lost = [float(r.counts[c]) for client, r in replies.items() for c in range(classes) if (client, c) not in kept]
     typical = max(1, round(sum(n for found in received.values() for _, n, _ in found) / (classes * len(replies))))
     rows = max(typical, round(sum(reply.rows for reply in replies.values()) / len(replies)))  # 0 but for paper_client
-    warnings = (too_noisy(plan, dim, typical, client_rows=rows), _unkept(plan, typical, client_rows=rows))
+    warnings = (too_noisy(plan, dim, typical, client_rows=rows), _guarantee_warning(plan, typical, client_rows=rows))
     return received, {
         "formula_bytes": 4 * classes * (1 + dim + plan.seconds(dim)) * len(replies),
         "cells_kept": len(kept),
@@ -149,7 +149,7 @@ def _left_out(plan: Plan, counts: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _unkept(plan: Plan, n: int, client_rows: int) -> str | None:
+def _guarantee_warning(plan: Plan, n: int, client_rows: int) -> str | None:
     """A warning if the noise does not give the guarantee that was asked for."""
     if plan.calibration != "paper_client":
         return None

@@ -175,7 +175,7 @@ def with_settings(template: str, settings: Mapping[str, Any]) -> str:
     return "".join(f"{{% set {name} = {_literal(value)} %}}" for name, value in settings.items()) + template
 
 
-def unbegun(tokenizer: Any) -> tuple[str, str]:
+def split_prompt_start(tokenizer: Any) -> tuple[str, str]:
     """(the chat template without what its prompt begins and its written answers lack, that text).
 
     Such a prompt begins a thought, ``<think>``, and a written answer has none. Rows of questions and answers have no

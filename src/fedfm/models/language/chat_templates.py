@@ -29,8 +29,8 @@ from fedfm.models.language.chat_form import (
     render,
     replace_content,
     special_ids,
+    split_prompt_start,
     template_of,
-    unbegun,
     with_settings,
 )
 
@@ -131,7 +131,7 @@ def fit(tokenizer: Any, text: str | None, settings: Mapping[str, Any]) -> tuple[
         return ()
     if settings:
         tokenizer.chat_template = with_settings(template_of(tokenizer), settings)
-    template, begun = unbegun(tokenizer)
+    template, begun = split_prompt_start(tokenizer)
     if not begun:
         return ()
     tokenizer.chat_template = template
