@@ -42,7 +42,7 @@ class Tiny:
     def loss(self, batch):
         return functional.cross_entropy(self.module(batch["features"]), batch["labels"])
 
-    def counted(self, batch):
+    def count_targets(self, batch):
         return len(batch["labels"])
 
     def train_mode(self):
