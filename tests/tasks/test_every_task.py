@@ -77,7 +77,7 @@ def test_the_rows_imply_the_task_or_it_is_named(ready):
     assert len(made) > 1
     if task.implied_by:
         assert table.kind in task.implied_by
-        assert tasks.implied(table.kind) == type(task)()
+        assert tasks.implied_task(table.kind) == type(task)()
 
 
 def test_losses_of_rows_add_up_to_the_loss(ready):
