@@ -94,6 +94,16 @@ def row_kinds() -> tuple[RowKind, ...]:
     return tuple(task.own_kind for task in available() if task.own_kind is not None)
 
 
+def endings() -> tuple[str, ...]:
+    """Endings of the names of files that only single tasks read."""
+    return tuple(dict.fromkeys(ending for task in available() for ending in task.endings))
+
+
+def reads(ending: str) -> Task | None:
+    """The task that reads files with this ending; None of files that any task reads."""
+    return next((task for task in available() if ending in task.endings), None)
+
+
 def columns() -> dict[str, Column]:
     """Key of the [data] table -> the column that it names, of all tasks; where two have a key, the first's."""
     found: dict[str, Column] = {}

@@ -22,7 +22,7 @@ from fedfm.data.table import Table, words_of
 from fedfm.errors import InputError, close
 from fedfm.seeds import generator
 
-_SUFFIXES = {".npz": "npz", ".txt": "text", ".txt.gz": "text"} | dict.fromkeys(tables.ENDINGS, "tables")
+_SUFFIXES = {".npz": "npz", ".txt": "text", ".txt.gz": "text"}
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*").fullmatch
 
 
@@ -153,16 +153,17 @@ def _read_path(path: Path, spec: DataSpec, task: str | None, *, labelled: bool) 
             if not labelled:
                 raise InputError(f"{path} is a folder written by save_to_disk; expected {FORMATS}")
             raise InputError(f'{path} is a folder written by save_to_disk: give it as data.hub = "{path}"')
-        if files := tables.files_of(path):
+        if files := tables.files_of(path, task):
             return tables.read_folder(path, files, spec, task=task, labelled=labelled)
         module = "images"
     else:
-        endings = [suffix for suffix in _SUFFIXES if path.name.lower().endswith(suffix)]
+        modules = _SUFFIXES | dict.fromkeys(tables.endings(task), "tables")
+        endings = [suffix for suffix in modules if path.name.lower().endswith(suffix)]
         if not endings:
             words = content_of(begin(path))
             hint = "" if words == "something else" else f" (it holds {words})"
             raise InputError(f"{path}: files of this name are not known{hint}; expected {FORMATS}")
-        module = _SUFFIXES[endings[-1]]
+        module = modules[endings[-1]]
     source = importlib.import_module(f"fedfm.data.sources.{module}")
     table: Table = source.read(path, spec, task=task, labelled=labelled)
     return table

@@ -122,13 +122,13 @@ def fingerprint(table: Table) -> str:
 
 
 def _texts(item: Any) -> Iterator[str]:
-    """The texts of one row: itself, or its parts; a conversation begins with its length."""
+    """The texts of one row: itself, or its parts; a conversation or a list of texts begins with its length."""
     for part in (item,) if isinstance(item, str) else item:
         if isinstance(part, str):
             yield part
         else:
             yield f"{len(part)} messages"
-            yield from (text for turn in part for text in turn)
+            yield from (text for turn in part for text in ((turn,) if isinstance(turn, str) else turn))
 
 
 def contents(item: Any) -> Iterator[str]:
@@ -142,7 +142,7 @@ def contents(item: Any) -> Iterator[str]:
         if isinstance(part, str):
             yield part
         else:
-            yield from (text for turn in part for text in turn[1:])
+            yield from (text for turn in part for text in ((turn,) if isinstance(turn, str) else turn[1:]))
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ def of_rows(method: Method[Any], population: Partitioned) -> list[str]:
         *(spellings(population.clients, "client") if len(population.clients) <= _COMPARED else []),
         *_classes_without_rows(population),
         *_rows_not_judged(method, population),
-        *template_notices(population),
+        *row_notices(population),
         *beforehand.notices(population),
     ]
 
@@ -182,7 +182,28 @@ def of_silo(method: Method[Any], population: Partitioned) -> list[str]:
     """
     looked = beforehand.check(method, population)
     said: Sequence[str] = () if population.model is None else population.model.notices
-    return [*template_notices(population), *beforehand.notices(population), *looked, *said]
+    return [*row_notices(population), *beforehand.notices(population), *looked, *said]
+
+
+def row_notices(population: Partitioned) -> list[str]:
+    """Notices of how the model's template writes the rows, and of what the task says of them.
+
+    Raises:
+        InputError: as of :func:`template_notices`.
+    """
+    table, model = population.federated.table, population.model
+    if model is None or model.tools.tokenizer is None:
+        return []
+    parts = {name: table.take(index) for name, index in _trained_and_tested(population).items()}
+    return [*template_notices(population), *model.task.forewarnings(parts, model.tools)]
+
+
+def _trained_and_tested(population: Partitioned) -> dict[str, list[int]]:
+    """Rows that clients train or validate on, and rows that anyone tests on."""
+    clients = population.federated.clients.values()
+    trained = [int(i) for rows in clients for i in (*rows.train, *rows.val)]
+    tested = {*population.federated.test.tolist(), *(int(i) for rows in clients for i in rows.test)}
+    return {"training": trained, "test": sorted(tested)}
 
 
 def template_notices(population: Partitioned) -> list[str]:
@@ -195,11 +216,8 @@ def template_notices(population: Partitioned) -> list[str]:
     of = tasks.row_kind(table.kind)
     if of is None or not of.answered or model is None or model.tools.tokenizer is None:
         return []
-    tools, clients = model.tools, population.federated.clients.values()
-    trained = [i for rows in clients for i in (*rows.train, *rows.val)]
-    tested = {*population.federated.test.tolist(), *(int(i) for rows in clients for i in rows.test)}
-    cut, losses = [], {}
-    for index, words in ((trained, "training"), (sorted(tested), "test")):
+    tools, cut, losses = model.tools, [], {}
+    for words, index in _trained_and_tested(population).items():
         if count := preprocessing.cut_rows(table, index, tools.tokenizer, tools.max_length, tools.template):
             cut.append(f"{count} of {len(index)} {words} rows")
         losses[words] = preprocessing.template_losses(table, index, tools.tokenizer, tools.template), len(index)

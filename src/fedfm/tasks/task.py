@@ -123,6 +123,7 @@ class Task:
         own_kind: the kind of rows that belongs to this task.
         implied_by: kinds of rows that imply the task.
         columns: keys of the [data] table and of a silo's file that name its columns.
+        endings: of names of files that :meth:`sheet` reads; with the task named, it reads plain text (.txt), too.
         new_head: transformers builds a new head for the classes.
         needs_classes: its rows have classes.
         one_class_a_row: a row has one label of several classes: logits (b, C), and the loss is their cross-entropy.
@@ -151,6 +152,7 @@ class Task:
     own_kind: ClassVar[RowKind | None] = None
     implied_by: ClassVar[tuple[str, ...]] = ()
     columns: ClassVar[tuple[Column, ...]] = ()
+    endings: ClassVar[tuple[str, ...]] = ()
     new_head: ClassVar[bool] = False
     needs_classes: ClassVar[bool] = False
     one_class_a_row: ClassVar[bool] = False
@@ -203,6 +205,14 @@ class Task:
         """Whether these columns are rows of this task, where the experiment names none."""
         return False
 
+    def sheet(self, text: str, source: str) -> Sheet:
+        """The columns of a file of one of the :attr:`endings`; ``source`` names it in messages.
+
+        Raises:
+            InputError: the text is no such file; says where.
+        """
+        raise NotImplementedError(f"{self.name}: no files of its own")
+
     def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading | None:
         """The rows of these columns; None: the columns of pictures, texts and labels are read as those of any task.
 
@@ -247,6 +257,10 @@ class Task:
         tokens, more = preprocessing.encode(part.inputs, tools.tokenizer, tools.max_length)
         labels = preprocessing.labels_of(part, classes)
         return Rows(tokens=tokens, labels=labels, pad=int(tools.tokenizer.pad_token_id or 0), beside=more)
+
+    def forewarnings(self, parts: Mapping[str, Table], tools: Tools) -> list[str]:
+        """Lines for the user, before a run, on the rows "training" and "test": what is cut, or can hardly be meant."""
+        return []
 
     # --- model --------------------------------------------------------------------------------------------------------
     def auto_class(self, kind: str) -> str:

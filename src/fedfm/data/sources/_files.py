@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from fedfm.core import tasks
 from fedfm.data.spec import BUILT_IN
 from fedfm.errors import InputError, close
 
@@ -17,8 +18,8 @@ T = TypeVar("T")
 At = Callable[[int], str]  # index of a data row -> "silo.csv, row 7", as a user counts
 
 FORMATS = (
-    ".csv, .tsv, .json, .jsonl or .txt (each also .gz), .parquet, .npz, an image folder, or a folder with a file for "
-    "each split"
+    f"{', '.join(('.csv', '.tsv', '.json', '.jsonl', *tasks.endings()))} or .txt (each also .gz), .parquet, .npz, an "
+    "image folder, or a folder with a file for each split"
 )
 
 _SIGNATURES = (

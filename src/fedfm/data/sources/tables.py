@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from fedfm.data.sources._files import gunzip, listing, read_bytes
+from fedfm.core import tasks
+from fedfm.data.sources._files import decode, gunzip, listing, read_bytes
 from fedfm.data.sources._sheet import Sheet, join
 from fedfm.data.sources._splits import SPLIT_NAMES, with_test
 from fedfm.data.sources._tabular import to_table
@@ -25,27 +26,40 @@ _READERS = {
     ".json": ("json", "sheet_of", "a JSON file"),
     ".parquet": ("parquet", "sheet_of", "a Parquet file"),
 }
-ENDINGS = (*_READERS, *(f"{ending}.gz" for ending in _READERS if ending != ".parquet"))
+_TEXT = ".txt"  # a table for tasks that have files of their own
 _ASIDE = re.compile(r"metadata\.|dataset_infos?\.|dataset_dict\.|config\.", re.IGNORECASE)  # about rows, not rows
 _WORD = re.compile(r"[a-z]+")
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?=\.)")
 
 
-def sheet_of(path: Path) -> Sheet:
+def endings(task: str | None = None) -> tuple[str, ...]:
+    """Of the names of files of rows, also of those that single tasks read; of plain text if the named task does."""
+    named = tasks.task_named(task)
+    found = [*_READERS, *tasks.endings(), *((_TEXT,) if named is not None and named.endings else ())]
+    return (*found, *(f"{ending}.gz" for ending in found if ending != ".parquet"))
+
+
+def sheet_of(path: Path, task: str | None = None) -> Sheet:
     """The columns of a file.
+
+    Args:
+        task: that is named; it may read plain text.
 
     Raises:
         InputError: the file is empty, damaged, or not what its name says.
     """
     name = path.name.lower()
     packed = name.endswith(".gz")
-    ending = next(e for e in _READERS if name.removesuffix(".gz").endswith(e))
-    module, function, holds = _READERS[ending]
+    ending = next(e for e in endings(task) if name.removesuffix(".gz").endswith(e))
+    owner = tasks.task_named(task) if ending == _TEXT else tasks.reads(ending)
+    module, function, holds = _READERS.get(ending, ("", "", "a text file"))
     data = read_bytes(path, holds)
     if packed:
         data = gunzip(data, path)
         if not data:
             raise InputError(f"{path} is empty once decompressed: {holds} is expected")
+    if owner is not None:
+        return owner.sheet(decode(data, path, holds), str(path))
     reader = getattr(importlib.import_module(f"fedfm.data.sources.{module}"), function)
     sheet: Sheet = reader(data, path)
     return sheet
@@ -57,7 +71,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     Raises:
         InputError: as of :func:`sheet_of` and of ``to_table``.
     """
-    sheet = sheet_of(path)
+    sheet = sheet_of(path, task)
     table = to_table(sheet, spec, source=str(path), task=task, labelled=labelled)
     shard = _SHARD.search(path.name)
     if shard is None or int(shard[2]) < 2:
@@ -66,13 +80,13 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     return replace(table, notices=(note, *table.notices))
 
 
-def files_of(folder: Path) -> list[Path]:
+def files_of(folder: Path, task: str | None = None) -> list[Path]:
     """The files of rows in a folder, or in its folder ``data``, if it has neither pictures nor folders of classes."""
     for home in (folder, folder / "data"):
         if not home.is_dir():
             continue
         entries = sorted(p for p in home.iterdir() if not p.name.startswith((".", "__")))
-        found = [p for p in entries if p.is_file() and _is_table(p)]
+        found = [p for p in entries if p.is_file() and _is_table(p, task)]
         inside = [p for p in entries if p.is_dir() and not (found == [] and p.name == "data")]
         if found and not inside:
             return found
@@ -95,7 +109,7 @@ def read_folder(folder: Path, files: list[Path], spec: DataSpec, *, task: str | 
             f"{folder}: {listing(unknown, 4)} names no split, and other files there do: expected names with train, "
             "validation or test"
         )
-    sheets = {file: sheet_of(file) for file in files}
+    sheets = {file: sheet_of(file, task) for file in files}
     notices: tuple[str, ...] = ()
     if labelled:
         for file in [f for f, sheet in sheets.items() if len(sheets) > 1 and _has_withheld_labels(sheet, spec.label)]:
@@ -129,8 +143,8 @@ def split_in(name: str) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _is_table(path: Path) -> bool:
-    return path.name.lower().endswith(ENDINGS) and not _ASIDE.match(path.name)
+def _is_table(path: Path, task: str | None) -> bool:
+    return path.name.lower().endswith(endings(task)) and not _ASIDE.match(path.name)
 
 
 def _complete(files: Iterable[Path]) -> None:

@@ -1,0 +1,82 @@
+"""Sentences that are lists of words as tokens, and where the words are among them."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from fedfm.core.tokens import Tokens
+from fedfm.errors import InputError
+from fedfm.models import preprocessing
+from fedfm.models.preprocessors import Tools
+from fedfm.models.quiet import quiet
+
+
+@dataclass(frozen=True)
+class WordTokens:
+    """n sentences as a tokenizer writes them.
+
+    Attributes:
+        tokens: of each sentence.
+        beside: what else the tokenizer writes for each token, by the model's argument.
+        places: of each sentence word -> the place of its first token; words without one are missing.
+    """
+
+    tokens: Tokens
+    beside: dict[str, Tokens]
+    places: list[dict[int, int]]
+
+
+def of(sentences: Sequence[Sequence[str]], tools: Tools) -> WordTokens:
+    """The sentences in at most ``max_length`` tokens each.
+
+    The words are joined by blanks, so that a model reads them as running text, in training and behind a pipeline alike.
+
+    Raises:
+        InputError: the tokenizer does not say which characters a token is.
+    """
+    tokenizer = tools.tokenizer
+    if not getattr(tokenizer, "is_fast", False):
+        raise InputError(
+            f"model.name: the tokenizer, a {type(tokenizer).__name__}, does not say which word a token is of: take a "
+            "model with a fast tokenizer"
+        )
+    names = preprocessing.written_beside(tokenizer)
+    ids: list[list[int]] = []
+    beside: dict[str, list[list[int]]] = {name: [] for name in names}
+    places: list[dict[int, int]] = []
+    for start in range(0, len(sentences), preprocessing.CHUNK):
+        some = sentences[start : start + preprocessing.CHUNK]
+        with quiet():
+            written = tokenizer(
+                [" ".join(words) for words in some],
+                truncation=True,
+                max_length=tools.max_length,
+                return_offsets_mapping=True,
+            )
+        ids += [row or [tokenizer.pad_token_id or 0] for row in written["input_ids"]]  # no model takes length 0
+        for name in names:
+            beside[name] += [row or [0] for row in written[name]]
+        for i, words in enumerate(some):
+            places.append(_first_tokens(words, written["offset_mapping"][i], written.sequence_ids(i)))
+    return WordTokens(Tokens.of(ids), {name: Tokens.of(rows) for name, rows in beside.items()}, places)
+
+
+def _first_tokens(
+    words: Sequence[str], offsets: Sequence[tuple[int, int]], sentence: Sequence[int | None]
+) -> dict[int, int]:
+    """Word -> the place of its first token, of the words joined by blanks.
+
+    Args:
+        offsets: of each token, its characters.
+        sentence: of each token, None for one that the tokenizer adds.
+    """
+    text, starts = " ".join(words), list(accumulate((len(word) + 1 for word in words[:-1]), initial=0))
+    found: dict[int, int] = {}
+    for at, ((start, end), inside) in enumerate(zip(offsets, sentence, strict=True)):
+        first = next((i for i in range(start, end) if not text[i].isspace()), None)
+        if inside is not None and first is not None:
+            found.setdefault(bisect.bisect_right(starts, first) - 1, at)
+    return found
