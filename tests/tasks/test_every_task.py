@@ -35,6 +35,10 @@ def rows(name):
         "language_modelling": lambda i, text: {"text": text},
         "instruction": lambda i, text: {"instruction": text, "output": WORDS[(i + 1) % len(WORDS)]},
         "preference": lambda i, text: {"prompt": text, "chosen": f"old {text}", "rejected": "grey"},
+        "token_classification": lambda i, text: {
+            "tokens": text.split(),
+            "tags": ["B-ANIMAL" if word in ("fish", "bird") else "O" for word in text.split()],
+        },
     }[name]
     return [made(i, f"{WORDS[i % len(WORDS)]} {WORDS[i % 4]}") for i in range(20)]
 

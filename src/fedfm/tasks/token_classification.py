@@ -185,7 +185,7 @@ class TokenClassification(Task):
         targets = batch["targets"][:, : logits.shape[1]].to(logits.device)  # (b, L)
         return logits.float().flatten(0, 1), targets.flatten()  # (b L, C), (b L,)
 
-    def counted(self, batch: Batch) -> int:
+    def count_targets(self, batch: Batch) -> int:
         return int((batch["targets"] != _IGNORE).sum())
 
     def predict(self, model: Model, rows: Rows, batch_size: int) -> Tensor:
