@@ -197,8 +197,6 @@ def test_texts_lists_and_pictures_that_nothing_reads_are_named(tmp_path: Path) -
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "entities": ({"tokens": ["a", "b"], "ner_tags": [0, 1]}, "a tag for each word"),
-    "speech": ({"words": ["a", "b", "c"], "upos": ["N", "V", "N"]}, "a tag for each word"),
     "answers in texts": (
         {"question": "who is it", "context": "it is me", "answers": {"text": ["me"], "answer_start": [6]}},
         "extractive question answering",
@@ -222,6 +220,17 @@ def test_rows_of_another_task_are_named_with_the_way_that_has_it(name: str, tmp_
         read(jsonl(tmp_path / "b.jsonl", {"text": "a b", "label": ["x", "y"]}))
     with pytest.raises(InputError, match=r"a quantity.*fedfm\.federate"):
         read(jsonl(tmp_path / "b.jsonl", {"text": "a b", "label": 1.5}))
+
+
+@pytest.mark.parametrize(("words", "tags"), [("tokens", "ner_tags"), ("words", "upos")])
+def test_words_with_tags_under_other_names_are_named_with_their_keys(words: str, tags: str, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", *[{words: ["a", "b"], tags: ["N", "V"]}] * 6)
+    for task in (None, "classification", "instruction"):
+        with pytest.raises(InputError) as refusal:
+            read(path, task)
+        assert f'data.tokens = "{words}", data.tags = "{tags}"' in str(refusal.value)
+    named = {"tokens": words, "tags": tags}
+    assert read(path, "token_classification", **named).kind == "tagged"
 
 
 def test_half_a_character_is_replaced_and_its_row_is_named(tmp_path: Path) -> None:

@@ -144,6 +144,8 @@ def predict(
         - answers to instructions, to prompts, or to the last turns of conversations: ``answers``, and ``cut``, the
           indexes of those that reach the limit of tokens. Over the rows with an output, null where there is none:
           ``loss``, ``perplexity``, ``exact_match`` and ``rouge_1``, as in the run's evaluation;
+        - words: ``tags``, null for a word that is cut off, and ``entities``, each with its first word, the word behind
+          its last, type and text; ``words_cut``;
         - running text: its ``loss`` and ``perplexity``;
         - an own module that writes text of an input, such as T5: ``answers``, ``losses`` and ``perplexities``;
         - an own module that is a language model: ``losses`` and ``perplexities`` of the rows by the run's own loss,
@@ -184,7 +186,8 @@ def _predict(path: str | Path, file: Any, client: str | None, last: bool, given:
     if _ID in table.columns:
         result["ids"] = table.columns[_ID].tolist()
     greedy = [text] if (text := left_out(model)) else []
-    result["warnings"] = [*model.notices, *table.notices, *greedy, *_certain(result.get("probabilities", ()))]
+    of_task, sure = result.get("warnings", ()), _certain(result.get("probabilities", ()))
+    result["warnings"] = [*model.notices, *table.notices, *of_task, *greedy, *sure]
     folder = Path(file).expanduser()
     if folder.is_dir() and isinstance(table.inputs[0], str):  # a folder of tables holds none
         result["files"] = [os.path.relpath(picture, folder) for picture in table.inputs]

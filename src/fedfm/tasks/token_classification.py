@@ -188,6 +188,11 @@ class TokenClassification(Task):
     def count_targets(self, batch: Batch) -> int:
         return int((batch["targets"] != _IGNORE).sum())
 
+    def loss(self, model: Model, batch: Batch) -> Tensor:
+        if self.count_targets(batch):
+            return super().loss(model, batch)
+        return model.logits(batch).float().sum() * 0.0  # no word of these rows has a token
+
     def predict(self, model: Model, rows: Rows, batch_size: int) -> Tensor:
         return model.in_batches(rows.padded(), batch_size)
 
@@ -230,7 +235,7 @@ class TokenClassification(Task):
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
         from fedfm.models import word_tokens
 
-        model = trained.model
+        model, warnings = trained.model, list[str]()
         tags: list[list[str | None]] = []
         entities: list[list[dict[str, Any]]] = []
         for start in range(0, len(table), _AT_ONCE):
@@ -245,7 +250,12 @@ class TokenClassification(Task):
                 tags.append(of)
                 # A word that is cut off ends what is before it.
                 entities.append([_entity(words, span) for span in spans([tag or OUTSIDE for tag in of])])
-        return {"tags": tags, "entities": entities, "words_cut": sum(of.count(None) for of in tags)}
+        if cut := sum(of.count(None) for of in tags):
+            warnings.append(
+                f"{cut} words have no token among the first {model.tools.max_length} of their rows (model.max_length): "
+                "their tag is null"
+            )
+        return {"tags": tags, "entities": entities, "words_cut": cut, "warnings": warnings}
 
 
 def _parts(rows: Rows) -> Iterator[Rows]:

@@ -1,4 +1,4 @@
-"""Rows of tasks that an experiment file does not have, known by the form of their columns."""
+"""Rows of other tasks than the columns' names say, known by the form of their columns."""
 
 from __future__ import annotations
 
@@ -24,8 +24,14 @@ def other_task(columns: Columns, label: str) -> str | None:
     pictures = [name for name, values in columns.items() if isinstance(values, Pictured)]
     some = {n: [v for v in values[:_LOOK] if v is not None] for n, values in columns.items() if n not in pictures}
     some = {name: values for name, values in some.items() if values}
-    names, what = _tags(some)
-    for form, words in _FORMS if not names else ():
+    if tagged := _tags(some):
+        words, tags = tagged
+        return (
+            f"columns {listing(tagged)} hold a tag for each word (named entities, parts of speech): set "
+            f'model.task = "token_classification", data.tokens = "{words}", data.tags = "{tags}"'
+        )
+    names, what = tuple[str, ...](), ""
+    for form, words in _FORMS:
         if names := tuple(name for name, values in some.items() if all(map(form, values))):
             what = words
             break
@@ -47,14 +53,14 @@ def refuse_other(columns: Columns, label: str, source: str, needed: str) -> None
         raise InputError(f'{source}: no column "{needed}"; {words}')
 
 
-def _tags(some: Columns) -> tuple[tuple[str, ...], str]:
+def _tags(some: Columns) -> tuple[str, str] | None:
     """A column of lists of words and one of as many tags in every row."""
     for words in some:
         for tags in some:
             pairs = list(zip(some[words], some[tags], strict=False))
             if tags != words and all(_list_of(w, str) and _list_of(t, int, str) and len(w) == len(t) for w, t in pairs):
-                return (words, tags), "a tag for each word (named entities, parts of speech)"
-    return (), ""
+                return words, tags
+    return None
 
 
 def _list_of(value: Any, *kinds: type) -> bool:
