@@ -80,8 +80,6 @@ class RowCanaries(Audit):
     def _finding(
         self, run: Run, trainings: Trainings, home: CanaryTraining, attacked: list[CanaryTraining], claimed: Any
     ) -> Finding:
-        self, run: Run, trainings: Trainings, home: CanaryTraining, attacked: list[CanaryTraining], claimed: Any
-    ) -> Finding:
         delta, stated, c = trainings.plan.delta, float(run.manifest["result"]["epsilon"]), trainings.plan.clip_norm
         k = trainings.canaries
         found = row_canaries.together(
