@@ -39,7 +39,7 @@ _DOCUMENT = "-DOCSTART-"  # marks the beginning of a document in CoNLL-2003
 _BLANK = re.compile(" +")
 
 
-def _parsed(tag: str) -> tuple[str, str]:
+def _parse(tag: str) -> tuple[str, str]:
     """Prefix and type: B, I, E, S, or O outside; a tag without a prefix is one of I."""
     if tag == OUTSIDE:
         return OUTSIDE, ""
@@ -57,7 +57,7 @@ def spans(tags: Sequence[str]) -> list[Span]:
     found: list[Span] = []
     before, of = OUTSIDE, ""
     for i, tag in enumerate(tags):
-        prefix, name = _parsed(tag)
+        prefix, name = _parse(tag)
         if prefix != OUTSIDE:
             begins = prefix in "BS" or before in "OES" or name != of
             start = i if begins else found.pop()[0]
@@ -194,7 +194,7 @@ class TokenClassification(Task):
         return model.logits(batch).float().sum() * 0.0  # no word of these rows has a token
 
     def predict(self, model: Model, rows: Rows, batch_size: int) -> Tensor:
-        return model.in_batches(rows.padded(), batch_size)
+        return model.in_batches(rows.to_padded(), batch_size)
 
     # --- scores -------------------------------------------------------------------------------------------------------
     def count(self, model: Model, rows: Rows, batch_size: int = 64) -> Figures:
@@ -240,7 +240,7 @@ class TokenClassification(Task):
         entities: list[list[dict[str, Any]]] = []
         for start in range(0, len(table), _AT_ONCE):
             part = table.take(range(start, min(start + _AT_ONCE, len(table))))
-            rows = trained.encoded(model.prepare(part, range(len(part))))
+            rows = trained.encode(model.prepare(part, range(len(part))))
             said = trained.logits(rows).argmax(-1)  # (n, L)
             sentences = [words for words, _ in part.inputs]
             for i, (words, place) in enumerate(
@@ -291,7 +291,7 @@ def _refusal(text: str) -> Exception:
     return InputError(text)
 
 
-def _listed(value: Any) -> list[Any] | None:
+def _as_list(value: Any) -> list[Any] | None:
     """The entries of a list, or of what Arrow gives for one; None: it is none."""
     if isinstance(value, list | tuple):
         return list(value)
@@ -300,7 +300,7 @@ def _listed(value: Any) -> list[Any] | None:
 
 def _cells(value: Any, where: str, name: str, what: str) -> Words:
     """The words or tags of a row."""
-    cells = _listed(value)
+    cells = _as_list(value)
     if cells is None:
         raise _refusal(f'{where}: column "{name}" holds {value!r:.40}: a list of {what} is expected')
     if not cells:
@@ -315,7 +315,7 @@ def _tags(value: Any, where: str, name: str, known: tuple[str, ...] | None) -> W
     """The tags of a row; numbers are places in ``known``, where the file names its tags, and else names themselves."""
     from fedfm.data.class_names import class_name
 
-    cells = _listed(value)
+    cells = _as_list(value)
     if cells is None or not any(isinstance(cell, int) and not isinstance(cell, bool) for cell in cells):
         found = _cells(value, where, name, "tags")
     elif not all(isinstance(cell, int) and not isinstance(cell, bool) for cell in cells):
