@@ -27,7 +27,7 @@ import torch
 from fedfm.aggregation._secagg_keys import degree
 from fedfm.aggregation.base import Aggregator
 from fedfm.aggregation.secure import Secure
-from fedfm.core.client import TOLD, Client, ClientData, Update, on_client
+from fedfm.core.client import AGGREGATION_MESSAGE, Client, ClientData, Update, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Reply, Request
 from fedfm.core.rows import Rows
@@ -76,10 +76,10 @@ class Direct:
             firsts: dict[str, bytes] = {}
             secret = keys.entropy(32)
             client = Client(name, data, None, {"update": update}, 0, trainer=train_client)  # type: ignore[arg-type]
-            client.secret, client.first = lambda name, secret=secret: secret, firsts.setdefault
+            client.secret, client.write_once = lambda name, secret=secret: secret, firsts.setdefault
             self.of[name] = client
 
-    def shown(self, client: str) -> Any:
+    def broadcast(self, client: str) -> Any:
         """What a client's train message has for all alike: as many bytes as an update."""
         return self._broadcast
 
@@ -87,7 +87,8 @@ class Direct:
         for request in requests:
             message = request.handler.rpartition("_")[2]
             client, payload = self.of[request.client], dict(request.payload)
-            client.told, client.shown = payload.pop(TOLD, None), self.shown(request.client)
+            client.aggregation_message = payload.pop(AGGREGATION_MESSAGE, None)
+            client.broadcast = self.broadcast(request.client)
             start = time.perf_counter()
             value = self._handlers[message](client, **payload)
             if message == "give":

@@ -261,14 +261,14 @@ def seeds_again(case: Case) -> None:
 
 def models(case: Case) -> None:
     """The server shows c02 another model than the others."""
-    case.link.shown = lambda client: "another" if client == "c02" else "one"  # type: ignore[method-assign]
+    case.link.broadcast = lambda client: "another" if client == "c02" else "one"  # type: ignore[method-assign]
 
 
 def replayed_round(case: Case) -> None:
     """The server repeats a round's train messages with another model."""
 
     def change(request: Request) -> Request:
-        case.link.shown = lambda client: "another"  # type: ignore[method-assign]
+        case.link.broadcast = lambda client: "another"  # type: ignore[method-assign]
         return request
 
     again(case, "give", change)
