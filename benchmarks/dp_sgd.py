@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from fedfm.core import tasks
 from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.data.table import Table
@@ -90,7 +91,7 @@ def full(n: int) -> tuple[Model, Rows]:
     model = Model(
         Convolutions(),
         spec=ModelSpec("mine"),
-        task="classification",
+        task=tasks.find("classification"),
         classes=CLASSES,
         parts=parts,
         tools=Tools(),
@@ -123,7 +124,7 @@ def ours(model: Model, rows: Rows) -> Callable[[], Any]:
     def run() -> Any:
         client = Client("c", data, model, {}, 0, private=private.Descent(plan, data), trainer=train_client)
         client.secret = lambda name: hashlib.sha256(name.encode()).digest()
-        client.first = lambda name, value: value
+        client.write_once = lambda name, value: value
         return private.train([Job(client, w, SGD(0.1, batch_size=BATCH))])
 
     return run
