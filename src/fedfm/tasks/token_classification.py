@@ -335,7 +335,7 @@ def _sheet(text: str, source: str) -> Sheet:
     """The sentences of a CoNLL file: a word a line, its tag in the last column, a blank line behind a sentence.
 
     A file of one column has words without tags. Lines that mark documents are not read, nor are comments: lines with #
-    before a sentence that have another number of columns than the words.
+    before a sentence that have another number of columns than the words, or end in what is no tag of another word.
 
     Raises:
         InputError: lines have different numbers of columns, or there is no word.
@@ -347,12 +347,15 @@ def _sheet(text: str, source: str) -> Sheet:
     if first is None:
         raise _refusal(f"{source} holds no words: a word a line is expected, with its tag in the last column")
     width, marks, begun = len(lines[first]), 0, False
+    known = {OUTSIDE} | {cells[-1] for cells in lines if len(cells) == width > 1 and not cells[0].startswith("#")}
     starts: list[int] = []  # lines
     sentences: list[list[list[str]]] = []
     for i, cells in enumerate(lines):
         if not cells:
             begun = False
-        elif cells[0] == _DOCUMENT or (cells[0].startswith("#") and not begun and len(cells) != width):
+        elif cells[0] == _DOCUMENT or (
+            not begun and cells[0].startswith("#") and not (len(cells) == width and (width == 1 or cells[-1] in known))
+        ):
             marks += 1
         elif len(cells) != width or "" in (cells[0], cells[-1]):
             raise _refusal(
