@@ -123,7 +123,7 @@ def scored(model, made, said, tmp_path):
         return task.scores(given, part)
 
     everything = list(range(len(made)))
-    return of(everything), task.joined([of(everything[:1]), of(everything[1:]), task.joined([])])
+    return of(everything), task.join_scores([of(everything[:1]), of(everything[1:]), task.joined([])])
 
 
 def test_scores_are_those_counted_by_hand(model, tmp_path):
@@ -360,7 +360,7 @@ def test_an_export_is_a_model_of_transformers_with_the_names_of_its_tags(model, 
     there = AutoModelForTokenClassification.from_pretrained(tmp_path)
     assert there.config.id2label == {0: "O", 1: "B-ANIMAL", 2: "I-ANIMAL"}
     table = load(write(tmp_path / "a.jsonl", rows(3)), test_fraction=0)
-    prepared = model.prepare(table, range(3)).padded()
+    prepared = model.prepare(table, range(3)).to_padded()
     batch = prepared.tensors
     with torch.no_grad():
         said = there(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits

@@ -44,7 +44,7 @@ class Rows:
             (n, L) if all rows have the same length.
         tokens: n token-id vectors of unequal length, or None; batches pad them to the longest of the batch. Any
             sequence of vectors is accepted.
-        beside: argument of the model -> a number for each of the ``tokens``, such as the kind of a token; 0 at padding.
+        token_arguments: argument of the model -> a number for each of the ``tokens``, such as the kind of a token; 0 at padding.
         labels: int64 (n,); None for language models, whose labels are the tokens.
         pad: the padding token's id.
         pairs: for instruction rows the n pairs (instruction, output) as read; ``tokens`` may be truncated.
@@ -61,7 +61,7 @@ class Rows:
     pictures: Sequence[str | bytes] | None = None
     deferred: dict[str, Deferred] = field(default_factory=dict)
     augment: tuple[str, ...] = ()
-    beside: dict[str, Tokens] = field(default_factory=dict)
+    token_arguments: dict[str, Tokens] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.tokens is not None and not isinstance(self.tokens, Tokens):
@@ -98,7 +98,7 @@ class Rows:
     @property
     def names(self) -> set[str]:
         """The arguments of the model, computed or deferred, without those that ``tokens`` alone give."""
-        return self.tensors.keys() | self.deferred.keys() | self.beside.keys()
+        return self.tensors.keys() | self.deferred.keys() | self.token_arguments.keys()
 
     def sha256(self) -> str:
         """Hash of all that training reads of the rows, in their order; read anew, for files may have changed."""
@@ -110,7 +110,7 @@ class Rows:
         for row in self.tokens or ():
             found.update(f"{len(row)} ".encode())
             found.update(to_bytes(row.contiguous()))
-        for name, of in sorted(self.beside.items()):
+        for name, of in sorted(self.token_arguments.items()):
             found.update(name.encode())
             found.update(to_bytes(of.concatenate()))
         for name, rows in sorted(self.deferred.items()):
@@ -130,7 +130,7 @@ class Rows:
             pairs=None if self.pairs is None else tuple(self.pairs[i] for i in index.tolist()),
             pictures=None if self.pictures is None else tuple(self.pictures[i] for i in index.tolist()),
             deferred={name: rows.take(index.numpy()) for name, rows in self.deferred.items()},
-            beside={name: of.take(index.numpy()) for name, of in self.beside.items()},
+            token_arguments={name: of.take(index.numpy()) for name, of in self.token_arguments.items()},
         )
 
     def compute(self) -> Rows:
@@ -150,7 +150,7 @@ class Rows:
         if self.tokens is not None:
             batch["input_ids"] = self.tokens.to_padded(self.pad)
             lengths = torch.from_numpy(self.tokens.length)
-            batch |= {name: of.to_padded(0) for name, of in self.beside.items()}
+            batch |= {name: of.to_padded(0) for name, of in self.token_arguments.items()}
             batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
         if self.labels is not None:
             batch["labels"] = self.labels
@@ -162,7 +162,7 @@ class Rows:
             return self
         batch = self.batch(range(len(self)))
         labels = batch.pop("labels", None)
-        return replace(self, tensors=batch, tokens=None, labels=labels, deferred={}, beside={})
+        return replace(self, tensors=batch, tokens=None, labels=labels, deferred={}, token_arguments={})
 
     def batches(self, size: int) -> Iterator[Batch]:
         """All rows in order, ``size`` at a time."""

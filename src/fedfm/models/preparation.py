@@ -11,7 +11,7 @@ import hashlib
 import json
 from typing import Any
 
-from fedfm.models.preprocessing import written_beside
+from fedfm.models.preprocessing import token_argument_names
 from fedfm.models.preprocessors import Tools
 from fedfm.models.quiet import quiet
 
@@ -52,5 +52,5 @@ def _of_tokenizer(tokenizer: Any) -> list[Any]:
         words = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
     sides = tokenizer.padding_side, tokenizer.truncation_side
     special = tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id
-    beside = [[name, [tokenizer(text)[name] for text in _PROBES]] for name in written_beside(tokenizer)]
-    return [texts, words, sides, special, getattr(tokenizer, "chat_template", None), *beside]
+    more = [[name, [tokenizer(text)[name] for text in _PROBES]] for name in token_argument_names(tokenizer)]
+    return [texts, words, sides, special, getattr(tokenizer, "chat_template", None), *more]

@@ -200,7 +200,7 @@ def texts(strings: Sequence[str], tokenizer: Any, max_length: int) -> Tokens:
 def encode(strings: Sequence[str], tokenizer: Any, max_length: int) -> tuple[Tokens, dict[str, Tokens]]:
     """As :func:`texts`, and what else the tokenizer writes for each token, by the model's argument."""
     empty = [tokenizer.pad_token_id or 0]  # no model takes a row of length 0
-    names = written_beside(tokenizer)
+    names = token_argument_names(tokenizer)
 
     def chunk(start: int) -> tuple[list[list[int]], ...]:
         with quiet():
@@ -214,7 +214,7 @@ def encode(strings: Sequence[str], tokenizer: Any, max_length: int) -> tuple[Tok
     return tokens, dict(zip(names, others, strict=True))
 
 
-def written_beside(tokenizer: Any) -> tuple[str, ...]:
+def token_argument_names(tokenizer: Any) -> tuple[str, ...]:
     """Arguments besides ids and mask for which a tokenizer writes numbers of each token, and not zeros alone.
 
     Zeros are what models take by default. XLNet and Funnel have a kind of their own for the token that classifies,

@@ -33,8 +33,8 @@ def made_texts(model: Model) -> Rows:
         framed, of = preprocessing.encode([" ".join(["a"] * n)], tokenizer, model.tools.max_length)
         kinds.append(of)
         found.append([i if i in special else next(words) for i in map(int, framed[0])])
-    beside = {name: Tokens.joining([of[name] for of in kinds]) for name in kinds[0]}
-    return Rows(tokens=Tokens.of(found), pad=tokenizer.pad_token_id or 0, beside=beside)
+    more = {name: Tokens.joining([of[name] for of in kinds]) for name in kinds[0]}
+    return Rows(tokens=Tokens.of(found), pad=tokenizer.pad_token_id or 0, token_arguments=more)
 
 
 def _vocabulary(model: Model) -> int:

@@ -20,12 +20,12 @@ class WordTokens:
 
     Attributes:
         tokens: of each sentence.
-        beside: what else the tokenizer writes for each token, by the model's argument.
+        token_arguments: what else the tokenizer writes for each token, by the model's argument.
         places: of each sentence word -> the place of its first token; words without one are missing.
     """
 
     tokens: Tokens
-    beside: dict[str, Tokens]
+    token_arguments: dict[str, Tokens]
     places: list[dict[int, int]]
 
 
@@ -43,9 +43,9 @@ def of(sentences: Sequence[Sequence[str]], tools: Tools) -> WordTokens:
             f"model.name: the tokenizer, a {type(tokenizer).__name__}, does not say which word a token is of: take a "
             "model with a fast tokenizer"
         )
-    names = preprocessing.written_beside(tokenizer)
+    names = preprocessing.token_argument_names(tokenizer)
     ids: list[list[int]] = []
-    beside: dict[str, list[list[int]]] = {name: [] for name in names}
+    token_arguments: dict[str, list[list[int]]] = {name: [] for name in names}
     places: list[dict[int, int]] = []
     for start in range(0, len(sentences), preprocessing.CHUNK):
         some = sentences[start : start + preprocessing.CHUNK]
@@ -58,10 +58,10 @@ def of(sentences: Sequence[Sequence[str]], tools: Tools) -> WordTokens:
             )
         ids += [row or [tokenizer.pad_token_id or 0] for row in written["input_ids"]]  # no model takes length 0
         for name in names:
-            beside[name] += [row or [0] for row in written[name]]
+            token_arguments[name] += [row or [0] for row in written[name]]
         for i, words in enumerate(some):
             places.append(_first_tokens(words, written["offset_mapping"][i], written.sequence_ids(i)))
-    return WordTokens(Tokens.of(ids), {name: Tokens.of(rows) for name, rows in beside.items()}, places)
+    return WordTokens(Tokens.of(ids), {name: Tokens.of(rows) for name, rows in token_arguments.items()}, places)
 
 
 def _first_tokens(

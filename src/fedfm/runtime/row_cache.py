@@ -224,7 +224,7 @@ def _content_of(rows: Rows) -> dict[str, Any] | None:
     """What is written of prepared rows; labels and texts stay with their source."""
     if set(rows.tensors) == {"features"}:
         return {"features": rows.tensors["features"]}
-    if rows.tokens is not None and not rows.tensors and not rows.beside:
+    if rows.tokens is not None and not rows.tensors and not rows.token_arguments:
         return {
             "flat": rows.tokens.concatenate().int(),
             "length": torch.from_numpy(rows.tokens.length),

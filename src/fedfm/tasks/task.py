@@ -256,7 +256,7 @@ class Task:
 
         tokens, more = preprocessing.encode(part.inputs, tools.tokenizer, tools.max_length)
         labels = preprocessing.labels_of(part, classes)
-        return Rows(tokens=tokens, labels=labels, pad=int(tools.tokenizer.pad_token_id or 0), beside=more)
+        return Rows(tokens=tokens, labels=labels, pad=int(tools.tokenizer.pad_token_id or 0), token_arguments=more)
 
     def forewarnings(self, parts: Mapping[str, Table], tools: Tools) -> list[str]:
         """Lines for the user, before a run, on the rows "training" and "test": what is cut, or can hardly be meant."""

@@ -141,7 +141,7 @@ class TokenClassification(Task):
             for word, at in place.items():
                 targets[i, at] = code[of[word]] if of else 0  # of rows to predict: where a word is
         pad = int(tools.tokenizer.pad_token_id or 0)
-        return Rows({"targets": targets}, tokens=pieces.tokens, pad=pad, beside=pieces.beside)
+        return Rows({"targets": targets}, tokens=pieces.tokens, pad=pad, token_arguments=pieces.token_arguments)
 
     def forewarnings(self, parts: Mapping[str, Table], tools: Tools) -> list[str]:
         from fedfm.models import word_tokens

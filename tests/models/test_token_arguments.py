@@ -58,7 +58,7 @@ def test_logits_are_those_of_the_models_own_pipeline(path):
         pipe = transformers.pipeline("text-classification", model.module, tokenizer=tokenizer, top_k=None, device="cpu")
         theirs = [{one["label"]: one["score"] for one in pipe([text])[0]} for text in table.inputs]
     rows = model.prepare(table, range(len(table.inputs)))
-    assert rows.beside
+    assert rows.token_arguments
     ours = [model.predict(rows.take([i])).softmax(-1)[0] for i in range(len(rows))]
     assert torch.allclose(torch.stack(ours), torch.tensor([[of[c] for c in CLASSES] for of in theirs]), atol=1e-6)
     bare = Rows(tokens=rows.tokens, labels=rows.labels, pad=rows.pad)
@@ -69,7 +69,7 @@ def test_logits_are_those_of_the_models_own_pipeline(path):
 
 def test_rows_keep_it_through_every_form():
     tokens, kinds = Tokens.of([[5, 6, 7], [8]]), Tokens.of([[2, 0, 1], [2]])
-    rows = Rows(tokens=tokens, beside={"token_type_ids": kinds})
+    rows = Rows(tokens=tokens, token_arguments={"token_type_ids": kinds})
     for of in (rows, rows.take([1, 0]).take([1, 0]), rows.to_padded()):
         assert of.batch([0, 1])["token_type_ids"].tolist() == [[2, 0, 1], [2, 0, 0]]
     assert rows.names == {"token_type_ids"}
@@ -81,6 +81,6 @@ def test_zeros_alone_are_left_out_and_other_kinds_change_the_preparation(tmp_pat
         save_tokenizer(tmp_path, kind)
         with quiet():
             tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-        found[kind] = preprocessing.written_beside(tokenizer), preparation._of_tokenizer(tokenizer)
+        found[kind] = preprocessing.token_argument_names(tokenizer), preparation._of_tokenizer(tokenizer)
     assert (found[0][0], found[2][0]) == ((), ("token_type_ids",))
     assert found[0][1] != found[2][1]
