@@ -108,7 +108,7 @@ def test_entities_that_are_written_are_read(parts, scheme):
 
 
 def scored(model, made, said, tmp_path):
-    """Scores of a model that says these tags of the rows, and the same of two parts, joined."""
+    """Scores of a model that says these tags of the rows, and the same of two parts, join_scores."""
     table = load(write(tmp_path / "scored.jsonl", made), test_fraction=0)
     prepared = model.prepare(table, range(len(table)))
     logits = torch.zeros(len(made), prepared.longest, len(model.classes))
@@ -123,21 +123,21 @@ def scored(model, made, said, tmp_path):
         return task.scores(given, part)
 
     everything = list(range(len(made)))
-    return of(everything), task.join_scores([of(everything[:1]), of(everything[1:]), task.joined([])])
+    return of(everything), task.join_scores([of(everything[:1]), of(everything[1:]), task.join_scores([])])
 
 
 def test_scores_are_those_counted_by_hand(model, tmp_path):
     right = [["B-ANIMAL", "I-ANIMAL", "O"], ["O", "B-ANIMAL"], ["B-ANIMAL"]]
     said = [["B-ANIMAL", "O", "O"], ["B-ANIMAL", "B-ANIMAL"], ["B-ANIMAL"]]
     made = [{"tokens": ["fish"] * len(tags), "tags": tags} for tags in right]
-    whole, joined = scored(model, made, said, tmp_path)
+    whole, join_scores = scored(model, made, said, tmp_path)
     # 3 entities; 4 found: a span that is too short, one too many, and 2 that are right.
     by_hand = {"precision": 2 / 4, "recall": 2 / 3, "f1": 4 / 7, "accuracy": 4 / 6, "n": 3}
     e = torch.tensor(2.0).exp()
     by_hand["loss"] = float(-(4 * (e / (e + 2)).log() + 2 * (1 / (e + 2)).log()) / 6)
     for name, value in by_hand.items():
         assert whole[name] == pytest.approx(value, rel=1e-6), name
-        assert joined[name] == pytest.approx(value, rel=1e-6), name
+        assert join_scores[name] == pytest.approx(value, rel=1e-6), name
 
 
 def test_without_entities_scores_are_zero_and_without_words_null(model, tmp_path):

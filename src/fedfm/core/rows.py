@@ -44,7 +44,8 @@ class Rows:
             (n, L) if all rows have the same length.
         tokens: n token-id vectors of unequal length, or None; batches pad them to the longest of the batch. Any
             sequence of vectors is accepted.
-        token_arguments: argument of the model -> a number for each of the ``tokens``, such as the kind of a token; 0 at padding.
+        token_arguments: argument of the model -> a number for each of the ``tokens``, such as the kind of a token; 0 at
+            padding.
         labels: int64 (n,); None for language models, whose labels are the tokens.
         pad: the padding token's id.
         pairs: for instruction rows the n pairs (instruction, output) as read; ``tokens`` may be truncated.
