@@ -136,10 +136,10 @@ class _Plan:
         return lambda data: _tensor(data[start : start + count * dtype.itemsize], dtype, count)
 
     def params(self, body: list[Any]) -> Read:
-        if not all(isinstance(e, list) and len(e) == 3 and isinstance(e[0], str) for e in body):
-            raise ClientFault(E_FORMAT, "a parameter entry is not [name, dtype, shape]")
         if len(body) > MAX_TENSORS and not self._trusted:
             raise ClientFault(E_SIZE, f"parameters of {len(body)} tensors: expected at most {MAX_TENSORS}")
+        if not all(isinstance(e, list) and len(e) == 3 and isinstance(e[0], str) for e in body):
+            raise ClientFault(E_FORMAT, "a parameter entry is not [name, dtype, shape]")
         if len({e[0] for e in body}) != len(body):
             raise ClientFault(E_TENSORS, "a parameter name occurs twice")
         entries = tuple((name, _dtype(dtype), _shape(shape)) for name, dtype, shape in body)
