@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from fedfm.core import tasks
 from fedfm.models import families
 from fedfm.models.adapters import adaptation
 from fedfm.models.adapters.stacked import stacks
@@ -58,7 +59,7 @@ def skeleton(config: Any, spec: AdaptationSpec, dtype: torch.dtype) -> tuple[nn.
         module = AutoModelForCausalLM.from_config(config, dtype=dtype)
     parts = families.find(module, config.model_type)
     spec = adaptation.with_defaults(spec)
-    return adaptation.apply(module, spec, parts, new=[], task="language_modelling", seed=0), parts
+    return adaptation.apply(module, spec, parts, new=[], task=tasks.find("language_modelling"), seed=0), parts
 
 
 def imagined(module: nn.Module) -> None:

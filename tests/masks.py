@@ -129,20 +129,20 @@ class Masked(Aggregator):
 class Clipped(Mechanism):
     """Every update counts 1 and has norm C at most; noise of standard deviation z C / m on the mean of m."""
 
-    bound: float
+    limit: float
     multiplier: float
 
     def bound(self, client: Client, update: Update) -> Update:
-        return Update(update.delta * min(1.0, self.bound / max(update.delta.norm(), 1e-12)), 1.0)
+        return Update(update.delta * min(1.0, self.limit / max(update.delta.norm(), 1e-12)), 1.0)
 
     def release(self, fed: Federation, updates: Iterator[Update], rule: Rule, asked: int, like: Layout) -> Params:
         mean = rule(fed, updates)
         rng = torch.Generator().manual_seed(fed.seed_for("noise") % 2**63)  # a test's: the same on every engine
-        std = self.multiplier * self.bound / fed.heard
+        std = self.multiplier * self.limit / fed.heard
         return mean + Params({k: std * torch.randn(x.shape, generator=rng) for k, x in mean.items()})
 
     def spend(self, accountant: Accountant, rounds: int, rows: Sequence[int] | None = None) -> None:
-        epsilon, sigma = epsilon_of(self.multiplier, 1.0, 1e-5), self.multiplier * self.bound
+        epsilon, sigma = epsilon_of(self.multiplier, 1.0, 1e-5), self.multiplier * self.limit
         for t in range(1, rounds + 1):
             event = Spent("Gaussian", "client", "add_remove", epsilon, 1e-5, self.bound, sigma, f"round {t}", "")
             accountant.compose(event)

@@ -264,7 +264,7 @@ def test_a_client_that_is_not_in_the_roster_is_refused_by_name(tmp_path):
 def test_without_a_roster_the_server_and_the_silos_log_name_the_fingerprints(tmp_path):
     lines = []
     own = rostered(4)
-    own["c01"] |= {"roster": None, "note": lines.append}
+    own["c01"] |= {"roster": None, "log": lines.append}
     fed, _, method = federation(tmp_path, 4, own=own)
     step(fed, method, 1)
     prints = {name: short(keys.identity_of(house["identity"]).hex()) for name, house in own.items()}

@@ -308,6 +308,6 @@ def test_a_round_with_too_many_bytes_and_a_full_disk_keep_nothing_and_stop_nothi
 def test_a_site_that_holds_nothing_says_so_when_a_message_refers_to_parameters():
     body = {"w": Params({"w": torch.zeros(3)}), "more": [1, "x"]}
     assert parameter_cache.refuse_references(body) is body
-    with pytest.raises(ClientFault, match="holds none") as told:
+    with pytest.raises(ClientFault, match="this client has none") as told:
         parameter_cache.refuse_references({"w": {parameter_cache.KEY: "0" * 64}})
     assert told.value.code == "E_HELD"

@@ -13,6 +13,7 @@ from tiny_models import images, load
 
 import fedfm
 from fedfm.api.predict import predict
+from fedfm.core import tasks
 from fedfm.errors import InputError
 from fedfm.models import dual_encoder as dual
 from fedfm.models.adapters import adaptation
@@ -227,7 +228,7 @@ def test_numbers_that_travel_on_models_of_full_size(kind, adapt, numbers):
         parts = find(module, module.config.model_type)
         spec = adaptation.with_defaults(AdaptationSpec(adapt, rank=1), "zero_shot")
         new = ["context"] if adapt == "prompt" else []
-        adapted = adaptation.apply(module, spec, parts, new=new, task="zero_shot", seed=0)
+        adapted = adaptation.apply(module, spec, parts, new=new, task=tasks.find("zero_shot"), seed=0)
     assert sum(p.numel() for p in adapted.parameters() if p.requires_grad) == numbers
     if kind == "clip" and adapt == "lora":
         assert sum(p.numel() for n, p in adapted.named_parameters() if ".lora_" not in n) == 149_620_737

@@ -11,6 +11,7 @@ from tiny_models import CLASSES, images, load
 from torch import nn
 from torch.func import functional_call
 
+from fedfm.core import tasks
 from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
@@ -95,11 +96,11 @@ def matching(clip=None, **changes):
     keys = {"rank": 2, "alpha": ALPHA, "targets": ("fc1", "fc2"), **changes}
     spec = adaptation.with_defaults(AdaptationSpec("lora", **keys))
     parts = families.find(module, "clip")
-    adapted = adaptation.apply(module, spec, parts, new=[], task="classification", seed=0)
+    adapted = adaptation.apply(module, spec, parts, new=[], task=tasks.find("classification"), seed=0)
     model = Model(
         adapted,
         spec=ModelSpec("clip", task="classification", adaptation=spec),
-        task="classification",
+        task=tasks.find("classification"),
         classes=("yes", "no"),
         parts=parts,
         tools=Tools(),

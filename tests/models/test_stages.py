@@ -8,6 +8,7 @@ import transformers as t
 from safetensors.torch import load_file, save_file
 from tiny_models import images, load, save_tokenizer, sentences
 
+from fedfm.core import tasks
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models import encoder_decoder, first_batch
@@ -187,15 +188,15 @@ def test_targets_that_no_text_passes_are_refused(gemma3):
 @pytest.mark.parametrize("name", ["T5", "Pegasus", "Marian"])
 def test_an_encoder_decoder_is_no_causal_model(name, task):
     with pytest.raises(InputError, match=r"encoder-decoder.*needs a causal model"):
-        encoder_decoder.prepare(getattr(t, f"{name}Config")(), "nowhere", "m", task)
+        encoder_decoder.prepare(getattr(t, f"{name}Config")(), "nowhere", "m", tasks.find(task))
 
 
 def test_the_decoders_first_token_is_read_or_asked_for(tmp_path):
     config = t.T5Config(**T5)
     with pytest.raises(InputError, match="put decoder_start_token_id there"):
-        encoder_decoder.prepare(config, tmp_path, "m", "classification")
+        encoder_decoder.prepare(config, tmp_path, "m", tasks.find("classification"))
     (tmp_path / "generation_config.json").write_text('{"decoder_start_token_id": 7}')
-    encoder_decoder.prepare(config, tmp_path, "m", "classification")
+    encoder_decoder.prepare(config, tmp_path, "m", tasks.find("classification"))
     assert config.decoder_start_token_id == 7
 
 
@@ -205,7 +206,7 @@ def test_without_known_blocks_last_layers_are_refused():
     assert not parts.blocks
     spec = AdaptationSpec("top_layers", layers=1)
     with pytest.raises(InputError, match="no blocks are known"):
-        adaptation.apply(module, spec, parts, new=[], task="classification", seed=0)
+        adaptation.apply(module, spec, parts, new=[], task=tasks.find("classification"), seed=0)
 
 
 BESIDE = {

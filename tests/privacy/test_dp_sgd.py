@@ -16,6 +16,7 @@ from torch import nn
 
 import fedfm
 from fedfm.config.experiment import Experiment
+from fedfm.core import storage
 from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.data.table import Table
@@ -26,6 +27,7 @@ from fedfm.models.model import Model
 from fedfm.models.preprocessors import Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.privacy.dp_sgd import MEMORY, DescentPlan, PrivateSteps
+from fedfm.runtime import file_integrity
 from fedfm.runtime.run_directory import Run
 from fedfm.training import SGD, Adam, private, row_gradients
 from fedfm.training.local_job import Job
@@ -522,7 +524,8 @@ def prepared(tables, out, **run):
     for k in range(5):
         folder = out / f"private/memory/client-{k:02}"
         folder.mkdir(parents=True, mode=0o700)
-        (folder / "dp_sgd.secret").write_bytes(bytes([k]) * 32)
+        (folder / "dp_sgd.secret").write_bytes(storage.seal(bytes([k]) * 32))
+        file_integrity.write_list(file_integrity.list_of(folder.parent, folder.name), {"dp_sgd.secret"})
     return out
 
 

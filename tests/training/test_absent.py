@@ -45,6 +45,9 @@ class Linear:
     def loss(self, batch):
         return nn.functional.cross_entropy(self.logits(batch), batch["labels"])
 
+    def count_targets(self, batch):
+        return len(batch["labels"])
+
     def train_mode(self): ...
 
     def eval_mode(self): ...

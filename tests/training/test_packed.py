@@ -18,6 +18,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from fedfm.core import tasks
 from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
@@ -65,11 +66,11 @@ def make(family: str, **options: Any) -> Model:
     options.setdefault("name", "lora")
     spec = adaptation.with_defaults(AdaptationSpec(**options))
     parts = families.find(module, family)
-    module = adaptation.apply(module, spec, parts, new=["classifier"], task="classification", seed=0)
+    module = adaptation.apply(module, spec, parts, new=["classifier"], task=tasks.find("classification"), seed=0)
     model = Model(
         module,
         spec=ModelSpec(family, adaptation=spec),
-        task="classification",
+        task=tasks.find("classification"),
         classes=[str(i) for i in range(CLASSES)],
         parts=parts,
         tools=Tools(),
