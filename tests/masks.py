@@ -144,7 +144,7 @@ class Clipped(Mechanism):
     def spend(self, accountant: Accountant, rounds: int, rows: Sequence[int] | None = None) -> None:
         epsilon, sigma = epsilon_of(self.multiplier, 1.0, 1e-5), self.multiplier * self.limit
         for t in range(1, rounds + 1):
-            event = Spent("Gaussian", "client", "add_remove", epsilon, 1e-5, self.bound, sigma, f"round {t}", "")
+            event = Spent("Gaussian", "client", "add_remove", epsilon, 1e-5, self.limit, sigma, f"round {t}", "")
             accountant.compose(event)
 
 

@@ -21,7 +21,9 @@ from fedfm.errors import InputError
 from fedfm.models.export import export
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.models.wrap import wrap
 from fedfm.tasks.task import Task
+from fedfm.training import heads
 
 SOURCES = Path(__file__).resolve().parents[2] / "src" / "fedfm"
 NAMES = tuple(task.name for task in tasks.available())
@@ -199,3 +201,16 @@ def test_shuffled_targets_are_other_rows(ready):
     assert len(other) == len(table)
     changed = other.labels is not None and (other.labels != table.labels).any()
     assert changed or list(other.inputs) != list(table.inputs)
+
+
+def test_a_loss_of_its_own_is_no_cross_entropy_for_the_fast_trainers():
+    """Trainers by hand compute the softmax cross-entropy: neither a task's own loss nor a user's may reach them."""
+
+    class Squared(type(tasks.find("classification"))):
+        def loss(self, model, batch):
+            return model.logits(batch).square().mean()
+
+    assert not Squared.softmax
+    own = wrap(torch.nn.Linear(2, 3), lambda m, b: m(b["features"]).sum(), classes=("a", "b", "c"))
+    assert not own.softmax
+    assert not heads.applies(own)

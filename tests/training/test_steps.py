@@ -184,7 +184,7 @@ class Small(Tiny):
 def test_out_of_memory_halves_the_batch_and_says_so():
     model, said = Small(), []
     c = client(model)
-    c.note = said.append
+    c.log = said.append
     local = SGD(learning_rate=0.3, batch_size=8, epochs=2)
     with pytest.warns(RuntimeWarning, match="rows at once"):
         (w,) = loop.train([Job(c, model.params(), local)])

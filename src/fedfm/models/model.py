@@ -94,7 +94,7 @@ class Model:
     ) -> None:
         self.spec, self.classes = spec, tuple(classes)
         self.task = tasks.find(task).of(spec)
-        self.softmax = self.task.softmax
+        self.softmax = type(self).softmax and self.task.softmax
         self.module, self.parts, self.tools, self.fingerprint = module, parts, tools, fingerprint
         self.adaptation_spec = spec.adaptation or AdaptationSpec("full")
         self.adaptation = self.adaptation_spec.name

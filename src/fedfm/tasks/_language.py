@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class LanguageTask(Task):
     """A causal language model: its loss is the mean over the next tokens that count."""
 
+    softmax: ClassVar[bool] = True  # its loss is the cross-entropy in pieces
+
     is_language_model: ClassVar[bool] = True
 
     def peft_type(self, kind: str) -> str | None:

@@ -135,7 +135,7 @@ class Task:
         compared_by_row: audits may compare what a model says of single rows.
         keeps_base: its loss holds the model to its base, which no adaptation may change.
         loss_is_opaque: the loss is known as the mean of a batch only.
-        softmax: the loss is the cross-entropy of the logits.
+        softmax: the loss is the cross-entropy of the logits; a class that overrides ``loss`` has to say so anew.
         texts_a_row: how many texts the tokens of a row are.
         no_pretraining: why ``fedfm pretrain`` does not train it; empty: it does.
         adaptations: those that it supports.
@@ -172,6 +172,12 @@ class Task:
     figures: ClassVar[tuple[str, ...]] = ()
     drawn: ClassVar[tuple[str, ...]] = ()
     sums: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """A task with a loss of its own does not inherit the claim that the loss is the cross-entropy."""
+        super().__init_subclass__(**keywords)
+        if "loss" in vars(cls) and "softmax" not in vars(cls):
+            cls.softmax = False
 
     def __str__(self) -> str:
         return self.name

@@ -82,6 +82,7 @@ class TokenClassification(Task):
     new_head: ClassVar[bool] = True
     needs_classes: ClassVar[bool] = True
     means_over_tokens: ClassVar[bool] = True
+    softmax: ClassVar[bool] = True
     compared_by_row: ClassVar[bool] = True
     adaptations: ClassVar[tuple[str, ...]] = ("full", "top_layers", *LORA)
     figures: ClassVar[tuple[str, ...]] = ("precision", "recall", "f1")

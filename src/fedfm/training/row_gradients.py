@@ -123,7 +123,7 @@ def _of_layers(model: Model, batch: Batch, live: Live, b: int) -> list[Gradient]
     Raises:
         Ambiguous: which numbers belong to a row.
     """
-    if type(model).loss is not Model.loss or not model.task.softmax:
+    if type(model).loss is not Model.loss or not model.softmax:
         return None
     wanted = {id(p) for p in live.values()}
     with _watch(model.module, wanted, b) as seen:
