@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fedfm.api import execute
+from fedfm.core import tasks
 from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
@@ -23,7 +24,7 @@ Y = torch.tensor([0, 2, 2])  # class 1 of three is absent
 class Linear:
     """Logits x W^T of three classes, loss their cross-entropy."""
 
-    task, adaptation, softmax, classes = "classification", "full", True, ("a", "b", "c")
+    task, adaptation, softmax, classes = tasks.find("classification"), "full", True, ("a", "b", "c")
 
     def __init__(self):
         self.module = nn.Linear(2, 3, bias=False)
