@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from fedfm.config.experiment import Experiment
+from fedfm.core import storage
+from fedfm.runtime import file_integrity
 from fedfm.runtime.run_directory import Run
 from processes import experiment, fedfm, same
 
@@ -15,7 +17,8 @@ def prepared(exp: Path, out: Path, engine: str) -> Path:
     """A run that has not begun, whose server has its key already: as one that was killed before its first round."""
     Run.create(Experiment.load(exp, {"run.engine": engine}), out)
     (out / "private/server").mkdir(mode=0o700)
-    (out / "private/server/alpha.secret").write_bytes(b"k" * 32)
+    (out / "private/server/alpha.secret").write_bytes(storage.seal(b"k" * 32))
+    file_integrity.write_list(file_integrity.list_of(out / "private", "server"), {"alpha.secret"})
     return out
 
 
