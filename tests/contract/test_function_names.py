@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "fedfm"
 ALLOWED = Path(__file__).with_name("participles.txt")
 NOUNS = {"bed", "embed", "exceed", "feed", "need", "red", "seed", "shed", "speed"}
 IRREGULAR = re.compile(
-    "(?:fore|mis|over|re|un|under|with)?"
+    "(?:fore|mi[s]|over|re|un|under|with)?"
     "(?:begun|broken|brought|built|caught|chosen|dealt|done|drawn|fallen|felt|found|frozen|given|gone|grown|heard|held|"
     "hidden|kept|known|laid|led|left|lent|lost|made|meant|met|paid|ridden|said|seen|sent|shapen|shown|sold|spent|spoilt|"
     "stood|taken|taught|thought|thrown|told|won|worn|written)"
