@@ -266,13 +266,13 @@ import numpy as np, torch
 from fedfm.linalg import column_blocks
 from fedfm.linalg.pairwise import gram, mix
 from fedfm.linalg.params import Params
-from fedfm.linalg.out_of_core import shelved
+from fedfm.linalg.out_of_core import keep_all
 
 column_blocks.WINDOWS = 1 << 23
 count, entries = 16, 2 << 20  # 128 MiB of vectors, and of results
 def drawn(k):
     return np.random.default_rng(k).normal(size=entries).astype(np.float32)
-vectors = shelved((Params({"w": torch.from_numpy(drawn(k))}) for k in range(count)), most=0)
+vectors = keep_all((Params({"w": torch.from_numpy(drawn(k))}) for k in range(count)), most=0)
 weights = np.random.default_rng(99).normal(size=(1, count, count))
 small = [Params({"w": torch.randn(1 << 19)}) for _ in range(16)]
 gram(small, threads=1), mix(weights, small, threads=1)  # libraries take what they need of each thread for good
