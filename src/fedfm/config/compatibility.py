@@ -327,10 +327,10 @@ def hide_updates(aggregation: Aggregator) -> Aggregator:
 def _check_secagg(e: ExperimentParts, method: str) -> None:
     key, value = ("privacy.aggregator", "secagg") if e.privacy is not None else ("aggregation.name", "secure")
     where = f'{key} = "{value}":'
-    method_now, bare = e.method, e.method
-    if isinstance(method_now, Private) and e.privacy and None not in (e.privacy.target_epsilon, e.privacy.delta):
+    bare = e.method
+    if isinstance(bare, Private) and e.privacy and None not in (e.privacy.target_epsilon, e.privacy.delta):
         with contextlib.suppress(InputError):  # under [privacy] a method may use a mean where it else asks
-            bare = protect(method_now, e.privacy)
+            bare = protect(bare, e.privacy)
     if asks := _readable(bare):
         raise InputError(
             f'{where} the server of {method} looks at single replies ({" and ".join(asks)}); expected "plain"', key=key

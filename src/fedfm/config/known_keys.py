@@ -9,6 +9,7 @@ from typing import Any, get_origin
 from fedfm.config.registry import resolve
 from fedfm.config.run_spec import RunSpec
 from fedfm.config.toml import kind_of, own_default
+from fedfm.core.capabilities import HiddenModel
 from fedfm.core.fields import owners_of, plain_type, settings_of
 from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError
@@ -43,7 +44,8 @@ class KnownKeys:
         section, *path = key.split(".")
         if not path:
             return None if section in SPECS or section in KINDS or section == "name" else InputError(key=section)
-        if section == "model" and hasattr(self._class("method", names), "model_table"):
+        method = self._class("method", names)
+        if section == "model" and method is not None and issubclass(method, HiddenModel):
             return InputError(key="model")  # the method says which
         cls, at = self._class(section, names), section
         for i, part in enumerate(path):

@@ -132,23 +132,6 @@ class Client:
     round: int = 0
     trainer: Trainer = no_trainer
 
-    def train(
-        self,
-        local: Any,
-        w: Params,
-        *,
-        mu: float = 0.0,
-        correction: Params | None = None,
-        only: tuple[str, ...] | None = None,
-    ) -> Params:
-        """Train from ``w`` as the client optimiser ``local`` says; return the trained parameters.
-
-        Args:
-            mu, correction, only: as of :meth:`fedfm.training.Local.__call__`.
-        """
-        self.trained = self.trainer(self, w, local, mu, correction, only)
-        return self.trained
-
 
 @dataclass(frozen=True)
 class Update:

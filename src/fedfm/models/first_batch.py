@@ -53,12 +53,16 @@ def look(model: Model, rows: Rows) -> list[str]:
     _check_order(model, called, idle)
     if not idle:
         return notices
-    more = f" and {len(idle) - _NAMED} more" if len(idle) > _NAMED else ""
-    return [
-        *notices,
-        f"{len(idle)} of {len(live)} trained tensors get no gradient, and stay as they are: "
-        f"{', '.join(idle[:_NAMED])}{more}",
-    ]
+    return [*notices, notice_of_idle(idle, len(live))]
+
+
+def notice_of_idle(names: Sequence[str], trained: int) -> str:
+    """The notice of trained tensors, of so many, that get no gradient."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return (
+        f"{len(names)} of {trained} trained tensors get no gradient, and stay as they are: "
+        f"{', '.join(names[:_NAMED])}{more}"
+    )
 
 
 def _with_gradient(loss: Tensor, live: Mapping[str, Tensor]) -> set[str]:

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 
 from fedfm.linalg.params import Params, to_bytes
+from fedfm.models.first_batch import notice_of_idle
 from fedfm.models.model import Model
 
 _NAMED = 2  # tensors that a notice names
@@ -39,11 +40,10 @@ def notices(model: Model, start: Mapping[str, int], models: Iterable[Params], kn
     if not seen or not still:
         return []
     names = [name for name in model.names if name in still]
-    count = f"{len(names)} of {len(start)} trained tensors"
-    if any(text.startswith(f"{count} get no gradient") for text in known):
+    if notice_of_idle(names, len(start)) in known:
         return []
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return [
-        f"{count} are after the last round as they were before the first, as where the rows give them no gradient: "
-        f"{', '.join(names[:_NAMED])}{more}"
+        f"{len(names)} of {len(start)} trained tensors are after the last round as they were before the first, as "
+        f"where the rows give them no gradient: {', '.join(names[:_NAMED])}{more}"
     ]

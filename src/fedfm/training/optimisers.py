@@ -90,7 +90,8 @@ class Local:
             correction: added to every gradient (SCAFFOLD's c - c_k).
             only: names of the tensors to train, the others stay as in ``w``; None: all.
         """
-        return client.train(self, w, mu=mu, correction=correction, only=only)
+        client.trained = client.trainer(client, w, self, mu, correction, only)
+        return client.trained
 
     @property
     def personal(self) -> bool:

@@ -1,7 +1,7 @@
 """Schedules local training: one client at a time, or all clients of a chunk as one batch.
 
 A method's client handler is written for one client and calls ``self.local(client, w)``. If a chunk of clients is
-trained as one batch, each handler runs in a greenlet. It stops at :meth:`fedfm.core.client.Client.train`, all jobs are
+trained as one batch, each handler runs in a greenlet. It stops at :attr:`fedfm.core.client.Client.trainer`, all jobs are
 trained together, and each handler continues with its own result.
 """
 
