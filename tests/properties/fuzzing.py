@@ -211,11 +211,15 @@ def mutated(head: str, data: bytes, rng: random.Random) -> tuple[str, bytes]:
 
 @dataclass
 class Outcome:
-    """Of many mutations of one type: how many were refused, by code; how many passed; the longest, in seconds."""
+    """Of many mutations of one type: how many were refused, by code; how many passed; the longest, in seconds.
+
+    ``slowest`` is that message: its code, the length of its head, and the head around its damage.
+    """
 
     refused: Counter[str] = field(default_factory=Counter)
     accepted: int = 0
     longest: float = 0.0
+    slowest: str = ""
 
 
 def attempt(kind: Kind, head: str, data: bytes) -> str | None:
@@ -257,11 +261,18 @@ def _attack(found: Outcome, kind: Kind, head: str, data: bytes, count: int, rng:
         code, taken = _timed(kind, *broken)
         if taken > found.longest:  # the message, and not what the machine did meanwhile
             taken = min(taken, *(_timed(kind, *broken)[1] for _ in range(3)))
-        found.longest = max(found.longest, taken)
+        if taken > found.longest:
+            found.longest, found.slowest = taken, f"{code}, {len(broken[0])} characters, {_damage(head, broken[0])!r}"
         if code is None:
             found.accepted += 1
         else:
             found.refused[code] += 1
+
+
+def _damage(head: str, broken: str) -> str:
+    """A damaged head where it begins to differ from the good one."""
+    at = next((i for i, (a, b) in enumerate(zip(head, broken, strict=False)) if a != b), 0)
+    return broken[max(0, at - 40) : at + 80]
 
 
 def _timed(kind: Kind, head: str, data: bytes) -> tuple[str | None, float]:
