@@ -9,10 +9,10 @@ import pytest
 
 import fedfm
 from every_method import LEARNS, METHODS, TRAINED, experiment_of
+from fedfm.aggregation.base import secrets_of
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import resolve
-from fedfm.core.capabilities import fraction_of, secrets_of
-from fedfm.core.method import Method
+from fedfm.core.method import Method, fraction_of
 from fedfm.errors import InputError
 from fedfm.privacy.composition import Releases, epsilon_of
 

@@ -17,7 +17,7 @@ from torch import nn
 import fedfm
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
-from fedfm.core.client import Client, ClientData
+from fedfm.core.client import Client, ClientData, Terms
 from fedfm.core.rows import Rows
 from fedfm.data.table import Table
 from fedfm.errors import ClientFault, InputError, RunError
@@ -243,7 +243,7 @@ def test_steps_are_those_of_the_algorithm(make, local, monkeypatch):
     rows = tensors(model, 10)
     who = client(model, rows, plan(z=0.7, c=0.5))
     w, mu = model.params(), 0.2
-    trained = private.train([Job(who, w, local, mu)])[0]
+    trained = private.train([Job(who, w, local, Terms(mu))])[0]
     assert who.metrics == {}
     assert len(noises) == 3
     assert np.concatenate(noises).std() == pytest.approx(0.35, rel=0.3)
@@ -269,7 +269,7 @@ def asked(model, rows, w, t, firsts, *, rounds=3, seed=None, key=KEY, mu=0.0, co
     """A round's training; without ``memory`` by a client whose memory was rolled back, as a server can make it."""
     who = client(model, rows, plan(rounds=rounds), key=key, memory=memory, firsts=firsts)
     who.round, who.seed = t, 100 + t if seed is None else seed
-    return private.train([Job(who, w, SGD(**{"batch_size": 4} | local), mu, correction)])[0]
+    return private.train([Job(who, w, SGD(**{"batch_size": 4} | local), Terms(mu, correction))])[0]
 
 
 def corrected(rows):

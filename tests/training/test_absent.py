@@ -7,7 +7,7 @@ from torch import nn
 
 from fedfm.api import execute
 from fedfm.core import tasks
-from fedfm.core.client import Client, ClientData
+from fedfm.core.client import Client, ClientData, Terms
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
@@ -60,7 +60,7 @@ W = Params({"weight": torch.tensor([[0.3, -0.2], [0.8, 0.1], [-0.5, 0.4]])})
 def trained(local, *, mu=0.0, correction=None, w=W):
     rows = Rows({"x": X}, labels=Y)
     client = Client("c", ClientData(lambda: rows, Rows, Rows), Linear(), {}, 0, trainer=train_client)
-    return scheduler.train(Job(client, w, local, mu, correction))
+    return scheduler.train(Job(client, w, local, Terms(mu, correction)))
 
 
 def gradient(w, fill):

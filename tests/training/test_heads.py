@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from fedfm.core import tasks
-from fedfm.core.client import Client, ClientData
+from fedfm.core.client import Client, ClientData, Terms
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.training import SGD, Adam, AdamW, Proximal, heads
@@ -51,7 +51,7 @@ def jobs(local, sizes, d, c, *, mu=0.0, corrected=False, seed=0, one_start=True)
             f"c{k}", ClientData(lambda rows=rows: rows, Rows, Rows), net, {}, seed * 1000 + k, trainer=train_client
         )
         correction = draw(rng, c, d, 0.01) if corrected else None
-        out.append(Job(client, shared if one_start else draw(rng, c, d, 0.1), local, mu, correction))
+        out.append(Job(client, shared if one_start else draw(rng, c, d, 0.1), local, Terms(mu, correction)))
     return out
 
 
@@ -112,9 +112,9 @@ def reference(job):
         losses.append(float(loss.detach()))
         with torch.no_grad():
             for name, p in net.named_parameters():
-                p.grad += job.mu * (p - job.w[f"head.{name}"])
-                if job.correction is not None:
-                    p.grad += job.correction[f"head.{name}"]
+                p.grad += job.terms.mu * (p - job.w[f"head.{name}"])
+                if job.terms.correction is not None:
+                    p.grad += job.terms.correction[f"head.{name}"]
         optimiser.step()
     return {f"head.{name}": p.detach() for name, p in net.named_parameters()}, float(np.mean(losses))
 
@@ -135,7 +135,7 @@ def test_the_numbers_are_those_of_a_plain_loop(local, mu, corrected):
 def test_clients_may_pull_with_weights_of_their_own():
     local = Proximal(learning_rate=0.1, batch_size=8)
     todo = [
-        Job(j.client, j.w, j.local, mu)
+        Job(j.client, j.w, j.local, Terms(mu))
         for j, mu in zip(jobs(local, [20, 20, 9], 6, 3, one_start=False), (0.1, 2.0, 0.5), strict=True)
     ]
     for job, got in zip(todo, heads.train(todo), strict=True):

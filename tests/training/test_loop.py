@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedfm.core.client import Client, ClientData
+from fedfm.core.client import Client, ClientData, Terms
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.models.load import load_model
@@ -77,9 +77,9 @@ def by_hand(job):
         loss.backward()
         with torch.no_grad():
             for name, p in parameters.items():
-                p.grad += job.mu * (p - job.w[name])
-                if job.correction is not None:
-                    p.grad += job.correction[name]
+                p.grad += job.terms.mu * (p - job.w[name])
+                if job.terms.correction is not None:
+                    p.grad += job.terms.correction[name]
         optimiser.step()
         total += float(loss.detach()) * len(index)
     return parameters, total / (local.epochs * len(rows))
@@ -100,7 +100,7 @@ def test_the_loop_is_the_one_written_by_hand(local, mu, corrected):
     model = Tiny()
     w = model.params()
     correction = w.map(torch.ones_like) * 0.01 if corrected else None
-    job = Job(client(model), w, local, mu, correction)
+    job = Job(client(model), w, local, Terms(mu, correction))
     (got,) = loop.train([job])
     expected, loss = by_hand(job)
     assert tuple(got) == tuple(w)
@@ -139,7 +139,7 @@ def test_the_start_and_the_frozen_parameters_stay_as_they_are():
 def test_only_some_tensors_move_as_if_the_others_were_constants(local):
     model, head = Tiny(), ("3.weight", "3.bias")
     w = model.params()
-    job = Job(client(model), w, local, mu=0.5, correction=w.map(torch.ones_like) * 0.01, only=head)
+    job = Job(client(model), w, local, Terms(0.5, w.map(torch.ones_like) * 0.01, head))
     (got,) = loop.train([job])
     net = Tiny().module
     net[0].requires_grad_(False)
@@ -152,7 +152,7 @@ def test_only_some_tensors_move_as_if_the_others_were_constants(local):
         functional.cross_entropy(net(rows.tensors["features"][index]), rows.labels[index]).backward()
         with torch.no_grad():
             for name, p in zip(head, net[3].parameters(), strict=True):
-                p.grad += job.mu * (p - w[name]) + 0.01
+                p.grad += job.terms.mu * (p - w[name]) + 0.01
         optimiser.step()
     assert torch.equal(got["0.weight"], w["0.weight"])
     torch.testing.assert_close(got["3.weight"], net[3].weight.detach(), rtol=1e-5, atol=1e-6)
@@ -168,7 +168,7 @@ def test_trainers_of_whole_models_leave_the_rest_to_the_loop():
     assert scheduler.trainer_for(model, SGD()) is heads.train
     assert scheduler.trainer_for(model, SGD(), ("head.bias",)) is loop.train
     w = model.params()
-    got = scheduler.train(Job(client(model), w, SGD(batch_size=4), only=("head.bias",)))
+    got = scheduler.train(Job(client(model), w, SGD(batch_size=4), Terms(only=("head.bias",))))
     assert torch.equal(got["head.weight"], w["head.weight"])
     assert not torch.equal(got["head.bias"], w["head.bias"])
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from fedfm.core import tasks
-from fedfm.core.client import Client, ClientData
+from fedfm.core.client import Client, ClientData, Terms
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.models import families
@@ -143,7 +143,7 @@ def test_equals_the_loop(family: str, optimiser: str, kernels: str) -> None:
 def test_proximal_term_and_correction(family: str) -> None:
     model = make(family)
     correction = start_of(model).map(lambda t: 0.05 * torch.ones_like(t))
-    jobs = jobs_of(model, family, SGD(0.1, epochs=3, batch_size=4), mu=0.5, correction=correction)
+    jobs = jobs_of(model, family, SGD(0.1, epochs=3, batch_size=4), terms=Terms(0.5, correction))
     assert both(jobs, "fast")[0] < 1e-5
     plain = packed.train([Job(j.client, j.w, j.local) for j in jobs])
     assert (plain[0] - packed.train(jobs)[0]).norm() > 1e-3

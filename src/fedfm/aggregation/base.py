@@ -17,6 +17,7 @@ from fedfm.linalg.params import Layout, Params
 from fedfm.linalg.running_mean import RunningMean
 
 if TYPE_CHECKING:
+    from fedfm.core.method import Method
     from fedfm.models.model import Model
     from fedfm.privacy.accountant import Accountant
     from fedfm.privacy.dp_sgd import DescentPlan
@@ -222,3 +223,8 @@ class Aggregator:
         for update in updates:
             mean.add(update.weight, update.delta)
         return mean.result()
+
+
+def secrets_of(method: Method[Any], aggregator: Aggregator) -> tuple[str, ...]:
+    """Names of the secrets that the server draws, for its method and for its aggregation's mechanism."""
+    return (*method.traits.server_secrets, *aggregator.mechanism.secrets)

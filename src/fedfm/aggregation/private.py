@@ -11,13 +11,13 @@ from fedfm.aggregation._client_level import CentralGaussian, DistributedGaussian
 from fedfm.aggregation._correlated import CorrelatedGaussian
 from fedfm.aggregation.base import Aggregator
 from fedfm.aggregation.secure import Secure
-from fedfm.core.capabilities import fraction_of
-from fedfm.core.method import Method
+from fedfm.core.method import Method, fraction_of
 from fedfm.errors import Faults, InputError
 from fedfm.privacy.clipping import AdaptiveClip
 from fedfm.privacy.composition import noise_multiplier_for, noise_multiplier_for_concentrated
 from fedfm.privacy.correlated import strategy
 from fedfm.privacy.crypto.fixed_point import FixedPoint
+from fedfm.privacy.spec import PrivacySpec
 
 __all__ = ["CentralGaussian", "CorrelatedGaussian", "DistributedGaussian", "under"]
 
@@ -25,7 +25,7 @@ _TAIL = 10.0  # standard deviations that no noise value exceeds
 _MOST_CLIENTS = 1 << 16  # clients for which secure aggregation must resolve the lattice
 
 
-def under(aggregation: Aggregator, method: Method[Any], privacy: Any) -> Aggregator:
+def under(aggregation: Aggregator, method: Method[Any], privacy: PrivacySpec) -> Aggregator:
     """The aggregation with the client-level mechanism that the [privacy] table names.
 
     Raises:
@@ -86,7 +86,7 @@ def under(aggregation: Aggregator, method: Method[Any], privacy: Any) -> Aggrega
     return noisy
 
 
-def _adaptive(method: Method[Any], privacy: Any, correlated: bool) -> AdaptiveClip | None:
+def _adaptive(method: Method[Any], privacy: PrivacySpec, correlated: bool) -> AdaptiveClip | None:
     if privacy.clip_quantile is None:
         return None
     if correlated:
@@ -128,7 +128,7 @@ def _period(method: Method[Any], fraction: float) -> int:
     return period
 
 
-def _noise_multiplier(name: str, method: Method[Any], privacy: Any, rate: float, period: int) -> float:
+def _noise_multiplier(name: str, method: Method[Any], privacy: PrivacySpec, rate: float, period: int) -> float:
     epsilon, delta, rounds, releases = privacy.target_epsilon, privacy.delta, max(method.rounds, 1), len(method.means)
     if name == "distributed_gaussian":
         return noise_multiplier_for_concentrated(epsilon, delta, rounds * releases)

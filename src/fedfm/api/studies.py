@@ -15,6 +15,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.config.toml import put
 from fedfm.core.capabilities import Comparable
 from fedfm.core.locks import alone_in
+from fedfm.core.method import Method
 from fedfm.errors import InputError, RunError
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
@@ -114,6 +115,8 @@ def with_baselines(experiment: Experiment, out: Path | None, progress: Progress)
         main = _run_to_end(experiment, out / experiment.method_name, progress)
         others = {}
         for name, method in baselines.items():
+            if not isinstance(method, Method):
+                raise InputError(f"--baselines: {name} of method {experiment.method_name} is no method")
             progress.notice(f"baseline: {name}")
             changed = dataclasses.replace(experiment, name=name, method=method, method_name=name_of("methods", method))
             others[name] = _run_to_end(changed, out / name, progress)

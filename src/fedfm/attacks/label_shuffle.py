@@ -16,6 +16,7 @@ import numpy as np
 from fedfm.attacks.attack import Attack
 from fedfm.core import tasks
 from fedfm.core.fields import setting
+from fedfm.data.task_rows import row_task
 from fedfm.training import Local
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class LabelShuffle(Attack):
     )
 
     def poison(self, rows: Table, rng: np.random.Generator, task: str) -> Table:
-        return (tasks.owner(rows.kind) or tasks.find(task)).shuffle_targets(rows, rng)
+        return row_task(tasks.owner(rows.kind) or tasks.find(task)).shuffle_targets(rows, rng)
 
     def local(self, local: Local, task: str) -> Local:
         if self.intensity == 1:

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fedfm.aggregation.base import secrets_of
 from fedfm.audits.finding import VerdictRule
-from fedfm.core.capabilities import secrets_of
 from fedfm.runtime.run_directory import Run
 
 

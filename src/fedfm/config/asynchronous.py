@@ -11,8 +11,8 @@ from fedfm.config.cohorts import named_clients
 from fedfm.config.parts import ExperimentParts
 from fedfm.config.registry import name_of, ours, resolve
 from fedfm.config.run_spec import AsynchronousSpec
-from fedfm.core.capabilities import Traits, fraction_of
-from fedfm.core.method import Method
+from fedfm.core.capabilities import Traits
+from fedfm.core.method import Method, fraction_of
 from fedfm.errors import InputError, quote_names
 
 WHERE = "run.asynchronous"

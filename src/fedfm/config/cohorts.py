@@ -13,7 +13,7 @@ from fedfm.aggregation._correlated import CorrelatedGaussian
 from fedfm.aggregation.secure import Secure
 from fedfm.config.parts import ExperimentParts
 from fedfm.config.registry import name_of
-from fedfm.core.capabilities import fraction_of
+from fedfm.core.method import fraction_of
 from fedfm.errors import InputError, close
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any, cast, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 from fedfm.aggregation import private
 from fedfm.aggregation.base import Aggregator
@@ -32,10 +32,11 @@ from fedfm.training import TrainsLocally
 from fedfm.training.fit_head import HeadSpec
 from fedfm.training.personal import TwoModels
 
+M = TypeVar("M", bound=Private)
 _OWN_DATA = ("name", "partition", "val_fraction")  # keys of [data] that rows from a user's function take
 
 
-def protect(method: Private, privacy: PrivacySpec) -> Method[Any]:
+def protect(method: M, privacy: PrivacySpec) -> M:
     """A method with a mechanism of its own, under the [privacy] table.
 
     Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeGuard, TypeVar
 
 from fedfm.core.checks import match
 from fedfm.core.client import Client, ClientData, ClientId
@@ -22,10 +22,9 @@ from fedfm.linalg.params import Params
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedfm.aggregation.base import Aggregator
-    from fedfm.core.method import Method
     from fedfm.models.model import Model
     from fedfm.privacy.accountant import Accountant
+    from fedfm.privacy.spec import PrivacySpec
 
 R = TypeVar("R")
 PREDICTIONS = "predictions.jsonl"  # in a client's store: its predictions, a line a row
@@ -41,16 +40,6 @@ class Judge(Protocol):
 def has(method: object, role: type[R], member: str) -> TypeGuard[R]:
     """Whether a method has its own version of an optional member of this role."""
     return isinstance(method, role) and getattr(type(method), member) is not getattr(role, member)
-
-
-def fraction_of(method: Method[Any]) -> float:
-    """The fraction of the clients that a round selects, in (0, 1]; 1 if the method has no such setting."""
-    return float(vars(method).get("fraction", 1.0))
-
-
-def secrets_of(method: Method[Any], aggregator: Aggregator) -> tuple[str, ...]:
-    """Names of the secrets that the server draws, for its method and for its aggregation's mechanism."""
-    return (*method.traits.server_secrets, *aggregator.mechanism.secrets)
 
 
 class Reporter:
@@ -139,11 +128,11 @@ class Private(ABC):
     """The method has its own mechanism for ``[privacy]``. Caller: the experiment, and the run's ledger."""
 
     @abstractmethod
-    def settle(self, privacy: Any) -> Method[Any]:
+    def settle(self, privacy: PrivacySpec | None) -> Self:
         """This method with the defaults filled in that depend on whether there is a [privacy] table."""
 
     @abstractmethod
-    def protect(self, privacy: Any) -> Method[Any]:
+    def protect(self, privacy: PrivacySpec) -> Self:
         """This method under the [privacy] table.
 
         Raises:
@@ -178,8 +167,8 @@ class Comparable(ABC):
     """The method has baselines. Caller: ``fedfm run --baselines``."""
 
     @abstractmethod
-    def baselines(self) -> dict[str, Method[Any]]:
-        """The baselines by name."""
+    def baselines(self) -> Mapping[str, Reporter]:
+        """The baselines, which are methods, by name."""
 
 
 class ServerModel(ABC):

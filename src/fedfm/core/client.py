@@ -57,18 +57,28 @@ def no_secret(name: str) -> bytes:
     raise RuntimeError(f"this party has no secrets, so none called {name}")
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What a method adds to local training.
+
+    Attributes:
+        mu: weight of the proximal term mu/2 ||v - w||^2 in the local objective.
+        correction: added to every gradient (SCAFFOLD's c - c_k).
+        only: names of the tensors to train, the others stay as in ``w``; None: all.
+    """
+
+    mu: float = 0.0
+    correction: Params | None = None
+    only: tuple[str, ...] | None = None
+
+
+NO_TERMS = Terms()
+
+
 class Trainer(Protocol):
     """Computes local training; the runtime gives each client one (:func:`fedfm.training.scheduler.train_client`)."""
 
-    def __call__(
-        self,
-        client: Client,
-        w: Params,
-        local: Any,
-        mu: float = 0.0,
-        correction: Params | None = None,
-        only: tuple[str, ...] | None = None,
-    ) -> Params:
+    def __call__(self, client: Client, w: Params, local: Any, terms: Terms) -> Params:
         """The parameters that the client optimiser ``local`` reaches from ``w``; the others as there."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
 from fedfm import seeds
 from fedfm.core import update_metrics
@@ -19,7 +19,6 @@ from fedfm.linalg.out_of_core import Shelf, to_file
 from fedfm.linalg.params import Layout, Params
 
 if TYPE_CHECKING:
-    from fedfm.aggregation.base import Aggregator
     from fedfm.models.model import Model
 
 # Largest L2 norm of a reply's parameters and of each floating-point tensor in it. Honest updates have norms of some
@@ -27,6 +26,48 @@ if TYPE_CHECKING:
 # of this norm and MAX_WEIGHT add up to 1e38, and a square, e.g. in a server's Adam, is 1e30.
 MAX_NORM = 1e15
 _REASON = 400  # characters of a reason that are kept
+
+
+class Sampler(Protocol):
+    """What may choose a round's clients in place of the method."""
+
+    @property
+    def fraction(self) -> float | None:
+        """Share of the clients in a round; None: the method chooses them."""
+
+    def cohort(self, fed: Federation) -> Sequence[ClientId]:
+        """The clients of this round, in order of names."""
+
+
+class Delivery(Protocol):
+    """How updates come."""
+
+    form: str  # in which the server sees them: plain, masked or encrypted
+
+
+class Aggregation(Protocol):
+    """What a federation needs of an aggregation, see :class:`fedfm.aggregation.base.Aggregator`."""
+
+    @property
+    def transport(self) -> Delivery:
+        """It delivers the updates."""
+
+    @property
+    def mechanism(self) -> Sampler:
+        """It limits what a mean discloses."""
+
+    def why_missing(self, metric: str) -> str:
+        """Why ``fed.metrics`` has no metric of this name, and what to do."""
+
+    def mean(
+        self,
+        fed: Federation,
+        handler: Callable[..., Any],
+        of: Iterable[ClientId] | None,
+        payload: Mapping[str, Any],
+        like: Layout,
+    ) -> Params:
+        """Ask the clients; return the combined update that the method gets."""
 
 
 class Federation:
@@ -58,7 +99,7 @@ class Federation:
         link: Link,
         *,
         model: Model,
-        aggregator: Aggregator,
+        aggregator: Aggregation,
         seed: int = 0,
         min_clients: int | None = 1,
         on_excluded: Callable[[Excluded], None] = lambda excluded: None,
@@ -78,7 +119,7 @@ class Federation:
         self.process_memory: dict[str, Any] = {}
         self.model = model
         self.initial: Params = to_file(model.params())
-        self.aggregator = aggregator
+        self.aggregator: Aggregation = aggregator
         self.seed, self.min_clients = seed, min_clients
         self.round, self.call = 0, 0
         self.transcript = Transcript()

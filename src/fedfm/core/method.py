@@ -86,6 +86,11 @@ class _InheritedTraits(property):
         super().__init__(lambda method: traits.__get__(method, type(method)).without_claims())
 
 
+def fraction_of(method: Method[Any]) -> float:
+    """The fraction of the clients that a round selects, in (0, 1]; 1 if the method has no such setting."""
+    return float(vars(method).get("fraction", 1.0))
+
+
 def with_model(state: Any, old: Params, new: Params) -> Any:
     """The server state of an averaging method with its model ``old`` replaced by ``new``; all else stays.
 

@@ -10,24 +10,22 @@ from collections.abc import Callable
 from dataclasses import fields
 from importlib import import_module
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 from fedfm.core.fields import setting
+from fedfm.core.task_facts import Column, RowKind, TaskFacts
 from fedfm.errors import InputError, close, quote_names
-
-if TYPE_CHECKING:
-    from fedfm.tasks.task import Column, RowKind, Task
 
 _FOLDER = "tasks"
 _PROTOCOL = f"fedfm.{_FOLDER}.task"
 
 
 @functools.cache
-def _all() -> tuple[Task, ...]:
+def _all() -> tuple[TaskFacts, ...]:
     """Every task, also those that no experiment file names, in the order of their names, the default first."""
-    base: type[Task] = import_module(_PROTOCOL).Task
+    base: type = import_module(_PROTOCOL).Task
     names = (entry.name.removesuffix(".py") for entry in files("fedfm").joinpath(_FOLDER).iterdir())
-    found = []
+    found = list[TaskFacts]()
     for name in sorted(name for name in names if not name.startswith("_") and name.isidentifier()):
         module = import_module(f"fedfm.{_FOLDER}.{name}")
         found += [
@@ -39,12 +37,12 @@ def _all() -> tuple[Task, ...]:
 
 
 @functools.cache
-def available() -> tuple[Task, ...]:
+def available() -> tuple[TaskFacts, ...]:
     """The tasks that an experiment file may name, the default first."""
     return tuple(task for task in _all() if task.in_files)
 
 
-def names(that: Callable[[Task], bool] = lambda task: True) -> tuple[str, ...]:
+def names(that: Callable[[TaskFacts], bool] = lambda task: True) -> tuple[str, ...]:
     """Names of the tasks that an experiment file may name, and for which ``that`` holds.
 
     Example:
@@ -54,7 +52,7 @@ def names(that: Callable[[Task], bool] = lambda task: True) -> tuple[str, ...]:
     return tuple(task.name for task in available() if that(task))
 
 
-def find(name: str | Task) -> Task:
+def find(name: str | TaskFacts) -> TaskFacts:
     """The task of this name, with the defaults of its keys; a task itself is returned as it is.
 
     Raises:
@@ -68,17 +66,17 @@ def find(name: str | Task) -> Task:
     raise InputError(f'model.task = "{name}": expected {quote_names(names())}{close(name, names())}')
 
 
-def task_named(name: str | None) -> Task | None:
+def task_named(name: str | None) -> TaskFacts | None:
     """The task that an experiment names; None if its data imply it."""
     return None if name is None else find(name)
 
 
-def implied_task(kind: str) -> Task:
+def implied_task(kind: str) -> TaskFacts:
     """The task of rows of this kind, where the experiment names none."""
     return next((task for task in available() if kind in task.implied_by), available()[0])
 
 
-def owner(kind: str) -> Task | None:
+def owner(kind: str) -> TaskFacts | None:
     """The task to which a kind of rows belongs; None of pictures, texts and vectors, which several tasks read."""
     return next((task for task in _all() if task.own_kind is not None and task.own_kind.name == kind), None)
 
@@ -99,7 +97,7 @@ def endings() -> tuple[str, ...]:
     return tuple(dict.fromkeys(ending for task in available() for ending in task.endings))
 
 
-def reads(ending: str) -> Task | None:
+def reads(ending: str) -> TaskFacts | None:
     """The task that reads files with this ending; None of files that any task reads."""
     return next((task for task in available() if ending in task.endings), None)
 

@@ -11,10 +11,10 @@ from fedfm.core.rows import Rows
 from fedfm.models.row_batches import fixed_batches
 
 if TYPE_CHECKING:
-    from fedfm.models.model import Model
+    from fedfm.models.network import Network
 
 
-def blocks(model: Model, rows: Rows) -> list[Tensor]:
+def blocks(model: Network, rows: Rows) -> list[Tensor]:
     """The first block's input b_0 and the block outputs b_1 ... b_L, each (n, T, d), on the CPU.
 
     Rows of unequal length are padded to the longest; outputs of convolutions (n, d, H, W) have T = H W.

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from fedfm.errors import InputError
 
 if TYPE_CHECKING:
-    from fedfm.tasks.task import Task
+    from fedfm.models.model_task import ModelTask
 
 _START = "decoder_start_token_id"
 
 
-def prepare(config: Any, path: Path | str, name: str, task: Task) -> None:
+def prepare(config: Any, path: Path | str, name: str, task: ModelTask) -> None:
     """Give the configuration of an encoder-decoder the token with which its decoder starts; others stay unchanged.
 
     Raises:

@@ -12,12 +12,12 @@ from fedfm.models import pooling
 from fedfm.models.row_batches import LARGE, by_length, fixed_batches
 
 if TYPE_CHECKING:
-    from fedfm.models.model import Model
+    from fedfm.models.network import Network
 
 UNIT_NORM = "features divided by their Euclidean norm"  # a transform before the head, as exports name it
 
 
-def head_inputs(model: Model, head: nn.Linear, rows: Rows) -> Tensor:
+def head_inputs(model: Network, head: nn.Linear, rows: Rows) -> Tensor:
     """The inputs of this layer (n, d), on the CPU.
 
     Raises:
@@ -41,7 +41,7 @@ def head_inputs(model: Model, head: nn.Linear, rows: Rows) -> Tensor:
     return torch.cat(done)[back] if done else torch.zeros(0, head.in_features)
 
 
-def _pool(model: Model, head: nn.Linear, x: Tensor, batch: Batch, rows: Rows) -> Tensor:
+def _pool(model: Network, head: nn.Linear, x: Tensor, batch: Batch, rows: Rows) -> Tensor:
     """(b, T, d) -> (b, d), if the head reads every token: as the classifier pools, of a language model the last."""
     if x.dim() != 3:
         return x

@@ -37,7 +37,7 @@ from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 if TYPE_CHECKING:
-    from fedfm.tasks.task import Task
+    from fedfm.models.model_task import ModelTask
 
 _TEXT_HEADS = ("SequenceClassification", "CausalLM", "MaskedLM")
 _HEADS = ("ImageClassification", "SequenceClassification", "CausalLM")
@@ -79,7 +79,7 @@ def load_pretrained(
     spec: ModelSpec,
     classes: tuple[str, ...],
     kind: str,
-    task: Task,
+    task: ModelTask,
     seed: int,
     hollow: bool = False,
 ) -> Loaded:
@@ -257,7 +257,7 @@ def _class_for(like: Any, config: Any) -> Any:
     return next(own, transformers.AutoModel)
 
 
-def _check_kind(config: Any, name: str, kind: str, task: Task) -> None:
+def _check_kind(config: Any, name: str, kind: str, task: ModelTask) -> None:
     """Refuse a picture model for text, a text model for pictures, and a masked model for running text."""
     import transformers
 

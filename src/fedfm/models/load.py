@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -46,11 +46,9 @@ from fedfm.models.heads import within
 from fedfm.models.hub import Loaded
 from fedfm.models.locate import BUILT_IN, DTYPES, locate
 from fedfm.models.model import Model
+from fedfm.models.model_task import ModelTask, model_task
 from fedfm.models.preprocessors import Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-
-if TYPE_CHECKING:
-    from fedfm.tasks.task import Task
 
 P = ParamSpec("P")
 
@@ -89,7 +87,7 @@ def load_model(
     *,
     classes: Sequence[str],
     kind: str,
-    task: str | Task | None = None,
+    task: str | ModelTask | None = None,
     seed: int = 0,
     feature_dim: int | None = None,
     keep_head: bool = False,
@@ -278,8 +276,8 @@ def _stable(config: Any) -> Any:
     return config
 
 
-def _task(name: str | Task | None, kind: str, classes: Sequence[str]) -> Task:
-    task = tasks.find(name) if name else tasks.implied_task(kind)
+def _task(name: str | ModelTask | None, kind: str, classes: Sequence[str]) -> ModelTask:
+    task = model_task(tasks.find(name) if name else tasks.implied_task(kind))
     if kind not in task.kinds:
         raise InputError(
             f"model.task: {task.name!r} needs data of kind {' or '.join(task.kinds)}, these are of kind {kind}",
@@ -294,7 +292,7 @@ def _load(
     spec: ModelSpec,
     classes: tuple[str, ...],
     kind: str,
-    task: Task,
+    task: ModelTask,
     seed: int,
     feature_dim: int | None,
     hollow: bool = False,

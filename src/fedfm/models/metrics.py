@@ -25,13 +25,13 @@ from fedfm.models.precision import reduced_precision
 from fedfm.models.preprocessing import IGNORE, LOCAL_SHARE, prompts
 
 if TYPE_CHECKING:
-    from fedfm.models.model import Model
+    from fedfm.models.network import Network
 
 Scores = dict[str, Any]
 BASE_AND_NEW = ("base_accuracy", "new_accuracy", "harmonic_mean")
 
 
-def evaluate(model: Model, rows: Rows, batch_size: int = 64) -> Scores:
+def evaluate(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
     """Scores of the model on the rows.
 
     Returns:
@@ -103,7 +103,7 @@ def base_and_new(logits: Tensor, labels: Tensor, base: int) -> Scores:
     return dict(zip(BASE_AND_NEW, (b, n, mean), strict=True))
 
 
-def likelihood(model: Model, rows: Rows, batch_size: int = 64) -> Scores:
+def likelihood(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
     """Loss of a language model for each predicted token, with perplexity and accuracy; for instructions over the
     answers' tokens. Sums are in float64; a batch has as many rows as their logits allow.
     """
@@ -159,13 +159,13 @@ class Answer:
     cut: bool
 
 
-def answer_limit(model: Model) -> int:
+def answer_limit(model: Network) -> int:
     """Most tokens of an answer: ``answer_tokens``, else the smaller of ``max_length`` and half of the positions."""
     tools = model.tools
     return model.spec.answer_tokens or min(tools.max_length, (tools.positions or 2 * tools.max_length) // 2)
 
 
-def answers(model: Model, rows: Rows, batch_size: int = 64) -> list[Answer]:
+def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
     """Greedy answers to instruction rows, independent of the right answers.
 
     A batch has prompts of similar length with masked padding on the left, and at most ``batch_size`` rows or
@@ -224,14 +224,14 @@ def _first(order: list[int], lengths: list[int], most: int) -> list[int]:
     return order[:size]
 
 
-def _text(tokens: Sequence[int], called: bool, ends: set[int], model: Model) -> str:
+def _text(tokens: Sequence[int], called: bool, ends: set[int], model: Network) -> str:
     """A generated answer as text, without special tokens; where it may call a tool, of these only without the end."""
     kept = [token for token in tokens if token not in ends] if called else tokens
     text = model.tools.tokenizer.decode(kept, skip_special_tokens=not called)
     return chat_templates.answer_of(text, model.tools.template, model.tools.tokenizer, special=called)
 
 
-def _ends(model: Model, called: bool) -> set[int]:
+def _ends(model: Network, called: bool) -> set[int]:
     """The tokens that end an answer: the model's own, the tokenizer's, and those which end the answers in training.
 
     Args:
@@ -254,7 +254,7 @@ def _until(ids: list[int], ends: set[int]) -> list[int]:
     return ids[: stop + 1]
 
 
-def references(model: Model, rows: Rows) -> list[str]:
+def references(model: Network, rows: Rows) -> list[str]:
     """The whole right answers of instruction rows, which training may cut; calls of tools as the model writes them."""
     pairs = rows.pairs or ()
     called = any(not isinstance(output, str) for _, output in pairs)

@@ -25,6 +25,7 @@ from fedfm.models.derived_modules import Bounded
 from fedfm.models.families import Parts, unwrap
 from fedfm.models.head_inputs import head_inputs
 from fedfm.models.memory_budget import by_tokens, in_halves, warn
+from fedfm.models.model_task import model_task
 from fedfm.models.precision import reduced_precision
 from fedfm.models.preprocessing import LOCAL_SHARE
 from fedfm.models.preprocessors import Tools
@@ -32,9 +33,9 @@ from fedfm.models.row_batches import by_length
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 if TYPE_CHECKING:
+    from fedfm.core.task_facts import TaskFacts
     from fedfm.data.table import Table
-    from fedfm.models.pooling import Pool
-    from fedfm.tasks.task import Task
+    from fedfm.models.network import Pool
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -85,7 +86,7 @@ class Model:
         module: nn.Module,
         *,
         spec: ModelSpec,
-        task: str | Task,
+        task: str | TaskFacts,
         classes: Sequence[str],
         parts: Parts,
         tools: Tools,
@@ -93,7 +94,7 @@ class Model:
         head: nn.Linear | None,
     ) -> None:
         self.spec, self.classes = spec, tuple(classes)
-        self.task = tasks.find(task).of(spec)
+        self.task = model_task(tasks.find(task)).of(spec)
         self.softmax = type(self).softmax and self.task.softmax
         self.module, self.parts, self.tools, self.fingerprint = module, parts, tools, fingerprint
         self.adaptation_spec = spec.adaptation or AdaptationSpec("full")

@@ -6,21 +6,15 @@ behind it, the mean of all. The right way is the one after which the head gives 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedfm.core.rows import Batch, Rows
 from fedfm.errors import InputError
+from fedfm.models.network import Network, Pool
 from fedfm.models.probe_rows import made_texts, probe_rows
 
-if TYPE_CHECKING:
-    from fedfm.models.model import Model
-
-Pool = Callable[[Tensor, Batch, int | None], Tensor]  # states (b, T, d), their batch, the padding token -> (b, d)
 _CLOSE = 1e-3  # of the largest logit, in float32
 _ROUGHLY = 0.05  # in 16 bits
 
@@ -61,7 +55,7 @@ def _last_index(x: Tensor, batch: Batch, pad: int | None) -> Tensor:
     return (torch.arange(x.shape[1], device=x.device) * real).argmax(-1)
 
 
-def way_of(model: Model, head: nn.Linear, rows: Rows) -> Pool:
+def way_of(model: Network, head: nn.Linear, rows: Rows) -> Pool:
     """How this model pools the states (b, T, d) that its head reads; states (b, d) are taken as they are.
 
     Rows of tokens are made up, so that all parties find the same; the head's numbers do not count.
@@ -98,7 +92,7 @@ def way_of(model: Model, head: nn.Linear, rows: Rows) -> Pool:
     raise _no_features(model)
 
 
-def of_padding(model: Model) -> list[str]:
+def of_padding(model: Network) -> list[str]:
     """A notice if the logits of a classifier of texts depend on the texts beside it."""
     if model.tools.tokenizer is None or not model.task.classifies_by_head:
         return []
@@ -110,17 +104,17 @@ def of_padding(model: Model) -> list[str]:
     return [f"{_of_padding(model)}: predictions differ with the texts of a batch, also those of an export"]
 
 
-def _of_padding(model: Model) -> str:
+def _of_padding(model: Network) -> str:
     return f"the logits of {model.spec.name!r} for a text depend on the padding behind it"
 
 
-def padding(model: Model) -> int | None:
+def padding(model: Network) -> int | None:
     """The padding token of the model's rows; None for rows that are no tokens."""
     tokenizer = model.tools.tokenizer
     return None if tokenizer is None else tokenizer.pad_token_id
 
 
-def check_agrees(model: Model, head: nn.Linear, pooled: Tensor, logits: Tensor) -> None:
+def check_agrees(model: Network, head: nn.Linear, pooled: Tensor, logits: Tensor) -> None:
     """Raise an InputError if the head of pooled states (b, d) does not give the model's logits (b, C)."""
     with torch.no_grad():
         ours = head(pooled.to(head.weight.dtype))
@@ -128,7 +122,7 @@ def check_agrees(model: Model, head: nn.Linear, pooled: Tensor, logits: Tensor) 
         raise _no_features(model)
 
 
-def _agree(model: Model, ours: Tensor, theirs: Tensor) -> bool:
+def _agree(model: Network, ours: Tensor, theirs: Tensor) -> bool:
     """Whether two tensors of logits are equal within rounding; what is no number in both is equal."""
     if ours.shape != theirs.shape:
         return False
@@ -139,7 +133,7 @@ def _agree(model: Model, ours: Tensor, theirs: Tensor) -> bool:
     return torch.allclose(ours, theirs, rtol=0, atol=close * size, equal_nan=True)
 
 
-def _no_features(model: Model) -> InputError:
+def _no_features(model: Network) -> InputError:
     return InputError(
         f"model.name: the logits of {model.spec.name!r} are no linear map of one vector a row, so that it has no "
         "features before a head: expected another model, or a method and an adaptation that train through the whole "

@@ -18,12 +18,13 @@ from fedfm.errors import InputError
 from fedfm.models import left_out
 from fedfm.models.images import Pictures, Preprocess
 from fedfm.models.language import chat_templates, truncation
+from fedfm.models.model_task import ModelTask, model_task
 from fedfm.models.preprocessors import Tools
 from fedfm.models.quiet import quiet
 
 if TYPE_CHECKING:
+    from fedfm.core.task_facts import TaskFacts
     from fedfm.data.table import Table
-    from fedfm.tasks.task import Task
 
 CHUNK = 1024  # texts tokenised at a time: a tokenizer's own records of a text take kilobytes
 IGNORE = -100  # the target that F.cross_entropy ignores
@@ -56,7 +57,7 @@ def prepare(
     tokenizer: Any = None,
     max_length: int = 128,
     template: str | None = None,
-    task: Task | None = None,
+    task: TaskFacts | None = None,
     most: float | None = math.inf,
     loaders: int = 0,
     check: Callable[[Tokens, str, np.ndarray | None], None] = lambda tokens, where, rows: None,
@@ -233,12 +234,12 @@ def token_argument_names(tokenizer: Any) -> tuple[str, ...]:
     )
 
 
-def reader_of(kind: str, task: Task | None) -> Task:
+def reader_of(kind: str, task: TaskFacts | None) -> ModelTask:
     """The task that makes tensors of rows of this kind for a model of ``task``: the kind's own, else the model's."""
-    return tasks.owner(kind) or task or tasks.implied_task(kind)
+    return model_task(tasks.owner(kind) or task or tasks.implied_task(kind))
 
 
-def packs(kind: str, task: Task | None) -> bool:
+def packs(kind: str, task: TaskFacts | None) -> bool:
     """Whether rows of this kind become blocks of their joined text, so that blocks and rows differ in number."""
     return reader_of(kind, task).packs(kind)
 

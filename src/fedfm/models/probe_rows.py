@@ -11,19 +11,19 @@ from fedfm.models import preprocessing
 from fedfm.models.families import unwrap
 
 if TYPE_CHECKING:
-    from fedfm.models.model import Model
+    from fedfm.models.network import Network
 
 _WORDS = (3, 7)  # of each of the two texts
 
 
-def probe_rows(model: Model, rows: Rows) -> Rows:
+def probe_rows(model: Network, rows: Rows) -> Rows:
     """Two texts of other lengths with other tokens, framed as the tokenizer frames texts; other rows: the first two."""
     if model.tools.tokenizer is None or rows.tokens is None:
         return rows.take([0, len(rows) - 1])
     return made_texts(model)
 
 
-def made_texts(model: Model) -> Rows:
+def made_texts(model: Network) -> Rows:
     """Two texts of other lengths with other tokens, for a model with a tokenizer."""
     tokenizer = model.tools.tokenizer
     special = {i for i in tokenizer.all_special_ids if i != tokenizer.unk_token_id}
@@ -37,7 +37,7 @@ def made_texts(model: Model) -> Rows:
     return Rows(tokens=Tokens.of(found), pad=tokenizer.pad_token_id or 0, token_arguments=more)
 
 
-def _vocabulary(model: Model) -> int:
+def _vocabulary(model: Network) -> int:
     """Tokens that both the tokenizer and the model know."""
     config: Any = getattr(unwrap(model.module), "config", None)
     known = getattr(config.get_text_config(), "vocab_size", None) if hasattr(config, "get_text_config") else None

@@ -15,9 +15,10 @@ import numpy as np
 from fedfm import seeds
 from fedfm.attacks.attack import halves_of
 from fedfm.config.experiment import Experiment
-from fedfm.core.capabilities import Planned, fraction_of, has
+from fedfm.core.capabilities import Planned, has
 from fedfm.core.client import Client, ClientId, Update
 from fedfm.core.libraries import refuse
+from fedfm.core.method import fraction_of
 from fedfm.core.wire import codec
 from fedfm.linalg.params import Params
 from fedfm.linalg.quantised import EXACT

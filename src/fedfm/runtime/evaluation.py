@@ -22,6 +22,7 @@ from fedfm.core.rows import Rows
 from fedfm.errors import E_EXCEPTION, E_FIELD, E_REFUSED, ClientFault
 from fedfm.linalg.params import Params
 from fedfm.models import class_counts, metrics
+from fedfm.models.model_task import model_task
 from fedfm.runtime.async_scores import PARTS, Newest
 from fedfm.runtime.coarse_scores import FIGURES
 from fedfm.runtime.partitioned import Partitioned
@@ -196,7 +197,7 @@ class Evaluator:
         """Scores on the clients' rows together, of a task whose scores are made from sums; else {}."""
         kind = (self._run.manifest["model"] or {}).get("kind", "")
         task = tasks.task_named(self._run.experiment.model.task) or tasks.implied_task(kind)
-        return task.join_scores([m for m in tested if m]) if task.sums else {}
+        return model_task(task).join_scores([m for m in tested if m]) if task.sums else {}
 
     @property
     def _validates(self) -> bool:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fedfm.aggregation.base import secrets_of
 from fedfm.config.advice import against_divergence
-from fedfm.core.capabilities import Judge, secrets_of
+from fedfm.core.capabilities import Judge
 from fedfm.core.checks import nonfinite
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Link
@@ -87,14 +88,14 @@ class Server:
 
     def go(self) -> dict[str, Any]:
         """Run from the last commit to the end; returns the result line."""
-        run, fed, method = self.run, self.fed, self.method
+        run, fed, method, aggregation = self.run, self.fed, self.method, self.run.experiment.aggregation
         known = len(run.manifest["notices"])
         record = run.restore(method.state_type)
         for notice in run.manifest["notices"][known:]:
             self._progress.notice(notice)
         if record is None:
             fed.begin(0)
-            for name in secrets_of(method, fed.aggregator):
+            for name in secrets_of(method, aggregation):
                 fed.secret(name)  # drawn first, so that a resume without it is noticed
             state = method.init(fed)
             self._tell(fed.notices)
@@ -104,8 +105,8 @@ class Server:
             t, of = record["round"], record["extra"].get("model_of_round")
             state = self._lean(record.pop("state"))
         again = run.repeat_count(t)
-        known = again + fed.aggregator.mechanism.repeat_count(fed.store)
-        last = fed.aggregator.mechanism.affordable(method.rounds + known) - known
+        known = again + aggregation.mechanism.repeat_count(fed.store)
+        last = aggregation.mechanism.affordable(method.rounds + known) - known
         self._progress.started(run, last, t)
         if t not in {line["round"] for line in run.metrics()}:
             self._evaluate(t, state, last=t == last)
@@ -122,7 +123,7 @@ class Server:
             before, state = state, method.step(fed, state, t)
             self._evaluator.hear()
             if t == 1:
-                fed.aggregator.mechanism.check(fed, lambda s: method.params_for(s, ""), before, state)
+                aggregation.mechanism.check(fed, lambda s: method.params_for(s, ""), before, state)
             self._tell(fed.notices)
             state = self._commit(t, state)
             self._evaluate(t, state, last=t == last)
@@ -195,7 +196,7 @@ class Server:
             "bytes_up": self.fed.transcript.bytes_up,
             "bytes_down": self.fed.transcript.bytes_down,
         }
-        aggregator = self.fed.aggregator
+        aggregator = self.run.experiment.aggregation
         told = (PASSES, *self.method.figures, *aggregator.mechanism.figures, *aggregator.transport.figures)
         line |= {name: self.fed.metrics[name] for name in told if name in self.fed.metrics}
         if isinstance(self._link, CodedLink):

@@ -9,16 +9,29 @@ The roster is agreed without the server. It detects a server that impersonates s
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from fedfm.errors import InputError
 from fedfm.runtime.rosters import Identity, key_in, roster_in
 
-if TYPE_CHECKING:
-    from fedfm.sites.silo_config import Silo
+
+class Signer(Protocol):
+    """What a silo's file says of its identity."""
+
+    @property
+    def name(self) -> str:
+        """The silo's name at the server."""
+
+    @property
+    def identity(self) -> str:
+        """The file of its key; empty: a key of each run."""
+
+    @property
+    def roster(self) -> str:
+        """The file with the others' public keys; empty: none."""
 
 
-def of(silo: Silo, *, create: bool = False) -> Identity:
+def of(silo: Signer, *, create: bool = False) -> Identity:
     """Read the files that a silo's file names.
 
     Args:

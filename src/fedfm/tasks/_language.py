@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from fedfm.core.rows import Batch, Rows
     from fedfm.data.table import Table
-    from fedfm.models.model import Model
+    from fedfm.models.network import Network
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class LanguageTask(Task):
     def pipeline(self, kind: str) -> str | None:
         return "text-generation"
 
-    def targets(self, model: Model, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def targets(self, model: Network, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits at position i predict token i + 1; padding and a prompt do not count."""
         from fedfm.models.preprocessing import next_tokens
 
@@ -44,7 +44,7 @@ class LanguageTask(Task):
 
         return int((next_tokens(batch) != IGNORE).sum())
 
-    def loss(self, model: Model, batch: Batch) -> Tensor:
+    def loss(self, model: Network, batch: Batch) -> Tensor:
         import torch.nn.functional as F
 
         from fedfm.models.language.chunked_loss import mean_loss
@@ -56,11 +56,11 @@ class LanguageTask(Task):
             F.cross_entropy(*logits_and_targets(model, batch), ignore_index=IGNORE) if in_pieces is None else in_pieces
         )
 
-    def predict(self, model: Model, rows: Rows, batch_size: int) -> Tensor:
+    def predict(self, model: Network, rows: Rows, batch_size: int) -> Tensor:
         """Rows are padded to the longest of all, so that their logits have one shape."""
         return model.in_batches(rows if rows.tokens is None else rows.to_padded(), batch_size)
 
-    def scores(self, model: Model, rows: Rows, batch_size: int = 64) -> Scores:
+    def scores(self, model: Network, rows: Rows, batch_size: int = 64) -> Scores:
         """``loss`` and ``accuracy`` of a token, ``perplexity``, ``tokens``."""
         from fedfm.models.metrics import likelihood
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fedfm.data.sources._sheet import Sheet
     from fedfm.data.spec import DataSpec
     from fedfm.data.table import Table
-    from fedfm.models.model import Model
+    from fedfm.models.network import Network
     from fedfm.models.preprocessors import Tools
 
 
@@ -72,7 +72,7 @@ class Instruction(LanguageTask):
         tokens, where = preprocessing.instructions(part.inputs, tools.tokenizer, tools.max_length, tools.template)
         return Rows(where, tokens=tokens, pad=int(tools.tokenizer.pad_token_id or 0), pairs=tuple(part.inputs))
 
-    def scores(self, model: Model, rows: Rows, batch_size: int = 64) -> Scores:
+    def scores(self, model: Network, rows: Rows, batch_size: int = 64) -> Scores:
         """``loss`` and ``perplexity`` of the answers' tokens; ``accuracy`` is the exact match of answers."""
         from fedfm.models.metrics import answers, compare_texts, likelihood, references
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fedfm.data.sources._sheet import Sheet
     from fedfm.data.spec import DataSpec
     from fedfm.data.table import Table
-    from fedfm.models.model import Model
+    from fedfm.models.network import Network
     from fedfm.models.preprocessors import Tools
 
 SECOND = "second"  # tensor of rows, (n,): where the second of a row's two texts begins
@@ -97,7 +97,7 @@ class Preference(LanguageTask):
         tokens, where = preprocessing.preferences(part.inputs, tools.tokenizer, tools.max_length, tools.template)
         return Rows(where, tokens=tokens, pad=int(tools.tokenizer.pad_token_id or 0))
 
-    def encode(self, model: Model, rows: Rows) -> Rows:
+    def encode(self, model: Network, rows: Rows) -> Rows:
         """The rows with the log-probabilities of the frozen base."""
         from fedfm.models.adapters.adaptation import base_alone
 
@@ -107,7 +107,7 @@ class Preference(LanguageTask):
             found = _by_batches(model, rows, lambda batch: _log_probabilities(model, batch))
         return replace(rows, tensors=rows.tensors | {REFERENCE: found})
 
-    def logits(self, model: Model, batch: Batch) -> Tensor:
+    def logits(self, model: Network, batch: Batch) -> Tensor:
         """Of rows of two texts the rewards (b, 2): beta log(pi(y | x) / pi_ref(y | x)) of the better and the worse
         answer; of other rows as any language model's.
         """
@@ -123,7 +123,7 @@ class Preference(LanguageTask):
                 reference = _log_probabilities(model, batch)
         return self.beta * (_log_probabilities(model, batch) - reference.to(model.device))
 
-    def targets(self, model: Model, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def targets(self, model: Network, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Of rows of two texts the rewards (b, 2) and targets 0: the first answer is the better one."""
         import torch
 
@@ -134,19 +134,19 @@ class Preference(LanguageTask):
     def count_targets(self, batch: Batch) -> int:
         return len(batch[SECOND]) if SECOND in batch else super().count_targets(batch)
 
-    def loss(self, model: Model, batch: Batch) -> Tensor:
+    def loss(self, model: Network, batch: Batch) -> Tensor:
         """Equation 7 on these rows, a scalar: their mean."""
         if SECOND not in batch:
             return super().loss(model, batch)
         return _losses(model.logits(batch)).mean()
 
-    def predict(self, model: Model, rows: Rows, batch_size: int) -> Tensor:
+    def predict(self, model: Network, rows: Rows, batch_size: int) -> Tensor:
         """The rewards (n, 2) of all rows, float32 on the CPU."""
         if len(rows) and SECOND not in rows.tensors:
             return super().predict(model, rows, min(batch_size, _AT_ONCE))
         return _by_batches(model, self.encode(model, rows), model.logits, min(batch_size, _AT_ONCE))
 
-    def scores(self, model: Model, rows: Rows, batch_size: int = 64) -> Scores:
+    def scores(self, model: Network, rows: Rows, batch_size: int = 64) -> Scores:
         """As :meth:`scores_of`, of the model's rewards."""
         return self.scores_of(rows, model.predict(rows, _AT_ONCE))
 
@@ -183,7 +183,7 @@ class Preference(LanguageTask):
         return answer_prompts(trained, table)
 
 
-def _by_batches(model: Model, rows: Rows, of: Callable[[Batch], Tensor], most: int = _AT_ONCE) -> Tensor:
+def _by_batches(model: Network, rows: Rows, of: Callable[[Batch], Tensor], most: int = _AT_ONCE) -> Tensor:
     """Two numbers for each row, (n, 2) float32 on the CPU; rows of like length share a batch."""
     import torch
 
@@ -202,7 +202,7 @@ def _by_batches(model: Model, rows: Rows, of: Callable[[Batch], Tensor], most: i
     return torch.cat(done)[torch.argsort(order)] if done else torch.zeros(0, 2)
 
 
-def _log_probabilities(model: Model, batch: Batch) -> Tensor:
+def _log_probabilities(model: Network, batch: Batch) -> Tensor:
     """Log pi of the two answers of each row, (b, 2): sums over their tokens."""
     import torch
     import torch.nn.functional as F
@@ -219,7 +219,7 @@ def _log_probabilities(model: Model, batch: Batch) -> Tensor:
     return each.reshape(counts.shape).sum(1).reshape(2, -1).T
 
 
-def _texts(model: Model, batch: Batch) -> Batch:
+def _texts(model: Network, batch: Batch) -> Batch:
     """The first texts (b, L), then the second ones."""
     import torch
 

@@ -8,9 +8,15 @@ class are those of a classifier of rows: logits (b, C), and one label a row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from fedfm.core.task_facts import Column as Column
+from fedfm.core.task_facts import RowKind as RowKind
+from fedfm.data.task_rows import Reading as Reading
+from fedfm.models.model_task import ModelTask
+from fedfm.models.model_task import Scores as Scores
+from fedfm.models.model_task import Trained as Trained
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,95 +26,11 @@ if TYPE_CHECKING:
     from fedfm.data.sources._sheet import Sheet
     from fedfm.data.spec import DataSpec
     from fedfm.data.table import Table
-    from fedfm.models.model import Model
+    from fedfm.models.network import Network
     from fedfm.models.preprocessors import Tools
     from fedfm.models.spec import ModelSpec
 
-Scores = dict[str, Any]
 LORA = ("lora", "ffa_lora")
-
-
-@dataclass(frozen=True)
-class Column:
-    """A key of the [data] table and of a silo's file that names a column.
-
-    Attributes:
-        key: the key.
-        help: what the column holds.
-        default: the column's name where the key is not set; empty: the key's.
-    """
-
-    key: str
-    help: str
-    default: str = ""
-
-    @property
-    def name(self) -> str:
-        """The column's name where the key is not set."""
-        return self.default or self.key
-
-
-@dataclass(frozen=True)
-class RowKind:
-    """A kind of rows that belongs to one task.
-
-    Attributes:
-        name: of the kind, as ``Table.kind`` has it.
-        words: plural, in messages.
-        answered: a row is (what was asked, an answer, ...), which a template writes.
-        joined: rows are consecutive pieces of one text, so that a part of them is a text, too.
-        remote: silos may hold such rows where the server has none, and ``data.kind`` names it.
-        predicted_as: the kind of such rows where they are to be predicted; empty: the same.
-        wording: a row is texts, which are compared regardless of case and spaces.
-    """
-
-    name: str
-    words: str
-    answered: bool = False
-    joined: bool = False
-    remote: bool = True
-    predicted_as: str = ""
-    wording: bool = True
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Rows that a task reads from columns.
-
-    Attributes:
-        kind: of the rows, as ``Table.kind`` has it.
-        inputs: the rows.
-        used: names of the columns that are read.
-        notices: for the user, on how they were read.
-        classes: names of the classes of a task whose labels are in ``inputs``.
-    """
-
-    kind: str
-    inputs: Any
-    used: frozenset[str]
-    notices: tuple[str, ...] = ()
-    classes: tuple[str, ...] = ()
-
-
-class Trained(Protocol):
-    """A finished run's model, to predict with."""
-
-    @property
-    def model(self) -> Model:
-        """The model."""
-        ...
-
-    def encode(self, rows: Rows) -> Rows:
-        """The rows as the method's head takes them."""
-        ...
-
-    def logits(self, rows: Rows) -> Tensor:
-        """Logits of all rows, float32 on the CPU, as the method predicts."""
-        ...
-
-    def apply(self, rows: Rows) -> AbstractContextManager[Rows]:
-        """Within the context the model has the trained weights; the rows have what the method adds to them."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -277,7 +199,7 @@ class Task:
         """PEFT's name of the task for rows of this kind, in an adapter's file; None: none."""
         return None
 
-    def encode(self, model: Model, rows: Rows) -> Rows:
+    def encode(self, model: Network, rows: Rows) -> Rows:
         """The rows with what is computed once of each, under what is frozen."""
         return rows
 
@@ -289,11 +211,11 @@ class Task:
             return rows
         return Rows(tokens=rows.tokens.cut(rows.tensors["answer_start"].numpy()), pad=rows.pad)
 
-    def logits(self, model: Model, batch: Batch) -> Tensor:
+    def logits(self, model: Network, batch: Batch) -> Tensor:
         """The model's outputs for a batch."""
         return model.outputs(batch)
 
-    def targets(self, model: Model, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def targets(self, model: Network, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits (m, C), float32, and targets (m,) of the cross-entropy; the target -100 does not count."""
         return logits.float(), batch["labels"].to(logits.device)
 
@@ -301,7 +223,7 @@ class Task:
         """Over how many targets the loss of this batch is a mean."""
         return len(next(iter(batch.values())))
 
-    def loss(self, model: Model, batch: Batch) -> Tensor:
+    def loss(self, model: Network, batch: Batch) -> Tensor:
         """The mean loss, a scalar, over the targets that count; with :meth:`count_targets` it is (sum, count)."""
         import torch.nn.functional as F
 
@@ -309,7 +231,7 @@ class Task:
 
         return F.cross_entropy(*model.flat(model.logits(batch), batch), ignore_index=IGNORE)
 
-    def row_losses(self, model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
+    def row_losses(self, model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of each row as (sums (b,), counts (b,)); all sums over all counts is :meth:`loss`."""
         import torch.nn.functional as F
 
@@ -320,12 +242,12 @@ class Task:
         each = F.cross_entropy(said, targets, ignore_index=IGNORE, reduction="none")
         return each.reshape(rows, -1).sum(1), (targets != IGNORE).reshape(rows, -1).sum(1)
 
-    def predict(self, model: Model, rows: Rows, batch_size: int) -> Tensor:
+    def predict(self, model: Network, rows: Rows, batch_size: int) -> Tensor:
         """Logits of all rows without gradients, float32 on the CPU."""
         return model.in_batches(rows, batch_size)
 
     # --- scores -------------------------------------------------------------------------------------------------------
-    def scores(self, model: Model, rows: Rows, batch_size: int = 64) -> Scores:
+    def scores(self, model: Network, rows: Rows, batch_size: int = 64) -> Scores:
         """Scores of the model on the rows: ``n``, ``accuracy``, ``loss`` and the like, and those of :attr:`figures`."""
         from fedfm.models import metrics
 
@@ -342,7 +264,7 @@ class Task:
 
         return metrics.nothing(n=len(rows)) if rows.labels is None else metrics.scores(logits, rows.labels)
 
-    def count(self, model: Model, rows: Rows, batch_size: int = 64) -> dict[str, float]:
+    def count(self, model: Network, rows: Rows, batch_size: int = 64) -> dict[str, float]:
         """The sums over rows that :attr:`sums` names."""
         raise NotImplementedError(f"{self.name}: no sums")
 
@@ -386,6 +308,10 @@ class Task:
         """The hub's tag of the pipeline that an export of rows of this kind is for; None: there is none."""
         return {"image": "image-classification", "text": "text-classification"}.get(kind)
 
-    def describe(self, model: Model) -> dict[str, Any]:
+    def describe(self, model: Network) -> dict[str, Any]:
         """What the configuration of an export says of the task: its name, and the values of its keys."""
         return {"task": self.name}
+
+
+if TYPE_CHECKING:
+    _HAS_ALL_MEMBERS: type[ModelTask] = Task  # which the packages below this one use

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fedfm.data.sources._sheet import Sheet
     from fedfm.data.spec import DataSpec
     from fedfm.data.table import Table
-    from fedfm.models.model import Model
+    from fedfm.models.network import Network
     from fedfm.models.preprocessors import Tools
 
 Words = tuple[str, ...]
@@ -182,23 +182,23 @@ class TokenClassification(Task):
     def pipeline(self, kind: str) -> str | None:
         return "token-classification"
 
-    def targets(self, model: Model, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def targets(self, model: Network, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         targets = batch["targets"][:, : logits.shape[1]].to(logits.device)  # (b, L)
         return logits.float().flatten(0, 1), targets.flatten()  # (b L, C), (b L,)
 
     def count_targets(self, batch: Batch) -> int:
         return int((batch["targets"] != _IGNORE).sum())
 
-    def loss(self, model: Model, batch: Batch) -> Tensor:
+    def loss(self, model: Network, batch: Batch) -> Tensor:
         if self.count_targets(batch):
             return super().loss(model, batch)
         return model.logits(batch).float().sum() * 0.0  # no word of these rows has a token
 
-    def predict(self, model: Model, rows: Rows, batch_size: int) -> Tensor:
+    def predict(self, model: Network, rows: Rows, batch_size: int) -> Tensor:
         return model.in_batches(rows.to_padded(), batch_size)
 
     # --- scores -------------------------------------------------------------------------------------------------------
-    def count(self, model: Model, rows: Rows, batch_size: int = 64) -> Figures:
+    def count(self, model: Network, rows: Rows, batch_size: int = 64) -> Figures:
         total: Figures = dict.fromkeys(self.sums, 0)
         for part in _parts(rows):
             for name, value in self._counts(part, model.predict(part, batch_size), model.classes).items():

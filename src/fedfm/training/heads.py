@@ -72,7 +72,7 @@ def _train(job: Job) -> Params:
     if not n:
         job.client.metrics["loss"] = 0.0
         return job.w
-    if isinstance(job.local, SGD) and not job.local.momentum and not job.mu and job.correction is None:
+    if isinstance(job.local, SGD) and not job.local.momentum and not job.terms.mu and job.terms.correction is None:
         in_span = not _spares_bias(job) and pays_in_span(
             job.local, n, classes, width
         )  # there the bias is one more weight
@@ -124,15 +124,17 @@ def _by_rule(job: Job, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -> tu
 
     local, layout, start = job.local, job.w.layout, job.w.flats[torch.float32]
     flat, gradient = start.clone(), torch.empty_like(start)
-    correction = None if job.correction is None else torch.cat([job.correction[name].reshape(-1) for name in job.w])
+    correction = (
+        None if job.terms.correction is None else torch.cat([job.terms.correction[name].reshape(-1) for name in job.w])
+    )
     w, g = _pieces(flat, layout, names), _pieces(gradient, layout, names)
     rule = Rule(local, flat, places(layout, _no_weight_decay(job)))
     scratch = softmax_sgd.scratch(min(local.batch_size, len(y)), x.shape[1], len(w[1]))
     more, losses = [np.empty_like(r) for r in scratch[:2]], []
     for batch in job.orders():
         losses.append(softmax_sgd.gradient(x, y, batch, *w, *g, *scratch, *more))
-        if job.mu:
-            gradient.add_(flat, alpha=job.mu).sub_(start, alpha=job.mu)
+        if job.terms.mu:
+            gradient.add_(flat, alpha=job.terms.mu).sub_(start, alpha=job.terms.mu)
         if correction is not None:
             gradient.add_(correction)
         rule.step(flat, gradient)

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from fedfm import seeds
-from fedfm.core.client import Client
+from fedfm.core.client import NO_TERMS, Client, Terms
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.training import augmentation
@@ -18,14 +18,12 @@ from fedfm.training.optimisers import Local, batches, joins_last
 
 @dataclass(frozen=True)
 class Job:
-    """One client's local training; the fields are the arguments of :meth:`Local.__call__`."""
+    """One client's local training from ``w``."""
 
     client: Client
     w: Params
     local: Local
-    mu: float = 0.0
-    correction: Params | None = None
-    only: tuple[str, ...] | None = None
+    terms: Terms = NO_TERMS
 
     def epochs(self) -> np.ndarray:
         """(E, n): the rows in the order of each epoch, a new permutation each from the client's seed."""

@@ -142,10 +142,10 @@ def _train(job: Job) -> Params:
     model.load(job.w)
     flat = flat_of(model)
     rule = Rule(job.local, flat.p, flat.places(getattr(model, "no_weight_decay", ())))
-    start = flat.p.clone() if job.mu else None
-    correction = flat.flat(job.correction) if job.correction is not None else None
+    start = flat.p.clone() if job.terms.mu else None
+    correction = flat.flat(job.terms.correction) if job.terms.correction is not None else None
     live = model.live()
-    frozen = {} if job.only is None else {n: p for n, p in live.items() if n not in job.only}
+    frozen = {} if job.terms.only is None else {n: p for n, p in live.items() if n not in job.terms.only}
     values = [p.detach().clone() for p in frozen.values()]
     seen, total = 0, torch.zeros((), dtype=torch.float64, device=flat.p.device)
     flat.clear()
@@ -166,7 +166,7 @@ def _train(job: Job) -> Params:
             flat.collect()
             job.local.shorten(flat.g)
             if start is not None:
-                flat.g.add_(flat.p - start, alpha=job.mu)
+                flat.g.add_(flat.p - start, alpha=job.terms.mu)
             if correction is not None:
                 flat.g.add_(correction)
             rule.step(flat.p, flat.g)
@@ -180,7 +180,7 @@ def _train(job: Job) -> Params:
     if large:
         buffers.give_back()
     trained: Params = model.params()
-    return trained if job.only is None else job.w.replace(trained.only(job.only))  # running statistics, too
+    return trained if job.terms.only is None else job.w.replace(trained.only(job.terms.only))  # running statistics, too
 
 
 class _Backward:

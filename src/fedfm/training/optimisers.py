@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedfm.core.checks import match
-from fedfm.core.client import Client
+from fedfm.core.client import Client, Terms
 from fedfm.core.fields import setting
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
@@ -86,11 +86,9 @@ class Local:
         """Train from ``w``; return the trained parameters.
 
         Args:
-            mu: weight of the proximal term mu/2 ||v - w||^2 in the local objective.
-            correction: added to every gradient (SCAFFOLD's c - c_k).
-            only: names of the tensors to train, the others stay as in ``w``; None: all.
+            mu, correction, only: see :class:`~fedfm.core.client.Terms`.
         """
-        client.trained = client.trainer(client, w, self, mu, correction, only)
+        client.trained = client.trainer(client, w, self, Terms(mu, correction, only))
         return client.trained
 
     @property

@@ -103,12 +103,12 @@ def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
     first = budget.includes_first_step
     model.load(job.w)
     flat = flat_of(model)
-    live = {name: p for name, p in model.live().items() if job.only is None or name in job.only}
+    live = {name: p for name, p in model.live().items() if job.terms.only is None or name in job.terms.only}
     place = torch.cat([torch.full((p.numel(),), name in live) for name, p in model.live().items()])
     rule = Rule(local, flat.p, flat.places(getattr(model, "no_weight_decay", ())))
     start = flat.p.clone()
-    correction = None if job.correction is None else flat.flat(job.correction)
-    total_of = sums(model, rows, private.plan.clip_norm, 2 * local.batch_size, job.only)  # few samples have more
+    correction = None if job.terms.correction is None else flat.flat(job.terms.correction)
+    total_of = sums(model, rows, private.plan.clip_norm, 2 * local.batch_size, job.terms.only)  # few samples have more
     frozen = _marks(model, live) if first else {}
     if first and (said := plausibility.of_delta(private.plan.delta, n, "training rows of this client")):
         client.log(said)
@@ -121,8 +121,8 @@ def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
             g = torch.from_numpy(budget.noisy(total.numpy(), step) / budget.expected_size)
             flat.g.zero_()
             flat.g[place] = g.to(flat.g)
-            if job.mu:
-                flat.g.add_(flat.p - start, alpha=job.mu)
+            if job.terms.mu:
+                flat.g.add_(flat.p - start, alpha=job.terms.mu)
             if correction is not None:
                 flat.g.add_(correction)
             rule.step(flat.p, flat.g)
@@ -134,7 +134,7 @@ def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
     budget.end()
     flat.g.zero_()
     model.eval_mode()
-    return model.params() if job.only is None else job.w.replace(model.params().only(job.only))
+    return model.params() if job.terms.only is None else job.w.replace(model.params().only(job.terms.only))
 
 
 def sums(
@@ -173,9 +173,9 @@ def sums(
 def _start(job: Job, rows: Rows) -> str:
     """All that the steps depend on besides the secret and the number of rows."""
     client, model = job.client, job.client.model
-    correction = "" if job.correction is None else job.correction.sha256()
+    correction = "" if job.terms.correction is None else job.terms.correction.sha256()
     of_model = (model.fingerprint, repr(model.spec), model.kernels, str(model.device), str(model.layout.entries))
-    of_job = (job.w.sha256(), repr(job.mu), correction, repr(job.only), repr(job.local), repr(client.span))
+    of_job = (job.w.sha256(), repr(job.terms.mu), correction, repr(job.terms.only), repr(job.local), repr(client.span))
     return "\n".join((rows.sha256(), repr((client.id, client.round, client.seed)), *of_job, *of_model))
 
 

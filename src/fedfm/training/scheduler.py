@@ -15,7 +15,7 @@ from typing import Any
 
 import greenlet
 
-from fedfm.core.client import Client
+from fedfm.core.client import Client, Terms
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
 from fedfm.training import heads, loop, packed, private
@@ -33,16 +33,9 @@ class _Chunk(greenlet.greenlet):  # type: ignore[misc]
     """A running client handler; its parent is the scheduler that collects jobs."""
 
 
-def train_client(
-    client: Client,
-    w: Params,
-    local: Local,
-    mu: float = 0.0,
-    correction: Params | None = None,
-    only: tuple[str, ...] | None = None,
-) -> Params:
-    """The trainer of every client: as :func:`train`, with the job's fields one by one."""
-    return train(Job(client, w, local, mu, correction, only))
+def train_client(client: Client, w: Params, local: Local, terms: Terms) -> Params:
+    """The trainer of every client: as :func:`train`, of the job with these fields."""
+    return train(Job(client, w, local, terms))
 
 
 def train(job: Job) -> Params:
@@ -138,8 +131,9 @@ def run_chunk(calls: Sequence[Callable[[], Any]], together: bool = True) -> list
         batch, waiting = waiting, []
         by_kind: dict[tuple[Any, ...], list[tuple[int, _Chunk, Job]]] = {}
         for item in batch:
-            job = item[2]
-            key = (id(job.client.model), id(job.local), job.mu > 0, job.correction is None, id(job.w.layout), job.only)
+            job, terms = item[2], item[2].terms
+            of_terms = (terms.mu > 0, terms.correction is None, terms.only)
+            key = (id(job.client.model), id(job.local), id(job.w.layout), *of_terms)
             by_kind.setdefault(key, []).append(item)
         for items in by_kind.values():
             jobs = [job for _, _, job in items]
@@ -162,7 +156,7 @@ def _train_alone(job: Job) -> Params:
 
 
 def _trainer_of(job: Job) -> Trainer:
-    found = trainer_for(job.client.model, job.local, job.only, job.client.private is not None)
+    found = trainer_for(job.client.model, job.local, job.terms.only, job.client.private is not None)
     return loop.train if _autograd.get() and found is heads.train else found
 
 

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,10 +25,8 @@ from fedfm.data.sources._sheet import Sheet
 from fedfm.data.sources._unread import notice_of_unread
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table, words_of
+from fedfm.data.task_rows import RowTask, row_task
 from fedfm.errors import InputError
-
-if TYPE_CHECKING:
-    from fedfm.tasks.task import Task
 
 SPLITS = ("train", "val", "test")
 _ALIASES = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test", "eval": "test"}
@@ -107,11 +105,12 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
     )
 
 
-def _reader(columns: Columns, spec: DataSpec, task: str | None) -> Task | None:
+def _reader(columns: Columns, spec: DataSpec, task: str | None) -> RowTask | None:
     """The task that is named, else the one whose rows these columns are; texts and pictures are of no single task."""
     if task is not None or spec.text in columns:
-        return tasks.task_named(task)
-    return next((of for of in tasks.available() if of.claims(columns, spec)), None)
+        named = tasks.task_named(task)
+        return None if named is None else row_task(named)
+    return next((of for of in map(row_task, tasks.available()) if of.claims(columns, spec)), None)
 
 
 def _picture_column(columns: Columns, spec: DataSpec) -> str | None:

@@ -15,6 +15,7 @@ from fedfm.data.sources._splits import SPLIT_NAMES, with_test
 from fedfm.data.sources._tabular import to_table
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
+from fedfm.data.task_rows import row_task
 from fedfm.errors import InputError
 
 # ending -> (module, its function, what is expected)
@@ -59,7 +60,7 @@ def sheet_of(path: Path, task: str | None = None) -> Sheet:
         if not data:
             raise InputError(f"{path} is empty once decompressed: {holds} is expected")
     if owner is not None:
-        return owner.sheet(decode(data, path, holds), str(path))
+        return row_task(owner).sheet(decode(data, path, holds), str(path))
     reader = getattr(importlib.import_module(f"fedfm.data.sources.{module}"), function)
     sheet: Sheet = reader(data, path)
     return sheet

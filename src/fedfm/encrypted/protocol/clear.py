@@ -14,12 +14,12 @@ from fedfm.encrypted.protocol.server import ForwardPass, clear_states, rows_of
 from fedfm.models.adapters.side_adapter import with_numbers
 
 if TYPE_CHECKING:
-    from fedfm.encrypted.blindfed import BlindFed
+    from fedfm.encrypted.protocol.protocol_method import ProtocolMethod
 
 NOTICE = 'encryption = "clear" is a simulation: the server saw all rows; only "ckks" hides them'
 
 
-def run(method: BlindFed, fed: Federation) -> dict[str, float]:
+def run(method: ProtocolMethod, fed: Federation) -> dict[str, float]:
     """Run the forward pass of all rows: a batch of every client at a time."""
     passing = ForwardPass.begin(fed, check(fed.model, method.foundation))
     fed.notice(NOTICE)

@@ -37,13 +37,13 @@ from fedfm.models.adapters.side_adapter import STATES, Release, SideModel
 from fedfm.privacy.crypto import keys
 
 if TYPE_CHECKING:
-    from fedfm.encrypted.blindfed import BlindFed
+    from fedfm.encrypted.protocol.protocol_method import ProtocolMethod
 
 
 _SILENT = "it gave no valid reply"
 
 
-def run(method: BlindFed, fed: Federation) -> dict[str, float]:
+def run(method: ProtocolMethod, fed: Federation) -> dict[str, float]:
     """Run the encrypted forward pass of all rows; returns figures for the result."""
     return EncryptedForwardPass(
         method, fed, ForwardPass.begin(fed, check(fed.model, method.foundation), method.ring)
@@ -59,7 +59,7 @@ class EncryptedForwardPass:
         gone: clients that gave no valid reply: they take no further part.
     """
 
-    method: BlindFed
+    method: ProtocolMethod
     fed: Federation
     passing: ForwardPass
     figures: dict[str, float] = field(default_factory=dict)

@@ -35,10 +35,10 @@ from fedfm.errors import InputError
 from fedfm.models.adapters.side_adapter import STATES, SideModel
 
 if TYPE_CHECKING:
-    from fedfm.encrypted.blindfed import BlindFed
+    from fedfm.encrypted.protocol.protocol_method import ProtocolMethod
 
 
-def run(method: BlindFed, fed: Federation) -> dict[str, float]:
+def run(method: ProtocolMethod, fed: Federation) -> dict[str, float]:
     """Run the encrypted forward pass of all rows in secret orders; returns figures for the result."""
     return PermutedForwardPass(
         method, fed, ForwardPass.begin(fed, check(fed.model, method.foundation), method.ring)

@@ -21,10 +21,10 @@ from fedfm.encrypted.protocol.handshake import spans_by_part
 from fedfm.encrypted.protocol.server import ForwardPass, token_states
 
 if TYPE_CHECKING:
-    from fedfm.encrypted.blindfed import BlindFed
+    from fedfm.encrypted.protocol.protocol_method import ProtocolMethod
 
 
-def run(method: BlindFed, fed: Federation) -> dict[str, float]:
+def run(method: ProtocolMethod, fed: Federation) -> dict[str, float]:
     """Run the forward pass of all rows, in secret orders."""
     passing = ForwardPass.begin(fed, check(fed.model, method.foundation))
     fed.notice(NOTICE)
@@ -42,7 +42,7 @@ def run(method: BlindFed, fed: Federation) -> dict[str, float]:
     return {}
 
 
-def _batch(method: BlindFed, fed: Federation, passing: ForwardPass, client: ClientId, batch: int) -> bool:
+def _batch(method: ProtocolMethod, fed: Federation, passing: ForwardPass, client: ClientId, batch: int) -> bool:
     """One batch of one client; whether the client has answered everything."""
     sent = fed.ask(method.labelled, of=[client], least=0, batch=batch)
     passing.count_bytes()

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fedfm.core.capabilities import PREDICTIONS
 from fedfm.core.client import Client
 from fedfm.core.federation import Federation
+from fedfm.encrypted.protocol.protocol_method import ProtocolMethod
 from fedfm.errors import E_LOST, ClientFault, InputError
 from fedfm.linalg.params import Params
 from fedfm.models.adapters.side_adapter import SideModel
@@ -24,7 +24,7 @@ from fedfm.models.export import load_adapter
 _ALIKE = ("foundation", "released", "projection", "rank")  # settings on which adapters depend
 
 
-def load_trained(method: Any, fed: Federation, model: SideModel) -> Params:
+def load_trained(method: ProtocolMethod, fed: Federation, model: SideModel) -> Params:
     """(theta, eta) of the finished run that ``method.trained`` names.
 
     Raises:

@@ -12,7 +12,7 @@ import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ from fedfm.methods.fedpft.topology import Handed, Passed, carry, parents_of
 from fedfm.models.head_inputs import UNIT_NORM
 from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant
+from fedfm.privacy.spec import PrivacySpec
 from fedfm.training import fit_head
 from fedfm.training.fit_head import HeadSpec
 
@@ -323,7 +324,7 @@ class FedPFT(Predictor, Private, Method[State]):
     def validate(self) -> None:
         refuse(self)
 
-    def settle(self, privacy: Any) -> FedPFT:
+    def settle(self, privacy: PrivacySpec | None) -> Self:
         covariance, components = ("diag", 10) if privacy is None else ("spherical", 1)
         if None not in (self.covariance, self.components):
             return self
@@ -333,7 +334,7 @@ class FedPFT(Predictor, Private, Method[State]):
             components=components if self.components is None else self.components,
         )
 
-    def protect(self, privacy: Any) -> FedPFT:
+    def protect(self, privacy: PrivacySpec) -> Self:
         method = copy.copy(self.settle(privacy))
         object.__setattr__(method, "privacy", plan_of(method, privacy))
         return method

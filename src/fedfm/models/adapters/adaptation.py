@@ -27,12 +27,12 @@ from fedfm.models.families import Parts, default_targets, strides_are_read, unwr
 from fedfm.models.spec import ALL_LINEAR, AdaptationSpec
 
 if TYPE_CHECKING:
-    from fedfm.tasks.task import Task
+    from fedfm.models.model_task import ModelTask
 
 LORA = ("lora", "ffa_lora")
 
 
-def with_defaults(spec: AdaptationSpec, task: str | Task | None = None) -> AdaptationSpec:
+def with_defaults(spec: AdaptationSpec, task: str | ModelTask | None = None) -> AdaptationSpec:
     """The specification with its defaults filled in, for a model of this task."""
     if spec.name in LORA and spec.alpha is None:
         scale = tasks.find(task or tasks.available()[0]).lora_scale
@@ -42,7 +42,9 @@ def with_defaults(spec: AdaptationSpec, task: str | Task | None = None) -> Adapt
     return spec
 
 
-def apply(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[str], task: Task, seed: int) -> nn.Module:
+def apply(
+    module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[str], task: ModelTask, seed: int
+) -> nn.Module:
     """Make the specified part trainable; for LoRA the result is PEFT's wrapper of the module.
 
     Args:
@@ -151,7 +153,9 @@ def live_head(module: nn.Module, path: str) -> nn.Linear | None:
     return found if isinstance(found, nn.Linear) else None
 
 
-def _lora(module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[str], task: Task, seed: int) -> nn.Module:
+def _lora(
+    module: nn.Module, spec: AdaptationSpec, parts: Parts, *, new: list[str], task: ModelTask, seed: int
+) -> nn.Module:
     with peft_alone():
         from peft import LoraConfig
 

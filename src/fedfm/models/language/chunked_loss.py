@@ -21,13 +21,13 @@ from fedfm.models.preprocessing import IGNORE, next_tokens
 
 if TYPE_CHECKING:
     from fedfm.core.rows import Batch
-    from fedfm.models.model import Model
+    from fedfm.models.network import Network
 
 PIECE = 1 << 26  # logits at once, 256 MB in float32; with fewer a batch's loss is computed as a whole, with its bits
 _plain: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # whether a model's logits are its head's outputs
 
 
-def mean_loss(model: Model, batch: Batch) -> Tensor | None:
+def mean_loss(model: Network, batch: Batch) -> Tensor | None:
     """Mean cross-entropy over the next tokens that count, a scalar; None where a whole batch's logits are few, where no
     gradient is asked for, or where the model changes what its head gives (Gemma 2 bounds it).
     """
@@ -54,7 +54,7 @@ def mean_loss(model: Model, batch: Batch) -> Tensor | None:
     return total / counts.sum()
 
 
-def _last_states(model: Model, head: nn.Module, batch: Batch) -> tuple[Tensor, Callable[[], bool]]:
+def _last_states(model: Network, head: nn.Module, batch: Batch) -> tuple[Tensor, Callable[[], bool]]:
     """The inputs of the head, which computes one token meanwhile; and whether the model gives on what the head gave."""
     seen: list[Tensor] = []
 

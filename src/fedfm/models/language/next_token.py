@@ -15,14 +15,14 @@ from fedfm.models.memory_budget import by_tokens
 from fedfm.models.preprocessing import IGNORE, next_tokens
 
 if TYPE_CHECKING:
-    from fedfm.models.model import Model
+    from fedfm.models.network import Network
 
 FEW = 1 << 24  # logits of a batch, 64 MB in float32: below it they are computed as they come, with their bits
 _COUNTED = 256  # rows at a time
 MOST = 1 << 26  # logits of a batch in evaluation, 256 MB
 
 
-def logits_and_targets(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
+def logits_and_targets(model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
     """Logits (m, V) in float32 and targets (m,); of many logits only those whose target counts."""
     ids, head = batch["input_ids"], model.last_layer
     if head is None or ids.numel() * head.out_features <= FEW:
@@ -42,7 +42,7 @@ def logits_and_targets(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
     return logits[0].float(), targets[counts]
 
 
-def targets_of(model: Model, rows: Rows) -> int | None:
+def targets_of(model: Network, rows: Rows) -> int | None:
     """How many tokens the loss of these rows counts, at least 1; None if it is no loss over tokens.
 
     A user's own rows mark those that do not count by targets of -100.
@@ -59,7 +59,7 @@ def targets_of(model: Model, rows: Rows) -> int | None:
     return max(count, 1)
 
 
-def rows_at_once(model: Model, rows: Rows, most: int) -> int:
+def rows_at_once(model: Network, rows: Rows, most: int) -> int:
     """Rows of a batch within the budget of tokens, whose logits stay below :data:`MOST`."""
     head, most = model.last_layer, by_tokens(rows.longest, most)
     return most if head is None else by_tokens(rows.longest, most, head.out_features, MOST)

@@ -24,6 +24,7 @@ from fedfm.models.first_and_last_layer import find_ends, record_calls
 from fedfm.models.loss_graph import reach, with_graph
 from fedfm.models.memory_budget import in_halves, warn
 from fedfm.models.metrics import nothing, scores
+from fedfm.models.model_task import model_task
 from fedfm.models.user import gradients
 from fedfm.models.user.module_checks import check_module
 from fedfm.models.user.outputs import Outputs, forecast, forecasts, of_module
@@ -236,7 +237,7 @@ class Given:
             prepare=lambda t, index: DatasetRows(table=t, index=index, collate=self.collate),
             name=IN_MEMORY,
         )
-        model.task = tasks.find("own")  # general kernels only: the loss is the user's
+        model.task = model_task(tasks.find("own"))  # general kernels only: the loss is the user's
         model.fingerprint = _fingerprint(module, model)
         return model
 

@@ -30,14 +30,14 @@ def train(net: Net, cache: Cache, jobs: Sequence[Job], fast: bool) -> list[Param
     for k, job in enumerate(ordered):
         fill(net, p[k], job.w)
     g = torch.zeros_like(p)
-    start = p.clone() if any(job.mu for job in jobs) else None
-    mu = torch.tensor([[job.mu] for job in ordered])
+    start = p.clone() if any(job.terms.mu for job in jobs) else None
+    mu = torch.tensor([[job.terms.mu] for job in ordered])
     correction = None
-    if any(job.correction is not None for job in jobs):
+    if any(job.terms.correction is not None for job in jobs):
         correction = torch.zeros_like(p)
         for k, job in enumerate(ordered):
-            if job.correction is not None:
-                fill(net, correction[k], job.correction)
+            if job.terms.correction is not None:
+                fill(net, correction[k], job.terms.correction)
     prefixes = [cache.of(net, job) for job in ordered]
     labels = [job.client.data.train.labels for job in ordered]
     weights, gradients = [net.flat.views(row) for row in p], [net.flat.views(row) for row in g]

@@ -1,0 +1,59 @@
+"""What a task does with rows before there is a model: it reads them, and an attacker shuffles their targets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from fedfm.core.task_facts import TaskFacts
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from fedfm.data.sources._sheet import Sheet
+    from fedfm.data.spec import DataSpec
+    from fedfm.data.table import Table
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Rows that a task reads from columns.
+
+    Attributes:
+        kind: of the rows, as ``Table.kind`` has it.
+        inputs: the rows.
+        used: names of the columns that are read.
+        notices: for the user, on how they were read.
+        classes: names of the classes of a task whose labels are in ``inputs``.
+    """
+
+    kind: str
+    inputs: Any
+    used: frozenset[str]
+    notices: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+
+
+class RowTask(TaskFacts, Protocol):
+    """A task as the readers of files use it; :class:`fedfm.tasks.task.Task` says what its methods return."""
+
+    def packs(self, kind: str) -> bool:
+        """Whether rows of this kind become blocks of their joined text."""
+
+    def claims(self, columns: Mapping[str, Any], spec: DataSpec) -> bool:
+        """Whether these columns are rows of this task."""
+
+    def sheet(self, text: str, source: str) -> Sheet:
+        """The columns of a file of one of its endings."""
+
+    def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading | None:
+        """The rows of these columns."""
+
+    def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
+        """The rows with targets of other rows."""
+
+
+def row_task(task: TaskFacts) -> RowTask:
+    """A task of ``fedfm.core.tasks``, with what it does with rows: each is a :class:`fedfm.tasks.task.Task`."""
+    return cast(RowTask, task)

@@ -1,0 +1,63 @@
+"""The method as its protocols see it: their settings, and the client halves that they call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from fedfm.core.client import Client
+from fedfm.encrypted.protocol.handshake import Hello, Opened
+
+if TYPE_CHECKING:
+    from fedfm.linalg.params import Params
+
+
+class ProtocolMethod(Protocol):
+    """See :class:`fedfm.encrypted.blindfed.BlindFed`, which says what each member is."""
+
+    @property
+    def foundation(self) -> str:
+        """Of the frozen model."""
+
+    @property
+    def trained(self) -> str:
+        """The folder of a finished run, whose adapters predict."""
+
+    @property
+    def labels(self) -> str:
+        """What the server returns of encrypted labels."""
+
+    @property
+    def processes(self) -> int:
+        """Of the server's encrypted computation."""
+
+    @property
+    def ring(self) -> int:
+        """Degree of the ciphertexts' ring."""
+
+    def open(self, client: Client, told: Hello) -> Opened:
+        """Step 1."""
+
+    def rows(self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False) -> Tensor:
+        """Step 2."""
+
+    def refresh(self, client: Client, message: Tensor) -> Tensor:
+        """Step 3."""
+
+    def keep(self, client: Client, batch: int, block: int, states: Tensor) -> int:
+        """Step 4."""
+
+    def labelled(
+        self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False
+    ) -> dict[str, Tensor]:
+        """Permuted, step 1."""
+
+    def turn(self, client: Client, batch: int, block: int, states: Tensor) -> Tensor:
+        """Permuted, step 3."""
+
+    def align(self, client: Client, batch: int, orders: Tensor, labels: Tensor) -> int:
+        """Permuted, steps 4 and 6."""
+
+    def predicted(self, client: Client, w: Params) -> int:
+        """Keep the predictions of its rows."""

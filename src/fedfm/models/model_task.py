@@ -1,0 +1,105 @@
+"""What a task does with a model and its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
+
+from fedfm.core.task_facts import TaskFacts
+from fedfm.data.task_rows import RowTask
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedfm.core.rows import Batch, Rows
+    from fedfm.data.table import Table
+    from fedfm.models.network import Network
+    from fedfm.models.preprocessors import Tools
+    from fedfm.models.spec import ModelSpec
+
+Scores = dict[str, Any]
+
+
+class Trained(Protocol):
+    """A finished run's model, to predict with."""
+
+    @property
+    def model(self) -> Network:
+        """The model."""
+
+    def encode(self, rows: Rows) -> Rows:
+        """The rows as the method's head takes them."""
+
+    def logits(self, rows: Rows) -> Tensor:
+        """Logits of all rows, float32 on the CPU, as the method predicts."""
+
+    def apply(self, rows: Rows) -> AbstractContextManager[Rows]:
+        """Within the context the model has the trained weights; the rows have what the method adds to them."""
+
+
+class ModelTask(RowTask, Protocol):
+    """A task as models and runs use it; :class:`fedfm.tasks.task.Task` says what its methods return."""
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> Self:
+        """The task with the values of its keys in a [model] table."""
+
+    def rows(self, part: Table, tools: Tools, classes: tuple[str, ...]) -> Rows:
+        """Rows as tensors and tokens, with their targets."""
+
+    def forewarnings(self, parts: Mapping[str, Table], tools: Tools) -> list[str]:
+        """Lines for the user, before a run."""
+
+    def auto_class(self, kind: str) -> str:
+        """Name of transformers' class."""
+
+    def peft_type(self, kind: str) -> str | None:
+        """PEFT's name of the task."""
+
+    def encode(self, model: Network, rows: Rows) -> Rows:
+        """The rows with what is computed once of each."""
+
+    def prompts(self, rows: Rows) -> Rows:
+        """The rows without their answers."""
+
+    def logits(self, model: Network, batch: Batch) -> Tensor:
+        """The model's outputs for a batch."""
+
+    def targets(self, model: Network, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits and targets of the cross-entropy."""
+
+    def count_targets(self, batch: Batch) -> int:
+        """Over how many targets the loss of this batch is a mean."""
+
+    def loss(self, model: Network, batch: Batch) -> Tensor:
+        """The mean loss."""
+
+    def row_losses(self, model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The loss of each row as sums and counts."""
+
+    def predict(self, model: Network, rows: Rows, batch_size: int) -> Tensor:
+        """Logits of all rows."""
+
+    def scores(self, model: Network, rows: Rows, batch_size: int = 64) -> Scores:
+        """Scores of the model on the rows."""
+
+    def scores_of(self, rows: Rows, logits: Tensor) -> Scores:
+        """Scores from the logits of these rows."""
+
+    def join_scores(self, parts: Sequence[Mapping[str, Any]]) -> Scores:
+        """Scores on the union of rows from those on its parts."""
+
+    def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
+        """What ``fedfm predict`` writes of the rows."""
+
+    def pipeline(self, kind: str) -> str | None:
+        """The hub's tag of an export's pipeline."""
+
+    def describe(self, model: Network) -> dict[str, Any]:
+        """What the configuration of an export says of the task."""
+
+
+def model_task(task: TaskFacts) -> ModelTask:
+    """A task of ``fedfm.core.tasks``, with what it does with a model: each is a :class:`fedfm.tasks.task.Task`."""
+    return cast(ModelTask, task)

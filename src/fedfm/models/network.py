@@ -1,0 +1,76 @@
+"""A model as its tasks and its measurements see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fedfm.core.rows import Batch, Rows
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from fedfm.core.task_facts import TaskFacts
+    from fedfm.data.table import Table
+    from fedfm.models.families import Parts
+    from fedfm.models.preprocessors import Tools
+    from fedfm.models.spec import ModelSpec
+
+Pool = Callable[[Tensor, Batch, int | None], Tensor]  # states (b, T, d), their batch, the padding token -> (b, d)
+
+
+class Network(Protocol):
+    """A foundation model that computes outputs; :class:`fedfm.models.model.Model` says what each member is."""
+
+    spec: ModelSpec
+    classes: tuple[str, ...]
+    module: nn.Module
+    parts: Parts
+    tools: Tools
+    head: nn.Linear | None
+    pool: Pool | None
+    share: Tensor | None
+
+    @property
+    def task(self) -> TaskFacts:
+        """What it does with rows."""
+
+    @property
+    def device(self) -> torch.device:
+        """The module's device."""
+
+    @property
+    def last_layer(self) -> nn.Linear | None:
+        """The head, also a language model's."""
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether its rows are tokens without labels."""
+
+    def prepare(self, table: Table, index: Sequence[int] | np.ndarray, most: float | None = None) -> Rows:
+        """Rows of the table as tensors or tokens of this model."""
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Logits of a batch of rows."""
+
+    def outputs(self, batch: Batch) -> Tensor:
+        """The module's logits of a batch."""
+
+    def flat(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits (m, C) and targets (m,) of the cross-entropy."""
+
+    def count_targets(self, batch: Batch) -> int:
+        """Over how many targets the loss of this batch is a mean."""
+
+    def predict(self, rows: Rows, batch_size: int = 64) -> Tensor:
+        """Logits of all rows."""
+
+    def in_batches(self, rows: Rows, batch_size: int = 64) -> Tensor:
+        """Logits of all rows; rows of like length share a batch."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Evaluation mode without gradients."""

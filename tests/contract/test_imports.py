@@ -1,0 +1,56 @@
+"""The graph of imports, with those for type checkers: no files import each other in a circle.
+
+``lint-imports`` checks packages and folders, without imports for type checkers, which may name few classes above.
+"""
+
+import tomllib
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NAMED_BELOW = {  # what packages below name in their types: all else that they read of it stands in protocols of theirs
+    "fedfm.models.model",
+    "fedfm.privacy.accountant",
+    "fedfm.privacy.spec",
+}
+
+
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    return grimp.build_graph("fedfm", exclude_type_checking_imports=False, cache_dir=None)
+
+
+def circle(imports: dict[str, set[str]]) -> list[str]:
+    """The files of one circle; [] if there is none."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_circle_of_files(graph):
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert circle(imports) == []
+    imports["fedfm.errors"] = {"fedfm.core.fields"}  # the search finds what is there
+    assert len(circle(imports)) > 2
+
+
+def test_types_of_packages_above_are_few(graph):
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    floors = [[name.strip() for name in layer.split("|")] for layer in contract["layers"]]
+    height = {package: -level for level, packages in enumerate(floors) for package in packages}
+
+    def floor(module: str) -> int | None:
+        return height.get(".".join(module.split(".")[:2]))
+
+    up = {
+        other
+        for module in graph.modules
+        for other in graph.find_modules_directly_imported_by(module)
+        if None not in (floor(module), floor(other)) and floor(module) < floor(other)
+    }
+    assert up <= NAMED_BELOW
