@@ -6,6 +6,7 @@ the others are optional, and :func:`has` tells whether a method has its own. Eac
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +17,7 @@ from fedfm.core.client import Client, ClientData, ClientId
 from fedfm.core.needs import Needs as Needs
 from fedfm.core.rows import Rows
 from fedfm.core.traits import Traits as Traits
+from fedfm.core.traits import is_own_member
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 
@@ -44,6 +46,8 @@ def has(method: object, role: type[R], member: str) -> TypeGuard[R]:
 
 class Reporter:
     """What a method says before, during and after a run, besides the usual metrics. Caller: the run and its result."""
+
+    _was: ClassVar[dict[str, str]] = {"late_forewarning": "staleness_warnings"}
 
     figures: ClassVar[tuple[str, ...]] = ()  # names in fed.metrics that a round's line of metrics.jsonl has as well
 
@@ -78,6 +82,8 @@ class Personal:
     Caller: evaluation, which then scores one model per client.
     """
 
+    _was: ClassVar[dict[str, str]] = {"own_models": ""}
+
     def own(self, client: Client, w: Params) -> Params:
         """Client half: the client's own model, if it keeps a part that ``params_for`` does not return.
 
@@ -106,6 +112,8 @@ class Personal:
 class Predictor:
     """Predictions are not those of one installed model, or are more than that. Caller: evaluation and the export."""
 
+    _was: ClassVar[dict[str, str]] = {"applied": "install"}
+
     def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
         """Logits (n, C) of rows under w, if they do not come from one model, e.g. from an ensemble."""
         raise NotImplementedError
@@ -126,6 +134,8 @@ class Predictor:
 
 class Private(ABC):
     """The method has its own mechanism for ``[privacy]``. Caller: the experiment, and the run's ledger."""
+
+    _was: ClassVar[dict[str, str]] = {"settled": "settle", "protected": "protect"}
 
     @abstractmethod
     def settle(self, privacy: PrivacySpec | None) -> Self:
@@ -193,6 +203,8 @@ class HiddenModel(ABC):
     Caller: the experiment, the population and evaluation.
     """
 
+    _was: ClassVar[dict[str, str]] = {"encoded": "encode"}
+
     @abstractmethod
     def model_table(self) -> dict[str, Any]:
         """Keys of [model]."""
@@ -253,14 +265,19 @@ ROLES: tuple[type, ...] = (
 def check_roles(method: type) -> None:
     """Check that a class derives from the role of each member that it has, which nobody would call otherwise.
 
-    Messages and settings may have such a name.
+    Messages and settings may have such a name. A member that has another name by now is refused, too.
 
     Raises:
         InputError: with the role.
     """
+    for role in (Reporter, *ROLES):
+        for old, new in vars(role).get("_was", {}).items():
+            if is_own_member(method, old):
+                now = f"it is {role.__name__}.{new}" if new else f"a method says it by deriving from {role.__name__}"
+                raise InputError(f"{method.__qualname__}.{old}: nobody reads it: {now}; or choose another name")
     for role in ROLES:
-        for name in () if issubclass(method, role) else vars(role).keys() & vars(method).keys():
-            member = vars(method)[name]
+        for name in () if issubclass(method, role) else sorted(vars(role).keys() & set(dir(method))):
+            member = inspect.getattr_static(method, name)
             is_member = isinstance(member, property) or (callable(member) and not getattr(member, "on_client", False))
             if is_member and not name.startswith("_"):
                 raise InputError(

@@ -52,6 +52,7 @@ class Method(Reporter, ABC, Generic[S]):
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         check_roles(cls)
+        Traits.check_stated(cls)
         traits: Any = inspect.getattr_static(cls, "traits")
         by_settings = hasattr(traits, "__get__")  # a property
         if not (by_settings or isinstance(traits, Traits)):

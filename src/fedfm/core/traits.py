@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar, get_origin
+
+from fedfm.errors import InputError
 
 
-def _trait(default: Any, help: str, *, claim: bool = False) -> Any:
-    """A field of :class:`Traits`; ``claim``: it is about the mathematics, so that a subclass states it again."""
-    return field(default=default, metadata={"help": help, "claim": claim})
+def _trait(default: Any, help: str, *, claim: bool = False, was: str = "") -> Any:
+    """A field of :class:`Traits`.
+
+    Args:
+        claim: it is about the mathematics, so that a subclass states it again.
+        was: the name of the class attribute that said it before, if that was another one.
+    """
+    return field(default=default, metadata={"help": help, "claim": claim, "was": was})
 
 
 @dataclass(frozen=True)
@@ -20,13 +28,17 @@ class Traits:
     """
 
     accepts_stale_updates: bool = _trait(
-        False, "its rounds may use updates that start from earlier rounds: `run.asynchronous` requires it", claim=True
+        False,
+        "its rounds may use updates that start from earlier rounds: `run.asynchronous` requires it",
+        claim=True,
+        was="takes_late",
     )
     server_needs_weights_only: bool = _trait(
         False,
         "its server half computes with parameters, and with no output of the model: a server without rows then loads "
         "no frozen weights",
         claim=True,
+        was="parameters_alone",
     )
     rows_by_optimiser: bool = _trait(
         False,
@@ -35,12 +47,15 @@ class Traits:
         claim=True,
     )
     server_secrets: tuple[str, ...] = _trait(
-        (), "names of what the server draws by `fed.secret(name)`; a run does not resume without them"
+        (),
+        "names of what the server draws by `fed.secret(name)`; a run does not resume without them",
+        was="secrets",
     )
     sealed_replies: tuple[str, ...] = _trait(
         (),
         "names of `asks` whose replies are ciphertexts, which the server cannot read: secure aggregation and noise on "
         "means allow them",
+        was="sealed",
     )
     hides_counts: bool = _trait(False, "clients may hide their number of rows: they are asked for no scores")
     predicts_only: bool = _trait(False, "nothing is trained: silos predict rows without labels")
@@ -51,7 +66,34 @@ class Traits:
         False, "a foundation model never leaves the server: moments, which reveal it, lie under `private/`"
     )
 
+    @classmethod
+    def check_stated(cls, method: type) -> None:
+        """Check that a method says in ``traits`` what is a trait, and by no attribute of its own, which nobody reads.
+
+        Messages and settings may have such a name.
+
+        Raises:
+            InputError: with the trait.
+        """
+        for f in fields(cls):
+            for name in filter(None, (f.name, f.metadata["was"])):
+                if is_own_member(method, name):
+                    raise InputError(
+                        f"{method.__qualname__}.{name}: nobody reads it: the trait {f.name} says it; write "
+                        f"traits = Traits({f.name}=...) in the class, or choose another name"
+                    )
+
     def without_claims(self) -> Traits:
         """What a subclass inherits."""
         defaults: dict[str, Any] = {f.name: f.default for f in fields(self) if f.metadata["claim"]}
         return replace(self, **defaults)
+
+
+def is_own_member(cls: type, name: str) -> bool:
+    """Whether a class has a member of this name that is neither a setting nor a message."""
+    owner = next((c for c in cls.__mro__ if name in vars(c)), None)  # a mixin says it as well
+    if owner is None:
+        return False
+    hint = inspect.get_annotations(owner).get(name)
+    setting = hint is not None and not (get_origin(hint) is ClassVar or hint is ClassVar or "ClassVar" in str(hint))
+    return not setting and not getattr(vars(owner)[name], "on_client", False)
