@@ -17,7 +17,7 @@ from fedfm.privacy.clipping import AdaptiveClip
 from fedfm.privacy.composition import noise_multiplier_for, noise_multiplier_for_concentrated
 from fedfm.privacy.correlated import strategy
 from fedfm.privacy.crypto.fixed_point import FixedPoint
-from fedfm.privacy.spec import PrivacySpec
+from fedfm.privacy.spec import PrivacySpec, need
 
 __all__ = ["CentralGaussian", "CorrelatedGaussian", "DistributedGaussian", "under"]
 
@@ -60,9 +60,9 @@ def under(aggregation: Aggregator, method: Method[Any], privacy: PrivacySpec) ->
     rate = fraction if name == "gaussian" and not hidden and len(method.means) == 1 else 1.0
     z = privacy.noise_multiplier or _noise_multiplier(name, method, privacy, rate, period)
     mechanism = CentralGaussian(
-        clip_norm=privacy.clip_norm if adaptive is None else 1.0,
+        clip_norm=need(privacy.clip_norm, "clip_norm") if adaptive is None else 1.0,
         noise_multiplier=z,
-        delta=privacy.delta,
+        delta=need(privacy.delta, "delta"),
         budget=math.inf if privacy.halt_at_epsilon is None else privacy.halt_at_epsilon,
         releases=len(method.means),
         hidden=hidden,
@@ -100,7 +100,7 @@ def _adaptive(method: Method[Any], privacy: PrivacySpec, correlated: bool) -> Ad
             f"privacy.clip_quantile: one clip follows one mean a round, this method has {len(method.means)}; drop it",
             key="privacy.clip_quantile",
         )
-    return AdaptiveClip(privacy.clip_norm, privacy.clip_quantile, privacy.clip_learning_rate)
+    return AdaptiveClip(need(privacy.clip_norm, "clip_norm"), privacy.clip_quantile, privacy.clip_learning_rate)
 
 
 def _period(method: Method[Any], fraction: float) -> int:
@@ -129,7 +129,8 @@ def _period(method: Method[Any], fraction: float) -> int:
 
 
 def _noise_multiplier(name: str, method: Method[Any], privacy: PrivacySpec, rate: float, period: int) -> float:
-    epsilon, delta, rounds, releases = privacy.target_epsilon, privacy.delta, max(method.rounds, 1), len(method.means)
+    epsilon, delta = need(privacy.target_epsilon, "target_epsilon"), need(privacy.delta, "delta")
+    rounds, releases = max(method.rounds, 1), len(method.means)
     if name == "distributed_gaussian":
         return noise_multiplier_for_concentrated(epsilon, delta, rounds * releases)
     if name == "correlated_gaussian":

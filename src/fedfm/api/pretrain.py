@@ -102,7 +102,7 @@ class _PretrainWork(CentralWork[Pretraining]):
             )
         return loaded
 
-    def _train(self, model: Model, rows: Any, judged: Rows) -> None:
+    def _train(self, model: Model, rows: Rows, judged: Rows) -> None:
         spec, n = self.what.spec, len(rows)
         flat = flat_of(model)
         rule = Rule(spec.local, flat.p, flat.places(model.no_weight_decay))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, TextIO
 
@@ -15,7 +16,7 @@ def tell(text: str, where: TextIO | None = None) -> None:
     print(visible_lines(text), file=where)
 
 
-def say(args: Any, result: dict[str, Any], text: str) -> int:
+def say(args: Namespace, result: dict[str, Any], text: str) -> int:
     """Print the result as a JSON line or as text; returns the exit code 0."""
     if args.format == "json":
         print(to_json(result, ascii=True), flush=True)
@@ -24,7 +25,7 @@ def say(args: Any, result: dict[str, Any], text: str) -> int:
     return 0
 
 
-def continuing(args: Any, about: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def continuing(args: Namespace, about: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The result of training that writes a model's folder; if it stops, print how to continue."""
     try:
         return call()

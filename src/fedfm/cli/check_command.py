@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 _SHOWN = 12  # clients by name
 
 
-def check(args: Any) -> int:
+def check(args: Namespace) -> int:
     """``fedfm check``."""
     from dataclasses import asdict
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedfm.api.command_registry import action
 from fedfm.api.terminal import continuing, say, tell
 from fedfm.core.text import to_json, visible
 from fedfm.errors import InputError
 
+if TYPE_CHECKING:
+    from fedfm.config.experiment import Experiment
+    from fedfm.runtime.progress_bar import Bar
+
+T = TypeVar("T")
 INTERRUPTED = 130
 
 
-def experiment_of(args: Any) -> Any:
+def experiment_of(args: Namespace) -> Experiment:
     """The experiment of a command's file, with its --set and --engine."""
     from fedfm.config.experiment import Experiment
     from fedfm.config.toml import parse_override
@@ -26,7 +32,7 @@ def experiment_of(args: Any) -> Any:
     return Experiment.load(args.experiment, overrides, tell=lambda text: tell(f"fedfm: {text}", sys.stderr))
 
 
-def run(args: Any) -> int:
+def run(args: Namespace) -> int:
     """``fedfm run``."""
     from fedfm.api import execute, studies
 
@@ -58,7 +64,7 @@ def _numbers(flag: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
         raise InputError(f"{flag} {text}: expected {what} separated by commas") from None
 
 
-def pretrain(args: Any) -> int:
+def pretrain(args: Namespace) -> int:
     """``fedfm pretrain``."""
     from fedfm.api.pretrain import ABOUT, pretrain
     from fedfm.api.pretrain_spec import Pretraining
@@ -72,7 +78,7 @@ def pretrain(args: Any) -> int:
     return say(args, result, f"{result['folder']}: {', '.join(figures)}")
 
 
-def resume(args: Any) -> int:
+def resume(args: Namespace) -> int:
     """``fedfm resume``."""
     from fedfm.api import execute
     from fedfm.config.toml import parse_override
@@ -85,7 +91,7 @@ def resume(args: Any) -> int:
     return say(args, result, _summary(result))
 
 
-def _hint_on_stop(call: Callable[[], dict[str, Any]], progress: Any) -> dict[str, Any]:
+def _hint_on_stop(call: Callable[[], dict[str, Any]], progress: Bar) -> dict[str, Any]:
     """Run the experiment; if it stops, print how to continue."""
     try:
         return call()
@@ -97,7 +103,7 @@ def _hint_on_stop(call: Callable[[], dict[str, Any]], progress: Any) -> dict[str
         raise
 
 
-def _study(args: Any, call: Callable[[], Any], progress: Any) -> Any:
+def _study(args: Namespace, call: Callable[[], T], progress: Bar) -> T:
     """Run several experiments; if they stop, print how to continue."""
     try:
         return call()
@@ -110,7 +116,7 @@ def _study(args: Any, call: Callable[[], Any], progress: Any) -> Any:
         raise
 
 
-def _watch() -> Any:
+def _watch() -> Bar:
     from fedfm.runtime.progress_bar import Bar
 
     return Bar()
@@ -132,7 +138,7 @@ def _incomplete(path: Path) -> list[str]:
     return missing
 
 
-def audit(args: Any) -> int:
+def audit(args: Namespace) -> int:
     """``fedfm audit``."""
     from fedfm.audits.audit import Audited, choose, duration_text, perform_within
     from fedfm.audits.finding import lines
@@ -179,7 +185,7 @@ def audit(args: Any) -> int:
     return 1 if any(f.contradicts for f in found) else 0
 
 
-def report(args: Any) -> int:
+def report(args: Namespace) -> int:
     """``fedfm report``."""
     from fedfm.reports import client_weights, compare, dossier
     from fedfm.runtime.runs_below import each_run
@@ -197,7 +203,7 @@ def report(args: Any) -> int:
     return 0
 
 
-def sign(args: Any) -> int:
+def sign(args: Namespace) -> int:
     """``fedfm sign``."""
     from fedfm.api.signature import sign
 
@@ -206,7 +212,7 @@ def sign(args: Any) -> int:
     return say(args, found, "\n".join(lines))
 
 
-def verify(args: Any) -> int:
+def verify(args: Namespace) -> int:
     """``fedfm verify``."""
     from fedfm.api.signature import describe, verify
 
@@ -215,7 +221,7 @@ def verify(args: Any) -> int:
     return 0 if found.valid else 1
 
 
-def compare(args: Any) -> int:
+def compare(args: Namespace) -> int:
     """``fedfm compare``."""
     from fedfm.reports import compare
     from fedfm.reports.read import read
@@ -232,7 +238,7 @@ def compare(args: Any) -> int:
     return 0
 
 
-def demo(args: Any) -> int:
+def demo(args: Namespace) -> int:
     """``fedfm demo``."""
     from fedfm.api import studies
 
@@ -241,7 +247,7 @@ def demo(args: Any) -> int:
     return say(args, result, studies.demo_text(result))
 
 
-def predict(args: Any) -> int:
+def predict(args: Namespace) -> int:
     """``fedfm predict``."""
     from fedfm.api.predict import by_row, check_out, predict, write
 
@@ -284,7 +290,7 @@ def predict(args: Any) -> int:
     return say(args, result, "\n".join(lines))
 
 
-def export(args: Any) -> int:
+def export(args: Namespace) -> int:
     """``fedfm export``."""
     from fedfm.api.predict import export
 
@@ -292,7 +298,7 @@ def export(args: Any) -> int:
     return 0
 
 
-def join(args: Any) -> int:
+def join(args: Namespace) -> int:
     """``fedfm join``."""
     from fedfm.api.join import join
 
@@ -306,7 +312,7 @@ def join(args: Any) -> int:
     )
 
 
-def listing(args: Any) -> int:
+def listing(args: Namespace) -> int:
     """``fedfm list``."""
     from fedfm.config import catalogue
 
@@ -314,7 +320,7 @@ def listing(args: Any) -> int:
     return 0
 
 
-def show(args: Any) -> int:
+def show(args: Namespace) -> int:
     """``fedfm show``."""
     from fedfm.config import catalogue
 
@@ -322,7 +328,7 @@ def show(args: Any) -> int:
     return 0
 
 
-def schema(args: Any) -> int:
+def schema(args: Namespace) -> int:
     """``fedfm schema``."""
     from fedfm.config import catalogue
 
@@ -341,7 +347,7 @@ def schema(args: Any) -> int:
     return 0
 
 
-def app(args: Any) -> int:
+def app(args: Namespace) -> int:
     """``fedfm app``."""
     from fedfm.engines.flower.app_writer import write
 
@@ -349,7 +355,7 @@ def app(args: Any) -> int:
     return 0
 
 
-def doctor(args: Any) -> int:
+def doctor(args: Namespace) -> int:
     """``fedfm doctor``."""
     from fedfm.cli.doctor import examine
 

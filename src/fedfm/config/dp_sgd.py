@@ -10,11 +10,12 @@ from fedfm.attacks.attack import locals_of
 from fedfm.core.method import Method, nested_methods
 from fedfm.errors import Faults
 from fedfm.privacy.dp_sgd import DescentPlan
+from fedfm.privacy.spec import PrivacySpec, need
 
 _WHERE = 'privacy.mechanism = "dp_sgd":'
 
 
-def under(method: Method[Any], aggregation: Aggregator, privacy: Any) -> Aggregator:
+def under(method: Method[Any], aggregation: Aggregator, privacy: PrivacySpec) -> Aggregator:
     """The aggregation whose clients train by DP-SGD as the [privacy] table says.
 
     Raises:
@@ -68,6 +69,10 @@ def under(method: Method[Any], aggregation: Aggregator, privacy: Any) -> Aggrega
         )
     faults.refuse()
     plan = DescentPlan(
-        privacy.clip_norm, privacy.delta, method.rounds, privacy.target_epsilon, privacy.noise_multiplier
+        need(privacy.clip_norm, "clip_norm"),
+        need(privacy.delta, "delta"),
+        method.rounds,
+        privacy.target_epsilon,
+        privacy.noise_multiplier,
     )
     return record_level.under(aggregation, plan, local.batch_size, local.steps)

@@ -10,6 +10,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import Field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeGuard, TypeVar
 
 from fedfm.core.checks import match
@@ -181,6 +182,20 @@ class Comparable(ABC):
         """The baselines, which are methods, by name."""
 
 
+class Line(Protocol):
+    """A line of a table: a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+class TensorTable(Protocol):
+    """Lines about the tensors of a model; its text is the table for a reader."""
+
+    @property
+    def table(self) -> Sequence[Line]:
+        """A line for every tensor, in the model's order."""
+
+
 class ServerModel(ABC):
     """The server has a foundation model of its own besides the federation's model. Caller: ``fedfm check``."""
 
@@ -193,7 +208,7 @@ class ServerModel(ABC):
         """
 
     @abstractmethod
-    def match_with(self, model: Model) -> Any:
+    def match_with(self, model: Model) -> TensorTable:
         """The tensors that it shares with the federation's model: ``table``, one dataclass per tensor, for printing."""
 
 
@@ -236,10 +251,20 @@ class HiddenModel(ABC):
         return {}
 
 
+class RunPlan(Protocol):
+    """What a run costs."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+
+    def table(self) -> str:
+        """For a reader."""
+
+
 class Planned:
     """What a run costs is known before it starts. Caller: ``fedfm check`` and the ledger."""
 
-    def plan(self, model: Model, rows: Sequence[Sequence[int]]) -> Any:
+    def plan(self, model: Model, rows: Sequence[Sequence[int]]) -> RunPlan | None:
         """The plan, with ``to_dict()`` and ``table()``, or None.
 
         Args:

@@ -129,7 +129,7 @@ class Client:
     secret: Callable[[str], bytes] = no_secret
     write_once: Callable[[str, bytes], bytes] = keep_nothing
     store: MutableMapping[str, bytes] = field(default_factory=dict)
-    private: Any = None
+    private: object = None
     trained: Params | None = None
     broadcast: tuple[Any, ...] = ()
     aggregation_message: Any = None

@@ -136,7 +136,9 @@ class CodedLink:
 
     def stream(self, requests: Sequence[Request], again: Callable[[ClientId], Request]) -> Iterator[Reply]:
         """As that of the link; all of it is the method's own."""
-        stream: Any = self._link.stream  # type: ignore[attr-defined]
+        if not isinstance(self._link, Streaming):
+            raise RuntimeError("on this engine clients answer in the call that asks them")
+        stream = self._link.stream
         yield from self._through(lambda of: stream([of(r) for r in requests], lambda client: of(again(client))), True)
 
     def _through(self, deliver: Callable[[_Coder], Iterator[Reply]], own: bool) -> Iterator[Reply]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from fedfm.core.metric_names import LOCAL_LOSS, PERPLEXITY, SHARES
 from fedfm.errors import E_FIELD, E_SIZE, ClientFault, RunError
@@ -67,13 +67,25 @@ class RoundMetrics(dict[str, float]):
         raise RunError(f'round {self._round}: fed.metrics has no "{name}": {self._why(name)}')
 
 
+class Weighed(Protocol):
+    """What an update says besides its parameters."""
+
+    @property
+    def weight(self) -> float:
+        """Its weight in the mean."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Figures of the client."""
+
+
 class Means:
     """Means of the metrics in updates, weighted like the updates."""
 
     def __init__(self) -> None:
         self._weight, self._sums = 0.0, dict[str, float]()
 
-    def add(self, update: Any) -> None:
+    def add(self, update: Weighed) -> None:
         self._weight += update.weight
         for name, value in update.metrics.items():
             self._sums[name] = self._sums.get(name, 0.0) + update.weight * value

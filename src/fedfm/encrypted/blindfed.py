@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -31,6 +31,9 @@ from fedfm.linalg.params import Params
 from fedfm.models.model import Model
 from fedfm.models.spec import RELEASED
 from fedfm.training import SGD, Local
+
+if TYPE_CHECKING:
+    from fedfm.encrypted.inference.cost_estimate import EncryptedPlan
 
 RINGS = {"fast": 8192, "slow": 16384}  # degrees, by the network
 
@@ -256,7 +259,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
 
             seal.ring_of(Parameters())  # says so if the extra is missing
 
-    def plan(self, model: Model, rows: Sequence[Sequence[int]]) -> Any:
+    def plan(self, model: Model, rows: Sequence[Sequence[int]]) -> EncryptedPlan | None:
         student = foundation_check.check(model, self.foundation)  # a simulation refuses what encryption would
         if self.encryption == "clear":
             return None

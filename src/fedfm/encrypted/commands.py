@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 
 from fedfm.api.command_registry import Command, training_arguments
 from fedfm.api.terminal import continuing, say, tell
+from fedfm.runtime.progress import Progress
 
 
-def distil(args: Any) -> int:
+def distil(args: Namespace) -> int:
     """``fedfm distil``."""
     from fedfm.config.toml import parse_override
     from fedfm.encrypted.student.distil import ABOUT, distil
@@ -29,7 +31,7 @@ def distil(args: Any) -> int:
     return say(args, result, table(result))
 
 
-def predict_remote(path: Path, file: Path, progress: Any) -> dict[str, Any]:
+def predict_remote(path: Path, file: Path, progress: Progress) -> dict[str, Any]:
     """``fedfm predict --engine deployment``: see :func:`fedfm.encrypted.remote_prediction.predict_remote`."""
     from fedfm.encrypted import remote_prediction
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fedfm.core import fields
 from fedfm.core.fields import setting
-from fedfm.errors import Faults
+from fedfm.errors import Faults, InputError
 
 _MECHANISMS = ("gaussian", "distributed_gaussian", "correlated_gaussian", "dp_sgd")
 
@@ -55,6 +55,17 @@ class PrivacySpec:
                 key="privacy.clip_quantile",
             )
         faults.refuse()
+
+
+def need(value: float | None, key: str) -> float:
+    """A number of the [privacy] table without which there is no mechanism.
+
+    Raises:
+        InputError: it is missing.
+    """
+    if value is None:
+        raise InputError(f"privacy.{key} is missing: a number is expected", key=f"privacy.{key}")
+    return value
 
 
 def check(spec: PrivacySpec) -> None:

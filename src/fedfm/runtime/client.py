@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, get_type_hints
+from typing import Any, Protocol, cast, get_type_hints
 
 from fedfm import seeds
 from fedfm.aggregation.base import Aggregator
@@ -35,10 +35,12 @@ from fedfm.errors import (
     UNTOLD,
     ClientFault,
     Lost,
+    RunError,
     first_line,
 )
 from fedfm.linalg.params import Params
 from fedfm.linalg.quantised import EXACT
+from fedfm.models.model import Model
 from fedfm.privacy.policy import EXPOSES, WORDS
 from fedfm.runtime import async_scores
 from fedfm.runtime.client_memory import DiskMemory, Store, first, secret
@@ -56,7 +58,7 @@ class Population(Protocol):
         """Names, sorted."""
 
     @property
-    def client_model(self) -> Any:
+    def client_model(self) -> Model | None:
         """The model that clients train; None if they have none."""
 
     def data(self, client: ClientId) -> ClientData:
@@ -104,7 +106,7 @@ class Silos:
         own: Mapping[str, Any] | None = None,
     ) -> None:
         # Made before any message changes the model's parameters.
-        self._coding = None if transport == EXACT else Coding(transport, population.client_model)
+        self._coding = None if transport == EXACT else Coding(transport, _existing(population.client_model))
         self._rebuilt: tuple[Any, Any] = (None, None)  # the last payload, as it came and rebuilt
         self.population, self.aggregator, self.attack, self.allow = population, aggregator, attack, tuple(allow)
         self._memory, self._seed, self._on_error = memory, seed, on_error
@@ -313,7 +315,7 @@ class Silos:
         return Client(
             id=request.client,
             data=data if plan is None else private.hide_rows(data),
-            model=self.population.client_model,
+            model=cast(Model, self.population.client_model),  # a method whose clients have none asks for none
             memory=DiskMemory(self._memory, request.client, (request.round, request.call)),
             seed=seeds.derive(self._seed, "client", request.round, request.client),
             secret=partial(secret, self._memory, request.client),
@@ -330,6 +332,12 @@ class Silos:
         """The part of the run that round t is; what a method asks before or after its rounds is at the ends."""
         total = max(self.method.rounds, 1)
         return min(max(t - 1, 0), total) / total, min(t, total) / total
+
+
+def _existing(model: Model | None) -> Model:
+    if model is None:
+        raise RunError('the clients of this method have no model: expected run.transport = "float32"')
+    return model
 
 
 def _kinds(fn: Callable[..., Any]) -> tuple[str, ...]:

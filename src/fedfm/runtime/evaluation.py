@@ -52,7 +52,7 @@ class Evaluation:
     @on_client(kind="scores")
     def evaluate_start(self, client: Client, w: Params, part: str) -> dict[str, Any]:
         """As :meth:`evaluate`, for the start model of the client's last local pass."""
-        method: Any = self.method
+        method: object = self.method
         if not has(method, Personal, "start_models"):
             raise ClientFault(E_REFUSED, "this method has one model to score, and no other to start from")
         start = method.start_of(client, w)

@@ -52,7 +52,7 @@ class OwnRows:
     columns: Mapping[str, Any] = field(default_factory=dict)
 
 
-def deal(rows: OwnRows, spec: DataSpec, *, seed: int, task: str | None) -> Any:
+def deal(rows: OwnRows, spec: DataSpec, *, seed: int, task: str | None) -> FederatedData:
     """The silo's rows as a federation of one client; of the experiment's [data] only scale and splits apply."""
     from fedfm.data.load import load_table
     from fedfm.data.partition import deal as dealt
@@ -113,7 +113,7 @@ def _own(rows: OwnRows, experiment: Experiment, classes: tuple[str, ...]) -> Par
         )
     found = user_population.of_silo(rows.name, rows.data, experiment.data, experiment.run.seed)
     table = _with_classes(rows, found.federated.table, classes)
-    return Partitioned(replace(found.federated, table=table), found.model)
+    return Partitioned(replace(found.federated, table=table), found.model if found.has_model else None)
 
 
 def _to_predict(rows: OwnRows, classes: tuple[str, ...]) -> FederatedData:

@@ -181,7 +181,7 @@ def of_silo(method: Method[Any], population: Partitioned) -> list[str]:
         InputError: as of :func:`fedfm.runtime.beforehand.check`.
     """
     looked = beforehand.check(method, population)
-    said: Sequence[str] = () if population.model is None else population.model.notices
+    said: Sequence[str] = population.model.notices if population.has_model else ()
     return [*row_notices(population), *beforehand.notices(population), *looked, *said]
 
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import tomllib
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from fedfm.core.text import visible
 from fedfm.errors import InputError
 
 
-def provision(args: Any) -> int:
+def provision(args: Namespace) -> int:
     """``fedfm provision``."""
     from fedfm.sites import federation_config, kits
 
@@ -24,7 +24,7 @@ def provision(args: Any) -> int:
     return say(args, found, kits.render(found))
 
 
-def start(args: Any) -> int:
+def start(args: Namespace) -> int:
     """``fedfm start``."""
     from fedfm.sites import supervisor
 
@@ -32,7 +32,7 @@ def start(args: Any) -> int:
     return 0
 
 
-def silo(args: Any) -> int:
+def silo(args: Namespace) -> int:
     """``fedfm silo``."""
     if args.what == "serve":
         return _serve(args)
@@ -53,7 +53,7 @@ def silo(args: Any) -> int:
     return say(args, found, of.render(found))
 
 
-def _serve(args: Any) -> int:
+def _serve(args: Namespace) -> int:
     """``fedfm silo serve``."""
     if args.folder is None:
         raise InputError("silo serve: give the folder that carries the messages: --folder DIR")

@@ -221,10 +221,10 @@ def _model(silo: silo_config.Silo, needed: Experiment, notices: list[str]) -> st
     federated = own_rows.deal(silo.rows, needed.data, seed=needed.run.seed, task=needed.model.task)
     mine = own_rows.classes_of(silo.rows, federated.table)
     population = own_rows.populate(silo.rows, needed, mine)
-    found = population.model
     notices += of_silo(needed.method, population)
-    if found is None:
+    if not population.has_model:
         return "the clients of this method have none"
+    found = population.model
     name, pinned = silo.data if needed.own_code else found.spec.name, needed.model.fingerprint
     if pinned is not None and found.fingerprint != pinned:
         raise InputError(f"{name} is {found.fingerprint[:12]}, and the experiment needs {pinned[:12]}")

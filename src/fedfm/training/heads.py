@@ -32,10 +32,11 @@ from fedfm.training.update_rules import Rule, places
 _FIXED = 1 << 20  # multiply-adds that take as long as the calls around the products
 
 
-def applies(model: Model) -> bool:
+def applies(model: Model | None) -> bool:
     """Whether the model is a linear head with softmax cross-entropy on cached features."""
     return (
-        getattr(model, "adaptation", None) == "head"
+        model is not None
+        and getattr(model, "adaptation", None) == "head"
         and getattr(model, "softmax", True)
         and model.task.classifies_by_head
         and isinstance(model.head, torch.nn.Linear)

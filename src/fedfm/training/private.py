@@ -90,7 +90,9 @@ def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
         after: called after each step.
     """
     client, local = job.client, job.local
-    private: Descent = client.private
+    private = client.private
+    if not isinstance(private, Descent):
+        raise RunError("this client trains without noise: the runtime gives it no plan of DP-SGD")
     model = client.model
     rows = private.data.train
     n = len(rows)

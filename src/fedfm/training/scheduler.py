@@ -47,7 +47,9 @@ def train(job: Job) -> Params:
     return _train_alone(job)
 
 
-def trainer_for(model: Model, local: Any = None, only: Sequence[str] | None = None, protected: bool = False) -> Trainer:
+def trainer_for(
+    model: Model, local: Local | None = None, only: Sequence[str] | None = None, protected: bool = False
+) -> Trainer:
     """The fast trainer for this model, if it supports the optimiser and all tensors are trained; else the loop."""
     if protected:
         return private.train
@@ -65,17 +67,17 @@ def trains_without(model: Model) -> bool:
     return trainer_for(model) is not loop.train
 
 
-def width(model: Model) -> int:
+def width(model: Model | None) -> int:
     """Most clients in a chunk."""
     return _HEADS[0] if heads.applies(model) else packed.width(model)
 
 
-def least(model: Model) -> int:
+def least(model: Model | None) -> int:
     """Fewest clients in a chunk."""
     return _HEADS[1] if heads.applies(model) else -(-packed.width(model) // 2)
 
 
-def compiles(model: Model, local: Any = None) -> bool:
+def compiles(model: Model, local: Local | None = None) -> bool:
     """Whether its training loads loops that numba compiles."""
     return trainer_for(model, local) is heads.train
 
@@ -90,7 +92,7 @@ def by_autograd() -> Iterator[None]:
         _autograd.reset(token)
 
 
-def prepare(model: Model) -> None:
+def prepare(model: Model | None) -> None:
     """Load the kernels of its training before the process forks, so that its children share them."""
     if heads.applies(model):
         import fedfm.linalg.kernels.softmax_sgd  # noqa: F401
@@ -98,7 +100,7 @@ def prepare(model: Model) -> None:
         packed.prepare(model)
 
 
-def trains_in_batches(model: Model) -> bool:
+def trains_in_batches(model: Model | None) -> bool:
     """Whether several clients train as one batch."""
     return not heads.applies(model) and packed.width(model) > 1
 

@@ -22,7 +22,7 @@ _L2 = 1e-2
 
 
 @torch.no_grad()
-def outputs(taps: Taps, rows: Any, most: int) -> Outputs:
+def outputs(taps: Taps, rows: Rows, most: int) -> Outputs:
     """Logits (n, C), head inputs (n, d) and labels (n,) of the first rows, without gradients."""
     logits, features, labels = [], [], []
     n = min(len(rows), most)
@@ -50,7 +50,7 @@ def quick(distiller: Distiller, theirs: Outputs, judged: Rows) -> dict[str, Any]
     }
 
 
-def compare(distiller: Distiller, rows: Any, judged: Rows, theirs: Outputs, known: Outputs) -> dict[str, Any]:
+def compare(distiller: Distiller, rows: Rows, judged: Rows, theirs: Outputs, known: Outputs) -> dict[str, Any]:
     """``teacher_accuracy``, ``accuracy``, ``agreement``, ``distance`` and ``outside`` on held-out rows, and ``blocks``.
 
     With a new head each model gets a softmax regression on its own features of training rows; the agreement is that of

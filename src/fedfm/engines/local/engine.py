@@ -26,7 +26,7 @@ from fedfm.core.wire import codec
 from fedfm.engines.interruption import Interrupted
 from fedfm.engines.local.spawned import Spawned, spawn
 from fedfm.engines.local.worker_pool import Pool
-from fedfm.errors import E_EXCEPTION, E_TIMEOUT, ClientFault, InputError
+from fedfm.errors import E_EXCEPTION, E_TIMEOUT, ClientFault, InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
 from fedfm.models import devices
@@ -58,6 +58,8 @@ class Judges(Silos):
         if requests[0].handler != JUDGE:
             return super().answer(requests)
         model = self.population.client_model
+        if model is None:
+            raise RunError("the clients of this method have no model to judge")
         model.load(requests[0].payload["w"])
         return [model.predict(self.population.piece(request.client)) for request in requests]  # type: ignore[attr-defined]
 

@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
 from fedfm.errors import Faults, InputError
 from fedfm.methods.fedpft.release_plan import Plan
 from fedfm.methods.fedpft.topology import topological
+from fedfm.privacy.spec import PrivacySpec, need
 
 
-def refuse(m: Any) -> None:
+class Settings(Protocol):
+    """Those of a FedPFT that are compared here."""
+
+    @property
+    def topology(self) -> str: ...
+    @property
+    def edges(self) -> Sequence[tuple[str, ...]]: ...
+    @property
+    def counts(self) -> str: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def min_count(self) -> int: ...
+    @property
+    def covariance(self) -> str | None: ...
+    @property
+    def components(self) -> int | None: ...
+    @property
+    def budgets(self) -> Mapping[str, int]: ...
+    @property
+    def calibration(self) -> str: ...
+    @property
+    def relation(self) -> str: ...
+    @property
+    def pooled(self) -> bool: ...
+    @property
+    def shuffle(self) -> bool: ...
+    @property
+    def bound(self) -> bool: ...
+    @property
+    def verify(self) -> bool: ...
+
+
+def refuse(m: Settings) -> None:
     """Refuse settings of a FedPFT ``m`` that do not go together.
 
     Raises:
@@ -30,7 +64,7 @@ def refuse(m: Any) -> None:
     topological({n: [a for a, b in m.edges if b == n] for n in names})
 
 
-def _refuse_counting(m: Any) -> None:
+def _refuse_counting(m: Settings) -> None:
     """Refuse settings that would reveal the counts."""
     if not m.samples or m.topology != "star" or m.bound:
         raise InputError(
@@ -55,12 +89,12 @@ def _refuse_counting(m: Any) -> None:
         )
 
 
-def pools(m: Any) -> bool:
+def pools(m: Settings) -> bool:
     """Whether ``pooled = true`` is a setting that this FedPFT takes under [privacy], and has not."""
     return bool(not m.pooled and m.topology == "star" and m.calibration == "analytic")
 
 
-def plan_of(m: Any, privacy: Any) -> Plan:
+def plan_of(m: Settings, privacy: PrivacySpec) -> Plan:
     """What a FedPFT ``m`` releases under the [privacy] table.
 
     Raises:
@@ -106,7 +140,8 @@ def plan_of(m: Any, privacy: Any) -> Plan:
             key="method.counts",
         )
     faults.refuse()
-    return Plan(m.relation, m.covariance, privacy.target_epsilon, privacy.delta, m.calibration)
+    epsilon, delta = need(privacy.target_epsilon, "target_epsilon"), need(privacy.delta, "delta")
+    return Plan(m.relation, m.covariance or "spherical", epsilon, delta, m.calibration)
 
 
 def check_budgets(budgets: Collection[str], clients: Sequence[str]) -> None:

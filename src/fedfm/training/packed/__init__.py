@@ -38,23 +38,23 @@ _LONG = 64  # tokens of a picture from which one client's batch fills the cache
 _known: WeakKeyDictionary[Any, dict[bool, _Found | None]] = WeakKeyDictionary()
 
 
-def applies(model: Model, kernels: str) -> bool:
+def applies(model: Model | None, kernels: str) -> bool:
     """Whether :func:`train` supports this model; the loop trains all others."""
     return kernels in KERNELS and _net(model, kernels == FAST_BF16) is not None
 
 
-def packs(model: Model) -> bool:
+def packs(model: Model | None) -> bool:
     """Whether the model's kernels, which are not ``exact``, train it otherwise than ``exact`` ones do."""
     return _fast_net(model) is not None
 
 
-def width(model: Model) -> int:
+def width(model: Model | None) -> int:
     """Clients in a chunk."""
     found = _fast_net(model)
     return 1 if found is None or found.net.positions >= _LONG else _WIDTH
 
 
-def prepare(model: Model) -> None:
+def prepare(model: Model | None) -> None:
     """Load, or compile at the first use, the attention of fast kernels."""
     found = _fast_net(model)
     if found is not None and attention.fits(found.net.width, found.net.layers[0].heads):
@@ -115,10 +115,11 @@ class _Found(NamedTuple):
     predictor: CachedLogits
 
 
-def _net(model: Model, low: bool, *, fresh: bool = False) -> _Found | None:
+def _net(model: Model | None, low: bool, *, fresh: bool = False) -> _Found | None:
     """The net of the model, read once; with ``fresh`` again if its frozen weights have changed since."""
     if (
-        not hasattr(getattr(model, "module", None), "peft_config")
+        model is None
+        or not hasattr(getattr(model, "module", None), "peft_config")
         or not getattr(model, "softmax", True)
         or getattr(model, "weights_overridden", 0) > 0
         or getattr(model, "hollow", False)
@@ -136,6 +137,6 @@ def _net(model: Model, low: bool, *, fresh: bool = False) -> _Found | None:
     return known[low]
 
 
-def _fast_net(model: Model) -> _Found | None:
+def _fast_net(model: Model | None) -> _Found | None:
     kernels = getattr(model, "kernels", "exact")
     return None if kernels == "exact" else _net(model, kernels == FAST_BF16)
