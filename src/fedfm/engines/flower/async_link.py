@@ -189,14 +189,14 @@ class FlowerStream(FlowerLink):
                 reply.client for reply in self._push([self._hello(node) for node in busy], waiting, self._timeout)
             ]
             self._unmet |= {name: (one, busy[one.node]) for name, one in waiting.items()}
-            self._nodes |= {client: node for node, client in busy.items() if f"node {node}" not in unsent}
+            self._members.nodes |= {client: node for node, client in busy.items() if f"node {node}" not in unsent}
         super()._greet()
 
     def _met_late(self, message: Message, one: InFlight, client: ClientId) -> None:
         reply, self._cached[one.node] = reply_of(message, one, self._most)
         if reply.fault is not None and reply.fault.code == E_DIED:
             return  # lost on its way or with its process: the client is who it was
-        self._nodes.pop(client, None)
+        self._members.nodes.pop(client, None)
         self._registry.look()
         self._meet([reply])
 

@@ -13,17 +13,16 @@ from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.transcript import Crossing
 from fedfm.core.wire import flower_records
-from fedfm.engines.answers import parse_hello
+from fedfm.engines.flower.members import Members
 from fedfm.engines.flower.message_codec import EncodedPayload, InFlight, fault_reply, reply_of
 from fedfm.engines.flower.private_api import SUPERLINK, message_lost, process_died, push, restarting
 from fedfm.engines.flower.recovery import parameter_cache
 from fedfm.engines.flower.recovery.lost_messages import Probes
 from fedfm.engines.flower.recovery.node_presence import Presence
 from fedfm.engines.flower.recovery.round_replies import RoundReplies
-from fedfm.engines.flower.registry import NAMELESS, Registry, node_of
+from fedfm.engines.flower.registry import NAMELESS, Registry
 from fedfm.engines.interruption import Interrupted
 from fedfm.errors import (
-    E_CLIENT,
     E_DIED,
     E_HELD,
     E_TIMEOUT,
@@ -62,7 +61,6 @@ class FlowerLink:
 
     Attributes:
         hellos: the crossings of the hello messages.
-        own_data: the silos have their own rows and not a part of the server's table.
         kept: clients keep their answers to training, by the names of the requests.
 
     Raises:
@@ -95,29 +93,30 @@ class FlowerLink:
         self._grid, self._timeout, self._slots, self._stop = grid, timeout, slots, stop
         self._patience = timeout if gather is None else gather
         self._progress, self._notice, self._most = progress, notice, most
-        self._expected, self._identity, self._greeting = tuple(expected), identity, dict(greeting or {})
-        self._known = frozenset(known)
+        self._expected, self._greeting = tuple(expected), dict(greeting or {})
         if spare:
             self._greeting[parameter_cache.NAMES] = True
         self._presence, self._returns, self._registry = Presence(grid, returns), returns, Registry(grid, spare)
         self._probes = Probes()
         self._answered, self._waits = answered, waits
-        self._nodes: dict[ClientId, int] = {}
         self._cached: dict[int, frozenset[str]] = {}  # by node: hashes of the parameters that are there
-        self._barred: dict[ClientId, ClientFault] = {}
-        self._absent: dict[str, ClientFault] = {}  # the same, and nodes that are no client
+        self._members = Members(self._registry, expected=expected, identity=identity, known=known, notice=notice)
         self._greeted: set[int] = set()
         self._resend: list[tuple[int, Request]] = []  # to send again, with all parameters
         self._late: set[str] = set()  # messages that timed out: their replies are pulled and dropped
         self.hellos: list[Crossing] = []
         self._crossed: Callable[[Crossing], None] = lambda crossing: None
-        self.own_data = False
         self._gather(min_clients)
 
     @property
     def clients(self) -> Sequence[ClientId]:
         """Names of expected and of connected clients, and of those from before a stop, sorted."""
-        return sorted({*self._nodes, *self._barred, *self._known, *(() if self.own_data else self._expected)})
+        return self._members.clients
+
+    @property
+    def own_data(self) -> bool:
+        """Whether the silos have their own rows and not a part of the server's table."""
+        return self._members.own_data
 
     @property
     def straggling(self) -> bool:
@@ -144,15 +143,15 @@ class FlowerLink:
 
     def _assign_nodes(self, requests: Sequence[Request]) -> tuple[list[tuple[int, Request]], list[Reply]]:
         """Requests with their nodes; replies that are known, and faults for clients that cannot be asked."""
-        if any(r.client not in self._nodes and r.client not in self._barred for r in requests):
+        if any(r.client not in self._members.nodes and r.client not in self._members.barred for r in requests):
             self._greet()
         online = self._presence.online()
         self._forget(online)
         sent, known = list[tuple[int, Request]](), list[Reply]()
         for request in requests:
-            node = self._nodes.get(request.client)
-            if request.client in self._barred:
-                known.append(fault_reply(request, self._barred[request.client]))
+            node = self._members.nodes.get(request.client)
+            if request.client in self._members.barred:
+                known.append(fault_reply(request, self._members.barred[request.client]))
             elif self._answered is not None and (reply := self._answered.find(request)) is not None:
                 known.append(reply)
             elif node is None or not self._presence.expects(node, online):
@@ -311,7 +310,7 @@ class FlowerLink:
     def _take_probe_reply(self, message: Message) -> None:
         """Process the reply to a probe, if the message is one."""
         if (hello := self._probes.take_reply(message)) is not None:
-            clients = [client for client, node in self._nodes.items() if node == hello.node]
+            clients = [client for client, node in self._members.nodes.items() if node == hello.node]
             self._enter_hello(clients[0] if clients else hello.request.client, reply_of(message, hello, self._most)[0])
 
     # --- hello --------------------------------------------------------------------------------------------------------
@@ -331,26 +330,22 @@ class FlowerLink:
                 break
             time.sleep(0.1)
         self._greet()
-        while (away := self._away(self._known)) and time.monotonic() - begun < self._patience:
-            self._waits(self._nodes, away)
+        while (away := self._members.missing_again) and time.monotonic() - begun < self._patience:
+            self._waits(self._members.nodes, away)
             if self._stop():
                 raise Interrupted
             time.sleep(POLL[1])
             self._greet()
-        self._waits(self._nodes, ())
-        able = len(self._nodes)
+        self._waits(self._members.nodes, ())
+        able = len(self._members.nodes)
         if able < min_clients:
             text = f"{able} of {count} connected nodes can take part, min_clients is {min_clients}"
-            why = "; ".join(f"{name}: {fault}" for name, fault in sorted(self._absent.items()))
+            why = "; ".join(f"{name}: {fault}" for name, fault in sorted(self._members.absent.items()))
             raise RunError(f"{text} ({why})" if why else text)
-        if self._registry.nameless(self._nodes.values()):
+        if self._registry.nameless(self._members.nodes.values()):
             self._notice(NAMELESS)
-        if missing := self._away(self.clients):
+        if missing := self._members.missing:
             self._notice(f"no node came for {', '.join(missing)}")
-
-    def _away(self, clients: Collection[ClientId]) -> list[ClientId]:
-        """Clients whose node has not answered a hello."""
-        return sorted({*clients} - {*self._nodes, *self._barred})
 
     def _greet(self) -> None:
         """Send hello to the nodes that have not received it."""
@@ -364,43 +359,9 @@ class FlowerLink:
         return node, Request(f"node {node}", HELLO, self._greeting, 0, 0)
 
     def _meet(self, replies: Iterable[Reply]) -> None:
-        """Process replies to hellos; only the first one of a node counts."""
-        hellos = dict[int, tuple[Reply, ClientId | None, ClientFault | None]]()
-        for reply in replies:
-            hellos.setdefault(node_of(reply), (reply, *self._introduction(reply)))
-        claims = {node: said for node, (_, said, _) in hellos.items() if said is not None}
-        refused = self._registry.refusals(claims, self._nodes)
-        for node, (reply, said, fault) in hellos.items():
-            name = self._registry.name(node) or (None if node in refused else said)
-            fault = refused.get(node, fault)
-            stranger = fault is None and self._stranger(reply, name)
-            if stranger:
-                fault = ClientFault(E_CLIENT, f'"{str(name)[:40]}" is none of this experiment\'s clients')
-            called = name or self._registry.display_name(node)
-            if said is not None:
-                self._enter_hello(called, reply)
-            if fault is None:
-                self.own_data = self.own_data or bool(reply.value.get("own_data"))
-                self._nodes[called] = node
-                self._barred.pop(called, None)
-                continue
-            self._absent[called] = fault
-            self._notice(f"{called} does not take part: {fault}")
-            if not stranger and name is not None and name not in self._nodes and name in (said, *self.clients):
-                self._barred[name] = fault
-
-    def _introduction(self, reply: Reply) -> tuple[ClientId | None, ClientFault | None]:
-        """(the name that a node gives or None, reason not to take part or None) from its reply to a hello."""
-        if reply.fault is not None:
-            return None, reply.fault
-        try:
-            return parse_hello(reply.value, self._identity, self._expected)
-        except ClientFault as fault:
-            return None, fault
-
-    def _stranger(self, reply: Reply, name: ClientId | None) -> bool:
-        """Whether a node has neither rows of its own nor a part of this experiment's."""
-        return not reply.value.get("own_data") and bool(self._expected) and name not in self._expected
+        """Process replies to hellos."""
+        for name, reply in self._members.admit(replies):
+            self._enter_hello(name, reply)
 
     def _enter_hello(self, name: ClientId, reply: Reply) -> None:
         for sender, receiver, nbytes in (("server", name, reply.nbytes_down), (name, "server", reply.nbytes_up)):

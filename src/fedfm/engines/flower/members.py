@@ -1,0 +1,108 @@
+"""Who takes part in a run: the nodes that have answered a hello as one of its clients, and why others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from fedfm.core.client import ClientId
+from fedfm.core.messages import Reply
+from fedfm.engines.answers import parse_hello
+from fedfm.engines.flower.registry import Registry, node_of
+from fedfm.errors import E_CLIENT, ClientFault
+
+
+class Members:
+    """Clients by name, with their nodes.
+
+    Args:
+        registry: names under which the nodes' keys are registered.
+        expected: names of the expected clients; silos with their own rows have other names.
+        identity: of the server's model; a client with another model is left out.
+        known: clients that took part before a stop.
+        notice: called for every node that does not take part.
+
+    Attributes:
+        nodes: of the clients that take part, by name.
+        barred: clients that may not take part, with the reason.
+        absent: the same, and nodes that are no client.
+        own_data: the silos have their own rows and not a part of the server's table.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        *,
+        expected: Sequence[ClientId],
+        identity: str | None,
+        known: Collection[ClientId],
+        notice: Callable[[str], None],
+    ) -> None:
+        self._registry, self._notice = registry, notice
+        self._expected, self._identity, self._before = tuple(expected), identity, frozenset(known)
+        self.nodes: dict[ClientId, int] = {}
+        self.barred: dict[ClientId, ClientFault] = {}
+        self.absent: dict[str, ClientFault] = {}
+        self.own_data = False
+
+    @property
+    def clients(self) -> Sequence[ClientId]:
+        """Names of expected and of connected clients, and of those from before a stop, sorted."""
+        return sorted({*self.nodes, *self.barred, *self._before, *(() if self.own_data else self._expected)})
+
+    @property
+    def missing(self) -> list[ClientId]:
+        """Clients whose node has not answered a hello."""
+        return self._away(self.clients)
+
+    @property
+    def missing_again(self) -> list[ClientId]:
+        """Of the clients from before a stop, those whose node has not answered a hello."""
+        return self._away(self._before)
+
+    def _away(self, clients: Collection[ClientId]) -> list[ClientId]:
+        return sorted({*clients} - {*self.nodes, *self.barred})
+
+    def admit(self, replies: Iterable[Reply]) -> list[tuple[ClientId, Reply]]:
+        """Process replies to hellos; only the first one of a node counts.
+
+        Returns:
+            The replies of nodes that gave a name, each with the name under which it is called.
+        """
+        hellos = dict[int, tuple[Reply, ClientId | None, ClientFault | None]]()
+        for reply in replies:
+            hellos.setdefault(node_of(reply), (reply, *self._introduction(reply)))
+        claims = {node: said for node, (_, said, _) in hellos.items() if said is not None}
+        refused = self._registry.refusals(claims, self.nodes)
+        introduced = []
+        for node, (reply, said, fault) in hellos.items():
+            name = self._registry.name(node) or (None if node in refused else said)
+            fault = refused.get(node, fault)
+            stranger = fault is None and self._is_stranger(reply, name)
+            if stranger:
+                fault = ClientFault(E_CLIENT, f'"{str(name)[:40]}" is none of this experiment\'s clients')
+            called = name or self._registry.display_name(node)
+            if said is not None:
+                introduced.append((called, reply))
+            if fault is None:
+                self.own_data = self.own_data or bool(reply.value.get("own_data"))
+                self.nodes[called] = node
+                self.barred.pop(called, None)
+                continue
+            self.absent[called] = fault
+            self._notice(f"{called} does not take part: {fault}")
+            if not stranger and name is not None and name not in self.nodes and name in (said, *self.clients):
+                self.barred[name] = fault
+        return introduced
+
+    def _introduction(self, reply: Reply) -> tuple[ClientId | None, ClientFault | None]:
+        """(the name that a node gives or None, reason not to take part or None) from its reply to a hello."""
+        if reply.fault is not None:
+            return None, reply.fault
+        try:
+            return parse_hello(reply.value, self._identity, self._expected)
+        except ClientFault as fault:
+            return None, fault
+
+    def _is_stranger(self, reply: Reply, name: ClientId | None) -> bool:
+        """Whether a node has neither rows of its own nor a part of this experiment's."""
+        return not reply.value.get("own_data") and bool(self._expected) and name not in self._expected
