@@ -122,7 +122,9 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     # --- server half --------------------------------------------------------------------------------------------------
     def init(self, fed: Federation) -> ServerState:
         model = foundation_check.check(fed.model, self.foundation)
-        w = predictions.load_trained(self, fed, model) if self.predict else fed.initial
+        alike = {"foundation": self.foundation, "released": self.released}
+        alike |= {"projection": self.projection, "rank": self.rank}
+        w = predictions.load_trained(self.trained, alike, fed, model) if self.predict else fed.initial
         figures = self.run_forward_pass(fed)
         if self.predict:
             figures["predicted"] = float(sum(fed.ask(self.predicted, w=w).values()))

@@ -7,11 +7,13 @@ from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedfm.api.command_registry import Command, training_arguments
 from fedfm.api.terminal import continuing, say, tell
-from fedfm.runtime.progress import Progress
+
+if TYPE_CHECKING:
+    from fedfm.runtime.progress import Progress
 
 
 def distil(args: Namespace) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,22 +16,23 @@ import torch
 from fedfm.core.capabilities import PREDICTIONS
 from fedfm.core.client import Client
 from fedfm.core.federation import Federation
-from fedfm.encrypted.protocol.protocol_method import ProtocolMethod
 from fedfm.errors import E_LOST, ClientFault, InputError
 from fedfm.linalg.params import Params
 from fedfm.models.adapters.side_adapter import SideModel
 from fedfm.models.export import load_adapter
 
-_ALIKE = ("foundation", "released", "projection", "rank")  # settings on which adapters depend
 
-
-def load_trained(method: ProtocolMethod, fed: Federation, model: SideModel) -> Params:
+def load_trained(path: str, settings: Mapping[str, object], fed: Federation, model: SideModel) -> Params:
     """(theta, eta) of the finished run that ``method.trained`` names.
+
+    Args:
+        path: of its folder.
+        settings: of this run, on which adapters depend; the other's have to be the same.
 
     Raises:
         InputError: there is none, or it is of another model.
     """
-    folder, where = Path(method.trained), f'method.trained = "{method.trained}"'
+    folder, where = Path(path), f'method.trained = "{path}"'
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -40,8 +42,7 @@ def load_trained(method: ProtocolMethod, fed: Federation, model: SideModel) -> P
     of = manifest["experiment"]["method"]
     if manifest.get("result") is None or of.get("name") != "blindfed":
         raise InputError(f"{where}: expected a finished run of blindfed")
-    for key in _ALIKE:
-        ours = getattr(method, key)
+    for key, ours in settings.items():
         if of.get(key, ours) != ours:
             raise InputError(f"{where}: its {key} is {of[key]!r}, here it is {ours!r}; expected the same")
     if manifest["fingerprints"]["model"] != model.fingerprint:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from fedfm.core.client import Client
 from fedfm.encrypted.protocol.handshake import Hello, Opened
-
-if TYPE_CHECKING:
-    from fedfm.linalg.params import Params
 
 
 class ProtocolMethod(Protocol):
@@ -19,10 +16,6 @@ class ProtocolMethod(Protocol):
     @property
     def foundation(self) -> str:
         """Of the frozen model."""
-
-    @property
-    def trained(self) -> str:
-        """The folder of a finished run, whose adapters predict."""
 
     @property
     def labels(self) -> str:
@@ -58,6 +51,3 @@ class ProtocolMethod(Protocol):
 
     def align(self, client: Client, batch: int, orders: Tensor, labels: Tensor) -> int:
         """Permuted, steps 4 and 6."""
-
-    def predicted(self, client: Client, w: Params) -> int:
-        """Keep the predictions of its rows."""
