@@ -23,7 +23,7 @@ from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.models.wrap import wrap
 from fedfm.tasks.task import Task
-from fedfm.training import heads
+from fedfm.training import cached_head
 
 SOURCES = Path(__file__).resolve().parents[2] / "src" / "fedfm"
 NAMES = tuple(task.name for task in tasks.available())
@@ -213,4 +213,4 @@ def test_a_loss_of_its_own_is_no_cross_entropy_for_the_fast_trainers():
     assert not Squared.softmax
     own = wrap(torch.nn.Linear(2, 3), lambda m, b: m(b["features"]).sum(), classes=("a", "b", "c"))
     assert not own.softmax
-    assert not heads.applies(own)
+    assert not cached_head.applies(own)

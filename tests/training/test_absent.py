@@ -12,7 +12,7 @@ from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models.wrap import wrap
-from fedfm.training import SGD, Adam, Proximal, loop, scheduler
+from fedfm.training import SGD, Adam, Proximal, local_job, loop, scheduler
 from fedfm.training.local_job import Job
 from fedfm.training.scheduler import train_client
 from small import experiment
@@ -145,4 +145,4 @@ def test_what_makes_no_sense_is_refused(tmp_path):
     assert not (tmp_path / "run").exists()
     own = wrap(nn.Linear(2, 3), lambda m, b: m(b["features"]).sum(), classes=("a", "b", "c"))
     with pytest.raises(InputError, match="needs a classifier trained with cross-entropy"):
-        loop.over_classes(own, SGD(absent="zero"))
+        local_job.over_classes(own, SGD(absent="zero"))

@@ -13,7 +13,7 @@ from fedfm.core import tasks
 from fedfm.core.client import Client, ClientData, Terms
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
-from fedfm.training import SGD, Adam, AdamW, Proximal, heads
+from fedfm.training import SGD, Adam, AdamW, Proximal, cached_head, heads
 from fedfm.training.local_job import Job
 from fedfm.training.scheduler import train_client
 
@@ -273,8 +273,8 @@ def test_logits_far_apart_overflow_nothing():
 
 
 def test_it_applies_to_linear_heads_only():
-    assert heads.applies(model(3, 2))
+    assert cached_head.applies(model(3, 2))
     other = {"task": tasks.find("language_modelling")}
     changes = ({"adaptation": "lora"}, other, {"head": torch.nn.ReLU()}, {"names": ("w",)})
     for change in changes:
-        assert not heads.applies(SimpleNamespace(**{**vars(model(3, 2)), **change}))
+        assert not cached_head.applies(SimpleNamespace(**{**vars(model(3, 2)), **change}))

@@ -99,6 +99,7 @@ class Mechanism:
         figures: names of metrics in ``fed.metrics`` that the line of a round shows.
         fresh: a round that a resume repeats gets other noise: it is one more release to a reader of the first.
         withholds: the metrics of updates stay at the clients.
+        period: groups of clients that take turns, one a round.
     """
 
     secrets: ClassVar[tuple[str, ...]] = ()
@@ -106,6 +107,7 @@ class Mechanism:
     figures: ClassVar[tuple[str, ...]] = ()
     fresh: ClassVar[bool] = False
     withholds: ClassVar[bool] = False
+    period = 1
 
     @property
     def plan(self) -> DescentPlan | None:

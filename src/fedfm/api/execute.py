@@ -22,9 +22,7 @@ from fedfm.runtime import missing_files, row_cache
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.progress import Progress
 from fedfm.runtime.progress_bar import Bar
-from fedfm.runtime.resume_changes import extend, move
 from fedfm.runtime.run_directory import Run
-from fedfm.runtime.trackers.tracker import with_trackers
 
 
 def run(
@@ -81,6 +79,8 @@ def resume(
         InputError: there is no run; it cannot have more rounds; a key may not change; or, as
             :class:`~fedfm.errors.Lost`, a file that it needs is damaged or missing.
     """
+    from fedfm.runtime.resume_changes import extend, move
+
     run = load_run(path)
     if (rounds is not None or changes) and run.experiment.data.name == IN_MEMORY:  # before the run is changed
         raise InputError(
@@ -129,7 +129,10 @@ def drive(
         with run.lock(), _stop_flag() as stop, devices.restore_determinism(), _discard_if_refused(run, fresh):
             if run.manifest["result"] is not None:  # another process has ended it since it was opened
                 return _result_of_finished(run, progress)
-            progress = with_trackers(run, progress)
+            if run.experiment.run.track:
+                from fedfm.runtime.trackers.tracker import with_trackers
+
+                progress = with_trackers(run, progress)
             for notice in missing_files.settle(run, accept_loss):
                 progress.notice(notice)
             result = start(run, stop, progress, population, silos)

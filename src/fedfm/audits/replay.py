@@ -28,7 +28,7 @@ from fedfm.data.spec import IN_MEMORY
 from fedfm.engines.local.engine import LocalLink
 from fedfm.errors import E_DUPLICATE, ClientFault, InputError, Lost, RunError
 from fedfm.linalg.params import sha256_of
-from fedfm.linalg.quantised import EXACT
+from fedfm.linalg.precisions import EXACT
 from fedfm.linalg.threads import torch_threads
 from fedfm.models import devices
 from fedfm.models.user.user_inputs import read_inputs

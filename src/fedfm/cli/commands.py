@@ -34,10 +34,24 @@ def experiment_of(args: Namespace) -> Experiment:
 
 def run(args: Namespace) -> int:
     """``fedfm run``."""
-    from fedfm.api import execute, studies
-
     experiment = experiment_of(args)
     progress = _watch()
+    if args.tune or args.seeds or args.baselines:
+        return _run_study(args, experiment, progress)
+    return _run_once(args, experiment, progress)
+
+
+def _run_once(args: Any, experiment: Any, progress: Any) -> int:
+    from fedfm.api import execute
+
+    result = _hint_on_stop(lambda: execute.run(experiment, args.out, progress=progress), progress)
+    return say(args, result, _summary(result))
+
+
+def _run_study(args: Any, experiment: Any, progress: Any) -> int:
+    """Several runs in place of one, or before it."""
+    from fedfm.api import studies
+
     if args.tune:
         rates = _numbers("--tune", args.tune, float)
         experiment = _study(args, lambda: studies.tune(experiment, rates, args.out, progress), progress)
@@ -52,8 +66,7 @@ def run(args: Namespace) -> int:
             raise InputError(f"--seeds {args.seeds}: seeds are whole numbers of at least 0")
         result = _study(args, lambda: studies.seeds(experiment, seeds, args.out, progress), progress)
         return say(args, result, studies.seeds_text(result))
-    result = _hint_on_stop(lambda: execute.run(experiment, args.out, progress=progress), progress)
-    return say(args, result, _summary(result))
+    return _run_once(args, experiment, progress)
 
 
 def _numbers(flag: str, text: str, kind: Callable[[str], Any]) -> list[Any]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from fedfm.aggregation._correlated import CorrelatedGaussian
-from fedfm.aggregation.secure import Secure
 from fedfm.config.parts import ExperimentParts
 from fedfm.config.registry import name_of
 from fedfm.core.method import fraction_of
@@ -41,21 +39,23 @@ def enough(e: ExperimentParts, names: Sequence[str], source: str = "") -> None:
         raise InputError(f"run.asynchronous.buffer = {late.buffer}: {there}", key="run.asynchronous.buffer")
     if late is not None:
         named_clients(late.speeds, names)
-    if cohort < least and isinstance(e.aggregation, Secure):
-        key, value = ("privacy.aggregator", "secagg") if e.privacy is not None else ("aggregation.name", "secure")
-        raise InputError(
-            f'{key} = "{value}": it needs {least} clients a round, since in a sum of two each knows the '
-            f"other's update, and a round asks {cohort} of {of}; {_cure(least, clients)}, or drop it",
-            key=key,
-        )
     if cohort < least:
+        from fedfm.aggregation.secure import Secure
+
+        if isinstance(e.aggregation, Secure):
+            key, value = ("privacy.aggregator", "secagg") if e.privacy is not None else ("aggregation.name", "secure")
+            raise InputError(
+                f'{key} = "{value}": it needs {least} clients a round, since in a sum of two each knows the '
+                f"other's update, and a round asks {cohort} of {of}; {_cure(least, clients)}, or drop it",
+                key=key,
+            )
         raise InputError(
             f'aggregation.name = "{name_of("aggregation", e.aggregation)}": it needs {least} updates a round, and a '
             f"round asks {cohort} of {of}; {_cure(least, clients)}, or take another rule",
             key="aggregation.name",
         )
     mechanism = e.aggregation.mechanism
-    if isinstance(mechanism, CorrelatedGaussian) and mechanism.period > clients:
+    if mechanism.period > clients:
         raise InputError(
             f"method.fraction = {fraction:g}: {mechanism.period} groups of clients take turns, and {there}; "
             f"expected at least {1 / clients:.3g}",

@@ -6,84 +6,34 @@ Rules on a single value are bounds of its field (:mod:`fedfm.core.fields`), rule
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, cast, get_type_hints
 
-from fedfm.aggregation import private
-from fedfm.aggregation.base import Aggregator
 from fedfm.aggregation.mean import Mean
-from fedfm.aggregation.secure import Secure
 from fedfm.attacks.attack import halves_of, locals_of
-from fedfm.config import dp_sgd
 from fedfm.config.parts import ExperimentParts
 from fedfm.config.registry import name_of
 from fedfm.config.user_code import is_function
 from fedfm.core import tasks
-from fedfm.core.capabilities import Personal, Private
 from fedfm.core.client import Update
 from fedfm.core.method import Method, nested_methods
 from fedfm.data.spec import IN_MEMORY
-from fedfm.errors import Faults, InputError, quote_names
+from fedfm.errors import InputError, quote_names
 from fedfm.linalg.params import Params
-from fedfm.linalg.quantised import EXACT
-from fedfm.privacy.spec import PrivacySpec
-from fedfm.training import TrainsLocally
-from fedfm.training.fit_head import HeadSpec
-from fedfm.training.personal import TwoModels
+from fedfm.linalg.precisions import EXACT
+from fedfm.training import Local, TrainsLocally
 
-M = TypeVar("M", bound=Private)
 _OWN_DATA = ("name", "partition", "val_fraction")  # keys of [data] that rows from a user's function take
 
 
-def protect(method: M, privacy: PrivacySpec) -> M:
-    """A method with a mechanism of its own, under the [privacy] table.
+def _check_momentum(local: Local) -> None:
+    from fedfm.training.personal import TwoModels
 
-    Raises:
-        InputError: its mechanism gives no such guarantee.
-    """
-    faults = Faults()
-    for key in ("noise_multiplier", "clip_norm", "clip_quantile", "halt_at_epsilon"):
-        if getattr(privacy, key) is not None:
-            faults.say(f"privacy.{key}: the method's own mechanism does not take it; drop it", key=f"privacy.{key}")
-    faults.refuse()
-    return method.protect(privacy)
-
-
-def guarantee(method: Method[Any], aggregation: Aggregator, privacy: PrivacySpec) -> tuple[Method[Any], Aggregator]:
-    """Method and aggregation under a [privacy] table that states an epsilon: here it is decided whose mechanism it is.
-
-    Raises:
-        InputError: no mechanism gives this guarantee.
-    """
-    if isinstance(method, Private):
-        return protect(method, privacy), aggregation
-    if privacy.mechanism == "dp_sgd":
-        return method, dp_sgd.under(method, aggregation, privacy)
-    _check_method(method)
-    return method, private.under(aggregation, method, privacy)
-
-
-def _check_method(method: Method[Any]) -> None:
-    where = 'privacy.unit = "client":'
-    if asks := _readable(method):
+    if isinstance(local, TwoModels) and local.momentum and local.optimiser != "sgd":
         raise InputError(
-            f"{where} the server looks at replies of single clients ({quote_names(asks)}), and the noise is on means",
-            key="privacy.unit",
+            f'method.local.momentum: only optimiser = "sgd" has one, not "{local.optimiser}"',
+            key="method.local.momentum",
         )
-    if not method.means:
-        raise InputError(
-            f"{where} this method sends no update that noise could hide; drop [privacy]", key="privacy.unit"
-        )
-    if isinstance(method, Personal) or (isinstance(method, TrainsLocally) and method.local.personal):
-        raise InputError(
-            f"{where} every client ends with a model of its own, and the noise is on means", key="privacy.unit"
-        )
-
-
-def _readable(method: Method[Any]) -> list[str]:
-    """Its client halves whose single replies the server can read."""
-    return [name for name in method.asks if name not in method.traits.sealed_replies]
 
 
 def check_as_asked(e: ExperimentParts) -> None:
@@ -94,11 +44,8 @@ def check_as_asked(e: ExperimentParts) -> None:
     """
     method, needs, adaptation, run = f'method "{e.method_name}"', e.method.needs, e.model.adaptation, e.run
     for local in locals_of(e.method):
-        if isinstance(local, TwoModels) and local.momentum and local.optimiser != "sgd":
-            raise InputError(
-                f'method.local.momentum: only optimiser = "sgd" has one, not "{local.optimiser}"',
-                key="method.local.momentum",
-            )
+        if local.personal:
+            _check_momentum(local)
         if local.warmup and local.warmup_steps:
             raise InputError(
                 "method.local.warmup_steps: it stands in place of warmup; drop one of the two",
@@ -193,14 +140,19 @@ def check_as_asked(e: ExperimentParts) -> None:
             "run.patience: early stopping evaluates during the run, and run.evaluate_every = 0 does not",
             key="run.patience",
         )
-    if isinstance(e.aggregation, Secure):
-        _check_secagg(e, method)
+    if e.aggregation.transport.form != "plain":
+        from fedfm.config import guarantee
+
+        guarantee.check_hidden(e, method)
     if run.transport != EXACT:
         _check_transport(e, method)
 
 
 def _check_transport(e: ExperimentParts, method: str) -> None:
     """Refuse ``run.transport`` where rounding would break a promise, or where no trained values cross."""
+    from fedfm.aggregation.secure import Secure
+    from fedfm.training.fit_head import HeadSpec
+
     where, halves = f'run.transport = "{e.run.transport}":', halves_of(e.method)
     if isinstance(e.aggregation, Secure):
         raise InputError(
@@ -306,38 +258,6 @@ def _check_augmented(e: ExperimentParts, method: str) -> None:
 def _all(method: Method[Any]) -> tuple[Method[Any], ...]:
     """The method and those in its fields."""
     return (method, *nested_methods(method))
-
-
-def hide_updates(aggregation: Aggregator) -> Aggregator:
-    """The aggregation under ``privacy.aggregator = "secagg"``.
-
-    Raises:
-        InputError: a robust rule.
-    """
-    if isinstance(aggregation, Secure):
-        return aggregation
-    if type(aggregation) is not Mean:
-        raise InputError(
-            'privacy.aggregator = "secagg": a robust rule compares single updates, secure aggregation hides them; '
-            f'drop it or "{name_of("aggregation", aggregation)}"',
-            key="privacy.aggregator",
-        )
-    return Secure()
-
-
-def _check_secagg(e: ExperimentParts, method: str) -> None:
-    key, value = ("privacy.aggregator", "secagg") if e.privacy is not None else ("aggregation.name", "secure")
-    where = f'{key} = "{value}":'
-    bare = e.method
-    if isinstance(bare, Private) and e.privacy and None not in (e.privacy.target_epsilon, e.privacy.delta):
-        with contextlib.suppress(InputError):  # under [privacy] a method may use a mean where it else asks
-            bare = protect(bare, e.privacy)
-    if asks := _readable(bare):
-        raise InputError(
-            f'{where} the server of {method} looks at single replies ({" and ".join(asks)}); expected "plain"', key=key
-        )
-    if not bare.means:
-        raise InputError(f"{where} {method} sends no update that could be hidden; drop it", key=key)
 
 
 def check_as_run(e: ExperimentParts) -> None:

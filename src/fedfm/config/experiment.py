@@ -8,18 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedfm.aggregation.base import Aggregator
 from fedfm.attacks.attack import Attack
 from fedfm.config import compatibility
-from fedfm.config.asynchronous import asynchronous, not_late
 from fedfm.config.faults import read_all
-from fedfm.config.key_suggestions import UnknownKey
-from fedfm.config.known_keys import KINDS, SPECS, KnownKeys
 from fedfm.config.parts import ExperimentParts
 from fedfm.config.registry import admit_named, name_of, resolve
-from fedfm.config.replaced import without_former_keys
 from fedfm.config.run_spec import RunSpec
 from fedfm.config.toml import build, build_named, plain, plain_or_name, read, refuse_unknown, to_toml
 from fedfm.config.user_code import fill_from_trainer, is_function
@@ -33,6 +29,9 @@ from fedfm.models.adapters.adaptation import with_defaults
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.privacy.spec import PrivacySpec
 from fedfm.privacy.spec import check as check_privacy
+
+if TYPE_CHECKING:
+    from fedfm.config.key_suggestions import UnknownKey
 
 T = TypeVar("T")
 _MODEL = "model.name"  # the one server-only value that is not a field of the method
@@ -72,6 +71,8 @@ class Experiment(ExperimentParts):
         Raises:
             InputError: with the key, what it is, and what would be right.
         """
+        from fedfm.config.asynchronous import asynchronous
+
         changed = method_name is not None
         data = _section_of(DataSpec, data, "data")
         if isinstance(method, Mapping):
@@ -98,7 +99,9 @@ class Experiment(ExperimentParts):
             built: Aggregator = build_named("aggregation", aggregation or {}, "aggregation", default="mean")[1]
             aggregation = built
         if privacy is not None and privacy.aggregator == "secagg":
-            aggregation = compatibility.hide_updates(aggregation)
+            from fedfm.config import guarantee
+
+            aggregation = guarantee.hide_updates(aggregation)
         stated = isinstance(run, Mapping) and "timeout" in run
         run = _section_of(RunSpec, {} if run is None else run, "run")
         if run.extend_timeout is None:
@@ -128,8 +131,10 @@ class Experiment(ExperimentParts):
                 check(attack, "attack")
             compatibility.check_as_asked(self)
             if privacy is not None and privacy.states_epsilon:
+                from fedfm.config import guarantee
+
                 check_privacy(privacy)
-                method, aggregation = compatibility.guarantee(method, aggregation, privacy)
+                method, aggregation = guarantee.guarantee(method, aggregation, privacy)
                 object.__setattr__(self, "method", method)
                 object.__setattr__(self, "aggregation", aggregation)
             compatibility.check_as_run(self)
@@ -157,6 +162,8 @@ class Experiment(ExperimentParts):
         takes = "`fedfm run exp.toml` takes an experiment in TOML"
         table = read(path, overrides or {}, takes)
         if tell is not None and overrides and "method.name" in overrides:
+            from fedfm.config.replaced import without_former_keys
+
             former = read(path, {}, takes).get("method")
             if isinstance(former, Mapping):
                 table = without_former_keys(table, former, overrides, tell)
@@ -243,7 +250,7 @@ def _check_sections(table: Mapping[str, Any]) -> None:
     faults = Faults()
     try:
         refuse_unknown(table, {"name", *_SECTIONS}, "")
-    except UnknownKey as error:
+    except InputError as error:  # each of its faults is an unknown key
         with faults:
             _refuse_hinted(error, table)
     for section in ("data", "method"):
@@ -261,6 +268,8 @@ def _check_alone(section: str, tables: Mapping[str, Any]) -> None:
     table = tables.get(section)
     if not isinstance(table, Mapping):
         return
+    from fedfm.config.known_keys import KINDS, SPECS
+
     try:
         if section in KINDS:
             kind, default = KINDS[section]
@@ -288,6 +297,8 @@ def _refuse_hinted(error: InputError, tables: Mapping[str, Any]) -> None:
     Raises:
         InputError: it has.
     """
+    from fedfm.config.key_suggestions import UnknownKey
+
     if any(isinstance(fault, UnknownKey) for fault in error.all):
         faults = Faults()
         for fault in error.all:
@@ -297,6 +308,9 @@ def _refuse_hinted(error: InputError, tables: Mapping[str, Any]) -> None:
 
 def _with_hint(error: UnknownKey, tables: Mapping[str, Any]) -> InputError:
     """The error with a hint that the other tables do not refuse."""
+    from fedfm.config.asynchronous import not_late
+    from fedfm.config.known_keys import KnownKeys
+
     value: Any = tables
     for key in error.key.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from fedfm.config.registry import name_of
 from fedfm.core.fields import key_of
 from fedfm.models.spec import AdaptationSpec
 from fedfm.privacy.spec import PrivacySpec
-from fedfm.training import BY_NAME
 
 _TABLES: dict[str, Any] = {"model": {"adaptation": AdaptationSpec()}, "privacy": PrivacySpec()}
 
@@ -35,8 +35,8 @@ def _default(tables: dict[str, Any], key: str) -> Any:
     """The default of a dotted key; of a key that stands for another value if it is absent, this value."""
     found: Any = tables
     for part in key.split("."):
-        if part == "name" and type(found) in BY_NAME.values():
-            return next(name for name, cls in BY_NAME.items() if cls is type(found))
+        if part == "name" and (name := name_of("optimisers", found)):
+            return name
         found = found[part] if isinstance(found, dict) else _field(found, part)
     return found
 

@@ -16,7 +16,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fedfm.config.paper_names import how_to_set
 from fedfm.config.user_code import admit_function, is_function
 from fedfm.core.libraries import of_import
 from fedfm.errors import InputError, close, quote_names
@@ -26,7 +25,7 @@ _BASES = {
     "attacks": "fedfm.attacks.attack:Attack",
     "aggregation": "fedfm.aggregation.base:Aggregator",
 }
-_HELD = {"optimisers": "fedfm.training:BY_NAME"}  # kinds that are a dict of classes, not a folder
+_HELD = {"optimisers": "fedfm.training:BY_NAME"}  # kinds that are a dict of places of classes, not a folder
 _TABLES = {"method": "methods", "attack": "attacks", "aggregation": "aggregation"}  # table of an experiment -> kind
 _admitted: dict[tuple[str, str], type] = {}  # (kind, name) -> class
 _WINGS = {  # what wings beside the trunk add to a kind: files, or folders whose files are all of the kind
@@ -39,7 +38,7 @@ _NOT_NAMED = {"attacks": ("attack",), "aggregation": ("base", "private")}  # fil
 def available(kind: str) -> dict[str, str]:
     """Name -> module or entry point, for everything of a kind ("methods"): fedfm's own, then installed entry points."""
     if kind in _HELD:
-        return {name: cls.__module__ for name, cls in _attribute(_HELD[kind]).items()}
+        return {name: place.partition(":")[0] for name, place in _attribute(_HELD[kind]).items()}
     found: dict[str, str] = {}
     for place in (f"fedfm.{kind}", *_WINGS.get(kind, ())):
         found |= _modules_in(place, _NOT_NAMED.get(kind, ()))
@@ -100,6 +99,8 @@ def resolve(kind: str, name: Any, where: str = "") -> Any:
     Raises:
         InputError: the name is unknown (close ones are suggested), or names code that was not admitted.
     """
+    from fedfm.config.paper_names import how_to_set
+
     where = where or f"{kind.removesuffix('s')}.name"
     names = available(kind)
     if not isinstance(name, str):
@@ -119,7 +120,7 @@ def resolve(kind: str, name: Any, where: str = "") -> Any:
             allowed=quote_names(names),
         )
     if kind in _HELD:
-        return _attribute(_HELD[kind])[name]
+        return _attribute(_attribute(_HELD[kind])[name])
     module, base = import_module(names[name]), _attribute(_BASES[kind])
     found = [
         c
@@ -197,7 +198,8 @@ def _names(table: Any, where: str) -> Iterator[tuple[str, str]]:
 def name_of(kind: str, value: Any) -> str:
     """The name by which :func:`resolve` finds the class of ``value``."""
     if kind in _HELD:
-        return next((name for name, cls in _attribute(_HELD[kind]).items() if cls is type(value)), "")
+        own = f"{type(value).__module__}:{type(value).__qualname__}"
+        return next((name for name, place in _attribute(_HELD[kind]).items() if place == own), "")
     module = type(value).__module__
     name = module.rpartition(".")[2]
     return name if available(kind).get(name) == module else f"{module}:{type(value).__qualname__}"

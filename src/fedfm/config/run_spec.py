@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedfm.core.fields import setting
-from fedfm.linalg.quantised import CODES, EXACT
+from fedfm.linalg.precisions import CODED, EXACT
 
 ENGINES = ("local", "simulation", "deployment", "folder")
 TRACKERS = ("mlflow", "tensorboard", "wandb")
@@ -63,7 +63,7 @@ class RunSpec:
         EXACT,
         "what trained values cross as, in both directions: float32, bfloat16 (half of the bytes), or int8 (a quarter, "
         "with a step for each 256 values); the result states the error",
-        choices=(EXACT, *CODES),
+        choices=(EXACT, *CODED),
     )
     asynchronous: AsynchronousSpec | None = setting(
         None, "a round is a server update of the first updates that arrive: { buffer = 4 }"

@@ -11,7 +11,6 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from fedfm.aggregation.base import Aggregator
 from fedfm.attacks.attack import Attack
-from fedfm.config.key_suggestions import UnknownKey
 from fedfm.config.paths import beside
 from fedfm.config.registry import available, name_of, ours, resolve
 from fedfm.core.fields import KINDS, bounds_of, check, key_of, needs_value, outside, owners_of, plain_type
@@ -66,6 +65,8 @@ def refuse_unknown(table: Mapping[str, Any], known: Any, path: str) -> None:
     faults = Faults()
     for key in table:
         if key not in known:
+            from fedfm.config.key_suggestions import UnknownKey
+
             faults.add(UnknownKey(key, known, path))
     faults.refuse()
 

@@ -63,8 +63,6 @@ def fill_from_trainer(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         InputError: the function cannot be called, or its Trainer has an argument that clients cannot honour.
     """
-    from fedfm.models.user.user_inputs import call, read_inputs
-
     data, method, run = (tables.get(key) for key in ("data", "method", "run"))
     name = data.get("name") if isinstance(data, Mapping) else None
     if name is None or not is_function(name) or not isinstance(method, Mapping) or not isinstance(run or {}, Mapping):
@@ -72,6 +70,8 @@ def fill_from_trainer(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     local, run = method.get("local", {}), run or {}
     if not isinstance(local, Mapping):
         return tables
+    from fedfm.models.user.user_inputs import call, read_inputs
+
     made = admit_function(name, "data.name")
     try:
         brings = read_inputs(call(made, name, run.get("seed", 0)), local)

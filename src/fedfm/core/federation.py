@@ -12,7 +12,6 @@ from fedfm.core import update_metrics
 from fedfm.core.checks import conform, match
 from fedfm.core.client import ClientId, Update, action, each, no_secret
 from fedfm.core.messages import REVEAL, ROUND, SCORES, Excluded, Link, Reply, Request, Streaming
-from fedfm.core.reasons import reasons
 from fedfm.core.transcript import Crossing, Transcript
 from fedfm.errors import E_CLIENT, E_DUPLICATE, E_READONLY, E_ROUND, E_TIMEOUT, ClientFault, RunError
 from fedfm.linalg.out_of_core import Shelf, to_file
@@ -364,6 +363,8 @@ class Federation:
         Raises:
             RunError: they are too few; with the reasons.
         """
+        from fedfm.core.reasons import reasons
+
         if good < (needed := self.enough(wanted) if least is None else least):
             why = reasons(self.excluded[before:], self._diverged())
             raise RunError(

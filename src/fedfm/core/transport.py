@@ -19,7 +19,8 @@ from fedfm.core.client import ClientId
 from fedfm.core.messages import Link, Reply, Request, Streaming
 from fedfm.errors import E_FORMAT, E_NONFINITE, E_VERSION, ClientFault
 from fedfm.linalg.params import Params
-from fedfm.linalg.quantised import CODES, EXACT, Coded, Error, can_code, code, decode
+from fedfm.linalg.precisions import EXACT
+from fedfm.linalg.quantised import CODES, Coded, Error, can_code, code, decode
 
 if TYPE_CHECKING:
     from fedfm.models.model import Model

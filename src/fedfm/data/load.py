@@ -14,7 +14,6 @@ import numpy as np
 from fedfm.core import tasks
 from fedfm.data.doubts import doubts
 from fedfm.data.partition import CLIENT
-from fedfm.data.sources import tables
 from fedfm.data.sources._files import FORMATS, begin, column, content_of, existing, listing, str_array
 from fedfm.data.spec import DataSpec
 from fedfm.data.stratify import hold_out, thin
@@ -148,6 +147,8 @@ def _read(spec: DataSpec, task: str | None) -> Table:
 
 
 def _read_path(path: Path, spec: DataSpec, task: str | None, *, labelled: bool) -> Table:
+    from fedfm.data.sources import tables
+
     if path.is_dir():
         if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
             if not labelled:

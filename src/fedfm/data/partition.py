@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 
 from fedfm.core import tasks
-from fedfm.data import flower_partitions
 from fedfm.data.sources._files import column as named_column
 from fedfm.data.sources._files import listing
 from fedfm.data.spec import DataSpec, PartitionSpec
@@ -159,6 +158,8 @@ def _by_rule(
     table: Table, spec: DataSpec, splits: Splits, seed: int, notices: list[str]
 ) -> tuple[list[str], list[Owner]]:
     """Names of K clients and the owners of the rows of each split."""
+    from fedfm.data import flower_partitions
+
     part = spec.partition
     train, val, test = splits
     clients = DEFAULT_CLIENTS if part.clients is None else part.clients

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from fedfm.data.pixels import rgb_of
 from fedfm.errors import InputError
 
 GREY = ("1", "L", "LA", "La")  # Pillow's modes of grey with at most 8 bits
@@ -56,11 +57,7 @@ def rgb(item: Any) -> Any:
     Raises:
         InputError: it cannot be read.
     """
-    from PIL import Image
-
-    if isinstance(item, np.ndarray):
-        return Image.fromarray(item[..., 0] if item.shape[-1] == 1 else item).convert("RGB")
-    return _read(item).convert("RGB")
+    return rgb_of(item) if isinstance(item, np.ndarray) else _read(item).convert("RGB")
 
 
 def decode(item: str | Path | bytes, channels: int | None = None) -> np.ndarray:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from fedfm.core import tasks
-from fedfm.data.arrow_texts import ArrowTexts
 
 _PIECE = 1 << 24  # bytes hashed at a time
 _WORDS = {"image": "pictures", "text": "texts", "features": "feature vectors"}
@@ -59,6 +58,8 @@ class Table:
 
     def take(self, index: Sequence[int] | np.ndarray) -> Table:
         """The table of these rows, in this order."""
+        from fedfm.data.arrow_texts import ArrowTexts
+
         index = np.asarray(index, dtype=np.int64)
         if isinstance(self.inputs, np.ndarray):
             inputs = self.inputs[index]

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Layout, Params, layout_sent
+from fedfm.linalg.precisions import BFLOAT16, INT8
 
 BLOCK = 256  # entries with one step: 1.6 % more bytes
-EXACT = "float32"
-CODES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
+CODES = {BFLOAT16: torch.bfloat16, INT8: torch.int8}
 STEPS = "+steps"  # name of the entry with the blocks' steps, of all tensors in turn
 _LEVELS = 127
 _PIECE = BLOCK << 12  # entries at a time, so that temporary memory is small

@@ -15,7 +15,8 @@ from fedfm.core.fields import setting
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
-from fedfm.training import DittoOptimiser, Local
+from fedfm.training import Local
+from fedfm.training.personal import DittoOptimiser
 
 
 @dataclass(frozen=True)

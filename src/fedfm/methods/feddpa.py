@@ -16,7 +16,8 @@ from fedfm.core.fields import Paper, setting
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
-from fedfm.training import DualAdapter, Local
+from fedfm.training import Local
+from fedfm.training.personal import DualAdapter
 
 _EVERY = "every method of averages has these defaults, so that methods are compared alike"
 

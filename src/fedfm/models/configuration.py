@@ -8,7 +8,7 @@ from typing import Any
 
 from fedfm.errors import InputError, close
 from fedfm.models import weights
-from fedfm.models.locate import ADAPTER, no_whole_model, stored_file
+from fedfm.models.locate import ADAPTER, PREACT_RESNET, no_whole_model, stored_file
 from fedfm.models.spec import ModelSpec
 
 _OUTPUT = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}  # what a call returns
@@ -22,7 +22,8 @@ def read(path: Path | str, spec: ModelSpec) -> Any:
     """
     from transformers import AutoConfig
 
-    import fedfm.models.architectures.preact_resnet  # noqa: F401 - registers it with transformers
+    if _is_preact_resnet(path):
+        import fedfm.models.architectures.preact_resnet  # noqa: F401 - registers it with transformers
 
     # transformers would read the adapter's base in place of the weights beside it, and put the adapter into the model,
     # where no adaptation of ours knows of it
@@ -36,6 +37,12 @@ def read(path: Path | str, spec: ModelSpec) -> Any:
         for key, value in _OUTPUT.items():
             setattr(part, key, value)
     return _with_options(config, spec.options) if spec.options else config
+
+
+def _is_preact_resnet(path: Path | str) -> bool:
+    """Whether a configuration names our own residual network, whatever else is wrong with it."""
+    found = stored_file(path, "config.json")
+    return found is not None and PREACT_RESNET.encode() in found.read_bytes()
 
 
 def name_classes(config: Any, classes: Sequence[str]) -> None:

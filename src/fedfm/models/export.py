@@ -14,16 +14,13 @@ from torch import Tensor, nn
 from fedfm.core.text import to_json
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
-from fedfm.models import export_base, merging, quantised
-from fedfm.models.adapters import lora
 from fedfm.models.adapters.adaptation import LORA
-from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL, MIX, one_adapter, weighed_by
+from fedfm.models.adapters.lora_names import rank_of
+from fedfm.models.adapters.pair_names import GATE, GLOBAL, LOCAL, MIX, weighed_by
 from fedfm.models.adapters.peft_alone import peft_alone
 from fedfm.models.adapters.stacked import from_files, in_files, in_names_of_peft
-from fedfm.models.architectures.dual_encoder import DualEncoder
-from fedfm.models.architectures.pooled_encoder import PooledEncoder
-from fedfm.models.dual_encoder import DualModel
 from fedfm.models.families import unwrap
+from fedfm.models.kinds import is_dual_encoder, is_dual_model, is_pooled_encoder
 from fedfm.models.locate import DTYPES
 from fedfm.models.model import Model
 from fedfm.models.quiet import quiet
@@ -51,11 +48,13 @@ def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | 
         if part == GATE:
             _about(model, folder)
             return folder
+        from fedfm.models.adapters.experts import one_adapter
+
         w = one_adapter(model, w)
-    other = lora.rank_of(w) != lora.rank_of(model.params())
-    if _is_lora(model) and other and (rank := lora.rank_of(w)):
+    other = rank_of(w) != rank_of(model.params())
+    if _is_lora(model) and other and (rank := rank_of(w)):
         _save_lora(model, w, rank, folder)
-    elif _is_lora(model) and (isinstance(model, DualModel) or in_names_of_peft(_config(model), model.module)):
+    elif _is_lora(model) and (is_dual_model(model) or in_names_of_peft(_config(model), model.module)):
         with holding(model, w):
             _write_lora(model, _lora_state(model), None, folder)
     elif _is_lora(model):
@@ -138,6 +137,8 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
     Raises:
         InputError: this form does not support the model.
     """
+    from fedfm.models import export_base
+
     if to not in ("peft", "hf", "torch"):
         raise InputError(f"--to: unknown {to!r}, expected peft, hf or torch")
     if to != "peft" and weighed_by(w) == GATE:
@@ -150,7 +151,7 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
             raise InputError(
                 "--to peft: the adapter is for the run's own random weights, which no file holds: use hf or torch"
             )
-        if isinstance(unwrap(model.module), PooledEncoder):
+        if is_pooled_encoder(unwrap(model.module)):
             raise InputError(f"--to peft: {_NO_CLASS}, onto which an adapter could be put: use torch")
         save_adapter(model, w, out)
         export_base.complete(model, Path(out))
@@ -162,7 +163,7 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
             if model.task.two_encoders:
                 other = "peft, whose adapter goes onto the CLIPModel, or torch" if _is_lora(model) else "torch"
                 raise InputError(f"--to hf: a zero-shot classifier is no class of transformers: use {other}")
-            if isinstance(unwrap(model.module), PooledEncoder):
+            if is_pooled_encoder(unwrap(model.module)):
                 raise InputError(f"--to hf: {_NO_CLASS}: use torch")
             raise InputError(f"--to hf: {model.spec.name!r} is no transformers model: use torch")
         if head_takes is not None:  # the folder would load, and predict something else
@@ -176,7 +177,7 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
     else:
         _save(merge(model, w).state_dict(), _folder(out) / WEIGHTS)
         _about(model, Path(out), head_takes)
-        if isinstance(classifier := unwrap(model.module), PooledEncoder):
+        if is_pooled_encoder(classifier := unwrap(model.module)):
             with quiet():
                 classifier.config.save_pretrained(str(Path(out) / "encoder"))
     _save_tools(model, Path(out))
@@ -192,8 +193,12 @@ def merge(model: Model, w: Params) -> Any:
     Raises:
         InputError: a layer computes something else with merged weights, as :func:`merging.merge` tells.
     """
+    from fedfm.models import merging
+
     with holding(model, w):
         module: Any = copy.deepcopy(model.module)
+    from fedfm.models import quantised
+
     module = quantised.rebuild(module, DTYPES[model.spec.dtype]) if quantised.kind_of(module) else module.cpu()
     if _is_lora(model):
         with quiet(), peft_alone():
@@ -252,13 +257,15 @@ def _without_added_bias(model: Model, module: Any) -> None:
 
 def _of_transformers(module: Any) -> Any:
     """What ``save_pretrained`` writes for transformers; None where that is not all of the model."""
-    if isinstance(module, DualEncoder):
+    if is_dual_encoder(module):
         return module.clip if module.context is None else None
     return module if hasattr(module, "save_pretrained") else None
 
 
 def _save_lora(model: Model, w: Params, rank: int, folder: Path) -> None:
     """Write an adapter of another rank than the model's, with the model's alpha."""
+    from fedfm.models.adapters import lora
+
     w.check_like(lora.layout_at(model.layout, rank))
     _write_lora(model, w, rank, folder)
 
@@ -271,7 +278,7 @@ def _lora_state(model: Model) -> dict[str, Tensor]:
 def _write_lora(model: Model, tensors: Mapping[str, Tensor], rank: int | None, folder: Path) -> None:
     """PEFT's two files; of two encoders, those for the model of transformers. ``rank``: None is the model's."""
     config = copy.deepcopy(_config(model))
-    if isinstance(model, DualModel):
+    if is_dual_model(model):
         _name_paths(config, model.module)
     else:
         config = in_names_of_peft(config, model.module) or config
@@ -311,7 +318,7 @@ def _folder(path: Path | str) -> Path:
 
 def _peft_name(model: Model, name: str) -> str:
     """A parameter's name in PEFT's file."""
-    if isinstance(model, DualModel):
+    if is_dual_model(model):
         name = name.replace("base_model.model.clip.", "base_model.model.", 1)
     return name.replace(".modules_to_save.default", "").replace(".default.", ".")
 
@@ -339,7 +346,7 @@ def _about(model: Model, folder: Path, head_takes: str | None = None) -> None:
         "names": list(model.names),
         **({} if model.tools.tokenizer is None else {"max_length": model.tools.max_length}),
     }
-    if isinstance(module := unwrap(model.module), PooledEncoder):
+    if is_pooled_encoder(module := unwrap(model.module)):
         about["head_reads"] = module.pooling
     if head_takes is not None:
         about["head_takes"] = head_takes

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from fedfm.errors import InputError
 from fedfm.models.heads import head_of
-from fedfm.models.stages import Place, find_blocks, in_parallel_lists, unread_by_text
+
+if TYPE_CHECKING:
+    from fedfm.models.stages import Place
 
 
 @dataclass(frozen=True)
@@ -240,6 +242,8 @@ def _guess(module: nn.Module) -> Parts:
     """The blocks as :mod:`fedfm.models.stages` finds them; the head is what transformers says, else the last linear
     layer.
     """
+    from fedfm.models.stages import find_blocks, in_parallel_lists, unread_by_text
+
     unread = unread_by_text(module)
     if hasattr(module, "get_output_embeddings"):
         head = head_of(module)

@@ -22,17 +22,13 @@ from fedfm.models import (
     families,
     lengths,
     preprocessing,
-    quantised,
     tokenizer_files,
     weights,
 )
-from fedfm.models.architectures import pooled_encoder
-from fedfm.models.architectures.clip_zero_shot import ZeroShotClassifier
-from fedfm.models.architectures.dual_encoder import MODEL_TYPES, DualEncoder, tokenise
-from fedfm.models.architectures.pooled_encoder import PooledEncoder
-from fedfm.models.language import chat_templates
+from fedfm.models.kinds import is_pooled_encoder
 from fedfm.models.locate import DTYPES, locate, stored_file
 from fedfm.models.preprocessors import Tools
+from fedfm.models.quantised_maps import of_folder
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
@@ -96,7 +92,7 @@ def load_pretrained(
             config.architectures = []  # transformers then takes its first class, which has one head
         _check_kind(config, spec.name, kind, task)
         encoder_decoder.prepare(config, path, spec.name, task)
-        if kind == "image" and task.classifies_by_head and pooled_encoder.is_encoder(config):
+        if kind == "image" and task.classifies_by_head and _is_encoder(config):
             return _of_encoder(path, spec, config, classes, seed)
         if task.new_head:
             configuration.name_classes(config, classes)
@@ -127,10 +123,25 @@ def load_pretrained(
     )
 
 
+def _is_encoder(config: Any) -> bool:
+    """Whether transformers has an encoder of pictures alone for this configuration, and no classifier."""
+    import transformers
+
+    if type(config) in transformers.AutoModelForImageClassification._model_mapping:
+        return False
+    from fedfm.models.architectures.pooled_encoder import has_encoder
+
+    return has_encoder(config)
+
+
 def _of_encoder(path: Path | str, spec: ModelSpec, config: Any, classes: tuple[str, ...], seed: int) -> Loaded:
     """A classifier of an encoder for which transformers has none: with a new linear head on what it pools."""
     import transformers
     from PIL import Image
+
+    from fedfm.models import quantised
+    from fedfm.models.architectures import pooled_encoder
+    from fedfm.models.architectures.pooled_encoder import PooledEncoder
 
     if quantised.describe(spec, config):
         raise InputError(
@@ -157,6 +168,10 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
     With adaptation ``head`` the text embeddings of the names become a linear head, and the text encoder is dropped.
     """
     import transformers
+
+    from fedfm.models import quantised
+    from fedfm.models.architectures.clip_zero_shot import ZeroShotClassifier
+    from fedfm.models.architectures.dual_encoder import MODEL_TYPES, DualEncoder, tokenise
 
     check(spec, "model")
     adapt = spec.adaptation or AdaptationSpec()
@@ -232,12 +247,14 @@ def as_saved(path: Path | str, name: str, like: Any) -> tuple[nn.Module, str, se
     spec = ModelSpec(name)
     with quiet():
         config = configuration.read(path, spec)
-        if quantised.of_folder(config) is not None:
+        if of_folder(config) is not None:
             raise InputError(f"{name}: its weights are quantised, and are compared with a model's; name the originals")
         families.check_alike(name, config.model_type, families.type_of(like))
         read = weights.load(_class_for(like, config), path, spec, config, 0, torch.float32, head=True)
         module, drawn = read.module, read.new
-        if isinstance(like, PooledEncoder):
+        if is_pooled_encoder(like):
+            from fedfm.models.architectures.pooled_encoder import PooledEncoder
+
             head = like.classifier
             module = PooledEncoder(module, like.pooling, head.in_features, head.out_features)
             drawn = {f"encoder.{name}" for name in drawn} | {"classifier.weight", "classifier.bias"}
@@ -302,6 +319,8 @@ def _tools(path: Path | str, spec: ModelSpec, config: Any, kind: str, *, answers
     template: str | None = None
     notices = guess
     if answers:
+        from fedfm.models.language import chat_templates
+
         with quiet():
             template = chat_templates.text_of(spec.template, tokenizer)
             if template is not None and spec.chat_template_kwargs:

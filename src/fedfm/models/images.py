@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.data.pictures import rgb
+from fedfm.data.pixels import rgb_of
 from fedfm.linalg.out_of_core import limit
 
 CHUNK = 256  # pictures decoded at a time
@@ -99,4 +99,13 @@ def pixels(pictures: Any, preprocess: Preprocess) -> Tensor:
 def _rgb_chunks(pictures: Any) -> Iterator[list[Any]]:
     """Chunks of RGB pictures."""
     for start in range(0, len(pictures), CHUNK):
-        yield [rgb(x) for x in pictures[start : start + CHUNK]]
+        yield [_rgb(x) for x in pictures[start : start + CHUNK]]
+
+
+def _rgb(item: Any) -> Any:
+    """As :func:`fedfm.data.pictures.rgb`."""
+    if isinstance(item, np.ndarray):
+        return rgb_of(item)
+    from fedfm.data.pictures import rgb
+
+    return rgb(item)

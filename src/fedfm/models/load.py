@@ -22,28 +22,12 @@ from fedfm.core import tasks
 from fedfm.core.libraries import refuse
 from fedfm.errors import InputError
 from fedfm.linalg.params import to_bytes
-from fedfm.models import (
-    checkpointing,
-    compiled,
-    devices,
-    families,
-    hub,
-    lengths,
-    new_parts,
-    precision,
-    preprocessing,
-    quantised,
-    quantised_experts,
-    stored_bits,
-)
-from fedfm.models.adapters import adaptation, side_adapter
-from fedfm.models.architectures import resnet
-from fedfm.models.architectures.dual_encoder import DualEncoder
-from fedfm.models.architectures.pooled_encoder import PooledEncoder
-from fedfm.models.dual_encoder import DualModel
+from fedfm.models import devices, families, hub, lengths, new_parts, precision, preprocessing
+from fedfm.models.adapters import adaptation
 from fedfm.models.finite import Finite
 from fedfm.models.heads import within
 from fedfm.models.hub import Loaded
+from fedfm.models.kinds import is_dual_encoder, is_pooled_encoder
 from fedfm.models.locate import BUILT_IN, DTYPES, locate
 from fedfm.models.model import Model
 from fedfm.models.model_task import ModelTask, model_task
@@ -116,6 +100,8 @@ def load_model(
         >>> model.names
         ('head.weight', 'head.bias')
     """
+    from fedfm.models import checkpointing
+
     task = _task(task or spec.task, kind, classes)
     if spec.template is not None and not task.answers:
         raise InputError(
@@ -142,6 +128,8 @@ def load_model(
     if spec.gradient_checkpointing:
         checkpointing.check(parts, adapt.name)
     if spec.compile:
+        from fedfm.models import compiled
+
         compiled.check(spec, parts)
     loaded.notices += tuple(_of_head(loaded, parts.head, spec))
     _draw_head(loaded.module, loaded.new, seed)
@@ -165,6 +153,8 @@ def load_model(
                 key="model.adaptation.name",
             )
         module, tools = loaded.module if loaded.placed else loaded.module.to(device), loaded.tools
+        from fedfm.models.adapters import side_adapter
+
         beside = side_adapter.around(module, spec, parts, classes=classes, tools=tools, fingerprint=print_, seed=seed)
         beside.notices = (*_notices(loaded, parts, spec), *drawn)
         return beside
@@ -172,12 +162,21 @@ def load_model(
     notices = adaptation.notices(loaded.module, adapt, parts, loaded.new)
     module = adaptation.apply(loaded.module, adapt, parts, new=loaded.new, task=task, seed=seed)
     if bits and spec.quantization == "nf4":
+        from fedfm.models import quantised_experts
+
         quantised_experts.pack(module)  # below the adapters, whose order PEFT takes from the parameters
-    if bits and (line := quantised.in_floats(module, parts.head)):
-        notices += (line,)
+    if bits:
+        from fedfm.models import quantised
+
+        if line := quantised.in_floats(module, parts.head):
+            notices += (line,)
     head = adaptation.live_head(module, parts.head) if task.linear_head else None
     precision.train_in_single(module)
-    kind_of: type[Model] = DualModel if isinstance(loaded.module, DualEncoder) else Model
+    kind_of = Model
+    if is_dual_encoder(loaded.module):
+        from fedfm.models.dual_encoder import DualModel
+
+        kind_of = DualModel
     if loaded.placed and spec.device == devices.MAP:
         if adapt.dora or adapt.name not in ("head", *adaptation.LORA):
             raise InputError(
@@ -204,6 +203,8 @@ def load_model(
     model.new, model.hollow, model.added_bias = tuple(loaded.new), loaded.hollow, biased
     model.notices = (*_notices(loaded, parts, spec), *drawn, *notices)
     if spec.compile and not loaded.hollow:
+        from fedfm.models import compiled
+
         why = compiled.compile_blocks(parts, spec.compile, model.device)
         model.compiled, model.notices = not why, (*model.notices, *filter(None, [why]))
     return model
@@ -214,6 +215,10 @@ def _weights(loaded: Loaded) -> set[str]:
     them, and what scales their bits.
     """
     own, stored = {name for name, _ in loaded.module.named_parameters()}, loaded.stored
+    if stored is None:
+        return own
+    from fedfm.models import quantised, stored_bits
+
     if not isinstance(stored, quantised.StoredWeights):
         return own
     base = f"{loaded.module.base_model_prefix}."
@@ -223,7 +228,7 @@ def _weights(loaded: Loaded) -> set[str]:
 def _notices(loaded: Loaded, parts: families.Parts, spec: ModelSpec) -> Iterator[str]:
     """What of a loaded model is not as its name alone would say."""
     yield from (*loaded.notices, *loaded.tools.notices, *lengths.notice(spec, loaded.tools))
-    if isinstance(loaded.module, PooledEncoder):
+    if is_pooled_encoder(loaded.module):
         yield (
             f"transformers has no classifier of type {loaded.model_type!r}: a new linear head reads the encoder's "
             f"{loaded.module.pooling}"
@@ -234,7 +239,7 @@ def _notices(loaded: Loaded, parts: families.Parts, spec: ModelSpec) -> Iterator
 
 def _of_head(loaded: Loaded, head: str, spec: ModelSpec) -> Iterator[str]:
     """That a trained head is left aside, and that the adaptation leaves a part of the new one as it was drawn."""
-    plain = not hasattr(loaded.module, "config") or isinstance(loaded.module, PooledEncoder)
+    plain = not hasattr(loaded.module, "config") or is_pooled_encoder(loaded.module)
     if plain or spec.weights == "random" or spec.name in BUILT_IN:
         return
     made = {name for name, _ in loaded.module.named_parameters() if any(within(name, new) for new in loaded.new)}
@@ -319,6 +324,8 @@ def _resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...] | None, kind: 
     """A CIFAR ResNet with a new head for ``classes``, or with the head of the file for None."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
+
+    from fedfm.models.architectures import resnet
 
     if kind != "image":
         raise InputError(f"model.name: {path} reads images, the data are of kind {kind}", key="model.name")

@@ -21,6 +21,7 @@ BUILT_IN = {  # folders in this package; those below architectures have no weigh
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ADAPTER = "adapter_config.json"
+PREACT_RESNET = "fedfm_preact_resnet"  # model_type of our own residual network
 _EXPECTED = f"expected {', '.join(BUILT_IN)}, a folder, a hub id or features"
 
 

@@ -17,19 +17,15 @@ from fedfm.core.rows import Batch, Rows
 from fedfm.errors import RunError
 from fedfm.linalg import pages
 from fedfm.linalg.params import Layout, Params, layout_of
-from fedfm.models import checkpointing, kept_outputs, lengths, metrics, preparation, preprocessing
+from fedfm.models import kept_outputs, lengths, metrics, preparation, preprocessing
 from fedfm.models.adapters.adaptation import live_head
-from fedfm.models.block_outputs import blocks
 from fedfm.models.decay import no_weight_decay
 from fedfm.models.derived_modules import Bounded
 from fedfm.models.families import Parts, unwrap
-from fedfm.models.head_inputs import head_inputs
-from fedfm.models.memory_budget import by_tokens, in_halves, warn
 from fedfm.models.model_task import model_task
 from fedfm.models.precision import reduced_precision
 from fedfm.models.preprocessing import LOCAL_SHARE
 from fedfm.models.preprocessors import Tools
-from fedfm.models.row_batches import by_length
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -225,6 +221,8 @@ class Model:
         """
         if "features" in rows.tensors:
             return rows.tensors["features"]
+        from fedfm.models.head_inputs import head_inputs
+
         return head_inputs(self, self._existing_head(), rows)
 
     def last_states(self, rows: Rows) -> Tensor:
@@ -236,6 +234,8 @@ class Model:
         """
         if self.last_layer is None:
             raise ValueError("the model has no linear head, hence no last hidden state")
+        from fedfm.models.head_inputs import head_inputs
+
         return head_inputs(self, self.last_layer, self.task.prompts(rows))
 
     def _existing_head(self) -> nn.Linear:
@@ -245,6 +245,8 @@ class Model:
 
     def blocks(self, rows: Rows) -> list[Tensor]:
         """As :func:`fedfm.models.block_outputs.blocks`."""
+        from fedfm.models.block_outputs import blocks
+
         return blocks(self, rows)
 
     # --- forward ------------------------------------------------------------------------------------------------------
@@ -289,6 +291,9 @@ class Model:
 
     def in_batches(self, rows: Rows, batch_size: int = 64) -> Tensor:
         """Logits of all rows without gradients, float32 on the CPU; rows of like length share a batch."""
+        from fedfm.models.memory_budget import by_tokens, in_halves, warn
+        from fedfm.models.row_batches import by_length
+
         rows, back = by_length(rows)
 
         def by(size: int) -> list[Tensor]:
@@ -307,6 +312,8 @@ class Model:
 
     def train_mode(self) -> None:
         """Switch LoRA's dropout, and with ``full`` batch norm, to training mode; the model's own dropout stays off."""
+        from fedfm.models import checkpointing
+
         self.module.eval()
         for module in self._keepers:
             kept_outputs.begin(module)
@@ -317,6 +324,8 @@ class Model:
 
     def eval_mode(self) -> None:
         """Switch all modules to evaluation mode."""
+        from fedfm.models import checkpointing
+
         self.module.eval()
         if self.spec.gradient_checkpointing:
             checkpointing.end(self.parts)

@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fedfm.core.rows import Batch, Rows
-from fedfm.models.dual_encoder import DualModel
+from fedfm.models.kinds import is_dual_model
 from fedfm.models.model import Model
 
 _LOOK = 64  # rows whose median length represents all rows
@@ -81,7 +81,7 @@ def _count_forward(model: Model, batch: Batch) -> int:
 
 def _names(model: Model) -> int:
     """Of one pass over the class names; 0 where there is none, or it is done once for all."""
-    if not isinstance(model, DualModel):
+    if not is_dual_model(model):
         return 0
     with model.evaluating(), torch.random.fork_rng(devices=[]), _Counter() as counter:
         model.dual.texts()

@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterator
 from torch import nn
 
 from fedfm.errors import InputError
-from fedfm.models import quantised
 from fedfm.models.checkpoint import some
 from fedfm.models.heads import output_maps, within
+from fedfm.models.quantised_maps import maps
 
 FEW = 0.05  # of the model's numbers
 _DENSE = 2  # matrices of a head in transformers before its last map: a dense layer, and that of a pooler
@@ -69,6 +69,6 @@ def _leaves(module: nn.Module, new: Collection[str]) -> Iterator[tuple[str, nn.M
 
 def _numbers(module: nn.Module) -> int:
     """Numbers of a module, of quantised maps those that their bits stand for."""
-    bits = [(m, m.in_features * m.out_features) for _, m in quantised.maps(module)]
+    bits = [(m, m.in_features * m.out_features) for _, m in maps(module)]
     packed = sum(m.weight.numel() for m, _ in bits)
     return int(sum(p.numel() for p in module.parameters()) - packed + sum(size for _, size in bits))

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from fedfm.core.rows import Batch, Rows
 from fedfm.errors import InputError
 from fedfm.models.network import Network, Pool
-from fedfm.models.probe_rows import made_texts, probe_rows
 
 _CLOSE = 1e-3  # of the largest logit, in float32
 _ROUGHLY = 0.05  # in 16 bits
@@ -63,6 +62,8 @@ def way_of(model: Network, head: nn.Linear, rows: Rows) -> Pool:
     Raises:
         InputError: in no way that is known, or what it gives for a text depends on the texts beside it.
     """
+    from fedfm.models.probe_rows import probe_rows
+
     made = probe_rows(model, rows)
     batch = made.to_padded().batch(range(2))
     generator = torch.Generator().manual_seed(0)
@@ -94,6 +95,8 @@ def way_of(model: Network, head: nn.Linear, rows: Rows) -> Pool:
 
 def of_padding(model: Network) -> list[str]:
     """A notice if the logits of a classifier of texts depend on the texts beside it."""
+    from fedfm.models.probe_rows import made_texts
+
     if model.tools.tokenizer is None or not model.task.classifies_by_head:
         return []
     made = made_texts(model)

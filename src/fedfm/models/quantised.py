@@ -26,22 +26,17 @@ import torch
 from torch import Tensor, nn
 
 from fedfm.errors import InputError
-from fedfm.models import quantised_experts
 from fedfm.models.adapters.stacked import wrap
 from fedfm.models.families import unwrap
 from fedfm.models.locate import DTYPES
+from fedfm.models.quantised_maps import maps as maps
+from fedfm.models.quantised_maps import of_folder as of_folder
 from fedfm.models.spec import ModelSpec
 
 BLOCK = 64  # weights of one scale
 KINDS = {"Linear4bit": "nf4", "Linear8bitLt": "int8"}  # by the class of a map
 TRAINS_WEIGHTS = ("full", "top_layers")
 _EXTRA = 'pip install "fedfm[quantized]"'
-
-
-def of_folder(config: Any) -> dict[str, Any] | None:
-    """``quantization_config`` of a configuration; None if its weights are not quantised."""
-    found = getattr(config, "quantization_config", None)
-    return None if found is None else dict(found if isinstance(found, Mapping) else found.to_dict())
 
 
 def describe(spec: ModelSpec, config: Any) -> str | None:
@@ -138,11 +133,6 @@ def settings(spec: ModelSpec, stored: Mapping[str, Any] | None, keep: Sequence[s
     return BitsAndBytesConfig(**known)
 
 
-def maps(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(path, module) of the quantised linear maps, below PEFT's wrappers."""
-    return ((path, m) for path, m in module.named_modules() if type(m).__module__.startswith("bitsandbytes."))
-
-
 def kind_of(module: nn.Module) -> str | None:
     """nf4 or int8 if the module holds quantised maps or experts (fp4 counts as nf4); None if not."""
     for _, linear in maps(module):
@@ -152,6 +142,8 @@ def kind_of(module: nn.Module) -> str | None:
 
 def has_experts(module: nn.Module) -> bool:
     """Whether experts of a mixture are in 4 bits."""
+    from fedfm.models import quantised_experts
+
     return any(isinstance(m, quantised_experts.OnBits) for m in module.modules())
 
 
@@ -159,6 +151,8 @@ def in_floats(module: nn.Module, head: str) -> str:
     """A line that names the matrices which are not quantised, beside embeddings and the head; empty if they have less
     than a hundredth of the numbers.
     """
+    from fedfm.models import quantised_experts
+
     sizes, bytes_, whole = dict[str, int](), 0, unwrap(module)
     out = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
     packed = sum(m.in_features * m.out_features for _, m in maps(module))
@@ -214,6 +208,8 @@ def _of(state: Any) -> Iterator[Tensor]:
 def make_plain(module: nn.Module, dtype: torch.dtype) -> None:
     """Replace every quantised map by one with the weights that its bits stand for, in this dtype, on the CPU."""
     from transformers.pytorch_utils import Conv1D
+
+    from fedfm.models import quantised_experts
 
     quantised_experts.unpack(module, dtype)
     for path, linear in list(maps(module)):

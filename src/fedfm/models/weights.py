@@ -7,18 +7,22 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fedfm import seeds
 from fedfm.errors import InputError
-from fedfm.models import devices, families, quantised, stored_bits
+from fedfm.models import devices, families
 from fedfm.models.checkpoint import Difference, some
 from fedfm.models.heads import bases, within
 from fedfm.models.locate import BUILT_IN, DTYPES
+from fedfm.models.quantised_maps import of_folder
 from fedfm.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from fedfm.models import quantised
 
 
 @dataclass
@@ -43,6 +47,8 @@ def hollow(
     than the module, so that only a whole load tells what is missing.
     """
     from accelerate import init_empty_weights
+
+    from fedfm.models import quantised, stored_bits
 
     stored, plain = quantised.of_folder(config), copy.deepcopy(config)
     if stored is not None:
@@ -75,10 +81,12 @@ def module_of(
     """
     dtype = DTYPES[spec.dtype]
     where = devices.placement(spec.device)
-    word = quantised.describe(spec, config)
-    if word is None:
+    stored = of_folder(config)
+    if stored is None and spec.quantization is None:
         return load(auto, path, spec, config, seed, dtype, head=head, **where), None
-    stored = quantised.of_folder(config)
+    from fedfm.models import quantised, stored_bits
+
+    quantised.describe(spec, config)  # refuses what does not go together
     plain = copy.deepcopy(config)
     if stored is not None:
         del plain.quantization_config
@@ -136,6 +144,8 @@ def _stored_weights(path: Path | str, name: str) -> quantised.StoredWeights:
         InputError: a file of it cannot be read.
     """
     from safetensors import SafetensorError
+
+    from fedfm.models import quantised
 
     found = quantised.StoredWeights(path)
     try:

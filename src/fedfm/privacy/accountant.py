@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fedfm.errors import InputError
-from fedfm.privacy import gaussian
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,8 @@ def together(spent: Sequence[Spent]) -> Spent:
         >>> round(together([one, one]).epsilon, 3)
         1.465
     """
+    from fedfm.privacy import gaussian
+
     if not spent:
         raise InputError("nothing was spent: give at least one release")
     first = spent[0]

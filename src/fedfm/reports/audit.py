@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedfm.audits.finding import cells
 from fedfm.reports.page import aside, details, figure, note, table
 from fedfm.reports.read import RunFiles, mapping, numeric, sequence
 from fedfm.reports.svg import ChartBar, bars
@@ -47,6 +46,8 @@ def _is_outdated(run: RunFiles, value: Mapping[str, Any]) -> bool:
 
 def section(run: RunFiles) -> str:
     """A table of verdicts, then a paragraph for each finding; nothing without an audit."""
+    from fedfm.audits.finding import cells
+
     found = findings(run)
     if found is None:
         return note("The run went on after its audit: <code>fedfm audit</code> again.") if is_outdated(run) else ""

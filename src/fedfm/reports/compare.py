@@ -10,7 +10,6 @@ from pathlib import Path
 from fedfm.core import storage
 from fedfm.core.metric_names import ACCURACY, GLOBAL_ACCURACY, LOCAL_ACCURACY
 from fedfm.errors import InputError
-from fedfm.reports import frontier
 from fedfm.reports.basis import ROWS, basis, meaning, unlike_settings
 from fedfm.reports.page import aside, figure, legend, note, page, save
 from fedfm.reports.page import table as html_table
@@ -132,6 +131,8 @@ def write(run_dirs: Sequence[Path], out: Path) -> Path:
 
 def section(runs: Sequence[RunFiles]) -> str:
     """Table and plots of the runs; the first is the reference."""
+    from fedfm.reports import frontier
+
     names = labels(runs)
     incomplete = [f"{name}: {text}" for name, run in zip(names, runs, strict=True) for text in run.missing]
     warning = aside("Records that are not whole", incomplete) + aside("Not like for like", differences(runs))

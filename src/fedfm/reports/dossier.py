@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedfm.audits.finding import cells
 from fedfm.errors import InputError
 from fedfm.reports import html
 from fedfm.reports.account import privacy_claim, smallest_sum
@@ -185,6 +184,8 @@ def kind_of(name: str) -> str:
 
 
 def _attacks(run: RunFiles, found: Sequence[Any], unfit: str) -> str:
+    from fedfm.audits.finding import cells
+
     ranked = sorted(found, key=lambda f: _ORDER.index(f["verdict"]) if f.get("verdict") in _ORDER else len(_ORDER))
     shown = ranked[:_MOST]
     rows = [[f"{i} {kind_of(str(f.get('name')))}", str(f.get("question")), *cells(f)] for i, f in enumerate(shown, 1)]

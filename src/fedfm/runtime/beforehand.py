@@ -22,9 +22,9 @@ from fedfm.core.tokens import Tokens
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.models import lengths
-from fedfm.models.dual_encoder import DualModel
 from fedfm.models.families import unwrap
 from fedfm.models.first_batch import look
+from fedfm.models.kinds import is_ours
 from fedfm.models.model import Model
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.training import TrainsLocally
@@ -33,7 +33,6 @@ from fedfm.training.optimisers import joins_last
 _FEW = 8  # rows to choose the two shortest of, whose loss is computed
 _PAIR = 2
 _FRAME = 2  # tokens before and behind a text
-_LOOKED_AT = (Model, DualModel)
 _WIDE = 1e4  # a column of feature vectors this many times as wide as the median one, and at least so wide, is told
 
 
@@ -119,7 +118,7 @@ def _try(method: Method[Any], population: Partitioned) -> list[str]:
         rows = model.prepare(table, first)
         if not len(rows):
             return []
-        if type(model) in _LOOKED_AT:
+        if is_ours(model):
             found = look(model, rows)
         else:
             ready = (population.encode or model.encode)(rows.take(range(min(_PAIR, len(rows)))))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, cast, get_type_hints
 
 from fedfm import seeds
 from fedfm.aggregation.base import Aggregator
@@ -21,9 +21,7 @@ from fedfm.core.checks import conform
 from fedfm.core.client import AGGREGATION_MESSAGE, SCALE, Client, ClientData, ClientId, Update, action
 from fedfm.core.messages import Request
 from fedfm.core.method import Method
-from fedfm.core.transport import Coding
 from fedfm.core.update_metrics import BEFORE, JUDGED, LOSS_BEFORE
-from fedfm.core.wire import limits
 from fedfm.errors import (
     E_EXCEPTION,
     E_FIELD,
@@ -39,7 +37,7 @@ from fedfm.errors import (
     first_line,
 )
 from fedfm.linalg.params import Params
-from fedfm.linalg.quantised import EXACT
+from fedfm.linalg.precisions import EXACT
 from fedfm.models.model import Model
 from fedfm.privacy.policy import EXPOSES, WORDS
 from fedfm.runtime import async_scores
@@ -47,7 +45,11 @@ from fedfm.runtime.client_memory import DiskMemory, Store, first, secret
 from fedfm.runtime.coarse_scores import coarse
 from fedfm.runtime.evaluation import Evaluation
 from fedfm.runtime.predictions import scores, seen_by
-from fedfm.training import private, scheduler
+from fedfm.training import scheduler
+
+if TYPE_CHECKING:
+    from fedfm.core.transport import Coding
+    from fedfm.training.private import Descent
 
 
 class Population(Protocol):
@@ -106,7 +108,11 @@ class Silos:
         own: Mapping[str, Any] | None = None,
     ) -> None:
         # Made before any message changes the model's parameters.
-        self._coding = None if transport == EXACT else Coding(transport, _existing(population.client_model))
+        self._coding: Coding | None = None
+        if transport != EXACT:
+            from fedfm.core.transport import Coding
+
+            self._coding = Coding(transport, _existing(population.client_model))
         self._rebuilt: tuple[Any, Any] = (None, None)  # the last payload, as it came and rebuilt
         self.population, self.aggregator, self.attack, self.allow = population, aggregator, attack, tuple(allow)
         self._memory, self._seed, self._on_error = memory, seed, on_error
@@ -130,6 +136,8 @@ class Silos:
     @functools.cached_property
     def room(self) -> int:
         """Most bytes of a message to or from these clients."""
+        from fedfm.core.wire import limits
+
         return limits.room(getattr(self.population.client_model, "layout", None))
 
     def prepare(self, requests: Sequence[Request]) -> None:
@@ -312,9 +320,14 @@ class Silos:
     def client(self, request: Request) -> Client:
         """The client in its state at this request."""
         plan, data = self.aggregator.mechanism.plan, self.population.data(request.client)
+        descent: Descent | None = None
+        if plan is not None:
+            from fedfm.training import private
+
+            descent, data = private.Descent(plan, data), private.hide_rows(data)
         return Client(
             id=request.client,
-            data=data if plan is None else private.hide_rows(data),
+            data=data,
             model=cast(Model, self.population.client_model),  # a method whose clients have none asks for none
             memory=DiskMemory(self._memory, request.client, (request.round, request.call)),
             seed=seeds.derive(self._seed, "client", request.round, request.client),
@@ -322,7 +335,7 @@ class Silos:
             write_once=partial(first, self._memory, request.client),
             store=Store(self._memory, request.client),
             **self._own,
-            private=None if plan is None else private.Descent(plan, data),
+            private=descent,
             span=self._span(request.round),
             round=request.round,
             trainer=scheduler.train_client,

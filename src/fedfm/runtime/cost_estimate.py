@@ -21,7 +21,7 @@ from fedfm.core.libraries import refuse
 from fedfm.core.method import fraction_of
 from fedfm.core.wire import codec
 from fedfm.linalg.params import Params
-from fedfm.linalg.quantised import EXACT
+from fedfm.linalg.precisions import EXACT
 from fedfm.runtime.client_timeout import step_seconds
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.training import TrainsLocally

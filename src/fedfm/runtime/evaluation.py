@@ -21,7 +21,7 @@ from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY
 from fedfm.core.rows import Rows
 from fedfm.errors import E_EXCEPTION, E_FIELD, E_REFUSED, ClientFault
 from fedfm.linalg.params import Params
-from fedfm.models import class_counts, metrics
+from fedfm.models import metrics
 from fedfm.models.model_task import model_task
 from fedfm.runtime.async_scores import PARTS, Newest
 from fedfm.runtime.coarse_scores import FIGURES
@@ -140,6 +140,8 @@ class Evaluator:
         Args:
             thorough: also the costly metrics of the last round.
         """
+        from fedfm.models import class_counts
+
         models = self.models(state)
         self._by_updates = self._newest is not None and not thorough and self._fed.round > 0
         by_client = {client: models.get(client) or models[""] for client in self._fed.clients}
@@ -276,6 +278,8 @@ def judge(
         told: returns the clients' own scores under these very parameters, of those that were asked and answered.
         base: ``data.base_classes``; with it there are the metrics of :func:`fedfm.models.metrics.base_and_new`, too.
     """
+    from fedfm.models import class_counts
+
     if not len(population.federated.test):
         return None
 

@@ -24,11 +24,9 @@ from fedfm.core.metric_names import (
     MACRO_F1,
     PERPLEXITY,
 )
-from fedfm.core.transport import over_rounds
 from fedfm.core.update_metrics import BEFORE, LOSS_BEFORE, PASSES
 from fedfm.errors import E_REFUSED
 from fedfm.linalg.params import Params, sha256_of
-from fedfm.linalg.quantised import BLOCK
 from fedfm.models.metrics import BASE_AND_NEW
 from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant
@@ -107,6 +105,9 @@ def finish(
     result["details"] |= run.join_arrays(fed.clients)
     lines = run.metrics()
     if coded := [line["transport"] for line in lines if "transport" in line]:
+        from fedfm.core.transport import over_rounds
+        from fedfm.linalg.quantised import BLOCK
+
         how = {"precision": run.experiment.run.transport} | (
             {"block": BLOCK} if run.experiment.run.transport == "int8" else {}
         )

@@ -30,7 +30,7 @@ from fedfm.data.table import Table
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import to_bytes
 from fedfm.models import preprocessing
-from fedfm.models.dual_encoder import DualModel
+from fedfm.models.kinds import is_dual_model, is_ours
 from fedfm.models.model import Model
 from fedfm.version import __version__
 
@@ -151,7 +151,7 @@ class RowCache:
     def _kind(self, table: Table, n: int) -> str | None:
         """What is kept of n rows of the table: features, tokens or nothing."""
         model = self._model
-        if type(model) not in (Model, DualModel) or model.weights_overridden:
+        if not is_ours(model) or model.weights_overridden:
             return None
         if encodes(model):
             return "features" if table.kind in ("image", "text") and n * self._frozen_parameters >= LEAST_WORK else None
@@ -217,7 +217,7 @@ class RowCache:
 
 def encodes(model: Model) -> bool:
     """Whether the model's rows are features."""
-    return model.images_fixed if isinstance(model, DualModel) else model.adaptation == "head"
+    return model.images_fixed if is_dual_model(model) else model.adaptation == "head"
 
 
 def _content_of(rows: Rows) -> dict[str, Any] | None:

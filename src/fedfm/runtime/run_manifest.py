@@ -14,8 +14,7 @@ from fedfm.core.client import ClientId
 from fedfm.core.method import Method
 from fedfm.data.class_names import escape, is_invisible
 from fedfm.errors import InputError
-from fedfm.models import devices, left_out, preprocessing
-from fedfm.models.adapters import lora
+from fedfm.models import devices, preprocessing
 from fedfm.models.model import Model
 from fedfm.privacy import plausibility
 from fedfm.privacy.accountant import Accountant
@@ -24,8 +23,8 @@ from fedfm.runtime.disclosure import check_same, fingerprints, tell
 from fedfm.runtime.partitioned import REST, Partitioned
 from fedfm.runtime.population import feature_dim, operations
 from fedfm.runtime.who_scores import scoring_notices
-from fedfm.training import Local, packed, private
-from fedfm.training.loop import over_classes
+from fedfm.training import Local, packed
+from fedfm.training.local_job import over_classes
 from fedfm.training.scheduler import trains_without
 
 if TYPE_CHECKING:
@@ -145,6 +144,8 @@ def fits(experiment: Experiment, model: Model) -> None:
     mechanism = experiment.aggregation.mechanism
     mechanism.fits(model)
     if mechanism.plan is not None:
+        from fedfm.training import private
+
         private.fits(model)
 
 
@@ -212,6 +213,8 @@ def template_notices(population: Partitioned) -> list[str]:
     Raises:
         InputError: the model's template cannot write a row.
     """
+    from fedfm.models import left_out
+
     table, model = population.federated.table, population.model
     of = tasks.row_kind(table.kind)
     if of is None or not of.answered or model is None or model.tools.tokenizer is None:
@@ -363,6 +366,8 @@ def _check_optimiser(method: Method[Any], model: Model) -> None:
         if isinstance(value, Local):
             over_classes(model, value)
             if value.adaptations == LORA_ALONE:
+                from fedfm.models.adapters import lora
+
                 lora.need(model)
             value.fits(model)
         elif isinstance(value, Method):

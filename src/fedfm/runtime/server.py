@@ -15,7 +15,6 @@ from fedfm.core.checks import nonfinite
 from fedfm.core.federation import Federation
 from fedfm.core.messages import Link
 from fedfm.core.method import Method
-from fedfm.core.transport import CodedLink, link_of
 from fedfm.core.update_metrics import BEFORE, JUDGED, LOSS_BEFORE, PASSES
 from fedfm.core.wire import payload
 from fedfm.errors import RunError
@@ -23,6 +22,7 @@ from fedfm.linalg import pages
 from fedfm.linalg.kernels import buffers
 from fedfm.linalg.out_of_core import limit
 from fedfm.linalg.params import Params
+from fedfm.linalg.precisions import EXACT
 from fedfm.models.model import Model
 from fedfm.runtime import early_stopping, failures, unmoved
 from fedfm.runtime.client_memory import Store, of_server, secret
@@ -70,9 +70,13 @@ class Server:
         self.method: Method[Any] = run.experiment.method
         self._start = time.perf_counter()
         self._untrained = unmoved.checksums(model.params())
-        self._link = link_of(link, run.experiment.run.transport, model)
+        self._coded: CodedLink | None = None
+        if run.experiment.run.transport != EXACT:
+            from fedfm.core.transport import CodedLink, Coding
+
+            self._coded = CodedLink(link, Coding(run.experiment.run.transport, model))
         self.fed = Federation(
-            self._link,
+            self._coded or link,
             model=model,
             aggregator=run.experiment.aggregation,
             seed=run.experiment.run.seed,
@@ -199,8 +203,8 @@ class Server:
         aggregator = self.run.experiment.aggregation
         told = (PASSES, *self.method.figures, *aggregator.mechanism.figures, *aggregator.transport.figures)
         line |= {name: self.fed.metrics[name] for name in told if name in self.fed.metrics}
-        if isinstance(self._link, CodedLink):
-            line["transport"] = self._link.errors()
+        if self._coded is not None:
+            line["transport"] = self._coded.errors()
         self.run.note_messages(self.fed)
         self.run.log(line)
         self._progress.round(line)

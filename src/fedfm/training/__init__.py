@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fedfm.training.optimisers import ABSENT, SGD, Adam, AdamW, Local, Proximal, TrainsLocally
-from fedfm.training.personal import DittoOptimiser, DualAdapter
 
 __all__ = [
     "ABSENT",
@@ -11,18 +10,16 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
-    "DittoOptimiser",
-    "DualAdapter",
     "Local",
     "Proximal",
     "TrainsLocally",
 ]
 
-BY_NAME: dict[str, type[Local]] = {
-    "sgd": SGD,
-    "adam": Adam,
-    "adamw": AdamW,
-    "proximal": Proximal,
-    "ditto": DittoOptimiser,
-    "dual_adapter": DualAdapter,
+BY_NAME = {  # name -> where its class is
+    "sgd": "fedfm.training.optimisers:SGD",
+    "adam": "fedfm.training.optimisers:Adam",
+    "adamw": "fedfm.training.optimisers:AdamW",
+    "proximal": "fedfm.training.optimisers:Proximal",
+    "ditto": "fedfm.training.personal:DittoOptimiser",
+    "dual_adapter": "fedfm.training.personal:DualAdapter",
 }

@@ -24,25 +24,11 @@ import torch
 from torch import Tensor
 
 from fedfm.linalg.params import Layout, Params
-from fedfm.models.model import Model
 from fedfm.training.local_job import Job
 from fedfm.training.optimisers import SGD
 from fedfm.training.update_rules import Rule, places
 
 _FIXED = 1 << 20  # multiply-adds that take as long as the calls around the products
-
-
-def applies(model: Model | None) -> bool:
-    """Whether the model is a linear head with softmax cross-entropy on cached features."""
-    return (
-        model is not None
-        and getattr(model, "adaptation", None) == "head"
-        and getattr(model, "softmax", True)
-        and model.task.classifies_by_head
-        and isinstance(model.head, torch.nn.Linear)
-        and model.head.weight.dtype == torch.float32
-        and len(model.names) == 2
-    )
 
 
 def pays_in_span(local: SGD, n: int, classes: int, width: int) -> bool:

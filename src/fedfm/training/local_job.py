@@ -11,8 +11,9 @@ import numpy as np
 from fedfm import seeds
 from fedfm.core.client import NO_TERMS, Client, Terms
 from fedfm.core.rows import Rows
+from fedfm.errors import InputError
 from fedfm.linalg.params import Params
-from fedfm.training import augmentation
+from fedfm.models.model import Model
 from fedfm.training.optimisers import Local, batches, joins_last
 
 
@@ -44,6 +45,8 @@ class Job:
 
     def batches(self) -> Iterator[tuple[Rows, np.ndarray]]:
         """Each mini-batch as (rows, index into them): deferred pictures come computed, augmented ones changed."""
+        from fedfm.training import augmentation
+
         rows = self.client.data.train
         if not rows.deferred and not rows.augment:
             return ((rows, index) for index in self.orders())
@@ -66,3 +69,13 @@ def mini_batches(n: int, batch_size: int, epochs: int, seed: int, joins: bool = 
     for order in permutations(n, epochs, seed):
         for k in range(count):
             yield order[k * batch_size : (k + 1) * batch_size if k + 1 < count else n]
+
+
+def over_classes(model: Model, local: Local) -> None:
+    """Raise an InputError if ``absent`` is set and the loss is not the cross-entropy of one logit a class."""
+    if local.absent != "keep" and not (model.task.classifies_by_head and model.softmax):
+        raise InputError(
+            f'method.local.absent = "{local.absent}" needs a classifier trained with cross-entropy, the task here is '
+            f'"{model.task}"; drop it',
+            key="method.local.absent",
+        )

@@ -18,10 +18,9 @@ from fedfm.linalg import pages
 from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params
 from fedfm.models.derived_modules import Bounded, hinge, penalties
-from fedfm.models.memory_budget import in_halves, warn
 from fedfm.models.model import Model
-from fedfm.training.local_job import Job
-from fedfm.training.optimisers import ABSENT, Local
+from fedfm.training.local_job import Job, over_classes
+from fedfm.training.optimisers import ABSENT
 from fedfm.training.update_rules import PIECE, Rule
 
 # Of the penalty on arguments outside a twin's intervals. The weight of `fedfm distil`, 10, is too small here: there the
@@ -193,6 +192,8 @@ class _Backward:
 
     def __call__(self, rows: Rows, index: np.ndarray) -> Tensor:
         """The mean loss over these rows, float64, where it was computed: to read it would have a GPU waited for."""
+        from fedfm.models.memory_budget import in_halves
+
         size = min(self.most or len(index), len(index))
         if getattr(self.model, "mixes_rows", ""):
             return self._add(rows, index, size)
@@ -207,6 +208,8 @@ class _Backward:
 
     def _say(self, text: str) -> None:
         """In the silo's log, and as a warning to whoever started this process."""
+        from fedfm.models.memory_budget import warn
+
         self.note(text)
         warn(text)
 
@@ -282,13 +285,3 @@ def _within_intervals(model: Model, loss: Callable[[Batch], Tensor]) -> Callable
         return found + PENALTY * excess if excess.requires_grad else found
 
     return penalised_loss
-
-
-def over_classes(model: Model, local: Local) -> None:
-    """Raise an InputError if ``absent`` is set and the loss is not the cross-entropy of one logit a class."""
-    if local.absent != "keep" and not (model.task.classifies_by_head and model.softmax):
-        raise InputError(
-            f'method.local.absent = "{local.absent}" needs a classifier trained with cross-entropy, the task here is '
-            f'"{model.task}"; drop it',
-            key="method.local.absent",
-        )

@@ -21,7 +21,7 @@ from fedfm.linalg.params import Params
 from fedfm.models.model import Model
 from fedfm.privacy import plausibility
 from fedfm.privacy.dp_sgd import DescentPlan, PrivateSteps
-from fedfm.training import heads, packed
+from fedfm.training import cached_head, packed
 from fedfm.training.local_job import Job
 from fedfm.training.loop import flat_of
 from fedfm.training.row_gradients import agrees, clipped_sum, factors
@@ -150,7 +150,7 @@ def sums(
     """
     live = {name: p for name, p in model.live().items() if only is None or name in only}
     numbers = sum(p.numel() for p in live.values())
-    of_head = _head(model, rows, clip_norm) if heads.applies(model) and only is None else None
+    of_head = _head(model, rows, clip_norm) if cached_head.applies(model) and only is None else None
     of_rows = packed.by_row(model, rows) if of_head is None and only is None else None
     by_layers: bool | None = None  # whether one backward pass does for many rows; the first two rows tell
 

@@ -18,7 +18,7 @@ import greenlet
 from fedfm.core.client import Client, Terms
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
-from fedfm.training import heads, loop, packed, private
+from fedfm.training import cached_head, packed
 from fedfm.training.local_job import Job
 from fedfm.training.optimisers import Local
 
@@ -52,34 +52,43 @@ def trainer_for(
 ) -> Trainer:
     """The fast trainer for this model, if it supports the optimiser and all tensors are trained; else the loop."""
     if protected:
+        from fedfm.training import private
+
         return private.train
-    if only is not None or (local is not None and (local.absent != "keep" or local.looks)):
-        return loop.train
-    if local is not None and local.stepwise:
-        return loop.train
-    if heads.applies(model):
+    if only is None and (local is None or _is_plain(local)) and trains_without(model):
+        if not cached_head.applies(model):
+            return packed.train
+        from fedfm.training import heads
+
         return heads.train
-    return packed.train if packed.applies(model, getattr(model, "kernels", "exact")) else loop.train
+    from fedfm.training import loop
+
+    return loop.train
+
+
+def _is_plain(local: Any) -> bool:
+    """Whether the fast trainers know all that the optimiser does."""
+    return local.absent == "keep" and not local.looks and not local.stepwise
 
 
 def trains_without(model: Model) -> bool:
     """Whether the model's training calls no module: it has a trainer of its own."""
-    return trainer_for(model) is not loop.train
+    return cached_head.applies(model) or packed.applies(model, getattr(model, "kernels", "exact"))
 
 
 def width(model: Model | None) -> int:
     """Most clients in a chunk."""
-    return _HEADS[0] if heads.applies(model) else packed.width(model)
+    return _HEADS[0] if cached_head.applies(model) else packed.width(model)
 
 
 def least(model: Model | None) -> int:
     """Fewest clients in a chunk."""
-    return _HEADS[1] if heads.applies(model) else -(-packed.width(model) // 2)
+    return _HEADS[1] if cached_head.applies(model) else -(-packed.width(model) // 2)
 
 
 def compiles(model: Model, local: Local | None = None) -> bool:
     """Whether its training loads loops that numba compiles."""
-    return trainer_for(model, local) is heads.train
+    return cached_head.applies(model) and (local is None or _is_plain(local))
 
 
 @contextmanager
@@ -94,7 +103,7 @@ def by_autograd() -> Iterator[None]:
 
 def prepare(model: Model | None) -> None:
     """Load the kernels of its training before the process forks, so that its children share them."""
-    if heads.applies(model):
+    if cached_head.applies(model):
         import fedfm.linalg.kernels.softmax_sgd  # noqa: F401
     else:
         packed.prepare(model)
@@ -102,7 +111,7 @@ def prepare(model: Model | None) -> None:
 
 def trains_in_batches(model: Model | None) -> bool:
     """Whether several clients train as one batch."""
-    return not heads.applies(model) and packed.width(model) > 1
+    return not cached_head.applies(model) and packed.width(model) > 1
 
 
 def run_chunk(calls: Sequence[Callable[[], Any]], together: bool = True) -> list[Any]:
@@ -159,7 +168,11 @@ def _train_alone(job: Job) -> Params:
 
 def _trainer_of(job: Job) -> Trainer:
     found = trainer_for(job.client.model, job.local, job.terms.only, job.client.private is not None)
-    return loop.train if _autograd.get() and found is heads.train else found
+    if _autograd.get():
+        from fedfm.training import heads, loop
+
+        return loop.train if found is heads.train else found
+    return found
 
 
 def _alone(call: Callable[[], Any]) -> Any:

@@ -24,15 +24,12 @@ from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import codec
 from fedfm.engines.interruption import Interrupted
-from fedfm.engines.local.spawned import Spawned, spawn
-from fedfm.engines.local.worker_pool import Pool
 from fedfm.errors import E_EXCEPTION, E_TIMEOUT, ClientFault, InputError, RunError
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
 from fedfm.models import devices
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import ROUNDS
-from fedfm.runtime.client_timeout import patience
 from fedfm.runtime.evaluation import Evaluation, judge
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.population import populate, record_error
@@ -41,6 +38,8 @@ from fedfm.runtime.server import Server
 
 if TYPE_CHECKING:
     from fedfm.config.run_spec import RunSpec
+    from fedfm.engines.local.spawned import Spawned
+    from fedfm.engines.local.worker_pool import Pool
     from fedfm.runtime.progress import Progress
     from fedfm.runtime.run_directory import Run
 
@@ -87,7 +86,11 @@ class LocalLink:
         spawn: Callable[[int], Spawned] | None = None,
     ) -> None:
         self._silos, self._wire, self._stop, self._progress = silos, wire, stop, progress
-        self._pool = Pool(silos, workers, timeout, spawn) if workers > 1 else None
+        self._pool: Pool | None = None
+        if workers > 1:
+            from fedfm.engines.local.worker_pool import Pool
+
+            self._pool = Pool(silos, workers, timeout, spawn)
         self._timeout, self._judged = timeout, 0
         self._scored: tuple[Any, dict[ClientId, dict[str, Any]]] = (lambda: None), {}  # of which parameters, by client
 
@@ -276,10 +279,16 @@ def start(
         enough(experiment, population.clients)
         silos, device = silos_of(run, population), population.model.device
         places = seats(spec, experiment.model.device, device) if given is None else []
-        start = partial(spawn, run.path) if places else None
+        start = None
+        if places:
+            from fedfm.engines.local.spawned import spawn
+
+            start = partial(spawn, run.path)
         workers = len(places) or processes(spec.workers, device)
         seconds = math.inf  # a client in this process cannot be stopped, and what it has trained is kept
         if workers > 1 or not spec.extend_timeout:
+            from fedfm.runtime.client_timeout import patience
+
             seconds = patience(experiment.method, population, spec, progress.notice)
         link = LocalLink(
             silos,

@@ -22,8 +22,8 @@ from fedfm.errors import InputError
 from fedfm.models.adapters.all_linear import all_linear, is_read_alone, left_out, refused_by_peft, returns_several
 from fedfm.models.adapters.peft_alone import peft_alone
 from fedfm.models.adapters.stacked import stacks, without, wrap
-from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.families import Parts, default_targets, strides_are_read, unwrap
+from fedfm.models.kinds import is_dual_encoder
 from fedfm.models.spec import ALL_LINEAR, AdaptationSpec
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def apply(
         module.get_submodule(parts.head).requires_grad_(True)
         return module
     if spec.name == "prompt":
-        if not isinstance(module, DualEncoder) or module.context is None:
+        if not is_dual_encoder(module) or module.context is None:
             raise InputError(
                 f'model.adaptation.name: "prompt" learns words before class names, task {task.name!r} has none: '
                 'expected model.task = "zero_shot"',
@@ -91,7 +91,7 @@ def apply(
         count = spec.layers or 1
         _enough(count, parts)
         tops: list[nn.Module | None] = [m for stages in parts.stages for block in stages[-count:] for _, m in block]
-        ends = module.projections if isinstance(module, DualEncoder) else (parts.norm, parts.pooler)
+        ends = module.projections if is_dual_encoder(module) else (parts.norm, parts.pooler)
         for top in [*tops, *ends, *(module.get_submodule(n) for n in {*new, parts.head} if n)]:
             if top is not None:
                 top.requires_grad_(True)

@@ -11,7 +11,7 @@ have the bias.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -25,6 +25,7 @@ from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.models.adapters import lora
 from fedfm.models.adapters.lora import Weight
+from fedfm.models.adapters.pair_names import GLOBAL, LOCAL, MIX, by_row
 from fedfm.models.families import unwrap
 from fedfm.models.layers import module_of
 from fedfm.models.preprocessing import LOCAL_SHARE
@@ -32,7 +33,6 @@ from fedfm.models.preprocessing import LOCAL_SHARE
 if TYPE_CHECKING:
     from fedfm.models.model import Model
 
-GLOBAL, LOCAL, MIX, GATE = "global", "local", "mix", "gate"  # parts of a vector of two adapters
 _SAVED = ".modules_to_save.default."
 
 
@@ -167,22 +167,6 @@ def pair(shared: Params, own: Params, bias: float, slope: Tensor | None = None) 
     """One vector of the shared adapter, the client's own adapter and their weights."""
     mix = {"bias": torch.tensor(bias)} | ({} if slope is None else {"slope": slope})
     return Params.join(**{GLOBAL: shared, LOCAL: own, MIX: Params(mix)})
-
-
-def is_pair(w: Iterable[str]) -> bool:
-    """Whether w is from :func:`pair`."""
-    return f"{MIX}/bias" in w
-
-
-def weighed_by(w: Iterable[str]) -> str | None:
-    """The part that says how two adapters are weighed: ``mix`` of a pair, ``gate`` of experts; None of one adapter."""
-    parts = {name.partition("/")[0] for name in w}
-    return next((part for part in (MIX, GATE) if {GLOBAL, LOCAL, part} <= parts), None)
-
-
-def by_row(w: Iterable[str]) -> bool:
-    """Whether each row has a share of its own."""
-    return f"{MIX}/slope" in w
 
 
 def share(mix: Params, states: Tensor) -> Tensor:

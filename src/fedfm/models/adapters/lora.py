@@ -7,7 +7,7 @@ names mean (alpha / r) B A.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,45 +21,22 @@ from fedfm.linalg.low_rank import Factors
 from fedfm.linalg.params import Layout, Params, layout_of
 from fedfm.models.adapters import stacked
 from fedfm.models.adapters.adaptation import with_defaults
+from fedfm.models.adapters.lora_names import UP
+from fedfm.models.adapters.lora_names import pairs as pairs
+from fedfm.models.adapters.lora_names import rank_of as rank_of
+from fedfm.models.adapters.lora_names import rest as rest
 from fedfm.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from fedfm.models.model import Model
 
-_A, _B = ".lora_A.", ".lora_B."
-
 Weight = float | Callable[[Tensor], Any]  # of an adapter; may depend on a module's output y (b, ...), see :func:`at`
-
-
-def pairs(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Path of each adapted module -> (name of its A (r, d_in), name of its B (d_out, r)), in the order of the names.
-
-    Those of experts are A (E, r, d_in) and B (d_out, r, E), see :mod:`fedfm.models.adapters.stacked`.
-
-    Example:
-        >>> pairs(["q.lora_A.default.weight", "q.lora_B.default.weight", "head.weight"])
-        {'q': ('q.lora_A.default.weight', 'q.lora_B.default.weight')}
-    """
-    names = list(names)
-    known = set(names)
-    return {name.partition(_A)[0]: (name, b) for name in names if _A in name and (b := name.replace(_A, _B)) in known}
-
-
-def rest(names: Iterable[str]) -> list[str]:
-    """Names of the trained tensors beside LoRA: a new head."""
-    return [name for name in names if _A not in name and _B not in name]
 
 
 def alpha_of(model: Model) -> float:
     """LoRA's alpha; the scale of an adapter of rank r is alpha / r."""
     adaptation = model.adaptation_spec
     return float(2 * adaptation.rank if adaptation.alpha is None else adaptation.alpha)
-
-
-def rank_of(w: Mapping[str, Tensor]) -> int | None:
-    """The rank r of LoRA parameters; None if there are none, or if ranks differ between modules."""
-    ranks = {w[b].shape[1] for _, b in pairs(w).values()}
-    return ranks.pop() if len(ranks) == 1 else None
 
 
 def matrices(w: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -221,7 +198,7 @@ def apply(model: Model, w: Params) -> Iterator[None]:
         yield
         return
     shift = factors(w, alpha_of(model))
-    own = {n: torch.zeros_like(t) if n not in w or _B in n else t for n, t in model.params().items()}
+    own = {n: torch.zeros_like(t) if n not in w or UP in n else t for n, t in model.params().items()}
     model.load(Params(own | {n: w[n] for n in rest(w)}))
     with shift_weights(model, shift):
         yield

@@ -83,12 +83,10 @@ _CODE = {  # what _pooled computes
 }
 
 
-def is_encoder(config: Any) -> bool:
-    """Whether transformers has an encoder of pictures alone for this configuration, and no classifier."""
+def has_encoder(config: Any) -> bool:
+    """Whether transformers has an encoder of pictures alone for this configuration."""
     import transformers
 
-    if type(config) in transformers.AutoModelForImageClassification._model_mapping:
-        return False
     found = transformers.AutoModel._model_mapping.get(type(config), None)
     return getattr(found, "main_input_name", "") == "pixel_values" and "input_ids" not in _arguments(found)
 

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
-MODEL_TYPE = "fedfm_preact_resnet"
+from fedfm.models.locate import PREACT_RESNET
+
+MODEL_TYPE = PREACT_RESNET
 
 
 class PreActResNetConfig(PreTrainedConfig):  # type: ignore[misc]

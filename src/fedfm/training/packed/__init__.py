@@ -12,7 +12,7 @@ one batch, ``fast_bf16`` also multiplies by frozen weights in bfloat16.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,13 +22,14 @@ from fedfm.core.rows import Rows
 from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params
 from fedfm.models.model import Model
-from fedfm.training import loop
 from fedfm.training.local_job import Job
 from fedfm.training.packed import attention, trainer
-from fedfm.training.packed.by_row import RowGradients
 from fedfm.training.packed.net import Net, Unsupported, read
 from fedfm.training.packed.predictor import CachedLogits
 from fedfm.training.packed.prefix import Cache, takes
+
+if TYPE_CHECKING:
+    from fedfm.training.packed.by_row import RowGradients
 
 KERNELS = ("exact", "fast", "fast_bf16")
 FAST_BF16 = "fast_bf16"
@@ -67,12 +68,18 @@ def train(jobs: Sequence[Job]) -> list[Params]:
     kernels = getattr(model, "kernels", "exact")
     found = _net(model, kernels == FAST_BF16, fresh=True)
     if found is None:
+        from fedfm.training import loop
+
         return loop.train(jobs)
     buffers.keep_freed()
     net, cache = found.net, found.cache
     rows = [job.client.data.train for job in jobs]
     good = [i for i, r in enumerate(rows) if takes(r) and r.labels is not None and set(jobs[i].w) == net.names]
-    out = {i: loop.train([job])[0] for i, job in enumerate(jobs) if i not in good}
+    out = dict[int, Params]()
+    if len(good) < len(jobs):
+        from fedfm.training import loop
+
+        out = {i: loop.train([job])[0] for i, job in enumerate(jobs) if i not in good}
     groups = [[i] for i in good] if kernels == "exact" else [good]
     with torch.no_grad():
         for group in filter(None, groups):
@@ -99,6 +106,8 @@ def predict(model: Model, rows: Rows) -> Tensor | None:
 
 def by_row(model: Model, rows: Rows) -> RowGradients | None:
     """Sums of clipped gradients of single rows; None if the model or the rows are not supported."""
+    from fedfm.training.packed.by_row import RowGradients
+
     if type(model).loss is not Model.loss or not len(rows) or rows.labels is None or not takes(rows):
         return None
     kernels, found = getattr(model, "kernels", "exact"), _net(model, False, fresh=True)

@@ -1,0 +1,36 @@
+"""LoRA by its parameter names alone: which are pairs of factors, of which rank, and which stand beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+DOWN, UP = ".lora_A.", ".lora_B."  # in the names of the factors A and B
+
+
+def pairs(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Path of each adapted module -> (name of its A (r, d_in), name of its B (d_out, r)), in the order of the names.
+
+    Those of experts are A (E, r, d_in) and B (d_out, r, E), see :mod:`fedfm.models.adapters.stacked`.
+
+    Example:
+        >>> pairs(["q.lora_A.default.weight", "q.lora_B.default.weight", "head.weight"])
+        {'q': ('q.lora_A.default.weight', 'q.lora_B.default.weight')}
+    """
+    names = list(names)
+    known = set(names)
+    return {
+        name.partition(DOWN)[0]: (name, b) for name in names if DOWN in name and (b := name.replace(DOWN, UP)) in known
+    }
+
+
+def rest(names: Iterable[str]) -> list[str]:
+    """Names of the trained tensors beside LoRA: a new head."""
+    return [name for name in names if DOWN not in name and UP not in name]
+
+
+def rank_of(w: Mapping[str, Tensor]) -> int | None:
+    """The rank r of LoRA parameters; None if there are none, or if ranks differ between modules."""
+    ranks = {w[b].shape[1] for _, b in pairs(w).values()}
+    return ranks.pop() if len(ranks) == 1 else None
