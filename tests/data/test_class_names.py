@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from fedfm.data.class_names import class_name, is_invisible
+from fedfm.data.class_names import class_name
+from fedfm.data.invisible import is_invisible
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec, check
 from fedfm.errors import InputError

@@ -10,7 +10,7 @@ from typing import Any
 from fedfm.aggregation.base import Aggregator, Mechanism, Transport
 from fedfm.config.registry import available
 from fedfm.core.method import Method
-from fedfm.privacy.policy import EXPOSES
+from fedfm.privacy.exposure import EXPOSES
 from fedfm.runtime.evaluation import Evaluation
 
 PAGE = Path(__file__).parents[2] / "docs" / "threat-model.md"

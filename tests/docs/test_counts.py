@@ -8,7 +8,7 @@ import pytest
 
 from fedfm.config.registry import available, ours
 from fedfm.config.run_spec import ENGINES
-from fedfm.privacy.policy import WORDS
+from fedfm.privacy.exposure import WORDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

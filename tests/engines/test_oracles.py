@@ -27,7 +27,7 @@ from fedfm.engines.flower import client_host, client_stub
 from fedfm.engines.flower.recovery import last_reply
 from fedfm.errors import ClientFault
 from fedfm.linalg.params import Params
-from fedfm.privacy.policy import HELLO
+from fedfm.privacy.exposure import HELLO
 from fedfm.sites import ledger_summary
 
 TRAIN, SCORES = "train.FedAvg_train", "scores.Evaluation_evaluate"

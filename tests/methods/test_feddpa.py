@@ -27,9 +27,9 @@ from fedfm.methods.feddpa import FedDPA
 from fedfm.models.adapters import experts
 from fedfm.models.adapters.experts import GLOBAL, LOCAL, MIX, mean_direction, pair, share
 from fedfm.models.load import load_model
-from fedfm.models.metrics import answer_limit, answers
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.models.text_metrics import answer_limit, answers
 from fedfm.runtime import predictions
 from fedfm.training import SGD, AdamW, DualAdapter
 from fedfm.training.local_job import Job

@@ -6,7 +6,7 @@ from tiny_models import load
 
 from fedfm.data.table import Table
 from fedfm.models.language.generation import left_out
-from fedfm.models.metrics import answers
+from fedfm.models.text_metrics import answers
 
 TABLE = Table("instruction", [("the fox", "jumps")] * 3, None, (), np.full(3, "train"), source="a.jsonl")
 

@@ -13,7 +13,8 @@ from tiny_models import load, prose, real, sentences, vectors
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.models import metrics
-from fedfm.models.metrics import Answer, answer_limit, answers, evaluate, references, rouge_1, scores
+from fedfm.models.metrics import evaluate, scores
+from fedfm.models.text_metrics import Answer, answer_limit, answers, references, rouge_1
 
 
 @given(st.integers(1, 40), st.integers(2, 6), st.integers(0, 10_000))

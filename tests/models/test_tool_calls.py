@@ -16,7 +16,8 @@ from fedfm.data.table import contents, fingerprint
 from fedfm.errors import InputError
 from fedfm.models.export import export
 from fedfm.models.language import chat_templates
-from fedfm.models.metrics import answers, evaluate, references
+from fedfm.models.metrics import evaluate
+from fedfm.models.text_metrics import answers, references
 
 # As Qwen3's: text and objects as arguments, an empty thought before the last answers alone.
 QWEN = (

@@ -37,14 +37,14 @@ def audit(
     """
     from fedfm.audits.audit import perform_within
     from fedfm.audits.steps import command
-    from fedfm.reports import dossier
+    from fedfm.reports import renewal
 
     named = [attacks] if isinstance(attacks, str) else attacks
     notice = (progress or Bar()).notice
     done = perform_within(time_limit, run, named, notice, given=given)
     if done.left_out:
         notice(f"the time was up; not done: {command(run, done.left_out)}")
-    dossier.renew(Path(run))
+    renewal.renew(Path(run))
     return done.findings
 
 

@@ -152,10 +152,10 @@ def drive(
         raise RunError(f"a library failed: {libraries.describe(error)}") from error
     finally:
         progress.finished()
-    from fedfm.reports import dossier
+    from fedfm.reports import renewal
 
     try:
-        dossier.renew(run.path)
+        renewal.renew(run.path)
     except (FedfmError, OSError) as error:  # the result is there; `fedfm report` can write the page later
         progress.notice(f"report.html could not be written: {error}")
     return result

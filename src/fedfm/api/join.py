@@ -23,7 +23,7 @@ from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
 from fedfm.models.export import save_adapter
 from fedfm.models.model import Model
-from fedfm.reports import dossier
+from fedfm.reports import renewal
 from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
 from fedfm.runtime.disclosure import JOINED, check_same
@@ -97,7 +97,7 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
         if JOINED not in run.manifest["do_not_share"]:
             run.manifest["do_not_share"].append(JOINED)
         run.write_manifest()
-    dossier.renew(run.path)
+    renewal.renew(run.path)
     return {"run": str(path), "client": name, **found, "adapter": str(folder), "weights": weights}
 
 

@@ -157,7 +157,7 @@ def audit(args: Namespace) -> int:
     from fedfm.audits.finding import lines
     from fedfm.audits.replay import open_finished
     from fedfm.audits.steps import command
-    from fedfm.reports import dossier
+    from fedfm.reports import dossier, renewal
     from fedfm.runtime.progress_bar import Attacks
     from fedfm.runtime.run_directory import Run
 
@@ -181,9 +181,9 @@ def audit(args: Namespace) -> int:
         except KeyboardInterrupt as stopped:
             if stopped.args:
                 tell(f"fedfm: {stopped}", sys.stderr)
-                dossier.renew(args.run)
+                renewal.renew(args.run)
             raise
-    page, found = dossier.renew(args.run), done.findings
+    page, found = renewal.renew(args.run), done.findings
     result: dict[str, Any] = {"run": str(args.run), "findings": [f.to_dict() for f in found]}
     if done.left_out:
         result["not_run"] = list(done.left_out)
@@ -200,11 +200,11 @@ def audit(args: Namespace) -> int:
 
 def report(args: Namespace) -> int:
     """``fedfm report``."""
-    from fedfm.reports import client_weights, compare, dossier
+    from fedfm.reports import client_weights, compare, renewal
     from fedfm.runtime.runs_below import each_run
 
     runs = each_run([args.run])
-    pages = [dossier.renew(run) for run in runs]
+    pages = [renewal.renew(run) for run in runs]
     for run in runs:
         _incomplete(run)
     tell(compare.table(runs).rstrip())

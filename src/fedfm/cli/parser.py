@@ -10,8 +10,30 @@ from typing import Any
 from fedfm import __version__
 from fedfm.api.command_registry import commands as wing_commands
 from fedfm.api.command_registry import training_arguments
-from fedfm.cli import check_command, commands
-from fedfm.cli.help import EXAMPLES
+from fedfm.cli import commands
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that reads the examples below its help when the help is asked for.
+
+    Attributes:
+        name: of the command in :data:`fedfm.cli.help.EXAMPLES`; None if it has none there.
+    """
+
+    name: str | None = None
+
+    def format_help(self) -> str:
+        if self.name is not None:
+            from fedfm.cli.help import EXAMPLES
+
+            self.epilog = EXAMPLES[self.name]
+        return super().format_help()
+
+
+def _check(args: Any) -> int:
+    from fedfm.cli.check_command import check
+
+    return check(args)
 
 
 def build(first: str = "") -> argparse.ArgumentParser:
@@ -20,7 +42,7 @@ def build(first: str = "") -> argparse.ArgumentParser:
     Args:
         first: the first word of the command line: the wings' commands are added unless it is one of the others.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="fedfm",
         description="Adapt foundation models across organisations that cannot pool their data.",
         epilog="first steps: `fedfm demo`, then `fedfm show fedavg`, then `fedfm run exp.toml`",
@@ -38,14 +60,15 @@ def build(first: str = "") -> argparse.ArgumentParser:
         json: bool = False,
         overrides: bool = False,
         run: bool = False,
-    ) -> argparse.ArgumentParser:
-        sub = subparsers.add_parser(
+    ) -> _Parser:
+        sub: _Parser = subparsers.add_parser(
             name,
             help=text,
             description=text[0].upper() + text[1:] + ".",
-            epilog=examples or EXAMPLES[name],
+            epilog=examples or None,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        sub.name = None if examples else name
         sub.set_defaults(command=function)
         if json:
             sub.add_argument(
@@ -173,9 +196,7 @@ def build(first: str = "") -> argparse.ArgumentParser:
     schema.add_argument("of", nargs="?", choices=files, default=files[0], help="which file [experiment]")
     schema.add_argument("--out", type=Path, metavar="FILE", help="write it there")
 
-    check = command(
-        "check", check_command.check, "check an experiment and print it with every default", json=True, overrides=True
-    )
+    check = command("check", _check, "check an experiment and print it with every default", json=True, overrides=True)
     check.add_argument("experiment", type=Path, help="TOML file")
     check.add_argument(
         "--matching", action="store_true", help="also which tensors are mixed with the foundation model, and how"

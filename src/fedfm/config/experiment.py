@@ -71,8 +71,6 @@ class Experiment(ExperimentParts):
         Raises:
             InputError: with the key, what it is, and what would be right.
         """
-        from fedfm.config.asynchronous import asynchronous
-
         changed = method_name is not None
         data = _section_of(DataSpec, data, "data")
         if isinstance(method, Mapping):
@@ -139,6 +137,8 @@ class Experiment(ExperimentParts):
                 object.__setattr__(self, "aggregation", aggregation)
             compatibility.check_as_run(self)
             if run.asynchronous is not None:
+                from fedfm.config.asynchronous import asynchronous
+
                 object.__setattr__(self, "aggregation", asynchronous(self, run.asynchronous))
 
     @classmethod
@@ -308,7 +308,6 @@ def _refuse_hinted(error: InputError, tables: Mapping[str, Any]) -> None:
 
 def _with_hint(error: UnknownKey, tables: Mapping[str, Any]) -> InputError:
     """The error with a hint that the other tables do not refuse."""
-    from fedfm.config.asynchronous import not_late
     from fedfm.config.known_keys import KnownKeys
 
     value: Any = tables
@@ -318,6 +317,8 @@ def _with_hint(error: UnknownKey, tables: Mapping[str, Any]) -> InputError:
     found = error.among(keys)
     run = tables.get("run")
     if error.key.startswith("method.") and isinstance(run, Mapping) and run.get("asynchronous"):
+        from fedfm.config.asynchronous import not_late
+
         with contextlib.suppress(InputError):  # a name that is none is refused before its keys
             if why := not_late(resolve("methods", keys.method), keys.method):
                 return InputError(f"{why}; and {found}", key="run.asynchronous")

@@ -99,8 +99,6 @@ def resolve(kind: str, name: Any, where: str = "") -> Any:
     Raises:
         InputError: the name is unknown (close ones are suggested), or names code that was not admitted.
     """
-    from fedfm.config.paper_names import how_to_set
-
     where = where or f"{kind.removesuffix('s')}.name"
     names = available(kind)
     if not isinstance(name, str):
@@ -114,6 +112,8 @@ def resolve(kind: str, name: Any, where: str = "") -> Any:
     if ":" in names.get(name, name):  # an entry point, or module:Class
         raise InputError(f'{where} = "{name}": code beside fedfm\'s own, which nobody here has listed', key=where)
     if name not in names:
+        from fedfm.config.paper_names import how_to_set
+
         raise InputError(
             f'{where} = "{name}": expected {quote_names(names)}{how_to_set(name) or close(name, names)}',
             key=where,

@@ -363,9 +363,9 @@ class Federation:
         Raises:
             RunError: they are too few; with the reasons.
         """
-        from fedfm.core.reasons import reasons
-
         if good < (needed := self.enough(wanted) if least is None else least):
+            from fedfm.core.reasons import reasons
+
             why = reasons(self.excluded[before:], self._diverged())
             raise RunError(
                 f"round {self.round}: {good} of {wanted} clients gave a valid reply to {name}, "

@@ -11,11 +11,10 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from fedfm.data.invisible import FORMS, escape, is_invisible
 from fedfm.errors import InputError
 
-_FORMS = "".join(map(chr, range(0xFE00, 0xFE10)))  # of the character before
 _JOINERS = "\u200c\u200d"
-_BLANK = "\u115f\u1160\u3164\uffa0\u2800" + _FORMS  # fillers, and forms
 _ASCII = 0x80
 _NAMED = 3  # names in a notice
 
@@ -32,17 +31,6 @@ def class_name(text: str) -> str:
     shown = unicodedata.normalize("NFC", text)
     kept = (c for i, c in enumerate(shown) if not is_invisible(c) or _joins(shown, i))
     return "".join(" " if unicodedata.category(c) == "Zs" else c for c in kept).strip()
-
-
-def is_invisible(c: str) -> bool:
-    """Whether nobody sees the character: zero-width spaces, joiners, soft hyphens, byte order marks, fillers."""
-    return not c.isspace() and (unicodedata.category(c) in ("Cf", "Cc") or c in _BLANK)
-
-
-def escape(name: str) -> str:
-    """The name between quotes, with a code in place of what nobody sees or takes for something else."""
-    odd = (is_invisible(c) or unicodedata.combining(c) or (c.isspace() and c != " ") for c in name)
-    return '"' + "".join(f"\\u{ord(c):04x}" if is_odd else c for c, is_odd in zip(name, odd, strict=True)) + '"'
 
 
 def notices_of(texts: Iterable[str], name: str) -> tuple[str, ...]:
@@ -91,7 +79,7 @@ def check_list(texts: Sequence[str], key: str) -> None:
 def _joins(text: str, i: int) -> bool:
     """Whether a character that nobody sees belongs to those beside it, as in Persian and in emoji."""
     before = text[i - 1] if i else " "
-    if text[i] in _FORMS:
+    if text[i] in FORMS:
         return ord(before) >= _ASCII and not before.isspace()
     after = text[i + 1] if i + 1 < len(text) else " "
     return text[i] in _JOINERS and all(

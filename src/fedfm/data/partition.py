@@ -158,8 +158,6 @@ def _by_rule(
     table: Table, spec: DataSpec, splits: Splits, seed: int, notices: list[str]
 ) -> tuple[list[str], list[Owner]]:
     """Names of K clients and the owners of the rows of each split."""
-    from fedfm.data import flower_partitions
-
     part = spec.partition
     train, val, test = splits
     clients = DEFAULT_CLIENTS if part.clients is None else part.clients
@@ -170,6 +168,8 @@ def _by_rule(
         )
     labels, named = table.labels, (("train", train), ("val", val))
     if part.name == "flower":
+        from fedfm.data import flower_partitions
+
         owner, clients = flower_partitions.owners(table, part, train, spec.label, clients, seed, notices)
         kept = own_test(table, val, train, owner, clients, seed, "val")
         lost = np.flatnonzero(kept < 0)  # of classes on which no client trains

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from fedfm.core import tasks
-from fedfm.data.class_names import is_invisible
+from fedfm.data.invisible import is_invisible
 from fedfm.data.pictures import upright
 from fedfm.data.table import Table, contents
 

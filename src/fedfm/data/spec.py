@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fedfm.core import fields, tasks
 from fedfm.core.fields import setting, with_settings
 from fedfm.core.text import NAME, NAME_WORDS
-from fedfm.data.class_names import check_list
 from fedfm.errors import Faults, InputError, quote_names
 
 WITHHELD = "(kept by the server)"  # replaces values that clients do not receive
@@ -184,6 +183,8 @@ def _check_without_rows(spec: DataSpec) -> None:
         if getattr(spec, key):
             text = "data.where, limit and base_classes choose among the server's rows, and data.classes has none"
             raise InputError(text, key=f"data.{key}")
+    from fedfm.data.class_names import check_list
+
     check_list(spec.classes, "data.classes")
     if not spec.classes and tasks.implied_task(spec.kind).needs_classes:
         raise InputError("data.classes = []: expected a list of class names", key="data.classes")

@@ -58,15 +58,13 @@ class Table:
 
     def take(self, index: Sequence[int] | np.ndarray) -> Table:
         """The table of these rows, in this order."""
-        from fedfm.data.arrow_texts import ArrowTexts
-
         index = np.asarray(index, dtype=np.int64)
         if isinstance(self.inputs, np.ndarray):
             inputs = self.inputs[index]
-        elif isinstance(self.inputs, ArrowTexts):
-            inputs = self.inputs.take(index)
-        else:
+        elif isinstance(self.inputs, list):
             inputs = [self.inputs[i] for i in index]
+        else:
+            inputs = _chosen(self.inputs, index)
         return replace(
             self,
             inputs=inputs,
@@ -170,3 +168,10 @@ class FederatedData:
     clients: dict[str, ClientRows]
     test: np.ndarray
     notices: tuple[str, ...] = ()
+
+
+def _chosen(inputs: Any, index: np.ndarray) -> Any:
+    """Rows of texts in Arrow's memory, or of another sequence."""
+    from fedfm.data.arrow_texts import ArrowTexts
+
+    return inputs.take(index) if isinstance(inputs, ArrowTexts) else [inputs[i] for i in index]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fedfm.core.client import Client
 from fedfm.errors import InputError
-from fedfm.models.language.next_token import targets_of
 
 WEIGHTINGS = ("size", "uniform", "tokens")
 WORDS = "size (n_k), uniform, or tokens: of a language model, how many the loss counts, e.g. those of answers"
@@ -20,6 +19,8 @@ def weight_of(client: Client, weighting: str) -> int:
         return len(client.data.train)
     if weighting == "uniform":
         return 1
+    from fedfm.models.language.next_token import targets_of
+
     count = targets_of(client.model, client.data.train)
     if count is None:
         raise InputError(

@@ -14,14 +14,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fedfm.errors import InputError
 from fedfm.models.heads import bases, head_of, output_maps, within
-from fedfm.models.quantised import StoredWeights
+
+if TYPE_CHECKING:
+    from fedfm.models.quantised import StoredWeights
 
 _FIRST = 3  # names in a message
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")  # of torch: parallel, compiled, sharded
@@ -161,6 +163,8 @@ class Difference:
 
     @cached_property
     def _weights(self) -> StoredWeights:
+        from fedfm.models.quantised import StoredWeights
+
         return StoredWeights(self.path)
 
     def _aliases(self, name: str) -> set[str]:

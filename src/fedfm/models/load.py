@@ -100,8 +100,6 @@ def load_model(
         >>> model.names
         ('head.weight', 'head.bias')
     """
-    from fedfm.models import checkpointing
-
     task = _task(task or spec.task, kind, classes)
     if spec.template is not None and not task.answers:
         raise InputError(
@@ -126,6 +124,8 @@ def load_model(
     if task.new_head and spec.weights == "pretrained" and spec.name != "features":
         drawn = new_parts.notice(loaded.module, loaded.new, parts.head, spec.name)
     if spec.gradient_checkpointing:
+        from fedfm.models import checkpointing
+
         checkpointing.check(parts, adapt.name)
     if spec.compile:
         from fedfm.models import compiled

@@ -312,22 +312,22 @@ class Model:
 
     def train_mode(self) -> None:
         """Switch LoRA's dropout, and with ``full`` batch norm, to training mode; the model's own dropout stays off."""
-        from fedfm.models import checkpointing
-
         self.module.eval()
         for module in self._keepers:
             kept_outputs.begin(module)
         for module in self.train_too:
             module.train()
         if self.spec.gradient_checkpointing:
+            from fedfm.models import checkpointing
+
             checkpointing.begin(self.parts)
 
     def eval_mode(self) -> None:
         """Switch all modules to evaluation mode."""
-        from fedfm.models import checkpointing
-
         self.module.eval()
         if self.spec.gradient_checkpointing:
+            from fedfm.models import checkpointing
+
             checkpointing.end(self.parts)
 
     # --- inside -------------------------------------------------------------------------------------------------------

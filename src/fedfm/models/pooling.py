@@ -95,10 +95,10 @@ def way_of(model: Network, head: nn.Linear, rows: Rows) -> Pool:
 
 def of_padding(model: Network) -> list[str]:
     """A notice if the logits of a classifier of texts depend on the texts beside it."""
-    from fedfm.models.probe_rows import made_texts
-
     if model.tools.tokenizer is None or not model.task.classifies_by_head:
         return []
+    from fedfm.models.probe_rows import made_texts
+
     made = made_texts(model)
     with model.evaluating():
         both, alone = (model.outputs(made.take(i).to_padded().batch(range(len(i)))) for i in ([0, 1], [0]))

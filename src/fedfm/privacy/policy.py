@@ -18,12 +18,10 @@ from fnmatch import fnmatchcase
 
 from fedfm.core.fields import setting
 from fedfm.errors import InputError, close, quote_names
+from fedfm.privacy.exposure import HELLO, WORDS
 
-HELLO = "query.hello"  # the handshake, which asks for the silo's name: answered if anything is allowed
-WORDS = ("mean", "reply", "scores", "reveal")
 TOLERANCE = 1e-6  # relative tolerance of a limit: a computed epsilon has fewer digits than a limit
 MECHANISMS = ("own", "gaussian", "correlated_gaussian", "distributed_gaussian", "dp_sgd")
-EXPOSES = {"train": "mean", "aggregate": "mean", "query": "reply", "scores": "scores", "reveal": "reveal"}  # by kind
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ from typing import Any
 
 from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY
 from fedfm.core.text import finite, to_json
-from fedfm.reports import client_weights
 from fedfm.reports.page import aside, code, details, note, table
 from fedfm.reports.plain_words import present, reading
-from fedfm.reports.read import RunFiles, mapping, numeric, sequence
+from fedfm.reports.read import WEIGHTS, RunFiles, mapping, numeric, sequence
 from fedfm.reports.text import count, esc, number, plural, size, toml
 from fedfm.runtime.disclosure import guarantee
 from fedfm.runtime.exposure import MEAN, SERVER, Traffic
@@ -200,7 +199,7 @@ def share_box(run: RunFiles) -> str:
     private, read = run.experiment.get("privacy"), mapping(run.manifest.get("split")).get("clients")
     counted = " and shows their rows per class" if read and not private else ""
     items.append(f"This report names the clients{counted}; ask them before you share it.")
-    if (run.path / client_weights.FILE).exists():
+    if (run.path / WEIGHTS).exists():
         items.append("Its map of who learns from whom says whose rows resemble whose, and audit.json names the pairs.")
     return aside("What must not be shared", items, ' id="share"')
 

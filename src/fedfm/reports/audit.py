@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedfm.reports.page import aside, details, figure, note, table
-from fedfm.reports.read import RunFiles, mapping, numeric, sequence
+from fedfm.reports.read import AUDIT, RunFiles, mapping, numeric, sequence
 from fedfm.reports.svg import ChartBar, bars
 from fedfm.reports.text import esc, number, plural
 
-FILE = "audit.json"
+FILE = AUDIT
 
 
 def findings(run: RunFiles) -> list[Mapping[str, Any]] | None:
@@ -46,13 +46,13 @@ def _is_outdated(run: RunFiles, value: Mapping[str, Any]) -> bool:
 
 def section(run: RunFiles) -> str:
     """A table of verdicts, then a paragraph for each finding; nothing without an audit."""
-    from fedfm.audits.finding import cells
-
     found = findings(run)
     if found is None:
         return note("The run went on after its audit: <code>fedfm audit</code> again.") if is_outdated(run) else ""
     if not found:
         return note("The run has an audit.json that is not a file of <code>fedfm audit</code>.")
+    from fedfm.audits.finding import cells
+
     rows = [[str(f.get("name")), *cells(f)] for f in found]
     listing = table(["finding", "verdict", "estimate", "interval", "bound"], rows, "Findings", words=(1, 3))
     text = "Attacks on a replay of this run, with the knowledge that each question names. The rule of each verdict "

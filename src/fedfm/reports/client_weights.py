@@ -11,11 +11,11 @@ import numpy as np
 
 from fedfm.core.text import visible
 from fedfm.reports.page import details, figure, grid, legend, note, table
-from fedfm.reports.read import RunFiles
+from fedfm.reports.read import WEIGHTS, RunFiles
 from fedfm.reports.svg import COLOURS, Series, lines, matrix
 from fedfm.reports.text import count, esc, numbers, percent, plural, shorten
 
-FILE = "weights.npz"
+FILE = WEIGHTS
 MOST_CLIENTS = 60  # rows of a map; more are grouped
 GROUPS = 40  # rows of a grouped map
 SMALL = 24  # rows of a small map

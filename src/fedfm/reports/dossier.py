@@ -19,12 +19,12 @@ from fedfm.reports.audit import findings, is_outdated
 from fedfm.reports.own_models import newcomers_of, own_models
 from fedfm.reports.page import note, page, save, table
 from fedfm.reports.plain_words import reading
-from fedfm.reports.read import RunFiles, mapping, numeric, read, sequence
+from fedfm.reports.read import DOSSIER, RunFiles, mapping, numeric, read, sequence
 from fedfm.reports.text import count, esc, plural, size
 
 Fact = tuple[str, str | None]  # label, and text, or None for a line to fill in
 
-FILE = "dossier.html"
+FILE = DOSSIER
 _MOST = 8  # rows of a table: one page of paper, or two
 # Kinds of attacks that the opinion names, and this library's findings of each kind.
 _KINDS = {
@@ -81,13 +81,6 @@ def write(run_dir: Path, unfit: str = "") -> Path:
     )
     foot = f"Written by fedfm {version} from manifest.json, metrics.jsonl, messages.jsonl and audit.json of this run."
     return save(page(f"{run.name} · dossier", head, parts, foot, kind="dossier"), Path(run_dir) / FILE)
-
-
-def renew(run_dir: Path) -> Path:
-    """Write the report again, and the dossier if the run has one: both describe files that have changed."""
-    if (Path(run_dir) / FILE).is_file():
-        write(run_dir)
-    return html.write(run_dir)
 
 
 def _facts(rows: Sequence[Fact]) -> str:

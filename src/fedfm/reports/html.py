@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY
-from fedfm.reports import account, audit, classes, client_weights, compare, fedms, fedpft, newcomers, sections
+from fedfm.reports import account, classes, compare, sections
 from fedfm.reports.page import aside, page, save
-from fedfm.reports.read import RunFiles, mapping, numeric, read, sequence
+from fedfm.reports.read import AUDIT, WEIGHTS, RunFiles, mapping, numeric, read, sequence
 from fedfm.reports.text import NONE, count, duration, esc, number, numbers, percent, plural, size
 from fedfm.runtime.runs_below import order_in
 
@@ -34,19 +35,20 @@ def write(run_dir: Path, baselines: Sequence[Path] | None = None) -> Path:
         first, *rest = order_in(Path(run_dir).resolve().parent) or [Path()]
         baselines = rest if first == Path(run_dir).resolve() else ()
     others = [read(path, messages=False) for path in baselines]
+    details = mapping(run.result.get("details"))
     parts = [
         ("rounds", "Progress by round", sections.curves(run)),
         ("clients", "Clients", sections.clients(run)),
-        ("newcomers", "Newcomers", newcomers.section(run)),
+        ("newcomers", "Newcomers", _of_some("newcomers", run, bool(run.manifest.get("newcomers")))),
         ("classes", "Classes", classes.section(run)),
         ("compare", "Compared with baselines", compare.section([run, *others]) if others else ""),
-        ("map", "Who learns from whom", client_weights.section(run)),
+        ("map", "Who learns from whom", _of_some("client_weights", run, (run.path / WEIGHTS).exists())),
         ("split", "How the data are split", sections.split(run)),
-        ("features", "Mixtures of features", fedpft.section(run)),
-        ("layers", "Active layers", fedms.section(run)),
+        ("features", "Mixtures of features", _of_some("fedpft", run, "formula_bytes" in details)),
+        ("layers", "Active layers", _of_some("fedms", run, any("backward_seconds" in r.figures for r in run.rounds))),
         ("messages", "Messages", account.messages(run)),
         ("privacy", "Privacy", account.privacy(run)),
-        ("audit", "Audits", audit.section(run)),
+        ("audit", "Audits", _of_some("audit", run, (run.path / AUDIT).exists())),
         ("time", "Time by round", sections.time(run)),
         ("excluded", "Excluded clients", sections.exclusions(run)),
         ("result", "Result in detail", account.result(run)),
@@ -58,6 +60,11 @@ def write(run_dir: Path, baselines: Sequence[Path] | None = None) -> Path:
     head += f'<p class="lead">{sentence(run)}</p>{_status(run)}{missing}{_tiles(run)}{account.share_box(run)}'
     made = f"Written by fedfm {version} from manifest.json, metrics.jsonl and messages.jsonl of this run."
     return save(page(f"{run.name} · fedfm", head, [p for p in parts if p[2]], made), Path(run_dir) / "report.html")
+
+
+def _of_some(name: str, run: RunFiles, has: bool) -> str:
+    """The section that the module of this name writes, of a run that has something for it."""
+    return str(import_module(f"fedfm.reports.{name}").section(run)) if has else ""
 
 
 def sentence(run: RunFiles) -> str:

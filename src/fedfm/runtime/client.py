@@ -39,7 +39,7 @@ from fedfm.errors import (
 from fedfm.linalg.params import Params
 from fedfm.linalg.precisions import EXACT
 from fedfm.models.model import Model
-from fedfm.privacy.policy import EXPOSES, WORDS
+from fedfm.privacy.exposure import EXPOSES, WORDS
 from fedfm.runtime import async_scores
 from fedfm.runtime.client_memory import DiskMemory, Store, first, secret
 from fedfm.runtime.coarse_scores import coarse

@@ -140,8 +140,6 @@ class Evaluator:
         Args:
             thorough: also the costly metrics of the last round.
         """
-        from fedfm.models import class_counts
-
         models = self.models(state)
         self._by_updates = self._newest is not None and not thorough and self._fed.round > 0
         by_client = {client: models.get(client) or models[""] for client in self._fed.clients}
@@ -182,6 +180,8 @@ class Evaluator:
             if thorough and judged and all(CONFUSION in m for m in judged):
                 line[CONFUSION] = np.sum([m[CONFUSION] for m in judged], axis=0).tolist()
             if thorough and judged and all(CLASS_COUNTS in m for m in judged):
+                from fedfm.models import class_counts
+
                 line[CLASS_COUNTS] = class_counts.summary([m[CLASS_COUNTS] for m in judged])
             if personal(self._method) and self._run.experiment.data.base_classes is not None:
                 line["client_base_and_new"] = {c: {k: m[k] for k in metrics.BASE_AND_NEW} for c, m in by_model.items()}
@@ -278,8 +278,6 @@ def judge(
         told: returns the clients' own scores under these very parameters, of those that were asked and answered.
         base: ``data.base_classes``; with it there are the metrics of :func:`fedfm.models.metrics.base_and_new`, too.
     """
-    from fedfm.models import class_counts
-
     if not len(population.federated.test):
         return None
 
@@ -292,6 +290,8 @@ def judge(
     def counts(said: Tensor, labels: Tensor) -> dict[str, Any]:
         if classes <= _TABLED:
             return {CONFUSION: metrics.confusion(said, labels)}
+        from fedfm.models import class_counts
+
         return {CLASS_COUNTS: class_counts.count(said, labels)}
 
     def valid_scores(w: Params) -> Mapping[ClientId, Mapping[str, Any]]:

@@ -12,7 +12,7 @@ import numpy as np
 from fedfm.core import tasks
 from fedfm.core.client import ClientId
 from fedfm.core.method import Method
-from fedfm.data.class_names import escape, is_invisible
+from fedfm.data.invisible import escape, is_invisible
 from fedfm.errors import InputError
 from fedfm.models import devices, preprocessing
 from fedfm.models.model import Model

@@ -54,7 +54,8 @@ from fedfm.core.text import NAME, NAME_WORDS
 from fedfm.data.class_names import check_list
 from fedfm.data.spec import DataSpec
 from fedfm.errors import Faults, InputError, close, quote_names
-from fedfm.privacy.policy import WORDS, Budget, Policy, Requirements
+from fedfm.privacy.exposure import WORDS
+from fedfm.privacy.policy import Budget, Policy, Requirements
 from fedfm.runtime.own_rows import COLUMNS, OwnRows, classes_of, deal
 from fedfm.sites import identity as silo_identity
 

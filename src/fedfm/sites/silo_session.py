@@ -15,7 +15,7 @@ from fedfm.core import storage
 from fedfm.core.wire import codec
 from fedfm.engines.flower import client_stub
 from fedfm.errors import E_REFUSED, OF_NO_ROW, ClientFault, InputError, lines_of
-from fedfm.privacy.policy import EXPOSES, HELLO
+from fedfm.privacy.exposure import EXPOSES, HELLO
 from fedfm.runtime.own_rows import populate
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_manifest import of_silo

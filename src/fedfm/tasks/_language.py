@@ -62,7 +62,7 @@ class LanguageTask(Task):
 
     def scores(self, model: Network, rows: Rows, batch_size: int = 64) -> Scores:
         """``loss`` and ``accuracy`` of a token, ``perplexity``, ``tokens``."""
-        from fedfm.models.metrics import likelihood
+        from fedfm.models.text_metrics import likelihood
 
         return likelihood(model, rows, batch_size)
 
@@ -76,7 +76,7 @@ def answer_prompts(trained: Trained, table: Table) -> dict[str, Any]:
     from dataclasses import replace
 
     from fedfm.core.rows import blank
-    from fedfm.models.metrics import answer_limit, answers, compare_texts, likelihood, references
+    from fedfm.models.text_metrics import answer_limit, answers, compare_texts, likelihood, references
 
     model = trained.model
     asked = replace(table, inputs=[(instruction, "") for instruction, _ in table.inputs])
@@ -98,7 +98,7 @@ def answer_prompts(trained: Trained, table: Table) -> dict[str, Any]:
 
 def answer_passages(trained: Trained, table: Table) -> dict[str, Any]:
     """The likelihood of the text."""
-    from fedfm.models.metrics import likelihood
+    from fedfm.models.text_metrics import likelihood
 
     with trained.apply(trained.model.prepare(table, range(len(table)))) as rows:
         found = likelihood(trained.model, rows)

@@ -74,7 +74,7 @@ class Instruction(LanguageTask):
 
     def scores(self, model: Network, rows: Rows, batch_size: int = 64) -> Scores:
         """``loss`` and ``perplexity`` of the answers' tokens; ``accuracy`` is the exact match of answers."""
-        from fedfm.models.metrics import answers, compare_texts, likelihood, references
+        from fedfm.models.text_metrics import answers, compare_texts, likelihood, references
 
         found = likelihood(model, rows, batch_size)
         return found | compare_texts(

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fedfm.core.checks import conform
-from fedfm.core.wire.reading import DTYPES, reader
+from fedfm.core.wire.dtypes import DTYPES
 from fedfm.errors import E_FORMAT, ClientFault
 from fedfm.linalg.params import Layout, Params, to_bytes
 
@@ -264,9 +264,11 @@ def decode(
     Raises:
         ClientFault: the payload is malformed, too large, or does not fit ``hint``; no other error occurs.
     """
-    from fedfm.core.wire.limits import check_size
+    from fedfm.core.wire.reading import reader
 
     if not trusted:
+        from fedfm.core.wire.limits import check_size
+
         check_size(head, len(data), most)
     read, length = reader(head, trusted)
     if length != len(data):

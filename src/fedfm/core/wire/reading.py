@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedfm.core.wire.dtypes import DTYPES
 from fedfm.core.wire.limits import MAX_ARRAYS, MAX_NODES, MAX_TENSORS, count_keys
 from fedfm.errors import E_DTYPE, E_FORMAT, E_SIZE, E_TENSORS, ClientFault
 from fedfm.linalg.kernels import buffers
@@ -26,10 +27,6 @@ _SMALL = 1 << 16  # longest head that is cached
 _MANY = 8  # from this number of numbers or texts on, they are read together
 _FLOAT, _INT = struct.Struct("<d"), struct.Struct("<q")
 
-DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name in ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
-}
 
 Read = Callable[[Any], Any]  # from the data of a message: a memoryview, or an array of which tensors are views
 

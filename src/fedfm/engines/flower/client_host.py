@@ -38,7 +38,7 @@ from fedfm.errors import (
     lines_of,
 )
 from fedfm.linalg.params import Params
-from fedfm.privacy.policy import HELLO, WORDS
+from fedfm.privacy.exposure import HELLO, WORDS
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import CALLS, ROUNDS
 from fedfm.runtime.partitioned import Partitioned

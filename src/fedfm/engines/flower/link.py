@@ -29,7 +29,7 @@ from fedfm.errors import (
     ClientFault,
     RunError,
 )
-from fedfm.privacy.policy import HELLO
+from fedfm.privacy.exposure import HELLO
 
 POLL = (0.05, 0.25)  # seconds between two polls for replies: first and longest
 _BATCH = 16  # messages per call of the Grid

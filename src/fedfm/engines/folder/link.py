@@ -19,7 +19,7 @@ from fedfm.engines.folder.mailbox import Mailbox, Stamp, stamp_of
 from fedfm.engines.folder.request_record import RequestRecord
 from fedfm.engines.interruption import Interrupted
 from fedfm.errors import E_CLIENT, E_DIED, E_TIMEOUT, ClientFault, RunError
-from fedfm.privacy.policy import HELLO
+from fedfm.privacy.exposure import HELLO
 
 _POLL = (0.05, 2.0)  # seconds between two looks into the folder: first and longest
 _QUIET = 5.0  # seconds of waiting before the operator gets a line

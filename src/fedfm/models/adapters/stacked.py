@@ -15,14 +15,16 @@ import copy
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fedfm.errors import InputError
-from fedfm.linalg.low_rank import Factors
 from fedfm.models.quiet import quiet
+
+if TYPE_CHECKING:
+    from fedfm.linalg.low_rank import Factors
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,0 +1,19 @@
+"""Characters that nobody sees, or takes for others."""
+
+from __future__ import annotations
+
+import unicodedata
+
+FORMS = "".join(map(chr, range(0xFE00, 0xFE10)))  # of the character before
+_BLANK = "\u115f\u1160\u3164\uffa0\u2800" + FORMS  # fillers, and forms
+
+
+def is_invisible(c: str) -> bool:
+    """Whether nobody sees the character: zero-width spaces, joiners, soft hyphens, byte order marks, fillers."""
+    return not c.isspace() and (unicodedata.category(c) in ("Cf", "Cc") or c in _BLANK)
+
+
+def escape(name: str) -> str:
+    """The name between quotes, with a code in place of what nobody sees or takes for something else."""
+    odd = (is_invisible(c) or unicodedata.combining(c) or (c.isspace() and c != " ") for c in name)
+    return '"' + "".join(f"\\u{ord(c):04x}" if is_odd else c for c, is_odd in zip(name, odd, strict=True)) + '"'

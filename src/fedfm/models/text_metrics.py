@@ -1,0 +1,201 @@
+"""Scores of language models on rows: the likelihood of tokens, and answers against references."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from fedfm.core.rows import Asked, Output, Rows, has_tools
+from fedfm.errors import InputError
+from fedfm.models.language import chat_templates, truncation
+from fedfm.models.language.chat_form import ASSISTANT
+from fedfm.models.language.next_token import logits_and_targets, rows_at_once
+from fedfm.models.language.tool_calls import one_call
+from fedfm.models.memory_budget import TOKENS, in_halves, warn
+from fedfm.models.metrics import Scores, finite, nothing
+from fedfm.models.precision import reduced_precision
+from fedfm.models.preprocessing import IGNORE, LOCAL_SHARE, prompts
+
+if TYPE_CHECKING:
+    from fedfm.models.network import Network
+
+
+def likelihood(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
+    """Loss of a language model for each predicted token, with perplexity and accuracy; for instructions over the
+    answers' tokens. Sums are in float64; a batch has as many rows as their logits allow.
+    """
+
+    def sums(size: int) -> tuple[float, int, int]:
+        total, hits, tokens = 0.0, 0, 0
+        with torch.no_grad(), model.evaluating():
+            for batch in rows.batches(size):
+                logits, targets = logits_and_targets(model, batch)
+                counts = targets != IGNORE
+                total += float(F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none").double().sum())
+                hits += int((logits.argmax(-1) == targets)[counts].sum())
+                tokens += int(counts.sum())
+        return total, hits, tokens
+
+    (total, hits, tokens), _ = in_halves(rows_at_once(model, rows, batch_size), sums, warn)
+    if not tokens:
+        return nothing(n=len(rows))
+    loss = total / tokens
+    return nothing(len(rows)) | {
+        "accuracy": hits / tokens,
+        "loss": finite(loss),
+        "perplexity": finite(math.exp(min(loss, 709.0))),
+        "tokens": tokens,
+    }
+
+
+def compare_texts(said: Sequence[Answer], right: Sequence[str]) -> Scores:
+    """Exact match and ROUGE-1 against whole references, means over the rows; None without answers.
+
+    ``answers_cut`` is the share of answers that end at the limit: a longer one might match.
+    """
+    if not said:
+        return dict.fromkeys(("accuracy", "exact_match", "rouge_1", "answers_cut"))
+    n, pairs = len(said), list(zip((a.text for a in said), right, strict=True))
+    exact = sum(a.strip() == b.strip() for a, b in pairs) / n
+    rouge = sum(rouge_1(a, b) for a, b in pairs) / n
+    return {"accuracy": exact, "exact_match": exact, "rouge_1": rouge, "answers_cut": sum(a.cut for a in said) / n}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A model's answer to one instruction.
+
+    Attributes:
+        tokens: with the end token.
+        text: without special tokens.
+        cut: whether it ends at the limit, without an end token.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    cut: bool
+
+
+def answer_limit(model: Network) -> int:
+    """Most tokens of an answer: ``answer_tokens``, else the smaller of ``max_length`` and half of the positions."""
+    tools = model.tools
+    return model.spec.answer_tokens or min(tools.max_length, (tools.positions or 2 * tools.max_length) // 2)
+
+
+def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
+    """Greedy answers to instruction rows, independent of the right answers.
+
+    A batch has prompts of similar length with masked padding on the left, and at most ``batch_size`` rows or
+    :data:`~fedfm.models.memory_budget.TOKENS` tokens. A row's answer is the same alone, except for a tie of two tokens
+    that the last bit decides.
+    """
+    limit, window, places = answer_limit(model), model.tools.max_length, model.tools.positions
+    room = min(window, places - limit) if places else window
+    asked = prompts(rows.pairs or (), model.tools.tokenizer, room, model.tools.template)
+    share = rows.tensors.get(LOCAL_SHARE)
+    order = sorted(range(len(asked)), key=lambda i: len(asked[i]))
+    out = [Answer((), "", False)] * len(asked)
+    generate: Any = getattr(model.module, "generate")  # noqa: B009  (a method that only causal models have)
+    called = [has_tools(said) for said, _ in rows.pairs or ()]
+    ends = _ends(model, any(called))
+
+    def answer(some: list[int], size: int) -> None:
+        if len(some) > size:
+            answer(some[:size], size)
+            return answer(some[size:], size)
+        longest = len(asked[some[-1]])
+        batch = torch.full((len(some), longest), rows.pad)  # (b, L)
+        mask = torch.zeros_like(batch)  # (b, L)
+        for row, i in enumerate(some):
+            batch[row, longest - len(asked[i]) :], mask[row, longest - len(asked[i]) :] = asked[i], 1
+        model.share = None if share is None else share[some]
+        said = generate(
+            input_ids=batch.to(model.device),
+            attention_mask=mask.to(model.device),
+            max_new_tokens=limit,
+            do_sample=False,
+            num_beams=1,
+            use_cache=True,
+            eos_token_id=sorted(ends) or None,
+            pad_token_id=rows.pad,
+        )
+        for i, ids in zip(some, said[:, longest:].tolist(), strict=True):
+            tokens = _until(ids, ends)
+            text = _text(tokens, called[i], ends, model)
+            out[i] = Answer(tuple(tokens), text, cut=ends.isdisjoint(tokens))
+
+    with torch.no_grad(), model.evaluating(), reduced_precision(model.spec.dtype, model.device):
+        at, most, lengths = 0, batch_size, [len(ids) + limit for ids in asked]
+        while at < len(order):
+            some = _first(order[at:], lengths, most)
+            _, fit = in_halves(len(some), partial(answer, some), warn)
+            at, most = at + len(some), fit if fit < len(some) else most
+    return out
+
+
+def _first(order: list[int], lengths: list[int], most: int) -> list[int]:
+    """The first rows in this order, of growing length, that fit into one batch."""
+    size = 1
+    while size < min(most, len(order)) and (size + 1) * lengths[order[size]] <= TOKENS:
+        size += 1
+    return order[:size]
+
+
+def _text(tokens: Sequence[int], called: bool, ends: set[int], model: Network) -> str:
+    """A generated answer as text, without special tokens; where it may call a tool, of these only without the end."""
+    kept = [token for token in tokens if token not in ends] if called else tokens
+    text = model.tools.tokenizer.decode(kept, skip_special_tokens=not called)
+    return chat_templates.answer_of(text, model.tools.template, model.tools.tokenizer, special=called)
+
+
+def _ends(model: Network, called: bool) -> set[int]:
+    """The tokens that end an answer: the model's own, the tokenizer's, and those which end the answers in training.
+
+    Args:
+        called: whether an answer may be a call of a tool.
+    """
+    module: Any = model.module
+    found = module.generation_config.eos_token_id
+    own = {found} if isinstance(found, int) else set(found or ())
+    tokenizer, template = model.tools.tokenizer, model.tools.template
+    taught = {tokenizer.eos_token_id, truncation.end_token(template, tokenizer)}
+    if called:
+        with suppress(InputError):  # it takes tools, whose calls are texts
+            taught.add(truncation.end_token(template, tokenizer, (one_call(ASSISTANT, "f", {"a": "b"}),)))
+    return own | (taught - {None})
+
+
+def _until(ids: list[int], ends: set[int]) -> list[int]:
+    """The tokens up to the first end token, with it; padding follows."""
+    stop = next((i for i, token in enumerate(ids) if token in ends), len(ids))
+    return ids[: stop + 1]
+
+
+def references(model: Network, rows: Rows) -> list[str]:
+    """The whole right answers of instruction rows, which training may cut; calls of tools as the model writes them."""
+    pairs = rows.pairs or ()
+    called = any(not isinstance(output, str) for _, output in pairs)
+    ends: set[int] = _ends(model, True) if called else set()
+
+    def text(said: Asked, output: Output) -> str:
+        if isinstance(output, str):
+            return output
+        row = chat_templates.encode_row(said, output, model.tools.template, model.tools.tokenizer)
+        return _text(_until(row.ids[row.start :], ends), has_tools(said), ends, model)
+
+    return [text(said, output) for said, output in pairs]
+
+
+def rouge_1(answer: str, reference: str) -> float:
+    """F1 of the common words of answer and reference, lower case (Lin 2004)."""
+    a, b = Counter(answer.lower().split()), Counter(reference.lower().split())
+    common = sum((a & b).values())
+    return 2 * common / (sum(a.values()) + sum(b.values())) if common else float(a == b)

@@ -1,0 +1,17 @@
+"""The pages of a run are written again where its files have changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedfm.reports import html
+from fedfm.reports.read import DOSSIER
+
+
+def renew(run_dir: Path) -> Path:
+    """Write the report again, and the dossier if the run has one: both describe files that have changed."""
+    if (Path(run_dir) / DOSSIER).is_file():
+        from fedfm.reports import dossier
+
+        dossier.write(run_dir)
+    return html.write(run_dir)
