@@ -11,7 +11,8 @@ from PIL import Image
 
 import fedfm
 from every_method import experiment_of
-from fedfm.attacks.attack import Attack, Attackers, locals_of, with_locals
+from fedfm.attacks.attack import Attack, locals_of
+from fedfm.attacks.attackers import Attackers, with_locals
 from fedfm.attacks.backdoor import Backdoor
 from fedfm.attacks.label_shuffle import LabelShuffle
 from fedfm.attacks.scaled_update import ScaledUpdate

@@ -965,7 +965,7 @@ def test_what_names_do_to_a_terminal_errors_and_notices_do_not(tmp_path, capsys)
 
 
 def test_the_bar_of_a_resumed_run_counts_a_round_once_that_is_judged_again(finished, capsys, monkeypatch):
-    monkeypatch.setattr("fedfm.runtime.progress_bar._can_redraw", lambda: True)
+    monkeypatch.setattr("fedfm.runtime.progress_bar.can_redraw", lambda: True)
     bar = Bar()
     bar.started(load_run(finished), 4, 2)
     for t in (2, 3, 4):  # killed between the commit of round 2 and its line

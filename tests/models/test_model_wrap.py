@@ -5,7 +5,7 @@ from tiny_models import CLASSES, load, vectors
 from torch import nn
 
 from fedfm.core.rows import Rows
-from fedfm.models.export import load_adapter, save_adapter
+from fedfm.models.adapter_files import load_adapter, save_adapter
 from fedfm.models.metrics import evaluate
 from fedfm.models.wrap import wrap
 

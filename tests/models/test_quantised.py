@@ -16,7 +16,8 @@ from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.models import quantised
-from fedfm.models.export import export, load_adapter, merge, save_adapter
+from fedfm.models.adapter_files import load_adapter, save_adapter
+from fedfm.models.export import export, merge
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec
 from fedfm.training import AdamW, loop

@@ -117,16 +117,16 @@ import resource, sys, fedfm
 from dataclasses import replace
 from pathlib import Path
 from fedfm.errors import RunError
-from fedfm.models import export
+from fedfm.models import adapter_files
 
-save = export.save
+save = adapter_files.save
 
 def late(*args):  # the disk is full when the models are written
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
     save(*args)
 
 if sys.argv[2] == "full":
-    export.save = late
+    adapter_files.save = late
 import json, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 try:

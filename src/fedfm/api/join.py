@@ -21,7 +21,7 @@ from fedfm.core.text import NAME_WORDS, is_name
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
-from fedfm.models.export import save_adapter
+from fedfm.models.adapter_files import save_adapter
 from fedfm.models.model import Model
 from fedfm.reports import renewal
 from fedfm.runtime import predictions

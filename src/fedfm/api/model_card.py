@@ -12,12 +12,13 @@ from fedfm.core.metric_names import SCORES
 from fedfm.core.text import visible
 from fedfm.data.spec import IN_MEMORY
 from fedfm.models import derived_modules, export_base, quantised
+from fedfm.models.adapter_files import ABOUT, WEIGHTS
 from fedfm.models.adapters.experts import GLOBAL, LOCAL
 from fedfm.models.adapters.side_adapter import SideModel
 from fedfm.models.architectures import pooled_encoder
 from fedfm.models.architectures.dual_encoder import DualEncoder, words_of
 from fedfm.models.architectures.pooled_encoder import PooledEncoder
-from fedfm.models.export import ABOUT, WEIGHTS, Target
+from fedfm.models.export import Target
 from fedfm.models.families import unwrap
 from fedfm.models.head_inputs import UNIT_NORM
 from fedfm.models.language.generation import left_out

@@ -16,12 +16,16 @@ def tell(text: str, where: TextIO | None = None) -> None:
     print(visible_lines(text), file=where)
 
 
-def say(args: Namespace, result: dict[str, Any], text: str) -> int:
-    """Print the result as a JSON line or as text; returns the exit code 0."""
+def say(args: Namespace, result: dict[str, Any], text: str | Callable[[], str]) -> int:
+    """Print the result as a JSON line or as text; returns the exit code 0.
+
+    Args:
+        text: or what makes it, where that takes more than a look at the result.
+    """
     if args.format == "json":
         print(to_json(result, ascii=True), flush=True)
     else:
-        tell(text)
+        tell(text if isinstance(text, str) else text())
     return 0
 
 

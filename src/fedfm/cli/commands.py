@@ -1,80 +1,16 @@
-"""The commands. Each imports the heavy libraries that it needs."""
+"""The commands on models and on finished runs. Each imports the heavy libraries that it needs."""
 
 from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from fedfm.api.command_registry import action
 from fedfm.api.terminal import continuing, say, tell
+from fedfm.cli.run_commands import tell_missing, watch
 from fedfm.core.text import to_json, visible
 from fedfm.errors import InputError
-
-if TYPE_CHECKING:
-    from fedfm.config.experiment import Experiment
-    from fedfm.runtime.progress_bar import Bar
-
-T = TypeVar("T")
-INTERRUPTED = 130
-
-
-def experiment_of(args: Namespace) -> Experiment:
-    """The experiment of a command's file, with its --set and --engine."""
-    from fedfm.config.experiment import Experiment
-    from fedfm.config.toml import parse_override
-
-    overrides = dict(parse_override(text) for text in args.set)
-    if args.engine:
-        overrides["run.engine"] = args.engine
-    return Experiment.load(args.experiment, overrides, tell=lambda text: tell(f"fedfm: {text}", sys.stderr))
-
-
-def run(args: Namespace) -> int:
-    """``fedfm run``."""
-    experiment = experiment_of(args)
-    progress = _watch()
-    if args.tune or args.seeds or args.baselines:
-        return _run_study(args, experiment, progress)
-    return _run_once(args, experiment, progress)
-
-
-def _run_once(args: Any, experiment: Any, progress: Any) -> int:
-    from fedfm.api import execute
-
-    result = _hint_on_stop(lambda: execute.run(experiment, args.out, progress=progress), progress)
-    return say(args, result, _summary(result))
-
-
-def _run_study(args: Any, experiment: Any, progress: Any) -> int:
-    """Several runs in place of one, or before it."""
-    from fedfm.api import studies
-
-    if args.tune:
-        rates = _numbers("--tune", args.tune, float)
-        experiment = _study(args, lambda: studies.tune(experiment, rates, args.out, progress), progress)
-    if args.seeds and args.baselines:
-        raise InputError("--seeds and --baselines exclude each other")
-    if args.baselines:
-        result = _study(args, lambda: studies.with_baselines(experiment, args.out, progress), progress)
-        return say(args, result, studies.baselines_text(result))
-    if args.seeds:
-        seeds = _numbers("--seeds", args.seeds, int)
-        if min(seeds) < 0:
-            raise InputError(f"--seeds {args.seeds}: seeds are whole numbers of at least 0")
-        result = _study(args, lambda: studies.seeds(experiment, seeds, args.out, progress), progress)
-        return say(args, result, studies.seeds_text(result))
-    return _run_once(args, experiment, progress)
-
-
-def _numbers(flag: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError:
-        what = "whole numbers of at least 0" if kind is int else "numbers"
-        raise InputError(f"{flag} {text}: expected {what} separated by commas") from None
 
 
 def pretrain(args: Namespace) -> int:
@@ -82,73 +18,13 @@ def pretrain(args: Namespace) -> int:
     from fedfm.api.pretrain import ABOUT, pretrain
     from fedfm.api.pretrain_spec import Pretraining
     from fedfm.config.toml import parse_override
-    from fedfm.runtime.progress_bar import Epochs
+    from fedfm.runtime.step_bars import Epochs
 
     what = Pretraining.load(args.experiment, dict(parse_override(text) for text in args.set))
     result = continuing(args, ABOUT, lambda: pretrain(what, args.out, watcher=Epochs()))
     names = ("epochs", "parameters", "accuracy", "perplexity", "train_loss", "seconds")
     figures = [f"{name} {result[name]:.6g}" for name in names if result[name] is not None]
     return say(args, result, f"{result['folder']}: {', '.join(figures)}")
-
-
-def resume(args: Namespace) -> int:
-    """``fedfm resume``."""
-    from fedfm.api import execute
-    from fedfm.config.toml import parse_override
-
-    progress = _watch()
-    changes = dict(parse_override(text) for text in args.set)
-    how = {"accept_loss": args.accept_loss, "rounds": args.rounds, "changes": changes}
-    result = _hint_on_stop(lambda: execute.resume(args.run, progress=progress, **how), progress)
-    _incomplete(Path(result["run"]))
-    return say(args, result, _summary(result))
-
-
-def _hint_on_stop(call: Callable[[], dict[str, Any]], progress: Bar) -> dict[str, Any]:
-    """Run the experiment; if it stops, print how to continue."""
-    try:
-        return call()
-    except InputError:
-        raise
-    except (KeyboardInterrupt, Exception):
-        if progress.path is not None:
-            tell(f"fedfm: committed rounds are kept; continue with: fedfm resume {progress.path}", sys.stderr)
-        raise
-
-
-def _study(args: Namespace, call: Callable[[], T], progress: Bar) -> T:
-    """Run several experiments; if they stop, print how to continue."""
-    try:
-        return call()
-    except InputError:
-        raise
-    except (KeyboardInterrupt, Exception):
-        if progress.path is not None and progress.path.exists() and not (getattr(args, "tune", None) and not args.out):
-            place = args.out or progress.path.parent
-            tell(f"fedfm: committed rounds are kept; continue with: the same command and --out {place}", sys.stderr)
-        raise
-
-
-def _watch() -> Bar:
-    from fedfm.runtime.progress_bar import Bar
-
-    return Bar()
-
-
-def _summary(result: dict[str, Any]) -> str:
-    from fedfm.reports import compare
-
-    return f"{compare.table([Path(result['run'])]).rstrip()}\nreport: {Path(result['run']) / 'report.html'}"
-
-
-def _incomplete(path: Path) -> list[str]:
-    """Print and return the run's records that are missing or lost."""
-    from fedfm.reports.read import read
-
-    missing = list(read(path).missing)
-    for text in missing:
-        tell(f"fedfm: {visible(f'{path}: {text}')}", sys.stderr)
-    return missing
 
 
 def audit(args: Namespace) -> int:
@@ -158,12 +34,12 @@ def audit(args: Namespace) -> int:
     from fedfm.audits.replay import open_finished
     from fedfm.audits.steps import command
     from fedfm.reports import dossier, renewal
-    from fedfm.runtime.progress_bar import Attacks
     from fedfm.runtime.run_directory import Run
+    from fedfm.runtime.step_bars import Attacks
 
     if args.pictures is not None and "inversion" not in args.attack:
         raise InputError("--pictures: only --attack inversion uses them; add it")
-    progress = _watch()
+    progress = watch()
     unfit, done = "", Audited([])
     if args.dossier and not args.attack:  # of every finished run, with attacks or without
         ended = Run.open(args.run).manifest["result"] is not None
@@ -191,7 +67,7 @@ def audit(args: Namespace) -> int:
         tell(f"fedfm: the time was up; not done, about {duration_text(done.seconds)} more: {rest}", sys.stderr)
     if args.dossier:
         result["dossier"] = str(dossier.write(args.run, unfit))
-    if missing := _incomplete(args.run):
+    if missing := tell_missing(args.run):
         result["missing"] = missing
     text = f"{lines(found)}\nreport: {page}" if found else f"report: {page}"
     say(args, result, text + (f"\ndossier: {result['dossier']}" if args.dossier else ""))
@@ -206,7 +82,7 @@ def report(args: Namespace) -> int:
     runs = each_run([args.run])
     pages = [renewal.renew(run) for run in runs]
     for run in runs:
-        _incomplete(run)
+        tell_missing(run)
     tell(compare.table(runs).rstrip())
     for run in runs:
         if text := client_weights.words(run):
@@ -246,18 +122,9 @@ def compare(args: Namespace) -> int:
     for notice in compare.other_data([read(path, messages=False) for path in runs]):
         tell(f"fedfm: {visible(notice)}", sys.stderr)
     for path in runs:
-        _incomplete(path)
+        tell_missing(path)
     tell(f"page: {page}")
     return 0
-
-
-def demo(args: Namespace) -> int:
-    """``fedfm demo``."""
-    from fedfm.api import studies
-
-    progress = _watch()
-    result = _study(args, lambda: studies.demo(args.out, args.seed, progress), progress)
-    return say(args, result, studies.demo_text(result))
 
 
 def predict(args: Namespace) -> int:
@@ -269,7 +136,7 @@ def predict(args: Namespace) -> int:
     if args.engine == "deployment":
         if args.last:
             raise InputError("--last: --engine deployment predicts by the run's own model; leave one of them out")
-        result = action("predict", "deployment")(args.run, args.file, _watch())
+        result = action("predict", "deployment")(args.run, args.file, watch())
         for text in result.get("warnings", ()):
             tell(f"fedfm: {visible(text)}", sys.stderr)
     else:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedfm.api.terminal import tell
-from fedfm.cli.commands import INTERRUPTED
 from fedfm.cli.parser import build
 from fedfm.errors import FedfmError, InputError
+
+INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from fedfm import __version__
 from fedfm.api.command_registry import commands as wing_commands
 from fedfm.api.command_registry import training_arguments
-from fedfm.cli import commands
 
 
 class _Parser(argparse.ArgumentParser):
@@ -30,10 +30,14 @@ class _Parser(argparse.ArgumentParser):
         return super().format_help()
 
 
-def _check(args: Any) -> int:
-    from fedfm.cli.check_command import check
+def _late(place: str) -> Callable[[Any], Any]:
+    """The function at ``module:name`` of this folder, which is imported when it is called."""
 
-    return check(args)
+    def call(args: Any) -> Any:
+        module, _, name = place.partition(":")
+        return vars(import_module(f"fedfm.cli.{module}"))[name](args)
+
+    return call
 
 
 def build(first: str = "") -> argparse.ArgumentParser:
@@ -53,7 +57,7 @@ def build(first: str = "") -> argparse.ArgumentParser:
 
     def command(
         name: str,
-        function: Callable[[Any], Any],
+        function: str | Callable[[Any], Any],
         text: str,
         *,
         examples: str = "",
@@ -69,7 +73,7 @@ def build(first: str = "") -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.name = None if examples else name
-        sub.set_defaults(command=function)
+        sub.set_defaults(command=_late(function) if isinstance(function, str) else function)
         if json:
             sub.add_argument(
                 "--format", choices=("text", "json"), default="text", help="json: last line of stdout is one object"
@@ -85,21 +89,21 @@ def build(first: str = "") -> argparse.ArgumentParser:
             sub.add_argument("run", type=Path, help="its directory")
         return sub
 
-    demo = command("demo", commands.demo, "run the built-in example and its baselines, under a minute", json=True)
+    demo = command("demo", "run_commands:demo", "run the built-in example and its baselines, under a minute", json=True)
     demo.add_argument("--out", type=Path, help="folder for the runs [runs/demo-<time>]")
     demo.add_argument("--seed", type=int, default=0)
 
-    run = command("run", commands.run, "run an experiment", json=True, overrides=True)
+    run = command("run", "run_commands:run", "run an experiment", json=True, overrides=True)
     run.add_argument("experiment", type=Path, help="TOML file")
     run.add_argument("--out", type=Path, help="run directory [runs/<name>-<time>]")
     run.add_argument("--seeds", help="comma-separated: run each, report mean and interval")
     run.add_argument("--baselines", action="store_true", help="also run the method's baselines")
     run.add_argument("--tune", help="comma-separated learning rates; the best on validation rows is used")
 
-    pretrain = command("pretrain", commands.pretrain, "train a foundation model centrally, as a folder", json=True)
+    pretrain = command("pretrain", "commands:pretrain", "train a foundation model centrally, as a folder", json=True)
     training_arguments(pretrain, "pretrain")
 
-    resume = command("resume", commands.resume, "continue a run that was stopped or killed", json=True, run=True)
+    resume = command("resume", "run_commands:resume", "continue a run that was stopped or killed", json=True, run=True)
     resume.add_argument(
         "--accept-loss",
         action="store_true",
@@ -115,7 +119,7 @@ def build(first: str = "") -> argparse.ArgumentParser:
         help="where a file or party is now, such as run.folder, run.superlink or data.path, or another run.timeout",
     )
 
-    audit = command("audit", commands.audit, "attack a finished run: what its messages disclose", json=True, run=True)
+    audit = command("audit", "commands:audit", "attack a finished run: what its messages disclose", json=True, run=True)
     audit.add_argument(
         "--attack",
         action="append",
@@ -138,9 +142,9 @@ def build(first: str = "") -> argparse.ArgumentParser:
         "--dossier", action="store_true", help="also write dossier.html: two pages for a data protection officer"
     )
 
-    command("report", commands.report, "write a run's report.html again and print its table", run=True)
+    command("report", "commands:report", "write a run's report.html again and print its table", run=True)
 
-    sign = command("sign", commands.sign, "sign the files of a run or of an exported model", json=True, run=True)
+    sign = command("sign", "commands:sign", "sign the files of a run or of an exported model", json=True, run=True)
     sign.add_argument(
         "--key",
         type=Path,
@@ -149,15 +153,15 @@ def build(first: str = "") -> argparse.ArgumentParser:
     )
 
     verify = command(
-        "verify", commands.verify, "compare a run or an exported model with its signature", json=True, run=True
+        "verify", "commands:verify", "compare a run or an exported model with its signature", json=True, run=True
     )
     verify.add_argument("--key", type=Path, metavar="FILE", help="the public key that must have signed, PEM")
 
-    compare = command("compare", commands.compare, "a table of several runs, and a page that compares them")
+    compare = command("compare", "commands:compare", "a table of several runs, and a page that compares them")
     compare.add_argument("run", type=Path, nargs="+", help="their directories")
     compare.add_argument("--out", type=Path, default=Path("compare.html"), help="the page [compare.html]")
 
-    predict = command("predict", commands.predict, "predict the rows of a file by a run's model", json=True, run=True)
+    predict = command("predict", "commands:predict", "predict the rows of a file by a run's model", json=True, run=True)
     predict.add_argument("file", type=Path, help="csv, jsonl, parquet, npz, txt or image folder; labels are not needed")
     predict.add_argument("--client", help="whose model, where every client has its own")
     predict.add_argument(
@@ -170,7 +174,7 @@ def build(first: str = "") -> argparse.ArgumentParser:
         "--out", type=Path, metavar="FILE", help="write it there: .jsonl or .csv, a line a row, or .json"
     )
 
-    export = command("export", commands.export, "write a run's model for other libraries", run=True)
+    export = command("export", "commands:export", "write a run's model for other libraries", run=True)
     export.add_argument(
         "--to", choices=("peft", "hf", "torch"), required=True, help="PEFT adapter, transformers, torch"
     )
@@ -179,35 +183,39 @@ def build(first: str = "") -> argparse.ArgumentParser:
     for one in (predict, export):
         one.add_argument("--last", action="store_true", help="the last round's model, where run.patience chose another")
 
-    join = command("join", commands.join, "give a client that comes after training its model", json=True, run=True)
+    join = command("join", "commands:join", "give a client that comes after training its model", json=True, run=True)
     join.add_argument("data", type=Path, help="its rows: csv, jsonl, parquet, npz or an image folder")
     join.add_argument("--client", help='its name in the run ["newcomer"]')
 
     kinds = ("methods", "models", "partitions", "sources", "attacks", "aggregation")
-    listing = command("list", commands.listing, f"list {', '.join(kinds)}")
+    listing = command("list", "commands:listing", f"list {', '.join(kinds)}")
     listing.add_argument("kind", nargs="?", choices=kinds)
 
-    show = command("show", commands.show, "paper, keys, defaults and meaning of a method, an attack or an aggregation")
+    show = command(
+        "show", "commands:show", "paper, keys, defaults and meaning of a method, an attack or an aggregation"
+    )
     show.add_argument("method", help="its name")
 
-    schema = command("schema", commands.schema, "the JSON Schema by which editors complete and check a TOML file")
+    schema = command("schema", "commands:schema", "the JSON Schema by which editors complete and check a TOML file")
     # As fedfm.config.catalogue.SCHEMAS, whose import costs time.
     files = ("experiment", "pretrain", "distil", "silo", "federation")
     schema.add_argument("of", nargs="?", choices=files, default=files[0], help="which file [experiment]")
     schema.add_argument("--out", type=Path, metavar="FILE", help="write it there")
 
-    check = command("check", _check, "check an experiment and print it with every default", json=True, overrides=True)
+    check = command(
+        "check", "check_command:check", "check an experiment and print it with every default", json=True, overrides=True
+    )
     check.add_argument("experiment", type=Path, help="TOML file")
     check.add_argument(
         "--matching", action="store_true", help="also which tensors are mixed with the foundation model, and how"
     )
 
-    app = command("app", commands.app, "write a Flower app that `flwr run` takes")
+    app = command("app", "commands:app", "write a Flower app that `flwr run` takes")
     app.add_argument("folder", type=Path, help="is made")
     app.add_argument("--experiment", type=Path, help="TOML file to put into it [the demo's]")
 
     for found in () if first in subparsers.choices else wing_commands():
         found.add_arguments(command(found.name, found.run, found.help, examples=found.examples, json=found.json))
 
-    command("doctor", commands.doctor, "check this installation", json=True)
+    command("doctor", "commands:doctor", "check this installation", json=True)
     return parser

@@ -32,7 +32,7 @@ _WINGS = {  # what wings beside the trunk add to a kind: files, or folders whose
     "methods": ("fedfm.encrypted.blindfed",),
     "audits": ("fedfm.encrypted.audits",),
 }
-_NOT_NAMED = {"attacks": ("attack",), "aggregation": ("base", "private")}  # files with no named class
+_NOT_NAMED = {"attacks": ("attack", "attackers"), "aggregation": ("base", "private")}  # files with no named class
 
 
 def available(kind: str) -> dict[str, str]:

@@ -20,7 +20,6 @@ import numpy as np
 
 from fedfm.core import tasks
 from fedfm.data.invisible import is_invisible
-from fedfm.data.pictures import upright
 from fedfm.data.table import Table, contents
 
 _PROBED = 256  # numbers of an array
@@ -154,6 +153,8 @@ def _thumbnail(item: Any) -> np.ndarray:
     else:
         with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture:
             picture.draft(None, (4 * _SIDE, 4 * _SIDE))
+            from fedfm.data.pictures import upright
+
             small = upright(picture)
     small = small.convert("L").resize((_SIDE, _SIDE), Image.Resampling.BOX)
     return np.asarray(small, dtype=np.float32).reshape(-1)

@@ -23,7 +23,7 @@ def distil(args: Namespace) -> int:
     from fedfm.encrypted.student.distil_spec import Distillation
     from fedfm.encrypted.student.distil_table import table
     from fedfm.encrypted.student.folding import MOST_OUTSIDE
-    from fedfm.runtime.progress_bar import Epochs
+    from fedfm.runtime.step_bars import Epochs
 
     what = Distillation.load(args.experiment, dict(parse_override(text) for text in args.set))
     result = continuing(args, ABOUT, lambda: distil(what, args.out, watcher=Epochs()))

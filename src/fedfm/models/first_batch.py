@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
-from fedfm.models import later_words, pooling
 from fedfm.models.loss_graph import is_opaque, reach
 from fedfm.models.model import Model
 
@@ -36,19 +35,28 @@ def look(model: Model, rows: Rows) -> list[str]:
     """
     if model.hollow or not len(rows) or "features" in rows.tensors:
         return []
-    with torch.random.fork_rng(devices=_cuda(model)):
-        later_words.refuse(model, rows)
+    if model.is_language_model:
+        from fedfm.models import later_words
+
+        with torch.random.fork_rng(devices=_cuda(model)):
+            later_words.refuse(model, rows)
     rows = _shortest(rows)
     with torch.random.fork_rng(devices=_cuda(model)):
         if model.adaptation == "head":
             if model.head is not None:
+                from fedfm.models import pooling
+
                 model.pool = pooling.way_of(model, model.head, rows)
             return []
         live = model.live()
         with _calls(model) as called, _at_rest(model), torch.enable_grad():
             loss = model.loss(model.encode(rows).batch(range(len(rows))))
             found = _with_gradient(loss, live)
-        notices = pooling.of_padding(model)
+        notices = []
+        if model.tools.tokenizer is not None and model.task.classifies_by_head:
+            from fedfm.models import pooling
+
+            notices = pooling.of_padding(model)
     idle = _idle(model, list(live), found)
     _check_order(model, called, idle)
     if not idle:

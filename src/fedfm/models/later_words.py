@@ -32,7 +32,7 @@ def refuse(model: Model, rows: Rows) -> None:
     Raises:
         InputError: they do.
     """
-    if not model.is_language_model or rows.tokens is None or rows.longest < 2:
+    if rows.tokens is None or rows.longest < 2:
         return
     ids = max(rows.tokens, key=len)[:_LONGEST]
     with model.evaluating():

@@ -94,9 +94,7 @@ def way_of(model: Network, head: nn.Linear, rows: Rows) -> Pool:
 
 
 def of_padding(model: Network) -> list[str]:
-    """A notice if the logits of a classifier of texts depend on the texts beside it."""
-    if model.tools.tokenizer is None or not model.task.classifies_by_head:
-        return []
+    """Of a classifier of texts: a notice if its logits depend on the texts beside it."""
     from fedfm.models.probe_rows import made_texts
 
     made = made_texts(model)

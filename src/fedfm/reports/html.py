@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY
-from fedfm.reports import account, classes, compare, sections
+from fedfm.reports import account, classes, sections
 from fedfm.reports.page import aside, page, save
 from fedfm.reports.read import AUDIT, WEIGHTS, RunFiles, mapping, numeric, read, sequence
 from fedfm.reports.text import NONE, count, duration, esc, number, numbers, percent, plural, size
@@ -41,7 +41,7 @@ def write(run_dir: Path, baselines: Sequence[Path] | None = None) -> Path:
         ("clients", "Clients", sections.clients(run)),
         ("newcomers", "Newcomers", _of_some("newcomers", run, bool(run.manifest.get("newcomers")))),
         ("classes", "Classes", classes.section(run)),
-        ("compare", "Compared with baselines", compare.section([run, *others]) if others else ""),
+        ("compare", "Compared with baselines", _compared([run, *others]) if others else ""),
         ("map", "Who learns from whom", _of_some("client_weights", run, (run.path / WEIGHTS).exists())),
         ("split", "How the data are split", sections.split(run)),
         ("features", "Mixtures of features", _of_some("fedpft", run, "formula_bytes" in details)),
@@ -65,6 +65,12 @@ def write(run_dir: Path, baselines: Sequence[Path] | None = None) -> Path:
 def _of_some(name: str, run: RunFiles, has: bool) -> str:
     """The section that the module of this name writes, of a run that has something for it."""
     return str(import_module(f"fedfm.reports.{name}").section(run)) if has else ""
+
+
+def _compared(runs: Sequence[RunFiles]) -> str:
+    from fedfm.reports import compare
+
+    return compare.section(runs)
 
 
 def sentence(run: RunFiles) -> str:

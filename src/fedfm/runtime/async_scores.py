@@ -15,9 +15,8 @@ from fedfm.core.federation import Federation
 from fedfm.core.method import Method
 from fedfm.core.update_metrics import SENT
 from fedfm.linalg.params import Params
-from fedfm.runtime.predictions import scores, seen_by
+from fedfm.runtime.predictions import PARTS, scores, seen_by
 
-PARTS = ("test", "val")
 FAILED = f"{SENT}failed"  # 1 in the metrics of an update whose client could not score the model that it was sent
 _NEWEST = "newest_scores"  # in the server's memory: client -> {"round": of the model, part: metrics}
 _SLACK = 2  # times the usual age: a client that is slower holds the mean back, as its scores tell of former models

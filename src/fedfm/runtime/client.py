@@ -40,7 +40,6 @@ from fedfm.linalg.params import Params
 from fedfm.linalg.precisions import EXACT
 from fedfm.models.model import Model
 from fedfm.privacy.exposure import EXPOSES, WORDS
-from fedfm.runtime import async_scores
 from fedfm.runtime.client_memory import DiskMemory, Store, first, secret
 from fedfm.runtime.coarse_scores import coarse
 from fedfm.runtime.evaluation import Evaluation
@@ -73,7 +72,7 @@ class Silos:
     Args:
         memory: folder of clients' memories, one subfolder each.
         attack: runs a client half in place of the client, given the half, the client and the payload (see
-            :class:`fedfm.attacks.attack.Attackers`); None: all clients are honest.
+            :class:`fedfm.attacks.attackers.Attackers`); None: all clients are honest.
         allow: the silo's policy, words of :mod:`fedfm.privacy.policy`; ``("mean",)`` shows the server no single reply.
         on_error: receives the traceback of a handler's exception, which stays at the client.
         local_scores: an update for a mean also carries the accuracy of the client's model on the client's own test
@@ -297,6 +296,8 @@ class Silos:
 
     def _of_sent(self, client: Client, payload: Mapping[str, Any]) -> dict[str, float]:
         """Scores of the model that the client was sent; what prevents them prevents no training, and is told."""
+        from fedfm.runtime import async_scores
+
         try:
             return async_scores.of_sent(self.method, client, payload, self._as_told)
         except Exception as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,13 +23,15 @@ from fedfm.errors import E_EXCEPTION, E_FIELD, E_REFUSED, ClientFault
 from fedfm.linalg.params import Params
 from fedfm.models import metrics
 from fedfm.models.model_task import model_task
-from fedfm.runtime.async_scores import PARTS, Newest
 from fedfm.runtime.coarse_scores import FIGURES
 from fedfm.runtime.partitioned import Partitioned
-from fedfm.runtime.predictions import check_own, keeps_parts, logits, own, personal, scores, seen_by
+from fedfm.runtime.predictions import PARTS, check_own, keeps_parts, logits, own, personal, scores, seen_by
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.who_scores import judged_by_clients, why_unasked
 from fedfm.training import packed
+
+if TYPE_CHECKING:
+    from fedfm.runtime.async_scores import Newest
 
 T = TypeVar("T")
 CONFUSION, _TABLED = "confusion", 50  # rows by true and predicted class, and most classes for which they are kept
@@ -100,7 +102,11 @@ class Evaluator:
         self._clients = Evaluation(self._method)
         late = run.experiment.run.asynchronous
         every = run.experiment.run.evaluate_every
-        self._newest = Newest(fed, every, late.buffer) if late is not None and fed.streams else None
+        self._newest: Newest | None = None
+        if late is not None and fed.streams:
+            from fedfm.runtime.async_scores import Newest
+
+            self._newest = Newest(fed, every, late.buffer)
         self._by_updates = False  # whether clients have told scores with their updates, and none is asked
         self._revealed: tuple[Any, dict[ClientId, Params]] | None = None
 

@@ -7,13 +7,12 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.attacks.attack import Attackers
 from fedfm.core.client import POOLED, ClientData, ClientId
 from fedfm.core.rows import Rows
 from fedfm.data.table import ClientRows, FederatedData, Table
@@ -21,6 +20,9 @@ from fedfm.linalg.out_of_core import limit
 from fedfm.models import preprocessing
 from fedfm.models.model import Model
 from fedfm.runtime.row_cache import RowCache
+
+if TYPE_CHECKING:
+    from fedfm.attacks.attackers import Attackers
 
 REST = ""  # name of the piece of global test rows that no client holds
 _TIDY = 50  # preparations of rows between two trims of the heap

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fedfm.attacks.attack import Attackers
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.capabilities import HiddenModel, Needs, Planned, has
@@ -35,6 +34,7 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
     Raises:
         InputError: with the key of the experiment or the place in the file.
     """
+    from fedfm.attacks.attackers import Attackers
     from fedfm.data.load import load_table
     from fedfm.data.partition import deal
 

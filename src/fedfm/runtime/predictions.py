@@ -17,6 +17,7 @@ from fedfm.linalg.params import Params
 from fedfm.models.model import Model
 from fedfm.training import TrainsLocally
 
+PARTS = ("test", "val")  # of a client's rows, on which models are scored
 _KNOWN: dict[type, bool] = {}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from fedfm.core.messages import Excluded
 from fedfm.core.text import visible
-from fedfm.runtime.progress import AuditProgress, EpochProgress, Progress
+from fedfm.runtime.progress import Progress
 from fedfm.runtime.run_directory import Run
 
 _LOGGED = 20.0  # seconds between two lines of a log file
@@ -35,11 +35,11 @@ class Bar(Progress):
 
     def started(self, run: Run, rounds: int, done: int) -> None:
         self.path, self._name, self._rounds, self._written = run.path, visible(run.experiment.name), rounds, -math.inf
-        if not _can_redraw():
+        if not can_redraw():
             return
         from tqdm import tqdm
 
-        self._bar = tqdm(total=rounds, initial=done, desc=self._name, unit="round", file=sys.stderr, **_wide())
+        self._bar = tqdm(total=rounds, initial=done, desc=self._name, unit="round", file=sys.stderr, **wide())
 
     def client(self) -> None:
         self._clients += 1
@@ -75,85 +75,15 @@ class Bar(Progress):
             self._bar = None
 
 
-def _can_redraw() -> bool:
+def can_redraw() -> bool:
     """Whether a carriage return can redraw a line: on a terminal, and in a notebook."""
     return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
-def _wide() -> dict[str, Any]:
+def wide() -> dict[str, Any]:
     """The bar's size: the terminal's; some, in containers and over serial lines, say that they have no columns."""
     try:
         known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
     except (OSError, ValueError):  # a notebook
         known = True
     return {"dynamic_ncols": True} if known else {"ncols": 80, "nrows": 24}
-
-
-class Epochs(EpochProgress):
-    """Bar of a pretraining or a distillation: its steps, and one line an epoch."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._steps, self._epochs = 0, 0
-
-    def started(self, epochs: int, done: int, steps: int) -> None:
-        """Open the bar. A log file gets only the lines of epochs."""
-        from tqdm import tqdm
-
-        self._steps, self._epochs = steps, epochs
-        self._bar = tqdm(
-            total=epochs * steps,
-            initial=done * steps,
-            desc=f"epoch {done + 1}/{epochs}",
-            unit="step",
-            file=sys.stderr,
-            leave=False,
-            disable=not sys.stderr.isatty(),
-            **_wide(),
-        )
-
-    def step(self) -> None:
-        self._bar.update(1)
-
-    def epoch(self, line: Mapping[str, Any]) -> None:
-        from tqdm import tqdm
-
-        figures = [f"epoch {line['epoch']}/{self._epochs}", f"lr {line['learning_rate']:g}"]
-        figures[1:1] = [line["stage"]] if "stage" in line else []
-        figures += [f"train loss {line['train_loss']:.4f}"]
-        shown = ("accuracy", "perplexity", "distance", "outside")
-        figures += [f"{key} {line[key]:.4f}" for key in shown if line.get(key) is not None]
-        tqdm.write("  ".join([*figures, f"{line['seconds']:.1f} s"]), file=sys.stderr)
-        self._bar.set_description(f"epoch {line['epoch'] + 1}/{self._epochs}", refresh=False)
-
-    def finished(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-
-class Attacks(AuditProgress):
-    """Bar of an audit on a terminal: attacks done. A log file has the notices."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-
-    def started(self, attacks: int) -> None:
-        if not _can_redraw():
-            return
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=attacks, desc="audit", unit="attack", file=sys.stderr, leave=False, **_wide())
-
-    def begins(self, name: str, seconds: float) -> None:
-        if self._bar is not None:
-            self._bar.set_postfix_str(name)
-
-    def done(self) -> None:
-        if self._bar is not None:
-            self._bar.update(1)
-
-    def finished(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None

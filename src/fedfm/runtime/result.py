@@ -219,7 +219,7 @@ def write_models(run: Run, model: Model, models: Mapping[ClientId, Params], *, l
     Raises:
         RunError: they cannot be written.
     """
-    from fedfm.models.export import save
+    from fedfm.models.adapter_files import save
 
     for client, w in models.items():
         folder = run.adapter(client, last=last)

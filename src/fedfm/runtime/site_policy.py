@@ -13,8 +13,8 @@ from fedfm.config.experiment import Experiment
 from fedfm.core.wire import payload
 from fedfm.errors import ClientFault
 from fedfm.privacy.policy import Policy
-from fedfm.runtime.async_scores import PARTS
 from fedfm.runtime.partitioned import Partitioned
+from fedfm.runtime.predictions import PARTS
 
 _SESSION = "fedfm.sites.silo_session"  # has the class Own
 

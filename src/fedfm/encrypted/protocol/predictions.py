@@ -18,8 +18,8 @@ from fedfm.core.client import Client
 from fedfm.core.federation import Federation
 from fedfm.errors import E_LOST, ClientFault, InputError
 from fedfm.linalg.params import Params
+from fedfm.models.adapter_files import load_adapter
 from fedfm.models.adapters.side_adapter import SideModel
-from fedfm.models.export import load_adapter
 
 
 def load_trained(path: str, settings: Mapping[str, object], fed: Federation, model: SideModel) -> Params:

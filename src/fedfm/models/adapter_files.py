@@ -1,0 +1,223 @@
+"""Files of what a run trained: LoRA as PEFT reads it, other tensors beside ``fedfm.json``."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from fedfm.core.text import to_json
+from fedfm.errors import InputError
+from fedfm.linalg.params import Params
+from fedfm.models.adapters.adaptation import LORA
+from fedfm.models.adapters.lora_names import rank_of
+from fedfm.models.adapters.pair_names import GATE, GLOBAL, LOCAL, MIX, weighed_by
+from fedfm.models.adapters.peft_alone import peft_alone
+from fedfm.models.adapters.stacked import from_files, in_files, in_names_of_peft
+from fedfm.models.families import unwrap
+from fedfm.models.kinds import is_dual_model, is_pooled_encoder
+from fedfm.models.model import Model
+from fedfm.models.quiet import quiet
+
+ADAPTER, WEIGHTS, ABOUT = "adapter_model.safetensors", "model.safetensors", "fedfm.json"
+WEIGHING = {MIX: "mix.safetensors", GATE: "gate.safetensors"}  # of two adapters in one folder
+
+
+def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | None = None) -> Path:
+    """Write the trained tensors: LoRA of any rank as ``adapter_config.json`` and ``adapter_model.safetensors``, others
+    as ``model.safetensors``. ``fedfm.json`` names the model and the classes. Two adapters are written as ``global/``
+    and ``local/``, and their weights as ``mix.safetensors`` or ``gate.safetensors``; a pair is also written as one
+    adapter (by their mean if rows have own weights). ``head_takes``: the transform of features before the head.
+
+    Raises:
+        KeyError, ValueError: ``w`` is not of this model.
+    """
+    folder = folder_at(folder)
+    if (part := weighed_by(w)) is not None:
+        for name in (GLOBAL, LOCAL):
+            save_adapter(model, w.part(name), folder / name)
+        write_tensors(w.part(part), folder / WEIGHING[part])
+        if part == GATE:
+            write_about(model, folder)
+            return folder
+        from fedfm.models.adapters.experts import one_adapter
+
+        w = one_adapter(model, w)
+    other = rank_of(w) != rank_of(model.params())
+    if is_lora(model) and other and (rank := rank_of(w)):
+        _save_lora(model, w, rank, folder)
+    elif is_lora(model) and (is_dual_model(model) or in_names_of_peft(_config(model), model.module)):
+        with holding(model, w):
+            _write_lora(model, _lora_state(model), None, folder)
+    elif is_lora(model):
+        with holding(model, w), quiet(), peft_alone():
+            # Without this PEFT would ask the hub whether the base model's vocabulary has changed.
+            model.module.save_pretrained(str(folder), save_embedding_layers=False)  # type: ignore[operator]
+        (folder / "README.md").unlink(missing_ok=True)  # an empty model card
+    else:
+        with holding(model, w):  # raises if w is not of this model
+            write_tensors(w, folder / WEIGHTS)
+    write_about(model, folder, head_takes)
+    return folder
+
+
+def save(model: Model, w: Params, folder: Path | str, head_takes: str | None = None) -> Path:
+    """Write a method's final parameters: the model's own tensors or a pair of adapters as :func:`save_adapter` does,
+    others, such as the heads of an ensemble, as plain tensors with ``fedfm.json``.
+    """
+    if set(w) == set(model.names) or weighed_by(w) is not None:
+        return save_adapter(model, w, folder, head_takes)
+    folder = folder_at(folder)
+    write_tensors(w, folder / WEIGHTS)
+    write_about(model, folder)
+    return folder
+
+
+def rank_on_disk(folder: Path | str) -> int | None:
+    """The rank of the LoRA that :func:`save_adapter` wrote, of a pair that of each; None for other adaptations."""
+    path = Path(folder) / (GLOBAL if (Path(folder) / GLOBAL).exists() else "") / "adapter_config.json"
+    return int(json.loads(path.read_text(encoding="utf-8"))["r"]) if path.exists() else None
+
+
+def load_adapter(model: Model, folder: Path | str) -> Params:
+    """The parameters that :func:`save_adapter` wrote.
+
+    Raises:
+        InputError: the files are missing, or of another model.
+    """
+    from safetensors.torch import load_file
+
+    for part, file in WEIGHING.items():
+        if (Path(folder) / file).exists():
+            two = {name: load_adapter(model, Path(folder) / name) for name in (GLOBAL, LOCAL)}
+            return Params.join(**two, **{part: Params(load_file(Path(folder) / file))})
+    path = Path(folder) / (ADAPTER if is_lora(model) else WEIGHTS)
+    if not path.exists():
+        raise InputError(f"{folder}: no {path.name} of adaptation {model.adaptation!r}")
+    saved = load_file(path)
+    state = model.params().state()
+    short = {name: _peft_name(model, name) if is_lora(model) else name for name in state}
+    if missing := [name for name in state if short[name] not in saved]:
+        raise InputError(f"{path}: no tensor {short[missing[0]]!r}, it is of another model")
+    saved |= {short[name]: from_files(saved[short[name]], tensor) for name, tensor in state.items()}
+    for name, tensor in state.items():
+        if saved[short[name]].shape != tensor.shape:
+            raise InputError(
+                f"{path}: {short[name]} is {tuple(saved[short[name]].shape)}, expected {tuple(tensor.shape)}"
+            )
+    return Params({name: saved[short[name]].to(tensor.dtype) for name, tensor in state.items()})
+
+
+@contextmanager
+def holding(model: Model, w: Params) -> Iterator[None]:
+    """Context manager: the model has the weights ``w``; restores its own afterwards."""
+    own = model.params()
+    model.load(w)
+    try:
+        yield
+    finally:
+        model.load(own)
+
+
+def is_lora(model: Model) -> bool:
+    """Whether the model has an adapter of PEFT."""
+    return model.adaptation in LORA and hasattr(model.module, "peft_config")
+
+
+def _save_lora(model: Model, w: Params, rank: int, folder: Path) -> None:
+    """Write an adapter of another rank than the model's, with the model's alpha."""
+    from fedfm.models.adapters import lora
+
+    w.check_like(lora.layout_at(model.layout, rank))
+    _write_lora(model, w, rank, folder)
+
+
+def _lora_state(model: Model) -> dict[str, Tensor]:
+    """All tensors of the adapter, also those that are not trained, such as A of ffa_lora."""
+    return {name: t for name, t in model.module.state_dict().items() if ".lora_" in name or name in model.names}
+
+
+def _write_lora(model: Model, tensors: Mapping[str, Tensor], rank: int | None, folder: Path) -> None:
+    """PEFT's two files; of two encoders, those for the model of transformers. ``rank``: None is the model's."""
+    config = copy.deepcopy(_config(model))
+    if is_dual_model(model):
+        _name_paths(config, model.module)
+    else:
+        config = in_names_of_peft(config, model.module) or config
+    config.r, config.inference_mode = rank or config.r, True
+    config.base_model_name_or_path = config.base_model_name_or_path or model.spec.name
+    config.save_pretrained(str(folder))
+    tensors = in_files(tensors, model.module)
+    write_tensors({_peft_name(model, name): tensor for name, tensor in tensors.items()}, folder / ADAPTER)
+
+
+def _config(model: Model) -> Any:
+    """PEFT's configuration of the model's adapter."""
+    module: Any = model.module
+    return module.peft_config["default"]
+
+
+def _name_paths(config: Any, module: nn.Module) -> None:
+    """Name what is adapted by paths of the model of transformers, each with its own rank and alpha.
+
+    Here all paths begin with ``clip.``, there none does: a name or a pattern that begins so would fit nothing there.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    found = {name.partition(".clip.")[2]: m for name, m in module.named_modules() if isinstance(m, LoraLayer)}
+    ranks: dict[str, Any] = {name: m.r["default"] for name, m in found.items()}
+    alphas: dict[str, Any] = {name: m.lora_alpha["default"] for name, m in found.items()}
+    config.target_modules, config.exclude_modules = sorted(found), None
+    config.rank_pattern = {name: r for name, r in ranks.items() if r != config.r}
+    config.alpha_pattern = {name: alpha for name, alpha in alphas.items() if alpha != config.lora_alpha}
+
+
+def folder_at(path: Path | str) -> Path:
+    """The folder, made if it is absent."""
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _peft_name(model: Model, name: str) -> str:
+    """A parameter's name in PEFT's file."""
+    if is_dual_model(model):
+        name = name.replace("base_model.model.clip.", "base_model.model.", 1)
+    return name.replace(".modules_to_save.default", "").replace(".default.", ".")
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write tensors as safetensors, on the CPU."""
+    from safetensors.torch import save_file
+
+    found, places = dict[str, Tensor](), set[int]()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.data_ptr() in places:  # the format does not allow tensors that share memory, as tied ones do
+            tensor = tensor.clone()
+        places.add(tensor.data_ptr())
+        found[name] = tensor
+    save_file(found, path, {"format": "pt"})
+
+
+def write_about(model: Model, folder: Path, head_takes: str | None = None) -> None:
+    """Write ``fedfm.json``: of which model, adaptation and classes the tensors beside it are."""
+    about: dict[str, Any] = {
+        "model": model.spec.name,
+        **model.task.describe(model),
+        "adaptation": model.adaptation,
+        "classes": list(model.classes),
+        "fingerprint": model.fingerprint,
+        "names": list(model.names),
+        **({} if model.tools.tokenizer is None else {"max_length": model.tools.max_length}),
+    }
+    if is_pooled_encoder(module := unwrap(model.module)):
+        about["head_reads"] = module.pooling
+    if head_takes is not None:
+        about["head_takes"] = head_takes
+    (folder / ABOUT).write_text(to_json(about, indent=2) + "\n", encoding="utf-8")
