@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedfm.data.load import load_table, scale_features, unite
+from fedfm.data.client_files import unite
+from fedfm.data.load import load_table, scale_features
 from fedfm.data.spec import DataSpec, PartitionSpec, check
 from fedfm.data.table import Table, fingerprint
 from fedfm.errors import InputError

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedfm.data.partition import deal, dirichlet, own_test, summary
+from fedfm.data.owners import own_test
+from fedfm.data.partition import deal, dirichlet, summary
 from fedfm.data.spec import DataSpec, PartitionSpec, check
 from fedfm.data.table import FederatedData, Table
 from fedfm.errors import InputError

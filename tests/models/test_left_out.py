@@ -8,8 +8,8 @@ from chats import counted, row_of, talk, tokenizer_of
 
 from fedfm.data.table import Table
 from fedfm.errors import InputError
-from fedfm.models import left_out, preprocessing
-from fedfm.models.language import chat_templates
+from fedfm.models import left_out
+from fedfm.models.language import chat_templates, encoding
 
 trl = pytest.importorskip("trl.chat_template_utils")
 FOLDER = Path(trl.__file__).parent / "chat_templates"
@@ -82,7 +82,7 @@ def test_a_notice_counts_the_rows_of_each_part():
     rows = [("a", "<think>b</think>c"), ("a", "c"), ("a", "<think>d</think>c")]
     table = Table("instruction", rows, None, (), np.full(3, "train"))
     parts = {
-        name: (preprocessing.template_losses(table, index, tokenizer, None), len(index))
+        name: (encoding.template_losses(table, index, tokenizer, None), len(index))
         for name, index in (("training", [0, 1]), ("test", [2]))
     }
     assert left_out.notices(parts) == [

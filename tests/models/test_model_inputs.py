@@ -7,6 +7,7 @@ from tiny_models import CLASSES, images, load, minilm, sentences, vectors
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.models import preprocessing
+from fedfm.models.language import encoding
 from fedfm.models.quiet import quiet
 
 
@@ -110,7 +111,7 @@ def test_minilm_tokenises_as_bert_does():
 def test_long_prompts_lose_their_beginning(folder):
     model = load(folder("llama"), Table("instruction", [("a", "b")], None, (), np.array(["train"])), "lora")
     pairs = [(" ".join("abcdefghijklmnop"), "the fox " * 20)]
-    (row,), where = preprocessing.instructions(pairs, model.tools.tokenizer, 12, model.tools.template)
+    (row,), where = encoding.instructions(pairs, model.tools.tokenizer, 12, model.tools.template)
     assert len(row) == 12
     assert where["answer_start"].tolist() == [6]
     assert model.tools.tokenizer.decode(row[:6]) == "<s> l m n o p"

@@ -12,7 +12,8 @@ from fedfm.models.export import export
 from fedfm.models.language import chat_templates
 from fedfm.models.language.chat_form import with_settings
 from fedfm.models.language.chat_templates import encode_row
-from fedfm.models.preprocessing import IGNORE, next_tokens
+from fedfm.models.language.encoding import next_tokens
+from fedfm.models.preprocessing import IGNORE
 
 PAIRS = [("the quick brown fox", "jumps over"), ("a lazy dog", "birds sing")]
 CHAT = "{{ bos_token }}{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {{ eos_token }}{% endfor %}"

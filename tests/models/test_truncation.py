@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny_models import load
 
 from fedfm.data.table import Table
-from fedfm.models import preprocessing
+from fedfm.models.language import encoding
 from fedfm.models.language.chat_templates import Written
 from fedfm.models.language.truncation import cut, end_token
 
@@ -81,20 +81,20 @@ def test_rows_and_prompts_of_a_model(folder):
     pairs = [("the fox " * 12, "jumps"), ("fox", "the dog " * 12)]
     model = load(folder("llama"), Table("instruction", pairs, None, (), np.full(2, "train")), "lora", max_length=8)
     tokenizer = model.tools.tokenizer
-    tokens, where = preprocessing.instructions(pairs, tokenizer, 8, model.tools.template)
+    tokens, where = encoding.instructions(pairs, tokenizer, 8, model.tools.template)
     assert [tokenizer.decode(t) for t in tokens] == [
         "<s> fox the fox the fox jumps [SEP]",
         "<s> fox the dog the dog the [SEP]",
     ]
     assert where["answer_start"].tolist() == [6, 2]
     assert where.keys() == {"answer_start"}
-    assert [tokenizer.decode(t) for t in preprocessing.prompts(pairs, tokenizer, 4, model.tools.template)] == [
+    assert [tokenizer.decode(t) for t in encoding.prompts(pairs, tokenizer, 4, model.tools.template)] == [
         "<s> fox the fox",
         "<s> fox",
     ]
     table = Table("instruction", [*pairs, ("a", "b")], None, (), np.full(3, "train"))
-    assert preprocessing.cut_rows(table, range(3), tokenizer, 8, model.tools.template) == 2
-    assert preprocessing.cut_rows(table, [2], tokenizer, 8, model.tools.template) == 0
+    assert encoding.cut_rows(table, range(3), tokenizer, 8, model.tools.template) == 2
+    assert encoding.cut_rows(table, [2], tokenizer, 8, model.tools.template) == 0
 
 
 @pytest.mark.parametrize(("template", "token"), [("plain", "[SEP]"), ("chat", "[SEP]")])

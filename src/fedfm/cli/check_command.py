@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedfm.api.terminal import say
-from fedfm.cli.run_commands import experiment_of
+from fedfm.cli.running import experiment_of
 from fedfm.errors import InputError
 
 if TYPE_CHECKING:

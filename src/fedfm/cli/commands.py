@@ -8,7 +8,7 @@ from typing import Any
 
 from fedfm.api.command_registry import action
 from fedfm.api.terminal import continuing, say, tell
-from fedfm.cli.run_commands import tell_missing, watch
+from fedfm.cli.running import tell_missing, watch
 from fedfm.core.text import to_json, visible
 from fedfm.errors import InputError
 

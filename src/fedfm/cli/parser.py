@@ -89,7 +89,8 @@ def build(first: str = "") -> argparse.ArgumentParser:
             sub.add_argument("run", type=Path, help="its directory")
         return sub
 
-    demo = command("demo", "run_commands:demo", "run the built-in example and its baselines, under a minute", json=True)
+    text = "run the built-in example and its baselines, under a minute"
+    demo = command("demo", "study_commands:demo", text, json=True)
     demo.add_argument("--out", type=Path, help="folder for the runs [runs/demo-<time>]")
     demo.add_argument("--seed", type=int, default=0)
 

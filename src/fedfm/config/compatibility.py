@@ -6,7 +6,6 @@ Rules on a single value are bounds of its field (:mod:`fedfm.core.fields`), rule
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, cast, get_type_hints
 
 from fedfm.aggregation.mean import Mean
@@ -16,24 +15,10 @@ from fedfm.config.registry import name_of
 from fedfm.config.user_code import is_function
 from fedfm.core import tasks
 from fedfm.core.client import Update
-from fedfm.core.method import Method, nested_methods
 from fedfm.data.spec import IN_MEMORY
 from fedfm.errors import InputError, quote_names
-from fedfm.linalg.params import Params
 from fedfm.linalg.precisions import EXACT
-from fedfm.training import Local, TrainsLocally
-
-_OWN_DATA = ("name", "partition", "val_fraction")  # keys of [data] that rows from a user's function take
-
-
-def _check_momentum(local: Local) -> None:
-    from fedfm.training.personal import TwoModels
-
-    if isinstance(local, TwoModels) and local.momentum and local.optimiser != "sgd":
-        raise InputError(
-            f'method.local.momentum: only optimiser = "sgd" has one, not "{local.optimiser}"',
-            key="method.local.momentum",
-        )
+from fedfm.training import TrainsLocally
 
 
 def check_as_asked(e: ExperimentParts) -> None:
@@ -45,7 +30,9 @@ def check_as_asked(e: ExperimentParts) -> None:
     method, needs, adaptation, run = f'method "{e.method_name}"', e.method.needs, e.model.adaptation, e.run
     for local in locals_of(e.method):
         if local.personal:
-            _check_momentum(local)
+            from fedfm.config import options
+
+            options.check_momentum(local)
         if local.warmup and local.warmup_steps:
             raise InputError(
                 "method.local.warmup_steps: it stands in place of warmup; drop one of the two",
@@ -56,7 +43,9 @@ def check_as_asked(e: ExperimentParts) -> None:
             f'"{IN_MEMORY}": data and model are given by fedfm.federate(...), both or neither', key="data.name"
         )
     if e.own_code or is_function(e.model.name):
-        _check_own_code(e, method)
+        from fedfm.config import options
+
+        options.check_own_code(e, method)
     if e.in_memory and run.engine != "local":
         raise InputError(
             f'run.engine = "{run.engine}": data and model in memory run on engine = "local" only', key="run.engine"
@@ -79,7 +68,9 @@ def check_as_asked(e: ExperimentParts) -> None:
             key="data.classes",
         )
     if e.data.augment:
-        _check_augmented(e, method)
+        from fedfm.config import options
+
+        options.check_augmented(e, method)
     unseen = tasks.names(lambda task: task.scores_unseen_classes)
     if e.data.base_classes is not None and e.model.task not in unseen:
         raise InputError(
@@ -145,65 +136,9 @@ def check_as_asked(e: ExperimentParts) -> None:
 
         guarantee.check_hidden(e, method)
     if run.transport != EXACT:
-        _check_transport(e, method)
+        from fedfm.config import options
 
-
-def _check_transport(e: ExperimentParts, method: str) -> None:
-    """Refuse ``run.transport`` where rounding would break a promise, or where no trained values cross."""
-    from fedfm.aggregation.secure import Secure
-    from fedfm.training.fit_head import HeadSpec
-
-    where, halves = f'run.transport = "{e.run.transport}":', halves_of(e.method)
-    if isinstance(e.aggregation, Secure):
-        raise InputError(
-            f"{where} secure aggregation codes updates itself, as whole numbers that add up; drop one",
-            key="run.transport",
-        )
-    if e.privacy is not None:
-        raise InputError(
-            f"{where} [privacy] bounds the exact update of a client, and rounding may exceed it; drop one",
-            key="run.transport",
-        )
-    if (own := vars(e.method).get("transport", EXACT)) != EXACT:
-        raise InputError(
-            f'{where} method.transport = "{own}" codes what {method} sends already; drop one', key="run.transport"
-        )
-    if e.method.needs.model == "server":
-        raise InputError(
-            f"{where} {method} sends ciphertexts, of which no bit may change; drop it", key="run.transport"
-        )
-    if e.method.needs.pooled:
-        raise InputError(
-            f"{where} {method} pools all rows in one place, and nothing crosses; drop it", key="run.transport"
-        )
-    statistics = not locals_of(e.method) and not any(isinstance(v, HeadSpec) for v in vars(e.method).values())
-    if statistics or not any({Params, Update} & set(get_type_hints(half).values()) for half in halves):
-        raise InputError(
-            f"{where} {method} sends no trained values but statistics or predictions; drop it", key="run.transport"
-        )
-
-
-def _check_own_code(e: ExperimentParts, method: str) -> None:
-    if e.data.name != e.model.name:
-        raise InputError(
-            f'data.name = "{e.data.name or ""}", model.name = "{e.model.name}": one function brings rows and model; '
-            "expected the same name twice",
-            key="data.name",
-        )
-    specs: tuple[tuple[str, Any, tuple[str, ...]], ...] = (("data", e.data, _OWN_DATA), ("model", e.model, ("name",)))
-    for where, spec, used in specs:
-        plain = type(spec)()
-        for f in dataclasses.fields(spec):
-            if f.name not in used and getattr(spec, f.name) != getattr(plain, f.name):
-                raise InputError(
-                    f"{where}.{f.name}: {e.data.name} brings rows and model as they are; drop it",
-                    key=f"{where}.{f.name}",
-                )
-    if "local" not in {f.name for f in dataclasses.fields(e.method)}:
-        raise InputError(
-            f'{method} has no client optimiser that trains a module; expected one that has, e.g. "fedavg"',
-            key="method.name",
-        )
+        options.check_transport(e, method)
 
 
 def _check_folder(e: ExperimentParts) -> None:
@@ -231,33 +166,6 @@ def _check_folder(e: ExperimentParts) -> None:
             'data.base_classes: silos of engine = "folder" train on all of their classes; drop it',
             key="data.base_classes",
         )
-
-
-def _check_augmented(e: ExperimentParts, method: str) -> None:
-    adaptation = e.model.adaptation
-    if e.in_memory:
-        raise InputError("data.augment: the module's own data set changes its rows; drop it", key="data.augment")
-    if adaptation is not None and adaptation.name in ("head", "side_adapter", "prompt"):
-        raise InputError(
-            f'data.augment: with model.adaptation.name = "{adaptation.name}" the frozen backbone reads each picture '
-            'once, and its features are trained on; drop it, or train what reads pictures, e.g. "lora"',
-            key="data.augment",
-        )
-    if not all(m.traits.rows_by_optimiser for m in _all(e.method)):
-        raise InputError(
-            f"data.augment: the clients of {method} read their pictures beside the local optimiser, which would see "
-            "them unchanged; drop it, or take a method whose clients train by it alone, e.g. fedavg",
-            key="data.augment",
-        )
-    if e.privacy is not None and e.privacy.mechanism == "dp_sgd":
-        raise InputError(
-            "data.augment: DP-SGD bounds one gradient of each row as it is; drop one of the two", key="data.augment"
-        )
-
-
-def _all(method: Method[Any]) -> tuple[Method[Any], ...]:
-    """The method and those in its fields."""
-    return (method, *nested_methods(method))
 
 
 def check_as_run(e: ExperimentParts) -> None:

@@ -7,23 +7,20 @@ file has its key, because what follows from something that was taken out is no f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fedfm.core.toml_text import copy_tables
-from fedfm.errors import Absent, FaultyFile, InputError
+from fedfm.errors import InputError
 
 T = TypeVar("T")
-Tables = Mapping[str, Any]
-_MOST = 50  # faults of one file
 
 
 def read_all(
     path: str | Path,
-    table: Tables,
-    read: Callable[[Tables], T],
-    each: Iterable[Callable[[Tables], object]] = (),
+    table: Mapping[str, Any],
+    read: Callable[[Mapping[str, Any]], T],
+    each: Iterable[Callable[[Mapping[str, Any]], object]] = (),
 ) -> T:
     """What ``read`` makes of the tables of a file.
 
@@ -36,74 +33,6 @@ def read_all(
     try:
         return read(table)
     except InputError as error:
-        found = [fault for fault in error.all if fault is error or _is_own(table, fault)]
-        for alone in each:
-            _add_of_one(table, alone, found)
-        _add_others(table, read, found)
-        lines = [f"{path}: {fault}" for fault in found[:_MOST]]
-        if len(found) > _MOST:
-            lines.append(f"{path}: {len(found) - _MOST} more faults")
-        raise FaultyFile("\n".join(lines), found) from None
+        from fedfm.config.more_faults import all_of
 
-
-def _add(found: list[InputError], faults: Iterable[InputError]) -> None:
-    """Add the faults of another reading, but for keys of which one was found: each reader may say it otherwise."""
-    known = {fault.key for fault in found}
-    found += [fault for fault in faults if fault.key not in known]
-
-
-def _add_of_one(table: Tables, alone: Callable[[Tables], object], found: list[InputError]) -> None:
-    """Add the faults of one table."""
-    try:
-        alone(table)
-    except InputError as error:
-        _add(found, (fault for fault in error.all if _is_own(table, fault)))
-
-
-def _add_others(table: Tables, read: Callable[[Tables], Any], found: list[InputError]) -> None:
-    """Add the faults that are left once those that were found are taken out."""
-    rest, latest = copy_tables(table), list(found)
-    while len(found) < _MOST and _take_out(rest, latest):
-        try:
-            read(rest)
-            return
-        except InputError as error:
-            latest = [fault for fault in error.all if _owner(rest, fault) is not None]
-            _add(found, latest)
-
-
-def _is_own(table: Tables, fault: InputError) -> bool:
-    """Whether the file has the key of the fault, or should have it: a default may follow from a wrong value."""
-    return not fault.key or isinstance(fault, Absent) or _owner(table, fault) is not None
-
-
-def _take_out(table: Tables, faults: Iterable[InputError]) -> bool:
-    """Remove the keys of the faults; whether one was there and the rest can be read without it."""
-    removed = False
-    for fault in faults:
-        if (place := _owner(table, fault)) is None:
-            continue
-        owner, key, path = place
-        if key == "name" and len(path) > 1:  # it decides which keys stand beside it
-            owner, key, path = _inner(table, path[:-2]), path[-2], path[:-1]
-        if len(path) == 1 and path[0] in ("data", "model", "method") and isinstance(owner[key], Mapping):
-            continue
-        del owner[key]
-        removed = True
-    return removed
-
-
-def _owner(table: Tables, fault: InputError) -> tuple[MutableMapping[str, Any], str, list[str]] | None:
-    """(table, key, path) of what a fault is about; None where the file has no such key."""
-    path = fault.key.partition("[")[0].split(".")  # of an entry of a list the list
-    try:
-        owner = _inner(table, path[:-1])
-    except (KeyError, TypeError):
-        return None
-    return (owner, path[-1], path) if isinstance(owner, MutableMapping) and path[-1] in owner else None
-
-
-def _inner(table: Any, path: list[str]) -> Any:
-    for key in path:
-        table = table[key]
-    return table
+        raise all_of(path, table, read, each, error) from None

@@ -19,25 +19,21 @@ proportions of the client's training rows.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from fedfm.core import tasks
-from fedfm.data.sources._files import column as named_column
+from fedfm.data.owners import Owner, Splits, deal_evenly, number_names, own_test
 from fedfm.data.sources._files import listing
 from fedfm.data.spec import DataSpec, PartitionSpec
-from fedfm.data.stratify import apportion, hold_out, quota
+from fedfm.data.stratify import apportion, hold_out
 from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError
 from fedfm.seeds import generator
 
 DEFAULT_CLIENTS = 10
 CLIENT = "client"  # the column of the client's name if each client has its own file
-
-Owner = np.ndarray  # (n,) int64: the client of each of n rows
 
 
 def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
@@ -68,13 +64,15 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
     notices: list[str] = []
     if spec.clients is not None or part.name == "by_column":
         column = CLIENT if spec.clients is not None else part.column or ""
-        if column not in table.columns and (key := _read_as(column, spec)):
+        from fedfm.data.partition_columns import by_column, key_that_reads
+
+        if column not in table.columns and (key := key_that_reads(column, spec)):
             way = 'name = "by_class" with classes_per_client deals classes' if key == "label" else "name another column"
             raise InputError(
                 f'data.partition.column: column "{column}" is read as data.{key}, and not kept: {way}',
                 key="data.partition.column",
             )
-        names, owners = _by_column(table, column, part, (train, val, test), seed, notices)
+        names, owners = by_column(table, column, part, (train, val, test), seed, notices)
     else:
         names, owners = _by_rule(table, spec, (train, val, test), seed, notices)
         if orphans := int((owners[2] < 0).sum()):
@@ -99,12 +97,6 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
             f"{listing(empty)}"
         )
     return FederatedData(table, clients, test, (*table.notices, *notices))
-
-
-def _read_as(column: str, spec: DataSpec) -> str | None:
-    """The key of the [data] table under which the column is read as the model's input, its label or its split."""
-    keys = ("label", "label_name", "split", "text", "image", *tasks.columns())
-    return next((key for key in keys if spec.column(key) == column), None)
 
 
 def summary(data: FederatedData) -> dict[str, Any]:
@@ -132,28 +124,6 @@ def summary(data: FederatedData) -> dict[str, Any]:
     }
 
 
-def own_test(
-    table: Table, test: np.ndarray, train: np.ndarray, owner: Owner, clients: int, seed: int, part: str = ""
-) -> Owner:
-    """The client of each of the test rows ``test`` (n,), -1 for a class on which no client trains.
-
-    For each class c the clients' shares of its test rows are in proportion to their training rows of c by largest
-    remainder. A generator derived from the seed breaks ties and draws the rows.
-    """
-    labels = np.zeros(len(table), dtype=np.int64) if table.labels is None else table.labels
-    result = np.full(len(test), -1, dtype=np.int64)
-    for c in np.unique(labels[test]):
-        rng = generator(seed, "partition", "test", part, int(c))
-        counts = np.bincount(owner[labels[train] == c], minlength=clients)
-        places = rng.permutation(np.flatnonzero(labels[test] == c))
-        if counts.any():
-            result[places] = np.repeat(np.arange(clients), quota(counts, len(places), rng))
-    return result
-
-
-Splits = tuple[np.ndarray, np.ndarray, np.ndarray]  # row indexes: train, val, test
-
-
 def _by_rule(
     table: Table, spec: DataSpec, splits: Splits, seed: int, notices: list[str]
 ) -> tuple[list[str], list[Owner]]:
@@ -176,7 +146,7 @@ def _by_rule(
         kept[lost] = np.arange(len(lost)) % clients
         owners = [owner, kept]
     elif part.name == "iid":
-        owners = [_evenly(rows, clients, generator(seed, "partition", "iid", s)) for s, rows in named]
+        owners = [deal_evenly(rows, clients, generator(seed, "partition", "iid", s)) for s, rows in named]
     elif labels is None:
         raise InputError(
             f'data.partition.name: "{part.name}" needs labels, and {table.source} has none: use "iid" or "by_column"',
@@ -196,12 +166,6 @@ def _by_rule(
             owners.append(owner)
     owners.append(own_test(table, test, train, owners[0], clients, seed))
     return number_names("client", clients, 2), owners
-
-
-def _evenly(rows: np.ndarray, clients: int, rng: np.random.Generator) -> Owner:
-    owner = np.empty(len(rows), dtype=np.int64)
-    owner[rng.permutation(len(rows))] = np.arange(len(rows)) % clients
-    return owner
 
 
 def _dirichlet(part: PartitionSpec, clients: int, seed: int) -> Callable[[int, int], Owner]:
@@ -248,67 +212,3 @@ def _by_class(classes: np.ndarray, part: PartitionSpec, clients: int, seed: int)
         for c in classes[chosen]:
             holders[int(c)].append(int(k))
     return lambda c, count: np.array(holders[c])[np.arange(count) % len(holders[c])]
-
-
-def _by_column(
-    table: Table, column: str, part: PartitionSpec, splits: Splits, seed: int, notices: list[str]
-) -> tuple[list[str], list[Owner]]:
-    """Clients named by the column's values, and the owners of the rows of each split."""
-    key = "data.partition"
-    of = named_column(table.columns, column, f"{key}.column", table.source)
-    train, val, test = splits
-    values = sorted(set(of[train].tolist()))
-    if "" in values:
-        raise InputError(
-            f'{key}.column: {int((of[train] == "").sum())} training rows have no value in column "{column}"',
-            key=f"{key}.column",
-        )
-    for name, rows in (("val", val), ("test", test)):
-        strange = sorted(set(of[rows].tolist()) - set(values))
-        if strange:
-            count = int(np.isin(of[rows], strange).sum())
-            use = "are not used" if name == "val" else "are in the global test only"
-            notices.append(
-                f"{count} {name} rows are of {column} {listing(strange, 5)}, which has no training rows: they {use}"
-            )
-    stems = [re.sub(r"[^\w.-]+", "_", value.strip()).lstrip(".") or "_" for value in values]  # also names of folders
-    for stem, value in zip(stems, values, strict=True):
-        if stems.count(stem) > 1:
-            raise InputError(
-                f'{key}.column: "{value}" and another value of "{column}" both give the client name "{stem}"',
-                key=f"{key}.column",
-            )
-    total = len(values) if part.clients is None else part.clients
-    if total % len(values):
-        raise InputError(
-            f'{key}.clients: {total} is no multiple of the {len(values)} values of "{column}" ({listing(values, 6)}): '
-            "each value's rows go to equally many clients",
-            key=f"{key}.clients",
-        )
-    each = total // len(values)
-    names: list[str] = []
-    owners = [np.full(len(rows), -1, dtype=np.int64) for rows in splits]
-    for value, stem in zip(values, stems, strict=True):
-        places = [np.flatnonzero(of[rows] == value) for rows in splits]
-        if each > len(places[0]):
-            raise InputError(
-                f'{key}.clients: "{value}" has {len(places[0])} training rows for {each} clients', key=f"{key}.clients"
-            )
-        mine = [
-            _evenly(place, each, generator(seed, "partition", "by_column", s, value))
-            for s, place in zip(("train", "val"), places[:2], strict=True)
-        ]
-        mine.append(own_test(table, test[places[2]], train[places[0]], mine[0], each, seed, value))
-        # No client of this value trains on the row's class: the row is still theirs.
-        lost = np.flatnonzero(mine[2] < 0)
-        mine[2][lost] = np.arange(len(lost)) % each
-        for owner, place, local in zip(owners, places, mine, strict=True):
-            owner[place] = len(names) + local
-        names += [stem] if each == 1 else number_names(stem, each)
-    return names, owners
-
-
-def number_names(stem: str, count: int, digits: int = 1) -> list[str]:
-    """``client-00`` ... ``client-11``, padded so that names sort by number."""
-    width = max(digits, len(str(count - 1)))
-    return [f"{stem}-{k:0{width}d}" for k in range(count)]

@@ -26,7 +26,7 @@ from fedfm.models import devices, families, hub, lengths, new_parts, precision, 
 from fedfm.models.adapters import adaptation
 from fedfm.models.finite import Finite
 from fedfm.models.heads import within
-from fedfm.models.hub import Loaded
+from fedfm.models.hub_tools import Loaded
 from fedfm.models.kinds import is_dual_encoder, is_pooled_encoder
 from fedfm.models.locate import BUILT_IN, DTYPES, locate
 from fedfm.models.model import Model
@@ -316,7 +316,9 @@ def _load(
     if isinstance(path, Path) and path.is_file():
         return _resnet(path, spec, classes, kind, seed)
     if task.two_encoders:
-        return hub.zero_shot(path, spec, classes, seed)
+        from fedfm.models.hub_encoders import zero_shot
+
+        return zero_shot(path, spec, classes, seed)
     return hub.load_pretrained(path, spec, classes, kind, task, seed, hollow)
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedfm.models.images import Preprocess
-from fedfm.models.tokenizer_files import AUTO
+
+AUTO = "AutoTokenizer"
 
 
 @dataclass(frozen=True)

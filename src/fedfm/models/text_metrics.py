@@ -17,12 +17,13 @@ from fedfm.core.rows import Asked, Output, Rows, has_tools
 from fedfm.errors import InputError
 from fedfm.models.language import chat_templates, truncation
 from fedfm.models.language.chat_form import ASSISTANT
+from fedfm.models.language.encoding import prompts
 from fedfm.models.language.next_token import logits_and_targets, rows_at_once
 from fedfm.models.language.tool_calls import one_call
 from fedfm.models.memory_budget import TOKENS, in_halves, warn
 from fedfm.models.metrics import Scores, finite, nothing
 from fedfm.models.precision import reduced_precision
-from fedfm.models.preprocessing import IGNORE, LOCAL_SHARE, prompts
+from fedfm.models.preprocessing import IGNORE, LOCAL_SHARE
 
 if TYPE_CHECKING:
     from fedfm.models.network import Network

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.models.locate import stored_file
+from fedfm.models.preprocessors import AUTO
 
-AUTO, PLAIN = "AutoTokenizer", "PreTrainedTokenizerFast"  # the second builds what tokenizer.json says
+PLAIN = "PreTrainedTokenizerFast"  # builds what tokenizer.json says
 _FILE = "tokenizer.json"
 _KIND = re.compile(r'"model"\s*:\s*\{\s*"type"\s*:\s*"(\w+)"')
 

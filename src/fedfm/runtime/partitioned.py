@@ -171,7 +171,7 @@ class Partitioned:
 
     @property
     def trains_on_blocks(self) -> bool:
-        """Whether clients train on blocks of their joined rows (see :func:`fedfm.models.preprocessing.passages`)."""
+        """Whether clients train on blocks of their joined rows: :func:`fedfm.models.language.encoding.passages`."""
         return preprocessing.packs(
             self.federated.table.kind, self._model.task if isinstance(self._model, Model) else None
         )

@@ -14,7 +14,7 @@ from fedfm.core.client import ClientId
 from fedfm.core.method import Method
 from fedfm.data.invisible import escape, is_invisible
 from fedfm.errors import InputError
-from fedfm.models import devices, preprocessing
+from fedfm.models import devices
 from fedfm.models.model import Model
 from fedfm.privacy import plausibility
 from fedfm.privacy.accountant import Accountant
@@ -213,17 +213,18 @@ def template_notices(population: Partitioned) -> list[str]:
     Raises:
         InputError: the model's template cannot write a row.
     """
-    from fedfm.models import left_out
-
     table, model = population.federated.table, population.model
     of = tasks.row_kind(table.kind)
     if of is None or not of.answered or model is None or model.tools.tokenizer is None:
         return []
+    from fedfm.models import left_out
+    from fedfm.models.language import encoding
+
     tools, cut, losses = model.tools, [], {}
     for words, index in _trained_and_tested(population).items():
-        if count := preprocessing.cut_rows(table, index, tools.tokenizer, tools.max_length, tools.template):
+        if count := encoding.cut_rows(table, index, tools.tokenizer, tools.max_length, tools.template):
             cut.append(f"{count} of {len(index)} {words} rows")
-        losses[words] = preprocessing.template_losses(table, index, tools.tokenizer, tools.template), len(index)
+        losses[words] = encoding.template_losses(table, index, tools.tokenizer, tools.template), len(index)
     found = left_out.notices(losses)
     if cut:
         found.append(

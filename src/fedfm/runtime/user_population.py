@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedfm.config.user_code import function
-from fedfm.data.partition import deal, own_test
+from fedfm.data.owners import own_test
+from fedfm.data.partition import deal
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.data.stratify import hold_out
 from fedfm.data.table import ClientRows, FederatedData, Table

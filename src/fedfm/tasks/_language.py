@@ -34,13 +34,14 @@ class LanguageTask(Task):
 
     def targets(self, model: Network, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits at position i predict token i + 1; padding and a prompt do not count."""
-        from fedfm.models.preprocessing import next_tokens
+        from fedfm.models.language.encoding import next_tokens
 
         targets = next_tokens(batch).to(logits.device)
         return logits[:, :-1].reshape(-1, logits.shape[-1]).float(), targets.reshape(-1)
 
     def count_targets(self, batch: Batch) -> int:
-        from fedfm.models.preprocessing import IGNORE, next_tokens
+        from fedfm.models.language.encoding import next_tokens
+        from fedfm.models.preprocessing import IGNORE
 
         return int((next_tokens(batch) != IGNORE).sum())
 

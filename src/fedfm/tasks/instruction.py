@@ -67,9 +67,9 @@ class Instruction(LanguageTask):
 
     def rows(self, part: Table, tools: Tools, classes: tuple[str, ...]) -> Rows:
         from fedfm.core.rows import Rows
-        from fedfm.models import preprocessing
+        from fedfm.models.language import encoding
 
-        tokens, where = preprocessing.instructions(part.inputs, tools.tokenizer, tools.max_length, tools.template)
+        tokens, where = encoding.instructions(part.inputs, tools.tokenizer, tools.max_length, tools.template)
         return Rows(where, tokens=tokens, pad=int(tools.tokenizer.pad_token_id or 0), pairs=tuple(part.inputs))
 
     def scores(self, model: Network, rows: Rows, batch_size: int = 64) -> Scores:

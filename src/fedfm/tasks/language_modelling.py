@@ -36,9 +36,9 @@ class LanguageModelling(LanguageTask):
 
     def rows(self, part: Table, tools: Tools, classes: tuple[str, ...]) -> Rows:
         from fedfm.core.rows import Rows
-        from fedfm.models import preprocessing
+        from fedfm.models.language import encoding
 
-        tokens = preprocessing.passages(list(part.inputs), tools.tokenizer, tools.max_length)
+        tokens = encoding.passages(list(part.inputs), tools.tokenizer, tools.max_length)
         return Rows(tokens=tokens, pad=int(tools.tokenizer.pad_token_id or 0))
 
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:

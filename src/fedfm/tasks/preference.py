@@ -41,7 +41,7 @@ _OWN = (SECOND, REFERENCE, "input_ids", "attention_mask", "answer_start")
 class Preference(LanguageTask):
     """A language model adapted by LoRA that learns from pairs of answers.
 
-    Its rows have two texts each, one after the other (see :func:`fedfm.models.preprocessing.preferences`). Its logits
+    Its rows have two texts each, one after the other: :func:`fedfm.models.language.encoding.preferences`. Its logits
     are the two rewards of a row, so that the loss is the cross-entropy with the first as the right one. Rows of one
     text, such as prompts to answer, are those of any language model.
     """
@@ -92,9 +92,9 @@ class Preference(LanguageTask):
 
     def rows(self, part: Table, tools: Tools, classes: tuple[str, ...]) -> Rows:
         from fedfm.core.rows import Rows
-        from fedfm.models import preprocessing
+        from fedfm.models.language import encoding
 
-        tokens, where = preprocessing.preferences(part.inputs, tools.tokenizer, tools.max_length, tools.template)
+        tokens, where = encoding.preferences(part.inputs, tools.tokenizer, tools.max_length, tools.template)
         return Rows(where, tokens=tokens, pad=int(tools.tokenizer.pad_token_id or 0))
 
     def encode(self, model: Network, rows: Rows) -> Rows:
@@ -207,8 +207,9 @@ def _log_probabilities(model: Network, batch: Batch) -> Tensor:
     import torch
     import torch.nn.functional as F
 
+    from fedfm.models.language.encoding import next_tokens
     from fedfm.models.language.next_token import logits_and_targets
-    from fedfm.models.preprocessing import IGNORE, next_tokens
+    from fedfm.models.preprocessing import IGNORE
 
     texts = _texts(model, batch)
     logits, targets = logits_and_targets(model, texts)

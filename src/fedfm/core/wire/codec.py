@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedfm.core.wire import flower_records, payload
-from fedfm.core.wire.flower_records import STYPE
+from fedfm.core.wire.envelope import STYPE
 
 CHUNK = 5 * 1024 * 1024  # Flower slices an array's bytes into chunks of this length
 

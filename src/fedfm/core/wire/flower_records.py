@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from fedfm.core.wire.envelope import STYPE
 from fedfm.errors import E_FORMAT, ClientFault
 
 WIRE = 1  # version of the wire format; both sides must have the same
-STYPE = "fedfm.packed"
 
 
 def pack(head: str, data: bytes) -> Any:

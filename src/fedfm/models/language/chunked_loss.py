@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedfm.models.language.encoding import next_tokens
 from fedfm.models.precision import reduced_precision
-from fedfm.models.preprocessing import IGNORE, next_tokens
+from fedfm.models.preprocessing import IGNORE
 
 if TYPE_CHECKING:
     from fedfm.core.rows import Batch

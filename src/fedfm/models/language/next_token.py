@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fedfm.core.rows import Batch, Rows
+from fedfm.models.language.encoding import next_tokens
 from fedfm.models.memory_budget import by_tokens
-from fedfm.models.preprocessing import IGNORE, next_tokens
+from fedfm.models.preprocessing import IGNORE
 
 if TYPE_CHECKING:
     from fedfm.models.network import Network

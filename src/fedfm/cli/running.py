@@ -1,0 +1,72 @@
+"""How commands run an experiment: its file, its bar, what is said when it ends or stops."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedfm.api.terminal import say, tell
+from fedfm.core.text import visible
+from fedfm.errors import InputError
+
+if TYPE_CHECKING:
+    from fedfm.config.experiment import Experiment
+    from fedfm.runtime.progress_bar import Bar
+
+
+def experiment_of(args: Namespace) -> Experiment:
+    """The experiment of a command's file, with its --set and --engine."""
+    from fedfm.config.experiment import Experiment
+    from fedfm.config.toml import parse_override
+
+    overrides = dict(parse_override(text) for text in args.set)
+    if args.engine:
+        overrides["run.engine"] = args.engine
+    return Experiment.load(args.experiment, overrides, tell=lambda text: tell(f"fedfm: {text}", sys.stderr))
+
+
+def run_once(args: Namespace, experiment: Experiment, progress: Bar) -> int:
+    """Run one experiment and print its result."""
+    from fedfm.api import execute
+
+    result = hint_on_stop(lambda: execute.run(experiment, args.out, progress=progress), progress)
+    return say(args, result, lambda: summary(result))
+
+
+def hint_on_stop(call: Callable[[], dict[str, Any]], progress: Bar) -> dict[str, Any]:
+    """Run the experiment; if it stops, print how to continue."""
+    try:
+        return call()
+    except InputError:
+        raise
+    except (KeyboardInterrupt, Exception):
+        if progress.path is not None:
+            tell(f"fedfm: committed rounds are kept; continue with: fedfm resume {progress.path}", sys.stderr)
+        raise
+
+
+def watch() -> Bar:
+    """A bar on stderr for a run."""
+    from fedfm.runtime.progress_bar import Bar
+
+    return Bar()
+
+
+def summary(result: dict[str, Any]) -> str:
+    """A run's table, and where its report is."""
+    from fedfm.reports import compare
+
+    return f"{compare.table([Path(result['run'])]).rstrip()}\nreport: {Path(result['run']) / 'report.html'}"
+
+
+def tell_missing(path: Path) -> list[str]:
+    """Print and return the run's records that are missing or lost."""
+    from fedfm.reports.read import read
+
+    missing = list(read(path).missing)
+    for text in missing:
+        tell(f"fedfm: {visible(f'{path}: {text}')}", sys.stderr)
+    return missing

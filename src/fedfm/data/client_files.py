@@ -1,0 +1,95 @@
+"""One table of the files of several clients."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fedfm.data.partition import CLIENT
+from fedfm.data.sources._files import existing, listing, str_array
+from fedfm.data.table import Table, words_of
+from fedfm.errors import InputError
+
+_INTEGER = re.compile(r"0|-?[1-9][0-9]*").fullmatch
+
+
+def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table]) -> Table:
+    """All clients' files in one table, in the order of their names.
+
+    Args:
+        clients: path of each one's file.
+        read: the table of a client's name and file.
+    """
+    tables: dict[str, Table] = {}
+    for name, path in sorted(clients.items()):
+        try:
+            tables[name] = read(name, existing(path, f"data.clients.{name}"))
+        except InputError as error:
+            key = f"data.clients.{name}"
+            raise error if error.key == key else InputError(f"{key}: {error}", key=key) from None
+    first = next(iter(tables))
+    for name, table in tables.items():
+        mine, theirs = _form(table), _form(tables[first])
+        if mine != theirs:
+            raise InputError(
+                f"data.clients: {name} ({table.source}) holds {mine} and {first} ({tables[first].source}) {theirs}: "
+                "all clients' rows must have one form"
+            )
+    classes = unite([table.classes for table in tables.values()])
+    code = {name: index for index, name in enumerate(classes)}
+    labels = [
+        np.array([code[name] for name in table.classes], dtype=np.int64)[table.labels]
+        for table in tables.values()
+        if table.labels is not None
+    ]
+    keys = sorted({key for table in tables.values() for key in table.columns} - {CLIENT})
+    columns = {
+        key: str_array([v for t in tables.values() for v in t.columns.get(key, np.full(len(t), "")).tolist()])
+        for key in keys
+    }
+    columns[CLIENT] = str_array([name for name, table in tables.items() for _ in range(len(table))])
+    parts = [table.inputs for table in tables.values()]
+    arrays = isinstance(parts[0], np.ndarray)
+    return Table(
+        tables[first].kind,
+        np.concatenate(parts) if arrays else [item for part in parts for item in part],
+        np.concatenate(labels) if labels else None,
+        classes,
+        np.concatenate([table.split for table in tables.values()]),
+        columns,
+        ", ".join(table.source for table in tables.values()),
+        (*(f"{name}: {notice}" for name, table in tables.items() for notice in table.notices), *_apart(tables)),
+    )
+
+
+def _apart(tables: Mapping[str, Table]) -> tuple[str, ...]:
+    """A notice of the clients that number their classes, where others name them: numbers and names are not joined."""
+    numbering = {name: all(map(_INTEGER, table.classes)) for name, table in tables.items() if table.classes}
+    by = {kind: [name for name, numbers in numbering.items() if numbers == kind] for kind in (True, False)}
+    if not by[True] or not by[False]:
+        return ()
+    return (
+        f"the labels of {listing(by[True], 4)} are numbers and those of {listing(by[False], 4)} are names, which are "
+        "classes of their own: if they mean the same, write them alike (a column label_name names numbers)",
+    )
+
+
+def unite(classes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """All class names: in their own order if all clients have the same, else sorted (integers by value)."""
+    if len(set(classes)) == 1:
+        return classes[0]
+    names = {name for one in classes for name in one}
+    if all(map(_INTEGER, names)):
+        return tuple(sorted(names, key=int))
+    return tuple(sorted(names))
+
+
+def _form(table: Table) -> str:
+    """Words for the form of the rows, which must agree between clients."""
+    words = words_of(table.kind)
+    if not isinstance(table.inputs, np.ndarray):
+        return words + (" as files" if table.kind == "image" else "")
+    return f"{words} of {'x'.join(map(str, table.inputs.shape[1:]))}"

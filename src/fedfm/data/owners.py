@@ -1,0 +1,48 @@
+"""Who owns which rows: the parts that every way of dealing them uses."""
+
+# flwr-datasets also has partitioners for the first four (with self_balancing off its Dirichlet has the same law). But
+# its import takes 2 s, it partitions one list of rows, so that validation rows would get other shares and clients, and
+# it cannot split the rows of one value between several clients.
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedfm.data.stratify import quota
+from fedfm.data.table import Table
+from fedfm.seeds import generator
+
+Owner = np.ndarray  # (n,) int64: the client of each of n rows
+Splits = tuple[np.ndarray, np.ndarray, np.ndarray]  # row indexes: train, val, test
+
+
+def own_test(
+    table: Table, test: np.ndarray, train: np.ndarray, owner: Owner, clients: int, seed: int, part: str = ""
+) -> Owner:
+    """The client of each of the test rows ``test`` (n,), -1 for a class on which no client trains.
+
+    For each class c the clients' shares of its test rows are in proportion to their training rows of c by largest
+    remainder. A generator derived from the seed breaks ties and draws the rows.
+    """
+    labels = np.zeros(len(table), dtype=np.int64) if table.labels is None else table.labels
+    result = np.full(len(test), -1, dtype=np.int64)
+    for c in np.unique(labels[test]):
+        rng = generator(seed, "partition", "test", part, int(c))
+        counts = np.bincount(owner[labels[train] == c], minlength=clients)
+        places = rng.permutation(np.flatnonzero(labels[test] == c))
+        if counts.any():
+            result[places] = np.repeat(np.arange(clients), quota(counts, len(places), rng))
+    return result
+
+
+def deal_evenly(rows: np.ndarray, clients: int, rng: np.random.Generator) -> Owner:
+    """Owners of rows that are dealt at random, as many to each client."""
+    owner = np.empty(len(rows), dtype=np.int64)
+    owner[rng.permutation(len(rows))] = np.arange(len(rows)) % clients
+    return owner
+
+
+def number_names(stem: str, count: int, digits: int = 1) -> list[str]:
+    """``client-00`` ... ``client-11``, padded so that names sort by number."""
+    width = max(digits, len(str(count - 1)))
+    return [f"{stem}-{k:0{width}d}" for k in range(count)]

@@ -1,0 +1,84 @@
+"""A client for each value of a column."""
+
+# flwr-datasets also has partitioners for the first four (with self_balancing off its Dirichlet has the same law). But
+# its import takes 2 s, it partitions one list of rows, so that validation rows would get other shares and clients, and
+# it cannot split the rows of one value between several clients.
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from fedfm.core import tasks
+from fedfm.data.owners import Owner, Splits, deal_evenly, number_names, own_test
+from fedfm.data.sources._files import column as named_column
+from fedfm.data.sources._files import listing
+from fedfm.data.spec import DataSpec, PartitionSpec
+from fedfm.data.table import Table
+from fedfm.errors import InputError
+from fedfm.seeds import generator
+
+
+def key_that_reads(column: str, spec: DataSpec) -> str | None:
+    """The key of the [data] table under which the column is read as the model's input, its label or its split."""
+    keys = ("label", "label_name", "split", "text", "image", *tasks.columns())
+    return next((key for key in keys if spec.column(key) == column), None)
+
+
+def by_column(
+    table: Table, column: str, part: PartitionSpec, splits: Splits, seed: int, notices: list[str]
+) -> tuple[list[str], list[Owner]]:
+    """Clients named by the column's values, and the owners of the rows of each split."""
+    key = "data.partition"
+    of = named_column(table.columns, column, f"{key}.column", table.source)
+    train, val, test = splits
+    values = sorted(set(of[train].tolist()))
+    if "" in values:
+        raise InputError(
+            f'{key}.column: {int((of[train] == "").sum())} training rows have no value in column "{column}"',
+            key=f"{key}.column",
+        )
+    for name, rows in (("val", val), ("test", test)):
+        strange = sorted(set(of[rows].tolist()) - set(values))
+        if strange:
+            count = int(np.isin(of[rows], strange).sum())
+            use = "are not used" if name == "val" else "are in the global test only"
+            notices.append(
+                f"{count} {name} rows are of {column} {listing(strange, 5)}, which has no training rows: they {use}"
+            )
+    stems = [re.sub(r"[^\w.-]+", "_", value.strip()).lstrip(".") or "_" for value in values]  # also names of folders
+    for stem, value in zip(stems, values, strict=True):
+        if stems.count(stem) > 1:
+            raise InputError(
+                f'{key}.column: "{value}" and another value of "{column}" both give the client name "{stem}"',
+                key=f"{key}.column",
+            )
+    total = len(values) if part.clients is None else part.clients
+    if total % len(values):
+        raise InputError(
+            f'{key}.clients: {total} is no multiple of the {len(values)} values of "{column}" ({listing(values, 6)}): '
+            "each value's rows go to equally many clients",
+            key=f"{key}.clients",
+        )
+    each = total // len(values)
+    names: list[str] = []
+    owners = [np.full(len(rows), -1, dtype=np.int64) for rows in splits]
+    for value, stem in zip(values, stems, strict=True):
+        places = [np.flatnonzero(of[rows] == value) for rows in splits]
+        if each > len(places[0]):
+            raise InputError(
+                f'{key}.clients: "{value}" has {len(places[0])} training rows for {each} clients', key=f"{key}.clients"
+            )
+        mine = [
+            deal_evenly(place, each, generator(seed, "partition", "by_column", s, value))
+            for s, place in zip(("train", "val"), places[:2], strict=True)
+        ]
+        mine.append(own_test(table, test[places[2]], train[places[0]], mine[0], each, seed, value))
+        # No client of this value trains on the row's class: the row is still theirs.
+        lost = np.flatnonzero(mine[2] < 0)
+        mine[2][lost] = np.arange(len(lost)) % each
+        for owner, place, local in zip(owners, places, mine, strict=True):
+            owner[place] = len(names) + local
+        names += [stem] if each == 1 else number_names(stem, each)
+    return names, owners

@@ -1,0 +1,135 @@
+"""What hub loads return, and what prepares the rows of their models."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from fedfm.errors import InputError
+from fedfm.models import (
+    preprocessing,
+    tokenizer_files,
+    weights,
+)
+from fedfm.models.locate import stored_file
+from fedfm.models.preprocessors import Tools
+from fedfm.models.quiet import quiet
+from fedfm.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass
+class Loaded:
+    """A module before its adaptation.
+
+    Attributes:
+        module: on the CPU.
+        model_type: the key of :data:`fedfm.models.families.FAMILIES`.
+        config: the architecture as JSON; for transformers only differences from the defaults, so that a new field of
+            another version changes nothing.
+        new: paths of the modules that were created for this task.
+        tools: preprocessing of its rows.
+        missing: names of the weights that the checkpoint lacks, or has in another shape, since they are new here.
+        stored: the weights as the checkpoint has them, where the module has others: a quantised base; else None.
+        placed: whether the module is on its devices already.
+        hollow: whether its weights are zeros that take no memory.
+        notices: what was guessed.
+    """
+
+    module: nn.Module
+    model_type: str
+    config: dict[str, Any]
+    new: list[str]
+    tools: Tools
+    missing: frozenset[str] = frozenset()
+    stored: Mapping[str, Tensor] | None = None
+    placed: bool = False
+    hollow: bool = False
+    notices: tuple[str, ...] = ()
+
+
+def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, *, answers: bool) -> Tools:
+    """What prepares rows of this kind.
+
+    Args:
+        answers: whether the model answers, so that it needs a template.
+    """
+    if kind == "image":
+        processor, guess = image_processor(path, spec, config)
+        return Tools(image=preprocessing.processor_call(processor), processor=processor, notices=guess)
+    # From the configuration alone transformers would create a tokenizer without words.
+    if isinstance(path, Path) and not any(f for p in ("tokenizer*", "vocab*", "*.model") for f in path.glob(p)):
+        raise InputError(
+            f"model.name: {path} has no tokenizer for data of kind {kind}: put its files there", key="model.name"
+        )
+    try:
+        tokenizer, by, guess = tokenizer_files.read(path, spec.name)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(
+            f"model.name: {path} has no tokenizer for data of kind {kind}: {weights.first_of(error)}", key="model.name"
+        ) from None
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    template: str | None = None
+    notices = guess
+    if answers:
+        from fedfm.models.language import chat_templates
+
+        with quiet():
+            template = chat_templates.text_of(spec.template, tokenizer)
+            if template is not None and spec.chat_template_kwargs:
+                raise InputError(
+                    "model.chat_template_kwargs: the template is a text without variables; drop one",
+                    key="model.chat_template_kwargs",
+                )
+            notices = (*guess, *chat_templates.fit(tokenizer, template, spec.chat_template_kwargs or {}))
+    return Tools(  # max_length: lengths.fit
+        tokenizer=tokenizer, tokenizer_class=by, max_length=spec.max_length, template=template, notices=notices
+    )
+
+
+def image_processor(path: Path | str, spec: ModelSpec, config: Any) -> tuple[Any, tuple[str, ...]]:
+    """The model's own processor, on Pillow: the same pixels whether or not torchvision is installed; and a notice if
+    it is guessed for weights that were trained with one.
+
+    Raises:
+        InputError: its file cannot be read.
+    """
+    from transformers import AutoImageProcessor
+    from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+    why = f"{spec.name} has no preprocessor_config.json"
+    try:
+        found = AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=False)
+    except ImportError as error:
+        reason = weights.first_of(error).partition(". ")[0]
+        why = f"the image processor of {spec.name} does not run here ({reason})"
+        processor = ViTImageProcessorPil.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        if any(stored_file(path, f"{kind}_config.json") is not None for kind in ("preprocessor", "processor")):
+            raise InputError(
+                f"model.name: the image processor of {spec.name!r} cannot be read: "
+                f"{textwrap.shorten(weights.first_of(error), 200, placeholder=' ...')}",
+                key="model.name",
+            ) from None
+        vision = getattr(config, "vision_config", config)
+        size = getattr(vision, "image_size", 224) or 224
+        side = {"height": size, "width": size} if isinstance(size, int) else {"height": size[0], "width": size[1]}
+        processor = ViTImageProcessorPil(size=side)
+    else:
+        preprocessing.check_pixels_alone(found, spec.name)
+        return found, ()
+    if spec.weights == "random":
+        return processor, ()
+    shape = " x ".join(str(n) for n in dict(processor.size).values() if n)
+    return processor, (
+        f"model.name: {why}: pictures are resized to {shape} and normalised with mean {list(processor.image_mean)} and "
+        f"standard deviation {list(processor.image_std)}, which may be others than the model was trained with",
+    )
