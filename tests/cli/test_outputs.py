@@ -8,7 +8,7 @@ import pytest
 
 import fedfm
 from fedfm.audits.finding import refutes
-from fedfm.cli import commands, main
+from fedfm.cli import main, run_commands
 from fedfm.runtime.progress_bar import Bar
 from small import features
 
@@ -75,7 +75,7 @@ def test_a_stopped_study_says_how_it_goes_on(flags, run, tmp_path, capsys, monke
     experiment = fedfm.load_run(run).experiment
     Path("exp.toml").write_text(experiment.to_toml())
     with monkeypatch.context() as stop:
-        stop.setattr(commands, "_watch", Stopped)
+        stop.setattr(run_commands, "watch", Stopped)
         assert main(["run", "exp.toml", *flags]) == 130
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "continue with" in line)
     place = line.partition("the same command and --out ")[2]

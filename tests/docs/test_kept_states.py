@@ -65,6 +65,6 @@ def test_the_inputs_of_a_frozen_head_are_kept_and_those_of_a_trained_model_are_n
     kept.keep()
     torch.testing.assert_close(load("head").features(pictures), plain)
     again, trained = load("head"), load("full")
-    monkeypatch.setattr("fedfm.models.model.head_inputs", lambda model, head, rows: torch.zeros(len(rows), 1))
+    monkeypatch.setattr("fedfm.models.head_inputs.head_inputs", lambda model, head, rows: torch.zeros(len(rows), 1))
     torch.testing.assert_close(again.features(pictures.take([2, 1])), plain[[2, 1]])
     assert trained.features(pictures).shape == (3, 1)

@@ -15,7 +15,8 @@ from fedfm.encrypted.student.modules import PolynomialGelu, PolynomialNorm, Poly
 from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSquareRoot, Quadratic
 from fedfm.errors import InputError
 from fedfm.models import derived_modules
-from fedfm.models.load import as_saved, load_model
+from fedfm.models.load import load_model
+from fedfm.models.saved_modules import as_saved
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from tiny_twins import make_twin, tiny
 

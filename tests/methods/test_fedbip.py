@@ -28,7 +28,8 @@ from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
 from fedfm.runtime.evaluation import Evaluation
 from fedfm.runtime.population import populate
-from fedfm.training import SGD, DittoOptimiser
+from fedfm.training import SGD
+from fedfm.training.personal import DittoOptimiser
 from toy import Quadratic, federation, run
 
 TAU = [Params({"x": torch.tensor([a, b])}) for a, b in ((3.0, 0.0), (3.0, 4.0), (0.0, -2.0))]

@@ -25,14 +25,16 @@ from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.feddpa import FedDPA
 from fedfm.models.adapters import experts
-from fedfm.models.adapters.experts import GLOBAL, LOCAL, MIX, mean_direction, pair, share
+from fedfm.models.adapters.experts import mean_direction, pair, share
+from fedfm.models.adapters.pair_names import GLOBAL, LOCAL, MIX
 from fedfm.models.load import load_model
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.models.text_metrics import answer_limit, answers
 from fedfm.runtime import predictions
-from fedfm.training import SGD, AdamW, DualAdapter
+from fedfm.training import SGD, AdamW
 from fedfm.training.local_job import Job
+from fedfm.training.personal import DualAdapter
 from fedfm.training.scheduler import train_client
 from small import pictures, tiny_vit
 from tiny_text import COMMON

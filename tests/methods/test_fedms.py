@@ -23,7 +23,7 @@ from fedfm.methods.fedms.activation import next_k, split
 from fedfm.methods.fedms.fedms import FedMS
 from fedfm.methods.fedms.gate import Gate, initial
 from fedfm.methods.fedms.mixture import TRUNK, differing, mix
-from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
+from fedfm.models.adapters.pair_names import GATE, GLOBAL, LOCAL
 from fedfm.models.dual_encoder import image_trunk
 from fedfm.models.quiet import quiet
 from fedfm.reports.html import write
@@ -389,7 +389,7 @@ def test_a_model_of_one_encoder_is_refused(tmp_path):
 
 
 def test_an_optimiser_with_a_model_of_its_own_is_refused():
-    from fedfm.training import DittoOptimiser
+    from fedfm.training.personal import DittoOptimiser
 
     with pytest.raises(InputError, match="expert of its own"):
         dataclasses.replace(FedMS(), local=DittoOptimiser()).validate()

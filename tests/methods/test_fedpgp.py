@@ -18,8 +18,8 @@ from fedfm.methods.fedpgp import FedPGP, contrastive
 from fedfm.models.adapter_files import load_adapter
 from fedfm.models.quiet import quiet
 from fedfm.runtime.population import populate
-from fedfm.training import DittoOptimiser
 from fedfm.training.local_job import Job
+from fedfm.training.personal import DittoOptimiser
 from fedfm.training.scheduler import train_client
 from tiny_clip import pictures, save, tokenizer
 

@@ -38,7 +38,8 @@ from fedfm.models.wrap import wrap
 from fedfm.runtime import predictions
 from fedfm.runtime.client import Silos
 from fedfm.runtime.evaluation import Evaluation
-from fedfm.training import SGD, DittoOptimiser, Proximal
+from fedfm.training import SGD, Proximal
+from fedfm.training.personal import DittoOptimiser
 from fedfm.training.scheduler import train_client
 from small import checked, experiment, pictures, tiny_vit
 from toy import LINKS, Toys, federation, run

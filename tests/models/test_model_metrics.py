@@ -12,7 +12,7 @@ from tiny_models import load, prose, real, sentences, vectors
 
 from fedfm.data.table import Table
 from fedfm.errors import InputError
-from fedfm.models import metrics
+from fedfm.models import text_metrics
 from fedfm.models.metrics import evaluate, scores
 from fedfm.models.text_metrics import Answer, answer_limit, answers, references, rouge_1
 
@@ -189,7 +189,7 @@ def test_a_batch_of_answers_is_as_large_as_tokens_and_memory_allow(folder, monke
             assert answers(model, rows, batch_size=5) == expected
         assert [n for n, _ in sizes] == [2, 2, 1, 2]  # the second batch is small from the start
         return
-    monkeypatch.setattr(metrics, "TOKENS", 40)
+    monkeypatch.setattr(text_metrics, "TOKENS", 40)
     assert answers(model, rows) == expected
     assert sum(n for n, _ in sizes) == 7
     assert max(n for n, _ in sizes) > 1

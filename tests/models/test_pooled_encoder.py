@@ -113,7 +113,7 @@ def test_an_encoder_without_a_vector_for_each_picture_is_refused(tmp_path):
 
 
 def test_an_encoder_is_compared_with_another_as_a_foundation(tmp_path):
-    from fedfm.models.load import as_saved
+    from fedfm.models.saved_modules import as_saved
 
     saved(tmp_path, "DINOv3ViT", ENCODERS["DINOv3ViT"][0])
     model = load(tmp_path, images(), "full")

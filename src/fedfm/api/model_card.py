@@ -13,7 +13,7 @@ from fedfm.core.text import visible
 from fedfm.data.spec import IN_MEMORY
 from fedfm.models import derived_modules, export_base, quantised
 from fedfm.models.adapter_files import ABOUT, WEIGHTS
-from fedfm.models.adapters.experts import GLOBAL, LOCAL
+from fedfm.models.adapters.pair_names import GLOBAL, LOCAL
 from fedfm.models.adapters.side_adapter import SideModel
 from fedfm.models.architectures import pooled_encoder
 from fedfm.models.architectures.dual_encoder import DualEncoder, words_of

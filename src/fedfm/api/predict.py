@@ -20,7 +20,7 @@ from fedfm.core.locks import alone_in
 from fedfm.core.text import to_json
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
-from fedfm.models.adapters.experts import GATE, is_pair, weighed_by
+from fedfm.models.adapters.pair_names import GATE, is_pair, weighed_by
 from fedfm.models.user import language
 from fedfm.runtime import predictions
 from fedfm.runtime.disclosure import check_same

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from fedfm.aggregation.base import Aggregator
 from fedfm.attacks.attack import Attack
 from fedfm.config import compatibility
 from fedfm.config.faults import read_all
 from fedfm.config.parts import ExperimentParts
-from fedfm.config.registry import admit_named, name_of, resolve
+from fedfm.config.registry import admit_named, name_of
 from fedfm.config.run_spec import RunSpec
 from fedfm.config.toml import build, build_named, plain, plain_or_name, read, refuse_unknown, to_toml
 from fedfm.config.user_code import fill_from_trainer, is_function
@@ -29,9 +28,6 @@ from fedfm.models.adapters.adaptation import with_defaults
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.privacy.spec import PrivacySpec
 from fedfm.privacy.spec import check as check_privacy
-
-if TYPE_CHECKING:
-    from fedfm.config.key_suggestions import UnknownKey
 
 T = TypeVar("T")
 _MODEL = "model.name"  # the one server-only value that is not a field of the method
@@ -167,7 +163,7 @@ class Experiment(ExperimentParts):
             former = read(path, {}, takes).get("method")
             if isinstance(former, Mapping):
                 table = without_former_keys(table, former, overrides, tell)
-        return read_all(path, table, lambda tables: cls.from_dict(fill_from_trainer(tables), imports=True), _EACH)
+        return read_all(path, table, lambda tables: cls.from_dict(fill_from_trainer(tables), imports=True), _readers())
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any], *, imports: bool = False) -> Experiment:
@@ -186,7 +182,9 @@ class Experiment(ExperimentParts):
         try:
             return cls(**{"model": None, **table})
         except InputError as error:
-            _refuse_hinted(error, table)
+            from fedfm.config.hints import refuse_hinted
+
+            refuse_hinted(error, table)
             raise
 
     def server_only(self) -> dict[str, Any]:
@@ -252,7 +250,9 @@ def _check_sections(table: Mapping[str, Any]) -> None:
         refuse_unknown(table, {"name", *_SECTIONS}, "")
     except InputError as error:  # each of its faults is an unknown key
         with faults:
-            _refuse_hinted(error, table)
+            from fedfm.config.hints import refuse_hinted
+
+            refuse_hinted(error, table)
     for section in ("data", "method"):
         if section not in table:
             faults.add(Absent(_MISSING.format(section), key=section))
@@ -263,72 +263,13 @@ def _check_sections(table: Mapping[str, Any]) -> None:
     faults.refuse()
 
 
-def _check_alone(section: str, tables: Mapping[str, Any]) -> None:
-    """Refuse what is wrong in one table of an experiment, whatever the others say."""
-    table = tables.get(section)
-    if not isinstance(table, Mapping):
-        return
-    from fedfm.config.known_keys import KINDS, SPECS
+def _readers() -> Iterator[Callable[[Mapping[str, Any]], object]]:
+    """Readers of single tables, for the faults of a file beside those that reading it tells."""
+    from fedfm.config.single_tables import check_alone
 
-    try:
-        if section in KINDS:
-            kind, default = KINDS[section]
-            found = build_named(kind, table, section, default=default)[1]
-        else:
-            found = build(SPECS[section], table, section)
-        if section == "model" and found.adaptation is not None:
-            found = dataclasses.replace(found, adaptation=with_defaults(found.adaptation, found.task))
-    except InputError as error:
-        _refuse_hinted(error, tables)
-        raise
-    if section == "data":
-        check_data(found)
-    elif section == "privacy" and found.states_epsilon:
-        check_privacy(found)
-    elif section != "privacy":
-        check(found, section)
-    if section == "method":
-        found.validate()
-
-
-def _refuse_hinted(error: InputError, tables: Mapping[str, Any]) -> None:
-    """Raise the error again where it or one of its others has a better hint among the other tables.
-
-    Raises:
-        InputError: it has.
-    """
-    from fedfm.config.key_suggestions import UnknownKey
-
-    if any(isinstance(fault, UnknownKey) for fault in error.all):
-        faults = Faults()
-        for fault in error.all:
-            faults.found.append(_with_hint(fault, tables) if isinstance(fault, UnknownKey) else fault)
-        faults.refuse()
-
-
-def _with_hint(error: UnknownKey, tables: Mapping[str, Any]) -> InputError:
-    """The error with a hint that the other tables do not refuse."""
-    from fedfm.config.known_keys import KnownKeys
-
-    value: Any = tables
-    for key in error.key.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    keys = KnownKeys(tables, value)
-    found = error.among(keys)
-    run = tables.get("run")
-    if error.key.startswith("method.") and isinstance(run, Mapping) and run.get("asynchronous"):
-        from fedfm.config.asynchronous import not_late
-
-        with contextlib.suppress(InputError):  # a name that is none is refused before its keys
-            if why := not_late(resolve("methods", keys.method), keys.method):
-                return InputError(f"{why}; and {found}", key="run.asynchronous")
-    return found
-
-
-_EACH: tuple[Callable[[Mapping[str, Any]], object], ...] = (
-    _check_sections,
-    *(partial(_check_alone, section) for section in _SECTIONS),
-)
+    yield _check_sections
+    for section in _SECTIONS:
+        yield partial(check_alone, section)
 
 
 def _section_of(cls: type[T], value: T | Mapping[str, Any], section: str) -> T:

@@ -1,9 +1,5 @@
 """A client for each value of a column."""
 
-# flwr-datasets also has partitioners for the first four (with self_balancing off its Dirichlet has the same law). But
-# its import takes 2 s, it partitions one list of rows, so that validation rows would get other shares and clients, and
-# it cannot split the rows of one value between several clients.
-
 from __future__ import annotations
 
 import re

@@ -18,7 +18,7 @@ from typing import Any
 
 from fedfm.core.text import to_json
 from fedfm.models import quantised
-from fedfm.models.adapters.experts import GLOBAL, LOCAL
+from fedfm.models.adapters.pair_names import GLOBAL, LOCAL
 from fedfm.models.adapters.peft_alone import peft_alone
 from fedfm.models.architectures.dual_encoder import DualEncoder
 from fedfm.models.families import unwrap

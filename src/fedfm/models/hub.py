@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+from torch import Tensor
 
 from fedfm.errors import InputError
 from fedfm.models import (
@@ -14,13 +14,10 @@ from fedfm.models import (
     derived_modules,
     devices,
     encoder_decoder,
-    families,
-    lengths,
     weights,
 )
 from fedfm.models.hub_tools import Loaded, tools_of
-from fedfm.models.kinds import is_pooled_encoder
-from fedfm.models.locate import locate
+from fedfm.models.locate import DTYPES, locate
 from fedfm.models.quantised_maps import of_folder
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import ModelSpec
@@ -66,12 +63,23 @@ def load_pretrained(
             config.pad_token_id = tools.tokenizer.pad_token_id
         auto_class = getattr(transformers, f"AutoModelFor{task.auto_class(kind)}")
         about = config.to_diff_dict()
-        shape = weights.hollow(auto_class, path, spec, config, head=task.new_head) if hollow else None
-        read, stored = shape or weights.module_of(auto_class, path, spec, config, seed, head=task.new_head)
+        shape: tuple[weights.Read, Mapping[str, Tensor]] | None = None
+        stored: Mapping[str, Tensor] | None = None
+        if hollow or spec.quantization is not None or of_folder(config) is not None:
+            from fedfm.models import stored_weights
+
+            shape = stored_weights.hollow(auto_class, path, spec, config, head=task.new_head) if hollow else None
+            whole = shape or stored_weights.module_of(auto_class, path, spec, config, seed, head=task.new_head)
+            read, stored = whole
+        else:
+            dtype, where = DTYPES[spec.dtype], devices.placement(spec.device)
+            read = weights.load(auto_class, path, spec, config, seed, dtype, head=task.new_head, **where)
     module = read.module
     derived_modules.install(module)
     if tools.tokenizer is not None:
-        tools = lengths.fit(tools, spec, module, config)
+        from fedfm.models import positions
+
+        tools = positions.fit(tools, spec, module, config)
     new = weights.new_modules(module, config.model_type, read.new) if task.new_head else []
     placed = stored is not None or bool(devices.placement(spec.device))
     return Loaded(
@@ -116,38 +124,6 @@ def architecture(spec: ModelSpec, tokenizer: Any) -> Any:
     config.pad_token_id = tokenizer.pad_token_id
     config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
     return config
-
-
-def as_saved(path: Path | str, name: str, like: Any) -> tuple[nn.Module, str, set[str]]:
-    """As :func:`fedfm.models.load.as_saved`, without tokenizer and image processor."""
-    spec = ModelSpec(name)
-    with quiet():
-        config = configuration.read(path, spec)
-        if of_folder(config) is not None:
-            raise InputError(f"{name}: its weights are quantised, and are compared with a model's; name the originals")
-        families.check_alike(name, config.model_type, families.type_of(like))
-        read = weights.load(_class_for(like, config), path, spec, config, 0, torch.float32, head=True)
-        module, drawn = read.module, read.new
-        if is_pooled_encoder(like):
-            from fedfm.models.architectures.pooled_encoder import PooledEncoder
-
-            head = like.classifier
-            module = PooledEncoder(module, like.pooling, head.in_features, head.out_features)
-            drawn = {f"encoder.{name}" for name in drawn} | {"classifier.weight", "classifier.bias"}
-    derived_modules.install(module)
-    return module, str(config.model_type), drawn
-
-
-def _class_for(like: Any, config: Any) -> Any:
-    """The class for a model of this configuration with the kind of head that ``like`` has."""
-    import transformers
-
-    for auto in (getattr(transformers, f"AutoModelFor{name}") for name in _HEADS):
-        classes = auto._model_mapping.get(type(like.config), ())
-        if isinstance(like, classes) and type(config) in auto._model_mapping:
-            return auto
-    own = (c for c in type(like).__mro__ if c.__module__.partition(".")[0] == "transformers")
-    return next(own, transformers.AutoModel)
 
 
 def _check_kind(config: Any, name: str, kind: str, task: ModelTask) -> None:

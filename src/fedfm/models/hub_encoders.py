@@ -14,7 +14,7 @@ from fedfm.errors import InputError
 from fedfm.models import (
     configuration,
     families,
-    lengths,
+    positions,
     preprocessing,
     weights,
 )
@@ -82,7 +82,7 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
             )
         tools = tools_of(path, spec, config.text_config, "text", answers=False)
         read = weights.load(transformers.AutoModel, path, spec, config, seed, DTYPES[spec.dtype], head=False)
-        tools = lengths.fit(tools, spec, read.module, config.text_config)
+        tools = positions.fit(tools, spec, read.module, config.text_config)
         siglip = config.model_type == "siglip"
         if siglip and tools.positions:  # all its texts have this length, also in an export
             tools = dataclasses.replace(tools, max_length=tools.positions)

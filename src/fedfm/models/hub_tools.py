@@ -6,23 +6,19 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from fedfm.errors import InputError
 from fedfm.models import (
     preprocessing,
-    tokenizer_files,
     weights,
 )
 from fedfm.models.locate import stored_file
 from fedfm.models.preprocessors import Tools
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import ModelSpec
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass
@@ -69,6 +65,8 @@ def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, *, answe
         raise InputError(
             f"model.name: {path} has no tokenizer for data of kind {kind}: put its files there", key="model.name"
         )
+    from fedfm.models import tokenizer_files
+
     try:
         tokenizer, by, guess = tokenizer_files.read(path, spec.name)
     except (OSError, ValueError, KeyError) as error:
@@ -90,7 +88,7 @@ def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, *, answe
                     key="model.chat_template_kwargs",
                 )
             notices = (*guess, *chat_templates.fit(tokenizer, template, spec.chat_template_kwargs or {}))
-    return Tools(  # max_length: lengths.fit
+    return Tools(  # max_length: positions.fit
         tokenizer=tokenizer, tokenizer_class=by, max_length=spec.max_length, template=template, notices=notices
     )
 

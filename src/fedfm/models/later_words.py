@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedfm.core.rows import Rows
 from fedfm.core.tokens import Tokens
 from fedfm.errors import InputError
-from fedfm.models import lengths
+from fedfm.models import positions
 from fedfm.models.families import unwrap
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _depend(model: Model, ids: Tensor) -> bool:
     Numbers alone do not tell: experts that take other tokens together round the earlier ones otherwise. The gradient
     of a causal model is exactly zero.
     """
-    reads = lengths.embedding(unwrap(model.module))
+    reads = positions.embedding(unwrap(model.module))
     if reads is None:
         return True
     embedded: list[Tensor] = []

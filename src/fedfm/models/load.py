@@ -22,13 +22,13 @@ from fedfm.core import tasks
 from fedfm.core.libraries import refuse
 from fedfm.errors import InputError
 from fedfm.linalg.params import to_bytes
-from fedfm.models import devices, families, hub, lengths, new_parts, precision, preprocessing
+from fedfm.models import devices, families, hub, lengths, new_parts, precision
 from fedfm.models.adapters import adaptation
 from fedfm.models.finite import Finite
 from fedfm.models.heads import within
 from fedfm.models.hub_tools import Loaded
 from fedfm.models.kinds import is_dual_encoder, is_pooled_encoder
-from fedfm.models.locate import BUILT_IN, DTYPES, locate
+from fedfm.models.locate import BUILT_IN, locate
 from fedfm.models.model import Model
 from fedfm.models.model_task import ModelTask, model_task
 from fedfm.models.preprocessors import Tools
@@ -314,70 +314,14 @@ def _load(
         return Loaded(module, "features", {"model_type": "features", "dim": feature_dim}, ["head"], Tools())
     path = locate(spec.name)
     if isinstance(path, Path) and path.is_file():
-        return _resnet(path, spec, classes, kind, seed)
+        from fedfm.models.resnet_files import load_resnet
+
+        return load_resnet(path, spec, classes, kind, seed)
     if task.two_encoders:
         from fedfm.models.hub_encoders import zero_shot
 
         return zero_shot(path, spec, classes, seed)
     return hub.load_pretrained(path, spec, classes, kind, task, seed, hollow)
-
-
-def _resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...] | None, kind: str, seed: int) -> Loaded:
-    """A CIFAR ResNet with a new head for ``classes``, or with the head of the file for None."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    from fedfm.models.architectures import resnet
-
-    if kind != "image":
-        raise InputError(f"model.name: {path} reads images, the data are of kind {kind}", key="model.name")
-    if spec.options:
-        raise InputError(
-            f"model.options: {path} is one file of weights, which says the architecture; drop it", key="model.options"
-        )
-    try:
-        state = load_file(path)
-        count = len(state["linear.weight"] if classes is None else classes)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seeds.derive(seed, "weights"))
-            net = resnet.build(state, count, pretrained=spec.weights == "pretrained")
-        if classes is None:
-            net.load_state_dict(state, strict=False)
-    except (KeyError, RuntimeError, SafetensorError, OSError) as error:
-        text = " ".join(str(error.args[0] if error.args else error).split())
-        raise InputError(f"model.name: {path} is not a CIFAR ResNet: {text}", key="model.name") from None
-    net = net.to(DTYPES[spec.dtype])
-    config = {"model_type": "cifar_resnet", "blocks": net.config.blocks}
-    image = preprocessing.plain_call(resnet.SIZE, resnet.IMAGE_MEAN, resnet.IMAGE_STD)
-    guess = (
-        f"model.name: {path} does not say how pictures are prepared: they are resized to {resnet.SIZE} x {resnet.SIZE} "
-        f"and normalised with mean {list(resnet.IMAGE_MEAN)} and standard deviation {list(resnet.IMAGE_STD)}, those of "
-        "ImageNet"
-    )
-    tools = Tools(image=image, notices=(guess,) if spec.weights == "pretrained" else ())
-    return Loaded(net, "cifar_resnet", config, ["linear"], tools)
-
-
-def as_saved(name: str, like: Any) -> tuple[nn.Module, str, set[str]]:
-    """(module, model type, names that its weights lack) of a model with its saved head and labels.
-
-    Args:
-        name: built in, a folder, a file of a CIFAR ResNet, or a hub id.
-        like: the module to compare it with; it determines the kind of the head.
-
-    Raises:
-        InputError: it cannot be read, or is of another family.
-    """
-    path = locate(name)
-    if isinstance(path, Path) and path.is_file():
-        families.check_alike(name, "cifar_resnet", families.type_of(like))
-        loaded = _resnet(path, ModelSpec(name), None, "image", seed=0)
-        return loaded.module, loaded.model_type, set()
-    module, model_type, drawn = hub.as_saved(path, name, like)
-    look = Finite(name, {key for key, _ in module.named_parameters()})
-    for key, tensor in module.state_dict().items():
-        look(key, tensor)
-    return module, model_type, drawn
 
 
 def _draw_head(module: nn.Module, new: list[str], seed: int) -> None:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedfm.aggregation.base import secrets_of
-from fedfm.config.advice import against_divergence
 from fedfm.core.capabilities import Judge
 from fedfm.core.checks import nonfinite
 from fedfm.core.federation import Federation
@@ -86,7 +85,7 @@ class Server:
             memory=of_server(run.path / "private"),
             store=Store(run.path / "private", "server"),
             tell=progress.notice,
-            diverged=partial(against_divergence, run.experiment),
+            diverged=self._about_divergence,
         )
         self._evaluator = Evaluator(run, self.fed, judge)
 
@@ -140,6 +139,12 @@ class Server:
             models = self._evaluator.collect_models(state).values()
             self._tell(unmoved.notices(fed.model, self._untrained, models, run.manifest["notices"]))
         return finish(run, fed, self._evaluator, state, (t, of), self._seconds(), notice, told)
+
+    def _about_divergence(self) -> str:
+        """What helps where a client's update is NaN or too long."""
+        from fedfm.config.advice import against_divergence
+
+        return against_divergence(self.run.experiment)
 
     def _tell(self, notices: Sequence[str]) -> None:
         """Show notices, and add new ones to the manifest."""

@@ -16,7 +16,8 @@ from fedfm.core.rows import Rows
 from fedfm.errors import E_TENSORS, ClientFault, InputError
 from fedfm.linalg.params import Params
 from fedfm.models.adapters import experts
-from fedfm.models.adapters.experts import GLOBAL, LOCAL, MIX, Expert, is_pair, mean_direction, pair
+from fedfm.models.adapters.experts import Expert, mean_direction, pair
+from fedfm.models.adapters.pair_names import GLOBAL, LOCAL, MIX, is_pair
 from fedfm.models.model import Model
 from fedfm.training.optimisers import SGD, Adam, AdamW, Local
 

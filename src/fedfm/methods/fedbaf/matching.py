@@ -253,7 +253,7 @@ def _tensors(model: Model, foundation: str) -> Mapping[str, Tensor]:
 
 
 def _whole(own: Any, foundation: str) -> Mapping[str, Tensor]:
-    from fedfm.models.load import as_saved
+    from fedfm.models.saved_modules import as_saved
 
     with _as_foundation():
         module, model_type, drawn = as_saved(foundation, own)

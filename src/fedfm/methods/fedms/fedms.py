@@ -36,7 +36,7 @@ from fedfm.methods.fedms.in_code import mixture_code
 from fedfm.methods.fedms.local_pass import local_pass
 from fedfm.methods.fedms.mixture import check_mixture, is_mixture, mixture_logits
 from fedfm.methods.fedms.paper import SETTINGS
-from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
+from fedfm.models.adapters.pair_names import GATE, GLOBAL, LOCAL
 from fedfm.models.dual_encoder import DualModel, active_layers, image_trunk, need, trunk_paths
 from fedfm.models.layers import layers
 from fedfm.models.model import Model

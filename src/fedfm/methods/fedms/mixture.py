@@ -19,8 +19,8 @@ from fedfm.core.rows import Rows
 from fedfm.linalg.out_of_core import limit
 from fedfm.linalg.params import Params
 from fedfm.methods.fedms.gate import TRUNK, Gating, adapter_of, trunk_of
-from fedfm.models.adapters.experts import GATE, GLOBAL, LOCAL
 from fedfm.models.adapters.merged import merge
+from fedfm.models.adapters.pair_names import GATE, GLOBAL, LOCAL
 from fedfm.models.backbone import backbone
 from fedfm.models.dual_encoder import (
     DualModel,

@@ -1,0 +1,47 @@
+"""Hints on unknown keys that the other tables of the experiment do not refuse."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fedfm.config.registry import resolve
+from fedfm.errors import Faults, InputError
+
+if TYPE_CHECKING:
+    from fedfm.config.key_suggestions import UnknownKey
+
+
+def refuse_hinted(error: InputError, tables: Mapping[str, Any]) -> None:
+    """Raise the error again where it or one of its others has a better hint among the other tables.
+
+    Raises:
+        InputError: it has.
+    """
+    from fedfm.config.key_suggestions import UnknownKey
+
+    if any(isinstance(fault, UnknownKey) for fault in error.all):
+        faults = Faults()
+        for fault in error.all:
+            faults.found.append(_with_hint(fault, tables) if isinstance(fault, UnknownKey) else fault)
+        faults.refuse()
+
+
+def _with_hint(error: UnknownKey, tables: Mapping[str, Any]) -> InputError:
+    """The error with a hint that the other tables do not refuse."""
+    from fedfm.config.known_keys import KnownKeys
+
+    value: Any = tables
+    for key in error.key.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    keys = KnownKeys(tables, value)
+    found = error.among(keys)
+    run = tables.get("run")
+    if error.key.startswith("method.") and isinstance(run, Mapping) and run.get("asynchronous"):
+        from fedfm.config.asynchronous import not_late
+
+        with contextlib.suppress(InputError):  # a name that is none is refused before its keys
+            if why := not_late(resolve("methods", keys.method), keys.method):
+                return InputError(f"{why}; and {found}", key="run.asynchronous")
+    return found

@@ -1,0 +1,43 @@
+"""One table of an experiment alone, whatever the others say."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from fedfm.config.hints import refuse_hinted
+from fedfm.config.toml import build, build_named
+from fedfm.core.fields import check
+from fedfm.data.spec import check as check_data
+from fedfm.errors import InputError
+from fedfm.models.adapters.adaptation import with_defaults
+from fedfm.privacy.spec import check as check_privacy
+
+
+def check_alone(section: str, tables: Mapping[str, Any]) -> None:
+    """Refuse what is wrong in one table of an experiment, whatever the others say."""
+    table = tables.get(section)
+    if not isinstance(table, Mapping):
+        return
+    from fedfm.config.known_keys import KINDS, SPECS
+
+    try:
+        if section in KINDS:
+            kind, default = KINDS[section]
+            found = build_named(kind, table, section, default=default)[1]
+        else:
+            found = build(SPECS[section], table, section)
+        if section == "model" and found.adaptation is not None:
+            found = dataclasses.replace(found, adaptation=with_defaults(found.adaptation, found.task))
+    except InputError as error:
+        refuse_hinted(error, tables)
+        raise
+    if section == "data":
+        check_data(found)
+    elif section == "privacy" and found.states_epsilon:
+        check_privacy(found)
+    elif section != "privacy":
+        check(found, section)
+    if section == "method":
+        found.validate()

@@ -1,0 +1,128 @@
+"""Loads modules whose numbers stay in the files: quantised, or not read at all."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedfm.errors import InputError
+from fedfm.models import devices, families, quantised, stored_bits
+from fedfm.models.checkpoint import Difference
+from fedfm.models.locate import DTYPES
+from fedfm.models.quantised_maps import of_folder
+from fedfm.models.spec import ModelSpec
+from fedfm.models.weights import Read, load, new_modules, refusal
+
+
+def hollow(
+    auto: Any, path: Path | str, spec: ModelSpec, config: Any, *, head: bool
+) -> tuple[Read, Mapping[str, Tensor]] | None:
+    """As :func:`module_of`, with one zero in place of all numbers of each weight; None if the files have other names
+    than the module, so that only a whole load tells what is missing.
+    """
+    from accelerate import init_empty_weights
+
+    stored, plain = quantised.of_folder(config), copy.deepcopy(config)
+    if stored is not None:
+        del plain.quantization_config
+    with init_empty_weights(include_buffers=False):
+        module = _skeleton(auto, path, spec, plain)
+    checkpoint = _stored_weights(path, spec.name)
+    weights = quantised.Unquantised(module, checkpoint, alike=stored is None)
+    if stored is not None:
+        stored_bits.check(checkpoint, stored, weights.by_file, path)
+    last = families.find(module, config.model_type).head if head else None
+    if not quantised.readable(weights, module, last, DTYPES[spec.dtype]):
+        return None
+    found = Difference(module, path, weights.missing, weights.leftovers if stored is None else set(), {})
+    if found.surplus():
+        return None
+    names, notices = found.judge(head=head)
+    new = new_modules(module, config.model_type, names) if head else []
+    quantised.empty(module, new)
+    return Read(module, names, notices), weights if stored is None else checkpoint
+
+
+def module_of(
+    auto: Any, path: Path | str, spec: ModelSpec, config: Any, seed: int, *, head: bool
+) -> tuple[Read, Mapping[str, Tensor] | None]:
+    """The module, and the checkpoint's weights if it is quantised.
+
+    The fingerprint needs the weights as they were, which a large model has no room for beside the quantised ones: they
+    are read from the files one by one where the files have the module's names, as those of most language models do.
+    """
+    dtype = DTYPES[spec.dtype]
+    where = devices.placement(spec.device)
+    stored = of_folder(config)
+    if stored is None and spec.quantization is None:
+        return load(auto, path, spec, config, seed, dtype, head=head, **where), None
+    quantised.describe(spec, config)  # refuses what does not go together
+    plain = copy.deepcopy(config)
+    if stored is not None:
+        del plain.quantization_config
+    with torch.device("meta"):
+        skeleton = _skeleton(auto, path, spec, plain)
+    checkpoint = _stored_weights(path, spec.name)
+    lazily = quantised.Unquantised(skeleton, checkpoint, alike=stored is None)
+    weights: Mapping[str, Tensor] = checkpoint if stored is not None else lazily
+    if stored is not None:
+        stored_bits.check(checkpoint, stored, lazily.by_file, path)
+    missing = lazily.missing
+    last = families.find(skeleton, config.model_type).head if head else None
+    if stored is None and not quantised.readable(lazily, skeleton, last, dtype):
+        whole = load(auto, path, spec, config, seed, dtype, head=head)
+        weights, missing = whole.module.state_dict(), whole.new
+    new = new_modules(skeleton, config.model_type, missing) if head else []
+    out = skeleton.get_output_embeddings()
+    keep = [*new, *(name for name, m in skeleton.named_modules() if m is out and out is not None)]
+    keep += quantised.odd_maps(skeleton, spec) if stored is None else []  # a folder's bits are as they are
+    bits = quantised.settings(spec, stored, keep)
+    with_bits = copy.deepcopy(config)
+    if stored is not None:
+        with_bits.quantization_config = bits.to_dict()
+    else:
+        where = where | {"quantization_config": bits}
+    if "device_map" not in where:
+        where = where | {"device_map": {"": devices.pick(spec.device)}}
+    try:
+        read = load(auto, path, spec, with_bits, seed, dtype, head=head, **where)
+    except (InputError, AttributeError):  # transformers cannot draw bits that lack, and does not name them
+        if stored is not None:
+            surplus = {n for n in lazily.leftovers if not stored_bits.is_companion(n)}
+            Difference(skeleton, path, missing, surplus, {}).judge(head=head)
+        raise
+    quantised.keep_format(read.module)
+    return read, weights
+
+
+def _skeleton(auto: Any, path: Path | str, spec: ModelSpec, config: Any) -> Any:
+    """The module of a configuration, on the device of the context.
+
+    Raises:
+        InputError: transformers has no such model.
+    """
+    try:
+        return auto.from_config(config, dtype=DTYPES[spec.dtype])
+    except ValueError as error:
+        raise refusal(path, spec.name, error) from None
+
+
+def _stored_weights(path: Path | str, name: str) -> quantised.StoredWeights:
+    """The checkpoint's tensors by name.
+
+    Raises:
+        InputError: a file of it cannot be read.
+    """
+    from safetensors import SafetensorError
+
+    found = quantised.StoredWeights(path)
+    try:
+        len(found)  # reads the names
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise refusal(path, name, error) from None
+    return found
