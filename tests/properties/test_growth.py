@@ -21,6 +21,7 @@ import pytest
 import fedfm
 from fedfm.api import signature
 from fedfm.config.experiment import Experiment
+from fedfm.config.faults import read_all
 from fedfm.config.registry import available, resolve
 from fedfm.config.run_spec import RunSpec
 from fedfm.core import reasons
@@ -287,7 +288,7 @@ def test_the_text_of_an_experiment_costs_in_proportion(what):
     def act(n):
         told = _BASE + OF_TOML[what](n)
         check_depth(told)
-        Experiment.from_dict(tomllib.loads(told), imports=False)
+        read_all("exp.toml", tomllib.loads(told), Experiment.from_dict)
 
     ratio, costs = grows(act, 200)
     assert ratio < MOST, costs

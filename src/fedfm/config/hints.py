@@ -14,17 +14,19 @@ if TYPE_CHECKING:
 
 
 def refuse_hinted(error: InputError, tables: Mapping[str, Any]) -> None:
-    """Raise the error again where it or one of its others has a better hint among the other tables.
+    """Raise the error again where it or one of those shown with it has a better hint among the other tables.
 
     Raises:
         InputError: it has.
     """
     from fedfm.config.key_suggestions import UnknownKey
+    from fedfm.config.more_faults import MOST
 
     if any(isinstance(fault, UnknownKey) for fault in error.all):
         faults = Faults()
-        for fault in error.all:
-            faults.found.append(_with_hint(fault, tables) if isinstance(fault, UnknownKey) else fault)
+        for i, fault in enumerate(error.all):
+            shown = i < MOST
+            faults.found.append(_with_hint(fault, tables) if shown and isinstance(fault, UnknownKey) else fault)
         faults.refuse()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator
 from dataclasses import fields
+from functools import cache, cached_property
 from typing import Protocol
 
 from fedfm.config.registry import ours, resolve
@@ -84,17 +85,27 @@ class TakenKeys(Protocol):
 class UnknownKey(InputError):
     """A key that its table does not have.
 
+    The message is made when it is asked for: of many such faults a user is shown the first.
+
     Attributes:
         known: the keys that the table has.
-        hint: what was probably meant, as the suffix of the message; "" where nobody knows.
     """
 
     def __init__(self, key: str, known: Collection[str], path: str, hint: str | None = None) -> None:
+        super().__init__(key=f"{path}.{key}" if path else key)
         self.known, self._key, self._path = tuple(known), key, path
-        self.hint = suggestion(key, known, path) if hint is None else hint
-        where, table_of = (f"{path}.{key}", f"[{path}]") if path else (key, "the file")
-        taken = quote_names(known) or 'a "name" alone'
-        super().__init__(f"{where}: unknown key{self.hint}; {table_of} takes {taken}", key=where)
+        if hint is not None:
+            self.hint = hint
+
+    @cached_property
+    def hint(self) -> str:
+        """What was probably meant, as the suffix of the message; "" where nobody knows."""
+        return suggestion(self._key, self.known, self._path)
+
+    def __str__(self) -> str:
+        table_of = f"[{self._path}]" if self._path else "the file"
+        taken = quote_names(self.known) or 'a "name" alone'
+        return f"{self.key}: unknown key{self.hint}; {table_of} takes {taken}"
 
     def among(self, taken: TakenKeys) -> UnknownKey:
         """The same with a hint that fits the other tables of the file: none names a key that they refuse."""
@@ -176,5 +187,6 @@ def _owners(word: str, taken: TakenKeys) -> str:
     return "; ".join(found)
 
 
+@cache
 def _keys(kind: str, name: str) -> set[str]:
     return {key_of(f.name) for f in fields(resolve(kind, name)) if f.init}

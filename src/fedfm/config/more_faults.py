@@ -9,7 +9,7 @@ from typing import Any
 from fedfm.core.toml_text import copy_tables
 from fedfm.errors import Absent, FaultyFile, InputError
 
-_MOST = 50  # faults of one file
+MOST = 50  # faults of one file that are shown
 Tables = Mapping[str, Any]
 
 
@@ -30,9 +30,9 @@ def all_of(
     for alone in each:
         _add_of_one(table, alone, found)
     _add_others(table, read, found)
-    lines = [f"{path}: {fault}" for fault in found[:_MOST]]
-    if len(found) > _MOST:
-        lines.append(f"{path}: {len(found) - _MOST} more faults")
+    lines = [f"{path}: {fault}" for fault in found[:MOST]]
+    if len(found) > MOST:
+        lines.append(f"{path}: {len(found) - MOST} more faults")
     return FaultyFile("\n".join(lines), found)
 
 
@@ -53,7 +53,7 @@ def _add_of_one(table: Tables, alone: Callable[[Tables], object], found: list[In
 def _add_others(table: Tables, read: Callable[[Tables], Any], found: list[InputError]) -> None:
     """Add the faults that are left once those that were found are taken out."""
     rest, latest = copy_tables(table), list(found)
-    while len(found) < _MOST and _take_out(rest, latest):
+    while len(found) < MOST and _take_out(rest, latest):
         try:
             read(rest)
             return
