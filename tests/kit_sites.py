@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from fedfm.engines.flower import kit_manifest
+from fedfm.sites import kits
 from processes import ENV, fedfm, mentioning, rounds, until
 
 SILOS = ("hospital-a", "hospital-b")
@@ -31,7 +32,10 @@ class Sites:
     def __init__(self, folder: Path, more: str = "", rounds: int = 2, width: int = 5) -> None:
         self.folder, self.kits, self.running = folder, folder / "kits", dict[str, subprocess.Popen]()
         self._runs: list[subprocess.Popen] = []
-        (folder / "federation.toml").write_text(f'server = "127.0.0.1:0"\nsilos = {json.dumps(SILOS)}\n{more}')
+        self._guard, first = own_ports()
+        (folder / "federation.toml").write_text(
+            f'server = "127.0.0.1:{first}"\nfirst_port = {first + 1}\nsilos = {json.dumps(SILOS)}\n{more}'
+        )
         self.provision()
         for seed, name in enumerate(SILOS):
             rng, y = np.random.default_rng(seed), np.arange(60) % 3
@@ -114,7 +118,22 @@ class Sites:
         for name in list(self.running):
             with contextlib.suppress(ProcessLookupError):
                 self.stop(name)
+        self._guard.close()
         until(lambda: not mentioning(self.kits), 60, "processes outlived their kits")
+
+
+def own_ports() -> tuple[socket.socket, int]:
+    """The first of some ports that are ours while the socket is open: kits name ports long before they use them.
+
+    Tests in other processes take other ports, and outgoing connections get none below 32768.
+    """
+    for guard in range(20_000, 32_000, 10):
+        with contextlib.suppress(OSError):
+            taken = socket.create_server(("127.0.0.1", guard))
+            if all(kits.free(port) for port in range(guard + 1, guard + 10)):
+                return taken, guard + 1
+            taken.close()
+    raise RuntimeError("no ports are free between 20000 and 32000")
 
 
 def _parent(line: str) -> int:
@@ -135,14 +154,15 @@ def sites(folder: Path, more: str = "", rounds: int = 2, width: int = 5):
 class Relay:
     """A TCP relay on loopback, as a firewall: it cuts connections on which nothing was said for a while.
 
-    Between two requests; and as often as ``swallow`` says, when a SuperNode's poll is answered with a message, which
-    Flower does not send again.
+    Between two requests, until it has cut ``most``: on a busy machine also a greeting takes a while, and a connection
+    that is always cut there is never made. And as often as ``swallow`` says, when a SuperNode's poll is answered with
+    a message, which Flower does not send again.
     """
 
     _MESSAGE = range(560, 700)  # bytes of such an answer, as TLS sends it; that to a push has about 530
 
-    def __init__(self, port: int, to: int, idle: float) -> None:
-        self._to, self._idle, self.cut = to, idle, 0
+    def __init__(self, port: int, to: int, idle: float, most: int = 20) -> None:
+        self._to, self._idle, self._most, self.cut = to, idle, most, 0
         self._listener = socket.create_server(("127.0.0.1", port))
         self._closed = self._ended = False
         self.swallow = 0
@@ -176,7 +196,8 @@ class Relay:
                     (there if end is here else here).sendall(block)
                     answered, last = end is there, time.monotonic()
                 quiet = time.monotonic() - last
-                if answered and (quiet > self._idle or (self._closed and quiet > 0.05)):
+                idle = quiet > self._idle and self.cut < self._most
+                if answered and (idle or (self._closed and quiet > 0.05)):
                     self.cut += 1
                     break
         reset(here)

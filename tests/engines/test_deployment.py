@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedfm.engines.flower import loopback, loopback_keys
+from fedfm.sites.kits import free_ports
 from processes import ENV, begin, experiment, fedfm, mentioning, rounds, same, until
 
 pytestmark = pytest.mark.deployment
@@ -184,7 +185,7 @@ def supernode(folder: Path, place: Path, address: str) -> subprocess.Popen:
     """A silo's own SuperNode, as its operator would start it."""
     command = [
         *(BIN / "flower-supernode", "--superlink", address, "--root-certificates", folder / "ca.crt"),
-        *("--auth-supernode-private-key", place / "silo.key", "--port", str(loopback.free_port())),
+        *("--auth-supernode-private-key", place / "silo.key", "--port", str(free_ports(1)[0])),
         *("--node-config", f'silo="{place / "silo.toml"}"'),
     ]
     env = {

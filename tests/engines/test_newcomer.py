@@ -1,5 +1,6 @@
 """The method of docs/how-to/add-a-method.md, as its reader copies it: its own test, on every engine."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -26,8 +27,11 @@ def test_the_newcomers_method_gives_the_same_bits_everywhere(tmp_path, engine):
     passes(tmp_path, "-k", engine, "test_my_methods.py")
 
 
-def test_the_newcomers_step_is_that_of_numpy(tmp_path):
-    passes(tmp_path, "test_aggregate.py")
+def test_the_newcomers_step_is_that_of_numpy(tmp_path, monkeypatch):
+    copy(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("test_aggregate").test_a_step_is_that_of_numpy(tmp_path / "run")
 
 
 def test_the_page_counts_its_lines():
@@ -38,12 +42,17 @@ def test_the_page_counts_its_lines():
     assert f"`fedfm.aggregation.median` is one of {count} lines." in words
 
 
-def passes(folder, *arguments):
-    """The page's files lie in the folder, and one test there passes."""
+def copy(folder):
+    """Write the page's files into the folder."""
     files = dict(FILES.findall(PAGE.read_text()))
     assert set(files) == {"my_methods.py", "exp.toml", "test_my_methods.py", "test_aggregate.py"}
     for name, text in files.items():
         (folder / name).write_text(text)
+
+
+def passes(folder, *arguments):
+    """The page's files lie in the folder, and one test there passes, in a process of its own."""
+    copy(folder)
     env = {**ENV, "PYTHONPATH": f"{folder}{os.pathsep}{ENV['PYTHONPATH']}"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=540)

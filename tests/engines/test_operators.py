@@ -13,6 +13,7 @@ import pytest
 from fedfm.engines.flower import client_stub, loopback, loopback_keys
 from fedfm.engines.flower.private_api import Control
 from fedfm.errors import InputError
+from fedfm.sites.kits import free_ports
 from kit_sites import SILOS, sites
 from processes import ENV, until
 
@@ -71,7 +72,7 @@ def impostor(at, key_of: str, name: str):
     kit = at.kits / key_of
     command = ["flower-supernode", "--superlink", at.server().server, "--root-certificates", kit / "ca.crt"]
     command += ["--auth-supernode-private-key", kit / "node.key", "--host", "127.0.0.1"]
-    command += ["--port", loopback.free_port(), "--node-config", f'silo="{folder / "silo.toml"}"']
+    command += ["--port", free_ports(1)[0], "--node-config", f'silo="{folder / "silo.toml"}"']
     with open(at.folder / "impostor.log", "w") as log:
         env = {**ENV, **loopback.environment(folder / "home"), "FEDFM_PARENT": str(os.getpid())}
         node = subprocess.Popen([*map(str, command)], env=env, stdout=log, stderr=log, start_new_session=True)

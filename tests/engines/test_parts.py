@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -246,6 +247,19 @@ def gone(pid):
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what Linux's sockets do")
+def test_a_port_is_nobody_elses_until_our_server_listens_there():
+    def listening(port):  # as asyncio's servers do
+        return socket.create_server(("127.0.0.1", port))
+
+    with loopback.reserve_port() as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with listening(port) as server, socket.create_connection(("127.0.0.1", port)) as there, server.accept()[0] as end:
+            assert end.getpeername() == there.getsockname()
+    listening(port).close()
 
 
 def test_children_end_with_us_and_tell_how_they_ended(tmp_path):

@@ -65,9 +65,9 @@ def loopback(
     shutil.rmtree(folder / "home", ignore_errors=True)
     loopback_keys.write_certificates(folder)
     children = Children(folder / "logs", environment(folder / "home" / "superlink"))
-    sites = folder / "sites"
+    sites, ports = folder / "sites", contextlib.ExitStack()
     try:
-        port, secret = free_port(), loopback_keys.write_secret(folder / "superexec.secret")
+        port, secret = ports.enter_context(reserve_port()), loopback_keys.write_secret(folder / "superexec.secret")
         address, authority = f"127.0.0.1:{port}", str(folder / "ca.crt")
         children.start(
             "superlink",
@@ -101,12 +101,13 @@ def loopback(
             for client, config_of in where.items():
                 key = folder / f"node-{safe_name(client)}.key"
                 nodes.add(control.register(loopback_keys.write_node_key(key), client))
-                _node(children, folder, client, address, config_of)
+                _node(children, folder, client, address, config_of, ports.enter_context(reserve_port()))
             loopback_keys.write_private(folder / "processes.json", json.dumps(children.pids(), indent=1).encode())
             _until(lambda: nodes <= control.online(), children, stop, "a SuperNode does not connect")
             yield Fleet(children, control, address)
     finally:
         children.end()
+        ports.close()
         end_workers(sites)
         for file in (silos or {}).values():
             end_workers(file.resolve().parent / ".fedfm" / client_stub.RUNS)
@@ -115,9 +116,9 @@ def loopback(
             path.unlink(missing_ok=True)
 
 
-def _node(children: Children, folder: Path, client: str, address: str, config: str) -> None:
+def _node(children: Children, folder: Path, client: str, address: str, config: str, port: int) -> None:
     """Start a SuperNode and its ClientApp's executor, which share a secret, so that no other process gets messages."""
-    port, name = free_port(), safe_name(client)
+    name = safe_name(client)
     home = str((folder / "home" / name).resolve())
     secret = loopback_keys.write_secret(folder / f"node-{name}.secret")  # a client may be called "operator"
     children.start(
@@ -190,11 +191,21 @@ def _needs(*programs: str) -> None:
         raise RunError(f"{missing[0]} is not installed next to {sys.executable}: pip install flwr")
 
 
-def free_port() -> int:
-    """A free port on loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def reserve_port() -> Iterator[int]:
+    """A port on loopback that no other program is given before a server of ours listens there.
+
+    Linux lets a server listen beside a socket that is bound and does not listen, if both say that they share; elsewhere
+    the port is free when it is found, and another program may take it first.
+    """
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        port = int(holder.getsockname()[1])
+        if sys.platform == "linux":
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after the bind, which shares with nobody
+        else:
+            holder.close()
+        yield port
 
 
 def _listens(port: int) -> bool:
