@@ -257,7 +257,11 @@ def test_a_port_is_nobody_elses_until_our_server_listens_there():
     with loopback.reserve_port() as port:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", port))
-        with listening(port) as server, socket.create_connection(("127.0.0.1", port)) as there, server.accept()[0] as end:
+        with (
+            listening(port) as server,
+            socket.create_connection(("127.0.0.1", port)) as there,
+            server.accept()[0] as end,
+        ):
             assert end.getpeername() == there.getsockname()
     listening(port).close()
 
