@@ -1,4 +1,4 @@
-"""Shared by all tests: where they find each other, one thread, no network."""
+"""Shared by all tests: where they find each other, one thread, no network, no waiting for the disk."""
 
 import os
 import sys
@@ -23,6 +23,7 @@ if os.environ.get("FEDFM_RANDOM_TESTS") != "1":
     hypothesis.settings.load_profile("fixed")
 
 torch.set_num_threads(1)
+os.fsync = lambda file: None  # nobody cuts the power here; runs in processes of their own still wait for the disk
 
 
 @pytest.fixture(autouse=True)

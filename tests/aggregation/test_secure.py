@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
@@ -22,13 +21,6 @@ from fedfm.privacy.crypto.fixed_point import FixedPoint
 from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import first
 from toy import Toys
-
-
-@pytest.fixture(autouse=True)
-def _no_power_cut(monkeypatch):
-    """What a client keeps is written to the disk at once, which takes most of the time of these tests."""
-    monkeypatch.setattr(os, "fsync", lambda file: None)
-
 
 # --- sums ------------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
 """Secure aggregation against servers and clients that depart from the protocol: each is refused, with its name."""
 
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -18,12 +17,6 @@ from fedfm.linalg.params import Params
 from fedfm.privacy.crypto import keys
 
 SEALED = torch.empty(0, 96, dtype=torch.uint8)
-
-
-@pytest.fixture(autouse=True)
-def _no_power_cut(monkeypatch):
-    """What a client keeps is written to the disk at once, which takes most of the time of these tests."""
-    monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
 def refusals(fed, link, method, t=1):

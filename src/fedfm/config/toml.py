@@ -7,13 +7,13 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 from fedfm.aggregation.base import Aggregator
 from fedfm.attacks.attack import Attack
 from fedfm.config.paths import beside
 from fedfm.config.registry import available, name_of, ours, resolve
-from fedfm.core.fields import KINDS, bounds_of, check, key_of, needs_value, outside, owners_of, plain_type
+from fedfm.core.fields import KINDS, bounds_of, check, key_of, needs_value, outside, owners_of, plain_type, types_of
 from fedfm.core.method import Method
 from fedfm.core.toml_text import parse_override as parse_override
 from fedfm.core.toml_text import put as put
@@ -81,7 +81,7 @@ def build(cls: type, table: Any, path: str) -> Any:
     if not isinstance(table, Mapping):
         text = f"{path} = {table!r}: expected a table, e.g. {{ name = ... }}"
         raise InputError(text, key=path, allowed="a table")
-    hints = get_type_hints(cls)
+    hints = types_of(cls)
     known = {key_of(f.name): f for f in fields(cls) if f.init}
     at, faults, found = f"{path}." if path else "", Faults(), dict[str, Any]()
     with faults:

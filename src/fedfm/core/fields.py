@@ -12,6 +12,7 @@ fedfm.errors.InputError: method.mu = -1: expected a number of at least 0
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import types
@@ -147,9 +148,15 @@ def key_of(name: str) -> str:
     return name.removesuffix("_")
 
 
+@functools.cache
+def types_of(cls: type) -> Mapping[str, Any]:
+    """The types of a class's fields, by name: annotations are texts, and each class's are read once."""
+    return types.MappingProxyType(get_type_hints(cls))
+
+
 def settings_of(cls: Any) -> Iterator[tuple[str, Field[Any], Any]]:
     """(key, field, type) of each field that a table may set."""
-    hints = get_type_hints(cls)
+    hints = types_of(cls)
     return ((key_of(f.name), f, hints[f.name]) for f in fields(cls) if f.init)
 
 
@@ -209,7 +216,7 @@ def check(settings: Any, where: str) -> None:
         InputError: with the key, the value and what is expected; the other faults are its ``more``.
     """
     faults, missing, at = Faults(), list[Absent](), f"{where}." if where else ""
-    hints = get_type_hints(type(settings))
+    hints = types_of(type(settings))
     named = next((f for f in fields(settings) if f.name == "name"), None)
     known = named is None or not any(True for _ in _wrong(settings.name, bounds_of(named), ""))
     for f in fields(settings):
@@ -247,7 +254,7 @@ def outside(f: Field[Any], hint: Any, value: Any, key: str) -> Iterator[InputErr
 
 
 def _expected_words(settings: Any, f: Field[Any]) -> str:
-    return bounds_of(f).words_for(get_type_hints(type(settings))[f.name])
+    return bounds_of(f).words_for(types_of(type(settings))[f.name])
 
 
 def _wrong(value: Any, bounds: Bounds, key: str) -> Iterator[tuple[str, Any]]:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import fields
 from importlib import import_module
 from importlib.resources import files
-from typing import Any, get_type_hints
+from typing import Any
 
-from fedfm.core.fields import setting
+from fedfm.core.fields import setting, types_of
 from fedfm.core.task_facts import Column, RowKind, TaskFacts
 from fedfm.errors import InputError, close, quote_names
 
@@ -124,7 +124,7 @@ def model_settings() -> dict[str, tuple[Any, Any]]:
     """The tasks' keys of the [model] table as settings, key -> (type, field)."""
     found: dict[str, tuple[Any, Any]] = {}
     for task in available():
-        hints = get_type_hints(type(task))
+        hints = types_of(type(task))
         for f in fields(task):
             found.setdefault(f.name, (hints[f.name], setting(f.default, metadata=f.metadata)))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import json
 import os
 import platform
@@ -136,10 +137,16 @@ def new_manifest(experiment: Experiment) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the libraries that determine the result's bits."""
+    names = ("fedfm", "torch", "transformers", "peft", "flwr", "numpy", "safetensors")
+    installed = {name: version for name in names if (version := _version_of(name))}
+    return {"python": sys.version.split()[0]} | installed
+
+
+@functools.cache
+def _version_of(name: str) -> str:
+    """The version of an installed library, from its metadata; "" if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"python": sys.version.split()[0]}
-    for name in ("fedfm", "torch", "transformers", "peft", "flwr", "numpy", "safetensors"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    with contextlib.suppress(PackageNotFoundError):
+        return version(name)
+    return ""
