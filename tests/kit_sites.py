@@ -18,7 +18,7 @@ import numpy as np
 
 from fedfm.engines.flower import kit_manifest
 from fedfm.sites import kits
-from processes import ENV, fedfm, mentioning, rounds, until
+from processes import ENV, here, mentioning, rounds, until
 
 SILOS = ("hospital-a", "hospital-b")
 BIN = Path(sys.executable).parent / "fedfm"
@@ -54,7 +54,7 @@ class Sites:
         self.alone.write_text(f"[data]\nclients = {{ {rows} }}\n{method}")
 
     def provision(self, *args: str) -> None:
-        fedfm("provision", self.folder / "federation.toml", "--out", self.kits, *args)
+        here("provision", self.folder / "federation.toml", "--out", self.kits, *args)
 
     def server(self) -> kit_manifest.Kit:
         return kit_manifest.load(self.kits / "server")

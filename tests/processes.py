@@ -1,5 +1,7 @@
 """What the engine tests share: experiments as files, the command line, processes that mention a folder."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -7,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from fedfm.cli import main
 
 ENV = {
     **os.environ,
@@ -32,6 +36,14 @@ def fedfm(*args: Any, code: int = 0) -> dict[str, Any]:
     done = subprocess.run([sys.executable, "-m", "fedfm", *map(str, args), "--format", "json"], **_pipes(), check=False)
     assert done.returncode == code, done.stderr[-3000:]
     return json.loads(done.stdout.strip().splitlines()[-1]) if code == 0 else {"stderr": done.stderr}
+
+
+def here(*args: Any) -> dict[str, Any]:
+    """The result line of a command that ends well, in this process, which has loaded the libraries already."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = main([*map(str, args), "--format", "json"])
+    assert code == 0
+    return json.loads(out.getvalue().strip().splitlines()[-1])
 
 
 def begin(*args: Any) -> subprocess.Popen:

@@ -36,13 +36,13 @@ def found(seed, epsilon, factor=1.0, **how):
     return canaries.scores(*releases(np.random.default_rng(seed), z, **how), 1.0)
 
 
-@pytest.mark.parametrize("epsilon", [0.5, 1.0, 2.0, 4.0, 8.0])
+@pytest.mark.parametrize("epsilon", [0.5, 2.0, 8.0])
 def test_the_bound_is_below_the_truth_as_often_as_it_says(epsilon):
-    lows = [canaries.epsilon_bound(found(seed, epsilon), D, DELTA, 0.95) for seed in range(100)]
-    assert sum(low > epsilon for low in lows) <= 12  # more have a chance of 2e-3 at most
+    lows = [canaries.epsilon_bound(found(seed, epsilon), D, DELTA, 0.95) for seed in range(40)]
+    assert sum(low > epsilon for low in lows) <= 7  # more have a chance of 1e-3 at most
     assert max(canaries.epsilon_bound(found(s, epsilon), D, DELTA, 0.999) for s in range(30)) <= epsilon
-    highs = [canaries.epsilon_most(found(seed, epsilon), D, DELTA, 0.95) for seed in range(100)]
-    assert sum(high < epsilon for high in highs) <= 12
+    highs = [canaries.epsilon_most(found(seed, epsilon), D, DELTA, 0.95) for seed in range(40)]
+    assert sum(high < epsilon for high in highs) <= 7
     assert epsilon < 2.0 or np.mean(lows) > 0.6 * epsilon  # and it is of use
 
 

@@ -22,6 +22,7 @@ from fedfm.training import private, row_gradients
 from small import experiment, features
 
 DELTA = 1e-5
+pytestmark = pytest.mark.usefixtures("coarse_accounting")
 
 
 @pytest.fixture(autouse=True)

@@ -104,6 +104,7 @@ BY_OPTIMISER = {
 # fmt: on
 
 
+@pytest.mark.usefixtures("coarse_accounting")
 @pytest.mark.parametrize("name", METHODS)
 def test_by_dp_sgd_it_spends_its_target_or_is_refused(name, tmp_path):
     tables = experiment_of(name, tmp_path, rounds=2) | {"privacy": BY_ROW}

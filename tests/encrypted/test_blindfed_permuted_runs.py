@@ -88,6 +88,7 @@ def test_clients_get_the_same_in_the_same_orders_as_in_the_clear(runs):
             assert torch.equal(orders[name]["labels"], want["labels"])
 
 
+@pytest.mark.proof
 def test_it_learns_the_same(runs):
     _, results, _ = runs
     result, details = results["ckks"], results["ckks"]["details"]
@@ -99,6 +100,7 @@ def test_it_learns_the_same(runs):
     assert details["ciphertext_bytes"] > 1000
 
 
+@pytest.mark.proof
 def test_rows_and_labels_reach_the_server_as_ciphertexts_only(runs):
     folder, _, sent = runs
     lines = [json.loads(line) for line in (folder / "ckks" / "messages.jsonl").read_text().splitlines()]
@@ -178,9 +180,9 @@ def test_a_killed_run_goes_on_at_its_block(runs, tmp_path, monkeypatch):
 
 
 @pytest.mark.deployment
-def test_deployed_it_learns(runs, tmp_path):
+def test_deployed_it_learns(tmp_path):
     """One client, since every refresh is a message: its two batches take some two hundred."""
-    tables = experiment(runs[0], "ckks", run={"engine": "deployment", "workers": 0}, clients=1)
+    tables = experiment(tmp_path, "ckks", run={"engine": "deployment", "workers": 0}, clients=1)
     result = fedfm.run(tables, tmp_path / "run")
     assert result["accuracy"] > 0.8
     assert result["excluded"] == []

@@ -3,7 +3,7 @@
 import pytest
 
 import tiny_text
-from processes import fedfm, same
+from processes import fedfm, here, same
 
 TOML = """
 [data]
@@ -35,4 +35,4 @@ def test_fedpft_on_a_llama_has_the_same_bits_and_bytes_as_local(tmp_path, engine
     tiny_text.texts(tmp_path / "rows.jsonl")
     exp = tmp_path / "exp.toml"
     exp.write_text(TOML.format(place=tmp_path))
-    same(fedfm("run", exp, "--out", tmp_path / "there", "--engine", engine), fedfm("run", exp, "--out", tmp_path / "l"))
+    same(fedfm("run", exp, "--out", tmp_path / "there", "--engine", engine), here("run", exp, "--out", tmp_path / "l"))

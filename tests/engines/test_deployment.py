@@ -11,7 +11,7 @@ import pytest
 
 from fedfm.engines.flower import loopback, loopback_keys
 from fedfm.sites.kits import free_ports
-from processes import ENV, begin, experiment, fedfm, mentioning, rounds, same, until
+from processes import ENV, begin, experiment, fedfm, here, mentioning, rounds, same, until
 
 pytestmark = pytest.mark.deployment
 BIN = Path(sys.executable).parent
@@ -22,7 +22,7 @@ def test_same_bits_and_bytes_as_local(tmp_path):
     exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 1', adaptation='{ name = "lora", rank = 2 }')
     out = tmp_path / "deployed"
     deployed = fedfm("run", exp, "--out", out, "--engine", "deployment")
-    same(deployed, fedfm("run", exp, "--out", tmp_path / "local"))
+    same(deployed, here("run", exp, "--out", tmp_path / "local"))
     assert deployed["engine"] == "deployment"
     assert not mentioning(tmp_path)
     sent = [json.loads(line) for line in (out / "messages.jsonl").read_text().splitlines()]
@@ -45,7 +45,7 @@ def test_a_run_whose_server_app_was_killed_resumes_to_the_same_bits(tmp_path):
     assert running.returncode == 1, error[-2000:]
     assert "ServerApp's process ended" in error
     assert not mentioning(tmp_path)
-    same(fedfm("resume", out), fedfm("run", exp, "--out", tmp_path / "local"))
+    same(fedfm("resume", out), here("run", exp, "--out", tmp_path / "local"))
 
 
 def test_clients_that_raise_or_vanish_are_left_out_and_a_killed_command_takes_all_along(tmp_path):

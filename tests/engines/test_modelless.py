@@ -8,7 +8,7 @@ import pytest
 from fedfm.config.experiment import Experiment
 from fedfm.errors import InputError
 from fedfm.runtime.population import populate
-from processes import experiment, fedfm, same
+from processes import experiment, fedfm, here, same
 
 METHOD = 'name = "modelless:MeanPictures"'
 
@@ -17,7 +17,7 @@ METHOD = 'name = "modelless:MeanPictures"'
 def locally(tmp_path_factory):
     folder = tmp_path_factory.mktemp("modelless")
     exp = experiment(folder, method=METHOD, data="")
-    return exp, fedfm("run", exp, "--out", folder / "local")
+    return exp, here("run", exp, "--out", folder / "local")
 
 
 @pytest.mark.proof

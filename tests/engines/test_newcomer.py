@@ -27,6 +27,7 @@ def test_the_newcomers_method_gives_the_same_bits_everywhere(tmp_path, engine):
     passes(tmp_path, "-k", engine, "test_my_methods.py")
 
 
+@pytest.mark.filterwarnings("default")  # as in the reader's own tests
 def test_the_newcomers_step_is_that_of_numpy(tmp_path, monkeypatch):
     copy(tmp_path)
     monkeypatch.chdir(tmp_path)

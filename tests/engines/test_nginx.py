@@ -13,7 +13,7 @@ import pytest
 from fedfm.engines.flower import loopback_keys
 from kit_sites import bits, once, passed, sites
 from nginx import needed, nginx
-from processes import fedfm, rounds, until
+from processes import fedfm, here, rounds, until
 
 pytestmark = needed
 PROXY = "proxy = true\n"
@@ -28,7 +28,7 @@ def port(at) -> int:
 @pytest.mark.deployment
 def test_silos_connect_through_nginx_and_reach_nothing_else(tmp_path):
     with sites(tmp_path, PROXY, rounds=3) as at, nginx(tmp_path / "nginx", at.kits / "server", port(at)) as proxy:
-        alone = fedfm("run", at.alone, "--out", tmp_path / "local")
+        alone = here("run", at.alone, "--out", tmp_path / "local")
         at.start()
         assert bits(at.result(at.begin())) == bits(alone)
         once(at)
@@ -54,7 +54,7 @@ def test_nginx_that_cuts_idle_connections_and_is_killed_and_reloaded_changes_no_
     with sites(tmp_path, PROXY, rounds=4) as at:
         for file in (at.experiment, at.alone):  # its passes take longer than NGINX's patience
             file.write_text(file.read_text().replace('"scaffold"\n', '"scaffold"\nlocal = { epochs = 20000 }\n'))
-        alone = fedfm("run", at.alone, "--out", tmp_path / "local")
+        alone = here("run", at.alone, "--out", tmp_path / "local")
         with nginx(tmp_path / "nginx", at.kits / "server", port(at), SHORT) as proxy:
             at.start()
             running = at.begin()
@@ -76,7 +76,7 @@ def test_nginx_that_cuts_idle_connections_and_is_killed_and_reloaded_changes_no_
 def test_messages_larger_than_nginxs_own_limit_pass(tmp_path):
     """A model of 6 MB: Flower cuts it into objects of 5 MB."""
     with sites(tmp_path, PROXY, rounds=2, width=500_000) as at:
-        alone = fedfm("run", at.alone, "--out", tmp_path / "local")
+        alone = here("run", at.alone, "--out", tmp_path / "local")
         line = "    limit_rate 4m;"  # slower than NGINX could read from the SuperLink: so it would fill files
         with nginx(tmp_path / "nginx", at.kits / "server", port(at), line) as proxy:
             at.start()
@@ -91,7 +91,7 @@ def test_messages_larger_than_nginxs_own_limit_pass(tmp_path):
 def test_nginx_that_is_killed_in_the_middle_of_uploads_changes_no_bit(tmp_path):
     """The SuperLink stands still in the middle of an upload, so that NGINX is killed in it; up to five minutes."""
     with sites(tmp_path, PROXY, rounds=2, width=500_000) as at:
-        alone = fedfm("run", at.alone, "--out", tmp_path / "local")
+        alone = here("run", at.alone, "--out", tmp_path / "local")
         with nginx(tmp_path / "nginx", at.kits / "server", port(at)) as proxy:
             at.start()
             running = at.begin()

@@ -4,7 +4,7 @@ import pytest
 
 from fedfm.audits.replay import replay
 from fedfm.runtime.run_directory import Run
-from processes import experiment, fedfm
+from processes import experiment, fedfm, here
 
 PRIVACY = """[privacy]
 unit = "client"
@@ -24,7 +24,7 @@ def test_an_audit_repeats_the_run_on_the_local_engine(engine, tmp_path):
     exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 2', run=PRIVACY)
     result = fedfm("run", exp, "--out", tmp_path / "run", "--engine", engine)
     attacks = ("--attack", "client_epsilon", "--attack", "canaries")
-    found = {f["name"]: f for f in fedfm("audit", tmp_path / "run", *attacks)["findings"]}  # it refuses other bits
+    found = {f["name"]: f for f in here("audit", tmp_path / "run", *attacks)["findings"]}  # it refuses other bits
     assert set(found) == {"client_epsilon", "canaries"}
     assert (found["client_epsilon"]["verdict"], found["client_epsilon"]["bound"]) == ("holds", result["epsilon"])
 
@@ -59,7 +59,7 @@ def test_dp_sgd_has_the_bits_and_the_epsilon_of_the_local_engine(engine, tmp_pat
     method = 'name = "fedavg"\nrounds = 2\nlocal = { batch_size = 32 }'
     exp = experiment(tmp_path, method=method, adaptation='{ name = "lora", rank = 2 }', run=RECORDS)
     result = fedfm("run", exp, "--out", tmp_path / "run", "--engine", engine)
-    local = fedfm("run", exp, "--out", tmp_path / "local")
+    local = here("run", exp, "--out", tmp_path / "local")
     assert result["engine"] == engine
     assert 0 < result["epsilon"] <= 8
     assert result["epsilon"] == local["epsilon"]

@@ -15,7 +15,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.runtime import client_memory
-from processes import experiment, fedfm, same
+from processes import experiment, fedfm, here, same
 from small import experiment as small
 
 # --- whole runs ------------------------------------------------------------------------------------------------------
@@ -175,11 +175,11 @@ PRIVACY = '[privacy]\naggregator = "secagg"'
 def test_the_same_bits_under_flowers_simulation(tmp_path):
     exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 2', run=PRIVACY)
     simulated = fedfm("run", exp, "--out", tmp_path / "simulated", "--engine", "simulation")
-    same(simulated, fedfm("run", exp, "--out", tmp_path / "local"))
+    same(simulated, here("run", exp, "--out", tmp_path / "local"))
 
 
 @pytest.mark.deployment
 def test_the_same_bits_on_a_superlink(tmp_path):
     exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 2', run=PRIVACY)
     deployed = fedfm("run", exp, "--out", tmp_path / "deployed", "--engine", "deployment")
-    same(deployed, fedfm("run", exp, "--out", tmp_path / "local"))
+    same(deployed, here("run", exp, "--out", tmp_path / "local"))

@@ -24,7 +24,7 @@ from fedfm.runtime.client import Silos
 from fedfm.runtime.client_memory import DiskMemory
 from fedfm.training import SGD
 from masks import KEY, ROUNDS, SCALE, UPDATE, Masked, Noisy, whole
-from processes import begin, experiment, fedfm, rounds, same, until
+from processes import begin, experiment, fedfm, here, rounds, same, until
 from small import experiment as small
 from toy import Toys, federation
 from toy import run as played
@@ -290,7 +290,7 @@ def test_the_same_bits_under_flowers_simulation(tmp_path):
     orders = order(tmp_path, "client-02", "masked")
     exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 2', run=f'{AGGREGATION}\norders = "{orders}"')
     simulated = fedfm("run", exp, "--out", tmp_path / "simulated", "--engine", "simulation")
-    local = fedfm("run", exp, "--out", tmp_path / "local")
+    local = here("run", exp, "--out", tmp_path / "local")
     same(simulated, local)
     assert [(e["round"], e["client"], e["code"]) for e in simulated["excluded"]] == [
         (1, "client-02", "E_EXCEPTION"),
@@ -308,6 +308,6 @@ def test_the_same_bits_on_a_superlink_whose_server_app_was_killed(tmp_path):
     _, error = running.communicate(timeout=60)
     assert running.returncode == 1, error[-2000:]
     deployed = fedfm("resume", out)
-    same(deployed, fedfm("run", exp, "--out", tmp_path / "local"))
+    same(deployed, here("run", exp, "--out", tmp_path / "local"))
     assert deployed["engine"] == "deployment"
     assert DiskMemory(out / "private", "server", (4, 0))[ROUNDS] == 3

@@ -12,7 +12,7 @@ import pytest
 from fedfm.engines.flower import kit_manifest
 from fedfm.sites import kits
 from kit_sites import bits, once, passed, relayed, sites
-from processes import fedfm, rounds, until
+from processes import fedfm, here, rounds, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a kit's processes are found in Linux's /proc")
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a kit's process
 @pytest.mark.deployment
 def test_kits_start_and_give_the_bits_of_the_local_engine(tmp_path):
     with sites(tmp_path) as at:
-        alone = fedfm("run", at.alone, "--out", tmp_path / "local")
+        alone = here("run", at.alone, "--out", tmp_path / "local")
         running = at.begin()  # before the server is there: it waits
         at.start("server", "hospital-a")
         until(lambda: "waiting for 1 of 2 silos: hospital-b, never seen" in at.told(), 120)
@@ -80,7 +80,7 @@ def test_an_asynchronous_run_that_is_submitted_again_takes_what_a_silo_was_at(tm
 @pytest.mark.outage
 def test_a_silo_that_stops_or_is_killed_comes_back_into_the_same_round(tmp_path):
     with sites(tmp_path, rounds=4) as at:
-        alone = fedfm("run", at.alone, "--out", tmp_path / "local")
+        alone = here("run", at.alone, "--out", tmp_path / "local")
         at.start()
         running = at.begin()
         passed(at, running, 1)
@@ -98,7 +98,7 @@ def test_a_silo_that_stops_or_is_killed_comes_back_into_the_same_round(tmp_path)
 @pytest.mark.outage
 def test_a_superlink_that_is_killed_comes_back_into_the_same_run(tmp_path):
     with sites(tmp_path, rounds=4) as at:
-        alone = fedfm("run", at.alone, "--out", tmp_path / "local")
+        alone = here("run", at.alone, "--out", tmp_path / "local")
         at.start()
         running = at.begin()
         passed(at, running, 1)
@@ -114,7 +114,7 @@ def test_a_superlink_that_is_killed_comes_back_into_the_same_run(tmp_path):
 @pytest.mark.deployment
 def test_a_relay_that_cuts_connections_and_a_new_certificate_change_no_bit(tmp_path):
     with relayed(tmp_path, rounds=3, idle=0.15) as (at, relay):
-        alone = fedfm("run", at.alone, "--out", tmp_path / "local")
+        alone = here("run", at.alone, "--out", tmp_path / "local")
         at.start()
         running = at.begin()
         passed(at, running, 1)
@@ -129,7 +129,7 @@ def test_a_relay_that_cuts_connections_and_a_new_certificate_change_no_bit(tmp_p
 def test_messages_that_a_relay_swallows_are_sent_again(tmp_path):
     """Flower counts them as delivered; the server notices, for the silos answer hellos that came later."""
     with relayed(tmp_path, rounds=4, idle=60.0) as (at, relay):
-        alone = fedfm("run", at.alone, "--out", tmp_path / "local")
+        alone = here("run", at.alone, "--out", tmp_path / "local")
         at.start()
         running = at.begin()
         passed(at, running, 1)
@@ -143,7 +143,7 @@ def test_messages_that_a_relay_swallows_are_sent_again(tmp_path):
 def test_a_server_that_is_gone_for_long_comes_back_into_the_same_run(tmp_path):
     """For one minute, or for as many as FEDFM_OUTAGE_MINUTES says."""
     with sites(tmp_path, rounds=4) as at:
-        alone = fedfm("run", at.alone, "--out", tmp_path / "local")
+        alone = here("run", at.alone, "--out", tmp_path / "local")
         at.start()
         running = at.begin()
         passed(at, running, 1)
