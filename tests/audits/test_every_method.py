@@ -124,7 +124,7 @@ def test_clients_of_many_rows_do_not_and_their_label_counts_are_read(tmp_path):
     assert counts.estimate < counts.bound / 2
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("model", ["llama", pytest.param("gpt2", marks=pytest.mark.proof)])
 def test_a_head_without_a_bias_gives_label_counts_and_says_why_it_gives_no_rows(tmp_path, model, monkeypatch):
     monkeypatch.setattr("fedfm.audits.label_counts.MOST", 40)
     tiny_text.texts(tmp_path / "rows.jsonl", 200)
@@ -154,6 +154,7 @@ def test_of_hidden_sums_the_sums_are_attacked(tmp_path):
         perform(path, ["label_counts"])
 
 
+@pytest.mark.usefixtures("coarse_accounting")
 def test_an_epsilon_bounds_what_is_found(tmp_path):
     privacy = {"mechanism": "dp_sgd", "unit": "record", "target_epsilon": 1.0, "delta": 1e-5, "clip_norm": 1.0}
     path = run(tmp_path, privacy=privacy, method={"rounds": 2, "fraction": 1.0})

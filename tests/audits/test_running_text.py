@@ -133,6 +133,7 @@ def test_who_holds_everybodys_lines_joins_them_all(tmp_path):
     assert half.clients == population.clients
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("task", ["language_modelling", "instruction"])
 def test_what_was_remembered_is_told_by_the_model_and_by_the_updates(tmp_path, remembered, task):
     text = task == "language_modelling"

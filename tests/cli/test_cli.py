@@ -873,7 +873,7 @@ def fedbaf(folder, **method):
     """A small FedBaF experiment as a file."""
     path = folder / "baf.toml"
     tables = {
-        "data": {"name": "digits", "limit": 120, "partition": {"name": "iid", "clients": 3}},
+        "data": {"name": "digits", "limit": 60, "partition": {"name": "iid", "clients": 3}},
         "model": {"name": "nano-vit", "weights": "random", "adaptation": {"name": "full"}},
         "method": {"name": "fedbaf", "rounds": 1, "foundation": "nano-vit", **method},
     }

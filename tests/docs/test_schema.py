@@ -201,7 +201,7 @@ def test_what_is_drawn_is_valid(tables):
     assert complaint(tables) is None
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(experiments(), st.data())
 def test_a_changed_experiment_is_refused_by_both_or_by_neither(tables, data):
     *path, key = data.draw(st.sampled_from(sorted(p for p in places(tables) if len(p) > 1)))

@@ -122,7 +122,7 @@ def test_methods_give_the_plain_result_on_digits(method, sums, tmp_path, monkeyp
 
 def test_a_payload_that_differs_by_client_is_no_other_model(tmp_path):
     """FedPer's clients get the first head in the first round that they are in, and nothing later; LoRA's tensors."""
-    data = {"name": "digits", "limit": 100, "partition": {"name": "iid", "clients": 4}}
+    data = {"name": "digits", "limit": 60, "partition": {"name": "iid", "clients": 4}}
     model = {"name": "nano-vit", "adaptation": {"name": "lora", "rank": 2}}
     method = {"name": "fedper", "rounds": 2, "fraction": 0.75, "local": {"epochs": 1}}
     found = {"data": data, "model": model, "method": method, "run": {"workers": 1}}

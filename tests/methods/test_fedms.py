@@ -41,6 +41,9 @@ def kind(request):
     return request.param
 
 
+of_one_kind = pytest.mark.parametrize("kind", ["clip"], indirect=True)  # what does not depend on the model's form
+
+
 @pytest.fixture(scope="module")
 def place(kind, tmp_path_factory):
     """A folder with a tiny model of two encoders, and pictures of three classes that differ by their background."""
@@ -71,6 +74,7 @@ def run(place, out, progress=None, **more):
     return fedfm.run(fedfm.Experiment.from_dict(tables(place, **more)), out=out, **asked)
 
 
+@of_one_kind
 def test_an_optimiser_without_a_name_is_the_methods_own(place):
     def local(**keys):
         return fedfm.Experiment.from_dict(tables(place, local=keys)).method.local
@@ -196,6 +200,7 @@ def test_what_is_kept_over_the_rounds_changes_no_bit(place, monkeypatch):
     assert found[0] == found[1] == found[2]
 
 
+@of_one_kind
 def test_the_log_tells_what_stage_two_trained(place, tmp_path, kind):
     run(place, tmp_path / "run", queue=1, threshold=2.0)
     lines = fedfm.load_run(tmp_path / "run").metrics()
@@ -213,6 +218,7 @@ def test_the_log_tells_what_stage_two_trained(place, tmp_path, kind):
     assert f"{3 * (2 * block + gate):,}".replace(",", "\u202f") in text
 
 
+@of_one_kind
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_without_a_gate_one_expert_decides(place, share):
     experiment = fedfm.Experiment.from_dict(tables(place, share=share))
@@ -226,6 +232,7 @@ def test_without_a_gate_one_expert_decides(place, share):
 
 
 # --- rounds -----------------------------------------------------------------------------------------------------------
+@of_one_kind
 @pytest.mark.parametrize("gate", ["adapter", "last", "all"])
 def test_every_variant_has_the_same_bits_with_one_worker_and_two(place, gate, tmp_path):
     one = run(place, tmp_path / "one", gate=gate, run={"workers": 1})
@@ -247,6 +254,7 @@ def test_the_gate_may_see_a_backbone_of_its_own(place, tmp_path):
         run(place, tmp_path / "d", gate_backbone="no-such")
 
 
+@of_one_kind
 def test_stage_two_sends_the_gate_and_never_an_expert(place, tmp_path):
     for gate in ("adapter", "last"):
         run(place, tmp_path / gate, gate=gate, local_rounds=3)
@@ -269,6 +277,7 @@ def test_stage_two_sends_the_gate_and_never_an_expert(place, tmp_path):
     assert down[2] > 4 * down[3]  # the global expert is sent once
 
 
+@of_one_kind
 def test_thresholds_wake_up_all_layers_or_none(place, tmp_path):
     for name, threshold, expected in (("never", -2.0, 1), ("always", 2.0, 3)):
         out = run(place, tmp_path / name, queue=1, threshold=threshold, global_rounds=0, local_rounds=4)
@@ -286,6 +295,7 @@ class _Stop(Progress):
             raise KeyboardInterrupt
 
 
+@of_one_kind
 def test_a_queue_that_never_fills_is_a_notice(place, tmp_path):
     run(place, tmp_path / "long", queue=5, local_rounds=2)
     run(place, tmp_path / "short", queue=1, local_rounds=3)
@@ -294,6 +304,7 @@ def test_a_queue_that_never_fills_is_a_notice(place, tmp_path):
         assert ("never fill the queue" in notices) == said
 
 
+@of_one_kind
 def test_a_client_without_an_expert_says_so_and_starts_from_the_global_one(place):
     experiment = fedfm.Experiment.from_dict(tables(place))
     population, method = populate(experiment), experiment.method
@@ -307,6 +318,7 @@ def test_a_client_without_an_expert_says_so_and_starts_from_the_global_one(place
     assert not torch.equal(*(torch.cat(list(client.memory[w].flats.values())) for w in ("W_i", "W_g")))
 
 
+@of_one_kind
 def test_a_lost_expert_is_replaced_and_the_run_says_so(place, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(place, tmp_path / "part", progress=_Stop(3), local_rounds=4)
@@ -319,6 +331,7 @@ def test_a_lost_expert_is_replaced_and_the_run_says_so(place, tmp_path):
     assert "client-00 had lost its local expert" in str(manifest["notices"])
 
 
+@of_one_kind
 def test_a_stopped_run_goes_on_to_the_same_bits(place, tmp_path):
     whole = run(place, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
@@ -326,6 +339,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(place, tmp_path):
     assert fedfm.resume(tmp_path / "part")["params_sha256"] == whole["params_sha256"]
 
 
+@of_one_kind
 def test_few_rows_decide_by_themselves_and_others_hold_a_tenth_out(place):
     population = populate(fedfm.Experiment.from_dict(tables(place)))
     rows = population.data(population.clients[0]).train
@@ -335,6 +349,7 @@ def test_few_rows_decide_by_themselves_and_others_hold_a_tenth_out(place):
         assert (len(train), len(deciding)) == (left, out)
 
 
+@of_one_kind
 def test_absent_clients_keep_their_experts(place, tmp_path):
     out = run(place, tmp_path / "some", fraction=0.4, local_rounds=4)
     assert 1 <= len(out["details"]["active_layers"]) <= 3
@@ -395,6 +410,7 @@ def test_an_optimiser_with_a_model_of_its_own_is_refused():
         dataclasses.replace(FedMS(), local=DittoOptimiser()).validate()
 
 
+@of_one_kind
 def test_batches_of_one_row_are_refused_where_a_client_of_one_row_is_not(place, tmp_path):
     with pytest.raises(InputError, match="batch_size = 1: the gate's batch norm"):
         dataclasses.replace(FedMS(), local=dataclasses.replace(FedMS().local, batch_size=1)).validate()

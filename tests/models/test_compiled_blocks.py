@@ -27,6 +27,7 @@ def afresh():
     compiled._missing.cache_clear()
 
 
+@pytest.mark.proof
 def test_compiled_blocks_compute_within_rounding(folder):
     """Gradients, outputs, and outputs with a shift of the weights, which is a hook inside of a compiled block. One of
     the blocks, since each takes seconds.
