@@ -9,7 +9,7 @@ export FLWR_TELEMETRY_ENABLED = 0
 export FLWR_DISABLE_UPDATE_CHECK = 1
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo image test test-proofs test-engines test-models test-outages test-gpu campaign lint type bench docs site clean
+.PHONY: help setup demo image test test-proofs test-engines test-release test-models test-outages test-gpu campaign lint type bench docs site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,24 +30,27 @@ demo: $(STAMP) ## the built-in example and its baselines
 image: ## a container image for the machines of a federation, where Docker is
 	docker build --tag fedfm:$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) .
 
-test: $(STAMP) ## the test suite, about 10 minutes on 2 cores
+test: $(STAMP) ## the test suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 $(VENV)/.stamp-engines: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,simulation]'
 	@touch $@
 
-test-proofs: $(STAMP) ## tests that take long: encrypted runs, attacks by repeated draws, random kills
+test-proofs: $(STAMP) ## tests of more than four seconds: encrypted runs, attacks by repeated draws, kills
 	$(BIN)/python -m pytest -m proof -n 2 --dist worksteal
 
 test-engines: $(VENV)/.stamp-engines ## tests on Flower's simulation and on a SuperLink with SuperNodes
-	$(BIN)/python -m pytest -m 'simulation or deployment' tests/engines tests/sites tests/encrypted
+	$(BIN)/python -m pytest -m 'simulation or deployment' -n 2 --dist worksteal
 
-test-models: $(STAMP) ## all families of models with all tasks and adaptations, about 15 minutes, into docs/reference/models.md
+test-release: $(VENV)/.stamp-engines test-models test-outages ## what a release needs beside .ci/run: longer, larger, more often
+	$(BIN)/python -m pytest -m release -n 2 --dist worksteal
+
+test-models: $(STAMP) ## all families of models with all tasks and adaptations, into docs/reference/models.md
 	$(BIN)/python -m pytest -m 'models or not models' tests/zoo -n 2 --dist worksteal --zoo-results tests/zoo/results.json; \
 	found=$$?; $(BIN)/python docs/generate.py && exit $$found
 
-test-outages: $(STAMP) ## silos and servers that are killed and come back, about 20 minutes
+test-outages: $(STAMP) ## silos and servers that are killed and come back
 	$(BIN)/python -m pytest -m outage tests/engines tests/sites
 
 test-gpu: $(STAMP) ## what only a GPU shows, where there is one

@@ -119,7 +119,7 @@ def test_encryption_is_close_to_the_clear_and_bad_messages_are_refused(tmp_path)
     assert "query.BlindFed" not in findings["server.view"].says  # rows crossed as ciphertexts alone
 
 
-@pytest.mark.proof
+@pytest.mark.release
 def test_the_permuted_protocol_is_audited_on_ciphertexts_as_in_the_clear(tmp_path):
     pytest.importorskip("tenseal.sealapi", reason='TenSEAL is absent: pip install "fedfm[encrypted]"')
     names = ("block_order", "loss_labels", "encrypted_error", "server_view")

@@ -175,7 +175,7 @@ def test_orders_and_keys_are_checked():
     ModelOwner(MODEL, "class", PUBLIC, bytes(16), bytes(32), DistanceLedger())  # more keys than it needs
 
 
-@pytest.mark.proof
+@pytest.mark.release
 def test_a_full_batch_comes_in_its_orders_and_does_what_was_planned():
     n, rng = Parameters().slots // TOKENS, np.random.default_rng(0)
     more, labels = np.r_[np.arange(SAMPLES), rng.integers(SAMPLES, size=n - SAMPLES)], rng.integers(CLASSES, size=n)

@@ -143,7 +143,7 @@ class Killed(BaseException):
     """As by a signal: nothing of the process's memory is left."""
 
 
-@pytest.mark.proof
+@pytest.mark.release
 def test_a_killed_run_goes_on_at_its_block(runs, tmp_path, monkeypatch):
     folder, _, _ = runs
     answer, asked = Silos.answer, []
@@ -179,7 +179,7 @@ def test_a_killed_run_goes_on_at_its_block(runs, tmp_path, monkeypatch):
     assert result["details"]["encrypted_rows"] == 40
 
 
-@pytest.mark.deployment
+@pytest.mark.release
 def test_deployed_it_learns(tmp_path):
     """One client, since every refresh is a message: its two batches take some two hundred."""
     tables = experiment(tmp_path, "ckks", run={"engine": "deployment", "workers": 0}, clients=1)

@@ -20,8 +20,13 @@ from fedfm.encrypted.inference.operation_count import count_operations
 TOKENS, D = 4, 4
 
 
-@pytest.mark.parametrize("parameters", [Parameters(), SLOW_LINK], ids=["8192", "16384"])
-@pytest.mark.proof
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        pytest.param(Parameters(), id="8192", marks=pytest.mark.proof),
+        pytest.param(SLOW_LINK, id="16384", marks=pytest.mark.release),
+    ],
+)
 def test_a_run_does_what_was_planned(parameters):
     """Operations, refreshes, messages, bytes, distance, and states within 1e-3 of the clear, at both rings."""
     model, rows, states = random_model(3, TOKENS, D, blocks=1)

@@ -95,7 +95,7 @@ def test_the_command_says_which_runs_predict_at_silos(folder, capsys):
     assert 'encryption = "ckks"' in capsys.readouterr().err
 
 
-@pytest.mark.deployment
+@pytest.mark.release
 def test_a_silo_behind_a_superlink_predicts_the_same(folder, tmp_path, capsys):
     pytest.importorskip("tenseal", reason="the extra [encrypted] is not installed")
     fedfm.run(experiment(folder, encryption="ckks", link="slow"), tmp_path / "run")

@@ -26,7 +26,7 @@ seed = 3
 @pytest.mark.parametrize(
     "engine",
     [
-        pytest.param("simulation", marks=pytest.mark.simulation),
+        pytest.param("simulation", marks=pytest.mark.release),
         pytest.param("deployment", marks=pytest.mark.deployment),
     ],
 )

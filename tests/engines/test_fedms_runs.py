@@ -31,7 +31,7 @@ local = {{ learning_rate = 0.01, batch_size = 16 }}
 @pytest.mark.parametrize(
     "engine",
     [
-        pytest.param("simulation", marks=pytest.mark.simulation),
+        pytest.param("simulation", marks=pytest.mark.release),
         pytest.param("deployment", marks=pytest.mark.deployment),
     ],
 )

@@ -501,7 +501,7 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.proof
+@pytest.mark.release
 def test_a_hostile_server_gets_nothing_in_a_thousand_tries(silo, w, capfd):
     for family in FAMILIES:
         family(silo, w)

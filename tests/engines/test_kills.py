@@ -106,7 +106,7 @@ def test_a_client_that_kills_its_worker_is_left_out_and_takes_nobody_along(tmp_p
 
 
 @linux
-@pytest.mark.proof
+@pytest.mark.release
 def test_workers_killed_at_random_moments_change_no_bit_of_a_run(tmp_path):
     exp = experiment(tmp_path, method='name = "scaffold"\nrounds = 10\nlocal = { epochs = 4 }', run="workers = 2")
     straight = fedfm("run", exp, "--out", tmp_path / "straight")

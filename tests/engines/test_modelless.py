@@ -48,7 +48,7 @@ def test_the_same_bits_with_workers_and_over_the_wire(locally, tmp_path):
         same(fedfm("run", exp, "--out", tmp_path / str(i), "--set", setting), result)
 
 
-@pytest.mark.simulation
+@pytest.mark.release
 def test_in_a_simulation(locally, tmp_path):
     exp, result = locally
     same(fedfm("run", exp, "--out", tmp_path / "run", "--engine", "simulation"), result)

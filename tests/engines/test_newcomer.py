@@ -20,7 +20,7 @@ FILES = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
     "engine",
     [
         pytest.param("simulation", marks=pytest.mark.simulation),
-        pytest.param("deployment", marks=pytest.mark.deployment),
+        pytest.param("deployment", marks=pytest.mark.release),
     ],
 )
 def test_the_newcomers_method_gives_the_same_bits_everywhere(tmp_path, engine):

@@ -13,16 +13,11 @@ clip_norm = 0.05
 delta = 1e-5
 """
 
-ENGINES = [
-    pytest.param("simulation", marks=pytest.mark.simulation),
-    pytest.param("deployment", marks=pytest.mark.deployment),
-]
 
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_an_audit_repeats_the_run_on_the_local_engine(engine, tmp_path):
+@pytest.mark.deployment
+def test_an_audit_repeats_the_run_on_the_local_engine(tmp_path):
     exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 2', run=PRIVACY)
-    result = fedfm("run", exp, "--out", tmp_path / "run", "--engine", engine)
+    result = fedfm("run", exp, "--out", tmp_path / "run", "--engine", "deployment")
     attacks = ("--attack", "client_epsilon", "--attack", "canaries")
     found = {f["name"]: f for f in here("audit", tmp_path / "run", *attacks)["findings"]}  # it refuses other bits
     assert set(found) == {"client_epsilon", "canaries"}
@@ -54,7 +49,13 @@ clip_norm = 1.0
 """
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param("simulation", marks=pytest.mark.release),
+        pytest.param("deployment", marks=pytest.mark.deployment),
+    ],
+)
 def test_dp_sgd_has_the_bits_and_the_epsilon_of_the_local_engine(engine, tmp_path):
     method = 'name = "fedavg"\nrounds = 2\nlocal = { batch_size = 32 }'
     exp = experiment(tmp_path, method=method, adaptation='{ name = "lora", rank = 2 }', run=RECORDS)

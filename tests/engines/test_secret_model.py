@@ -25,7 +25,7 @@ def prepared(exp: Path, out: Path, engine: str) -> Path:
 @pytest.mark.parametrize(
     "engine",
     [
-        pytest.param("simulation", marks=pytest.mark.simulation),
+        pytest.param("simulation", marks=pytest.mark.release),
         pytest.param("deployment", marks=pytest.mark.deployment),
     ],
 )

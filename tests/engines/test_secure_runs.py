@@ -171,7 +171,7 @@ def test_a_killed_run_resumes_with_new_masks_to_the_same_bits(tmp_path, monkeypa
 PRIVACY = '[privacy]\naggregator = "secagg"'
 
 
-@pytest.mark.simulation
+@pytest.mark.release
 def test_the_same_bits_under_flowers_simulation(tmp_path):
     exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 2', run=PRIVACY)
     simulated = fedfm("run", exp, "--out", tmp_path / "simulated", "--engine", "simulation")

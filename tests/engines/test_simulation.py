@@ -13,7 +13,6 @@ import pytest
 from fedfm.engines.flower.orphan_cleanup import processes_with
 from processes import begin, experiment, fedfm, here, mentioning, rounds, same, until
 
-pytestmark = pytest.mark.simulation
 SCAFFOLD = 'name = "scaffold"\nrounds = 2\nlocal = { learning_rate = 0.03, epochs = 2 }'
 LORA = '{ name = "lora", rank = 2 }'
 
@@ -35,9 +34,9 @@ def forgotten(before: set[str]) -> set[str]:
 @pytest.mark.parametrize(
     ("method", "adaptation"),
     [
-        ('name = "fedavg"\nrounds = 2', LORA),
-        (SCAFFOLD, '{ name = "head" }'),
-        ('name = "fedpft"\ncomponents = 2\nverify = true', '{ name = "head" }'),
+        pytest.param('name = "fedavg"\nrounds = 2', LORA, marks=pytest.mark.simulation),
+        pytest.param(SCAFFOLD, '{ name = "head" }', marks=pytest.mark.simulation),
+        pytest.param('name = "fedpft"\ncomponents = 2\nverify = true', '{ name = "head" }', marks=pytest.mark.release),
     ],
 )
 def test_same_bits_and_bytes_as_local(tmp_path, method, adaptation):
@@ -55,6 +54,7 @@ def test_same_bits_and_bytes_as_local(tmp_path, method, adaptation):
     until(lambda: not mentioning(tmp_path))
 
 
+@pytest.mark.simulation
 def test_the_same_clients_attack_and_the_same_rule_withstands_them(tmp_path):
     run = '[attack]\nname = "backdoor"\nfraction = 0.4\nfactor = 2.0\n[aggregation]\nname = "median"'
     exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 2', run=run)
@@ -66,6 +66,7 @@ def test_the_same_clients_attack_and_the_same_rule_withstands_them(tmp_path):
         assert simulated[key] == local[key]
 
 
+@pytest.mark.simulation
 def test_a_buffer_without_the_one_that_fails_has_the_local_bits(tmp_path):
     method = f'name = "naughty:Naughty"\nrounds = 5\norders = "{tmp_path}"'
     exp = experiment(tmp_path, method=method, run="asynchronous = { buffer = 2, speeds = { client-02 = 0.3 } }")
@@ -79,6 +80,7 @@ def test_a_buffer_without_the_one_that_fails_has_the_local_bits(tmp_path):
     assert [line["cohort"] for line in lines[1:]] == [["client-01", "client-02"]] * 5
 
 
+@pytest.mark.simulation
 def test_a_client_that_raises_or_dies_is_left_out_and_a_stop_ends_everything(tmp_path):
     method = f'name = "naughty:Naughty"\nrounds = 400\norders = "{tmp_path}"'
     exp = experiment(tmp_path, method=method, run="timeout = 300")
@@ -97,6 +99,7 @@ def test_a_client_that_raises_or_dies_is_left_out_and_a_stop_ends_everything(tmp
     assert not mentioning(out)
 
 
+@pytest.mark.simulation
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process has started is found in Linux's /proc")
 def test_what_a_killed_run_had_started_ends_too_and_it_resumes_to_the_same_bits(tmp_path):
     exp = experiment(tmp_path, method='name = "fedavg"\nrounds = 60')

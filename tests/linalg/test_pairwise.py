@@ -308,7 +308,7 @@ def test_vectors_and_results_larger_than_memory_are_streamed(tmp_path):
         [sys.executable, "-c", textwrap.dedent(STREAMED)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
         env={"PYTHONPATH": source, "TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"},
     )

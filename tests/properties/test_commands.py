@@ -21,7 +21,7 @@ def test_it_ends_with_a_line_and_an_exit_code(runs, tmp_path, seed):
     commands.within(runs, tmp_path, seed)
 
 
-@pytest.mark.proof
+@pytest.mark.release
 def test_many_end_so(tmp_path):
     runs = commands.make_runs(tmp_path)
     found = Counter(commands.within(runs, tmp_path, seed)[0] for seed in range(500))

@@ -16,7 +16,7 @@ def test_it_runs_or_is_refused(tmp_path, seed):
     experiments.within(tmp_path, seed)
 
 
-@pytest.mark.proof
+@pytest.mark.release
 def test_many_run_or_are_refused(tmp_path):
     found = Counter(experiments.within(tmp_path, seed)[0] for seed in range(400))
     assert found["ran"] > 100
