@@ -6,6 +6,7 @@ import copy
 import math
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,19 +16,19 @@ import torch
 from fedfm import seeds
 from fedfm.aggregation.base import Aggregator
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, absorb_rounding, against, refutes, twice
+from fedfm.audits.client_epsilon import unfixed
+from fedfm.audits.finding import Finding, refutes, twice
 from fedfm.audits.inference import canaries
+from fedfm.audits.inference.canaries import TOO_LONG, vector
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay, turns
+from fedfm.audits.stated_epsilon import CONFIDENCE, STRICT, finding_on_claim, lower_bounds
 from fedfm.core.client import Client, Update
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do the means disclose more about single clients than the stated epsilon allows?"
-CONFIDENCE = 0.95
-STRICT = 0.9999  # of a refutation; audits are repeated
-TOO_LONG = 10.0  # a canary's update has this multiple of the allowed norm: the mechanism must clip it
 STRANGERS = 1000  # canaries that take no part
 _MOST = 4e8  # numbers in memory
 
@@ -47,8 +48,8 @@ class Canaries(Audit):
     def unfit(self, run: Run) -> str | None:
         result, clients = run.manifest["result"], len(run.manifest["clients"])
         mechanism: Any = run.experiment.aggregation.mechanism
-        if mechanism.fraction is not None or mechanism.adaptive is not None:
-            return "it measures independent noise and a fixed clip, of runs in which the method chooses the cohorts"
+        if (why := unfixed(mechanism)) is not None:
+            return why
         if not result["rounds"] or clients < 2:
             return "it needs a round and two clients"
         numbers = int(run.manifest["model"]["trainable"]) * (result["rounds"] + clients)
@@ -75,25 +76,28 @@ class Canaries(Audit):
 
 def finding(found: Array, strangers: Array, dim: int, delta: float, stated: float) -> Finding:
     """The finding on a stated epsilon from the canaries' scores; ``dim`` numbers determine the size of the noise."""
-    low, strict = (absorb_rounding(canaries.epsilon_bound(found, dim, delta, p), stated) for p in (CONFIDENCE, STRICT))
+    low, strict = lower_bounds(lambda level: canaries.epsilon_bound(found, dim, delta, level), stated)
     # If one client counts more than the others, the mean underestimates it.
     estimate = max(canaries.epsilon_at(float(found.mean()), delta), low)
     high = max(canaries.epsilon_most(found, dim, delta, CONFIDENCE), estimate)
     counted = canaries.counted_bound(found, strangers, delta, CONFIDENCE)
-    rule = twice(strict, STRICT)
-    verdict = rule.verdict({"low": low, "bound": stated})
     says = (
         f"Who knows all others sees a client at {float(found.mean()):.3g} standard deviations of the noise (mean of "
         f"{len(found)} canaries). If the noise is normal, this {refutes(low)} at 95 % "
-        f"confidence; without that assumption it {refutes(counted)}. The manifest claims {stated:.4g}{against(verdict)}"
+        f"confidence; without that assumption it {refutes(counted)}."
     )
-    if verdict == "holds" and estimate > stated:
-        says += (
+    detail = {"canaries": len(found), "strangers": len(strangers), "delta": delta, "low_by_counts": counted}
+    rule, name = twice(strict, STRICT), "canaries"
+    of_claim = finding_on_claim(
+        name, QUESTION, says, detail, estimate=estimate, low=low, high=high, stated=stated, rule=rule
+    )
+    if of_claim.verdict == "holds" and estimate > stated:
+        why = (
             f" The estimate, {estimate:.3g}, is above the claim and contradicts nothing: from {len(found)} canaries it "
             f"is as uncertain as its interval, {low:.3g} to {high:.3g}, and what counts is the low end."
         )
-    detail = {"canaries": len(found), "strangers": len(strangers), "delta": delta, "low_by_counts": counted}
-    return Finding("canaries", QUESTION, estimate, low, high, stated, rule, says, verdict == "leaks", detail)
+        return replace(of_claim, says=of_claim.says + why)
+    return of_claim
 
 
 class Planted:
@@ -149,7 +153,7 @@ class Planted:
         asked = len(fed.clients if of is None else (of := tuple(of)))
         self._signs.append({})
         mean = type(self._real).mean(self.aggregator, fed, handler, of, payload, like)
-        total = asked * _vector(mean)
+        total = asked * vector(mean.values())
         for name, sign in self._signs[-1].items():
             total -= self._clip * sign * self._directions[name]
         self._residuals.append(total)
@@ -158,7 +162,3 @@ class Planted:
     def _direction(self, name: str) -> Array:
         drawn = seeds.generator(self._seed, "audit", "canary", name).standard_normal(self.dim)
         return np.asarray(drawn / np.linalg.norm(drawn))
-
-
-def _vector(w: Params) -> Array:
-    return np.concatenate([x.double().numpy().ravel() for x in w.values() if x.is_floating_point()])

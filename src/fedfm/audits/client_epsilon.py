@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fedfm.aggregation.private import CentralGaussian
 from fedfm.audits.audit import Audit
 from fedfm.audits.finding import CLAIM, Finding, absorb_rounding, refutes
+from fedfm.audits.inference.canaries import vector
+from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay, Turn
+from fedfm.audits.row_evidence import no_round
+from fedfm.audits.stated_epsilon import finding_on_claim
 from fedfm.core.client import Update
 from fedfm.linalg.params import Params
 from fedfm.privacy import gaussian
@@ -40,11 +41,11 @@ class ClientEpsilon(Audit):
 
     def unfit(self, run: Run) -> str | None:
         mechanism: Any = run.experiment.aggregation.mechanism
-        if mechanism.fraction is not None or mechanism.adaptive is not None:
-            return "it measures independent noise and a fixed clip, of runs in which the method chooses the cohorts"
+        if (why := unfixed(mechanism)) is not None:
+            return why
         if mechanism.hidden:
             return "secure aggregation draws new masks in a replay, and the updates of this run are not seen"
-        return None if run.manifest["result"]["rounds"] else "the run has no round"
+        return no_round(run)
 
     def watch(self, run: Run) -> _Residuals:
         return _Residuals(run.experiment.method.params_for)
@@ -63,7 +64,6 @@ class ClientEpsilon(Audit):
         low = math.inf if repeated else gaussian.epsilon_of(highest, longest, delta)
         estimate = math.inf if repeated else gaussian.epsilon_of(sigma, longest, delta)
         low = absorb_rounding(low, stated)
-        contradicts = low > stated
         says = (
             f"The noise on a sum has a standard deviation of {sigma:.4g}, and one client's updates have the norm "
             f"{longest:.4g} in {result['rounds']} rounds. If the noise is normal, this "
@@ -71,10 +71,17 @@ class ClientEpsilon(Audit):
         )
         if repeated:
             says = "Two rounds share their noise: the difference of their models shows the updates."
-        says += f" The manifest claims {stated:.4g}" + (": it does not hold." if contradicts else ".")
         detail = {"noise": sigma, "noise_at_most": highest, "longest_update": found.longest, "numbers": found.numbers}
         detail |= {"confidence": CONFIDENCE, "delta": delta}
-        return [Finding("client_epsilon", QUESTION, estimate, low, None, stated, CLAIM, says, contradicts, detail)]
+        name = "client_epsilon"
+        return [finding_on_claim(name, QUESTION, says, detail, estimate=estimate, low=low, stated=stated, rule=CLAIM)]
+
+
+def unfixed(mechanism: Any) -> str | None:
+    """Why the noise of a client-level mechanism cannot be compared between rounds; None if it can."""
+    if mechanism.fraction is None and mechanism.adaptive is None:
+        return None
+    return "it measures independent noise and a fixed clip, of runs in which the method chooses the cohorts"
 
 
 class _Residuals:
@@ -93,16 +100,16 @@ class _Residuals:
         self.squares, self.numbers, self.longest = 0.0, 0, 0.0
         self.lengths: dict[str, float] = {}
         self.shared: list[float] = []
-        self._last: NDArray[np.float64] | None = None
+        self._last: Array | None = None
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         if not turn.round:
             return
-        after, before = (_vector(self._params_for(state, "")) for state in (turn.after, turn.before))
+        after, before = (vector(self._params_for(state, "").values()) for state in (turn.after, turn.before))
         noise = (after - before) * len(turn.payloads)
         for reply in turn.replies:
             if isinstance(reply.value, Update):
-                update = _vector(reply.value.delta)
+                update = vector(reply.value.delta.values())
                 noise -= update
                 length = float(update @ update)
                 self.lengths[reply.client] = self.lengths.get(reply.client, 0.0) + length
@@ -112,7 +119,3 @@ class _Residuals:
             cosine = float(noise @ self._last) / math.sqrt(squares * float(self._last @ self._last))
             self.shared.append(abs(cosine) * math.sqrt(len(noise)))
         self.squares, self.numbers, self._last = self.squares + squares, self.numbers + len(noise), noise
-
-
-def _vector(w: Params) -> NDArray[np.float64]:
-    return np.concatenate([tensor.double().numpy().ravel() for tensor in w.values() if tensor.is_floating_point()])

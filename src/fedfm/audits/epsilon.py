@@ -11,11 +11,11 @@ import numpy as np
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.fedpft_view import SentClass, View
-from fedfm.audits.finding import CLAIM, Finding, absorb_rounding, nothing
+from fedfm.audits.finding import CLAIM, Finding, absorb_rounding, nothing, refutes
 from fedfm.audits.inference.one_run import epsilon_bound, readings
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay
-from fedfm.audits.stated_epsilon import claim
+from fedfm.audits.stated_epsilon import claim, finding_on_claim
 from fedfm.methods.fedpft.fedpft import FedPFT
 from fedfm.runtime.run_directory import Run
 
@@ -48,16 +48,16 @@ class Epsilon(Audit):
         right = int((coins > 0).sum())
         low = absorb_rounding(epsilon_bound(coins.tolist(), promise.delta, CONFIDENCE, promise.steps), promise.epsilon)
         odds = math.log((right + 0.5) / (len(coins) - right + 0.5)) / promise.steps
-        contradicts = low > promise.epsilon
         says = (
-            f"An attacker that knows everything else finds the used row in {right} of {len(coins)} pairs. This refutes "
-            f"every epsilon below {low:.3g} at {100 * CONFIDENCE:.0f} % confidence. The manifest claims "
-            f"{promise.epsilon:g}" + (": it does not hold." if contradicts else ".")
+            f"An attacker that knows everything else finds the used row in {right} of {len(coins)} pairs. This "
+            f"{refutes(low)} at {100 * CONFIDENCE:.0f} % confidence."
         )
         detail = {"pairs": len(coins), "right": right, "confidence": CONFIDENCE, "delta": promise.delta}
         detail |= {"steps_between_the_rows_of_a_pair": promise.steps}
-        bound = promise.epsilon
-        return [Finding("epsilon", QUESTION, max(odds, 0.0), low, None, bound, CLAIM, says, contradicts, detail)]
+        estimate, stated = max(odds, 0.0), promise.epsilon
+        return [
+            finding_on_claim("epsilon", QUESTION, says, detail, estimate=estimate, low=low, stated=stated, rule=CLAIM)
+        ]
 
 
 def _pairs(view: View) -> Iterator[tuple[SentClass, Array, Array]]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import numpy as np
 import torch.nn.functional as F
 
 from fedfm import seeds
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import ABOVE, Finding, nothing
-from fedfm.audits.inference import rates
+from fedfm.audits.finding import Finding, nothing
+from fedfm.audits.inference.rates import Array
+from fedfm.audits.member_scores import Cell, MemberScores
 from fedfm.audits.replay import Replay, Turn, Watch
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
@@ -26,7 +26,6 @@ from fedfm.runtime.run_directory import Run
 
 GLOBAL = "Does the global expert or prompt, which every client gets, disclose who was trained on?"
 OWN = "Does a client's own model, which leaves it at the end unless its silo refuses, disclose who was trained on?"
-Z = 1.96  # 95 %
 
 
 class LastState(Watch):
@@ -58,23 +57,20 @@ class ExpertMembership(Audit):
         ]
 
     def _finding(self, replay: Replay, name: str, question: str, models: dict[str, Params]) -> Finding:
-        cells = []
+        cells = list[Cell]()
         for client, w in models.items():
             data = replay.population.data(client)
             if len(data.train) and len(data.test):
-                cells.append(tuple(self._scores(replay, w, rows) for rows in (data.train, data.test)))
+                cells.append((self._scores(replay, w, data.train), self._scores(replay, w, data.test)))
         if not cells:
             return nothing(name, question, "No client has a model here, training rows and test rows.")
-        by_client, members = (np.array(x) for x in zip(*((rates.auc(m, s), len(m)) for m, s in cells), strict=True))
-        strangers, rng = sum(len(s) for _, s in cells), seeds.generator(replay.run.experiment.run.seed, "audit", name)
-        mean, low, high = rates.auc_interval(by_client, members, strangers, rng, 0.95, Z)
-        says = f"A training row has a lower loss than a test row of the same client with chance {mean:.3f} "
-        says += f"[{low:.3f}, {high:.3f}]; 0.5 is guessing."
-        detail = {"clients": len(cells), "members": int(members.sum()), "strangers": strangers}
-        return Finding(name, question, mean, low, high, rates.NOTABLE, ABOVE, says, False, detail)
+        seed, strangers = replay.run.experiment.run.seed, sum(len(s) for _, s in cells)
+        scores = MemberScores(cells, strangers, lambda confidence: seeds.generator(seed, "audit", name), digits=2)
+        says = "A training row has a lower loss than a test row of the same client"
+        return scores.finding(name, question, says, scores.counts())
 
-    def _scores(self, replay: Replay, w: Params, rows: Rows) -> np.ndarray:
+    def _scores(self, replay: Replay, w: Params, rows: Rows) -> Array:
         """Minus the loss of each row."""
         outputs = logits(replay.run.experiment.method, replay.population.model, w, rows)
-        scores: np.ndarray = -F.cross_entropy(outputs, rows.labels, reduction="none").numpy()  # type: ignore[arg-type]
+        scores: Array = -F.cross_entropy(outputs, rows.labels, reduction="none").numpy()  # type: ignore[arg-type]
         return scores

@@ -14,10 +14,10 @@ from fedfm.audits.fedpft_view import SentClass, View
 from fedfm.audits.finding import ABOVE, Finding, nothing
 from fedfm.audits.inference import rates
 from fedfm.audits.inference.likelihood_ratio import Density, scores
-from fedfm.audits.inference.one_run import largest_auc
-from fedfm.audits.inference.rates import ALARMS, FEW, NOTABLE, NOTABLE_TPR, Array
+from fedfm.audits.inference.rates import ALARMS, FEW, Array
+from fedfm.audits.member_scores import MemberScores, finding_on_rate
 from fedfm.audits.replay import Replay
-from fedfm.audits.stated_epsilon import claim, limit_rule
+from fedfm.audits.stated_epsilon import claim
 from fedfm.methods.fedpft import noisy_moments
 from fedfm.methods.fedpft.mixtures import fit, fit_without_singles
 from fedfm.methods.fedpft.mixtures.uncounted import round_to_grid
@@ -110,59 +110,45 @@ def _fit(view: View, x: Array, components: int, key: tuple[Any, ...]) -> Density
 
 
 def _auc(view: View, scored: Sequence[_Scored]) -> Finding:
-    from scipy.stats import norm
-
-    by_cell = np.array([rates.auc(s.members, s.strangers) for s in scored])
-    weights = np.array([len(s.members) for s in scored])
     strangers = len({int(i) for s in scored for i in view.held_out(s.cell.client, s.cell.label)})
-
-    def interval(index: Array, confidence: float) -> tuple[float, float, float]:
-        z = float(norm.ppf((1 + confidence) / 2))
-        return rates.auc_interval(by_cell[index], weights[index], strangers, view.rng("bootstrap"), confidence, z)
-
-    everything = np.arange(len(scored))
-    mean, low, high = interval(everything, 0.95)
+    cells = [(s.members, s.strangers) for s in scored]
+    scores = MemberScores(cells, strangers, lambda confidence: view.rng("bootstrap"), digits=None)
     groups, lows = {}, []
     for first, beyond in zip(SIZES, (*SIZES[1:], np.inf), strict=True):
-        index = np.flatnonzero((weights >= first) & (weights < beyond))
+        index = np.flatnonzero((scores.sizes >= first) & (scores.sizes < beyond))
         if not len(index):
             continue
         label = f"{first} or more" if beyond == np.inf else f"{first} to {int(beyond) - 1}"
-        group = interval(index, 0.99)  # five tests, not one
-        groups[label] = {"auc": group[0], "low": group[1], "high": group[2], "rows": int(weights[index].sum())}
-        if weights[index].sum() >= LEAST:
-            lows.append(group[1])
-    detail: dict[str, Any] = {"by_rows_of_the_class": groups, "cells": len(scored), "members": int(weights.sum())}
-    detail |= {"strangers": strangers, "shadow": "the same recipe on other rows of the class"}
-    says = f"A row that was in the fit scores above one that was not with chance {mean:.3f} [{low:.3f}, {high:.3f}], "
+        auc, low, high = scores.interval(0.99, index)  # five tests, not one
+        groups[label] = {"auc": auc, "low": low, "high": high, "rows": int(scores.sizes[index].sum())}
+        if groups[label]["rows"] >= LEAST:
+            lows.append(low)
     # The largest figure of a handful of rows is chance: as in the verdict, small groups do not count.
     large = {k: g["auc"] for k, g in groups.items() if g["rows"] >= LEAST} or {k: g["auc"] for k, g in groups.items()}
     top = max(large, key=lambda k: large[k])
-    says += f"for classes of {top} rows at a client {large[top]:.3f}; 0.5 is guessing"
     rule = ABOVE
     if lows:
         name = "largest low at 99 % of classes of one size"
         rule = replace(ABOVE, leaks=(*ABOVE.leaks, f"{name} > bound")).with_numbers({name: max(lows)})
-    promise, contradicts = claim(view.replay.run), False
-    if promise is not None:
-        allowed = largest_auc(promise.steps * promise.epsilon, promise.exchange_delta)
-        strict = interval(everything, STRICT)[1]
-        contradicts, rule = strict > allowed, limit_rule(rule, allowed, strict, STRICT)
-        detail["allowed_by_epsilon"] = allowed
-        says += f", and epsilon = {promise.epsilon:g} allows {allowed:.3f}"
-    return Finding("membership", QUESTION, mean, low, high, NOTABLE, rule, f"{says}.", contradicts, detail)
+    detail: dict[str, Any] = {"by_rows_of_the_class": groups, "cells": len(cells), "members": int(scores.sizes.sum())}
+    detail |= {"strangers": strangers, "shadow": "the same recipe on other rows of the class"}
+    return scores.finding(
+        "membership",
+        QUESTION,
+        "A row that was in the fit scores above one that was not",
+        detail,
+        rule=rule,
+        claim=claim(view.replay.run),
+        strict=STRICT,
+        more=f", for classes of {top} rows at a client {large[top]:.3f}",
+    )
 
 
 def _tpr(view: View, scored: Sequence[_Scored]) -> Finding:
     name = "membership_tpr"
-    r = rates.tpr_at([(s.members, s.strangers) for s in scored], ALARMS, view.rng("bootstrap tpr"))
-    if r is None:
+    rate = rates.tpr_at([(s.members, s.strangers) for s in scored], ALARMS, view.rng("bootstrap tpr"))
+    if rate is None:
         return nothing(name, QUESTION_TPR, f"No class has {FEW} rows that nobody trained on.")
-    says = (
-        f"{100 * r.tpr:.1f} % of the training rows [{100 * r.low:.1f}, {100 * r.high:.1f}] are above a threshold that "
-        f"{100 * r.alarms / r.negatives:.1f} % of strangers exceed; guessing gives 1 %, the bound is "
-        f"{100 * NOTABLE_TPR:.0f} %."
-    )
-    detail = {"threshold": r.threshold, "hits": r.hits, "members": r.positives}
-    detail |= {"false_alarms": r.alarms, "stranger_scores": r.negatives}
-    return Finding(name, QUESTION_TPR, r.tpr, r.low, r.high, NOTABLE_TPR, ABOVE, says, False, detail)
+    detail = {"threshold": rate.threshold, "hits": rate.hits, "members": rate.positives}
+    detail |= {"false_alarms": rate.alarms, "stranger_scores": rate.negatives}
+    return finding_on_rate(name, QUESTION_TPR, rate, detail)

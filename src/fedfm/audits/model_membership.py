@@ -6,7 +6,6 @@ et al. (arXiv:1709.01604) with one threshold a class, as Song and Mittal (arXiv:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,16 +15,16 @@ import numpy as np
 from fedfm import seeds
 from fedfm.audits.audit import Audit
 from fedfm.audits.expert_membership import ExpertMembership
-from fedfm.audits.finding import ABOVE, Finding, nothing
+from fedfm.audits.finding import Finding, nothing
 from fedfm.audits.inference import rates
-from fedfm.audits.inference.one_run import largest_auc
-from fedfm.audits.inference.rates import ALARMS, NOTABLE, NOTABLE_TPR, Array
+from fedfm.audits.inference.rates import ALARMS, Array
 from fedfm.audits.inference.shadow_ratio import log_ratio
+from fedfm.audits.member_scores import MemberScores, finding_on_rate
 from fedfm.audits.membership import Membership
 from fedfm.audits.replay import Replay
 from fedfm.audits.row_evidence import by_class, evidence, no_round, unreadable
 from fedfm.audits.shadow_runs import Half, RowPool, affordable, cost, shadow_models, unit
-from fedfm.audits.stated_epsilon import limit_rule
+from fedfm.audits.stated_epsilon import claim_of_model
 from fedfm.core.client import ClientId
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
@@ -37,7 +36,6 @@ from fedfm.runtime.run_directory import Run
 
 QUESTION = "Can who has the final model tell which rows it was trained on?"
 QUESTION_TPR = "How many training rows does the final model give away while one stranger in a hundred is accused?"
-STRICT, Z, Z_STRICT = 0.9999, 1.959964, 3.890592  # confidence of a contradiction; normal quantiles of 95 % and of it
 Models = Mapping[ClientId, Params]
 
 
@@ -142,46 +140,21 @@ def _of(run: Run, population: Partitioned, w: Params, pool: RowPool, client: Cli
 
 
 def _auc(run: Run, client_scores: Sequence[ClientScores], how: str, of: str) -> Finding:
-    by_client = np.array([rates.auc(t.members, t.strangers) for t in client_scores])
-    weights, strangers = np.array([len(t.members) for t in client_scores]), sum(len(t.strangers) for t in client_scores)
-
-    def interval(confidence: float, z: float) -> tuple[float, float, float]:
-        rng = seeds.generator(run.experiment.run.seed, "audit", "model membership", str(confidence))
-        return rates.auc_interval(by_client, weights, strangers, rng, confidence, z)
-
-    mean, low, high = interval(0.95, Z)
-    detail: dict[str, Any] = {"attack": how, "clients": len(client_scores), "members": int(weights.sum())}
-    detail |= {"strangers": strangers, "highest_of_a_client": float(by_client.max())}
-    says = f"By {how}, a training row scores above a test row with chance {mean:.3f} [{low:.3f}, {high:.3f}]; 0.5 is "
-    says += "guessing"
-    contradicts, rule = False, ABOVE
-    if (promise := stated_guarantee(run)) is not None:
-        epsilon, delta = promise
-        # A training row and a test row differ by an exchange: one out, one in.
-        allowed = largest_auc(2 * epsilon, min(delta * (1 + math.exp(min(epsilon, 700.0))), 1.0))
-        detail["allowed_by_epsilon"] = allowed
-        strict = interval(STRICT, Z_STRICT)[1]
-        contradicts, rule = strict > allowed, limit_rule(ABOVE, allowed, strict, STRICT)
-        says += f", and epsilon = {epsilon:.4g} allows {allowed:.3f}"
-    return Finding("model_membership", QUESTION, mean, low, high, NOTABLE, rule, f"{says}.{of}", contradicts, detail)
+    seed, cells = run.experiment.run.seed, [(t.members, t.strangers) for t in client_scores]
+    scores = MemberScores(
+        cells,
+        sum(len(strangers) for _, strangers in cells),
+        lambda confidence: seeds.generator(seed, "audit", "model membership", str(confidence)),
+    )
+    detail = {"attack": how, **scores.counts(), "highest_of_a_client": float(scores.aucs.max())}
+    says = f"By {how}, a training row scores above a test row"
+    return scores.finding("model_membership", QUESTION, says, detail, claim=claim_of_model(run), unit=of)
 
 
 def _tpr(run: Run, client_scores: Sequence[ClientScores], how: str, of: str) -> Finding:
     name, rng = "model_membership_tpr", seeds.generator(run.experiment.run.seed, "audit", "model membership tpr")
-    r = rates.tpr_at([(t.members, t.strangers) for t in client_scores], ALARMS, rng)
-    if r is None:
+    rate = rates.tpr_at([(t.members, t.strangers) for t in client_scores], ALARMS, rng)
+    if rate is None:
         return nothing(name, QUESTION_TPR, f"No client has {rates.FEW} test rows.")
-    says = (
-        f"By {how}, {100 * r.tpr:.1f} % of the training rows [{100 * r.low:.1f}, {100 * r.high:.1f}] are above a "
-        f"threshold that {100 * r.alarms / r.negatives:.1f} % of {r.negatives} test rows exceed; guessing gives 1 %, "
-        f"the bound is {100 * NOTABLE_TPR:.0f} %.{of}"
-    )
-    detail = {"hits": r.hits, "members": r.positives, "false_alarms": r.alarms, "strangers": r.negatives}
-    return Finding(name, QUESTION_TPR, r.tpr, r.low, r.high, NOTABLE_TPR, ABOVE, says, False, detail)
-
-
-def stated_guarantee(run: Run) -> tuple[float, float] | None:
-    """(epsilon, delta) that the run states for its model, by row or by client; None if it states none."""
-    epsilon = run.manifest["result"].get("epsilon")
-    deltas = [float(e["delta"]) for e in run.manifest["ledger"]["entries"] if e.get("delta") is not None]
-    return None if epsilon is None or not deltas else (float(epsilon), max(deltas))
+    detail = {"hits": rate.hits, "members": rate.positives, "false_alarms": rate.alarms, "strangers": rate.negatives}
+    return finding_on_rate(name, QUESTION_TPR, rate, detail, by=how, strangers=f"{rate.negatives} test rows", unit=of)

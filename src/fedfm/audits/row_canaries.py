@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from fedfm import seeds
 from fedfm.aggregation._record_level import DpSgd
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, absorb_rounding, against, nothing, twice
+from fedfm.audits.finding import Finding, absorb_rounding, nothing, twice
 from fedfm.audits.inference import row_canaries
+from fedfm.audits.inference.canaries import TOO_LONG, vector
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay
+from fedfm.audits.row_evidence import no_round
+from fedfm.audits.stated_epsilon import CONFIDENCE, STRICT, finding_on_claim
 from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Batch, Rows
 from fedfm.linalg.threads import torch_threads
@@ -33,12 +36,9 @@ from fedfm.training.local_job import Job
 from fedfm.training.scheduler import train_client
 
 QUESTION = "Do the private steps disclose more about single rows than the stated epsilon allows?"
-CONFIDENCE = 0.95
-STRICT = 0.9999  # of a refutation; audits are repeated
 DIMENSION = 4096  # of the trained vector: the guarantee does not depend on it
 CANARIES, TRAININGS = 1000, 20  # at most
 ENOUGH = 400  # canaries, after which the training is not repeated again
-TOO_LONG = 10.0  # a canary's gradient has this multiple of C: the training must clip it
 _MOST = 2e4  # steps
 _SATURATED = 1e30  # logit at which the softmax is exactly 1
 
@@ -57,7 +57,7 @@ class RowCanaries(Audit):
         return isinstance(run.experiment.aggregation.mechanism, DpSgd)
 
     def unfit(self, run: Run) -> str | None:
-        return None if run.manifest["result"]["rounds"] else "the run has no round"
+        return no_round(run)
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         run = replay.run
@@ -96,8 +96,6 @@ class RowCanaries(Audit):
         low, strict, estimate = (math.inf, math.inf, math.inf) if repeats else (low, strict, estimate)
         # An epsilon for other coins does not apply.
         strict = math.inf if coins else strict
-        estimate, rule = max(estimate, low), twice(strict, STRICT)
-        verdict = rule.verdict({"low": low, "bound": stated})
         says = (
             f"{len(found.x)} canary rows, in {claimed.times} steps of which each takes a row with probability "
             f"{claimed.rate:.3g}, refute every epsilon below {low:.3g} at 95 % confidence if the noise is normal, and "
@@ -107,10 +105,10 @@ class RowCanaries(Audit):
             says = "Two steps share their noise: the difference of their sums shows the rows."
         if coins:
             says += " The batches are not drawn by an independent coin for each row, and epsilon is computed for those."
-        says += f" The manifest claims {stated:.4g}{against(verdict)}"
         detail = {"canaries": len(found.x), "steps": claimed.times, "rate": claimed.rate, "delta": delta}
         detail |= {"noise_multiplier": 1 / found.shift, "low_by_counts": counted[0], "independent_coins": not coins}
-        return Finding("row_canaries", QUESTION, estimate, low, None, stated, rule, says, verdict == "leaks", detail)
+        name, rule, estimate = "row_canaries", twice(strict, STRICT), max(estimate, low)
+        return finding_on_claim(name, QUESTION, says, detail, estimate=estimate, low=low, stated=stated, rule=rule)
 
 
 def costliest(population: Partitioned, mechanism: DpSgd) -> str | None:
@@ -175,11 +173,11 @@ class Trainings:
         steps: list[Array] = []
         in_step = np.zeros((self._n, self.plan.rounds * self._steps), dtype=bool)
         w = model.params()
-        last = _vector(model)
+        last = vector(model.live().values())
 
         def after() -> None:
             nonlocal last
-            now = _vector(model)
+            now = vector(model.live().values())
             in_step[model.asked, len(steps)] = True
             steps.append((last - now) * self.plan.clip_norm * self._expected)
             last, model.asked = now, []
@@ -216,7 +214,3 @@ class _Directions(Model):
     def flat(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         # The wrong one of two classes has probability 1: the derivative of the cross-entropy is 1.
         return torch.cat([logits + _SATURATED, torch.zeros_like(logits)], 1), torch.ones(len(logits), dtype=torch.int64)
-
-
-def _vector(model: Model) -> Array:
-    return np.concatenate([p.detach().double().numpy().ravel() for p in model.live().values()])

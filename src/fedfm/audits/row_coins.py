@@ -14,14 +14,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, VerdictRule, absorb_rounding, against, nothing, refutes, twice
+from fedfm.audits.finding import Finding, VerdictRule, nothing, refutes, twice
 from fedfm.audits.inference.one_run import SHARES, epsilon_bound
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.loss_drops import LossDrops
 from fedfm.audits.replay import Replay
 from fedfm.audits.row_evidence import by_class, no_round
 from fedfm.audits.shadow_runs import BUDGET, Half, RowPool, cost, shadow_turns, unit
-from fedfm.audits.stated_epsilon import claim
+from fedfm.audits.stated_epsilon import STRICT, claim, finding_on_claim, lower_bounds
 from fedfm.audits.update_membership import NO_UPDATE, reads_updates
 from fedfm.linalg.threads import torch_threads
 from fedfm.runtime.partitioned import Partitioned
@@ -29,7 +29,6 @@ from fedfm.runtime.run_directory import Run
 
 QUESTION = "Which epsilon can the updates of such a run not have, for single rows?"
 DELTA = 1e-5  # if the run states none
-STRICT = 0.9999
 FIRST = 1000  # number of the shadow run; model_membership uses the lower ones
 
 
@@ -76,7 +75,7 @@ def _finding(run: Run, right: Array, drops: LossDrops, of: str) -> Finding:
     """From readings (m,), positive where the guess is right."""
     promise = claim(run)
     delta, line = (DELTA, 0.0) if promise is None else (promise.delta, promise.epsilon)
-    low, strict = (absorb_rounding(epsilon_bound(right, delta, level), line) for level in (0.95, STRICT))  # type: ignore[arg-type]
+    low, strict = lower_bounds(lambda level: epsilon_bound(right.tolist(), delta, level), line)
     order = np.argsort(-np.abs(right), kind="stable")
     odds = []
     for guesses in sorted({max(1, round(share * len(right))) for share in SHARES}):
@@ -88,15 +87,17 @@ def _finding(run: Run, right: Array, drops: LossDrops, of: str) -> Finding:
         f"{'sums of updates' if drops.sums else 'single updates'}: this {refutes(low, ' of a row')} "
         f"at 95 % confidence, with delta = {delta:.2g}."
     )
-    contradicts = False
+    detail = {"coins": len(right), "sure": guesses, "right": hits, "delta": delta}
+    estimate = max(estimate, 0.0)
+    if promise is not None and promise.steps > 1:
+        rule = twice(strict, STRICT)
+        return finding_on_claim(
+            "row_coins", QUESTION, says, detail, estimate=estimate, low=low, stated=line, rule=rule, unit=of
+        )
     if promise is None:
         rule = VerdictRule(("low > bound",), (), "the run claims no epsilon")
         says += " The run claims none."
-    elif promise.steps > 1:
-        rule, contradicts = twice(strict, STRICT), strict > line
-        says += f" The manifest claims {line:.4g}{against(rule.verdict({'low': low, 'bound': line}))}"
     else:
         rule = VerdictRule((), (), "a coin is one row more or less, and the claim is of exchanged rows")
         says += f" The manifest claims {line:.4g} of exchanged rows, which says nothing of a row more or less."
-    detail = {"coins": len(right), "sure": guesses, "right": hits, "delta": delta}
-    return Finding("row_coins", QUESTION, max(estimate, 0.0), low, None, line, rule, says + of, contradicts, detail)
+    return Finding("row_coins", QUESTION, estimate, low, None, line, rule, says + of, False, detail)

@@ -1,14 +1,18 @@
-"""The differential privacy that a run's manifest claims."""
+"""The differential privacy that a run's manifest claims, and the findings on it."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fedfm.aggregation.base import secrets_of
-from fedfm.audits.finding import VerdictRule
+from fedfm.audits.finding import Finding, VerdictRule, absorb_rounding, against
+from fedfm.audits.inference import one_run
 from fedfm.runtime.run_directory import Run
+
+CONFIDENCE = 0.95
+STRICT = 0.9999  # of a contradiction; audits are repeated
 
 
 @dataclass(frozen=True)
@@ -24,9 +28,9 @@ class Claim:
     steps: int
 
     @property
-    def exchange_delta(self) -> float:
-        """Delta of an exchange of two rows, with ``steps * epsilon``."""
-        return min(self.delta * sum(math.exp(min(i * self.epsilon, 700.0)) for i in range(self.steps)), 1.0)
+    def largest_auc(self) -> float:
+        """The largest AUC of an attack on membership: a training row and a test row differ by an exchange."""
+        return one_run.largest_auc(*one_run.of_steps(self.epsilon, self.delta, self.steps))
 
 
 def claim(run: Run) -> Claim | None:
@@ -39,13 +43,23 @@ def claim(run: Run) -> Claim | None:
         return None
     entries = [e for e in ledger.get("entries", []) if e.get("epsilon") is not None]
     privacy = run.experiment.privacy
-    deltas = [float(e["delta"]) for e in entries if e.get("delta") is not None]
+    deltas = _deltas(entries)
     if not deltas and privacy is not None and privacy.delta is not None:
         deltas = [privacy.delta]
     relations = {e.get("relation") for e in entries}
     exchange = relations and relations <= {"replace", "replace_any"}
     # The claim is the smallest epsilon that is stated.
     return Claim(min(map(float, stated)), max(deltas, default=1e-5), 1 if exchange else 2)
+
+
+def claim_of_model(run: Run) -> Claim | None:
+    """The guarantee against a reader of the model, by row or by client; None if the run states none."""
+    epsilon, deltas = run.manifest["result"].get("epsilon"), _deltas(run.manifest["ledger"]["entries"])
+    return None if epsilon is None or not deltas else Claim(float(epsilon), max(deltas), 2)
+
+
+def _deltas(entries: list[dict[str, Any]]) -> list[float]:
+    return [float(e["delta"]) for e in entries if e.get("delta") is not None]
 
 
 def limit_rule(rule: VerdictRule, allowed: float, strict: float, confidence: float) -> VerdictRule:
@@ -57,3 +71,35 @@ def limit_rule(rule: VerdictRule, allowed: float, strict: float, confidence: flo
     """
     low, most = f"low at {100 * confidence:g} %", "what epsilon allows"
     return replace(rule, leaks=(*rule.leaks, f"{low} > {most}")).with_numbers({low: strict, most: allowed})
+
+
+def lower_bounds(bound_at: Callable[[float], float], stated: float) -> tuple[float, float]:
+    """Lower bounds on epsilon at :data:`CONFIDENCE` and at :data:`STRICT`, without rounding above ``stated``."""
+    low, strict = (absorb_rounding(bound_at(level), stated) for level in (CONFIDENCE, STRICT))
+    return low, strict
+
+
+def finding_on_claim(
+    name: str,
+    question: str,
+    says: str,
+    detail: Mapping[str, Any],
+    *,
+    estimate: float,
+    low: float,
+    stated: float,
+    rule: VerdictRule,
+    high: float | None = None,
+    unit: str = "",
+) -> Finding:
+    """The finding on a stated epsilon, by row or by client.
+
+    Args:
+        says: what the attacker measured, as the start of the answer.
+        low: the lower bound on epsilon.
+        rule: its leak contradicts the run: ``CLAIM`` if ``low`` is at a strict level, else that of :func:`twice`.
+        unit: what a row is, as the end of the answer.
+    """
+    verdict = rule.verdict({"low": low, "bound": stated})
+    says += f" The manifest claims {stated:.4g}{against(verdict)}{unit}"
+    return Finding(name, question, estimate, low, high, stated, rule, says, verdict == "leaks", detail)

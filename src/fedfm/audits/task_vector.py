@@ -12,7 +12,8 @@ from fedfm.audits.fedbip_colluders import colluders
 from fedfm.audits.fedbip_view import ALIGNED, Eye, Scored, alignments, at_rank, head_names, public
 from fedfm.audits.finding import ABOVE, Finding, VerdictRule, interval, nothing, plural
 from fedfm.audits.inference import rates, task_vector
-from fedfm.audits.inference.rates import ALARMS, NOTABLE, NOTABLE_TPR, Array
+from fedfm.audits.inference.rates import ALARMS, NOTABLE, Array
+from fedfm.audits.member_scores import Cell, MemberScores, finding_on_rate
 from fedfm.audits.replay import Replay, own_sources
 from fedfm.core.client import ClientId
 from fedfm.core.rows import Rows
@@ -142,7 +143,7 @@ def _membership(replay: Replay, eye: Eye) -> list[Finding]:
     own = own_sources(replay.run)
     drops = [c for s in scored.values() for c in _cells(s, *s.drop)]
     each = max(ALIGNED // (2 * len(scored)), 4)
-    aligned, draw = list[tuple[Array, Array]](), eye.rng("aligned")
+    aligned, draw = list[Cell](), eye.rng("aligned")
     for s in scored.values():
         if s.last is None:
             continue
@@ -152,9 +153,9 @@ def _membership(replay: Replay, eye: Eye) -> list[Finding]:
             aligned += _cells(few, *(alignments(model, rows, *last) for rows in (few.members, few.strangers)))
     sizes = [len(s.strangers) for s in scored.values()]
     strangers = sum(sizes) if own else max(sizes)  # global test rows serve every client
-    mean, low, high = _auc(drops, strangers, eye.rng("membership"))
+    mean, low, high = _interval(drops, strangers, eye.rng("membership"))
     fewer = min(strangers, sum(len(b) for _, b in aligned))
-    g_mean, g_low, g_high = _auc(aligned, fewer, eye.rng("alignment")) if aligned else (mean, low, high)
+    g_mean, g_low, g_high = _interval(aligned, fewer, eye.rng("alignment")) if aligned else (mean, low, high)
     of = "of its classes " if any(s.members.labels is not None for s in scored.values()) else ""
     says = f"Scored by the fall of its loss over all rounds, a training row of a client is above a row {of}that nobody "
     says += f"trained on with chance {mean:.3f} [{low:.3f}, {high:.3f}]; scored by the cosine of its gradient with the "
@@ -172,7 +173,7 @@ def _some(s: Scored, most: int, rng: np.random.Generator) -> tuple[Rows, Rows]:
     return a, b
 
 
-def _cells(s: Scored, members: Array, strangers: Array) -> list[tuple[Array, Array]]:
+def _cells(s: Scored, members: Array, strangers: Array) -> list[Cell]:
     """Scores of members and strangers by class, since classes differ in difficulty."""
     a, b = s.members.labels, s.strangers.labels
     if a is None or b is None:
@@ -181,22 +182,21 @@ def _cells(s: Scored, members: Array, strangers: Array) -> list[tuple[Array, Arr
     return [(members[x == c], strangers[y == c]) for c in np.intersect1d(x, y)]
 
 
-def _auc(cells: Sequence[tuple[Array, Array]], strangers: int, rng: np.random.Generator) -> tuple[float, float, float]:
+def _interval(cells: Sequence[Cell], strangers: int, rng: np.random.Generator) -> tuple[float, float, float]:
     """(mean over cells, its 97.5 % interval)."""
-    values = np.array([rates.auc(a, b) for a, b in cells])
-    weights = np.array([len(a) for a, _ in cells])
-    return rates.auc_interval(values, weights, strangers, rng, 0.975, z=2.2414)
+    return MemberScores(cells, strangers, lambda confidence: rng, digits=4).interval(0.975)
 
 
-def _tpr(name: str, cells: Sequence[tuple[Array, Array]], rng: np.random.Generator) -> Finding:
-    r = rates.tpr_at(cells, ALARMS, rng)
-    if r is None:
-        return nothing(name, TPR, "No client has five rows of a class that nobody trained on.")
-    alarms = r.alarms / r.negatives
-    says = f"{100 * r.tpr:.1f} % of the rows [{100 * r.low:.1f}, {100 * r.high:.1f}] score above a threshold that "
-    says += f"{100 * alarms:.1f} % of strangers exceed; guessing gives 1 %, the bound is {100 * NOTABLE_TPR:.0f} %."
-    detail = {"members": r.positives, "stranger_scores": r.negatives, "false_alarms": alarms}
-    return Finding(name, TPR, r.tpr, r.low, r.high, NOTABLE_TPR, ABOVE, says, False, detail)
+def _tpr(name: str, cells: Sequence[Cell], rng: np.random.Generator) -> Finding:
+    rate = rates.tpr_at(cells, ALARMS, rng)
+    if rate is None:
+        return nothing(name, TPR, f"No client has {rates.FEW} rows of a class that nobody trained on.")
+    detail = {
+        "members": rate.positives,
+        "stranger_scores": rate.negatives,
+        "false_alarms": rate.alarms / rate.negatives,
+    }
+    return finding_on_rate(name, TPR, rate, detail)
 
 
 # --- (c) who resembles whom -------------------------------------------------------------------------------------------

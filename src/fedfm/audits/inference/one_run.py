@@ -97,8 +97,17 @@ def epsilon_bound(
 
 
 def _refutes(coins: int, guesses: int, right: int, epsilon: float, delta: float, steps: int, level: float) -> bool:
-    within = delta * sum(math.exp(i * epsilon) for i in range(steps))
-    return p_value(coins, guesses, right, steps * epsilon, min(within, 1.0)) < level
+    return p_value(coins, guesses, right, *of_steps(epsilon, delta, steps)) < level
+
+
+def of_steps(epsilon: float, delta: float, steps: int) -> tuple[float, float]:
+    """(epsilon, delta) between two data sets that are so many neighbouring steps apart.
+
+    Example:
+        >>> of_steps(0.0, 1e-5, 2)
+        (0.0, 2e-05)
+    """
+    return steps * epsilon, min(delta * sum(math.exp(min(i * epsilon, 700.0)) for i in range(steps)), 1.0)
 
 
 def largest_auc(epsilon: float, delta: float) -> float:
