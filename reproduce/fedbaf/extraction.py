@@ -28,7 +28,7 @@ from torch import nn
 from fedfm.audits.extraction import recover
 from fedfm.audits.fedbaf_coalition import Rounds
 from fedfm.audits.inference.extraction import NoIntersectionError, relative_error
-from fedfm.audits.replay import turns
+from fedfm.audits.replay import RecordedRun
 from fedfm.data.load import load_table
 from fedfm.data.partition import deal
 from fedfm.data.spec import DataSpec, PartitionSpec
@@ -138,7 +138,7 @@ def measure(folder: Path, method: Any, partition: dict[str, Any], seed: int, dat
     people = population(folder, partition, seed)
     keep = Rounds(method, clients=CLIENTS, rounds=ROUNDS, trainable=13_000, seed=seed)
     with tempfile.TemporaryDirectory() as private:
-        for turn in turns(method, people, Path(private), rounds=ROUNDS, seed=seed):
+        for turn in RecordedRun(method, people, Path(private), seed=seed).turns(ROUNDS):
             if isinstance(method, FedBaF):
                 keep.see(turn, people)
     w = method.params_for(turn.after, "")

@@ -13,6 +13,7 @@ import tiny_text
 from fedfm.api import execute
 from fedfm.audits import fedbip_view
 from fedfm.audits.audit import choose, perform
+from fedfm.audits.head_view import head_names
 from fedfm.audits.inference import task_vector
 from fedfm.audits.replay import open_finished
 from fedfm.cli import main
@@ -103,7 +104,7 @@ def test_losses_and_alignments_of_rows_are_those_of_softmax_regression():
     rows = Rows({"features": torch.from_numpy(x)}, labels=torch.from_numpy(y))
     w = model.params().map(lambda t: torch.linspace(-1, 1, len(t)))
     tau = model.params().map(lambda t: torch.cos(torch.arange(len(t)).float()))
-    weight, bias = fedbip_view.head_names(model)
+    weight, bias = head_names(model)
     W, b = w[weight].double().numpy(), w[bias].double().numpy()
     z = x @ W.T + b
     p = np.exp(z - z.max(1, keepdims=True))

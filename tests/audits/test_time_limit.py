@@ -44,9 +44,9 @@ def test_cheap_attacks_are_first_and_a_long_one_has_a_replay_of_its_own(run, mon
     chosen = {name: audits()[name] for name in sorted(NAMES)}
     planned = steps.steps(known, populate(known.experiment), chosen)
     assert [s.seconds for s in planned] == sorted(s.seconds for s in planned)
-    assert list(planned[0].audits) == ["row_coins"]
-    assert (list(planned[-1].audits), planned[-1].replays) == (["label_counts"], True)
-    assert sorted(name for s in planned for name in s.audits) == sorted(NAMES)
+    assert planned[0].names == ["row_coins"]
+    assert (planned[-1].names, planned[-1].replays) == (["label_counts"], True)
+    assert sorted(name for s in planned for name in s.names) == sorted(NAMES)
 
 
 def test_at_the_limit_findings_are_kept_and_the_rest_is_named(run, monkeypatch, capsys):

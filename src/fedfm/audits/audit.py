@@ -173,11 +173,11 @@ def perform_within(
             check_unchanged(run, population)
         planned = steps(run, population, chosen)
         seconds = sum(step.seconds for step in planned)
-        waiting = [name for step in planned for name in step.audits]
+        waiting = [name for step in planned for name in step.names]
         notice(f"{len(chosen)} attack{'s' * (len(chosen) != 1)}, about {duration_text(seconds)}, the cheap ones first")
         progress.started(len(chosen))
         for step in planned:
-            for name, findings in _run_attacks(step, run, notice, progress, end, given, options):
+            for name, findings in _run_attacks(step, chosen, run, notice, progress, end, given, options):
                 found[name] = findings
                 waiting.remove(name)
                 _keep(run, _in_order(found, chosen))
@@ -204,6 +204,7 @@ def _in_order(found: Mapping[str, list[Finding]], chosen: Iterable[str]) -> list
 
 def _run_attacks(
     step: Step,
+    chosen: Mapping[str, Audit],
     run: Run,
     notice: Notice,
     progress: AuditProgress,
@@ -212,21 +213,22 @@ def _run_attacks(
     options: Mapping[str, Any],
 ) -> Iterator[tuple[str, list[Finding]]]:
     """(name, findings) of each attack of a step."""
-    names, several = ", ".join(step.audits), len(step.audits) > 1
+    attacks = {name: chosen[name] for name in step.names}
+    names, several = ", ".join(attacks), len(attacks) > 1
     progress.begins(names, step.seconds)
     if several:
         notice(f"the run again, with a recorder at the server, for {names}: about {duration_text(step.seconds)}")
     else:
         notice(f"attack: {names}, about {duration_text(step.seconds)}")
-    watches = {name: audit.watch(run) for name, audit in step.audits.items()}
+    watches = {name: audit.watch(run) for name, audit in attacks.items()}
     watched = {name: watch for name, watch in watches.items() if watch is not None}
     with until(end):
         if step.replays:
-            keep = any(audit.replies for audit in step.audits.values())
+            keep = any(audit.replies for audit in attacks.values())
             again = replay(run, notice, watched, keep=keep, given=given)
         else:
             again = Replay(run, population_of(run, given), (), given=given)
-    for name, audit in step.audits.items():
+    for name, audit in attacks.items():
         if several:
             progress.begins(name, step.seconds)
             notice(f"attack: {name}")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +19,7 @@ from fedfm.audits.finding import Finding, refutes, twice
 from fedfm.audits.inference import canaries
 from fedfm.audits.inference.canaries import TOO_LONG, vector
 from fedfm.audits.inference.rates import Array
-from fedfm.audits.replay import Replay, turns
+from fedfm.audits.replay import RecordedRun, Replay, private_folder
 from fedfm.audits.stated_epsilon import CONFIDENCE, STRICT, finding_on_claim, lower_bounds
 from fedfm.core.client import Client, Update
 from fedfm.linalg.params import Params
@@ -58,15 +56,15 @@ class Canaries(Audit):
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         experiment, result = replay.run.experiment, replay.run.manifest["result"]
         planted = Planted(experiment.aggregation, experiment.run.seed)
-        with tempfile.TemporaryDirectory(prefix="fedfm-audit-") as private, torch_threads(1):
-            for _ in turns(
+        with private_folder() as private, torch_threads(1):
+            again = RecordedRun(
                 experiment.method,
                 replay.population,
-                Path(private),
-                rounds=result["rounds"],
+                private,
                 seed=experiment.run.seed,
                 aggregator=planted.aggregator,
-            ):
+            )
+            for _ in again.turns(result["rounds"]):
                 pass
         found, strangers = planted.scores(STRANGERS)
         entries = replay.run.manifest["ledger"]["entries"]

@@ -53,7 +53,7 @@ class ClientEpsilon(Audit):
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         from scipy.stats import chi2, norm
 
-        found: Any = replay.watched["client_epsilon"]
+        found = replay.watch(_Residuals)
         result, delta = replay.run.manifest["result"], replay.run.experiment.aggregation.mechanism.delta  # type: ignore[attr-defined]
         stated = float(result["epsilon"])
         sigma = math.sqrt(found.squares / found.numbers)

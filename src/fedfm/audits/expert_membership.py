@@ -47,7 +47,7 @@ class ExpertMembership(Audit):
         return LastState()
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
-        state: Any = next(w for w in replay.watched.values() if isinstance(w, LastState)).state
+        state = replay.watch(LastState).state
         clients, run = replay.population.clients, replay.run
         own = {c: load_adapter(replay.population.model, run.adapter(c)) for c in clients if run.adapter(c).exists()}
         shared = dict.fromkeys(clients, state if isinstance(state, Params) else state.W_g)
@@ -61,11 +61,11 @@ class ExpertMembership(Audit):
         for client, w in models.items():
             data = replay.population.data(client)
             if len(data.train) and len(data.test):
-                cells.append((self._scores(replay, w, data.train), self._scores(replay, w, data.test)))
+                cells.append(Cell(self._scores(replay, w, data.train), self._scores(replay, w, data.test)))
         if not cells:
             return nothing(name, question, "No client has a model here, training rows and test rows.")
-        seed, strangers = replay.run.experiment.run.seed, sum(len(s) for _, s in cells)
-        scores = MemberScores(cells, strangers, lambda confidence: seeds.generator(seed, "audit", name), digits=2)
+        seed = replay.run.experiment.run.seed
+        scores = MemberScores.of_clients(cells, lambda confidence: seeds.generator(seed, "audit", name), digits=2)
         says = "A training row has a lower loss than a test row of the same client"
         return scores.finding(name, question, says, scores.counts())
 

@@ -61,8 +61,7 @@ class Extraction(Audit):
         return Rounds(run)
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
-        rounds = replay.watched["extraction"]
-        assert isinstance(rounds, Rounds)  # noqa: S101 - from watch()
+        rounds = replay.watch(Rounds)
         if not any(r["pull"] for r in rounds.curve):
             return [nothing("extraction.all_colluding", ALL, "Nothing was mixed in: the model never moved.")]
         # With long vectors and small matrices, threads would wait far longer than they compute.

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from fedfm import seeds
 from fedfm.audits.fedbip_colluders import Full
+from fedfm.audits.head_view import head_names
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Turn, own_sources
 from fedfm.core.client import ClientId, Update
@@ -103,15 +104,6 @@ class Eye:
 
 
 # --- rows and the model -----------------------------------------------------------------------------------------------
-
-
-def head_names(model: Model) -> tuple[str, str | None] | None:
-    """Names of the head's trainable weight and bias; None if no head is trained."""
-    if model.head is None or model.is_language_model:
-        return None
-    weight, bias = model.head.weight, model.head.bias
-    of = {id(tensor): name for name, tensor in model.live().items()}
-    return None if id(weight) not in of else (of[id(weight)], of.get(id(bias)) if bias is not None else None)
 
 
 def row_losses(model: Model, rows: Rows) -> Array:

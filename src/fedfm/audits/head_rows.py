@@ -101,7 +101,7 @@ class HeadRows(Audit):
         return Rebuilt(run)
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
-        found: Any = replay.watched["head_rows"]
+        found = replay.watch(Rebuilt)
         if not found.ratios:
             return [nothing("head_rows", QUESTION, f"Not measured: {found.why}.")]
         hits, rows = len(found.hits), max(found.rows, 1)

@@ -21,9 +21,9 @@ class Names(NamedTuple):
 
 
 def head_names(model: Model) -> Names | None:
-    """None if the model has no trained head; without a bias of the head, or where that is frozen, its name is None."""
+    """None if no head of classes is trained; without a bias of the head, or where that is frozen, its name is None."""
     head = model.head
-    if head is None:
+    if head is None or model.is_language_model:
         return None
     found = {id(tensor): name for name, tensor in model.live().items()}
     weight = found.get(id(head.weight))

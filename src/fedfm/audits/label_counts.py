@@ -17,7 +17,7 @@ from fedfm.audits.inference import rates
 from fedfm.audits.inference.head_updates import distance, guesses, label_shares, traces
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay, Turn, Watch
-from fedfm.audits.shadow_runs import BUDGET, cost
+from fedfm.audits.shadow_runs import BUDGET, cost, honest_clients
 from fedfm.core.client import Client, ClientData, ClientId
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
@@ -37,7 +37,7 @@ class Shares(Watch):
 
     Attributes:
         found: by client, (C,).
-        public: (C,) shares of the attacker's own rows; None without them.
+        public: (C,) shares of the attacker's own rows; none without them.
         tried: local passes for each client.
         bias: whether the head of the clients has a bias.
     """
@@ -45,7 +45,7 @@ class Shares(Watch):
     def __init__(self, run: Run) -> None:
         self._run = run
         self.found: dict[ClientId, Array] = {}
-        self.public: Array | None = None
+        self.public: Array = np.zeros(0)
         self.tried, self.bias = 0, True
         self.why = "no update of a client is a change of the whole model"  # no update was read
 
@@ -156,14 +156,14 @@ class LabelCounts(Audit):
         return Shares(run)
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
-        watch: Any = replay.watched["label_counts"]
+        watch = replay.watch(Shares)
         federated = replay.population.federated
-        bad = replay.population.attackers.names if replay.population.attackers is not None else ()
+        honest = honest_clients(replay.population)
         error, guess, present = [], [], []
         for client, estimate in watch.found.items():
-            rows = np.asarray(federated.table.labels)[federated.clients[client].train]
-            if client in bad:
+            if client not in honest:
                 continue
+            rows = np.asarray(federated.table.labels)[federated.clients[client].train]
             true = np.bincount(rows, minlength=len(watch.public)) / len(rows)
             error.append(distance(estimate, true))
             guess.append(distance(watch.public, true))

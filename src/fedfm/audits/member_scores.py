@@ -10,16 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedfm.audits.finding import ABOVE, Finding, VerdictRule, interval
 from fedfm.audits.inference import rates
-from fedfm.audits.inference.rates import NOTABLE, NOTABLE_TPR, Array, Rate
+from fedfm.audits.inference.rates import ALARMS, NOTABLE, NOTABLE_TPR, Array, Rate
 from fedfm.audits.stated_epsilon import STRICT, Claim, limit_rule
 
-Cell = tuple[Array, Array]  # scores of members, and of strangers; more says "trained on"
+
+class Cell(NamedTuple):
+    """Scores that can be compared with each other: of one client, or of one client's class.
+
+    Attributes:
+        members: (n,) of rows that were trained on; more says "trained on".
+        strangers: (m,) of similar rows that nobody trained on.
+    """
+
+    members: Array
+    strangers: Array
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,6 @@ class MemberScores:
     """The scores of an attack.
 
     Attributes:
-        cells: scores that can be compared with each other: a client's, or those of a client's class.
         strangers: different rows of all cells that nobody trained on.
         generator: of the bootstrap at a confidence.
         digits: of the normal quantile behind the point; None: all of them.
@@ -38,15 +47,22 @@ class MemberScores:
     generator: Callable[[float], np.random.Generator]
     digits: int | None = 6
 
+    @classmethod
+    def of_clients(
+        cls, cells: Sequence[Cell], generator: Callable[[float], np.random.Generator], digits: int | None = 6
+    ) -> MemberScores:
+        """Scores of clients, each of which has strangers of its own."""
+        return cls(cells, sum(len(cell.strangers) for cell in cells), generator, digits)
+
     @cached_property
     def aucs(self) -> Array:
         """AUC of each cell."""
-        return np.array([rates.auc(members, strangers) for members, strangers in self.cells])
+        return np.array([rates.auc(*cell) for cell in self.cells])
 
     @cached_property
     def sizes(self) -> Array:
         """Members of each cell."""
-        return np.array([len(members) for members, _ in self.cells])
+        return np.array([len(cell.members) for cell in self.cells])
 
     def counts(self) -> dict[str, Any]:
         """For the detail of a finding whose cells are clients."""
@@ -60,6 +76,10 @@ class MemberScores:
         z = z if self.digits is None else round(z, self.digits)
         rng = self.generator(confidence)
         return rates.auc_interval(self.aucs[index], self.sizes[index], self.strangers, rng, confidence, z)
+
+    def rate(self, rng: np.random.Generator) -> Rate | None:
+        """True positives at 1 % of false ones; None if every cell has too few strangers."""
+        return rates.tpr_at(self.cells, ALARMS, rng)
 
     def finding(
         self,

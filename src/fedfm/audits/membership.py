@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -12,10 +12,10 @@ from fedfm import seeds
 from fedfm.audits.audit import Audit
 from fedfm.audits.fedpft_view import SentClass, View
 from fedfm.audits.finding import ABOVE, Finding, nothing
-from fedfm.audits.inference import rates
-from fedfm.audits.inference.likelihood_ratio import Density, scores
-from fedfm.audits.inference.rates import ALARMS, FEW, Array
-from fedfm.audits.member_scores import MemberScores, finding_on_rate
+from fedfm.audits.inference import likelihood_ratio
+from fedfm.audits.inference.likelihood_ratio import Density
+from fedfm.audits.inference.rates import FEW, Array
+from fedfm.audits.member_scores import Cell, MemberScores, finding_on_rate
 from fedfm.audits.replay import Replay
 from fedfm.audits.stated_epsilon import claim
 from fedfm.methods.fedpft import noisy_moments
@@ -34,8 +34,7 @@ STRICT = 0.999  # confidence of a contradiction
 @dataclass(frozen=True)
 class _Scored:
     cell: SentClass
-    members: Array
-    strangers: Array
+    scores: Cell
 
 
 class Membership(Audit):
@@ -45,11 +44,14 @@ class Membership(Audit):
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         view = View(replay)
-        scored = [s for s in _score(view) if len(s.members) and len(s.strangers)]
+        scored = [s for s in _score(view) if all(map(len, s.scores))]
         if not scored:
             why = "No class that was sent has rows that nobody trained on: there is nothing to compare with."
             return [nothing("membership", QUESTION, why), nothing("membership_tpr", QUESTION_TPR, why)]
-        return [_auc(view, scored), _tpr(view, scored)]
+        cells = [s.scores for s in scored]
+        strangers = len({int(i) for s in scored for i in view.held_out(s.cell.client, s.cell.label)})
+        scores = MemberScores(cells, strangers, lambda confidence: view.rng("bootstrap"), digits=None)
+        return [_auc(view, scores), _tpr(view, scores)]
 
 
 def _score(view: View) -> list[_Scored]:
@@ -63,7 +65,7 @@ def _score(view: View) -> list[_Scored]:
         if shadow is None or not len(strangers):
             continue
         rows = (view.features(index) for index in (cell.rows, strangers))
-        out.append(_Scored(cell, *(scores(x, cell.mixture, shadow) for x in rows)))
+        out.append(_Scored(cell, Cell(*(likelihood_ratio.scores(x, cell.mixture, shadow) for x in rows))))
     return out
 
 
@@ -109,10 +111,7 @@ def _fit(view: View, x: Array, components: int, key: tuple[Any, ...]) -> Density
     return gaussian(*noisy_moments.normal_of(noisy_moments.statistics(x, view.plan), 0.0)[1:])
 
 
-def _auc(view: View, scored: Sequence[_Scored]) -> Finding:
-    strangers = len({int(i) for s in scored for i in view.held_out(s.cell.client, s.cell.label)})
-    cells = [(s.members, s.strangers) for s in scored]
-    scores = MemberScores(cells, strangers, lambda confidence: view.rng("bootstrap"), digits=None)
+def _auc(view: View, scores: MemberScores) -> Finding:
     groups, lows = {}, []
     for first, beyond in zip(SIZES, (*SIZES[1:], np.inf), strict=True):
         index = np.flatnonzero((scores.sizes >= first) & (scores.sizes < beyond))
@@ -130,8 +129,12 @@ def _auc(view: View, scored: Sequence[_Scored]) -> Finding:
     if lows:
         name = "largest low at 99 % of classes of one size"
         rule = replace(ABOVE, leaks=(*ABOVE.leaks, f"{name} > bound")).with_numbers({name: max(lows)})
-    detail: dict[str, Any] = {"by_rows_of_the_class": groups, "cells": len(cells), "members": int(scores.sizes.sum())}
-    detail |= {"strangers": strangers, "shadow": "the same recipe on other rows of the class"}
+    detail: dict[str, Any] = {
+        "by_rows_of_the_class": groups,
+        "cells": len(scores.cells),
+        "members": int(scores.sizes.sum()),
+    }
+    detail |= {"strangers": scores.strangers, "shadow": "the same recipe on other rows of the class"}
     return scores.finding(
         "membership",
         QUESTION,
@@ -144,9 +147,9 @@ def _auc(view: View, scored: Sequence[_Scored]) -> Finding:
     )
 
 
-def _tpr(view: View, scored: Sequence[_Scored]) -> Finding:
+def _tpr(view: View, scores: MemberScores) -> Finding:
     name = "membership_tpr"
-    rate = rates.tpr_at([(s.members, s.strangers) for s in scored], ALARMS, view.rng("bootstrap tpr"))
+    rate = scores.rate(view.rng("bootstrap tpr"))
     if rate is None:
         return nothing(name, QUESTION_TPR, f"No class has {FEW} rows that nobody trained on.")
     detail = {"threshold": rate.threshold, "hits": rate.hits, "members": rate.positives}

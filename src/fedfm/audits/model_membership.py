@@ -6,8 +6,7 @@ et al. (arXiv:1709.01604) with one threshold a class, as Song and Mittal (arXiv:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,10 +15,9 @@ from fedfm import seeds
 from fedfm.audits.audit import Audit
 from fedfm.audits.expert_membership import ExpertMembership
 from fedfm.audits.finding import Finding, nothing
-from fedfm.audits.inference import rates
-from fedfm.audits.inference.rates import ALARMS, Array
+from fedfm.audits.inference.rates import FEW, Array
 from fedfm.audits.inference.shadow_ratio import log_ratio
-from fedfm.audits.member_scores import MemberScores, finding_on_rate
+from fedfm.audits.member_scores import Cell, MemberScores, finding_on_rate
 from fedfm.audits.membership import Membership
 from fedfm.audits.replay import Replay
 from fedfm.audits.row_evidence import by_class, evidence, no_round, unreadable
@@ -37,15 +35,6 @@ from fedfm.runtime.run_directory import Run
 QUESTION = "Can who has the final model tell which rows it was trained on?"
 QUESTION_TPR = "How many training rows does the final model give away while one stranger in a hundred is accused?"
 Models = Mapping[ClientId, Params]
-
-
-@dataclass(frozen=True)
-class ClientScores:
-    """Scores (n,) of one client's training rows and of strangers; more says "trained on"."""
-
-    client: ClientId
-    members: Array
-    strangers: Array
 
 
 class ModelMembership(Audit):
@@ -69,12 +58,15 @@ class ModelMembership(Audit):
         run = replay.run
         with torch_threads(1):
             population = replay.fresh()
-            client_scores, how = attack(run, population, final_models(run, population), notice)
-        if not client_scores:
+            cells, how = attack(run, population, final_models(run, population), notice)
+        if not cells:
             why = "No client has training rows, a model here and test rows to compare with."
             return [nothing("model_membership", QUESTION, why), nothing("model_membership_tpr", QUESTION_TPR, why)]
-        of = unit(population)
-        return [_auc(run, client_scores, how, of), _tpr(run, client_scores, how, of)]
+        seed, of = run.experiment.run.seed, unit(population)
+        scores = MemberScores.of_clients(
+            cells, lambda confidence: seeds.generator(seed, "audit", "model membership", str(confidence))
+        )
+        return [_auc(run, scores, how, of), _tpr(run, scores, how, of)]
 
 
 def final_models(run: Run, population: Partitioned) -> dict[ClientId, Params]:
@@ -94,10 +86,8 @@ def final_models(run: Run, population: Partitioned) -> dict[ClientId, Params]:
     return found
 
 
-def attack(
-    run: Run, population: Partitioned, models: Models, notice: Callable[[str], None]
-) -> tuple[list[ClientScores], str]:
-    """Scores by client, and the attack in words.
+def attack(run: Run, population: Partitioned, models: Models, notice: Callable[[str], None]) -> tuple[list[Cell], str]:
+    """Scores of each client, and the attack in words.
 
     Args:
         population: with the model at its start.
@@ -121,40 +111,34 @@ def attack(
                 found[c].append(_of(run, population, w, pool, c))
                 inside[c].append(half.taken[c][1])
     target = {c: _of(run, population, models.get(c) or models[""], pool, c) for c in clients}
-    client_scores = []
+    cells = list[Cell]()
     for c in clients:
         split = len(pool.members[c])
         if number and len(found[c]) == number:
             scores = log_ratio(target[c], np.stack(found[c]), np.stack(inside[c]))
         else:
             scores = by_class(target[c], pool.labels(c))
-        client_scores.append(ClientScores(c, scores[:split], scores[split:]))
+        cells.append(Cell(scores[:split], scores[split:]))
     each = "" if pool.labels(clients[0]) is None else ", with a threshold a class"
     if population.trains_on_blocks:
         each = ", with one threshold for whole blocks and one for shorter ones"
-    return client_scores, f"the likelihood ratio over {number} shadow runs" if number else f"the loss{each}"
+    return cells, f"the likelihood ratio over {number} shadow runs" if number else f"the loss{each}"
 
 
 def _of(run: Run, population: Partitioned, w: Params, pool: RowPool, client: ClientId) -> Array:
     return evidence(run.experiment.method, population.model, w, pool.compared_rows(client))
 
 
-def _auc(run: Run, client_scores: Sequence[ClientScores], how: str, of: str) -> Finding:
-    seed, cells = run.experiment.run.seed, [(t.members, t.strangers) for t in client_scores]
-    scores = MemberScores(
-        cells,
-        sum(len(strangers) for _, strangers in cells),
-        lambda confidence: seeds.generator(seed, "audit", "model membership", str(confidence)),
-    )
+def _auc(run: Run, scores: MemberScores, how: str, of: str) -> Finding:
     detail = {"attack": how, **scores.counts(), "highest_of_a_client": float(scores.aucs.max())}
     says = f"By {how}, a training row scores above a test row"
     return scores.finding("model_membership", QUESTION, says, detail, claim=claim_of_model(run), unit=of)
 
 
-def _tpr(run: Run, client_scores: Sequence[ClientScores], how: str, of: str) -> Finding:
-    name, rng = "model_membership_tpr", seeds.generator(run.experiment.run.seed, "audit", "model membership tpr")
-    rate = rates.tpr_at([(t.members, t.strangers) for t in client_scores], ALARMS, rng)
+def _tpr(run: Run, scores: MemberScores, how: str, of: str) -> Finding:
+    name = "model_membership_tpr"
+    rate = scores.rate(seeds.generator(run.experiment.run.seed, "audit", "model membership tpr"))
     if rate is None:
-        return nothing(name, QUESTION_TPR, f"No client has {rates.FEW} test rows.")
+        return nothing(name, QUESTION_TPR, f"No client has {FEW} test rows.")
     detail = {"hits": rate.hits, "members": rate.positives, "false_alarms": rate.alarms, "strangers": rate.negatives}
     return finding_on_rate(name, QUESTION_TPR, rate, detail, by=how, strangers=f"{rate.negatives} test rows", unit=of)

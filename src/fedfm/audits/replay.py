@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fedfm.aggregation.base import Aggregator
 from fedfm.audits.off_cpu import distance, off_the_cpu
@@ -86,6 +86,9 @@ class Watch(Protocol):
         """Called after each round."""
 
 
+W = TypeVar("W", bound=Watch)
+
+
 @dataclass(frozen=True)
 class Replay:
     """A replayed run.
@@ -102,6 +105,10 @@ class Replay:
     replies: Sequence[RecordedReply]
     watched: Mapping[str, Watch] = field(default_factory=dict)
     given: Any = None
+
+    def watch(self, kind: type[W]) -> W:
+        """The watch of this kind."""
+        return next(watch for watch in self.watched.values() if isinstance(watch, kind))
 
     def fresh(self) -> Partitioned:
         """Rows and model at the run's start; no replay has changed them.
@@ -261,18 +268,18 @@ def play(run: Run, population: Partitioned) -> Iterator[Turn]:
     excluded = {(e["round"], e["client"]): ClientFault(e["code"], e["reason"]) for e in gone}
     with secrets(run) as private:
         copied = _parties(private)
-        for turn in turns(
+        again = RecordedRun(
             experiment.method,
             population,
             private,
-            rounds=result["rounds"],
             seed=experiment.run.seed,
             min_clients=experiment.run.min_clients,
             excluded=excluded,
             aggregator=experiment.aggregation,
             attack=population.attackers,
             transport=experiment.run.transport,
-        ):
+        )
+        for turn in again.turns(result["rounds"]):
             if drawn := _parties(private) - copied:
                 raise InputError(
                     f"{run.path}/private has no secret of {', '.join(sorted(drawn))}: the noise of this run cannot be "
@@ -281,71 +288,60 @@ def play(run: Run, population: Partitioned) -> Iterator[Turn]:
             yield turn
 
 
-def connect(
-    method: Any,
-    population: Any,
-    private: Path,
-    *,
-    seed: int,
-    min_clients: int | None = 1,
-    excluded: Mapping[tuple[int, ClientId], ClientFault] | None = None,
-    aggregator: Aggregator | None = None,
-    attack: Any = None,
-    transport: str = EXACT,
-) -> tuple[Federation, _Recorder]:
-    """A federation of a population's clients in this process, and its recorder; arguments as of :func:`turns`."""
-    aggregator, parts = aggregator or Aggregator(), {"attack": attack, "transport": transport}
-    silos = Silos(method, aggregator, population, memory=private / "memory", seed=seed, **parts)
-    recorder = _Recorder(link_of(LocalLink(silos), transport, population.model), excluded or {})
-    fed = Federation(
-        recorder,
-        model=population.model,
-        aggregator=aggregator,
-        seed=seed,
-        min_clients=min_clients,
-        secret=partial(secret, private, "server"),
-    )
-    return fed, recorder
-
-
-def turns(
-    method: Any,
-    population: Any,
-    private: Path,
-    *,
-    rounds: int,
-    seed: int,
-    min_clients: int | None = 1,
-    excluded: Mapping[tuple[int, ClientId], ClientFault] | None = None,
-    aggregator: Aggregator | None = None,
-    attack: Any = None,
-    transport: str = EXACT,
-) -> Iterator[Turn]:
-    """A method's rounds on a population from round 0 on, in this process, with a recorder.
+class RecordedRun:
+    """A method on a population, in this process, with a recorder at the server.
 
     Args:
         private: folder of secrets and memories.
         excluded: excluded clients, by (round, client).
         transport: precision of the Params in messages, ``run.transport``.
+
+    Attributes:
+        fed: the federation.
     """
-    fed, recorder = connect(
-        method,
-        population,
-        private,
-        seed=seed,
-        min_clients=min_clients,
-        excluded=excluded,
-        aggregator=aggregator,
-        attack=attack,
-        transport=transport,
-    )
-    before = None
-    for t in range(rounds + 1):
-        recorder.begin()
-        fed.begin(t)
-        state = method.step(fed, before, t) if t else method.init(fed)
-        yield Turn(t, before if t else state, state, recorder.replies, recorder.payloads)
-        before = state
+
+    def __init__(
+        self,
+        method: Any,
+        population: Any,
+        private: Path,
+        *,
+        seed: int,
+        min_clients: int | None = 1,
+        excluded: Mapping[tuple[int, ClientId], ClientFault] | None = None,
+        aggregator: Aggregator | None = None,
+        attack: Any = None,
+        transport: str = EXACT,
+    ) -> None:
+        aggregator, parts = aggregator or Aggregator(), {"attack": attack, "transport": transport}
+        silos = Silos(method, aggregator, population, memory=private / "memory", seed=seed, **parts)
+        self._method = method
+        self._recorder = _Recorder(link_of(LocalLink(silos), transport, population.model), excluded or {})
+        self.fed = Federation(
+            self._recorder,
+            model=population.model,
+            aggregator=aggregator,
+            seed=seed,
+            min_clients=min_clients,
+            secret=partial(secret, private, "server"),
+        )
+
+    def turns(self, rounds: int) -> Iterator[Turn]:
+        """The rounds from round 0 on."""
+        before = None
+        for t in range(rounds + 1):
+            self._recorder.begin()
+            self.fed.begin(t)
+            state = self._method.step(self.fed, before, t) if t else self._method.init(self.fed)
+            yield Turn(t, before if t else state, state, self._recorder.replies, self._recorder.payloads)
+            before = state
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """A temporary folder of secrets and memories."""
+    with tempfile.TemporaryDirectory(prefix="fedfm-audit-") as name:
+        yield Path(name)
 
 
 @contextmanager
@@ -355,8 +351,8 @@ def secrets(run: Run) -> Iterator[Path]:
     Raises:
         Lost: a secret is damaged.
     """
-    with tempfile.TemporaryDirectory(prefix="fedfm-audit-") as name:
-        source, target = run.path / "private", Path(name)
+    source = run.path / "private"
+    with private_folder() as target:
         for path in file_integrity.secrets(source):
             if file_integrity.read_secret(path) is None:
                 raise Lost(f"{path} is damaged: the noise of this run cannot be drawn again; put back a copy of it")

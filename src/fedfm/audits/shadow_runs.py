@@ -10,9 +10,8 @@ settings, as in Carlini et al. (arXiv:2112.03570), but neither the participants 
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ import numpy as np
 from fedfm import seeds
 from fedfm.aggregation.base import Aggregator, Mechanism, Transport
 from fedfm.audits.inference.rates import Array
-from fedfm.audits.replay import Turn, connect, turns
+from fedfm.audits.replay import RecordedRun, Turn, private_folder
 from fedfm.core.client import POOLED, ClientData, ClientId, each
 from fedfm.core.rows import Rows
 from fedfm.core.tokens import Tokens
@@ -59,8 +58,7 @@ class RowPool:
         """With ``pooled`` one owner has all training rows; in running text its blocks are no client's."""
         self.population = population
         clients = population.federated.clients
-        bad = population.attackers.names if population.attackers is not None else ()
-        honest = [c for c in population.clients if c not in bad]
+        honest = honest_clients(population)
         self.own = any(len(clients[c].test) for c in honest)
         if self.own:
             unused = [clients[c].test for c in population.clients]
@@ -123,6 +121,12 @@ class RowPool:
             return np.asarray(tokens.length[self.index(client)] == self._all.longest, dtype=np.int64)
         labels = self.population.federated.table.labels
         return None if labels is None else np.asarray(labels)[self.index(client)]
+
+
+def honest_clients(population: Partitioned) -> list[ClientId]:
+    """Clients that follow the method."""
+    bad = population.attackers.names if population.attackers is not None else ()
+    return [c for c in population.clients if c not in bad]
 
 
 def unit(population: Partitioned) -> str:
@@ -214,38 +218,30 @@ def _aggregator(run: Run) -> Aggregator:
     return Aggregator()
 
 
+@contextmanager
+def _shadow_run(run: Run, half: Half, number: int) -> Iterator[RecordedRun]:
+    with private_folder() as private, torch_threads(1):
+        seed = seeds.derive(run.experiment.run.seed, "audit", "shadow", number)
+        yield RecordedRun(run.experiment.method, half, private, seed=seed, aggregator=_aggregator(run))
+
+
 def shadow_turns(run: Run, half: Half, number: int) -> Iterator[Turn]:
     """The rounds of a shadow run."""
-    with tempfile.TemporaryDirectory(prefix="fedfm-audit-") as private, torch_threads(1):
-        yield from turns(
-            run.experiment.method,
-            half,
-            Path(private),
-            rounds=int(run.manifest["result"]["rounds"]),
-            seed=_seed(run, number),
-            aggregator=_aggregator(run),
-        )
+    with _shadow_run(run, half, number) as shadow:
+        yield from shadow.turns(int(run.manifest["result"]["rounds"]))
 
 
 def shadow_models(run: Run, half: Half, number: int) -> Mapping[ClientId, Params]:
     """Final models of a shadow run: by client if each has its own, else one under the key ""."""
     method: Any = run.experiment.method
-    rounds = int(run.manifest["result"]["details"].get("model_of_round", run.manifest["result"]["rounds"]))
-    with tempfile.TemporaryDirectory(prefix="fedfm-audit-") as private, torch_threads(1):
-        fed, recorder = connect(method, half, Path(private), seed=_seed(run, number), aggregator=_aggregator(run))
-        fed.begin(0)
-        state = method.init(fed)
-        for t in range(1, rounds + 1):
-            recorder.begin()
-            fed.begin(t)
-            state = method.step(fed, state, t)
+    result = run.manifest["result"]
+    with _shadow_run(run, half, number) as shadow:
+        for turn in shadow.turns(int(result["details"].get("model_of_round", result["rounds"]))):
+            state = turn.after
         if not personal(method):
             return {"": method.params_for(state, "")}
+        fed = shadow.fed
         models = {c: method.params_for(state, c) for c in fed.clients}
         if keeps_parts(method):
             models = dict(fed.ask(Evaluation(method).reveal, counted=False, w=each(models)))
         return models
-
-
-def _seed(run: Run, number: int) -> int:
-    return seeds.derive(run.experiment.run.seed, "audit", "shadow", number)

@@ -9,18 +9,23 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol
 
 from fedfm.audits.shadow_runs import cost
 from fedfm.errors import InputError
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
-if TYPE_CHECKING:
-    from fedfm.audits.audit import Audit
-
-
 LONG = 10.0  # seconds of the longest attack that shares a replay with others
+
+
+class Costed(Protocol):
+    """An attack, as far as its cost goes; attributes as of :class:`~fedfm.audits.audit.Audit`."""
+
+    replays: ClassVar[bool]
+
+    def seconds(self, run: Run, population: Partitioned) -> float:
+        """Seconds that it may take on one core, without the replay of the run."""
 
 
 @dataclass(frozen=True)
@@ -28,26 +33,27 @@ class Step:
     """Attacks that share a replay; or a single attack.
 
     Attributes:
+        names: of the attacks.
         seconds: estimated for one core, replay included.
     """
 
-    audits: Mapping[str, Audit]
+    names: Sequence[str]
     seconds: float
     replays: bool
 
 
-def steps(run: Run, population: Partitioned, chosen: Mapping[str, Audit]) -> list[Step]:
+def steps(run: Run, population: Partitioned, chosen: Mapping[str, Costed]) -> list[Step]:
     """The attacks in order of their cost. One that takes longer than a replay gets a replay of its own."""
     each = {name: audit.seconds(run, population) for name, audit in chosen.items()}
     again = replay_seconds(run, population)
     reading = [name for name, audit in chosen.items() if audit.replays]
     together = [name for name in reading if each[name] <= max(again, LONG)]
     alone = [name for name in chosen if name not in together]
-    found = [Step({name: chosen[name]}, each[name] + again * (name in reading), name in reading) for name in alone]
+    found = [Step([name], each[name] + again * (name in reading), name in reading) for name in alone]
     if together:
         together.sort(key=lambda name: each[name])
         seconds = again + sum(each[name] for name in together)
-        found.append(Step({name: chosen[name] for name in together}, seconds, True))
+        found.append(Step(together, seconds, True))
     return sorted(found, key=lambda step: step.seconds)
 
 

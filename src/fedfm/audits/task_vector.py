@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.fedbip_colluders import colluders
-from fedfm.audits.fedbip_view import ALIGNED, Eye, Scored, alignments, at_rank, head_names, public
+from fedfm.audits.fedbip_view import ALIGNED, Eye, Scored, alignments, at_rank, public
 from fedfm.audits.finding import ABOVE, Finding, VerdictRule, interval, nothing, plural
+from fedfm.audits.head_view import Names, head_names
 from fedfm.audits.inference import rates, task_vector
-from fedfm.audits.inference.rates import ALARMS, NOTABLE, Array
+from fedfm.audits.inference.rates import NOTABLE, Array
 from fedfm.audits.member_scores import Cell, MemberScores, finding_on_rate
 from fedfm.audits.replay import Replay, own_sources
 from fedfm.core.client import ClientId
@@ -28,6 +29,7 @@ MEMBERSHIP = "Can the server tell from a client's task vectors which rows it tra
 TPR = "How many rows does the server name as members while it accuses one stranger in a hundred?"
 NEIGHBOURS = "Do the weights say which clients hold the same kind of rows?"
 NAME = "task_vector"
+EACH = 0.975  # confidence of each interval of a finding of two tests
 EITHER = VerdictRule(("low > bound", "low by gradients > bound"), ("high <= bound", "high by gradients <= bound"))
 
 
@@ -49,8 +51,7 @@ class TaskVector(Audit):
         return Eye(run)
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
-        eye = replay.watched[NAME]
-        assert isinstance(eye, Eye)  # noqa: S101 - from watch()
+        eye = replay.watch(Eye)
         with torch_threads(1):
             found = [*_labels(replay, eye), *_membership(replay, eye)]
             return [*found, _neighbours(replay, eye), *colluders(replay, eye.full)]
@@ -68,12 +69,12 @@ def _labels(replay: Replay, eye: Eye) -> list[Finding]:
         return [nothing(name, LABELS, why), nothing(shares_name, SHARES, why)]
     counts = _counts(population, len(model.classes))
     feature = None
-    if names[1] is None:
+    if names.bias is None:
         feature = model.features(public(population)).double().mean(0).numpy()
     evidence = {}
     for c, head in eye.heads.items():
-        bias = head[names[1]].double().numpy() if names[1] is not None else None
-        evidence[c] = task_vector.class_evidence(head[names[0]].double().numpy(), bias, feature)
+        bias = head[names.bias].double().numpy() if names.bias is not None else None
+        evidence[c] = task_vector.class_evidence(head[names.weight].double().numpy(), bias, feature)
     return [_presence(eye, name, counts, evidence), _proportions(replay, eye, shares_name, counts, names)]
 
 
@@ -99,19 +100,17 @@ def _presence(eye: Eye, name: str, counts: Mapping[ClientId, Array], evidence: M
     return Finding(name, LABELS, mean, low, high, NOTABLE, ABOVE, says, False, detail)
 
 
-def _proportions(
-    replay: Replay, eye: Eye, name: str, counts: Mapping[ClientId, Array], names: tuple[str, str | None]
-) -> Finding:
+def _proportions(replay: Replay, eye: Eye, name: str, counts: Mapping[ClientId, Array], names: Names) -> Finding:
     method = replay.run.experiment.method
     local = method.local.plain if isinstance(method, TrainsLocally) else None
     why = ""
     if not isinstance(local, SGD) or local.momentum or local.weight_decay:
         why = "Only plain SGD moves a bias by a known step: the audit cannot compute shares with this optimiser."
-    elif names[1] is None or not eye.predicted:
+    elif names.bias is None or not eye.predicted:
         why = "There is no head with a bias, or no row of the server's own: the audit cannot compute shares."
     if why:
         return nothing(name, SHARES, why)
-    assert isinstance(local, SGD) and names[1] is not None  # noqa: S101, PT018 - above
+    assert isinstance(local, SGD) and names.bias is not None  # noqa: S101, PT018 - above
     everywhere = sum(counts.values(), np.zeros(len(replay.population.model.classes)))
     rows = len(public(replay.population))
     found, guessed = [], []
@@ -119,7 +118,7 @@ def _proportions(
         if not (n := int(counts[c].sum())):
             continue
         steps = local.learning_rate * local.steps(n, replay.population.model)
-        shares = task_vector.class_shares(eye.heads[c][names[1]].double().numpy(), steps, q)
+        shares = task_vector.class_shares(eye.heads[c][names.bias].double().numpy(), steps, q)
         found.append(task_vector.overlap(shares, counts[c] / n))
         guessed.append(task_vector.overlap(everywhere / everywhere.sum(), counts[c] / n))
     mean, line = float(np.mean(found)), float(np.mean(guessed))
@@ -153,9 +152,13 @@ def _membership(replay: Replay, eye: Eye) -> list[Finding]:
             aligned += _cells(few, *(alignments(model, rows, *last) for rows in (few.members, few.strangers)))
     sizes = [len(s.strangers) for s in scored.values()]
     strangers = sum(sizes) if own else max(sizes)  # global test rows serve every client
-    mean, low, high = _interval(drops, strangers, eye.rng("membership"))
-    fewer = min(strangers, sum(len(b) for _, b in aligned))
-    g_mean, g_low, g_high = _interval(aligned, fewer, eye.rng("alignment")) if aligned else (mean, low, high)
+    scores = MemberScores(drops, strangers, lambda confidence: eye.rng("membership"), digits=4)
+    mean, low, high = scores.interval(EACH)
+    g_mean, g_low, g_high = mean, low, high
+    if aligned:
+        fewer = min(strangers, sum(len(cell.strangers) for cell in aligned))
+        by_gradients = MemberScores(aligned, fewer, lambda confidence: eye.rng("alignment"), digits=4)
+        g_mean, g_low, g_high = by_gradients.interval(EACH)
     of = "of its classes " if any(s.members.labels is not None for s in scored.values()) else ""
     says = f"Scored by the fall of its loss over all rounds, a training row of a client is above a row {of}that nobody "
     says += f"trained on with chance {mean:.3f} [{low:.3f}, {high:.3f}]; scored by the cosine of its gradient with the "
@@ -163,9 +166,9 @@ def _membership(replay: Replay, eye: Eye) -> list[Finding]:
     detail: dict[str, Any] = {"clients": len(scored), "cells": len(drops)}
     detail |= {"members": sum(len(s.members) for s in scored.values()), "strangers": strangers}
     detail |= {"alignment": {"auc": g_mean, "low": g_low, "high": g_high}}
-    by = {"low by gradients": g_low, "high by gradients": g_high}  # two tests: each interval is one of 97.5 %
+    by = {"low by gradients": g_low, "high by gradients": g_high}
     found = Finding(name, MEMBERSHIP, mean, low, high, NOTABLE, EITHER.with_numbers(by), says, False, detail)
-    return [found, _tpr(tpr_name, drops, eye.rng("tpr"))]
+    return [found, _tpr(tpr_name, scores, eye.rng("tpr"))]
 
 
 def _some(s: Scored, most: int, rng: np.random.Generator) -> tuple[Rows, Rows]:
@@ -177,18 +180,13 @@ def _cells(s: Scored, members: Array, strangers: Array) -> list[Cell]:
     """Scores of members and strangers by class, since classes differ in difficulty."""
     a, b = s.members.labels, s.strangers.labels
     if a is None or b is None:
-        return [(members, strangers)]
+        return [Cell(members, strangers)]
     x, y = a.numpy(), b.numpy()
-    return [(members[x == c], strangers[y == c]) for c in np.intersect1d(x, y)]
+    return [Cell(members[x == c], strangers[y == c]) for c in np.intersect1d(x, y)]
 
 
-def _interval(cells: Sequence[Cell], strangers: int, rng: np.random.Generator) -> tuple[float, float, float]:
-    """(mean over cells, its 97.5 % interval)."""
-    return MemberScores(cells, strangers, lambda confidence: rng, digits=4).interval(0.975)
-
-
-def _tpr(name: str, cells: Sequence[Cell], rng: np.random.Generator) -> Finding:
-    rate = rates.tpr_at(cells, ALARMS, rng)
+def _tpr(name: str, scores: MemberScores, rng: np.random.Generator) -> Finding:
+    rate = scores.rate(rng)
     if rate is None:
         return nothing(name, TPR, f"No client has {rates.FEW} rows of a class that nobody trained on.")
     detail = {

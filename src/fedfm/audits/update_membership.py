@@ -9,8 +9,6 @@ from typing import Any, ClassVar
 from fedfm import seeds
 from fedfm.audits.audit import Audit
 from fedfm.audits.finding import Finding, nothing
-from fedfm.audits.inference import rates
-from fedfm.audits.inference.rates import ALARMS
 from fedfm.audits.loss_drops import LossDrops
 from fedfm.audits.member_scores import Cell, MemberScores
 from fedfm.audits.replay import Replay
@@ -39,16 +37,17 @@ class UpdateMembership(Audit):
         return LossDrops(run)
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
-        drops: Any = replay.watched["update_membership"]
+        drops = replay.watch(LossDrops)
         if not drops.updates:
             return [nothing("update_membership", QUESTION, NO_UPDATE)]
         run, pool = replay.run, drops.pool
+        assert pool is not None  # noqa: S101 - made with the first update
         cells = list[Cell]()
         for client in pool.honest:
             split = len(pool.members[client])
             if client in drops.found and split and len(pool.strangers[client]):
                 scores = by_class(drops.found[client], pool.labels(client))
-                cells.append((scores[:split], scores[split:]))
+                cells.append(Cell(scores[:split], scores[split:]))
         if not cells:
             return [nothing("update_membership", QUESTION, "There are no test rows to compare with.")]
         return [_finding(run, cells, drops, pool)]
@@ -61,17 +60,16 @@ def reads_updates(run: Run) -> bool:
 
 
 def _finding(run: Run, cells: list[Cell], drops: LossDrops, pool: RowPool) -> Finding:
-    seed, strangers = run.experiment.run.seed, sum(len(b) for _, b in cells)
-    scores = MemberScores(
-        cells, strangers, lambda confidence: seeds.generator(seed, "audit", "update membership", str(confidence))
+    seed = run.experiment.run.seed
+    scores = MemberScores.of_clients(
+        cells, lambda confidence: seeds.generator(seed, "audit", "update membership", str(confidence))
     )
     of = "" if pool.population.model.is_language_model else " of its class"
     what = "the sums that it saw" if drops.sums else "the client's own updates"
     says = f"In {drops.updates} updates, {what} lowered the loss of a training row more than that of a test row{of}"
     detail: dict[str, Any] = {"updates": drops.updates, "sums_only": drops.sums, **scores.counts()}
     detail["highest_of_a_client"] = float(scores.aucs.max())
-    rng = seeds.generator(seed, "audit", "update membership tpr")
-    if (rate := rates.tpr_at(cells, ALARMS, rng)) is not None:
+    if (rate := scores.rate(seeds.generator(seed, "audit", "update membership tpr"))) is not None:
         detail |= {"tpr_at_1_percent": rate.tpr, "tpr_low": rate.low, "tpr_high": rate.high}
     promise = claim(run)
     if promise is not None:  # a training row and a test row differ by an exchange
