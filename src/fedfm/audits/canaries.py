@@ -17,8 +17,9 @@ from fedfm.audits.audit import Audit
 from fedfm.audits.client_epsilon import unfixed
 from fedfm.audits.finding import Finding, refutes, twice
 from fedfm.audits.inference import canaries
-from fedfm.audits.inference.canaries import TOO_LONG, vector
+from fedfm.audits.inference.canaries import TOO_LONG
 from fedfm.audits.inference.rates import Array
+from fedfm.audits.inference.vectors import vector
 from fedfm.audits.replay import RecordedRun, Replay, private_folder
 from fedfm.audits.stated_epsilon import CONFIDENCE, STRICT, finding_on_claim, lower_bounds
 from fedfm.core.client import Client, Update

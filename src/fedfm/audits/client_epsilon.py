@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from fedfm.aggregation.private import CentralGaussian
 from fedfm.audits.audit import Audit
 from fedfm.audits.finding import CLAIM, Finding, absorb_rounding, refutes
-from fedfm.audits.inference.canaries import vector
 from fedfm.audits.inference.rates import Array
+from fedfm.audits.inference.vectors import vector
 from fedfm.audits.replay import Replay, Turn
 from fedfm.audits.row_evidence import no_round
 from fedfm.audits.stated_epsilon import finding_on_claim

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from fedfm.audits.finding import Finding, VerdictRule, nothing
 from fedfm.audits.inference import task_vector
 from fedfm.audits.inference.rates import Array
+from fedfm.audits.inference.vectors import vector
 from fedfm.audits.replay import Replay
 from fedfm.core.client import ClientId
 from fedfm.linalg.params import Params
@@ -152,12 +152,12 @@ class _Coalition:
     def _vectors(self, names: Sequence[str], v: int) -> tuple[Array, Array, list[int]]:
         """(the victim's (P,), the others' (K - 1, P), their places)."""
         rows = [k for k in range(len(self._clients)) if k != v]
-        tau = [_flat(self._full.tau[c], names) for c in self._clients]
+        tau = [_vector(self._full.tau[c], names) for c in self._clients]
         return tau[v], np.stack([tau[k] for k in rows]), rows
 
     def _change(self, names: Sequence[str], i: int) -> Array:
         c = self._clients[i]
-        return _flat(self._full.after[c], names) - _flat(self._full.before[c], names)
+        return _vector(self._full.after[c], names) - _vector(self._full.before[c], names)
 
 
 def _read_of(parts: Sequence[tuple[Array, Array, Array]], candidates: int) -> _Read:
@@ -181,8 +181,8 @@ def _summary(name: str, question: str, full: Full, clients: Sequence[ClientId], 
     return Finding(name, question, estimate, min(cosines), max(cosines), line, RECOVERED, says, False, detail)
 
 
-def _flat(w: Params, names: Sequence[str]) -> Array:
-    return np.asarray(torch.cat([w[n].reshape(-1).double() for n in names]).numpy())
+def _vector(w: Params, names: Sequence[str]) -> Array:
+    return vector(w[name] for name in names)
 
 
 def _cosine(a: Array, b: Array) -> float:

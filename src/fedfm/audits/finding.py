@@ -98,6 +98,7 @@ def _comparison_text(text: str, known: Mapping[str, float | None]) -> str:
 
 ABOVE = VerdictRule(("low > bound",), ("high <= bound",))  # the more, the more is disclosed
 BELOW = VerdictRule(("high < bound",), ("low >= bound",))  # an error: the less, the more is disclosed
+COUNT = VerdictRule(("estimate > bound",), ("estimate <= bound",))  # as ABOVE, of an exact figure without an interval
 CLAIM = VerdictRule(("low > bound",), ("low <= bound",))  # for a claim, if low is at a strict level already
 _ROUNDING = 1e-6  # relative error of a calibrated epsilon
 

@@ -12,6 +12,7 @@ from fedfm.audits.crossed import crossings
 from fedfm.audits.finding import Finding, VerdictRule, nothing
 from fedfm.audits.head_view import changes, head_names, reads_heads, sums_only
 from fedfm.audits.inference import copies, rates
+from fedfm.audits.inference.copies import NAMED, SHARE
 from fedfm.audits.inference.head_updates import features
 from fedfm.audits.inference.rates import Array
 from fedfm.audits.replay import Replay, Turn, Watch
@@ -22,8 +23,6 @@ from fedfm.runtime.predictions import apply_model
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do a client's updates of the head disclose the features of single rows?"
-SHARE = 0.05  # of the typical distance between neighbours; a feature nearer than that is the row's
-NAMED = 1000  # rows named in the detail
 BY_CHANCE = VerdictRule(("low > bound",), ("estimate <= bound",))
 NO_BIAS = (
     "clients train a head without a bias. Of one row with features x the weights of class c change by (y_c - p_c) x, "

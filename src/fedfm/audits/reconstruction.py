@@ -9,16 +9,14 @@ import numpy as np
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.fedpft_view import SentClass, View
-from fedfm.audits.finding import Finding, VerdictRule, nothing
+from fedfm.audits.finding import COUNT, Finding, nothing
 from fedfm.audits.inference import copies, rates
+from fedfm.audits.inference.copies import NAMED, SHARE
 from fedfm.audits.replay import Replay
 from fedfm.methods.fedpft.mixtures.singles import ALONE
 
 QUESTION = "Do components of the mixtures disclose single rows?"
-SHARE = 0.05  # of the typical distance between neighbours; a mean nearer to a row than that is a copy
 LONE = ALONE - 0.005  # a component of fewer examples equals one example; the margin is float16's rounding
-NAMED = 1000  # leaks listed in the detail
-COPIED = VerdictRule(("estimate > bound",), ("estimate <= bound",))  # a single row is a leak
 STRANGERS = 2000  # rows to compare with
 
 
@@ -51,7 +49,7 @@ class Reconstruction(Audit):
             detail |= {"nearest_ratio": min(ratios), "median_ratio": float(np.median(ratios)), "share": SHARE}
         detail["leaks"] = named[:NAMED]
         says, rate = _sentence(named, hit, total, ratios), hit / max(total, 1)
-        return [Finding("reconstruction", QUESTION, rate, low, high, 0.0, COPIED, says, False, detail)]
+        return [Finding("reconstruction", QUESTION, rate, low, high, 0.0, COUNT, says, False, detail)]
 
 
 def _of(view: View, cell: SentClass, gap: float) -> tuple[list[dict[str, Any]], list[float]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, VerdictRule
+from fedfm.audits.finding import COUNT, Finding
 from fedfm.audits.replay import Replay
 from fedfm.runtime import logs
 from fedfm.runtime.run_directory import Run
@@ -17,7 +17,6 @@ EXPECTED = (
     "Expected in a round: one question for scores on each part of a client's rows, one for its own model, and as many "
     "for an update as to the other clients"
 )
-RULE = VerdictRule(leaks=("estimate > bound",), holds=("estimate <= bound",))
 ONE_A_ROUND = ("train", "scores", "reveal")  # kinds; a method may send other kinds batch by batch
 
 
@@ -64,6 +63,6 @@ def finding_of(run: Run) -> Finding:
             again[f"{handler} {part}".strip()] += len(times) - most
     asked = sum(map(len, calls.values()))
     shown = "; ".join(f"{name}: {count} more" for name, count in sorted(again.items())) or "none was asked again"
-    return Finding("repeated_questions", QUESTION, float(again.total()), None, None, 0.0, RULE,
+    return Finding("repeated_questions", QUESTION, float(again.total()), None, None, 0.0, COUNT,
                    f"{asked} questions to {len({c for *_, c in calls})} clients: {shown}. {EXPECTED}.",
                    detail={"asked": asked, "again": dict(again)})  # fmt: skip

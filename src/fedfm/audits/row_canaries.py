@@ -15,8 +15,9 @@ from fedfm.aggregation._record_level import DpSgd
 from fedfm.audits.audit import Audit
 from fedfm.audits.finding import Finding, absorb_rounding, nothing, twice
 from fedfm.audits.inference import row_canaries
-from fedfm.audits.inference.canaries import TOO_LONG, vector
+from fedfm.audits.inference.canaries import TOO_LONG
 from fedfm.audits.inference.rates import Array
+from fedfm.audits.inference.vectors import vector
 from fedfm.audits.replay import Replay
 from fedfm.audits.row_evidence import no_round
 from fedfm.audits.stated_epsilon import CONFIDENCE, STRICT, finding_on_claim

@@ -10,7 +10,7 @@ import numpy as np
 from fedfm import seeds
 from fedfm.aggregation._record_level import DpSgd
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, VerdictRule, absorb_rounding, nothing
+from fedfm.audits.finding import COUNT, Finding, absorb_rounding, nothing
 from fedfm.audits.replay import Replay
 from fedfm.audits.row_canaries import costliest
 from fedfm.linalg.threads import torch_threads
@@ -19,7 +19,6 @@ from fedfm.training import private
 
 QUESTION = "Does a row move the sum of a step by more than clip_norm?"
 ROWS = 16  # rows measured, in a batch of so many
-WITHIN = VerdictRule(("estimate > bound",), ("estimate <= bound",))
 
 
 class RowNorms(Audit):
@@ -60,4 +59,4 @@ class RowNorms(Audit):
             + ("; the noise is for 1: epsilon is larger than stated." if contradicts else "; the noise is for 1.")
         )
         detail = {"rows": len(batch), "models": len(places), "clip_norm": c}
-        return [Finding("row_norms", QUESTION, share, None, None, 1.0, WITHIN, says, contradicts, detail)]
+        return [Finding("row_norms", QUESTION, share, None, None, 1.0, COUNT, says, contradicts, detail)]

@@ -9,11 +9,10 @@ import numpy as np
 
 from fedfm.audits.audit import Audit
 from fedfm.audits.fedpft_view import SentClass, View
-from fedfm.audits.finding import Finding, VerdictRule
+from fedfm.audits.finding import COUNT, Finding, VerdictRule
 from fedfm.audits.replay import Replay
 
 QUESTION = "What do the messages disclose about a class that only one client has?"
-ALONE = VerdictRule(("estimate > bound",), ("estimate <= bound",))
 PROMISED = VerdictRule((), ("estimate <= bound",), "a promise about single rows does not cover classes of many rows")
 STANDS_OUT = 4.0  # standard deviations of the noise on a count
 
@@ -29,7 +28,7 @@ class SingleHolder(Audit):
         found = [_cell_details(view, cell) for cell in alone]
         noisy = view.plan is not None and not view.plan.counts_public
         known = [f for f in found if not noisy or f["stands_out"]]
-        rule = ALONE if view.plan is None else PROMISED
+        rule = COUNT if view.plan is None else PROMISED
         says, detail = _sentence(view, known), {"classes": found}
         return [Finding("single_holder", QUESTION, float(len(known)), None, None, 0.0, rule, says, False, detail)]
 

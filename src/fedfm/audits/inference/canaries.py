@@ -9,21 +9,15 @@ its direction as often with a plus as with a minus, so that noise which releases
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-from torch import Tensor
 
 from fedfm.audits.inference.rates import Array, clopper_pearson
 from fedfm.privacy import gaussian
 
 THRESHOLDS = (0.5, 0.8, 0.95)  # shares of the canaries above a threshold; each is a test with a part of the level
 TOO_LONG = 10.0  # what a canary sends has this multiple of the allowed norm: the mechanism must clip it
-
-
-def vector(tensors: Iterable[Tensor]) -> Array:
-    """All floating-point numbers of the tensors (d,), in their order."""
-    return np.concatenate([x.detach().double().numpy().ravel() for x in tensors if x.is_floating_point()])
 
 
 def scores(residuals: Array, signs: Array, directions: Sequence[Array], clip_norm: float) -> Array:

@@ -6,6 +6,9 @@ import numpy as np
 
 from fedfm.audits.inference.rates import Array
 
+SHARE = 0.05  # of the typical distance between neighbours; a point nearer to a row than that is a copy of it
+NAMED = 1000  # copies listed in the detail of a finding
+
 
 def nearest(points: Array, rows: Array) -> tuple[Array, Array]:
     """Index (k,) and Euclidean distance (k,) of the nearest row (n, d) of each point (k, d); without rows infinite."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, VerdictRule, nothing
+from fedfm.audits.finding import COUNT, Finding, nothing
 from fedfm.audits.replay import Replay
 from fedfm.encrypted.audits.block_states import side_model
 from fedfm.encrypted.audits.inference_second_polynomials import weights_of
@@ -21,7 +21,6 @@ QUESTION = "Does an encrypted answer of the server show the weights of a linear 
 INPUTS, OUTPUTS = 32, 8  # of the embedding: enough to show it, and solved in a second
 BITS = 20  # of the weights as whole numbers
 LINE = 0.5
-SHARE = VerdictRule(("estimate > bound",), ("estimate <= bound",))  # it is counted, and needs no interval
 
 
 class CiphertextWeights(Audit):
@@ -50,7 +49,7 @@ class CiphertextWeights(Audit):
         says += f"of zero that the server adds to what it sends they would be {without:.0%}."
         detail = {"without_encryption_of_zero": without}
         name, contradicts = "weights.by_ciphertext", with_zero > LINE
-        return [Finding(name, QUESTION, with_zero, None, None, LINE, SHARE, says, contradicts, detail)]
+        return [Finding(name, QUESTION, with_zero, None, None, LINE, COUNT, says, contradicts, detail)]
 
 
 def _share_found(out: np.ndarray, x: np.ndarray, integers: np.ndarray, parameters: Parameters) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding, VerdictRule
+from fedfm.audits.finding import COUNT, Finding, VerdictRule
 from fedfm.audits.replay import Replay
 from fedfm.encrypted.audits.block_states import largest_client, side_model
 from fedfm.encrypted.blindfed import BlindFed
@@ -25,7 +25,6 @@ LOGITS = "How far are the logits of encrypted rows from those in the clear, end 
 REFUSED = "Are encrypted rows refused that were damaged, altered, repeated or made for another session or key?"
 ROWS = 16  # a batch takes as long with one row as with all it has room for
 MOST = 1e-2  # largest error that a run may have
-WITHIN = VerdictRule(("estimate > bound",), ("estimate <= bound",))  # the largest error, which is computed
 ALL = VerdictRule(("estimate < bound",), ("estimate >= bound",))
 
 
@@ -62,7 +61,7 @@ def _error(encrypted: Tensor, clear: Tensor) -> Finding:
     worst, rms = float(off.max()), float(off.square().mean().sqrt())
     detail = {"largest_by_block": [float(f"{float(x):.2e}") for x in off.amax((0, 2, 3))], "rms": float(f"{rms:.2e}")}
     says = f"The largest of {off.numel()} errors is {worst:.1e}, their rms {rms:.1e}; the states have an rms near 1."
-    return Finding("encryption.error", ERROR, worst, None, None, MOST, WITHIN, says, False, detail)
+    return Finding("encryption.error", ERROR, worst, None, None, MOST, COUNT, says, False, detail)
 
 
 def _logits(encrypted: Tensor, clear: Tensor) -> Finding:
@@ -73,7 +72,7 @@ def _logits(encrypted: Tensor, clear: Tensor) -> Finding:
         f"deviation of {float(clear.std()):.2g}; {same:.0%} of the rows get the same class."
     )
     detail = {"same_class": round(same, 4)}
-    return Finding("encryption.logits", LOGITS, worst, None, None, MOST, WITHIN, says, False, detail)
+    return Finding("encryption.logits", LOGITS, worst, None, None, MOST, COUNT, says, False, detail)
 
 
 def _refusals(model: SideModel, pixels: Tensor) -> Finding:

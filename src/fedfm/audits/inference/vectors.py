@@ -1,0 +1,15 @@
+"""Tensors as one vector."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from torch import Tensor
+
+from fedfm.audits.inference.rates import Array
+
+
+def vector(tensors: Iterable[Tensor]) -> Array:
+    """All floating-point numbers of the tensors as float64 (d,), in their order."""
+    return np.concatenate([x.detach().double().numpy().ravel() for x in tensors if x.is_floating_point()])
