@@ -13,7 +13,6 @@ from fedfm.reports.page import aside, code, details, note, table
 from fedfm.reports.plain_words import present, reading
 from fedfm.reports.read import WEIGHTS, RunFiles, mapping, numeric, sequence
 from fedfm.reports.text import count, esc, number, plural, size, toml
-from fedfm.runtime.disclosure import guarantee
 from fedfm.runtime.exposure import MEAN, SERVER, Traffic
 
 _WAY = {"up": "client to server", "down": "server to client", "across": "client to client"}
@@ -147,9 +146,7 @@ def privacy(run: RunFiles) -> str:
 
 def privacy_claim(run: RunFiles) -> tuple[str, list[str]]:
     """The differential privacy that the run claims, in a sentence, and its assumptions."""
-    ledger = mapping(run.manifest.get("ledger"))
-    spent = {**ledger, "epsilon": run.result.get("epsilon", ledger.get("epsilon"))}
-    found = guarantee(spent, mapping(run.experiment.get("privacy")))
+    found = run.guarantee
     if found is None:
         return "No differential privacy is claimed for this run.", []
     epsilon, delta = numeric(found["epsilon"]), numeric(found["delta"])

@@ -12,7 +12,7 @@ import numpy as np
 from fedfm.core.text import visible
 from fedfm.reports.page import details, figure, grid, legend, note, table
 from fedfm.reports.read import WEIGHTS, RunFiles
-from fedfm.reports.svg import COLOURS, Series, lines, matrix
+from fedfm.reports.svg import COLOURS, Series, lines, matrix, neighbours
 from fedfm.reports.text import count, esc, numbers, percent, plural, shorten
 
 FILE = WEIGHTS
@@ -141,8 +141,7 @@ def group_means(p: np.ndarray, order: Sequence[int], most: int) -> tuple[np.ndar
         ``q`` (G, G), the share of all clients of group b in the model of a client of group a, averaged over a; the
         groups.
     """
-    n = min(most, len(order))
-    groups = [list(order[len(order) * i // n : len(order) * (i + 1) // n]) for i in range(n)]
+    groups = [list(group) for group in neighbours(order, most)]
     q = np.array([[p[np.ix_(a, b)].sum(1).mean() for b in groups] for a in groups])
     return q, groups
 

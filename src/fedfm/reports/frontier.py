@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fedfm.reports.basis import basis
 from fedfm.reports.page import figure, note
 from fedfm.reports.read import RunFiles
-from fedfm.reports.svg import COLOURS, Scale, domain, frame, ticks
+from fedfm.reports.svg import COLOURS, Scale, axes, domain, frame, ticks
 from fedfm.reports.text import esc, finite, percent, shorten, size
 
 Spot = tuple[str, float, float]  # name, bytes, accuracy
@@ -75,14 +75,10 @@ def _draw(width: int, spots: Sequence[Spot], best: Sequence[Spot], label: str) -
     left = 62.0
     x = Scale(min(sent) / 1.5, max(sent) * 1.5, left + 6, width - 14, log=True)
     y = Scale(*domain(reached, (0.0, 1.0)), height - 40, 14)
-    body = []
-    for t in ticks(y.low, y.high):
-        body.append(f'<line class="grid" x1="{left}" x2="{width - 4}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>')
-        body.append(f'<text x="{left - 8}" y="{y(t) + 4:.1f}" text-anchor="end">{esc(percent(t))}</text>')
     powers = range(math.ceil(math.log10(x.low)), math.floor(math.log10(x.high)) + 1)
-    for t in [10.0**k for k in powers] or [min(sent), max(sent)]:
-        body.append(f'<text x="{x(t):.1f}" y="{height - 20}" text-anchor="middle">{esc(size(t))}</text>')
-    body.append(f'<text x="{(left + width) / 2:.1f}" y="{height - 3}" text-anchor="middle">sent, up and down</text>')
+    below = [(t, size(t)) for t in [10.0**k for k in powers] or [min(sent), max(sent)]]
+    beside = [(t, percent(t)) for t in ticks(y.low, y.high)]
+    body = axes(x, y, left, below, beside, width, height, "sent, up and down")
     path = "L".join(f"{x(s):.1f} {y(a):.1f}" for _, s, a in best)
     body.append(f'<path class="line s1" d="M{path}"/>')
     written: list[tuple[float, float, float, float]] = []

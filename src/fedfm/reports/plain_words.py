@@ -6,9 +6,8 @@ import math
 import re
 from pathlib import Path
 
-from fedfm.reports.read import RunFiles, mapping, numeric
+from fedfm.reports.read import RunFiles, numeric
 from fedfm.reports.text import number
-from fedfm.runtime.disclosure import guarantee
 
 _NAME = r"(?:[\w-]+/(?:[\w.-]+)?|[\w-]+\.(?:jsonl|json|npz|html))"
 _SUBJECT = re.compile(rf"{_NAME}(?:(?:, | and ){_NAME})*")
@@ -37,9 +36,7 @@ def reading(run: RunFiles) -> str:
     Group privacy: a mechanism that is (epsilon, delta)-private for one row is (k epsilon, delta (e^(k epsilon) - 1) /
     (e^epsilon - 1))-private for k rows of one person.
     """
-    ledger = mapping(run.manifest.get("ledger"))
-    spent = {**ledger, "epsilon": run.result.get("epsilon", ledger.get("epsilon"))}
-    found = guarantee(spent, mapping(run.experiment.get("privacy")))
+    found = run.guarantee
     epsilon = numeric(found["epsilon"]) if found else None
     if found is None or epsilon is None or not math.isfinite(epsilon):
         return ""

@@ -16,6 +16,7 @@ from fedfm.core.metric_names import LOCAL_LOSS, SCORES
 from fedfm.errors import InputError
 from fedfm.reports.text import finite, numbers
 from fedfm.runtime import logs
+from fedfm.runtime.disclosure import guarantee
 from fedfm.runtime.exposure import Exposure, exposure_of
 from fedfm.runtime.runs_below import no_run
 
@@ -156,6 +157,13 @@ class RunFiles:
         if total is not None or not self.rounds:
             return total
         return self.rounds[-1].bytes_up if direction == "up" else self.rounds[-1].bytes_down
+
+    @property
+    def guarantee(self) -> dict[str, Any] | None:
+        """The differential privacy that the run claims, as of :func:`~fedfm.runtime.disclosure.guarantee`."""
+        ledger = mapping(self.manifest.get("ledger"))
+        spent = {**ledger, "epsilon": self.result.get("epsilon", ledger.get("epsilon"))}
+        return guarantee(spent, mapping(self.experiment.get("privacy")))
 
     @property
     def exclusions(self) -> list[tuple[int, str, str, str, str]]:

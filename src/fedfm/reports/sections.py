@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 from fedfm.core import tasks
 from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY
 from fedfm.reports.page import details, figure, legend, note, swatches, table
 from fedfm.reports.read import Round, RunFiles, mapping, numeric, sequence, whole
-from fedfm.reports.svg import COLOURS, ChartBar, Format, Series, bars, heat, lines
+from fedfm.reports.svg import COLOURS, ChartBar, Format, Series, bars, heat, lines, neighbours
 from fedfm.reports.text import count, duration, esc, finite, number, numbers, percent, plural
 
-T = TypeVar("T")
 MOST_BARS = 40  # clients with a bar of their own; more are averaged in groups of neighbours
 MOST_COLUMNS = 100
 MOST_CELLS = 20_000  # of the table of class counts
@@ -169,19 +167,13 @@ def _before_and_after(run: RunFiles, final: Mapping[str, float | None], order: S
 
 def _group_bars(rows: list[ChartBar], form: Format) -> list[ChartBar]:
     out, start = [], 0
-    for part in _chunks(rows, 25):
+    for part in neighbours(rows, 25):
         mean = statistics.fmean(r.value or 0.0 for r in part)
         places = f"{start + 1} to {start + len(part)}"
         title = f"Places {places}: {form(part[-1].value)} to {form(part[0].value)}"
         out.append(ChartBar(places, mean, form(mean), title))
         start += len(part)
     return out
-
-
-def _chunks(items: Sequence[T], most: int) -> list[Sequence[T]]:
-    """At most ``most`` runs of neighbours; their lengths differ by one at most."""
-    n = min(most, len(items))
-    return [items[len(items) * i // n : len(items) * (i + 1) // n] for i in range(n)]
 
 
 def split(run: RunFiles) -> str:
@@ -226,7 +218,7 @@ def _label_bars(train: dict[str, list[int]], classes: list[str], label: str) -> 
 
 
 def _heat(train: dict[str, list[int]], classes: list[str], label: str) -> str:
-    names, groups = classes, _chunks(range(len(classes)), MOST_COLUMNS)
+    names, groups = classes, neighbours(range(len(classes)), MOST_COLUMNS)
     if len(classes) > MOST_COLUMNS:
         names = [f"{classes[g[0]]} to {classes[g[-1]]}" if len(g) > 1 else classes[g[0]] for g in groups]
     shares = {c: [sum(v[j] for j in g) / max(sum(v), 1) for g in groups] for c, v in train.items()}
@@ -234,7 +226,7 @@ def _heat(train: dict[str, list[int]], classes: list[str], label: str) -> str:
     many = ""
     if len(rows) > MOST_BARS:  # neighbours in this order have the same largest class, so that a mean keeps the pattern
         rows.sort(key=lambda r: (max(range(len(r[1])), key=r[1].__getitem__, default=0), -max(r[1], default=0)))
-        parts, rows = _chunks(rows, MOST_BARS), []
+        parts, rows = neighbours(rows, MOST_BARS), []
         for part in parts:
             mean = [statistics.fmean(column) for column in zip(*(s for _, s, _ in part), strict=True)]
             rows.append((plural(len(part), "client"), mean, count(sum(sum(train[c]) for c, _, _ in part))))

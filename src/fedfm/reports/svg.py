@@ -7,9 +7,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from fedfm.reports.text import NBSP, esc, finite, numbers, shorten, width_of
 
+T = TypeVar("T")
 Point = tuple[float, float | None]
 Format = Callable[[float | None], str]
 MOST_POINTS = 1200  # more are below the resolution of a screen and enlarge the file
@@ -83,6 +85,12 @@ def domain(values: Sequence[float], within: tuple[float, float] | None = None) -
     return max(low, least), min(high, most)
 
 
+def neighbours(items: Sequence[T], most: int) -> list[Sequence[T]]:
+    """The items in at most ``most`` groups of neighbours; their lengths differ by one at most."""
+    n = min(most, len(items))
+    return [items[len(items) * i // n : len(items) * (i + 1) // n] for i in range(n)]
+
+
 def thin(points: Sequence[Point]) -> Sequence[Point]:
     """Every nth point and the last, at most MOST_POINTS."""
     stride = math.ceil(len(points) / MOST_POINTS)
@@ -122,17 +130,33 @@ def lines(
     xs = [x for s in series for x, _ in s.points]
     x = Scale(min(xs), max(xs), left + 6, width - max(12.0, len(f"{max(xs):.0f}") * _COLUMN / 2 + 2))
     y = Scale(low, high, height - 40, 10, log)
-    body = []
-    for t, name in zip(marks, named, strict=True):
-        body.append(f'<line class="grid" x1="{left:.1f}" x2="{width - 4}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>')
-        body.append(f'<text x="{left - 8:.1f}" y="{y(t) + 4:.1f}" text-anchor="end">{esc(name)}</text>')
-    for t in ticks(x.low, x.high, 8 if width > 500 else 5, whole=True):
-        body.append(f'<text x="{x(t):.1f}" y="{height - 20}" text-anchor="middle">{t:.0f}</text>')
-    body.append(f'<text x="{(left + width) / 2:.1f}" y="{height - 3}" text-anchor="middle">{esc(x_label)}</text>')
+    whole = [(t, f"{t:.0f}") for t in ticks(x.low, x.high, 8 if width > 500 else 5, whole=True)]
+    body = axes(x, y, left, whole, list(zip(marks, named, strict=True)), width, height, x_label)
     body += [_band(run, x, y) for run in _runs([(a, lo, hi) for a, lo, hi in band])]
     for s in series:
         body += _line(s, x, y, form)
     return frame(width, height, label, body)
+
+
+def axes(
+    x: Scale,
+    y: Scale,
+    left: float,
+    below: Sequence[tuple[float, str]],
+    beside: Sequence[tuple[float, str]],
+    width: int,
+    height: int,
+    x_label: str,
+) -> list[str]:
+    """The grid of a plot from ``left`` on, with named marks (value, name) below it and at its left."""
+    body = []
+    for t, name in beside:
+        body.append(f'<line class="grid" x1="{left:.1f}" x2="{width - 4}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>')
+        body.append(f'<text x="{left - 8:.1f}" y="{y(t) + 4:.1f}" text-anchor="end">{esc(name)}</text>')
+    for t, name in below:
+        body.append(f'<text x="{x(t):.1f}" y="{height - 20}" text-anchor="middle">{esc(name)}</text>')
+    body.append(f'<text x="{(left + width) / 2:.1f}" y="{height - 3}" text-anchor="middle">{esc(x_label)}</text>')
+    return body
 
 
 def _runs(points: Sequence[tuple[float, float | None, float | None]]) -> list[list[tuple[float, float, float]]]:
@@ -250,10 +274,8 @@ def heat(
         body.append(f'<text x="{left + cell * len(columns):.1f}" y="{top - 6:.1f}" text-anchor="end">{last}</text>')
     for i, (name, shares, text) in enumerate(rows):
         y = top + i * step
-        cut = esc(shorten(name, int((left - 10) / _COLUMN)))
-        base = f"{y + step / 2 + 4:.1f}"
-        place, size = f'x="{left - 8:.1f}" y="{base}"', f'width="{cell * len(columns):.1f}" height="{step - 1.5}"'
-        body.append(f'<text class="name" {place} text-anchor="end">{cut}<title>{esc(name)}</title></text>')
+        base, size = y + step / 2 + 4, f'width="{cell * len(columns):.1f}" height="{step - 1.5}"'
+        body.append(_row_name(name, left, base))
         body.append(f'<rect class="track" x="{left:.1f}" y="{y:.1f}" {size}/>')
         for j, share in enumerate(shares):
             if share > 0:
@@ -261,7 +283,7 @@ def heat(
                 shape = f'<rect class="s1" fill-opacity="{ink:.2f}" x="{left + j * cell:.1f}" y="{y:.1f}"'
                 size = f'width="{max(cell - gap, 0.5):.1f}" height="{step - 1.5}"'
                 body.append(f"{shape} {size}><title>{esc(name)}, {esc(columns[j])}: {100 * share:.1f} %</title></rect>")
-        body.append(f'<text class="value" x="{width}" y="{base}" text-anchor="end">{esc(text)}</text>')
+        body.append(f'<text class="value" x="{width}" y="{base:.1f}" text-anchor="end">{esc(text)}</text>')
     return frame(width, top + len(rows) * step, label, body)
 
 
@@ -282,9 +304,7 @@ def matrix(width: int, names: Sequence[str], cells: Sequence[Sequence[float]], l
     every = 1 if cell >= 11 else math.ceil(11 / cell)  # skip names that would touch
     for i, name in enumerate(names):
         if i % every == 0:
-            cut = esc(shorten(name, int((left - 10) / _COLUMN)))
-            place = f'x="{left - 8:.1f}" y="{top + (i + 0.5) * cell + 4:.1f}" text-anchor="end"'
-            body.append(f'<text class="name" {place}>{cut}<title>{esc(name)}</title></text>')
+            body.append(_row_name(name, left, top + (i + 0.5) * cell + 4))
     hover = bool(names) and len(cells) <= _HOVER
     ink: dict[tuple[str, int], list[str]] = {}
     for i, row in enumerate(cells):
@@ -302,6 +322,13 @@ def matrix(width: int, names: Sequence[str], cells: Sequence[Sequence[float]], l
     for (colour, level), paths in sorted(ink.items()):
         body.append(f'<path class="cell {colour}" fill-opacity="{_opacity(level):.2f}" d="{"".join(paths)}"/>')
     return frame(width, top + side + 1, label, body)
+
+
+def _row_name(name: str, left: float, base: float) -> str:
+    """The name of a row that begins at ``left``; all of it shows on hover."""
+    cut = esc(shorten(name, int((left - 10) / _COLUMN)))
+    place = f'x="{left - 8:.1f}" y="{base:.1f}" text-anchor="end"'
+    return f'<text class="name" {place}>{cut}<title>{esc(name)}</title></text>'
 
 
 def _opacity(level: int) -> float:
