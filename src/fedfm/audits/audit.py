@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
+from fedfm.audits import findings_file
 from fedfm.audits.finding import Finding
 from fedfm.audits.replay import Replay, Watch, check_unchanged, open_finished, population_of, replay
 from fedfm.audits.steps import Step, TimeUpError, command, deadline, steps, until
@@ -22,7 +22,6 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.progress import AuditProgress
 from fedfm.runtime.run_directory import Run
 
-FILE = "audit.json"
 VERDICT = ("name", "question", "verdict", "bound", "contradicts")  # of a finding, in the manifest: no figure of rows
 Notice = Callable[[str], None]
 
@@ -245,7 +244,7 @@ def _keep(run: Run, found: Sequence[Finding]) -> None:
         of = run.manifest["result"]["params_sha256"]
         everything = [f for f in earlier(run.path, of) if f["name"] not in fresh] + [f.to_dict() for f in found]
         text = to_json({"run": str(run.path), "params_sha256": of, "findings": everything}, indent=1, ascii=True)
-        storage.write_atomic(run.path / FILE, text.encode() + b"\n", 0o600)
+        storage.write_atomic(run.path / findings_file.FILE, text.encode() + b"\n", 0o600)
         run.manifest["audits"] = [{key: f.get(key) for key in VERDICT} for f in everything]
         run.write_manifest()
 
@@ -262,10 +261,7 @@ def duration_text(seconds: float) -> str:
 
 def earlier(path: Path, of: str | None = None) -> list[dict[str, Any]]:
     """Findings in ``audit.json``; none if the file is missing, invalid, or of other parameters than ``of``."""
-    try:
-        value = json.loads((path / FILE).read_text(encoding="utf-8"))
-        if of is not None and value.get("params_sha256", of) != of:  # the run went on after that audit
-            return []
-        return [f for f in value["findings"] if isinstance(f["name"], str)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    content = findings_file.read(path) or {}
+    if of is not None and not findings_file.is_about(content, of):  # the run went on after that audit
         return []
+    return [dict(f) for f in findings_file.findings(content) if isinstance(f.get("name"), str)]

@@ -105,13 +105,13 @@ class MemberScores:
         """
         mean, low, high = self.interval(0.95)
         says += f" with chance {mean:.3f} {interval(low, high)}{more}; 0.5 is guessing"
-        contradicts, detail = False, dict(detail)
+        contradicts, figures = False, dict(detail)
         if claim is not None:
             allowed, surely = claim.largest_auc, self.interval(strict)[1]
             contradicts, rule = surely > allowed, limit_rule(rule, allowed, surely, strict)
-            detail["allowed_by_epsilon"] = allowed
+            figures["allowed_by_epsilon"] = allowed
             says += f", and epsilon = {claim.epsilon:.4g} allows {allowed:.3f}"
-        return Finding(name, question, mean, low, high, NOTABLE, rule, f"{says}.{unit}", contradicts, detail)
+        return Finding(name, question, mean, low, high, NOTABLE, rule, f"{says}.{unit}", contradicts, figures)
 
 
 def finding_on_rate(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedfm.audits import findings_file
 from fedfm.reports.page import aside, details, figure, note, table
-from fedfm.reports.read import AUDIT, RunFiles, mapping, numeric, sequence
+from fedfm.reports.read import RunFiles, mapping, numeric, sequence
 from fedfm.reports.svg import ChartBar, bars
 from fedfm.reports.text import esc, number, plural
-
-FILE = AUDIT
 
 
 def findings(run: RunFiles) -> list[Mapping[str, Any]] | None:
@@ -19,29 +17,13 @@ def findings(run: RunFiles) -> list[Mapping[str, Any]] | None:
 
     A file that ``fedfm audit`` did not write has no findings.
     """
-    value = _file(run)
-    if value is None or _is_outdated(run, value):
-        return None
-    return [mapping(f) for f in sequence(value.get("findings")) if mapping(f)]
+    content = findings_file.read(run.path)
+    return None if content is None or is_outdated(run) else findings_file.findings(content)
 
 
 def is_outdated(run: RunFiles) -> bool:
     """Whether the run went on after its audit: the findings are then about earlier parameters."""
-    return _is_outdated(run, _file(run) or {})
-
-
-def _file(run: RunFiles) -> Mapping[str, Any] | None:
-    try:
-        return mapping(json.loads((run.path / FILE).read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError):
-        return {}
-
-
-def _is_outdated(run: RunFiles, value: Mapping[str, Any]) -> bool:
-    now = run.result.get("params_sha256")
-    return bool(value.get("params_sha256", now) != now)
+    return not findings_file.is_about(findings_file.read(run.path) or {}, run.result.get("params_sha256"))
 
 
 def section(run: RunFiles) -> str:

@@ -1,0 +1,32 @@
+"""``audit.json`` in a run's directory: the findings of its audits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FILE = "audit.json"
+
+
+def read(run_dir: Path) -> Mapping[str, Any] | None:
+    """The content of the file; None without the file, {} if it is none of ``fedfm audit``."""
+    try:
+        content = json.loads((run_dir / FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def is_about(content: Mapping[str, Any], params_sha256: str | None) -> bool:
+    """Whether the findings are about these parameters; not so if the run went on after its audit."""
+    return bool(content.get("params_sha256", params_sha256) == params_sha256)
+
+
+def findings(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The findings in the content."""
+    listed = content.get("findings")
+    return [f for f in listed if isinstance(f, dict) and f] if isinstance(listed, list) else []
