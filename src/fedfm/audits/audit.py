@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import isabstract
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -71,7 +72,7 @@ def audits() -> dict[str, Audit]:
         module = place.partition(":")[0]
         for value in vars(import_module(module)).values():
             own = isinstance(value, type) and issubclass(value, Audit) and value.__module__ == module
-            if own and value is not Audit:
+            if own and not isabstract(value):
                 found[name] = value()
     return found
 

@@ -14,7 +14,7 @@ import torch
 from fedfm import seeds
 from fedfm.aggregation.base import Aggregator
 from fedfm.audits.audit import Audit
-from fedfm.audits.client_epsilon import unfixed
+from fedfm.audits.client_epsilon import why_not_measured
 from fedfm.audits.finding import Finding, refutes, twice
 from fedfm.audits.inference import canaries
 from fedfm.audits.inference.canaries import TOO_LONG
@@ -47,7 +47,7 @@ class Canaries(Audit):
     def unfit(self, run: Run) -> str | None:
         result, clients = run.manifest["result"], len(run.manifest["clients"])
         mechanism: Any = run.experiment.aggregation.mechanism
-        if (why := unfixed(mechanism)) is not None:
+        if (why := why_not_measured(mechanism)) is not None:
             return why
         if not result["rounds"] or clients < 2:
             return "it needs a round and two clients"
@@ -86,10 +86,8 @@ def finding(found: Array, strangers: Array, dim: int, delta: float, stated: floa
         f"confidence; without that assumption it {refutes(counted)}."
     )
     detail = {"canaries": len(found), "strangers": len(strangers), "delta": delta, "low_by_counts": counted}
-    rule, name = twice(strict, STRICT), "canaries"
-    of_claim = finding_on_claim(
-        name, QUESTION, says, detail, estimate=estimate, low=low, high=high, stated=stated, rule=rule
-    )
+    rule = twice(strict, STRICT)
+    of_claim = finding_on_claim("canaries", QUESTION, (estimate, low, high), stated, rule, says, detail)
     if of_claim.verdict == "holds" and estimate > stated:
         why = (
             f" The estimate, {estimate:.3g}, is above the claim and contradicts nothing: from {len(found)} canaries it "

@@ -41,7 +41,7 @@ class ClientEpsilon(Audit):
 
     def unfit(self, run: Run) -> str | None:
         mechanism: Any = run.experiment.aggregation.mechanism
-        if (why := unfixed(mechanism)) is not None:
+        if (why := why_not_measured(mechanism)) is not None:
             return why
         if mechanism.hidden:
             return "secure aggregation draws new masks in a replay, and the updates of this run are not seen"
@@ -73,11 +73,10 @@ class ClientEpsilon(Audit):
             says = "Two rounds share their noise: the difference of their models shows the updates."
         detail = {"noise": sigma, "noise_at_most": highest, "longest_update": found.longest, "numbers": found.numbers}
         detail |= {"confidence": CONFIDENCE, "delta": delta}
-        name = "client_epsilon"
-        return [finding_on_claim(name, QUESTION, says, detail, estimate=estimate, low=low, stated=stated, rule=CLAIM)]
+        return [finding_on_claim("client_epsilon", QUESTION, (estimate, low, None), stated, CLAIM, says, detail)]
 
 
-def unfixed(mechanism: Any) -> str | None:
+def why_not_measured(mechanism: Any) -> str | None:
     """Why the noise of a client-level mechanism cannot be compared between rounds; None if it can."""
     if mechanism.fraction is None and mechanism.adaptive is None:
         return None

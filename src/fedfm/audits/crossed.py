@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from fedfm.audits.audit import Audit
 from fedfm.audits.replay import RecordedReply, Turn
+from fedfm.audits.row_evidence import no_round, unreadable
 from fedfm.core.client import ClientId, Update
 from fedfm.core.method import Method
 from fedfm.linalg.params import Params
@@ -16,6 +18,20 @@ from fedfm.models.adapters import lora
 from fedfm.models.model import Model
 from fedfm.runtime.predictions import personal
 from fedfm.runtime.run_directory import Run
+from fedfm.training import TrainsLocally
+
+
+class UpdateAudit(Audit):
+    """An audit of what client optimisers trained and clients sent."""
+
+    replies: ClassVar[bool] = False
+
+    def reads(self, run: Run) -> bool:
+        method: Any = run.experiment.method
+        return unreadable(run) is None and isinstance(method, TrainsLocally) and not run.experiment.method.needs.pooled
+
+    def unfit(self, run: Run) -> str | None:
+        return no_round(run)
 
 
 @dataclass(frozen=True)

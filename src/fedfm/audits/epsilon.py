@@ -54,10 +54,8 @@ class Epsilon(Audit):
         )
         detail = {"pairs": len(coins), "right": right, "confidence": CONFIDENCE, "delta": promise.delta}
         detail |= {"steps_between_the_rows_of_a_pair": promise.steps}
-        estimate, stated = max(odds, 0.0), promise.epsilon
-        return [
-            finding_on_claim("epsilon", QUESTION, says, detail, estimate=estimate, low=low, stated=stated, rule=CLAIM)
-        ]
+        figures = max(odds, 0.0), low, None
+        return [finding_on_claim("epsilon", QUESTION, figures, promise.epsilon, CLAIM, says, detail)]
 
 
 def _pairs(view: View) -> Iterator[tuple[SentClass, Array, Array]]:

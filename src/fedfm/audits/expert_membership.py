@@ -15,7 +15,7 @@ from fedfm import seeds
 from fedfm.audits.audit import Audit
 from fedfm.audits.finding import Finding, nothing
 from fedfm.audits.inference.rates import Array
-from fedfm.audits.member_scores import Cell, MemberScores
+from fedfm.audits.member_scores import CellScores, MemberScores
 from fedfm.audits.replay import Replay, Turn, Watch
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
@@ -57,17 +57,17 @@ class ExpertMembership(Audit):
         ]
 
     def _finding(self, replay: Replay, name: str, question: str, models: dict[str, Params]) -> Finding:
-        cells = list[Cell]()
+        cells = list[CellScores]()
         for client, w in models.items():
             data = replay.population.data(client)
             if len(data.train) and len(data.test):
-                cells.append(Cell(self._scores(replay, w, data.train), self._scores(replay, w, data.test)))
+                cells.append(CellScores(self._scores(replay, w, data.train), self._scores(replay, w, data.test)))
         if not cells:
             return nothing(name, question, "No client has a model here, training rows and test rows.")
         seed = replay.run.experiment.run.seed
-        scores = MemberScores.of_clients(cells, lambda confidence: seeds.generator(seed, "audit", name), digits=2)
+        scores = MemberScores(cells, lambda level: seeds.generator(seed, "audit", name), digits=2)
         says = "A training row has a lower loss than a test row of the same client"
-        return scores.finding(name, question, says, scores.counts())
+        return scores.finding(name, question, says, scores.of_clients())
 
     def _scores(self, replay: Replay, w: Params, rows: Rows) -> Array:
         """Minus the loss of each row."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from fedfm.audits.audit import Audit
 from fedfm.audits.crossed import crossings
 from fedfm.audits.finding import Finding, VerdictRule, nothing
-from fedfm.audits.head_view import changes, head_names, reads_heads, sums_only
+from fedfm.audits.head_view import HeadAudit, changes, head_names
 from fedfm.audits.inference import copies, rates
 from fedfm.audits.inference.copies import NAMED, SHARE
 from fedfm.audits.inference.head_updates import features
@@ -85,16 +84,8 @@ class Rebuilt(Watch):
         self.by_chance |= {int(pool.strangers[client][i]) for i in index[near < SHARE * gap]}
 
 
-class HeadRows(Audit):
+class HeadRows(HeadAudit):
     """Share of training rows whose features an update discloses; test rows show the share by chance."""
-
-    replies: ClassVar[bool] = False
-
-    def reads(self, run: Run) -> bool:
-        return reads_heads(run)
-
-    def unfit(self, run: Run) -> str | None:
-        return sums_only(run)
 
     def watch(self, run: Run) -> Rebuilt:
         return Rebuilt(run)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fedfm.audits.crossed import CrossedUpdate, sees_sums_only
+from fedfm.audits.crossed import CrossedUpdate, UpdateAudit, sees_sums_only
 from fedfm.audits.inference.rates import Array
-from fedfm.audits.row_evidence import no_round
-from fedfm.audits.update_membership import reads_updates
 from fedfm.core import tasks
 from fedfm.models.model import Model
 from fedfm.runtime.run_directory import Run
@@ -30,17 +28,17 @@ def head_names(model: Model) -> Names | None:
     return None if weight is None else Names(weight, None if head.bias is None else found.get(id(head.bias)))
 
 
-def reads_heads(run: Run) -> bool:
-    """Whether updates of classifiers cross that an attacker can read."""
-    kind = run.manifest["model"].get("task", run.experiment.model.task)
-    return reads_updates(run) and (kind is None or tasks.find(kind).classifies_by_head)
+class HeadAudit(UpdateAudit):
+    """An audit of the heads of single clients' classifiers."""
 
+    def reads(self, run: Run) -> bool:
+        kind = run.manifest["model"].get("task", run.experiment.model.task)
+        return super().reads(run) and (kind is None or tasks.find(kind).classifies_by_head)
 
-def sums_only(run: Run) -> str | None:
-    """Why heads of single clients are not seen."""
-    if sees_sums_only(run):
-        return "the server saw sums of updates only; update_membership attacks these"
-    return no_round(run)
+    def unfit(self, run: Run) -> str | None:
+        if sees_sums_only(run):
+            return "the server saw sums of updates only; update_membership attacks these"
+        return super().unfit(run)
 
 
 def changes(crossing: CrossedUpdate, names: Names) -> tuple[Array, Array] | None:

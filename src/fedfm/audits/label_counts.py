@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from fedfm import seeds
-from fedfm.audits.audit import Audit
 from fedfm.audits.crossed import CrossedUpdate, crossings
 from fedfm.audits.finding import BELOW, Finding, interval, nothing, plural
-from fedfm.audits.head_view import Names, head_names, reads_heads, sums_only
+from fedfm.audits.head_view import HeadAudit, Names, head_names
 from fedfm.audits.inference import rates
 from fedfm.audits.inference.head_updates import distance, guesses, label_shares, traces
 from fedfm.audits.inference.rates import Array
@@ -137,20 +136,12 @@ class _Attacker:
         return traces(weight, bias, x, self._labels, probabilities)  # type: ignore[arg-type]
 
 
-class LabelCounts(Audit):
+class LabelCounts(HeadAudit):
     """Total variation distance between estimated and true label shares, compared with the guess "as the test rows"."""
-
-    replies: ClassVar[bool] = False
 
     def seconds(self, run: Run, population: Partitioned) -> float:
         tried, one = passes(run, population)
         return tried * one * len(population.clients) if tried >= LEAST else 1.0
-
-    def reads(self, run: Run) -> bool:
-        return reads_heads(run)
-
-    def unfit(self, run: Run) -> str | None:
-        return sums_only(run)
 
     def watch(self, run: Run) -> Shares:
         return Shares(run)

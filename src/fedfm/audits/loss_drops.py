@@ -21,6 +21,8 @@ from fedfm.core.client import ClientId
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
+NO_UPDATE = "No update was a change of the whole model: what the server gets of this method cannot be scored on rows."
+
 
 class LossDrops(Watch):
     """Sums over the rounds, by client.

@@ -8,8 +8,6 @@ allows, and the true positives at few false ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,53 +17,43 @@ from fedfm.audits.inference import rates
 from fedfm.audits.inference.rates import ALARMS, NOTABLE, NOTABLE_TPR, Array, Rate
 from fedfm.audits.stated_epsilon import STRICT, Claim, limit_rule
 
+Detail = Mapping[str, Any]
 
-class Cell(NamedTuple):
-    """Scores that can be compared with each other: of one client, or of one client's class.
 
-    Attributes:
-        members: (n,) of rows that were trained on; more says "trained on".
-        strangers: (m,) of similar rows that nobody trained on.
-    """
+class CellScores(NamedTuple):
+    """Scores of one client, or of one client's class; more says "trained on"."""
 
     members: Array
-    strangers: Array
+    strangers: Array  # of similar rows that nobody trained on
 
 
-@dataclass(frozen=True)
 class MemberScores:
     """The scores of an attack.
 
-    Attributes:
-        strangers: different rows of all cells that nobody trained on.
+    Args:
         generator: of the bootstrap at a confidence.
-        digits: of the normal quantile behind the point; None: all of them.
+        strangers: different rows of all cells that nobody trained on [each cell has rows of its own].
+        digits: of the normal quantile behind the point [all of them].
+
+    Attributes:
+        aucs: by cell.
+        sizes: members by cell.
     """
 
-    cells: Sequence[Cell]
-    strangers: int
-    generator: Callable[[float], np.random.Generator]
-    digits: int | None = 6
+    def __init__(
+        self,
+        cells: Sequence[CellScores],
+        generator: Callable[[float], np.random.Generator],
+        strangers: int | None = None,
+        digits: int | None = None,
+    ) -> None:
+        self.cells, self._generator, self._digits = cells, generator, digits
+        self.aucs = np.array([rates.auc(*cell) for cell in cells])
+        self.sizes = np.array([len(cell.members) for cell in cells])
+        self.strangers = sum(len(cell.strangers) for cell in cells) if strangers is None else strangers
 
-    @classmethod
-    def of_clients(
-        cls, cells: Sequence[Cell], generator: Callable[[float], np.random.Generator], digits: int | None = 6
-    ) -> MemberScores:
-        """Scores of clients, each of which has strangers of its own."""
-        return cls(cells, sum(len(cell.strangers) for cell in cells), generator, digits)
-
-    @cached_property
-    def aucs(self) -> Array:
-        """AUC of each cell."""
-        return np.array([rates.auc(*cell) for cell in self.cells])
-
-    @cached_property
-    def sizes(self) -> Array:
-        """Members of each cell."""
-        return np.array([len(cell.members) for cell in self.cells])
-
-    def counts(self) -> dict[str, Any]:
-        """For the detail of a finding whose cells are clients."""
+    def of_clients(self) -> dict[str, Any]:
+        """Numbers for the detail of a finding whose cells are clients."""
         return {"clients": len(self.cells), "members": int(self.sizes.sum()), "strangers": self.strangers}
 
     def interval(self, confidence: float, index: Array | slice = slice(None)) -> tuple[float, float, float]:
@@ -73,8 +61,8 @@ class MemberScores:
         from scipy.stats import norm
 
         z = float(norm.ppf((1 + confidence) / 2))
-        z = z if self.digits is None else round(z, self.digits)
-        rng = self.generator(confidence)
+        z = z if self._digits is None else round(z, self._digits)
+        rng = self._generator(confidence)
         return rates.auc_interval(self.aucs[index], self.sizes[index], self.strangers, rng, confidence, z)
 
     def rate(self, rng: np.random.Generator) -> Rate | None:
@@ -86,10 +74,10 @@ class MemberScores:
         name: str,
         question: str,
         says: str,
-        detail: Mapping[str, Any],
+        detail: Detail,
+        claim: Claim | None = None,
         *,
         rule: VerdictRule = ABOVE,
-        claim: Claim | None = None,
         strict: float = STRICT,
         more: str = "",
         unit: str = "",
@@ -97,42 +85,27 @@ class MemberScores:
         """The finding on the AUC.
 
         Args:
-            says: what has which chance, as the start of the answer.
-            claim: a guarantee that bounds the AUC.
-            strict: confidence at which the guarantee is contradicted.
-            more: after the interval.
-            unit: what a row is, as the end of the answer.
+            says: what has which chance, as the start of the answer; ``more`` stands after the interval, and ``unit``,
+                what a row is, at the end.
+            claim: a guarantee that bounds the AUC; it is contradicted at the confidence ``strict``.
         """
         mean, low, high = self.interval(0.95)
         says += f" with chance {mean:.3f} {interval(low, high)}{more}; 0.5 is guessing"
-        contradicts, figures = False, dict(detail)
+        contradicts = False
         if claim is not None:
             allowed, surely = claim.largest_auc, self.interval(strict)[1]
             contradicts, rule = surely > allowed, limit_rule(rule, allowed, surely, strict)
-            figures["allowed_by_epsilon"] = allowed
+            detail = {**detail, "allowed_by_epsilon": allowed}
             says += f", and epsilon = {claim.epsilon:.4g} allows {allowed:.3f}"
-        return Finding(name, question, mean, low, high, NOTABLE, rule, f"{says}.{unit}", contradicts, figures)
+        return Finding(name, question, mean, low, high, NOTABLE, rule, f"{says}.{unit}", contradicts, detail)
 
 
 def finding_on_rate(
-    name: str,
-    question: str,
-    rate: Rate,
-    detail: Mapping[str, Any],
-    *,
-    by: str = "",
-    strangers: str = "strangers",
-    unit: str = "",
+    name: str, question: str, rate: Rate, detail: Detail, by: str = "", strangers: str = "strangers", unit: str = ""
 ) -> Finding:
-    """The finding on the true positives at few false ones.
-
-    Args:
-        by: the attack in words.
-        strangers: what the threshold is set by.
-        unit: what a row is, as the end of the answer.
-    """
-    says = f"{100 * rate.tpr:.1f} % of the training rows [{100 * rate.low:.1f}, {100 * rate.high:.1f}] are above a "
-    says += f"threshold that {100 * rate.alarms / rate.negatives:.1f} % of {strangers} exceed; guessing gives 1 %, the "
-    says += f"bound is {100 * NOTABLE_TPR:.0f} %.{unit}"
-    says = f"By {by}, {says}" if by else says
+    """The finding on the true positives: ``by`` which attack, above a threshold that which ``strangers`` exceed."""
+    says = f"{f'By {by}, ' if by else ''}{100 * rate.tpr:.1f} % of the training rows "
+    says += f"[{100 * rate.low:.1f}, {100 * rate.high:.1f}] are above a threshold that "
+    says += f"{100 * rate.alarms / rate.negatives:.1f} % of {strangers} exceed; guessing gives 1 %, the bound is "
+    says += f"{100 * NOTABLE_TPR:.0f} %.{unit}"
     return Finding(name, question, rate.tpr, rate.low, rate.high, NOTABLE_TPR, ABOVE, says, False, detail)

@@ -15,7 +15,7 @@ from fedfm.audits.finding import ABOVE, Finding, nothing
 from fedfm.audits.inference import likelihood_ratio
 from fedfm.audits.inference.likelihood_ratio import Density
 from fedfm.audits.inference.rates import FEW, Array
-from fedfm.audits.member_scores import Cell, MemberScores, finding_on_rate
+from fedfm.audits.member_scores import CellScores, MemberScores, finding_on_rate
 from fedfm.audits.replay import Replay
 from fedfm.audits.stated_epsilon import claim
 from fedfm.methods.fedpft import noisy_moments
@@ -34,7 +34,7 @@ STRICT = 0.999  # confidence of a contradiction
 @dataclass(frozen=True)
 class _Scored:
     cell: SentClass
-    scores: Cell
+    scores: CellScores
 
 
 class Membership(Audit):
@@ -50,7 +50,7 @@ class Membership(Audit):
             return [nothing("membership", QUESTION, why), nothing("membership_tpr", QUESTION_TPR, why)]
         cells = [s.scores for s in scored]
         strangers = len({int(i) for s in scored for i in view.held_out(s.cell.client, s.cell.label)})
-        scores = MemberScores(cells, strangers, lambda confidence: view.rng("bootstrap"), digits=None)
+        scores = MemberScores(cells, lambda confidence: view.rng("bootstrap"), strangers)
         return [_auc(view, scores), _tpr(view, scores)]
 
 
@@ -65,7 +65,7 @@ def _score(view: View) -> list[_Scored]:
         if shadow is None or not len(strangers):
             continue
         rows = (view.features(index) for index in (cell.rows, strangers))
-        out.append(_Scored(cell, Cell(*(likelihood_ratio.scores(x, cell.mixture, shadow) for x in rows))))
+        out.append(_Scored(cell, CellScores(*(likelihood_ratio.scores(x, cell.mixture, shadow) for x in rows))))
     return out
 
 
@@ -140,8 +140,8 @@ def _auc(view: View, scores: MemberScores) -> Finding:
         QUESTION,
         "A row that was in the fit scores above one that was not",
         detail,
+        claim(view.replay.run),
         rule=rule,
-        claim=claim(view.replay.run),
         strict=STRICT,
         more=f", for classes of {top} rows at a client {large[top]:.3f}",
     )

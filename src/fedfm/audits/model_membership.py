@@ -17,7 +17,7 @@ from fedfm.audits.expert_membership import ExpertMembership
 from fedfm.audits.finding import Finding, nothing
 from fedfm.audits.inference.rates import FEW, Array
 from fedfm.audits.inference.shadow_ratio import log_ratio
-from fedfm.audits.member_scores import Cell, MemberScores, finding_on_rate
+from fedfm.audits.member_scores import CellScores, MemberScores, finding_on_rate
 from fedfm.audits.membership import Membership
 from fedfm.audits.replay import Replay
 from fedfm.audits.row_evidence import by_class, evidence, no_round, unreadable
@@ -63,9 +63,8 @@ class ModelMembership(Audit):
             why = "No client has training rows, a model here and test rows to compare with."
             return [nothing("model_membership", QUESTION, why), nothing("model_membership_tpr", QUESTION_TPR, why)]
         seed, of = run.experiment.run.seed, unit(population)
-        scores = MemberScores.of_clients(
-            cells, lambda confidence: seeds.generator(seed, "audit", "model membership", str(confidence))
-        )
+        purpose = ("audit", "model membership")
+        scores = MemberScores(cells, lambda level: seeds.generator(seed, *purpose, str(level)), digits=6)
         return [_auc(run, scores, how, of), _tpr(run, scores, how, of)]
 
 
@@ -86,7 +85,9 @@ def final_models(run: Run, population: Partitioned) -> dict[ClientId, Params]:
     return found
 
 
-def attack(run: Run, population: Partitioned, models: Models, notice: Callable[[str], None]) -> tuple[list[Cell], str]:
+def attack(
+    run: Run, population: Partitioned, models: Models, notice: Callable[[str], None]
+) -> tuple[list[CellScores], str]:
     """Scores of each client, and the attack in words.
 
     Args:
@@ -111,14 +112,14 @@ def attack(run: Run, population: Partitioned, models: Models, notice: Callable[[
                 found[c].append(_of(run, population, w, pool, c))
                 inside[c].append(half.taken[c][1])
     target = {c: _of(run, population, models.get(c) or models[""], pool, c) for c in clients}
-    cells = list[Cell]()
+    cells = list[CellScores]()
     for c in clients:
         split = len(pool.members[c])
         if number and len(found[c]) == number:
             scores = log_ratio(target[c], np.stack(found[c]), np.stack(inside[c]))
         else:
             scores = by_class(target[c], pool.labels(c))
-        cells.append(Cell(scores[:split], scores[split:]))
+        cells.append(CellScores(scores[:split], scores[split:]))
     each = "" if pool.labels(clients[0]) is None else ", with a threshold a class"
     if population.trains_on_blocks:
         each = ", with one threshold for whole blocks and one for shorter ones"
@@ -130,9 +131,9 @@ def _of(run: Run, population: Partitioned, w: Params, pool: RowPool, client: Cli
 
 
 def _auc(run: Run, scores: MemberScores, how: str, of: str) -> Finding:
-    detail = {"attack": how, **scores.counts(), "highest_of_a_client": float(scores.aucs.max())}
+    detail = {"attack": how, **scores.of_clients(), "highest_of_a_client": float(scores.aucs.max())}
     says = f"By {how}, a training row scores above a test row"
-    return scores.finding("model_membership", QUESTION, says, detail, claim=claim_of_model(run), unit=of)
+    return scores.finding("model_membership", QUESTION, says, detail, claim_of_model(run), unit=of)
 
 
 def _tpr(run: Run, scores: MemberScores, how: str, of: str) -> Finding:

@@ -108,8 +108,8 @@ class RowCanaries(Audit):
             says += " The batches are not drawn by an independent coin for each row, and epsilon is computed for those."
         detail = {"canaries": len(found.x), "steps": claimed.times, "rate": claimed.rate, "delta": delta}
         detail |= {"noise_multiplier": 1 / found.shift, "low_by_counts": counted[0], "independent_coins": not coins}
-        name, rule, estimate = "row_canaries", twice(strict, STRICT), max(estimate, low)
-        return finding_on_claim(name, QUESTION, says, detail, estimate=estimate, low=low, stated=stated, rule=rule)
+        figures, rule = (max(estimate, low), low, None), twice(strict, STRICT)
+        return finding_on_claim("row_canaries", QUESTION, figures, stated, rule, says, detail)
 
 
 def costliest(population: Partitioned, mechanism: DpSgd) -> str | None:

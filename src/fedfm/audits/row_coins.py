@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
-from fedfm.audits.audit import Audit
+from fedfm.audits.crossed import UpdateAudit
 from fedfm.audits.finding import Finding, VerdictRule, nothing, refutes, twice
 from fedfm.audits.inference.one_run import SHARES, epsilon_bound
 from fedfm.audits.inference.rates import Array
-from fedfm.audits.loss_drops import LossDrops
+from fedfm.audits.loss_drops import NO_UPDATE, LossDrops
 from fedfm.audits.replay import Replay
-from fedfm.audits.row_evidence import by_class, no_round
+from fedfm.audits.row_evidence import by_class
 from fedfm.audits.shadow_runs import BUDGET, Half, RowPool, cost, shadow_turns, unit
 from fedfm.audits.stated_epsilon import STRICT, claim, finding_on_claim, lower_bounds
-from fedfm.audits.update_membership import NO_UPDATE, reads_updates
 from fedfm.linalg.threads import torch_threads
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
@@ -32,21 +32,14 @@ DELTA = 1e-5  # if the run states none
 FIRST = 1000  # number of the shadow run; model_membership uses the lower ones
 
 
-class RowCoins(Audit):
+class RowCoins(UpdateAudit):
     """Guesses every row's coin by how far the updates lowered its loss."""
 
     replays: ClassVar[bool] = False
-    replies: ClassVar[bool] = False
 
     def seconds(self, run: Run, population: Partitioned) -> float:
         again = cost(run, population)
         return max(again, 1.0) if again <= BUDGET else 1.0
-
-    def reads(self, run: Run) -> bool:
-        return reads_updates(run)
-
-    def unfit(self, run: Run) -> str | None:
-        return no_round(run)
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         run = replay.run
@@ -91,9 +84,8 @@ def _finding(run: Run, right: Array, drops: LossDrops, of: str) -> Finding:
     estimate = max(estimate, 0.0)
     if promise is not None and promise.steps > 1:
         rule = twice(strict, STRICT)
-        return finding_on_claim(
-            "row_coins", QUESTION, says, detail, estimate=estimate, low=low, stated=line, rule=rule, unit=of
-        )
+        found = finding_on_claim("row_coins", QUESTION, (estimate, low, None), line, rule, says, detail)
+        return replace(found, says=found.says + of)
     if promise is None:
         rule = VerdictRule(("low > bound",), (), "the run claims no epsilon")
         says += " The run claims none."

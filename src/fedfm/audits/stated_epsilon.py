@@ -13,6 +13,7 @@ from fedfm.runtime.run_directory import Run
 
 CONFIDENCE = 0.95
 STRICT = 0.9999  # of a contradiction; audits are repeated
+Figures = tuple[float, float, float | None]
 
 
 @dataclass(frozen=True)
@@ -80,26 +81,16 @@ def lower_bounds(bound_at: Callable[[float], float], stated: float) -> tuple[flo
 
 
 def finding_on_claim(
-    name: str,
-    question: str,
-    says: str,
-    detail: Mapping[str, Any],
-    *,
-    estimate: float,
-    low: float,
-    stated: float,
-    rule: VerdictRule,
-    high: float | None = None,
-    unit: str = "",
+    name: str, question: str, figures: Figures, stated: float, rule: VerdictRule, says: str, detail: Mapping[str, Any]
 ) -> Finding:
     """The finding on a stated epsilon, by row or by client.
 
     Args:
+        figures: estimate, lower bound, and upper bound or None.
+        rule: its leak contradicts the run: ``CLAIM`` if the lower bound is at a strict level, else that of ``twice``.
         says: what the attacker measured, as the start of the answer.
-        low: the lower bound on epsilon.
-        rule: its leak contradicts the run: ``CLAIM`` if ``low`` is at a strict level, else that of :func:`twice`.
-        unit: what a row is, as the end of the answer.
     """
+    estimate, low, high = figures
     verdict = rule.verdict({"low": low, "bound": stated})
-    says += f" The manifest claims {stated:.4g}{against(verdict)}{unit}"
+    says += f" The manifest claims {stated:.4g}{against(verdict)}"
     return Finding(name, question, estimate, low, high, stated, rule, says, verdict == "leaks", detail)

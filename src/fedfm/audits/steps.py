@@ -19,7 +19,7 @@ from fedfm.runtime.run_directory import Run
 LONG = 10.0  # seconds of the longest attack that shares a replay with others
 
 
-class Costed(Protocol):
+class HasCost(Protocol):
     """An attack, as far as its cost goes; attributes as of :class:`~fedfm.audits.audit.Audit`."""
 
     replays: ClassVar[bool]
@@ -42,7 +42,7 @@ class Step:
     replays: bool
 
 
-def steps(run: Run, population: Partitioned, chosen: Mapping[str, Costed]) -> list[Step]:
+def steps(run: Run, population: Partitioned, chosen: Mapping[str, HasCost]) -> list[Step]:
     """The attacks in order of their cost. One that takes longer than a replay gets a replay of its own."""
     each = {name: audit.seconds(run, population) for name, audit in chosen.items()}
     again = replay_seconds(run, population)

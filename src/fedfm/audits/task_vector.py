@@ -14,7 +14,7 @@ from fedfm.audits.finding import ABOVE, Finding, VerdictRule, interval, nothing,
 from fedfm.audits.head_view import Names, head_names
 from fedfm.audits.inference import rates, task_vector
 from fedfm.audits.inference.rates import NOTABLE, Array
-from fedfm.audits.member_scores import Cell, MemberScores, finding_on_rate
+from fedfm.audits.member_scores import CellScores, MemberScores, finding_on_rate
 from fedfm.audits.replay import Replay, own_sources
 from fedfm.core.client import ClientId
 from fedfm.core.rows import Rows
@@ -142,7 +142,7 @@ def _membership(replay: Replay, eye: Eye) -> list[Finding]:
     own = own_sources(replay.run)
     drops = [c for s in scored.values() for c in _cells(s, *s.drop)]
     each = max(ALIGNED // (2 * len(scored)), 4)
-    aligned, draw = list[Cell](), eye.rng("aligned")
+    aligned, draw = list[CellScores](), eye.rng("aligned")
     for s in scored.values():
         if s.last is None:
             continue
@@ -152,12 +152,12 @@ def _membership(replay: Replay, eye: Eye) -> list[Finding]:
             aligned += _cells(few, *(alignments(model, rows, *last) for rows in (few.members, few.strangers)))
     sizes = [len(s.strangers) for s in scored.values()]
     strangers = sum(sizes) if own else max(sizes)  # global test rows serve every client
-    scores = MemberScores(drops, strangers, lambda confidence: eye.rng("membership"), digits=4)
+    scores = MemberScores(drops, lambda level: eye.rng("membership"), strangers, digits=4)
     mean, low, high = scores.interval(EACH)
     g_mean, g_low, g_high = mean, low, high
     if aligned:
         fewer = min(strangers, sum(len(cell.strangers) for cell in aligned))
-        by_gradients = MemberScores(aligned, fewer, lambda confidence: eye.rng("alignment"), digits=4)
+        by_gradients = MemberScores(aligned, lambda level: eye.rng("alignment"), fewer, digits=4)
         g_mean, g_low, g_high = by_gradients.interval(EACH)
     of = "of its classes " if any(s.members.labels is not None for s in scored.values()) else ""
     says = f"Scored by the fall of its loss over all rounds, a training row of a client is above a row {of}that nobody "
@@ -176,13 +176,13 @@ def _some(s: Scored, most: int, rng: np.random.Generator) -> tuple[Rows, Rows]:
     return a, b
 
 
-def _cells(s: Scored, members: Array, strangers: Array) -> list[Cell]:
+def _cells(s: Scored, members: Array, strangers: Array) -> list[CellScores]:
     """Scores of members and strangers by class, since classes differ in difficulty."""
     a, b = s.members.labels, s.strangers.labels
     if a is None or b is None:
-        return [Cell(members, strangers)]
+        return [CellScores(members, strangers)]
     x, y = a.numpy(), b.numpy()
-    return [Cell(members[x == c], strangers[y == c]) for c in np.intersect1d(x, y)]
+    return [CellScores(members[x == c], strangers[y == c]) for c in np.intersect1d(x, y)]
 
 
 def _tpr(name: str, scores: MemberScores, rng: np.random.Generator) -> Finding:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from fedfm.audits.audit import Audit
-from fedfm.audits.finding import Finding
+from fedfm.audits.finding import COUNT, Finding
 from fedfm.audits.replay import Replay
-from fedfm.encrypted.audits.encrypted_error import MOST, WITHIN
+from fedfm.encrypted.audits.encrypted_error import MOST
 from fedfm.encrypted.blindfed import BlindFed
 from fedfm.runtime.run_directory import Run
 
@@ -40,4 +40,4 @@ class OtherClients(Audit):
             if far <= MOST
             else "Something else is in them."
         )
-        return [Finding("states.other_clients", QUESTION, far, None, None, MOST, WITHIN, says, far > MOST)]
+        return [Finding("states.other_clients", QUESTION, far, None, None, MOST, COUNT, says, far > MOST)]
