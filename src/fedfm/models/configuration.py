@@ -55,6 +55,16 @@ def name_classes(config: Any, classes: Sequence[str]) -> None:
     config.problem_type = "single_label_classification"
 
 
+def keep_weights(config: Any) -> None:
+    """Have the model leave its weights as they are.
+
+    RWKV divides some in place before it is evaluated, for float16: without what an adapter adds to them, and once more
+    in whoever loads the weights that are left. The outputs are the same without.
+    """
+    if getattr(config, "rescale_every", 0):
+        config.rescale_every = 0
+
+
 def _parts(config: Any) -> Iterator[Any]:
     """A configuration and those inside it, such as of a text and of a vision encoder."""
     yield config

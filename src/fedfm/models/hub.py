@@ -63,6 +63,7 @@ def load_pretrained(
             config.pad_token_id = tools.tokenizer.pad_token_id
         auto_class = getattr(transformers, f"AutoModelFor{task.auto_class(kind)}")
         about = config.to_diff_dict()
+        configuration.keep_weights(config)
         shape: tuple[weights.Read, Mapping[str, Tensor]] | None = None
         stored: Mapping[str, Tensor] | None = None
         if hollow or spec.quantization is not None or of_folder(config) is not None:

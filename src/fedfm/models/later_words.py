@@ -6,15 +6,15 @@ model is asked: where only the last word of a text differs, the logits before it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedfm.core.rows import Rows
 from fedfm.core.tokens import Tokens
 from fedfm.errors import InputError
-from fedfm.models import positions
+from fedfm.models import influence
 from fedfm.models.families import unwrap
 
 if TYPE_CHECKING:
@@ -64,26 +64,9 @@ def _ends_otherwise(ids: Tensor) -> Tensor:
 
 
 def _depend(model: Model, ids: Tensor) -> bool:
-    """Whether the logits before the last token have a gradient in its embedding.
-
-    Numbers alone do not tell: experts that take other tokens together round the earlier ones otherwise. The gradient
-    of a causal model is exactly zero.
+    """Whether the logits before the last token have a gradient in its embedding: experts that take other tokens
+    together round the earlier ones otherwise, so that numbers alone do not tell.
     """
-    reads = positions.embedding(unwrap(model.module))
-    if reads is None:
-        return True
-    embedded: list[Tensor] = []
-
-    def follow(_: nn.Module, __: Any, out: Tensor) -> Tensor:
-        embedded.append(out.detach().requires_grad_())
-        return embedded[-1]
-
-    hook = reads.register_forward_hook(follow)
-    try:
-        with model.evaluating(), torch.enable_grad():
-            before = _logits(model, ids)[:-1]
-            mixed = (before * torch.rand_like(before)).sum()
-            found = torch.autograd.grad(mixed, embedded, allow_unused=True)
-    finally:
-        hook.remove()
-    return any(g is not None and bool(g[..., -1, :].any()) for g in found)
+    with model.evaluating():
+        found = influence.of_places(model.module, lambda: _logits(model, ids)[:-1])
+    return found is None or any(bool(depends[..., -1].any()) for depends in found)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from fedfm.core.rows import Asked, Output, Rows, has_tools
 from fedfm.errors import InputError
+from fedfm.models.influence import reads_padding
 from fedfm.models.language import chat_templates, truncation
 from fedfm.models.language.chat_form import ASSISTANT
 from fedfm.models.language.encoding import prompts
@@ -95,8 +96,8 @@ def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
     """Greedy answers to instruction rows, independent of the right answers.
 
     A batch has prompts of similar length with masked padding on the left, and at most ``batch_size`` rows or
-    :data:`~fedfm.models.memory_budget.TOKENS` tokens. A row's answer is the same alone, except for a tie of two tokens
-    that the last bit decides.
+    :data:`~fedfm.models.memory_budget.TOKENS` tokens. A model that reads padding gets prompts of one length at a time.
+    A row's answer is the same alone, except for a tie of two tokens that the last bit decides.
     """
     limit, window, places = answer_limit(model), model.tools.max_length, model.tools.positions
     room = min(window, places - limit) if places else window
@@ -135,17 +136,22 @@ def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
 
     with torch.no_grad(), model.evaluating(), reduced_precision(model.spec.dtype, model.device):
         at, most, lengths = 0, batch_size, [len(ids) + limit for ids in asked]
+        alike = len(set(lengths)) > 1 and reads_padding(
+            model, asked[order[-1]], rows.pad, None if share is None else share[order[-1:]]
+        )
         while at < len(order):
-            some = _first(order[at:], lengths, most)
+            some = _first(order[at:], lengths, most, alike)
             _, fit = in_halves(len(some), partial(answer, some), warn)
             at, most = at + len(some), fit if fit < len(some) else most
     return out
 
 
-def _first(order: list[int], lengths: list[int], most: int) -> list[int]:
-    """The first rows in this order, of growing length, that fit into one batch."""
+def _first(order: list[int], lengths: list[int], most: int, alike: bool) -> list[int]:
+    """The first rows in this order, of growing length, that fit into one batch; ``alike``: those of one length."""
     size = 1
     while size < min(most, len(order)) and (size + 1) * lengths[order[size]] <= TOKENS:
+        if alike and lengths[order[size]] != lengths[order[0]]:
+            break
         size += 1
     return order[:size]
 

@@ -1,0 +1,71 @@
+"""Which places of a text a model's outputs depend on, by the gradient in what its embedding gives.
+
+Numbers alone do not tell: a matrix product of other rows rounds otherwise. The gradient at a place that an output does
+not depend on is exactly zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from fedfm.models import positions
+from fedfm.models.families import unwrap
+from fedfm.models.preprocessing import LOCAL_SHARE
+
+if TYPE_CHECKING:
+    from fedfm.models.network import Network
+
+_READ = 8  # tokens of a text that are enough to see
+_PADDING = 4  # tokens before it
+
+
+def of_places(module: nn.Module, compute: Callable[[], Tensor]) -> list[Tensor] | None:
+    """Whether what ``compute`` gives depends on the token at each place: (b, L), for each call of the embedding.
+
+    Args:
+        compute: calls the module, in evaluation mode.
+
+    Returns:
+        None if the module has no embedding that is a table of tokens.
+    """
+    reads = positions.embedding(unwrap(module))
+    if reads is None:
+        return None
+    embedded: list[Tensor] = []
+
+    def follow(_: nn.Module, __: object, out: Tensor) -> Tensor:
+        embedded.append(out.detach().requires_grad_())
+        return embedded[-1]
+
+    hook = reads.register_forward_hook(follow)
+    try:
+        with torch.enable_grad():
+            found = compute()
+            factors = torch.rand(found.shape, generator=torch.Generator().manual_seed(0))
+            gradients = torch.autograd.grad((found * factors.to(found)).sum(), embedded, allow_unused=True)
+    finally:
+        hook.remove()
+    return [g.ne(0).any(-1) for g in gradients if g is not None]
+
+
+def reads_padding(model: Network, ids: Tensor, pad: int, share: Tensor | None = None) -> bool:
+    """Whether the next token after a text depends on padding before it, although the mask hides it.
+
+    Models that carry a state from token to token may read whatever stands before a text.
+
+    Args:
+        ids: (L,) of the text.
+        share: (1,) of the text, where the model's adapter is one of a pair.
+    """
+    ids = ids[:_READ]
+    padded = torch.cat([torch.full((_PADDING,), pad), ids])[None]  # (1, L)
+    mask = torch.ones_like(padded)
+    mask[:, :_PADDING] = 0
+    batch = {"input_ids": padded, "attention_mask": mask} | ({} if share is None else {LOCAL_SHARE: share})
+    with model.evaluating():
+        found = of_places(model.module, lambda: model.outputs(batch)[0, -1].float())
+    return found is None or any(bool(depends[..., :_PADDING].any()) for depends in found)
