@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.errors import InputError, close
-from fedfm.models import weights
+from fedfm.models import quantised_maps, weights
 from fedfm.models.locate import ADAPTER, PREACT_RESNET, no_whole_model, stored_file
 from fedfm.models.spec import ModelSpec
 
@@ -36,6 +36,10 @@ def read(path: Path | str, spec: ModelSpec) -> Any:
     for part in _parts(config):
         for key, value in _OUTPUT.items():
             setattr(part, key, value)
+    if quantised_maps.settings(config) is not None:
+        from fedfm.models import stored_formats
+
+        stored_formats.prepare(config, spec.name, random=spec.weights == "random")
     return _with_options(config, spec.options) if spec.options else config
 
 

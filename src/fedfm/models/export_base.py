@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.core.text import to_json
-from fedfm.models import quantised
+from fedfm.models import configuration, quantised, quantised_maps, stored_formats
 from fedfm.models.adapters.pair_names import GLOBAL, LOCAL
 from fedfm.models.adapters.peft_alone import peft_alone
 from fedfm.models.architectures.dual_encoder import DualEncoder
@@ -44,6 +44,10 @@ def complete(model: Model, folder: Path) -> bool:
     if not hasattr(getattr(module, "config", None), "save_pretrained"):
         return False
     config, bits = _plain(module.config, rounded=model.spec.quantization is not None)
+    in_files = configuration.read(locate(model.spec.name), model.spec)
+    if stored_formats.is_widened(in_files):
+        config = copy.deepcopy(config)
+        config.quantization_config = quantised_maps.settings(in_files)
     with quiet():
         config.save_pretrained(folder)
     in_bits = quantised.has_experts(module)

@@ -49,12 +49,9 @@ def describe(spec: ModelSpec, config: Any) -> str | None:
     if stored is None and spec.quantization is None:
         return None
     word = f'model.quantization = "{spec.quantization}"' if spec.quantization else f"model.name: {spec.name!r}"
+    if stored is None and getattr(config, "quantization_config", None) is not None:
+        raise InputError(f"{word}: the weights of {spec.name!r} are in few bits already; drop it")
     if stored is not None:
-        if stored.get("quant_method") != "bitsandbytes":
-            raise InputError(
-                f"model.name: {spec.name!r} is quantised with {stored.get('quant_method')}; of quantised folders fedfm "
-                "reads those of bitsandbytes"
-            )
         own = "int8" if stored.get("load_in_8bit") else str(stored.get("bnb_4bit_quant_type", "fp4"))
         if spec.quantization not in (None, own):
             raise InputError(f"{word}: {spec.name!r} is quantised already, as {own}; drop it")

@@ -9,9 +9,19 @@ from torch import nn
 
 
 def of_folder(config: Any) -> dict[str, Any] | None:
-    """``quantization_config`` of a configuration; None if its weights are not quantised."""
+    """``quantization_config`` of a folder of bitsandbytes; None of other folders."""
     found = getattr(config, "quantization_config", None)
-    return None if found is None else dict(found if isinstance(found, Mapping) else found.to_dict())
+    stored = {} if found is None else dict(found if isinstance(found, Mapping) else found.to_dict())
+    return stored if stored.get("load_in_8bit") or stored.get("load_in_4bit") else None
+
+
+def settings(config: Any) -> dict[str, Any] | None:
+    """``quantization_config`` of a configuration, or of its text model's; None if its weights are whole."""
+    for part in (config, config.get_text_config(decoder=True)):
+        found = getattr(part, "quantization_config", None)
+        if found is not None:
+            return dict(found if isinstance(found, Mapping) else found.to_dict())
+    return None
 
 
 def maps(module: nn.Module) -> Iterator[tuple[str, Any]]:

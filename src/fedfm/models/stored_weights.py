@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedfm.errors import InputError
-from fedfm.models import devices, families, quantised, stored_bits
+from fedfm.models import devices, families, quantised, stored_bits, stored_formats
 from fedfm.models.checkpoint import Difference
 from fedfm.models.locate import DTYPES
 from fedfm.models.quantised_maps import of_folder
@@ -27,12 +27,14 @@ def hollow(
     """
     from accelerate import init_empty_weights
 
+    if stored_formats.is_widened(config):
+        return None
     stored, plain = quantised.of_folder(config), copy.deepcopy(config)
     if stored is not None:
         del plain.quantization_config
     with init_empty_weights(include_buffers=False):
         module = _skeleton(auto, path, spec, plain)
-    checkpoint = _stored_weights(path, spec.name)
+    checkpoint = checkpoint_of(path, spec.name)
     weights = quantised.Unquantised(module, checkpoint, alike=stored is None)
     if stored is not None:
         stored_bits.check(checkpoint, stored, weights.by_file, path)
@@ -67,7 +69,7 @@ def module_of(
         del plain.quantization_config
     with torch.device("meta"):
         skeleton = _skeleton(auto, path, spec, plain)
-    checkpoint = _stored_weights(path, spec.name)
+    checkpoint = checkpoint_of(path, spec.name)
     lazily = quantised.Unquantised(skeleton, checkpoint, alike=stored is None)
     weights: Mapping[str, Tensor] = checkpoint if stored is not None else lazily
     if stored is not None:
@@ -112,7 +114,7 @@ def _skeleton(auto: Any, path: Path | str, spec: ModelSpec, config: Any) -> Any:
         raise refusal(path, spec.name, error) from None
 
 
-def _stored_weights(path: Path | str, name: str) -> quantised.StoredWeights:
+def checkpoint_of(path: Path | str, name: str) -> quantised.StoredWeights:
     """The checkpoint's tensors by name.
 
     Raises:

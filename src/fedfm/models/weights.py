@@ -12,7 +12,7 @@ from torch import nn
 
 from fedfm import seeds
 from fedfm.errors import InputError
-from fedfm.models import families
+from fedfm.models import families, quantised_maps
 from fedfm.models.checkpoint import Difference, some
 from fedfm.models.heads import bases, within
 from fedfm.models.locate import BUILT_IN
@@ -79,6 +79,13 @@ def load(
             "or make weights with `fedfm pretrain` and name their folder",
             key="model.name",
         )
+    widened = False
+    if quantised_maps.settings(config) is not None:
+        from fedfm.models import stored_formats, stored_weights
+
+        widened = stored_formats.is_widened(config)
+        if widened:
+            stored_formats.check(stored_weights.checkpoint_of(path, spec.name), spec.name)
     try:
         # It draws the missing weights, which must neither depend on the global generator nor change it.
         with torch.random.fork_rng(devices=[]):
@@ -95,7 +102,8 @@ def load(
                 **where,
             )
     except ImportError as error:
-        raise InputError(f"model.attention: {first_of(error)}", key="model.attention") from None
+        key = "model.attention" if spec.attention else "model.name"
+        raise InputError(f"{key}: {first_of(error)}", key=key) from None
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if "conversion of the weights" in str(error):
             named = some(sorted(_failed_tensors(error))) or "some of the model's tensors"
@@ -104,7 +112,8 @@ def load(
                 key="model.name",
             ) from None
         raise refusal(path, spec.name, error) from None
-    return Read(module, *Difference.of_load(module, path, info).judge(head=head))
+    new, notices = Difference.of_load(module, path, info).judge(head=head)
+    return Read(module, new, [*notices, *([stored_formats.notice(module, config, spec.name)] if widened else [])])
 
 
 def new_modules(module: nn.Module, model_type: str, missing: set[str]) -> list[str]:

@@ -1,0 +1,141 @@
+"""Folders whose weights are stored in few bits, in the format that ``quantization_config`` of their configuration names.
+
+Weights of bitsandbytes are computed with as they are stored (:mod:`.quantised`). Those of other formats, such as fp8 and
+mxfp4, become numbers as transformers reads the files, where it can: their kernels have no gradients, or need a GPU of
+one kind, on which a silo would compute something else than another.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedfm.errors import InputError, first_line
+from fedfm.models.checkpoint import some, tensors
+from fedfm.models.quantised import StoredWeights
+from fedfm.models.quantised_maps import settings
+
+BITSANDBYTES = "bitsandbytes"
+_FLAG = "dequantize"  # of a format's configuration in transformers
+_EIGHT = ("F8_E4M3", "F8_E5M2", "F4")  # dtypes in files, in the format's words, of numbers that need scales
+
+
+def prepare(config: Any, name: str, *, random: bool) -> None:
+    """Have transformers make numbers of a folder's weights, where they are stored in a format other than
+    bitsandbytes's; changes the configuration.
+
+    Args:
+        config: of the folder.
+        name: of the folder, for messages.
+        random: the weights are drawn and not read.
+
+    Raises:
+        InputError: it cannot, or not here.
+    """
+    stored = settings(config)
+    if stored is None:
+        return
+    text = config.get_text_config(decoder=True)
+    if getattr(config, "quantization_config", None) is None:
+        del text.quantization_config  # transformers reads it at either place
+    config.quantization_config = stored
+    method = _method(stored)
+    if method == BITSANDBYTES:
+        return
+    if random:
+        del config.quantization_config
+        return
+    known = [m for m in _formats() if _can_widen(m)]
+    if method not in known:
+        raise InputError(
+            f"model.name: {name!r} is quantised with {method}; of quantised folders fedfm reads those of bitsandbytes "
+            f"as they are, and as numbers those of {', '.join(known)}",
+            key="model.name",
+        )
+    config.quantization_config = stored | {_FLAG: True}
+    _try(config, name, method)
+
+
+def is_widened(config: Any) -> bool:
+    """Whether the folder's weights become numbers as they are read, see :func:`prepare`."""
+    stored = settings(config)
+    return stored is not None and _method(stored) != BITSANDBYTES and bool(stored.get(_FLAG))
+
+
+def check(stored: StoredWeights, name: str) -> None:
+    """Refuse a folder with weights in 8 or 4 bits that lack their scales: transformers would take them for numbers.
+
+    Raises:
+        InputError: with the first names.
+    """
+    heads = stored.heads()
+    scales = {n for n in heads if "scale" in n.rpartition(".")[2]}
+    bare = [n for n, (shape, dtype) in sorted(heads.items()) if dtype in _EIGHT and len(shape) > 1 and n not in scales]
+    lacking = [n for n in bare if not any(s.startswith((f"{n}_", f"{n.rpartition('.')[0]}.")) for s in scales)]
+    if lacking:
+        raise InputError(
+            f"model.name: {name} has {tensors(len(lacking))} in few bits without scales: {some(lacking)}",
+            key="model.name",
+        )
+
+
+def notice(module: nn.Module, config: Any, name: str) -> str:
+    """The line that says how the weights of a folder were read.
+
+    Raises:
+        InputError: some are still in bits.
+    """
+    method = _method(settings(config) or {})
+    left = [n for n, p in module.named_parameters() if not p.is_floating_point() or p.element_size() == 1]
+    if left:
+        raise InputError(
+            f"model.name: {name!r} is quantised with {method}, and transformers leaves {some(left)} in bits",
+            key="model.name",
+        )
+    size = sum(p.numel() * p.element_size() for p in module.parameters()) / 2**20
+    dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+    return f"model.name: {name} stores its weights in {method}; they are read as {dtype}, which takes {size:,.1f} MiB"
+
+
+def _method(stored: Mapping[str, Any]) -> str:
+    """Name of the format; older folders of bitsandbytes do not say it."""
+    found = stored.get("quant_method")
+    if found is None and (stored.get("load_in_8bit") or stored.get("load_in_4bit")):
+        return BITSANDBYTES
+    return str(getattr(found, "value", found)) if found is not None else "an unnamed format"
+
+
+def _formats() -> dict[str, Any]:
+    """Configuration class of each format that transformers knows."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    return dict(AUTO_QUANTIZATION_CONFIG_MAPPING)
+
+
+def _can_widen(method: str) -> bool:
+    """Whether transformers makes numbers of safetensors in this format."""
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    reads = AUTO_QUANTIZER_MAPPING.get(method)
+    return (
+        _FLAG in inspect.signature(_formats()[method].__init__).parameters
+        and reads is not None
+        and "get_load_operations" in vars(reads)
+    )
+
+
+def _try(config: Any, name: str, method: str) -> None:
+    """Refuse a folder whose format needs a library or a machine that is not here, or says nonsense."""
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    try:
+        reads = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
+        reads.validate_environment(device_map={"": torch.device("cpu")}, weights_only=True)
+    except (ImportError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+        raise InputError(
+            f"model.name: {name!r} is quantised with {method}: {first_line(error)}", key="model.name"
+        ) from None
