@@ -1,6 +1,6 @@
-"""Folders whose weights are stored in few bits, in the format that ``quantization_config`` of their configuration names.
+"""Folders of weights in few bits, in the format that ``quantization_config`` of their configuration names.
 
-Weights of bitsandbytes are computed with as they are stored (:mod:`.quantised`). Those of other formats, such as fp8 and
+Weights of bitsandbytes are computed with as they are stored (:mod:`.quantised`). Those of other formats, as fp8 and
 mxfp4, become numbers as transformers reads the files, where it can: their kernels have no gradients, or need a GPU of
 one kind, on which a silo would compute something else than another.
 """
