@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as t
 from safetensors.torch import load_file, save_file
-from tiny_models import CLASSES, images, load, save, save_tokenizer, sentences, table_for
+from tiny_models import CLASSES, images, load, prose, save, save_tokenizer, sentences, table_for
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from fedfm.errors import InputError
@@ -198,6 +198,20 @@ def test_no_pattern_of_a_class_hides_a_single_tensor_of_a_block_too_many(folder,
         path = changed(folder(family), tmp_path / surplus, tensors | {surplus: tensors[name].clone()})
         with pytest.raises(InputError, match=re.escape(surplus)):
             load(path, table, "lora")
+
+
+def test_weights_that_a_pattern_hides_are_said_and_masks_are_not(folder, tmp_path):
+    draws, tensors = torch.Generator().manual_seed(0), tensors_of(folder("gpt2"))
+    learned = {f"transformer.h.1.{part}.bias": torch.randn(48, generator=draws) for part in ("attn", "cross.c_attn")}
+    masks = {
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4).tril(),
+        "transformer.h.0.attn.masked_bias": torch.ones(1),
+    }
+    model = load(changed(folder("gpt2"), tmp_path / "a", tensors | learned | masks), prose(), "lora")
+    (said,) = [text for text in model.notices if "leaves out" in text]
+    assert said.endswith("has 2 tensors that a GPT2LMHeadModel leaves out: " + ", ".join(sorted(learned)))
+    plain = load(changed(folder("gpt2"), tmp_path / "b", tensors | masks), prose(), "lora")
+    assert not [text for text in plain.notices if "leaves out" in text or "no place" in text]
 
 
 def language_model(path, hollow=False, **spec):

@@ -74,7 +74,8 @@ class Difference:
         faults = [*self._lacks(sorted(lacking - new)), *shape_faults(odd), *_surplus(self.surplus())]
         if faults:
             raise InputError(f"model.name: {self.path} {'; it '.join(faults)}", key="model.name")
-        return (self.missing | self.shapes.keys()), [*self._new_parts(new), *self._guessed_heads()]
+        notices = [*self._new_parts(new), *self._guessed_heads(), *self._left_out()]
+        return (self.missing | self.shapes.keys()), notices
 
     def surplus(self) -> list[str]:
         """Names of weights that are left over of a part which the module has."""
@@ -86,21 +87,23 @@ class Difference:
         A pattern means whole parts of a name: GPT-2's ``attn.bias``, a mask of older releases, is found in
         ``c_attn.bias``, too. What it hides by chance has the name of a parameter of the module, but for numbers.
         """
-        patterns = getattr(self.module, "_keys_to_ignore_on_load_unexpected", None) or ()
-        if not patterns:
+        found = self._hidden()
+        if not found:
             return set()
-        by_chance = re.compile("|".join(f"(?:{p})" for p in patterns))
-        meant = re.compile("|".join(rf"(?:^|\.)(?:{p})" for p in patterns))
-        there = self.module.state_dict().keys()
+        meant = re.compile("|".join(rf"(?:^|\.)(?:{p})" for p in self._patterns))
         kinds = {_NUMBER.sub("#", name) for name, _ in self.module.named_parameters(remove_duplicate=False)}
-        return {
-            name
-            for name in self._weights
-            if by_chance.search(name)
-            and not meant.search(name)
-            and not self._aliases(name) & there
-            and {_NUMBER.sub("#", alias) for alias in self._aliases(name)} & kinds
-        }
+        return {n for n in found if not meant.search(n) and {_NUMBER.sub("#", a) for a in self._aliases(n)} & kinds}
+
+    def _hidden(self) -> set[str]:
+        """Names that are left over, and that patterns of the class keep transformers from reporting."""
+        if not self._patterns:
+            return set()
+        hides, there = re.compile("|".join(f"(?:{p})" for p in self._patterns)), self.module.state_dict().keys()
+        return {name for name in self._weights if hides.search(name) and not self._aliases(name) & there}
+
+    @property
+    def _patterns(self) -> list[str]:
+        return list(getattr(self.module, "_keys_to_ignore_on_load_unexpected", None) or ())
 
     @cached_property
     def _bases(self) -> tuple[str, ...]:
@@ -251,13 +254,28 @@ class Difference:
 
     def _guessed_heads(self) -> list[str]:
         """A notice of what is left out of a file that names no other class than the module's."""
-        left = sorted(self.leftovers)
+        left = sorted(name for name in self.leftovers if self._is_weight(name))
         if not left or self._saved_class not in ("", type(self.module).__name__):
             return []
         return [
             f"model.name: {self.path} has {tensors(len(left))} for which a {type(self.module).__name__} has no place: "
             f"{some(left)}; taken for the head of another task and left out"
         ]
+
+    def _left_out(self) -> list[str]:
+        """A notice of weights that the class leaves out by a rule, such as the layers by which some models predict a
+        second word, and that the class which wrote them has not, either.
+        """
+        found = self._hidden() - self.leftovers
+        left = sorted(n for n in found if not self._saved_has(n) and self._is_learned(n))
+        if not left:
+            return []
+        kind = type(self.module).__name__
+        return [f"model.name: {self.path} has {tensors(len(left))} that a {kind} leaves out: {some(left)}"]
+
+    def _is_learned(self, name: str) -> bool:
+        """Whether a tensor that is left over holds more than two numbers, as no mask of older releases does."""
+        return self._is_weight(name) and not _is_mask(self._weights[name])
 
 
 def _is_weight(module: nn.Module, name: str) -> bool:
@@ -267,6 +285,13 @@ def _is_weight(module: nn.Module, name: str) -> bool:
     except AttributeError:
         return True
     return tensor.is_floating_point()
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    """Whether a tensor is of at most two different numbers."""
+    tensor = tensor.float()  # there is no least number of eight bits
+    low, high = tensor.aminmax()
+    return bool(((tensor == low) | (tensor == high)).all())
 
 
 def _without_pooler(base: Any) -> frozenset[str]:
