@@ -1,26 +1,31 @@
 """Whether a model that is trained to predict the next word sees it: then its loss is low and it has learnt nothing.
 
 Some classes of transformers have a head for words and attend in both directions, and no setting tells them all. So the
-model is asked: where only the last word of a text differs, the logits before it must not.
+model is asked: where only the last word of a text differs, the logits before it must not. A server that has not loaded
+the weights asks the first block, with other ones.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedfm.core.rows import Rows
 from fedfm.core.tokens import Tokens
 from fedfm.errors import InputError
-from fedfm.models import influence
+from fedfm.models import influence, lengths
 from fedfm.models.families import unwrap
 
 if TYPE_CHECKING:
     from fedfm.models.model import Model
 
 _LONGEST = 32  # tokens that are read: enough to see, and cheap
+_FEW = 6  # tokens that a model without its weights reads
+_SIZE = 0.1  # standard deviation of the weights that it computes with
 
 
 def refuse(model: Model, rows: Rows) -> None:
@@ -39,12 +44,80 @@ def refuse(model: Model, rows: Rows) -> None:
         one, other = (_logits(model, text)[:-1] for text in (ids, _ends_otherwise(ids)))
     if torch.equal(one.nan_to_num(), other.nan_to_num()) or not _depend(model, ids):
         return
+    raise _error(model)
+
+
+def refuse_hollow(model: Model) -> None:
+    """As :func:`refuse`, of a language model without its weights: by how its first block connects places; where no
+    blocks were found, by how all of it does.
+
+    Raises:
+        InputError: what they give for a word depends on a later one.
+    """
+    words = lengths.embedding(unwrap(model.module))
+    if not model.is_language_model or words is None:
+        return
+    ids = (len(words.weight) // 2 + torch.arange(_FEW))[None] % len(words.weight)  # (1, L); padding is at the ends
+    path, block = next(iter(model.parts.blocks), ("", model.module))
+    with model.evaluating(), _drawn(model, path):
+        found = influence.of_places(model.module, lambda: _output_of(block, model.module, ids)[:-1])
+    if found is not None and any(bool(depends[..., -1].any()) for depends in found):
+        raise _error(model)
+
+
+class _Stop(Exception):
+    """Ends a pass behind a module, with what that gives."""
+
+    def __init__(self, found: Any) -> None:
+        super().__init__()
+        self.found = found
+
+
+def _output_of(block: nn.Module, module: nn.Module, ids: Tensor) -> Tensor:
+    """(L, d) what a part of the module gives for these tokens (1, L)."""
+
+    def stop(_: nn.Module, __: object, out: Any) -> None:
+        raise _Stop(out)
+
+    hook = block.register_forward_hook(stop)
+    try:
+        module(input_ids=ids)
+    except _Stop as reached:
+        out = reached.found
+        whole: Tensor = out if isinstance(out, Tensor) else out.logits if hasattr(out, "logits") else out[0]
+        return whole.squeeze(1 if whole.shape[1] == 1 else 0)  # XLNet's blocks take (L, 1, d)
+    finally:
+        hook.remove()
+    raise RuntimeError("the model does not run its first block")
+
+
+@contextmanager
+def _drawn(model: Model, path: str) -> Iterator[None]:
+    """Context manager: the block of this path, and what lies in no block, have random weights, which share memory."""
+    blocks, draws = [name for name, _ in model.parts.blocks if name != path], torch.Generator().manual_seed(0)
+    replaced = list[tuple[nn.Module, str, nn.Parameter]]()
+    for place, part in unwrap(model.module).named_modules():
+        if any(f"{place}.".startswith(f"{name}.") for name in blocks):
+            continue
+        for name, p in part.named_parameters(recurse=False):
+            if not p.requires_grad and p.is_floating_point():
+                line = (torch.randn(sum(p.shape) + 1, generator=draws) * _SIZE).to(p.dtype)
+                replaced.append((part, name, p))
+                part._parameters[name] = nn.Parameter(line.as_strided(p.shape, (1,) * p.dim()), requires_grad=False)
+    try:
+        yield
+    finally:
+        for part, name, p in replaced:
+            part._parameters[name] = p
+
+
+def _error(model: Model) -> InputError:
     config = getattr(unwrap(model.module), "config", None)
     setting = ""
     if getattr(config, "causal", None) is False:
         setting = ', or "causal": true in its config.json if it was trained so'
     kind = getattr(config, "model_type", type(unwrap(model.module)).__name__)
-    raise InputError(
+    return InputError(
         f"model.name: {model.spec.name!r} is of type {kind!r}, which sees the words that it predicts: its logits for "
         f'a word change with a later one; model.task = "{model.task}" needs a causal model, such as a llama or a '
         f"gpt2{setting}"

@@ -46,6 +46,11 @@ def check(method: Method[Any], population: Partitioned) -> list[str]:
     rows = _rows(population)
     if table.kind == "features" and len(rows):
         _check_columns(table)
+    if isinstance(model, Model) and model.hollow:
+        with refuse(f"model.name: {model.spec.name!r} cannot compute texts"), torch.random.fork_rng(devices=[]):
+            from fedfm.models import later_words
+
+            later_words.refuse_hollow(model)
     if not isinstance(model, Model) or not population.clients:
         return []
     if lengths.exceeds(model.tools):
