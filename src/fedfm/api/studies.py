@@ -115,11 +115,11 @@ def with_baselines(experiment: Experiment, out: Path | None, progress: Progress)
     with _study(out, experiment.run.shared):
         main = _run_to_end(experiment, out / experiment.method_name, progress)
         others = {}
-        for name, method in baselines.items():
-            if not isinstance(method, Method):
+        for name, other in baselines.items():
+            if not isinstance(other, Method):
                 raise InputError(f"--baselines: {name} of method {experiment.method_name} is no method")
             progress.notice(f"baseline: {name}")
-            changed = dataclasses.replace(experiment, name=name, method=method, method_name=name_of("methods", method))
+            changed = dataclasses.replace(experiment, name=name, method=other, method_name=name_of("methods", other))
             others[name] = _run_to_end(changed, out / name, progress)
         write_order(out, [experiment.method_name, *others])
         html.write(out / experiment.method_name)

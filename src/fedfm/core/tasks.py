@@ -23,7 +23,7 @@ _PROTOCOL = f"fedfm.{_FOLDER}.task"
 @functools.cache
 def _all() -> tuple[TaskFacts, ...]:
     """Every task, also those that no experiment file names, in the order of their names, the default first."""
-    base: type = import_module(_PROTOCOL).Task
+    base: type[TaskFacts] = import_module(_PROTOCOL).Task
     names = (entry.name.removesuffix(".py") for entry in files("fedfm").joinpath(_FOLDER).iterdir())
     found = list[TaskFacts]()
     for name in sorted(name for name in names if not name.startswith("_") and name.isidentifier()):

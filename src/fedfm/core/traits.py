@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, get_origin
+from typing import Any
 
 from fedfm.errors import InputError
 
@@ -95,5 +95,5 @@ def is_own_member(cls: type, name: str) -> bool:
     if owner is None:
         return False
     hint = inspect.get_annotations(owner).get(name)
-    setting = hint is not None and not (get_origin(hint) is ClassVar or hint is ClassVar or "ClassVar" in str(hint))
+    setting = hint is not None and "ClassVar" not in str(hint)
     return not setting and not getattr(vars(owner)[name], "on_client", False)

@@ -122,7 +122,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     # --- server half --------------------------------------------------------------------------------------------------
     def init(self, fed: Federation) -> ServerState:
         model = foundation_check.check(fed.model, self.foundation)
-        alike = {"foundation": self.foundation, "released": self.released}
+        alike: dict[str, object] = {"foundation": self.foundation, "released": self.released}
         alike |= {"projection": self.projection, "rank": self.rank}
         w = predictions.load_trained(self.trained, alike, fed, model) if self.predict else fed.initial
         figures = self.run_forward_pass(fed)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedfm.core.rows import Rows
+from fedfm.models.model_task import model_task
 
 if TYPE_CHECKING:
     from fedfm.models.network import Network
@@ -37,7 +38,7 @@ def evaluate(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
     """
     if (own := getattr(model, "scores_function", None)) is not None:
         return own(model, rows, batch_size)  # type: ignore[no-any-return]
-    return model.task.scores(model, rows, batch_size)
+    return model_task(model.task).scores(model, rows, batch_size)
 
 
 def confusion(logits: Tensor, labels: Tensor) -> list[list[int]]:

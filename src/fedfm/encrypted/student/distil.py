@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from fedfm.api.central_training import CentralWork
 from fedfm.api.model_folder import held_out
@@ -28,7 +29,7 @@ from fedfm.encrypted.student.distillation_loss import OUTPUTS, STAGES, STATES, T
 from fedfm.encrypted.student.folding import check_tokens
 from fedfm.encrypted.student.interval_table import finish
 from fedfm.encrypted.student.recalibrate import measure_again, widen
-from fedfm.encrypted.student.scores import PROBED, Outputs, compare, outputs, quick
+from fedfm.encrypted.student.scores import PROBED, Outputs, RowSource, compare, outputs, quick
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import sha256_of
 from fedfm.models.load import load_model
@@ -156,8 +157,16 @@ class _DistilWork(CentralWork[Distillation]):
             self._swap(table, distiller, lessons)
 
     def _loss(
-        self, distiller: Distiller, rows: Any, rule: Rule, stage: int, before: int, steps: int, index: Any, step: int
-    ) -> Any:
+        self,
+        distiller: Distiller,
+        rows: RowSource,
+        rule: Rule,
+        stage: int,
+        before: int,
+        steps: int,
+        index: np.ndarray,
+        step: int,
+    ) -> Tensor:
         """The loss of the rows with these indices, after so many epochs of the stage and steps of this epoch."""
         part = (before + step / steps) / self.what.spec.epochs[stage]
         rule.eta = self.what.spec.rate(stage, part)

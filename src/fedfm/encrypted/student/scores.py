@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.core.rows import Rows
+from fedfm.core.rows import Batch, Rows
 from fedfm.encrypted.student import conversion
 from fedfm.encrypted.student.distillation_loss import Distiller, Taps, nearness
 from fedfm.encrypted.student.modules import Functions
@@ -21,8 +21,18 @@ PROBED = 8192  # training rows to which a head is fitted
 _L2 = 1e-2
 
 
+class RowSource(Protocol):
+    """Rows of which batches are made."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    def batch(self, index: np.ndarray) -> Batch:
+        """The rows with these indices."""
+
+
 @torch.no_grad()
-def outputs(taps: Taps, rows: Rows, most: int) -> Outputs:
+def outputs(taps: Taps, rows: RowSource, most: int) -> Outputs:
     """Logits (n, C), head inputs (n, d) and labels (n,) of the first rows, without gradients."""
     logits, features, labels = [], [], []
     n = min(len(rows), most)
@@ -50,7 +60,7 @@ def quick(distiller: Distiller, theirs: Outputs, judged: Rows) -> dict[str, Any]
     }
 
 
-def compare(distiller: Distiller, rows: Rows, judged: Rows, theirs: Outputs, known: Outputs) -> dict[str, Any]:
+def compare(distiller: Distiller, rows: RowSource, judged: Rows, theirs: Outputs, known: Outputs) -> dict[str, Any]:
     """``teacher_accuracy``, ``accuracy``, ``agreement``, ``distance`` and ``outside`` on held-out rows, and ``blocks``.
 
     With a new head each model gets a softmax regression on its own features of training rows; the agreement is that of
