@@ -122,6 +122,7 @@ def test_a_process_that_dies_ends_the_run_with_its_reason(monkeypatch):
         run_all(jobs(DistanceLedger(), 1), Talk(kill), 1, folded=MODEL, released="class")
 
 
+@pytest.mark.proof
 def test_an_interrupt_leaves_no_process(monkeypatch):
     found = started(monkeypatch)
 

@@ -23,7 +23,7 @@ from fedfm.training import SGD, loop, packed
 from fedfm.training.local_job import Job
 from fedfm.training.scheduler import train_client
 
-N = 70
+N = 40
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def both(model: Model, table: Table) -> tuple[Rows, Rows]:
 
 def trained(model: Model, rows: Rows, trainer: Any, batch_size: int = 16) -> Any:
     client = Client("a", ClientData(lambda: rows, Rows, Rows), model, {}, seed=3, trainer=train_client)
-    return trainer([Job(client, model.params(), SGD(0.1, epochs=2, batch_size=batch_size))])[0]
+    return trainer([Job(client, model.params(), SGD(0.1, epochs=1, batch_size=batch_size))])[0]
 
 
 @pytest.mark.parametrize("loaders", [0, 2])
