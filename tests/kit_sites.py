@@ -119,7 +119,7 @@ class Sites:
             with contextlib.suppress(ProcessLookupError):
                 self.stop(name)
         self._guard.close()
-        until(lambda: not mentioning(self.kits), 60, "processes outlived their kits")
+        until(lambda: not mentioning(self.kits), what="processes outlived their kits")
 
 
 def own_ports() -> tuple[socket.socket, int]:
@@ -246,5 +246,5 @@ def once(at, *names: str) -> None:
 
 def passed(at, running: subprocess.Popen, done: int) -> None:
     """Wait for a round of the run."""
-    until(lambda: rounds(at.folder / "run") > done or running.poll() is not None, 300, "no such round")
+    until(lambda: rounds(at.folder / "run") > done or running.poll() is not None, what="no such round")
     assert running.poll() is None, at.told() + at.logs()

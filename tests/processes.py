@@ -57,7 +57,7 @@ def _pipes() -> dict[str, Any]:
 
 
 def until(ready, limit: float = 600.0, what: str = "it did not happen") -> None:
-    """Wait."""
+    """Wait; the limit is for what never comes, and no claim of how fast anything is."""
     end = time.monotonic() + limit
     while not ready():
         assert time.monotonic() < end, what

@@ -121,7 +121,7 @@ def test_an_answer_to_a_server_that_was_killed_is_not_trained_again(tmp_path):
     done = rounds(out)
     assert not (tmp_path / "log/client-01").exists()
     (tmp_path / "client-01").unlink()
-    until(lambda: list(out.glob("private/deployment/sites/*/client-01/private/last-answer")), 60)
+    until(lambda: list(out.glob("private/deployment/sites/*/client-01/private/last-answer")))
     os.kill(server, signal.SIGKILL)
     running.communicate(timeout=180)
     assert running.returncode == 1

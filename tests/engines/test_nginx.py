@@ -65,10 +65,10 @@ def test_nginx_that_cuts_idle_connections_and_is_killed_and_reloaded_changes_no_
             passed(at, running, 2)
             before = proxy.certificate()
             at.provision("--renew")
-            until(lambda: "the certificate is new" in (tmp_path / "server.log").read_text(), 30)
+            until(lambda: "the certificate is new" in (tmp_path / "server.log").read_text())
             assert proxy.certificate() == before
             proxy.reload()
-            until(lambda: proxy.certificate() != before, 30, "the old certificate is still in use")
+            until(lambda: proxy.certificate() != before, what="the old certificate is still in use")
             assert bits(at.result(running)) == bits(alone)
 
 
@@ -81,7 +81,7 @@ def test_messages_larger_than_nginxs_own_limit_pass(tmp_path):
         with nginx(tmp_path / "nginx", at.kits / "server", port(at), line) as proxy:
             at.start()
             running = at.begin()
-            until(lambda: rounds(tmp_path / "run") > 1 or running.poll() is not None, 300)
+            until(lambda: rounds(tmp_path / "run") > 1 or running.poll() is not None)
             proxy.reload()  # what is on its way arrives
             assert bits(at.result(running)) == bits(alone)
             assert "temporary file" not in proxy.log()
@@ -99,7 +99,7 @@ def test_nginx_that_is_killed_in_the_middle_of_uploads_changes_no_bit(tmp_path):
             superlink = at.process("server", "flower-superlink")
             log = at.kits / "hospital-a/.fedfm/logs/supernode.log"
             sent = log.read_text().count("Sending: train")
-            until(lambda: log.read_text().count("Sending: train") > sent, 120)
+            until(lambda: log.read_text().count("Sending: train") > sent)
             os.kill(superlink, signal.SIGSTOP)
             time.sleep(1)
             proxy.kill()

@@ -95,8 +95,8 @@ def test_the_operator_alone_submits_silos_run_fedfms_app_alone_and_bear_their_ow
             return open_.enter_context(contextlib.closing(Control(kit.local, at.kits / name / "ca.crt")))
 
         operator, silo = control("server"), control("hospital-b")
-        until(lambda: "hospital-b may connect" in at.logs(), 120)
-        until(lambda: len(operator.online()) == 2, 120)
+        until(lambda: "hospital-b may connect" in at.logs())
+        until(lambda: len(operator.online()) == 2)
 
         # What a silo has is not enough: neither for the control interface, nor for a task.
         app = program(tmp_path / "app")
@@ -129,12 +129,12 @@ def test_the_operator_alone_submits_silos_run_fedfms_app_alone_and_bear_their_ow
         assert (
             '"POST /v1/runtime/acquire-task HTTP/1.1" 401' in (at.kits / "server/.fedfm/logs/superlink.log").read_text()
         )
-        until(lambda: not workers(at), 60, "a worker outlived its run")
+        until(lambda: not workers(at), what="a worker outlived its run")
         assert "its worker ends, since the run has ended" in (at.kits / "hospital-a/.fedfm/silo.log").read_text()
 
         # Even the operator brings no code to a silo.
         operator.start(app)
-        until(lambda: (app / "at-the-server").exists() and (app / "at-the-server").read_text(), 120)
+        until(lambda: (app / "at-the-server").exists() and (app / "at-the-server").read_text())
         assert (
             "this silo runs fedfm's own app only, and the bundle has 'other/__init__.py'"
             in (app / "at-the-server").read_text()
@@ -143,9 +143,9 @@ def test_the_operator_alone_submits_silos_run_fedfms_app_alone_and_bear_their_ow
 
         # A node with hospital-b's key that calls itself hospital-a stops nobody, and is called hospital-b.
         at.stop("hospital-b")
-        until(lambda: len(operator.online()) == 1, 120)
+        until(lambda: len(operator.online()) == 1)
         with impostor(at, "hospital-b", "hospital-a"):
-            until(lambda: len(operator.online()) == 2, 120)
+            until(lambda: len(operator.online()) == 2)
             shutil.rmtree(tmp_path / "run")
             result = at.result(at.begin())
         told = json.loads((tmp_path / "run/manifest.json").read_text())
@@ -156,6 +156,6 @@ def test_the_operator_alone_submits_silos_run_fedfms_app_alone_and_bear_their_ow
         # A new key takes the place of the old one.
         public = loopback_keys.write_node_key(at.kits / "hospital-b/node.key")
         (at.kits / "server/silos/hospital-b.pub").write_bytes(public)
-        until(lambda: "hospital-b has a new key; its old one is admitted no more" in at.logs(), 60)
-        until(lambda: at.logs().count("hospital-b may connect") == 2, 60)
+        until(lambda: "hospital-b has a new key; its old one is admitted no more" in at.logs())
+        until(lambda: at.logs().count("hospital-b may connect") == 2)
         assert [node.name for node in operator.nodes()].count("hospital-b") == 1

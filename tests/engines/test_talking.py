@@ -305,7 +305,7 @@ def test_the_same_bits_on_a_superlink_whose_server_app_was_killed(tmp_path):
     running = begin("run", exp, "--out", out, "--engine", "deployment")
     until(lambda: rounds(out) >= 2 or running.poll() is not None)
     os.kill(int((out / "private" / "server.lock").read_text().split()[0]), signal.SIGKILL)
-    _, error = running.communicate(timeout=60)
+    _, error = running.communicate(timeout=300)
     assert running.returncode == 1, error[-2000:]
     deployed = fedfm("resume", out)
     same(deployed, here("run", exp, "--out", tmp_path / "local"))

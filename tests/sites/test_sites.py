@@ -23,7 +23,7 @@ def test_kits_start_and_give_the_bits_of_the_local_engine(tmp_path):
         alone = here("run", at.alone, "--out", tmp_path / "local")
         running = at.begin()  # before the server is there: it waits
         at.start("server", "hospital-a")
-        until(lambda: "waiting for 1 of 2 silos: hospital-b, never seen" in at.told(), 120)
+        until(lambda: "waiting for 1 of 2 silos: hospital-b, never seen" in at.told())
         at.start("hospital-b")
         assert bits(at.result(running)) == bits(alone)
         once(at)
@@ -41,8 +41,8 @@ def test_a_silo_whose_port_another_program_has_says_so_and_starts_when_it_is_fre
         with socket.create_server(("127.0.0.1", port)):
             at.start("hospital-a")
             told = f"another program listens at port {port} of this machine: end it, or change port in kit.json"
-            until(lambda: told in at.logs(), 60)
-        until(lambda: not kits.free(port), 60)
+            until(lambda: told in at.logs())
+        until(lambda: not kits.free(port))
 
 
 @pytest.mark.deployment
@@ -61,7 +61,7 @@ def test_an_asynchronous_run_that_is_submitted_again_takes_what_a_silo_was_at(tm
             passed(at, running, rounds(at.folder / "run") + 3)
             os.kill(int((at.folder / "run/private/server.lock").read_text().split()[0]), signal.SIGKILL)
             waits = json.loads((at.folder / "run/private/underway.json").read_text())["hospital-b"]
-            until(lambda: "submitted again" in at.told(), 120)
+            until(lambda: "submitted again" in at.told())
             passed(at, running, rounds(at.folder / "run") + 2)  # the resumed run does not wait for it
         finally:
             os.kill(worker, signal.SIGCONT)
@@ -85,7 +85,7 @@ def test_a_silo_that_stops_or_is_killed_comes_back_into_the_same_round(tmp_path)
         running = at.begin()
         passed(at, running, 1)
         at.stop("hospital-b")
-        until(lambda: "waiting for 1 of 2 silos: hospital-b, last seen less than a minute ago" in at.told(), 120)
+        until(lambda: "waiting for 1 of 2 silos: hospital-b, last seen less than a minute ago" in at.told())
         at.start("hospital-b")
         passed(at, running, 2)
         assert "all silos that were waited for are connected" in at.told()
@@ -120,7 +120,7 @@ def test_a_relay_that_cuts_connections_and_a_new_certificate_change_no_bit(tmp_p
         passed(at, running, 1)
         relay.interrupt(4.0)
         at.provision("--renew")
-        until(lambda: "the certificate is new" in (tmp_path / "server.log").read_text(), 30)
+        until(lambda: "the certificate is new" in (tmp_path / "server.log").read_text())
         assert bits(at.result(running)) == bits(alone)
         assert relay.cut > 3
 
