@@ -149,7 +149,7 @@ def key_of(name: str) -> str:
 
 
 @functools.cache
-def types_of(cls: type) -> Mapping[str, Any]:
+def types_of(cls: Any) -> Mapping[str, Any]:
     """The types of a class's fields, by name: annotations are texts, and each class's are read once."""
     return types.MappingProxyType(get_type_hints(cls))
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedfm.core.rows import Rows
 from fedfm.core.tokens import Tokens
 from fedfm.errors import InputError
-from fedfm.models import influence, lengths
+from fedfm.models import influence, positions
 from fedfm.models.families import unwrap
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def refuse_hollow(model: Model) -> None:
     Raises:
         InputError: what they give for a word depends on a later one.
     """
-    words = lengths.embedding(unwrap(model.module))
+    words = positions.embedding(unwrap(model.module))
     if not model.is_language_model or words is None:
         return
     ids = (len(words.weight) // 2 + torch.arange(_FEW))[None] % len(words.weight)  # (1, L); padding is at the ends
