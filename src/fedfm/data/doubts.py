@@ -1,4 +1,6 @@
-"""Notices of rows that are probably not what was meant: classes that are none, and test rows that are trained on."""
+"""Notices of rows that are probably not what was meant: classes that are none, texts that stand for empty cells, rows
+that are there twice, test rows that are trained on, pictures on which there is nothing to see.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,11 @@ from collections import Counter
 
 import numpy as np
 
+from fedfm.core import tasks
+from fedfm.data import pixel_values, repetitions
 from fedfm.data.repeats import of_training_rows
 from fedfm.data.sources._files import listing
-from fedfm.data.table import Table
+from fedfm.data.table import Table, contents
 
 _LONG_NAME = 200  # characters; a class name that is longer is rather a text
 _MANY = 20  # classes from which numbers look like a quantity, and rows from which labels should recur
@@ -20,6 +24,8 @@ _DATE = re.compile(
     r"(?:\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4})(?:[ T]\d{1,2}:\d{2}\S*)?"
     r"|\d{1,2}:\d{2}(?::\d{2})?"
 )
+_EMPTY = ("nan", "<na>", "n/a", "#n/a", "null")  # what tables write for an empty cell
+_SHORT = 16  # characters of an empty cell, with blanks around it
 _WAY = "fedfm.federate with a module of your own (docs: how-to/own-model.md)"
 
 
@@ -34,9 +40,11 @@ def doubts(table: Table, label: str) -> tuple[str, ...]:
         _quantities(table, label),
         _several(table, label),
         _unique(table, label),
+        _empty_texts(table),
+        _one_class_of_test(table),
         of_training_rows(table),
     )
-    return tuple(text for text in found if text)
+    return (*(text for text in found if text), *repetitions.notices(table), *pixel_values.notices(table))
 
 
 def _texts_as_classes(table: Table, label: str) -> str | None:
@@ -84,8 +92,9 @@ def _number(name: str) -> float | None:
 
 def _several(table: Table, label: str) -> str | None:
     """Classes that others make up: "heart;lung" beside "heart" and "lung"."""
+    names = [name for name in table.classes if _number(name) is None]  # 1,000 is one number
     for mark in _MARKS:
-        parts = {name: [p.strip(" []'\"") for p in name.split(mark)] for name in table.classes}
+        parts = {name: [p.strip(" []'\"") for p in name.split(mark)] for name in names}
         count = Counter(part for some in parts.values() for part in set(some))
         made = [n for n, some in parts.items() if len(set(some)) > 1 and all(p and count[p] > 1 for p in some)]
         if mark == " ":  # "red apple" beside "red pear" and "green apple" is one label
@@ -105,3 +114,28 @@ def _unique(table: Table, label: str) -> str | None:
     if 2 * there <= len(table):
         return None
     return f'column "{label}" has {there} different labels in {len(table)} rows: is it the column of the classes?'
+
+
+def _empty_texts(table: Table) -> str | None:
+    """Texts that tables write where a cell is empty, and that are read as words."""
+    of = tasks.row_kind(table.kind)
+    if not (table.kind == "text" or (of is not None and of.wording)):
+        return None
+    texts = (text for item in table.inputs for text in contents(item) if len(text) <= _SHORT)
+    found = Counter(text.strip() for text in texts if text.strip().casefold() in _EMPTY)
+    if not found:
+        return None
+    return (
+        f"{found.total()} texts of {table.source} are {listing(sorted(found))}, as tables write an empty cell, and are "
+        "read as words: if the cells were empty, remove these rows"
+    )
+
+
+def _one_class_of_test(table: Table) -> str | None:
+    """That the test rows have one class, where the training rows have several."""
+    if table.labels is None:
+        return None
+    train, test = (np.unique(table.labels[table.rows(split)]) for split in ("train", "test"))
+    if len(test) != 1 or len(train) < 2 or len(table.rows("test")) < 2:
+        return None
+    return f'all test rows are of one class, "{table.classes[test[0]]}": an accuracy on them says little'

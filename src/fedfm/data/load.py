@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from fedfm.core import tasks
+from fedfm.data import pixel_values
+from fedfm.data.class_names import class_name, escape
 from fedfm.data.doubts import doubts
 from fedfm.data.partition import CLIENT
 from fedfm.data.sources._files import FORMATS, begin, column, content_of, existing, listing
@@ -21,6 +23,7 @@ from fedfm.errors import InputError, close
 from fedfm.seeds import generator
 
 _SUFFIXES = {".npz": "npz", ".txt": "text", ".txt.gz": "text"}
+_NAMED = 4  # values in a notice
 
 
 def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
@@ -91,6 +94,7 @@ def read_inputs(path: str | Path, spec: DataSpec, *, kind: str) -> Table:
     kind = (owner is not None and owner.own_kind is not None and owner.own_kind.predicted_as) or kind
     if table.kind != kind:
         raise InputError(f"{path} holds {words_of(table.kind)}; the model takes {words_of(kind)}")
+    table = replace(table, notices=(*table.notices, *pixel_values.notices(table)))
     return scale_features(table, spec.scale)
 
 
@@ -108,7 +112,7 @@ def filter_rows(table: Table, where: Mapping[str, Sequence[str]]) -> Table:
     Raises:
         InputError: there is no such column, or no row has such a value.
     """
-    kept = np.ones(len(table), dtype=bool)
+    kept, notices = np.ones(len(table), dtype=bool), table.notices
     for name, values in where.items():
         of = column(table.columns, name, "data.where", table.source)
         there = sorted(set(of.tolist()))
@@ -119,7 +123,19 @@ def filter_rows(table: Table, where: Mapping[str, Sequence[str]]) -> Table:
                     f"{close(value, there)}"
                 )
         kept &= np.isin(of, list(values))
+        wanted = set(map(_alike, values))
+        if alike := [other for other in there if other not in values and _alike(other) in wanted]:
+            count = int(np.isin(of, alike).sum())
+            notices += (
+                f"data.where.{name}: {count} rows with {', '.join(map(escape, alike[:_NAMED]))} are left out, which "
+                f"differ by case or spaces alone from {listing(values, _NAMED)}",
+            )
+    table = replace(table, notices=notices)
     return table if kept.all() else table.take(np.flatnonzero(kept))
+
+
+def _alike(value: str) -> str:
+    return " ".join(class_name(value).casefold().split())
 
 
 def scale_features(table: Table, scale: str) -> Table:

@@ -26,6 +26,7 @@ DECODED = 1 << 30  # bytes of pictures of one size that a table holds decoded; o
 _TOPS = (255, 4095, 65535)  # largest values of 8, 12 and 16 bits
 _WHITE = 255
 _ORIENTATION = 0x0112  # EXIF tag
+_INTERPRETATION, _WHITE_IS_ZERO = 262, 0  # TIFF tag, and its value for grey values that count from white to black
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,19 @@ def decode(item: str | Path | bytes, channels: int | None = None) -> np.ndarray:
     grey = picture.mode == "L" if channels is None else channels == 1
     pixels = np.asarray(picture.convert("L" if grey else "RGB"))
     return pixels[..., None] if grey else pixels
+
+
+def small(item: Any, side: int) -> Any:
+    """An upright Pillow picture, of a JPEG decoded at a fraction of its size, but with ``side`` pixels at least.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    from PIL import Image
+
+    if isinstance(item, np.ndarray):
+        return Image.fromarray(item[..., 0] if item.shape[-1] == 1 else item)
+    return _read(item, draft=(side, side))
 
 
 def upright(picture: Any) -> Any:
@@ -156,11 +170,13 @@ def notices_of(looks: Iterable[Look], source: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _read(item: str | Path | bytes) -> Any:
+def _read(item: str | Path | bytes, draft: tuple[int, int] | None = None) -> Any:
     from PIL import Image
 
     try:
         with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture:
+            if draft is not None:
+                picture.draft(None, draft)
             return upright(picture)
     except (OSError, ValueError, SyntaxError) as error:
         where = "a picture of the data" if isinstance(item, bytes) else Path(item)
@@ -195,6 +211,8 @@ def _narrow(picture: Any) -> np.ndarray:
     values = np.asarray(picture)
     top = _top(values, picture.mode)
     narrow = _scale(values, top)
+    if getattr(picture, "tag_v2", {}).get(_INTERPRETATION) == _WHITE_IS_ZERO:
+        narrow = _WHITE - narrow  # Pillow inverts such TIFF files of 8 bits alone
     clear = picture.info.get("transparency")
     return np.where(values == clear, np.uint8(_WHITE), narrow) if isinstance(clear, int) else narrow
 

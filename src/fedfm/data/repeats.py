@@ -8,7 +8,6 @@ digits.
 
 from __future__ import annotations
 
-import io
 import os
 import unicodedata
 from collections.abc import Callable
@@ -77,6 +76,18 @@ def _equal(table: Table, train: np.ndarray, rows: np.ndarray) -> np.ndarray:
     tested = np.isin(likely, rows)
     found: np.ndarray = likely[tested][np.isin(whole[tested], whole[~tested])]
     return found
+
+
+def numbers_of(table: Table, rows: np.ndarray) -> np.ndarray:
+    """A number (n,) of each of these rows that equal rows share, and others do not, but for one in 2^64."""
+    probe = _probe(table)
+    keys = np.fromiter((probe(table.inputs[int(i)]) for i in rows), np.int64, len(rows))
+    if not isinstance(table.inputs, np.ndarray) and table.kind != "image":
+        return keys  # of a whole text
+    place, count = np.unique(keys, return_inverse=True, return_counts=True)[1:]
+    for k in np.flatnonzero(count[place] > 1):
+        keys[k] = _whole(table, table.inputs[int(rows[k])])
+    return keys
 
 
 def _probe(table: Table) -> Callable[[Any], int]:
@@ -148,16 +159,10 @@ def _thumbnail(item: Any) -> np.ndarray:
     """Grey values (256,) float32 of a picture at a small size; a JPEG is decoded at a fraction of its own."""
     from PIL import Image
 
-    if isinstance(item, np.ndarray):
-        small = Image.fromarray(item[..., 0] if item.shape[-1] == 1 else item)
-    else:
-        with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture:
-            picture.draft(None, (4 * _SIDE, 4 * _SIDE))
-            from fedfm.data.pictures import upright
+    from fedfm.data.pictures import small
 
-            small = upright(picture)
-    small = small.convert("L").resize((_SIDE, _SIDE), Image.Resampling.BOX)
-    return np.asarray(small, dtype=np.float32).reshape(-1)
+    grey = small(item, 4 * _SIDE).convert("L").resize((_SIDE, _SIDE), Image.Resampling.BOX)
+    return np.asarray(grey, dtype=np.float32).reshape(-1)
 
 
 def _near(views: np.ndarray, train: np.ndarray, rows: np.ndarray, share: float) -> np.ndarray:

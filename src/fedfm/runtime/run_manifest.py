@@ -51,6 +51,16 @@ def _visible(name: str) -> str:
     return "".join(c for c in name if not is_invisible(c))
 
 
+def _decoded_once(name: str) -> str:
+    """The name as it was before its bytes of UTF-8 were read as Windows-1252 or Latin-1: "café" of "cafÃ©"."""
+    for encoding in ("cp1252", "latin-1"):
+        try:
+            return name if name.isascii() else name.encode(encoding).decode("utf-8")
+        except UnicodeError:
+            continue
+    return name
+
+
 def _number(name: str) -> Hashable:
     """The number that the name is, else the name: tables with empty cells write 1 as 1.0."""
     try:
@@ -78,6 +88,7 @@ _ALIKE: dict[str, Callable[[str], Hashable]] = {
     "invisible characters": lambda name: _fold_case(_visible(name)),
     "the form of their Unicode characters": _normalise,
     "-, _, spaces or case": _without_marks,
+    "bytes that were read in another encoding": _decoded_once,
     "how they write a number": _number,
     "how they write true and false": _truth,
 }

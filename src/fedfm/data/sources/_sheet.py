@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -53,6 +54,19 @@ def of_rows(rows: Sequence[Mapping[str, Any]], at: At, *, repairs: Sequence[int]
         else ""
     )
     return Sheet(columns, at, (note,) if note else ())
+
+
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values of JSON, as a hook of its reader, which would drop all but the last of a key.
+
+    Raises:
+        ValueError: a key occurs twice.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (name, count), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f'the key "{name}" occurs {count} times in one object')
+    return found
 
 
 def whole(value: Any) -> Any:

@@ -13,8 +13,10 @@ from fedfm.data.sources._files import At, decode, listing
 from fedfm.data.sources._sheet import Sheet
 from fedfm.errors import InputError
 
+Columns = dict[str, list[str]]
 _NAMES = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}
 _STATED = re.compile(r'"?sep=(.)"?[ \t]*\r?\n', re.IGNORECASE)  # a first line of Excel, which is no row
+_FORM = 2  # fields from which a line has the form of a row
 _MARKS = (";", "\t", "|")  # that part fields where no comma does
 
 
@@ -31,9 +33,16 @@ def sheet_of(data: bytes, path: Path) -> Sheet:
         text = text[stated.end() :]
     else:
         mark = _mark_of(text.lstrip("\r\n").partition("\n")[0])
-    columns, at = _columns_of(text, path, mark)
-    note = f"{path} is read with {_NAMES[mark]}s between its fields, as in its first row" if mark != "," else ""
-    return Sheet(columns, at, (note,) if note else ())
+    columns, at, notices = _read(text, path, mark)
+    if rows := _swallowed(columns, mark):
+        more = f", and {len(rows) - 1} more rows are like it" if len(rows) > 1 else ""
+        notices += (
+            f'{at(rows[0])} has lines inside a field that look like rows of their own{more}: was a quote (") opened '
+            "there by mistake?",
+        )
+    if mark != ",":
+        notices += (f"{path} is read with {_NAMES[mark]}s between its fields, as in its first row",)
+    return Sheet(columns, at, notices)
 
 
 def sheet_of_tabs(data: bytes, path: Path) -> Sheet:
@@ -44,11 +53,13 @@ def sheet_of_tabs(data: bytes, path: Path) -> Sheet:
     """
     text = decode(data, path, "a TSV file")
     try:
-        return Sheet(*_columns_of(text, path, "\t"))
+        columns, at = _columns_of(text, path, "\t")
+        if not _swallowed(columns, "\t"):
+            return Sheet(columns, at)
     except InputError:
         if '"' not in text:
             raise
-        return Sheet(*_columns_of(text, path, "\t", quotes=False), (f'the quotes (") in {path} are read as text',))
+    return Sheet(*_columns_of(text, path, "\t", quotes=False), (f'the quotes (") in {path} are read as text',))
 
 
 def _mark_of(head: str) -> str:
@@ -58,11 +69,51 @@ def _mark_of(head: str) -> str:
     return found[0] if "," not in bare and len(found) == 1 else ","
 
 
-def _columns_of(text: str, path: Path, mark: str, *, quotes: bool = True) -> tuple[dict[str, list[str]], At]:
-    """The columns by name, and a function that names a row in messages (the row of names is row 1)."""
+def _read(text: str, path: Path, mark: str) -> tuple[Columns, At, tuple[str, ...]]:
+    """As :func:`_columns_of`, and a notice where blanks stand between a mark and a quote, which are left out."""
+    if re.search(rf'(?:^|{re.escape(mark)}) +"', text, re.MULTILINE) is None:
+        return *_columns_of(text, path, mark), ()
+    try:
+        columns, at = _columns_of(text, path, mark, blanks=False)
+    except InputError:  # the quotes are part of the texts
+        return *_columns_of(text, path, mark), ()
+    note = f'the blanks between a {_NAMES[mark]} and a quote (") in {path} are left out'
+    try:
+        plain, _ = _columns_of(text, path, mark)
+    except InputError:
+        return columns, at, (note,)
+    same = all([cell.lstrip(" ") for cell in cells] == columns[name] for name, cells in plain.items())
+    return (plain, at, ()) if same else (columns, at, (note,))
+
+
+def _swallowed(columns: Columns, mark: str) -> list[int]:
+    """Rows with a field that spans lines, one of which has the form of a row and its last field a value of that column:
+    a quote that was opened by mistake and closed by another one, with rows between them.
+    """
+    *_, last = columns
+    if len(columns) < _FORM:
+        return []
+    values = set(columns[last]) - {""}
+
+    def holds_row(cell: str) -> bool:
+        lines = (line.split(mark) for line in cell.splitlines()[1:-1])
+        return any(len(fields) == len(columns) and fields[-1] in values for fields in lines)
+
+    return sorted({i for cells in columns.values() for i, cell in enumerate(cells) if "\n" in cell and holds_row(cell)})
+
+
+def _columns_of(text: str, path: Path, mark: str, *, quotes: bool = True, blanks: bool = True) -> tuple[Columns, At]:
+    """The columns by name, and a function that names a row in messages (the row of names is row 1).
+
+    Args:
+        quotes: whether quotes are marks, not text.
+        blanks: whether blanks at the beginning of a field are part of it.
+    """
     # Python's reader, not a faster one: only it says in which record a quote is open or a field is missing.
     quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=mark, quoting=quoting)
+    reader = csv.reader(
+        io.StringIO(text, newline=""), strict=True, delimiter=mark, quoting=quoting, skipinitialspace=not blanks
+    )
     rows: list[list[str]] = []
     ends: list[int] = []  # the line on which each record ends: a quoted field may span lines
     limit = csv.field_size_limit(sys.maxsize)  # the default of 128 KiB would refuse long texts
@@ -94,6 +145,9 @@ def _columns_of(text: str, path: Path, mark: str, *, quotes: bool = True) -> tup
     if len(rows) == 1:
         raise InputError(f"{path} holds column names ({listing(names)}) and no rows")
     for index, row in enumerate(rows[1:], 2):
+        if row == rows[0] and len(row) >= _FORM:
+            where = _where(path, index, ends[index - 2] + 1)
+            raise InputError(f"{where} repeats the column names, as where files were joined: remove the row")
         if len(row) != len(names):
             where = _where(path, index, ends[index - 2] + 1)
             what = f"{len(row)} field{'s' if len(row) != 1 else ''}" if row else "an empty line"

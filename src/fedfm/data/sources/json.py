@@ -8,7 +8,7 @@ from typing import Any
 
 from fedfm.data.sources import jsonl
 from fedfm.data.sources._files import decode, listing
-from fedfm.data.sources._sheet import ESCAPED_HALF, Sheet, of_rows, whole
+from fedfm.data.sources._sheet import ESCAPED_HALF, Sheet, each_once, of_rows, whole
 from fedfm.errors import InputError
 
 _LIKE = 'a list of objects, such as [{"text": "...", "label": "..."}, ...], is expected'
@@ -22,7 +22,7 @@ def sheet_of(data: bytes, path: Path) -> Sheet:
     """
     text = decode(data, path, "a JSON file")
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=each_once)
     except (ValueError, RecursionError) as error:
         if _begins_with_object(text):
             return jsonl.of_lines(text.split("\n"), path)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.data.sources._files import decode
-from fedfm.data.sources._sheet import ESCAPED_HALF, Sheet, of_rows, whole
+from fedfm.data.sources._sheet import ESCAPED_HALF, Sheet, each_once, of_rows, whole
 from fedfm.errors import InputError
 
 _LIKE = 'one object a line, such as {"text": "...", "label": "..."}'
@@ -33,7 +33,7 @@ def of_lines(lines: Iterable[str], path: Path) -> Sheet:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=each_once)
         except (ValueError, RecursionError) as error:
             why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
             raise InputError(f"{path}, line {number}: not JSON ({why}): {_LIKE}") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -118,6 +118,7 @@ def read_folder(folder: Path, files: list[Path], spec: DataSpec, *, task: str | 
             notices += (f"{file} has no labels (-1) and was left out",)
     if not sheets:
         raise InputError(f'{folder}: no file has labels in its column "{spec.label}" (-1 marks withheld ones)')
+    notices += _mixed(folder, {file: splits[file] or "train" for file in sheets}) if labelled else ()
     sheet = join({str(file): one for file, one in sheets.items()})
     if not unknown and labelled:
         marks = [str(splits[file]) for file, one in sheets.items() for _ in range(len(one))]
@@ -126,6 +127,16 @@ def read_folder(folder: Path, files: list[Path], spec: DataSpec, *, task: str | 
         sheet = replace(sheet, columns={**sheet.columns, spec.split: marks})
     sheet = replace(sheet, notices=(*sheet.notices, *notices))
     return to_table(sheet, spec, source=str(folder), task=task, labelled=labelled)
+
+
+def _mixed(folder: Path, splits: Mapping[Path, str]) -> tuple[str, ...]:
+    """A notice of the splits that are read from several files which are no numbered parts of one."""
+    found = []
+    for split in dict.fromkeys(splits.values()):
+        names = sorted({_SHARD.sub("", file.name) for file, of in splits.items() if of == split})
+        if len(names) > 1:
+            found.append(f"the {split} rows of {folder} are those of {listing(names, 6)}, one after the other")
+    return tuple(found)
 
 
 def _has_withheld_labels(sheet: Sheet, label: str) -> bool:

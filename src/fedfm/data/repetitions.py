@@ -1,0 +1,79 @@
+"""Training rows that are there more than once: in one file, at several clients, or with several labels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+
+from fedfm.core import tasks
+from fedfm.data.partition import CLIENT
+from fedfm.data.repeats import numbers_of
+from fedfm.data.table import Table
+
+_MANY = 0.1  # share of rows from which repetitions are no chance
+_SOME = 0.01  # share of rows from which contradictions are told
+_FILES = 10_000  # most rows whose files are read for it
+
+
+def notices(table: Table) -> tuple[str, ...]:
+    """Lines about training rows that repeat others.
+
+    Short texts recur by chance, so that few repetitions are not told; of clients' own files, that one has the rows of
+    another is.
+    """
+    rows = table.rows("train")
+    of = tasks.row_kind(table.kind)
+    if (of is not None and not of.wording) or len(rows) < 2:
+        return ()
+    if table.kind == "image" and not isinstance(table.inputs, np.ndarray) and len(rows) > _FILES:
+        return ()
+    number = np.unique(numbers_of(table, rows), return_inverse=True)[1]  # (n,): equal rows have equal numbers
+    found = [_at_several_clients(table, rows, number) or _again(number), _contradictions(table, rows, number)]
+    return tuple(text for text in found if text)
+
+
+def _again(number: np.ndarray) -> str:
+    again = len(number) - len(np.unique(number))
+    if again < _MANY * len(number):
+        return ""
+    return f"{again} of {len(number)} training rows repeat another training row: were files joined twice?"
+
+
+def _at_several_clients(table: Table, rows: np.ndarray, number: np.ndarray) -> str:
+    """That a client has rows of another in its own file, by the pair that has the largest share in common."""
+    if CLIENT not in table.columns:
+        return ""
+    names = table.columns[CLIENT][rows]
+    held = {name: set(number[names == name].tolist()) for name in np.unique(names).tolist()}
+    owners: dict[int, list[str]] = {}
+    for name, numbers in held.items():
+        for n in numbers:
+            owners.setdefault(n, []).append(name)
+    common: Counter[tuple[str, str]] = Counter()
+    for of in owners.values():  # each row counts for neighbours in the order of names: work stays linear
+        common.update(pairwise(of))
+    shares = {pair: n / min(len(held[pair[0]]), len(held[pair[1]])) for pair, n in common.items()}
+    many = sorted((pair for pair, share in shares.items() if share >= _MANY), key=lambda pair: (-shares[pair], pair))
+    if not many:
+        return ""
+    first = many[0]
+    more = f", and {len(many) - 1} more pairs of clients have rows in common" if len(many) > 1 else ""
+    return (
+        f"{first[0]} and {first[1]} have {common[first]} training rows in common{more}: is one file given twice, or "
+        "one patient or customer at several sites?"
+    )
+
+
+def _contradictions(table: Table, rows: np.ndarray, number: np.ndarray) -> str:
+    """That equal rows have different labels."""
+    if table.labels is None:
+        return ""
+    labels = table.labels[rows]
+    pairs = np.unique(np.stack([number, labels]), axis=1)[0]  # each number once a label
+    several = np.unique(pairs[:-1][pairs[1:] == pairs[:-1]])
+    count = int(np.isin(number, several).sum())
+    if not count or count < _SOME * len(rows):
+        return ""
+    return f"{count} of {len(rows)} training rows have an equal row with another label: no model learns both"
