@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedfm.version import __version__
 
@@ -73,14 +73,16 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import on first use: `import fedfm` costs nothing."""
-    for module, names in _MODULES.items():
-        if name in names:
-            from importlib import import_module
+if not TYPE_CHECKING:  # a type checker would take any name
 
-            return getattr(import_module(f"fedfm.{module}"), name)
-    raise AttributeError(f"module 'fedfm' has no attribute {name!r}")
+    def __getattr__(name):
+        """Import on first use: `import fedfm` costs nothing."""
+        for module, names in _MODULES.items():
+            if name in names:
+                from importlib import import_module
+
+                return getattr(import_module(f"fedfm.{module}"), name)
+        raise AttributeError(f"module 'fedfm' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -141,12 +141,14 @@ def _passes(
     experiment: Experiment, population: Partitioned, memory: Path, name: str, w_0: Params
 ) -> tuple[Callable[[Params], Params], Callable[[Params], Params]]:
     """(local pass, own model) as functions of w. Each pass counts as one more round, so that it has its own stream."""
-    method: Any = experiment.method
+    method = experiment.method
     silos = Silos(method, Aggregator(), population, memory=memory, seed=experiment.run.seed)
     count = 0
 
     def adapt(w: Params) -> Params:
         nonlocal count
+        if not isinstance(method, TrainsLocally):
+            raise InputError("join: this method has no client optimiser by which a newcomer would train")
         count += 1
         client = silos.client(Request(name, "", {}, method.rounds + count, 1))
         trained = any_rank.go_on(method.local, client, w, w_0)

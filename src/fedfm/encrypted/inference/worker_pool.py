@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Protocol, cast, runtime_checkable
+from typing import BinaryIO, Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -45,7 +45,7 @@ class EncryptedBatch:
         orders: of the "permuted" protocol (see :mod:`~fedfm.encrypted.inference.permuted_model_owner`); else b"".
     """
 
-    client: Any
+    client: str
     batch: int
     public: bytes = field(repr=False)
     session: bytes
@@ -138,7 +138,7 @@ def run_all(
     folded: FoldedModel,
     released: str,
     projection: Numbers | None = None,
-) -> dict[tuple[Any, int], ClientFault]:
+) -> dict[tuple[str, int], ClientFault]:
     """All jobs; what failed, by (client, batch).
 
     Args:
@@ -149,7 +149,7 @@ def run_all(
         RunError: a process died, or cannot go on.
     """
     left = list(jobs)
-    failed: dict[tuple[Any, int], ClientFault] = {}
+    failed: dict[tuple[str, int], ClientFault] = {}
     matrix = b"" if projection is None else np.ascontiguousarray(projection, "<f8").tobytes()
     model, workers = model_bytes(folded), []
     with selectors.DefaultSelector() as ready:
@@ -175,9 +175,9 @@ def run_all(
     return failed
 
 
-def _next(worker: _BlockProcess, left: list[EncryptedBatch], relay: Relay) -> dict[tuple[Any, int], ClientFault]:
+def _next(worker: _BlockProcess, left: list[EncryptedBatch], relay: Relay) -> dict[tuple[str, int], ClientFault]:
     """Give a process the next job whose client answers; those whose client does not."""
-    failed: dict[tuple[Any, int], ClientFault] = {}
+    failed: dict[tuple[str, int], ClientFault] = {}
     worker.job = None
     while left and worker.job is None:
         job = left.pop(0)
@@ -211,7 +211,7 @@ class _Waiting:
             return None
         return max(0.0, self._since + _PATIENCE * self._took - time.monotonic()) if busy else 0.0
 
-    def settle(self, jobs: int, failed: dict[tuple[Any, int], ClientFault]) -> None:
+    def settle(self, jobs: int, failed: dict[tuple[str, int], ClientFault]) -> None:
         """Exchange them, if there is nobody of ``jobs`` processes to wait for any longer."""
         if not self.asked or self.patience(jobs - len(self.asked)):
             return
@@ -237,13 +237,13 @@ def _try_refresh(relay: Relay, job: EncryptedBatch, message: bytes) -> bytes | C
 
 
 def _fail(
-    worker: _BlockProcess, job: EncryptedBatch, fault: ClientFault, failed: dict[tuple[Any, int], ClientFault]
+    worker: _BlockProcess, job: EncryptedBatch, fault: ClientFault, failed: dict[tuple[str, int], ClientFault]
 ) -> None:
     failed[job.client, job.batch] = fault  # itself: it may know more than its code and reason
     worker.write(framing.FAULT, fault.code.encode(), fault.reason.encode())
 
 
-def _answer(worker: _BlockProcess, waiting: _Waiting, failed: dict[tuple[Any, int], ClientFault]) -> bool:
+def _answer(worker: _BlockProcess, waiting: _Waiting, failed: dict[tuple[str, int], ClientFault]) -> bool:
     """Answer one question of a process, or let it wait; False if its job has ended."""
     kind, parts = worker.read()
     job, relay = worker.job, waiting.relay
