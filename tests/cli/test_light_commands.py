@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import fedfm
 import small
 from fedfm.cli.parser import build
 from fedfm.core.toml_text import to_toml
@@ -21,6 +23,42 @@ LATE = (
     "ray",
     "torch._inductor.lowering",
 )
+# Of our own code, what FedAvg of LoRA on pictures has no use for: packages, and single modules.
+UNUSED = {
+    "mechanisms of privacy": (
+        "aggregation.private",
+        "privacy.noise",
+        "privacy.gaussian",
+        "privacy.dp_sgd",
+        "training.private",
+    ),
+    "secure sums": ("aggregation.secure", "aggregation._secagg", "privacy.crypto"),
+    "attacks": ("attacks.attackers", "attacks.backdoor"),
+    "audits": ("audits",),
+    "exports": ("models.export", "models.merging", "api.predict"),
+    "modules of users": ("models.user", "models.wrap", "data.user_datasets"),
+    "tables and folders": ("data.sources.tables", "data.sources._tabular", "data.pictures", "data.client_files"),
+    "texts": ("models.language", "models.text_metrics", "models.tokenizer_files", "models.positions"),
+    "other architectures": ("models.architectures", "models.dual_encoder", "models.hub_encoders"),
+    "other adapters": ("models.adapters.experts", "models.adapters.lora", "models.adapters.side_adapter"),
+    "few bits": ("models.quantised", "models.quantised_experts", "models.stored_bits", "linalg.quantised"),
+    "other trainers": (
+        "training.loop",
+        "training.heads",
+        "training.fit_head",
+        "training.personal",
+        "training.augmentation",
+    ),
+    "coded and late messages": ("core.transport", "aggregation._asynchronous", "runtime.async_scores"),
+    "processes": ("engines.flower", "engines.folder", "engines.local.worker_pool", "engines.local.spawned"),
+    "several runs": ("api.studies", "reports.frontier"),
+    "what is said of faults": ("config.key_suggestions", "config.more_faults", "config.hints", "core.reasons"),
+    "pages of other runs": ("reports.dossier", "reports.audit", "reports.fedpft", "reports.client_weights"),
+    "help": ("cli.help", "config.catalogue"),
+    "wings": ("encrypted", "sites"),
+}
+SOURCE = Path(fedfm.__file__).parent
+OWN = ("fedavg", "_weights")  # of the methods
 _LIST = """
 import json, sys
 from fedfm.cli import main
@@ -113,6 +151,20 @@ def loaded(folder, *words):
     return set(modules)
 
 
+def unused(modules):
+    """What a plain run has no use for among these modules, by kind."""
+    for place in (place for places in UNUSED.values() for place in places):
+        path = SOURCE.joinpath(*place.split("."))
+        assert path.is_dir() or path.with_suffix(".py").is_file(), place
+    ours = {name.removeprefix("fedfm.") for name in modules if name.startswith("fedfm.")}
+    found = {
+        kind: sorted(name for name in ours if any(f"{name}.".startswith(f"{place}.") for place in places))
+        for kind, places in UNUSED.items()
+    }
+    methods = sorted(name for name in ours if name.startswith("methods.") and name.partition(".")[2] not in OWN)
+    return {kind: names for kind, names in {**found, "other methods": methods}.items() if names}
+
+
 @pytest.mark.proof
 def test_lora_of_the_built_in_model_loads_its_class_and_no_compiler(tmp_path):
     (tmp_path / "e.toml").write_text(
@@ -126,13 +178,14 @@ def test_lora_of_the_built_in_model_loads_its_class_and_no_compiler(tmp_path):
             name.split(".")[2] for name in found if name.startswith("transformers.models.") and "modeling" in name
         }
         assert models <= {"auto", "vit", "ijepa", "bloom"}, words  # PEFT names BLOOM
+        if words[0] == "run":
+            assert not unused(found), words
         assert ("transformers" in found) == (words[0] in ("check", "run")), words
 
 
 @pytest.mark.proof
 def test_features_need_no_transformers(tmp_path):
     run = small.experiment(tmp_path, method={"rounds": 1}, run={"workers": 1})
-    import fedfm
     from fedfm.runtime.progress import Progress
 
     fedfm.run(run, tmp_path / "run", progress=Progress())

@@ -34,7 +34,6 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
     Raises:
         InputError: with the key of the experiment or the place in the file.
     """
-    from fedfm.attacks.attackers import Attackers
     from fedfm.data.load import load_table
     from fedfm.data.partition import deal
 
@@ -58,6 +57,8 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
     model = model_of(experiment, table, hollow=idle)
     clients, attack, attackers = sorted(federated.clients), experiment.attack, None
     if attack is not None:
+        from fedfm.attacks.attackers import Attackers
+
         attack.fits(table.kind, model.task.name, model, table.classes)
         attackers = Attackers(attack, clients, seed, model.task.name)
     shared, augment = experiment.method.needs.model == "everybody", augmentation(experiment, table, model)
