@@ -148,9 +148,13 @@ def key_of(name: str) -> str:
     return name.removesuffix("_")
 
 
-@functools.cache
-def types_of(cls: Any) -> Mapping[str, Any]:
+def types_of(cls: type[Any]) -> Mapping[str, Any]:
     """The types of a class's fields, by name: annotations are texts, and each class's are read once."""
+    return _types_of(cls)  # type: ignore[arg-type]  # mypy does not take classes for hashable
+
+
+@functools.cache
+def _types_of(cls: type[Any]) -> Mapping[str, Any]:
     return types.MappingProxyType(get_type_hints(cls))
 
 

@@ -12,8 +12,9 @@ import numpy as np
 
 from fedfm.core import tasks
 from fedfm.data import pixel_values
-from fedfm.data.class_names import class_name, escape
+from fedfm.data.class_names import class_name
 from fedfm.data.doubts import doubts
+from fedfm.data.invisible import escape
 from fedfm.data.partition import CLIENT
 from fedfm.data.sources._files import FORMATS, begin, column, content_of, existing, listing
 from fedfm.data.spec import DataSpec
