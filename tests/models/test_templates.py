@@ -139,7 +139,7 @@ def test_wrong_templates_are_refused(folder, template, says):
 
 
 def test_a_template_belongs_to_instructions(folder):
-    with pytest.raises(InputError, match=r"model\.template: it writes instructions"):
+    with pytest.raises(InputError, match=r'model\.template belongs to task "instruction" or "preference"'):
         load(folder("bert"), sentences(), "lora", template="alpaca")
 
 

@@ -4,23 +4,28 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import tiny_clip
 import tiny_text
 from fedfm.api.execute import run
+from fedfm.api.predict import export as export_run
 from fedfm.api.predict import predict
 from fedfm.core import tasks
+from fedfm.core.fields import key_of
 from fedfm.data.load import load_table
 from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError
 from fedfm.models.export import export
 from fedfm.models.load import load_model
-from fedfm.models.spec import AdaptationSpec, ModelSpec
+from fedfm.models.spec import AdaptationSpec, ModelSpec, _Common
 from fedfm.models.wrap import wrap
 from fedfm.tasks.task import Task
 from fedfm.training import cached_head
@@ -99,17 +104,46 @@ def test_losses_of_rows_add_up_to_the_loss(ready):
         assert count[0] == counts[i]
 
 
-def test_scores_of_parts_are_those_of_the_whole(ready):
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_figures_over_clients_are_those_of_their_rows(ready, data):
+    """However rows are dealt to clients, of which some may have none."""
     task, _, model, made = ready
     whole = model.evaluate(made)
-    cut = len(made) // 3
-    joined = task.join_scores([model.evaluate(made.take(part)) for part in (range(cut), range(cut, len(made)))])
+    holders = data.draw(st.lists(st.integers(0, 3), min_size=len(made), max_size=len(made)))
+    parts = [[i for i, holder in enumerate(holders) if holder == client] for client in range(5)]
+    scores = [model.evaluate(made.take(part)) for part in parts]
+    joined = task.join_scores(scores)
     assert joined["n"] == whole["n"] == len(made)
     assert whole["loss"] is not None
-    assert all(whole[name] is not None for name in task.figures)
-    for name in ("accuracy", "loss", *task.figures):
+    assert all(whole[name] is not None for name in (*task.figures, *task.sums))
+    for name in ("accuracy", "loss", "perplexity", *task.figures, *task.sums):
         assert joined[name] == (None if whole[name] is None else pytest.approx(whole[name], rel=1e-5)), name
-    assert task.join_scores([task.join_scores([])] if task.sums else [model.evaluate(made.take([]))])["n"] == 0
+    if sum(map(bool, parts)) > 1:
+        assert joined["balanced_accuracy"] is joined["macro_f1"] is None  # they need counts by class, which none tells
+    in_pairs = [task.join_scores(scores[:2]), task.join_scores(scores[2:])]  # what is joined may be joined again
+    assert task.join_scores(in_pairs)["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+
+
+def test_scores_of_no_rows_are_none(ready):
+    task, _, model, made = ready
+    for found in (
+        task.join_scores([]),
+        model.evaluate(made.take([])),
+        task.join_scores([model.evaluate(made.take([]))]),
+    ):
+        assert found["n"] == 0
+        assert all(found.get(name) is None for name in ("accuracy", "loss", "perplexity", *task.figures))
+
+
+def test_a_sum_that_is_not_finite_hides_its_own_figures_alone(ready):
+    task, _, model, made = ready
+    scores = model.evaluate(made)
+    loss = next(name for name in task.sums if name.startswith("loss_of"))
+    joined = task.join_scores([scores, scores | {loss: None, "loss": None}])
+    assert joined["loss"] is joined["perplexity"] is None
+    assert joined["accuracy"] == pytest.approx(scores["accuracy"])
+    assert task.join_scores([scores, {"n": 7}]) == scores  # who tells no sums is left out
 
 
 def test_an_export_names_the_task_and_its_keys(ready, tmp_path):
@@ -130,7 +164,14 @@ def test_a_run_predicts_an_entry_for_each_row(name, place, tmp_path):
         "method": {"name": "fedavg", "rounds": 1, "local": {"name": "sgd", "learning_rate": 0.1, "batch_size": 8}},
         "run": {"seed": 1, "workers": 1},
     }
-    assert run(tables, out)["loss"] is not None
+    result, task = run(tables, out), tasks.find(name)
+    assert result["loss"] is not None
+    for figure in task.figures:  # the clients' test rows together are the global ones
+        assert result["details"][f"local_{figure}"] == pytest.approx(result["details"][figure], rel=1e-5)
+    export_run(out, "torch", tmp_path / "torch")
+    readme = (tmp_path / "torch" / "README.md").read_text()
+    for figure in ("loss", *task.figures):
+        assert f"| {figure.replace('_', ' ')} | " in readme
     found = predict(out, path)
     json.dumps(found)
     kind = tasks.find(name).own_kind
@@ -155,6 +196,26 @@ def test_names_and_columns_are_said_once():
         assert len({column.key for column in task.columns}) == len(task.columns)
     keys = {name for name, of in DataSpec.__dataclass_fields__.items()}
     assert tasks.columns().keys() <= keys
+
+
+def test_a_key_of_a_task_is_its_own():
+    """It has one default, whichever tasks have it, and is refused with any other task."""
+    settings_of_model = tasks.model_settings()
+    assert set(settings_of_model) <= ModelSpec.__dataclass_fields__.keys()
+    shared = {f.name for f in fields(_Common)}
+    assert not shared & settings_of_model.keys()
+    for key, (_, of) in settings_of_model.items():
+        for task in tasks.available():
+            own = {key_of(f.name): f for f in fields(task)}
+            changed = replace(ModelSpec("m"), **{key: "another value"})
+            if key in own:
+                assert own[key].default == of.default
+                tasks.check_keys(changed, task)
+                assert getattr(task.of(changed), own[key].name) == "another value"
+            else:
+                with pytest.raises(InputError, match=rf"model\.{key} belongs to task"):
+                    tasks.check_keys(changed, task)
+            tasks.check_keys(ModelSpec("m"), task)
 
 
 def test_facts_of_tasks_load_no_tensors():

@@ -68,7 +68,16 @@ def card(
         named = ", ".join(map(_code, model.classes[:_MOST]))
         more = f" and {len(model.classes) - _MOST} more (`fedfm.json`)" if len(model.classes) > _MOST else ""
         parts += ["## Classes", "", f"In the order of the outputs: {named}{more}.", ""]
-    parts += ["## Data and training", "", *_training(run), "", "## Scores", "", *_scores(run, client), ""]
+    parts += [
+        "## Data and training",
+        "",
+        *_training(run),
+        "",
+        "## Scores",
+        "",
+        *_scores(run, client, model.task.figures),
+        "",
+    ]
     text, assumed = privacy_claim(run)
     meant = ["", _plain(plain)] if (plain := reading(run)) else []
     if client is not None and client in newcomers_of(run):
@@ -226,7 +235,7 @@ def _side_adapter(model: SideModel) -> list[str]:
 
 def _prompts(model: Model, module: DualEncoder, *, mixed: bool) -> list[str]:
     """Lines that make the texts with which pictures are compared, and logits where there are several for each class."""
-    templates, words = model.spec.templates, words_of(model.classes)
+    templates, words = model.task.class_templates, words_of(model.classes)
     whole = module.config.model_type == "siglip"
     length = f'"max_length", max_length={module.input_ids.shape[-1]}' if whole else "True"
     asked = f'padding={length}, return_token_type_ids=False, return_tensors="pt"'
@@ -256,7 +265,7 @@ def logits(pixel_values):
 
 
 def _of_prompts(model: Model, *, mixed: bool) -> str:
-    count = len(model.spec.templates)
+    count = len(model.task.class_templates)
     if count > 1 and not mixed:
         return '`logits(**processor(pictures, return_tensors="pt"))` gives logits of pictures, by class.'
     text = '`model(**texts, **processor(pictures, return_tensors="pt"))` gives logits of pictures, by prompt.'
@@ -295,8 +304,12 @@ _ADAPTATION = ("name", "rank", "alpha", "dropout", "layers")
 _LOCAL = ("name", "learning_rate", "epochs", "batch_size", "weight_decay", "momentum")
 
 
-def _scores(run: RunFiles, client: str | None) -> list[str]:
+def _scores(run: RunFiles, client: str | None, figures: Sequence[str]) -> list[str]:
+    """The table of scores; ``figures`` are those of the task."""
+    details = mapping(run.result.get("details"))
+    figures = [f"{whose}{name}" for name in figures for whose in ("", "local_")]
     rows = [(key.replace("_", " "), numeric(run.result.get(key))) for key in SCORES]
+    rows += [(key.replace("_", " "), numeric(details.get(key))) for key in figures]
     if client is not None:
         late = mapping(mapping(run.manifest.get("newcomers")).get(client))
         own = numeric(late.get("accuracy")) if late else run.client_accuracy.get(client)
@@ -304,8 +317,8 @@ def _scores(run: RunFiles, client: str | None) -> list[str]:
     known = [f"| {what} | {number(value).replace(NBSP, ' ')} |" for what, value in rows if value is not None]
     if not known:
         return ["None was measured."]
-    note = "Global: on the global test rows. Local: mean of the clients, each on its own test rows. The other figures "
-    note += "are of the global test rows."
+    note = "Global: on the global test rows. Local: of the clients, each on its own test rows: the mean of their "
+    note += "accuracies, and other figures over all of these rows together. The rest is of the global test rows."
     if client is not None:
         note += " All but the first are of the run, and not of this model alone."
     return ["| score | value |", "|---|---|", *known, "", note]

@@ -83,6 +83,15 @@ class TaskFacts(Protocol):
     figures: ClassVar[tuple[str, ...]]
     drawn: ClassVar[tuple[str, ...]]
     sums: ClassVar[tuple[str, ...]]
+    problem_type: ClassVar[str | None]
+
+    @property
+    def class_templates(self) -> tuple[str, ...]:
+        """Texts with one {} for a class's name."""
+
+    @property
+    def mixes_rows(self) -> str:
+        """Why the loss of a batch is no mean over its rows."""
 
     @property
     def classifies_by_head(self) -> bool:

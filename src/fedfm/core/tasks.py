@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.resources import files
 from typing import Any
 
-from fedfm.core.fields import setting, types_of
+from fedfm.core.fields import key_of, setting, types_of
 from fedfm.core.task_facts import Column, RowKind, TaskFacts
 from fedfm.errors import InputError, close, quote_names
 
@@ -121,13 +121,29 @@ def data_settings(help: str = "") -> dict[str, tuple[Any, Any]]:
 
 
 def model_settings() -> dict[str, tuple[Any, Any]]:
-    """The tasks' keys of the [model] table as settings, key -> (type, field)."""
+    """The tasks' keys of the [model] table as settings, key -> (type, field); where two have a key, the first's."""
     found: dict[str, tuple[Any, Any]] = {}
     for task in available():
         hints = types_of(type(task))
         for f in fields(task):
-            found.setdefault(f.name, (hints[f.name], setting(f.default, metadata=f.metadata)))
+            found.setdefault(key_of(f.name), (hints[f.name], setting(f.default, metadata=f.metadata)))
     return found
+
+
+def check_keys(spec: Any, task: TaskFacts) -> None:
+    """Refuse keys of a [model] table that only other tasks have.
+
+    Raises:
+        InputError: a key has another value than its default; says whose it is.
+    """
+    own = {key_of(f.name) for f in fields(task)}
+    for key, (_, of) in model_settings().items():
+        if key not in own and getattr(spec, key) != of.default:
+            owners = [other.name for other in available() if key in {key_of(f.name) for f in fields(other)}]
+            raise InputError(
+                f'model.{key} belongs to task {quote_names(owners)}, and the task is "{task}"; drop it',
+                key=f"model.{key}",
+            )
 
 
 def figures() -> tuple[str, ...]:

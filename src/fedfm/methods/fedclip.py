@@ -62,7 +62,7 @@ class FedCLIP(Predictor, FedAvg):
         job = Job(client, w, self.local)
         for index, rule.eta in zip(job.orders(), job.rates(), strict=True):
             logits = model.dual.scale.cpu() * adapter(V[index]) @ T.T
-            loss: Any = model.objective(logits, rows.labels[index])
+            loss: Any = model.task.objective(logits, rows.labels[index])
             loss.backward()
             self.local.shorten(flat.g)
             rule.step(flat.p, flat.g)

@@ -86,7 +86,7 @@ class FedPGP(Joinable, KeepingFedAvg):
         for index, rule.eta in zip(job.orders(), job.rates(), strict=True):
             z_i = dual.encode_texts(p_G + U @ V)  # (C, d)
             logits = dual.logits(images[index].to(device), z_i)
-            loss: Any = model.objective(logits, rows.labels[index].to(device))
+            loss: Any = model.task.objective(logits, rows.labels[index].to(device))
             if z_C is not None:
                 of_texts = contrastive(dual.encode_texts(p_G), z_C, z_i, self.tau)
                 loss, apart = loss + self.mu * of_texts, apart + of_texts.item() * len(index)

@@ -49,14 +49,17 @@ def _is_preact_resnet(path: Path | str) -> bool:
     return found is not None and PREACT_RESNET.encode() in found.read_bytes()
 
 
-def name_classes(config: Any, classes: Sequence[str]) -> None:
-    """Make the configuration that of a classifier of these classes, each row of which is of one class.
+def name_classes(config: Any, classes: Sequence[str], problem_type: str | None) -> None:
+    """Make the configuration that of a classifier of these classes.
 
     A checkpoint may say that its head was a regression, or gives each class a probability of its own: pipelines of
     transformers would read the new head so, too.
+
+    Args:
+        problem_type: what the task says of the head, e.g. that each row is of one class; None: nothing.
     """
     config.id2label, config.label2id = dict(enumerate(classes)), {c: i for i, c in enumerate(classes)}
-    config.problem_type = "single_label_classification"
+    config.problem_type = problem_type
 
 
 def keep_weights(config: Any) -> None:

@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedfm.core.rows import Batch, Rows
@@ -34,7 +33,6 @@ class DualModel(Model):
     Attributes:
         dual: the module below PEFT's wrapper.
         images_fixed: nothing before the pictures' features is trained: :meth:`encode` gives the features.
-        objective: the loss of logits (b, C) and labels (b,), a scalar: cross-entropy, or :func:`contrastive`.
     """
 
     def __init__(self, module: nn.Module, **about: Any) -> None:
@@ -43,12 +41,6 @@ class DualModel(Model):
         self.images_fixed = not self.dual.trains_images
         if not self.dual.trains_texts:
             self.dual.fix_texts()
-        self.softmax = self.spec.loss == "cross_entropy"
-        self.objective: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy if self.softmax else contrastive
-
-    def loss(self, batch: Batch) -> Tensor:
-        """Of a batch, a scalar: the objective."""
-        return self.objective(*self.flat(self.logits(batch), batch))
 
     def encode(self, rows: Rows) -> Rows:
         """The rows as they are, or their ``features`` V (n, d) where nothing before them is trained."""
@@ -70,10 +62,6 @@ class DualModel(Model):
                 return self.dual.logits(batch["features"].to(self.device))
         return super().logits(batch)
 
-    @property
-    def mixes_rows(self) -> str:
-        return "" if self.softmax else "a contrastive loss compares the rows of a batch with each other"
-
     def written_texts(self) -> Tensor:
         """T (C, d), norm 1: of the prompts that ``model.templates`` writes, also where words are learned.
 
@@ -82,7 +70,7 @@ class DualModel(Model):
         """
         siglip = self.dual.config.model_type == "siglip"
         length = self.dual.input_ids.shape[-1] if siglip else self.tools.max_length
-        written = tokenise(self.tools.tokenizer, self.classes, self.spec.templates, length=length, whole=siglip)
+        written = tokenise(self.tools.tokenizer, self.classes, self.task.class_templates, length=length, whole=siglip)
         with self.evaluating():
             return DualEncoder(self.dual.clip, written).to(self.device).encode_texts()
 
@@ -96,20 +84,6 @@ class DualModel(Model):
         """``function`` of the pictures, (n, ...), on the CPU; it sees 32 rows at a time, always."""
         done = [function(batch["pixel_values"].to(self.device))[:n].cpu() for batch, n in fixed_batches(rows)]
         return torch.cat(done) if done else torch.zeros(0, self.dual.texts().shape[-1])
-
-
-def contrastive(logits: Tensor, labels: Tensor) -> Tensor:
-    """CLIP's loss of a batch (Radford et al., Figure 3): each picture finds its text among the batch's, and each text
-    its picture. Pictures of one class share their text: the targets are uniform over equal labels.
-
-    Args:
-        logits: (b, C), s <V, T> of the pictures and all classes.
-        labels: (b,).
-    """
-    pairs = logits[:, labels]  # (b, b)
-    same = (labels[:, None] == labels).to(pairs.dtype)
-    targets = same / same.sum(1, keepdim=True)
-    return (F.cross_entropy(pairs, targets) + F.cross_entropy(pairs.T, targets)) / 2
 
 
 def need(model: Model) -> DualModel:

@@ -57,8 +57,8 @@ def load_pretrained(
 
             return load_pooled_encoder(path, spec, config, classes, seed)
         if task.new_head:
-            configuration.name_classes(config, classes)
-        tools = tools_of(path, spec, config, kind, answers=task.answers)
+            configuration.name_classes(config, classes, task.problem_type)
+        tools = tools_of(path, spec, config, kind, task)
         if kind != "image" and getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = tools.tokenizer.pad_token_id
         auto_class = getattr(transformers, f"AutoModelFor{task.auto_class(kind)}")
@@ -81,6 +81,7 @@ def load_pretrained(
         from fedfm.models import positions
 
         tools = positions.fit(tools, spec, module, config)
+        task.check_tools(tools, spec.name)
     new = weights.new_modules(module, config.model_type, read.new) if task.new_head else []
     placed = stored is not None or bool(devices.placement(spec.device))
     return Loaded(

@@ -20,6 +20,7 @@ from fedfm.models import (
 )
 from fedfm.models.hub_tools import Loaded, image_processor, tools_of
 from fedfm.models.locate import DTYPES
+from fedfm.models.model_task import ModelTask
 from fedfm.models.preprocessors import Tools
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
@@ -53,7 +54,7 @@ def load_pooled_encoder(path: Path | str, spec: ModelSpec, config: Any, classes:
     return Loaded(module, config.model_type, about, ["classifier"], tools, notices=tuple(read.notices))
 
 
-def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed: int) -> Loaded:
+def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], task: ModelTask, seed: int) -> Loaded:
     """A model of two encoders that compares pictures with the class names.
 
     With adaptation ``head`` the text embeddings of the names become a linear head, and the text encoder is dropped.
@@ -80,7 +81,7 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
                 'model.task = "classification"',
                 key="model.quantization",
             )
-        tools = tools_of(path, spec, config.text_config, "text", answers=False)
+        tools = tools_of(path, spec, config.text_config, "text", task)
         read = weights.load(transformers.AutoModel, path, spec, config, seed, DTYPES[spec.dtype], head=False)
         tools = positions.fit(tools, spec, read.module, config.text_config)
         siglip = config.model_type == "siglip"
@@ -89,7 +90,7 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], seed:
         prompts = tokenise(
             tools.tokenizer,
             classes,
-            spec.templates,
+            task.class_templates,
             length=tools.max_length,
             whole=siglip,  # SigLIP was trained so, and reads the last place
             context=adapt.tokens if adapt.name == "prompt" else 0,

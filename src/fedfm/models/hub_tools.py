@@ -16,6 +16,7 @@ from fedfm.models import (
     weights,
 )
 from fedfm.models.locate import stored_file
+from fedfm.models.model_task import ModelTask
 from fedfm.models.preprocessors import Tools
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import ModelSpec
@@ -51,12 +52,8 @@ class Loaded:
     notices: tuple[str, ...] = ()
 
 
-def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, *, answers: bool) -> Tools:
-    """What prepares rows of this kind.
-
-    Args:
-        answers: whether the model answers, so that it needs a template.
-    """
+def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, task: ModelTask) -> Tools:
+    """What prepares rows of this kind for the task."""
     if kind == "image":
         processor, guess = image_processor(path, spec, config)
         return Tools(image=preprocessing.processor_call(processor), processor=processor, notices=guess)
@@ -75,21 +72,14 @@ def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, *, answe
         ) from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    template: str | None = None
-    notices = guess
-    if answers:
-        from fedfm.models.language import chat_templates
-
-        with quiet():
-            template = chat_templates.text_of(spec.template, tokenizer)
-            if template is not None and spec.chat_template_kwargs:
-                raise InputError(
-                    "model.chat_template_kwargs: the template is a text without variables; drop one",
-                    key="model.chat_template_kwargs",
-                )
-            notices = (*guess, *chat_templates.fit(tokenizer, template, spec.chat_template_kwargs or {}))
+    with quiet():
+        template, notices = task.fit_tokenizer(tokenizer)
     return Tools(  # max_length: positions.fit
-        tokenizer=tokenizer, tokenizer_class=by, max_length=spec.max_length, template=template, notices=notices
+        tokenizer=tokenizer,
+        tokenizer_class=by,
+        max_length=spec.max_length,
+        template=template,
+        notices=(*guess, *notices),
     )
 
 

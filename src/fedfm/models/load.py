@@ -101,10 +101,8 @@ def load_model(
         ('head.weight', 'head.bias')
     """
     task = _task(task or spec.task, kind, classes)
-    if spec.template is not None and not task.answers:
-        raise InputError(
-            f'model.template: it writes instructions, and the task is "{task}"; drop it', key="model.template"
-        )
+    tasks.check_keys(spec, task)
+    task = task.of(spec)
     if spec.options and spec.weights != "random":
         raise InputError(
             'model.options: they change the architecture, so that no weights fit: set weights = "random"',
@@ -184,12 +182,8 @@ def load_model(
                 key="model.device",
             )
         devices.gather_trained(module, device)
-    if spec.loss == "contrastive" and kind_of is Model:
-        raise InputError(
-            'model.loss = "contrastive" compares pictures with texts: it needs model.task = "zero_shot" and an '
-            'adaptation that keeps both encoders, such as "lora"',
-            key="model.loss",
-        )
+    if kind_of is Model:
+        task.check_single_encoder()
     model = kind_of(
         module if loaded.placed else module.to(device),
         spec=spec,
@@ -320,7 +314,7 @@ def _load(
     if task.two_encoders:
         from fedfm.models.hub_encoders import zero_shot
 
-        return zero_shot(path, spec, classes, seed)
+        return zero_shot(path, spec, classes, task, seed)
     return hub.load_pretrained(path, spec, classes, kind, task, seed, hollow)
 
 

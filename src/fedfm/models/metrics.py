@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,10 +23,10 @@ def evaluate(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
     """Scores of the model on the rows.
 
     Returns:
-        ``n`` (rows), ``accuracy``, ``balanced_accuracy``, ``macro_f1``, ``loss``, ``perplexity``, ``tokens``, and for
-        instructions ``exact_match``, ``rouge_1``, ``answers_cut``. ``loss`` is the mean over rows. For language models
-        it is the mean over predicted tokens, ``perplexity`` = exp(loss), and ``accuracy`` is that of the next token.
-        For instructions the accuracy is the exact match of the answers.
+        ``n`` (rows), ``accuracy``, ``balanced_accuracy``, ``macro_f1``, ``loss``, ``perplexity``, ``tokens``, the
+        task's own figures and the sums over rows from which they are made. ``loss`` is the mean over rows. For language
+        models it is the mean over predicted tokens, ``perplexity`` = exp(loss), and ``accuracy`` is that of the next
+        token. For instructions the accuracy is the exact match of the answers.
 
     Example:
         >>> from fedfm.models.wrap import wrap
@@ -57,7 +56,7 @@ def scores(logits: Tensor, labels: Tensor) -> Scores:
     """Scores of logits (n, C) against labels (n,).
 
     ``balanced_accuracy`` is the mean recall over the classes in ``labels``, ``macro_f1`` the mean F1 over the classes
-    in labels or predictions (scikit-learn's definitions).
+    in labels or predictions (scikit-learn's definitions). ``rows``, ``right`` and ``loss_of_rows`` are sums over rows.
     """
     n = len(labels)
     if not n:
@@ -68,11 +67,15 @@ def scores(logits: Tensor, labels: Tensor) -> Scores:
     hit, actual, guessed = table.diagonal(), table.sum(1), table.sum(0)
     recall = (hit / actual)[actual > 0]
     occurs = actual + guessed > 0
+    loss = float(F.cross_entropy(logits.double(), labels, reduction="sum"))
     return nothing(n) | {
         "accuracy": float(hit.sum()) / n,
         "balanced_accuracy": float(recall.mean()),
         "macro_f1": float((2 * hit / (actual + guessed))[occurs].mean()),
-        "loss": finite(float(F.cross_entropy(logits.double(), labels))),
+        "loss": finite(loss / n),
+        "rows": n,
+        "right": int(hit.sum()),
+        "loss_of_rows": finite(loss),
     }
 
 
@@ -90,38 +93,6 @@ def base_and_new(logits: Tensor, labels: Tensor, base: int) -> Scores:
     b, n = found
     mean = None if b is None or n is None else 2 * b * n / (b + n) if b + n else 0.0
     return dict(zip(BASE_AND_NEW, (b, n, mean), strict=True))
-
-
-def join_scores(parts: Sequence[Scores], weights: Mapping[str, str]) -> Scores:
-    """Scores on the union of rows, from the scores on parts of them, as weighted means.
-
-    One part with rows is returned as it is. Of several, the others than ``weights`` names are None.
-
-    Args:
-        weights: score -> the entry by which it is weighted: ``n`` or ``tokens``.
-
-    Example:
-        >>> parts = [nothing(1) | {"loss": 1.0, "tokens": 30}, nothing(1) | {"loss": 2.0, "tokens": 10}]
-        >>> join_scores(parts, {"loss": "tokens"})["loss"]
-        1.25
-    """
-    held = [m for m in parts if m["n"]]
-    if len(held) < 2:
-        return (held or list(parts))[0]
-    found = nothing(sum(m["n"] for m in held))
-    told = [m for m in held if m.get("tokens")]  # not of instructions without outputs
-    if told:
-        found["tokens"] = sum(m["tokens"] for m in told)
-    for key in held[0].keys() - {"n", "tokens", "perplexity"}:
-        by = weights.get(key, "")
-        of = told if by == "tokens" else held
-        if by and of and all(m[key] is not None for m in of):
-            found[key] = sum(m[by] * m[key] for m in of) / sum(m[by] for m in of)
-        else:
-            found[key] = None
-    if told and found["loss"] is not None:
-        found["perplexity"] = finite(math.exp(min(found["loss"], 709.0)))
-    return found
 
 
 def nothing(n: int = 0) -> Scores:

@@ -91,7 +91,7 @@ class Model:
     ) -> None:
         self.spec, self.classes = spec, tuple(classes)
         self.task = model_task(tasks.find(task)).of(spec)
-        self.softmax = type(self).softmax and self.task.softmax
+        self.softmax = type(self).softmax and self.task.softmax and not self.task.mixes_rows
         self.module, self.parts, self.tools, self.fingerprint = module, parts, tools, fingerprint
         self.adaptation_spec = spec.adaptation or AdaptationSpec("full")
         self.adaptation = self.adaptation_spec.name
@@ -274,7 +274,7 @@ class Model:
         """Why the loss of a batch is no mean over its rows; empty if it is one."""
         if any(isinstance(m, BATCH_NORMS) for m in self.train_too):
             return "the model's batch norm takes its statistics from a whole batch"
-        return ""
+        return self.task.mixes_rows
 
     @property
     def is_language_model(self) -> bool:
@@ -308,7 +308,7 @@ class Model:
         """Scores as of :func:`fedfm.models.metrics.evaluate`, of ``logits`` (n, C) if given."""
         if logits is None:
             return metrics.evaluate(self, rows)
-        return self.task.scores_of(rows, logits)
+        return self.task.scores_of(self, rows, logits)
 
     def train_mode(self) -> None:
         """Switch LoRA's dropout, and with ``full`` batch norm, to training mode; the model's own dropout stays off."""

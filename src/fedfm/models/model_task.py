@@ -57,6 +57,18 @@ class ModelTask(RowTask, Protocol):
     def peft_type(self, kind: str) -> str | None:
         """PEFT's name of the task."""
 
+    def fit_tokenizer(self, tokenizer: Any) -> tuple[str | None, tuple[str, ...]]:
+        """The template of the tools, and lines for the user."""
+
+    def check_tools(self, tools: Tools, name: str) -> None:
+        """Refuse values of the task's keys that a model has no room for."""
+
+    def check_single_encoder(self) -> None:
+        """Refuse values of the task's keys that need a model of two encoders."""
+
+    def answer_limit(self, tools: Tools) -> int:
+        """Most tokens of an answer that is generated."""
+
     def encode(self, model: Network, rows: Rows) -> Rows:
         """The rows with what is computed once of each."""
 
@@ -75,6 +87,9 @@ class ModelTask(RowTask, Protocol):
     def loss(self, model: Network, batch: Batch) -> Tensor:
         """The mean loss."""
 
+    def objective(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The loss of logits and targets."""
+
     def row_losses(self, model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of each row as sums and counts."""
 
@@ -84,11 +99,14 @@ class ModelTask(RowTask, Protocol):
     def scores(self, model: Network, rows: Rows, batch_size: int = 64) -> Scores:
         """Scores of the model on the rows."""
 
-    def scores_of(self, rows: Rows, logits: Tensor) -> Scores:
+    def scores_of(self, model: Network, rows: Rows, logits: Tensor) -> Scores:
         """Scores from the logits of these rows."""
 
     def join_scores(self, parts: Sequence[Mapping[str, Any]]) -> Scores:
         """Scores on the union of rows from those on its parts."""
+
+    def remarks(self, figures: Mapping[str, Any]) -> list[str]:
+        """Lines for the user, after a run, on its figures."""
 
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
         """What ``fedfm predict`` writes of the rows."""

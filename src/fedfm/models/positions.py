@@ -22,7 +22,7 @@ def fit(tools: Tools, spec: ModelSpec, module: nn.Module, config: Any) -> Tools:
         config: of the text encoder.
 
     Raises:
-        InputError: the padding token has no row in the embedding, or no room is left for a prompt.
+        InputError: the padding token has no row in the embedding.
     """
     words = embedding(module)
     rows = None if words is None else int(words.weight.shape[0])
@@ -34,11 +34,6 @@ def fit(tools: Tools, spec: ModelSpec, module: nn.Module, config: Any) -> Tools:
         )
     positions = _positions(module, words, config)
     length = min(spec.max_length, positions) if positions else spec.max_length
-    if positions and spec.answer_tokens is not None and spec.answer_tokens >= positions:
-        raise InputError(
-            f"model.answer_tokens = {spec.answer_tokens}: {spec.name!r} has {positions} positions for a prompt and its "
-            f"answer; expected at most {positions - 1}"
-        )
     return dataclasses.replace(tools, max_length=length, positions=positions, vocabulary=rows)
 
 

@@ -107,29 +107,6 @@ class _Common:
     adaptation: AdaptationSpec | None = setting(
         None, "the trainable part; the model's own dropout is off in training [lora; head for features]"
     )
-    templates: tuple[str, ...] = setting(
-        ("a photo of a {}.",),
-        "zero_shot: prompts, {} is the class name; of several, the mean",
-        pattern=r"[^{}]*\{\}[^{}]*",
-        least=1,
-        most=512,
-        words="at most 512 texts with one {} for the class name",
-    )
-    template: str | None = setting(
-        None,
-        "instruction, preference: plain, alpaca, chat (the tokenizer's own), or a text with {instruction} before the "
-        "answer [chat, without a chat template plain]",
-    )
-    chat_template_kwargs: dict[str, Any] | None = setting(
-        None,
-        "instruction, preference: variables of the tokenizer's chat template, e.g. { enable_thinking = false }; "
-        "training, predictions and exports have them",
-    )
-    loss: str = setting(
-        "cross_entropy",
-        "zero_shot: cross_entropy over the class names, or contrastive: CLIP's symmetric loss of a batch",
-        choices=("cross_entropy", "contrastive"),
-    )
     max_length: int = setting(128, "tokens", ge=2)
     attention: str | None = setting(
         None,
@@ -150,12 +127,6 @@ class _Common:
     )
     gradient_checkpointing: bool = setting(
         False, "training keeps the inputs of blocks alone and computes the blocks twice: less memory, a third slower"
-    )
-    answer_tokens: int | None = setting(
-        None,
-        "instruction: most tokens of an answer [max_length, at most half of the model's positions]; "
-        "0: none is generated, test rows give the loss alone",
-        ge=0,
     )
     device: str = setting(
         "auto",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from fedfm.models.language.next_token import logits_and_targets, rows_at_once
 from fedfm.models.language.tool_calls import one_call
 from fedfm.models.memory_budget import TOKENS, in_halves, warn
 from fedfm.models.metrics import Scores, finite, nothing
+from fedfm.models.model_task import model_task
 from fedfm.models.precision import reduced_precision
 from fedfm.models.preprocessing import IGNORE, LOCAL_SHARE
 
@@ -32,7 +33,15 @@ if TYPE_CHECKING:
 
 def likelihood(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
     """Loss of a language model for each predicted token, with perplexity and accuracy; for instructions over the
-    answers' tokens. Sums are in float64; a batch has as many rows as their logits allow.
+    answers' tokens.
+    """
+    found = of_tokens(count_tokens(model, rows, batch_size))
+    return nothing(len(rows)) | {key: None if value is None else finite(value) for key, value in found.items()}
+
+
+def count_tokens(model: Network, rows: Rows, batch_size: int = 64) -> dict[str, float]:
+    """Predicted tokens, those that are predicted right, and the sum of their losses, in float64; a batch has as many
+    rows as their logits allow.
     """
 
     def sums(size: int) -> tuple[float, int, int]:
@@ -47,28 +56,36 @@ def likelihood(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
         return total, hits, tokens
 
     (total, hits, tokens), _ = in_halves(rows_at_once(model, rows, batch_size), sums, warn)
-    if not tokens:
-        return nothing(n=len(rows))
-    loss = total / tokens
-    return nothing(len(rows)) | {
-        "accuracy": hits / tokens,
-        "loss": finite(loss),
-        "perplexity": finite(math.exp(min(loss, 709.0))),
-        "tokens": tokens,
+    return {"tokens": tokens, "right_tokens": hits, "loss_of_tokens": total}
+
+
+def of_tokens(sums: Mapping[str, float]) -> Scores:
+    """``accuracy``, ``loss`` and ``perplexity`` of these sums, see :func:`count_tokens`; None without tokens."""
+    if not (tokens := sums["tokens"]):
+        return dict.fromkeys(("accuracy", "loss", "perplexity"))
+    loss = sums["loss_of_tokens"] / tokens
+    perplexity = math.exp(min(loss, 709.0)) if math.isfinite(loss) else math.nan
+    return {"accuracy": sums["right_tokens"] / tokens, "loss": loss, "perplexity": perplexity}
+
+
+def compare_texts(said: Sequence[Answer], right: Sequence[str]) -> dict[str, float]:
+    """Answers, those that match the whole reference exactly, their ROUGE-1 in all, and those that end at the limit."""
+    pairs = list(zip((a.text for a in said), right, strict=True)) if said else []
+    return {
+        "answers": len(pairs),
+        "exact_answers": sum(a.strip() == b.strip() for a, b in pairs),
+        "rouge_of_answers": sum(rouge_1(a, b) for a, b in pairs),
+        "cut_answers": sum(a.cut for a in said),
     }
 
 
-def compare_texts(said: Sequence[Answer], right: Sequence[str]) -> Scores:
-    """Exact match and ROUGE-1 against whole references, means over the rows; None without answers.
+def of_answers(sums: Mapping[str, float]) -> Scores:
+    """``exact_match``, ``rouge_1`` and ``answers_cut`` of these sums, see :func:`compare_texts`; None without answers.
 
     ``answers_cut`` is the share of answers that end at the limit: a longer one might match.
     """
-    if not said:
-        return dict.fromkeys(("accuracy", "exact_match", "rouge_1", "answers_cut"))
-    n, pairs = len(said), list(zip((a.text for a in said), right, strict=True))
-    exact = sum(a.strip() == b.strip() for a, b in pairs) / n
-    rouge = sum(rouge_1(a, b) for a, b in pairs) / n
-    return {"accuracy": exact, "exact_match": exact, "rouge_1": rouge, "answers_cut": sum(a.cut for a in said) / n}
+    names = {"exact_match": "exact_answers", "rouge_1": "rouge_of_answers", "answers_cut": "cut_answers"}
+    return {figure: sums[name] / sums["answers"] if sums["answers"] else None for figure, name in names.items()}
 
 
 @dataclass(frozen=True)
@@ -87,9 +104,8 @@ class Answer:
 
 
 def answer_limit(model: Network) -> int:
-    """Most tokens of an answer: ``answer_tokens``, else the smaller of ``max_length`` and half of the positions."""
-    tools = model.tools
-    return model.spec.answer_tokens or min(tools.max_length, (tools.positions or 2 * tools.max_length) // 2)
+    """Most tokens of an answer, as the task says."""
+    return model_task(model.task).answer_limit(model.tools)
 
 
 def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:

@@ -17,7 +17,7 @@ from fedfm.core.client import Client, ClientId, each, on_client
 from fedfm.core.federation import Federation
 from fedfm.core.messages import SCORES, Excluded
 from fedfm.core.method import Method
-from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY
+from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY, LOSS, PERPLEXITY
 from fedfm.core.rows import Rows
 from fedfm.errors import E_EXCEPTION, E_FIELD, E_REFUSED, ClientFault
 from fedfm.linalg.params import Params
@@ -160,16 +160,12 @@ class Evaluator:
         pooled = self._pooled_scores(tested.values())
         for key in FIGURES:
             if any(key in m for m in tested.values()):
-                line[f"local_{key}"] = pooled.get(key, _mean(key, tested.values()))
+                line[f"local_{key}"] = pooled.get(key)
         if self._validates:
-            validated = [m for m in self._own(by_client, "val").values() if m.get("loss") is not None]
-            rows = sum(m["n"] for m in validated)
-            line["val_loss"] = sum(m["n"] * m["loss"] for m in validated) / rows if rows else None
+            validated = self._own(by_client, "val").values()
+            line["val_loss"] = self._pooled_scores(m for m in validated if m.get("loss") is not None)["loss"]
         if judged_by_clients(self._run.experiment):
-            line |= {
-                GLOBAL_ACCURACY: _mean_by_rows("accuracy", tested.values()),
-                "loss": _mean_by_rows("loss", tested.values()),
-            }
+            line |= {GLOBAL_ACCURACY: pooled["accuracy"], **{key: pooled[key] for key in (LOSS, PERPLEXITY)}}
             line |= {key: value for key, value in pooled.items() if key in FIGURES}
         elif self.judge is not None and (thorough or not personal(self._method)):
             known = (
@@ -201,11 +197,9 @@ class Evaluator:
         line["accuracy"] = local if personal(self._method) else line.get(GLOBAL_ACCURACY, local)
         return line
 
-    def _pooled_scores(self, tested: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Scores on the clients' rows together, of a task whose scores are made from sums; else {}."""
-        kind = (self._run.manifest["model"] or {}).get("kind", "")
-        task = tasks.task_named(self._run.experiment.model.task) or tasks.implied_task(kind)
-        return model_task(task).join_scores([m for m in tested if m]) if task.sums else {}
+    def _pooled_scores(self, scores: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """Scores on the clients' rows together; those of a client that told none are not among them."""
+        return model_task(self._fed.model.task).join_scores([m for m in scores if m])
 
     @property
     def _validates(self) -> bool:
@@ -250,13 +244,6 @@ class Evaluator:
 def _mean(key: str, scores: Iterable[Mapping[str, Any]]) -> float | None:
     known = [m[key] for m in scores if m.get(key) is not None]
     return sum(known) / len(known) if known else None
-
-
-def _mean_by_rows(key: str, scores: Iterable[Mapping[str, Any]]) -> float | None:
-    """Mean weighted by rows: of an accuracy that over the union of these rows."""
-    known = [m for m in scores if m.get(key) is not None]
-    rows = sum(m["n"] for m in known)
-    return sum(m["n"] * m[key] for m in known) / rows if rows else None
 
 
 def judge(

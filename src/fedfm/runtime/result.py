@@ -93,11 +93,8 @@ def finish(
     more += [CONFUSION, CLASS_COUNTS, *FIGURES, *(f"local_{key}" for key in FIGURES)]
     more += ["client_loss", "server_client_loss", "val_loss"]
     result["details"] |= {key: last[key] for key in more if key in last}
-    if cut := max(last.get(key) or 0.0 for key in ("answers_cut", "local_answers_cut")):
-        notice(
-            f"{cut:.0%} of the answers to test rows are cut at the limit of tokens; a larger model.answer_tokens "
-            "makes room for them"
-        )
+    for text in fed.model.task.remarks(last):
+        notice(text)
     details, notices = early_stopping.summarise(run, t, of)
     result["details"] |= details
     for text in notices:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fedfm.tasks.task import Scores, Task, Trained
+from fedfm.tasks.task import Scores, Sums, Task, Trained
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +25,7 @@ class LanguageTask(Task):
     softmax: ClassVar[bool] = True  # its loss is the cross-entropy in pieces
 
     is_language_model: ClassVar[bool] = True
+    sums: ClassVar[tuple[str, ...]] = ("tokens", "right_tokens", "loss_of_tokens")
 
     def peft_type(self, kind: str) -> str | None:
         return "CAUSAL_LM"
@@ -61,40 +62,17 @@ class LanguageTask(Task):
         """Rows are padded to the longest of all, so that their logits have one shape."""
         return model.in_batches(rows if rows.tokens is None else rows.to_padded(), batch_size)
 
-    def scores(self, model: Network, rows: Rows, batch_size: int = 64) -> Scores:
-        """``loss`` and ``accuracy`` of a token, ``perplexity``, ``tokens``."""
-        from fedfm.models.text_metrics import likelihood
+    def count(self, model: Network, rows: Rows, batch_size: int = 64) -> Sums:
+        """Over the predicted tokens; of logits as large as the vocabulary no batch is kept."""
+        from fedfm.models.text_metrics import count_tokens
 
-        return likelihood(model, rows, batch_size)
+        return {**count_tokens(model, rows, batch_size)}
 
-    @property
-    def weights(self) -> dict[str, str]:
-        return {"accuracy": "tokens", "loss": "tokens"}
+    def from_sums(self, sums: Mapping[str, float]) -> Scores:
+        """``loss`` and ``accuracy`` of a token, and ``perplexity``."""
+        from fedfm.models.text_metrics import of_tokens
 
-
-def answer_prompts(trained: Trained, table: Table) -> dict[str, Any]:
-    """What the model answers to each prompt, and over the rows with an answer how close it is to theirs."""
-    from dataclasses import replace
-
-    from fedfm.core.rows import blank
-    from fedfm.models.text_metrics import answer_limit, answers, compare_texts, likelihood, references
-
-    model = trained.model
-    asked = replace(table, inputs=[(instruction, "") for instruction, _ in table.inputs])
-    with trained.apply(model.prepare(asked, range(len(table)))) as rows:
-        given = answers(model, rows)
-    scored = [i for i, (_, output) in enumerate(table.inputs) if not blank(output)]
-    rows = model.prepare(table, scored)
-    found = compare_texts([given[i] for i in scored], references(model, rows))
-    with trained.apply(rows) as adapted:
-        found |= {key: value for key, value in likelihood(model, adapted).items() if key in ("loss", "perplexity")}
-    return {
-        **_NO_CLASSES,
-        "answers": [a.text for a in given],
-        "cut": [i for i, a in enumerate(given) if a.cut],
-        "answer_tokens": answer_limit(model),
-        **{key: found[key] for key in ("exact_match", "rouge_1", "loss", "perplexity")},
-    }
+        return of_tokens(sums)
 
 
 def answer_passages(trained: Trained, table: Table) -> dict[str, Any]:
@@ -103,7 +81,7 @@ def answer_passages(trained: Trained, table: Table) -> dict[str, Any]:
 
     with trained.apply(trained.model.prepare(table, range(len(table)))) as rows:
         found = likelihood(trained.model, rows)
-    return {**_NO_CLASSES, **{key: found[key] for key in ("loss", "perplexity")}}
+    return {**NO_CLASSES, **{key: found[key] for key in ("loss", "perplexity")}}
 
 
-_NO_CLASSES: Mapping[str, Sequence[Any]] = {"predictions": [], "probabilities": []}
+NO_CLASSES: Mapping[str, Sequence[Any]] = {"predictions": [], "probabilities": []}

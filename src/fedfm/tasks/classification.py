@@ -5,21 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedfm.tasks.task import LORA, Task
+from fedfm.tasks._one_class import OneClassTask
+from fedfm.tasks.task import LORA
 
 
 @dataclass(frozen=True)
-class Classification(Task):
+class Classification(OneClassTask):
     """A picture, a text or a vector -> one class."""
 
     name: ClassVar[str] = "classification"
     default: ClassVar[bool] = True
     implied_by: ClassVar[tuple[str, ...]] = ("image", "text", "features")
     new_head: ClassVar[bool] = True
-    needs_classes: ClassVar[bool] = True
-    one_class_a_row: ClassVar[bool] = True
-    linear_head: ClassVar[bool] = True
-    compared_by_row: ClassVar[bool] = True
     adaptations: ClassVar[tuple[str, ...]] = ("full", "head", "top_layers", *LORA, "side_adapter")
 
     def auto_class(self, kind: str) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fedfm.tasks._language import LanguageTask, answer_prompts
-from fedfm.tasks.task import Column, Reading, RowKind, Scores, Trained
+from fedfm.tasks._answers import AnswerTask
+from fedfm.tasks._language import LanguageTask
+from fedfm.tasks.task import Column, Reading, RowKind, Scores, Sums
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Instruction(LanguageTask):
+class Instruction(AnswerTask):
     """A row is (what was asked, the answer); the loss counts the answer's tokens."""
 
     name: ClassVar[str] = "instruction"
@@ -41,6 +42,10 @@ class Instruction(LanguageTask):
     means_over_tokens: ClassVar[bool] = True
     compared_by_row: ClassVar[bool] = True
     figures: ClassVar[tuple[str, ...]] = ("rouge_1", "answers_cut")
+    sums: ClassVar[tuple[str, ...]] = (
+        *LanguageTask.sums,
+        *("answers", "exact_answers", "rouge_of_answers", "cut_answers"),
+    )
 
     def claims(self, columns: Mapping[str, Any], spec: DataSpec) -> bool:
         return spec.column("instruction") in columns or spec.column("messages") in columns
@@ -72,22 +77,28 @@ class Instruction(LanguageTask):
         tokens, where = encoding.instructions(part.inputs, tools.tokenizer, tools.max_length, tools.template)
         return Rows(where, tokens=tokens, pad=int(tools.tokenizer.pad_token_id or 0), pairs=tuple(part.inputs))
 
-    def scores(self, model: Network, rows: Rows, batch_size: int = 64) -> Scores:
+    def count(self, model: Network, rows: Rows, batch_size: int = 64) -> Sums:
+        """Over the answers' tokens, and over the answers that the model generates."""
+        from fedfm.models.text_metrics import answers, compare_texts, references
+
+        found = super().count(model, rows, batch_size)
+        return found | compare_texts(answers(model, rows) if self.answer_tokens != 0 else [], references(model, rows))
+
+    def from_sums(self, sums: Mapping[str, float]) -> Scores:
         """``loss`` and ``perplexity`` of the answers' tokens; ``accuracy`` is the exact match of answers."""
-        from fedfm.models.text_metrics import answers, compare_texts, likelihood, references
+        from fedfm.models.text_metrics import of_answers
 
-        found = likelihood(model, rows, batch_size)
-        return found | compare_texts(
-            answers(model, rows) if model.spec.answer_tokens != 0 else [], references(model, rows)
-        )
+        found = of_answers(sums)
+        return super().from_sums(sums) | found | {"accuracy": found["exact_match"]}
 
-    @property
-    def weights(self) -> dict[str, str]:
-        return {"loss": "tokens", **dict.fromkeys(("accuracy", "exact_match", *self.figures), "n")}
-
-    def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
-        """What the model answers to each row, and over the rows with an answer how close it is to theirs."""
-        return answer_prompts(trained, table)
+    def remarks(self, figures: Mapping[str, Any]) -> list[str]:
+        cut = max(figures.get(key) or 0.0 for key in ("answers_cut", "local_answers_cut"))
+        if not cut:
+            return []
+        return [
+            f"{cut:.0%} of the answers to test rows are cut at the limit of tokens; a larger model.answer_tokens "
+            "makes room for them"
+        ]
 
 
 def with_system_and_tools(kind: str, inputs: Any, used: set[str], sheet: Sheet, spec: DataSpec, source: str) -> Reading:

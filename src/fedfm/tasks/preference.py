@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedfm.core.fields import setting
-from fedfm.tasks._language import LanguageTask, answer_prompts
+from fedfm.tasks._answers import AnswerTask
 from fedfm.tasks.instruction import with_system_and_tools
-from fedfm.tasks.task import LORA, Column, Reading, RowKind, Scores, Trained
+from fedfm.tasks.task import LORA, Column, Reading, RowKind, Scores, Sums, mean
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +38,7 @@ _OWN = (SECOND, REFERENCE, "input_ids", "attention_mask", "answer_start")
 
 
 @dataclass(frozen=True)
-class Preference(LanguageTask):
+class Preference(AnswerTask):
     """A language model adapted by LoRA that learns from pairs of answers.
 
     Its rows have two texts each, one after the other: :func:`fedfm.models.language.encoding.preferences`. Its logits
@@ -61,6 +61,7 @@ class Preference(LanguageTask):
     softmax: ClassVar[bool] = False
     texts_a_row: ClassVar[int] = 2
     figures: ClassVar[tuple[str, ...]] = ("reward_margin",)
+    sums: ClassVar[tuple[str, ...]] = ("rows", "right", "loss_of_rows", "margin_of_rows")
 
     beta: float = setting(
         0.1, "preference: how strongly DPO holds the model to its frozen base; large = close", gt=0, finite=True
@@ -146,26 +147,24 @@ class Preference(LanguageTask):
             return super().predict(model, rows, min(batch_size, _AT_ONCE))
         return _by_batches(model, self.encode(model, rows), model.logits, min(batch_size, _AT_ONCE))
 
-    def scores(self, model: Network, rows: Rows, batch_size: int = 64) -> Scores:
-        """As :meth:`scores_of`, of the model's rewards."""
-        return self.scores_of(rows, model.predict(rows, _AT_ONCE))
+    def count(self, model: Network, rows: Rows, batch_size: int = 64) -> Sums:
+        return self.count_of(model, rows, model.predict(rows, _AT_ONCE))
 
-    def scores_of(self, rows: Rows, logits: Tensor) -> Scores:
+    def count_of(self, model: Network, rows: Rows, logits: Tensor) -> Sums:
+        margin = (logits[:, 0] - logits[:, 1]).double()
+        return {
+            "rows": len(rows),
+            "right": int((margin > 0).sum()),
+            "loss_of_rows": float(_losses(logits.double()).sum()),
+            "margin_of_rows": float(margin.sum()),
+        }
+
+    def from_sums(self, sums: Mapping[str, float]) -> Scores:
         """``accuracy``, the share of rows whose better answer has the larger reward; ``loss`` (equation 7);
         ``reward_margin``, the mean difference of the rewards.
         """
-        from fedfm.models import metrics
-
-        found = metrics.nothing(len(rows)) | {"reward_margin": None}
-        if not len(rows):
-            return found
-        margin = (logits[:, 0] - logits[:, 1]).double()
-        scores = {"accuracy": (margin > 0).double(), "loss": _losses(logits.double()), "reward_margin": margin}
-        return found | {name: float(of.mean()) for name, of in scores.items()}
-
-    @property
-    def weights(self) -> dict[str, str]:
-        return dict.fromkeys(("accuracy", "loss", *self.figures), "n")
+        names = {"accuracy": "right", "loss": "loss_of_rows", "reward_margin": "margin_of_rows"}
+        return {figure: mean(sums[name], sums["rows"]) for figure, name in names.items()}
 
     def prompts(self, rows: Rows) -> Rows:
         """What was asked of each row."""
@@ -177,10 +176,6 @@ class Preference(LanguageTask):
         starts = rows.tensors["answer_start"][:, 0].tolist()
         asked = Tokens.of([ids[:start] for ids, start in zip(rows.tokens, starts, strict=True)])
         return super().prompts(Rows(tokens=asked, pad=rows.pad))
-
-    def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
-        """What the model answers to each prompt."""
-        return answer_prompts(trained, table)
 
 
 def _by_batches(model: Network, rows: Rows, of: Callable[[Batch], Tensor], most: int = _AT_ONCE) -> Tensor:

@@ -7,10 +7,12 @@ class are those of a classifier of rows: logits (b, C), and one label a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from fedfm.core.fields import key_of
 from fedfm.core.task_facts import Column as Column
 from fedfm.core.task_facts import RowKind as RowKind
 from fedfm.data.task_rows import Reading as Reading
@@ -30,7 +32,13 @@ if TYPE_CHECKING:
     from fedfm.models.preprocessors import Tools
     from fedfm.models.spec import ModelSpec
 
+Sums = dict[str, float | None]
 LORA = ("lora", "ffa_lora")
+
+
+def mean(total: float, count: float) -> float | None:
+    """The mean of ``count`` values with this sum; None of none."""
+    return total / count if count else None
 
 
 @dataclass(frozen=True)
@@ -57,14 +65,16 @@ class Task:
         compared_by_row: audits may compare what a model says of single rows.
         keeps_base: its loss holds the model to its base, which no adaptation may change.
         loss_is_opaque: the loss is known as the mean of a batch only.
-        softmax: the loss is the cross-entropy of the logits; a class that overrides ``loss`` has to say so anew.
+        softmax: the loss is the cross-entropy of the logits, unless :attr:`mixes_rows`; a class that overrides ``loss``
+            or ``objective`` has to say so anew.
         texts_a_row: how many texts the tokens of a row are.
         no_pretraining: why ``fedfm pretrain`` does not train it; empty: it does.
         adaptations: those that it supports.
         lora_scale: the default of alpha / rank.
         figures: names of scores that the task has besides the common ones; results tell them.
         drawn: those of the figures that a report draws over the rounds; they are shares, from 0 to 1.
-        sums: names of the sums over rows from which its scores are made; empty: scores are weighted means.
+        sums: names of the sums over rows from which its scores are made; empty: they cannot be joined.
+        problem_type: what the configuration of an exported classifier says of its head; None: nothing.
     """
 
     name: ClassVar[str]
@@ -94,11 +104,12 @@ class Task:
     figures: ClassVar[tuple[str, ...]] = ()
     drawn: ClassVar[tuple[str, ...]] = ()
     sums: ClassVar[tuple[str, ...]] = ()
+    problem_type: ClassVar[str | None] = None
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         """A task with a loss of its own does not inherit the claim that the loss is the cross-entropy."""
         super().__init_subclass__(**keywords)
-        if "loss" in vars(cls) and "softmax" not in vars(cls):
+        if {"loss", "objective"} & vars(cls).keys() and "softmax" not in vars(cls):
             cls.softmax = False
 
     def __str__(self) -> str:
@@ -107,7 +118,7 @@ class Task:
     @classmethod
     def of(cls, spec: ModelSpec) -> Self:
         """The task with the values of its keys in a [model] table."""
-        return cls(**{f.name: getattr(spec, f.name) for f in fields(cls)})
+        return cls(**{f.name: getattr(spec, key_of(f.name)) for f in fields(cls)})
 
     @property
     def classifies_by_head(self) -> bool:
@@ -123,6 +134,16 @@ class Task:
     def answers(self) -> bool:
         """Whether its rows are prompts with answers, which a template writes."""
         return self.own_kind is not None and self.own_kind.answered
+
+    @property
+    def class_templates(self) -> tuple[str, ...]:
+        """Texts with one {} for a class's name, from which a model of two encoders makes the texts of the classes."""
+        return ()
+
+    @property
+    def mixes_rows(self) -> str:
+        """Why the loss of a batch is no mean over its rows; empty if it is one."""
+        return ""
 
     def packs(self, kind: str) -> bool:
         """Whether rows of this kind become blocks of their joined text, so that blocks and rows differ in number."""
@@ -199,6 +220,35 @@ class Task:
         """PEFT's name of the task for rows of this kind, in an adapter's file; None: none."""
         return None
 
+    def fit_tokenizer(self, tokenizer: Any) -> tuple[str | None, tuple[str, ...]]:
+        """Let a tokenizer write rows as the task's keys say.
+
+        Returns:
+            The template of :class:`fedfm.models.preprocessors.Tools`, and lines for the user.
+
+        Raises:
+            InputError: the tokenizer cannot do it.
+        """
+        return None, ()
+
+    def check_tools(self, tools: Tools, name: str) -> None:
+        """Refuse values of the task's keys that a model has no room for; ``name`` is the model's in messages.
+
+        Raises:
+            InputError: says what would be right.
+        """
+
+    def check_single_encoder(self) -> None:
+        """Refuse values of the task's keys that need a model of two encoders.
+
+        Raises:
+            InputError: says what would be right.
+        """
+
+    def answer_limit(self, tools: Tools) -> int:
+        """Most tokens of an answer that is generated: ``max_length``, or half of the positions if that is less."""
+        return min(tools.max_length, (tools.positions or 2 * tools.max_length) // 2)
+
     def encode(self, model: Network, rows: Rows) -> Rows:
         """The rows with what is computed once of each, under what is frozen."""
         return rows
@@ -225,11 +275,15 @@ class Task:
 
     def loss(self, model: Network, batch: Batch) -> Tensor:
         """The mean loss, a scalar, over the targets that count; with :meth:`count_targets` it is (sum, count)."""
+        return self.objective(*model.flat(model.logits(batch), batch))
+
+    def objective(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The loss of logits (m, C) and targets (m,), a scalar; the target -100 does not count."""
         import torch.nn.functional as F
 
         from fedfm.models.preprocessing import IGNORE
 
-        return F.cross_entropy(*model.flat(model.logits(batch), batch), ignore_index=IGNORE)
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE)
 
     def row_losses(self, model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of each row as (sums (b,), counts (b,)); all sums over all counts is :meth:`loss`."""
@@ -248,47 +302,53 @@ class Task:
 
     # --- scores -------------------------------------------------------------------------------------------------------
     def scores(self, model: Network, rows: Rows, batch_size: int = 64) -> Scores:
-        """Scores of the model on the rows: ``n``, ``accuracy``, ``loss`` and the like, and those of :attr:`figures`."""
-        from fedfm.models import metrics
+        """Scores of the model on the rows: ``n``, the :attr:`sums`, and what they give."""
+        return self._scores_from(len(rows), self.count(model, rows, batch_size))
 
-        if self.sums:
-            counts = self.count(model, rows, batch_size)
-            return metrics.nothing(len(rows)) | counts | self.from_sums(counts)
-        if rows.labels is None or not len(rows):
-            return metrics.nothing(n=len(rows))
-        return metrics.scores(model.predict(rows, batch_size), rows.labels)
+    def scores_of(self, model: Network, rows: Rows, logits: Tensor) -> Scores:
+        """As :meth:`scores`, from the logits that a method has of these rows."""
+        return self._scores_from(len(rows), self.count_of(model, rows, logits))
 
-    def scores_of(self, rows: Rows, logits: Tensor) -> Scores:
-        """As :meth:`scores`, from the logits of these rows."""
-        from fedfm.models import metrics
+    def count(self, model: Network, rows: Rows, batch_size: int = 64) -> Sums:
+        """The sums over rows that :attr:`sums` names; {}: the rows cannot be scored."""
+        return self.count_of(model, rows, model.predict(rows, batch_size)) if self.sums else {}
 
-        return metrics.nothing(n=len(rows)) if rows.labels is None else metrics.scores(logits, rows.labels)
-
-    def count(self, model: Network, rows: Rows, batch_size: int = 64) -> dict[str, float]:
-        """The sums over rows that :attr:`sums` names."""
-        raise NotImplementedError(f"{self.name}: no sums")
+    def count_of(self, model: Network, rows: Rows, logits: Tensor) -> Sums:
+        """As :meth:`count`, from the logits of these rows."""
+        return {}
 
     def from_sums(self, sums: Mapping[str, float]) -> Scores:
-        """The scores that these sums give."""
-        raise NotImplementedError(f"{self.name}: no sums")
+        """The scores that these sums give. A sum that is not known or not finite is no number (NaN)."""
+        return {}
 
     def join_scores(self, parts: Sequence[Mapping[str, Any]]) -> Scores:
-        """Scores on the union of rows from those on its parts."""
+        """Scores on the union of rows from those on its parts: their sums are added. Parts without sums are left out.
+
+        Of a single part all scores are kept, also those that are not made of sums.
+        """
         from fedfm.models import metrics
 
-        known = [dict(part) for part in parts if part.get("n")]
-        if not self.sums:
-            return metrics.join_scores([dict(part) for part in parts], self.weights)
-        known = [part for part in known if all(part.get(name) is not None for name in self.sums)]
+        known = [part for part in parts if part.get("n") and any(part.get(name) is not None for name in self.sums)]
         if not known:
             return metrics.nothing(sum(part.get("n") or 0 for part in parts))
-        total = {name: sum(part[name] for part in known) for name in self.sums}
-        return metrics.nothing(sum(part["n"] for part in known)) | total | self.from_sums(total)
+        total = {name: sum(_number(part.get(name)) for part in known) for name in self.sums}
+        found = self._scores_from(sum(part["n"] for part in known), total)
+        return {**found, **known[0]} if len(known) == 1 else found
 
-    @property
-    def weights(self) -> dict[str, str]:
-        """Score -> what it is a mean over, ``n`` (rows) or ``tokens``; others cannot be joined."""
-        return {"accuracy": "n", "loss": "n"}
+    def figures_of(self, sums: Mapping[str, Any]) -> Scores:
+        """The scores that these sums give; None where one is not known or not finite."""
+        return {name: _finite(value) for name, value in self.from_sums(_numbers(sums, self.sums)).items()}
+
+    def _scores_from(self, n: int, sums: Mapping[str, Any]) -> Scores:
+        from fedfm.models import metrics
+
+        if not sums:
+            return metrics.nothing(n)
+        return metrics.nothing(n) | {name: _finite(value) for name, value in sums.items()} | self.figures_of(sums)
+
+    def remarks(self, figures: Mapping[str, Any]) -> list[str]:
+        """Lines for the user, after a run, on its figures: what limits them, and what can be done about it."""
+        return []
 
     # --- results ------------------------------------------------------------------------------------------------------
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
@@ -309,8 +369,21 @@ class Task:
         return {"image": "image-classification", "text": "text-classification"}.get(kind)
 
     def describe(self, model: Network) -> dict[str, Any]:
-        """What the configuration of an export says of the task: its name, and the values of its keys."""
+        """What ``fedfm.json`` of an export says of the task."""
         return {"task": self.name}
+
+
+def _numbers(sums: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
+    """These sums by name, NaN where one is not known."""
+    return {name: _number(sums.get(name)) for name in names}
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else value
+
+
+def _finite(value: Any) -> Any:
+    return value if value is None or math.isfinite(value) else None
 
 
 if TYPE_CHECKING:

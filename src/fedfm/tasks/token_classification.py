@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fedfm.tasks.task import LORA, Column, Reading, RowKind, Scores, Task, Trained
+from fedfm.tasks.task import LORA, Column, Reading, RowKind, Scores, Sums, Task, Trained, mean
 
 if TYPE_CHECKING:
     import numpy as np
@@ -198,12 +198,15 @@ class TokenClassification(Task):
         return model.in_batches(rows.to_padded(), batch_size)
 
     # --- scores -------------------------------------------------------------------------------------------------------
-    def count(self, model: Network, rows: Rows, batch_size: int = 64) -> Figures:
+    def count(self, model: Network, rows: Rows, batch_size: int = 64) -> Sums:
         total: Figures = dict.fromkeys(self.sums, 0)
         for part in _parts(rows):
             for name, value in self._counts(part, model.predict(part, batch_size), model.classes).items():
                 total[name] += value
-        return total
+        return {**total}
+
+    def count_of(self, model: Network, rows: Rows, logits: Tensor) -> Sums:
+        return {**self._counts(rows, logits, model.classes)}
 
     def _counts(self, rows: Rows, logits: Tensor, classes: tuple[str, ...]) -> Figures:
         """The sums of rows with logits (n, L, C)."""
@@ -227,8 +230,8 @@ class TokenClassification(Task):
     def from_sums(self, sums: Mapping[str, float]) -> Scores:
         words, right = sums["words"], sums["right_entities"]
         return {
-            "accuracy": sums["right_tags"] / words if words else None,
-            "loss": sums["loss_of_words"] / words if words else None,
+            "accuracy": mean(sums["right_tags"], words),
+            "loss": mean(sums["loss_of_words"], words),
             **_of_entities(sums["entities"], sums["found"], right, words > 0),
         }
 

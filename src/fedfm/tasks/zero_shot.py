@@ -3,23 +3,79 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from fedfm.tasks.task import LORA, Task
+from fedfm.core.fields import setting
+from fedfm.tasks._one_class import OneClassTask
+from fedfm.tasks.task import LORA
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_CONTRASTIVE = "contrastive"
 
 
 @dataclass(frozen=True)
-class ZeroShotTask(Task):
+class ZeroShotTask(OneClassTask):
     """A picture -> the class whose name fits best; nothing is new in the model."""
 
     name: ClassVar[str] = "zero_shot"
     kinds: ClassVar[tuple[str, ...]] = ("image",)
-    needs_classes: ClassVar[bool] = True
-    one_class_a_row: ClassVar[bool] = True
-    linear_head: ClassVar[bool] = True
+    softmax: ClassVar[bool] = True
     two_encoders: ClassVar[bool] = True
     scores_unseen_classes: ClassVar[bool] = True
-    compared_by_row: ClassVar[bool] = True
     no_pretraining: ClassVar[str] = "expected classification, language_modelling or instruction"
     adaptations: ClassVar[tuple[str, ...]] = ("full", "head", "top_layers", *LORA, "prompt")
     lora_scale: ClassVar[float] = 1.0
+
+    templates: tuple[str, ...] = setting(
+        ("a photo of a {}.",),
+        "zero_shot: prompts, {} is the class name; of several, the mean",
+        pattern=r"[^{}]*\{\}[^{}]*",
+        least=1,
+        most=512,
+        words="at most 512 texts with one {} for the class name",
+    )
+    loss_: str = setting(
+        "cross_entropy",
+        "zero_shot: cross_entropy over the class names, or contrastive: CLIP's symmetric loss of a batch",
+        choices=("cross_entropy", _CONTRASTIVE),
+    )
+
+    @property
+    def class_templates(self) -> tuple[str, ...]:
+        return self.templates
+
+    @property
+    def mixes_rows(self) -> str:
+        plain = self.loss_ != _CONTRASTIVE
+        return "" if plain else "a contrastive loss compares the rows of a batch with each other"
+
+    def check_single_encoder(self) -> None:
+        if self.mixes_rows:
+            from fedfm.errors import InputError
+
+            raise InputError(
+                'model.loss = "contrastive" compares pictures with texts: it needs model.task = "zero_shot" and an '
+                'adaptation that keeps both encoders, such as "lora"',
+                key="model.loss",
+            )
+
+    def objective(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return contrastive(logits, targets) if self.mixes_rows else super().objective(logits, targets)
+
+
+def contrastive(logits: Tensor, labels: Tensor) -> Tensor:
+    """CLIP's loss of a batch (Radford et al., Figure 3): each picture finds its text among the batch's, and each text
+    its picture. Pictures of one class share their text: the targets are uniform over equal labels.
+
+    Args:
+        logits: (b, C), s <V, T> of the pictures and all classes.
+        labels: (b,).
+    """
+    import torch.nn.functional as F
+
+    pairs = logits[:, labels]  # (b, b)
+    same = (labels[:, None] == labels).to(pairs.dtype)
+    targets = same / same.sum(1, keepdim=True)
+    return (F.cross_entropy(pairs, targets) + F.cross_entropy(pairs.T, targets)) / 2

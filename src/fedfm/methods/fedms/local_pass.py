@@ -62,8 +62,8 @@ def local_pass(
             of_g, of_i = mixture.cosines(index, train=True)
             lam = gating.lam(gate, seen_by_gate)
             held = of_i.detach() if separate else of_i
-            L_gate = model.objective(model.dual.scale * mix(lam, of_g, held), y)  # equation 3
-            L_expert = model.objective(model.dual.scale * of_i, y)  # equation 2
+            L_gate = model.task.objective(model.dual.scale * mix(lam, of_g, held), y)  # equation 3
+            L_expert = model.task.objective(model.dual.scale * of_i, y)  # equation 2
             loss: Any = L_gate + L_expert if separate else L_gate
             began = clock(model)
             loss.backward()

@@ -369,8 +369,12 @@ class Given:
         with torch.random.fork_rng(devices=[]), model.evaluating():
             (total, outputs, targets), _ = in_halves(self._at_once(min(size, len(rows))), sums, warn)
         found = scores(torch.cat(outputs), torch.cat(targets)) if classifier else nothing(len(rows))
-        mean = total / len(rows)
-        return found | {"loss": mean if np.isfinite(mean) else None}
+        known = np.isfinite(total)
+        return found | {
+            "loss": total / len(rows) if known else None,
+            "rows": len(rows),
+            "loss_of_rows": total if known else None,
+        }
 
 
 def _batch(model: WrappedModel, rows: Rows, index: range) -> Batch:

@@ -1,0 +1,83 @@
+"""What the tasks have in common whose rows are prompts with answers, which a template writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from fedfm.core.fields import setting
+from fedfm.tasks._language import NO_CLASSES, LanguageTask
+from fedfm.tasks.task import Trained
+
+if TYPE_CHECKING:
+    from fedfm.data.table import Table
+    from fedfm.models.preprocessors import Tools
+
+
+@dataclass(frozen=True)
+class AnswerTask(LanguageTask):
+    """A causal language model that answers prompts."""
+
+    template: str | None = setting(
+        None,
+        "instruction, preference: plain, alpaca, chat (the tokenizer's own), or a text with {instruction} before the "
+        "answer [chat, without a chat template plain]",
+    )
+    chat_template_kwargs: dict[str, Any] | None = setting(
+        None,
+        "instruction, preference: variables of the tokenizer's chat template, e.g. { enable_thinking = false }; "
+        "training, predictions and exports have them",
+    )
+    answer_tokens: int | None = setting(
+        None,
+        "instruction, preference: most tokens of an answer [max_length, at most half of the model's positions]; "
+        "instruction: 0: none is generated, test rows give the loss alone",
+        ge=0,
+    )
+
+    def fit_tokenizer(self, tokenizer: Any) -> tuple[str | None, tuple[str, ...]]:
+        from fedfm.errors import InputError
+        from fedfm.models.language import chat_templates
+
+        template = chat_templates.text_of(self.template, tokenizer)
+        if template is not None and self.chat_template_kwargs:
+            raise InputError(
+                "model.chat_template_kwargs: the template is a text without variables; drop one",
+                key="model.chat_template_kwargs",
+            )
+        return template, chat_templates.fit(tokenizer, template, self.chat_template_kwargs or {})
+
+    def check_tools(self, tools: Tools, name: str) -> None:
+        from fedfm.errors import InputError
+
+        positions = tools.positions
+        if positions and self.answer_tokens is not None and self.answer_tokens >= positions:
+            raise InputError(
+                f"model.answer_tokens = {self.answer_tokens}: {name!r} has {positions} positions for a prompt and its "
+                f"answer; expected at most {positions - 1}"
+            )
+
+    def answer_limit(self, tools: Tools) -> int:
+        return self.answer_tokens or super().answer_limit(tools)
+
+    def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
+        """What the model answers to each prompt, and over the rows with an answer how close it is to theirs."""
+        from fedfm.core.rows import blank
+        from fedfm.models.text_metrics import answer_limit, answers, compare_texts, likelihood, of_answers, references
+
+        model = trained.model
+        asked = replace(table, inputs=[(instruction, "") for instruction, _ in table.inputs])
+        with trained.apply(model.prepare(asked, range(len(table)))) as rows:
+            given = answers(model, rows)
+        scored = [i for i, (_, output) in enumerate(table.inputs) if not blank(output)]
+        rows = model.prepare(table, scored)
+        found = of_answers(compare_texts([given[i] for i in scored], references(model, rows)))
+        with trained.apply(rows) as adapted:
+            found |= {key: value for key, value in likelihood(model, adapted).items() if key in ("loss", "perplexity")}
+        return {
+            **NO_CLASSES,
+            "answers": [a.text for a in given],
+            "cut": [i for i, a in enumerate(given) if a.cut],
+            "answer_tokens": answer_limit(model),
+            **{key: found[key] for key in ("exact_match", "rouge_1", "loss", "perplexity")},
+        }

@@ -1,0 +1,52 @@
+"""What the tasks have in common whose rows are of one class each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from fedfm.tasks.task import Scores, Sums, Task, mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedfm.core.rows import Rows
+    from fedfm.models.network import Network
+
+
+@dataclass(frozen=True)
+class OneClassTask(Task):
+    """Logits (b, C) and one label a row; the loss is their cross-entropy."""
+
+    needs_classes: ClassVar[bool] = True
+    one_class_a_row: ClassVar[bool] = True
+    linear_head: ClassVar[bool] = True
+    compared_by_row: ClassVar[bool] = True
+    sums: ClassVar[tuple[str, ...]] = ("rows", "right", "loss_of_rows")
+    problem_type: ClassVar[str | None] = "single_label_classification"
+
+    def scores(self, model: Network, rows: Rows, batch_size: int = 64) -> Scores:
+        """Also ``balanced_accuracy`` and ``macro_f1``, which need counts by class and are not joined."""
+        from fedfm.models import metrics
+
+        if rows.labels is None or not len(rows):
+            return metrics.nothing(n=len(rows))
+        return metrics.scores(model.predict(rows, batch_size), rows.labels)
+
+    def scores_of(self, model: Network, rows: Rows, logits: Tensor) -> Scores:
+        from fedfm.models import metrics
+
+        return metrics.nothing(n=len(rows)) if rows.labels is None else metrics.scores(logits, rows.labels)
+
+    def count_of(self, model: Network, rows: Rows, logits: Tensor) -> Sums:
+        found = self.scores_of(model, rows, logits)
+        return {name: found[name] for name in self.sums if name in found}
+
+    def from_sums(self, sums: Mapping[str, float]) -> Scores:
+        return of_rows(sums)
+
+
+def of_rows(sums: Mapping[str, float]) -> Scores:
+    """Accuracy and loss of a row."""
+    return {"accuracy": mean(sums["right"], sums["rows"]), "loss": mean(sums["loss_of_rows"], sums["rows"])}
