@@ -104,7 +104,7 @@ def test_losses_of_rows_add_up_to_the_loss(ready):
         assert count[0] == counts[i]
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_figures_over_clients_are_those_of_their_rows(ready, data):
     """However rows are dealt to clients, of which some may have none."""

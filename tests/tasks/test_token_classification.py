@@ -359,6 +359,7 @@ def test_an_export_is_a_model_of_transformers_with_the_names_of_its_tags(model, 
     export(model, model.params(), "hf", tmp_path)
     there = AutoModelForTokenClassification.from_pretrained(tmp_path)
     assert there.config.id2label == {0: "O", 1: "B-ANIMAL", 2: "I-ANIMAL"}
+    assert there.config.problem_type is None  # a row has several classes
     table = load(write(tmp_path / "a.jsonl", rows(3)), test_fraction=0)
     prepared = model.prepare(table, range(3)).to_padded()
     batch = prepared.tensors

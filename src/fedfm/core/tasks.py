@@ -139,10 +139,10 @@ def check_keys(spec: Any, task: TaskFacts) -> None:
     own = {key_of(f.name) for f in fields(task)}
     for key, (_, of) in model_settings().items():
         if key not in own and getattr(spec, key) != of.default:
-            owners = [other.name for other in available() if key in {key_of(f.name) for f in fields(other)}]
+            owners = (other.name for other in available() if key in {key_of(f.name) for f in fields(other)})
+            whose = " or ".join(f'"{name}"' for name in owners)
             raise InputError(
-                f'model.{key} belongs to task {quote_names(owners)}, and the task is "{task}"; drop it',
-                key=f"model.{key}",
+                f'model.{key} belongs to task {whose}, and the task is "{task}"; drop it', key=f"model.{key}"
             )
 
 

@@ -66,7 +66,7 @@ class LanguageTask(Task):
         """Over the predicted tokens; of logits as large as the vocabulary no batch is kept."""
         from fedfm.models.text_metrics import count_tokens
 
-        return {**count_tokens(model, rows, batch_size)}
+        return count_tokens(model, rows, batch_size)
 
     def from_sums(self, sums: Mapping[str, float]) -> Scores:
         """``loss`` and ``accuracy`` of a token, and ``perplexity``."""

@@ -81,8 +81,8 @@ class Instruction(AnswerTask):
         """Over the answers' tokens, and over the answers that the model generates."""
         from fedfm.models.text_metrics import answers, compare_texts, references
 
-        found = super().count(model, rows, batch_size)
-        return found | compare_texts(answers(model, rows) if self.answer_tokens != 0 else [], references(model, rows))
+        said = answers(model, rows) if self.answer_tokens != 0 else []
+        return {**super().count(model, rows, batch_size), **compare_texts(said, references(model, rows))}
 
     def from_sums(self, sums: Mapping[str, float]) -> Scores:
         """``loss`` and ``perplexity`` of the answers' tokens; ``accuracy`` is the exact match of answers."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fedfm.models.preprocessors import Tools
     from fedfm.models.spec import ModelSpec
 
-Sums = dict[str, float | None]
+Sums = Mapping[str, float | None]
 LORA = ("lora", "ffa_lora")
 
 

@@ -203,10 +203,10 @@ class TokenClassification(Task):
         for part in _parts(rows):
             for name, value in self._counts(part, model.predict(part, batch_size), model.classes).items():
                 total[name] += value
-        return {**total}
+        return total
 
     def count_of(self, model: Network, rows: Rows, logits: Tensor) -> Sums:
-        return {**self._counts(rows, logits, model.classes)}
+        return self._counts(rows, logits, model.classes)
 
     def _counts(self, rows: Rows, logits: Tensor, classes: tuple[str, ...]) -> Figures:
         """The sums of rows with logits (n, L, C)."""
