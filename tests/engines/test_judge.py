@@ -84,9 +84,10 @@ def test_the_same_as_on_all_rows_at_once(own: list[list[int]]) -> None:
     found = judge(everyone, METHOD)
     assert found is not None
     expected = predictions.scores(METHOD, everyone.model, w, everyone.test)
-    loss = expected.pop("loss")
+    loss, total = expected.pop("loss"), expected.pop("loss_of_rows")
     scores = found(w)
     assert scores.pop("loss") == pytest.approx(loss, rel=1e-6)
+    assert scores.pop("loss_of_rows") == pytest.approx(total, rel=1e-6)
     assert loss > 0
     counts = np.array(scores.pop("confusion"))
     assert counts.sum() == 24

@@ -27,6 +27,7 @@ from fedfm.models.export import export
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec, _Common
 from fedfm.models.wrap import wrap
+from fedfm.runtime.coarse_scores import coarse
 from fedfm.tasks.task import Task
 from fedfm.training import cached_head
 
@@ -121,6 +122,9 @@ def test_figures_over_clients_are_those_of_their_rows(ready, data):
         assert joined[name] == (None if whole[name] is None else pytest.approx(whole[name], rel=1e-5)), name
     if sum(map(bool, parts)) > 1:
         assert joined["balanced_accuracy"] is joined["macro_f1"] is None  # they need counts by class, which none tells
+    of_silos = task.join_scores([coarse(found) for found in scores])  # with few digits
+    for name in ("accuracy", "loss", "perplexity", *task.figures):
+        assert of_silos[name] == (None if whole[name] is None else pytest.approx(whole[name], rel=1e-3, abs=1e-3)), name
     in_pairs = [task.join_scores(scores[:2]), task.join_scores(scores[2:])]  # what is joined may be joined again
     assert task.join_scores(in_pairs)["loss"] == pytest.approx(whole["loss"], rel=1e-5)
 

@@ -159,3 +159,9 @@ def figures_in_reports() -> tuple[str, ...]:
 def sums() -> tuple[str, ...]:
     """Names of the sums over rows from which tasks make their scores."""
     return tuple(dict.fromkeys(name for task in available() for name in task.sums))
+
+
+def sums_to_tell() -> tuple[str, ...]:
+    """Those of the sums that a silo tells, since its scores do not give them."""
+    given = {name for task in available() if task.row_means for name in ("rows", *task.row_means.values())}
+    return tuple(name for name in sums() if name not in given)

@@ -13,7 +13,7 @@ from typing import Any
 from fedfm.core import tasks
 
 FIGURES = tasks.figures()  # of single tasks
-TOLD = ("accuracy", "loss", *FIGURES, *tasks.sums())
+TOLD = ("accuracy", "loss", *FIGURES, *tasks.sums_to_tell())
 DIGITS, PLACES, MOST = 4, 4, 1e9  # significant digits of a figure, its last decimal place, its largest magnitude
 
 

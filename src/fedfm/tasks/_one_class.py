@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
-from fedfm.tasks.task import Scores, Sums, Task, mean
+from fedfm.tasks.task import Scores, Sums, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +24,8 @@ class OneClassTask(Task):
     one_class_a_row: ClassVar[bool] = True
     linear_head: ClassVar[bool] = True
     compared_by_row: ClassVar[bool] = True
-    sums: ClassVar[tuple[str, ...]] = ("rows", "right", "loss_of_rows")
+    row_means: ClassVar[Mapping[str, str]] = MappingProxyType({"accuracy": "right", "loss": "loss_of_rows"})
+    sums: ClassVar[tuple[str, ...]] = ("rows", *row_means.values())
     problem_type: ClassVar[str | None] = "single_label_classification"
 
     def scores(self, model: Network, rows: Rows, batch_size: int = 64) -> Scores:
@@ -42,11 +44,3 @@ class OneClassTask(Task):
     def count_of(self, model: Network, rows: Rows, logits: Tensor) -> Sums:
         found = self.scores_of(model, rows, logits)
         return {name: found[name] for name in self.sums if name in found}
-
-    def from_sums(self, sums: Mapping[str, float]) -> Scores:
-        return of_rows(sums)
-
-
-def of_rows(sums: Mapping[str, float]) -> Scores:
-    """Accuracy and loss of a row."""
-    return {"accuracy": mean(sums["right"], sums["rows"]), "loss": mean(sums["loss_of_rows"], sums["rows"])}

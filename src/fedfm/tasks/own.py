@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
-from fedfm.tasks._one_class import of_rows
-from fedfm.tasks.task import RowKind, Scores, Task
+from fedfm.tasks.task import RowKind, Task
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,5 @@ class Own(Task):
     own_kind: ClassVar[RowKind | None] = RowKind("own", "rows of your own", remote=False, wording=False)
     means_over_tokens: ClassVar[bool] = True
     loss_is_opaque: ClassVar[bool] = True
-    sums: ClassVar[tuple[str, ...]] = ("rows", "right", "loss_of_rows")
-
-    def from_sums(self, sums: Mapping[str, float]) -> Scores:
-        """``loss``, and ``accuracy`` of a module that classifies."""
-        return of_rows(sums)
+    row_means: ClassVar[Mapping[str, str]] = MappingProxyType({"accuracy": "right", "loss": "loss_of_rows"})
+    sums: ClassVar[tuple[str, ...]] = ("rows", *row_means.values())

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedfm.core.fields import setting
 from fedfm.tasks._answers import AnswerTask
 from fedfm.tasks.instruction import with_system_and_tools
-from fedfm.tasks.task import LORA, Column, Reading, RowKind, Scores, Sums, mean
+from fedfm.tasks.task import LORA, Column, Reading, RowKind, Scores, Sums
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,7 +62,10 @@ class Preference(AnswerTask):
     softmax: ClassVar[bool] = False
     texts_a_row: ClassVar[int] = 2
     figures: ClassVar[tuple[str, ...]] = ("reward_margin",)
-    sums: ClassVar[tuple[str, ...]] = ("rows", "right", "loss_of_rows", "margin_of_rows")
+    row_means: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"accuracy": "right", "loss": "loss_of_rows", "reward_margin": "margin_of_rows"}
+    )
+    sums: ClassVar[tuple[str, ...]] = ("rows", *row_means.values())
 
     beta: float = setting(
         0.1, "preference: how strongly DPO holds the model to its frozen base; large = close", gt=0, finite=True
@@ -163,8 +167,7 @@ class Preference(AnswerTask):
         """``accuracy``, the share of rows whose better answer has the larger reward; ``loss`` (equation 7);
         ``reward_margin``, the mean difference of the rewards.
         """
-        names = {"accuracy": "right", "loss": "loss_of_rows", "reward_margin": "margin_of_rows"}
-        return {figure: mean(sums[name], sums["rows"]) for figure, name in names.items()}
+        return self.means_over_rows(sums)
 
     def prompts(self, rows: Rows) -> Rows:
         """What was asked of each row."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from fedfm.core.fields import key_of
@@ -74,6 +75,7 @@ class Task:
         figures: names of scores that the task has besides the common ones; results tell them.
         drawn: those of the figures that a report draws over the rounds; they are shares, from 0 to 1.
         sums: names of the sums over rows from which its scores are made; empty: they cannot be joined.
+        row_means: score -> the sum of which it is the mean over rows. A silo tells only the score: it says as much.
         problem_type: what the configuration of an exported classifier says of its head; None: nothing.
     """
 
@@ -104,6 +106,7 @@ class Task:
     figures: ClassVar[tuple[str, ...]] = ()
     drawn: ClassVar[tuple[str, ...]] = ()
     sums: ClassVar[tuple[str, ...]] = ()
+    row_means: ClassVar[Mapping[str, str]] = MappingProxyType({})
     problem_type: ClassVar[str | None] = None
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -319,7 +322,11 @@ class Task:
 
     def from_sums(self, sums: Mapping[str, float]) -> Scores:
         """The scores that these sums give. A sum that is not known or not finite is no number (NaN)."""
-        return {}
+        return self.means_over_rows(sums)
+
+    def means_over_rows(self, sums: Mapping[str, float]) -> Scores:
+        """The scores of :attr:`row_means`."""
+        return {score: mean(sums[name], sums["rows"]) for score, name in self.row_means.items()}
 
     def join_scores(self, parts: Sequence[Mapping[str, Any]]) -> Scores:
         """Scores on the union of rows from those on its parts: their sums are added. Parts without sums are left out.
@@ -328,12 +335,21 @@ class Task:
         """
         from fedfm.models import metrics
 
+        parts = [self._with_sums(part) for part in parts]
         known = [part for part in parts if part.get("n") and any(part.get(name) is not None for name in self.sums)]
         if not known:
             return metrics.nothing(sum(part.get("n") or 0 for part in parts))
         total = {name: sum(_number(part.get(name)) for part in known) for name in self.sums}
         found = self._scores_from(sum(part["n"] for part in known), total)
         return {**found, **known[0]} if len(known) == 1 else found
+
+    def _with_sums(self, scores: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The scores with the sums that a silo does not tell, since its scores give them."""
+        n, told = scores.get("n"), {key: scores.get(key) for key in self.row_means}
+        if not n or all(value is None for value in told.values()):
+            return scores
+        made = {self.row_means[key]: None if value is None else n * value for key, value in told.items()}
+        return {"rows": n, **made, **scores}
 
     def figures_of(self, sums: Mapping[str, Any]) -> Scores:
         """The scores that these sums give; None where one is not known or not finite."""
