@@ -163,5 +163,9 @@ def sums() -> tuple[str, ...]:
 
 def sums_to_tell() -> tuple[str, ...]:
     """Those of the sums that a silo tells, since its scores do not give them."""
-    given = {name for task in available() if task.row_means for name in ("rows", *task.row_means.values())}
-    return tuple(name for name in sums() if name not in given)
+
+    def some(task: TaskFacts) -> list[str]:
+        given = {"rows", *task.row_means.values()} if task.row_means else set()
+        return [name for name in task.sums if name not in given]
+
+    return tuple(dict.fromkeys(name for task in available() for name in some(task)))
