@@ -146,6 +146,7 @@ READERS = (
     "privacy/spec.py",
     "data/spec.py",
     "data/partition.py",
+    "data/partition_columns.py",
 )
 
 

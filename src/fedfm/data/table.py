@@ -64,7 +64,7 @@ class Table:
         elif isinstance(self.inputs, list):
             inputs = [self.inputs[i] for i in index]
         else:
-            inputs = _chosen(self.inputs, index)
+            inputs = _take_rows(self.inputs, index)
         return replace(
             self,
             inputs=inputs,
@@ -170,7 +170,7 @@ class FederatedData:
     notices: tuple[str, ...] = ()
 
 
-def _chosen(inputs: Any, index: np.ndarray) -> Any:
+def _take_rows(inputs: Any, index: np.ndarray) -> Any:
     """Rows of texts in Arrow's memory, or of another sequence."""
     from fedfm.data.arrow_texts import ArrowTexts
 

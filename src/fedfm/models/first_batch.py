@@ -52,7 +52,7 @@ def look(model: Model, rows: Rows) -> list[str]:
         with _calls(model) as called, _at_rest(model), torch.enable_grad():
             loss = model.loss(model.encode(rows).batch(range(len(rows))))
             found = _with_gradient(loss, live)
-        notices = []
+        notices: list[str] = []
         if model.tools.tokenizer is not None and model.task.classifies_by_head:
             from fedfm.models import pooling
 

@@ -42,7 +42,7 @@ def write(run_dir: Path, baselines: Sequence[Path] | None = None) -> Path:
         ("clients", "Clients", sections.clients(run)),
         ("newcomers", "Newcomers", _of_some("newcomers", run, bool(run.manifest.get("newcomers")))),
         ("classes", "Classes", classes.section(run)),
-        ("compare", "Compared with baselines", _compared([run, *others]) if others else ""),
+        ("compare", "Compared with baselines", _comparison([run, *others]) if others else ""),
         ("map", "Who learns from whom", _of_some("client_weights", run, (run.path / WEIGHTS).exists())),
         ("split", "How the data are split", sections.split(run)),
         ("features", "Mixtures of features", _of_some("fedpft", run, "formula_bytes" in details)),
@@ -68,7 +68,7 @@ def _of_some(name: str, run: RunFiles, has: bool) -> str:
     return str(import_module(f"fedfm.reports.{name}").section(run)) if has else ""
 
 
-def _compared(runs: Sequence[RunFiles]) -> str:
+def _comparison(runs: Sequence[RunFiles]) -> str:
     from fedfm.reports import compare
 
     return compare.section(runs)
