@@ -61,9 +61,7 @@ def test_the_rate_counts_members_above_the_threshold():
 @pytest.mark.parametrize("low", [0.0, 7.9, 8.0, 8.1, math.inf])
 @pytest.mark.parametrize("rule", [CLAIM, twice(7.0, 0.9999), twice(9.0, 0.9999)])
 def test_only_a_leak_contradicts_a_claim_and_the_sentence_says_it(low, rule):
-    found = finding_on_claim(
-        "epsilon", "?", "It reads.", {}, estimate=low, low=low, stated=8.0, rule=rule, unit=" End."
-    )
+    found = finding_on_claim("epsilon", "?", (low, low, None), 8.0, rule, "It reads.", {})
     assert found.contradicts == (found.verdict == "leaks")
     assert found.contradicts == ("it does not hold" in found.says)
     assert found.says.startswith("It reads. The manifest claims 8")
