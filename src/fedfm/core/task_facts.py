@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import Field, dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -83,6 +84,7 @@ class TaskFacts(Protocol):
     figures: ClassVar[tuple[str, ...]]
     drawn: ClassVar[tuple[str, ...]]
     sums: ClassVar[tuple[str, ...]]
+    row_means: ClassVar[Mapping[str, str]]
     problem_type: ClassVar[str | None]
 
     @property
