@@ -40,7 +40,7 @@ from fedfm.privacy.spec import PrivacySpec
 from fedfm.runtime.predictions import keeps_parts
 from fedfm.sites.federation_config import FederationFile
 from fedfm.sites.silo_config import Silo
-from fedfm.training import BY_NAME, Local
+from fedfm.training import Local
 
 DOCS = Path(__file__).parent
 REFERENCE = DOCS / "reference"
@@ -298,12 +298,12 @@ def page() -> str:
         "## [method]\n\n`name` says which method; the other keys depend on it.\n",
         *(method(name) for name in available("methods") if _ours(name)),
         "## [method.local]\n\nThe client optimiser; `name` is one of "
-        + ", ".join(f"`{n}`" for n in BY_NAME)
+        + ", ".join(f"`{n}`" for n in available("optimisers"))
         + ". All have these keys:\n\n"
         + table(Local),
         *(
             f"`{name}`: {_sentence(cls)}\n\n{table(cls, beyond=Local)}" if _own(cls, Local) else ""
-            for name, cls in BY_NAME.items()
+            for name, cls in ((n, resolve("optimisers", n)) for n in available("optimisers"))
         ),
         section(
             "[privacy]",

@@ -30,7 +30,6 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 from fedfm.privacy.spec import PrivacySpec
 from fedfm.sites.federation_config import FederationFile
 from fedfm.sites.silo_config import Silo
-from fedfm.training import BY_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = ROOT / "docs" / "reference" / "methods.md"
@@ -133,7 +132,12 @@ def keys(cls):
 def known_keys():
     """Every key that an experiment, a pretraining, a silo's or a federation's file may have, dotted from its table."""
     methods = set().union(*(keys(resolve("methods", n)) for n in available("methods")))
-    local = {"name"}.union(*({key_of(f.name) for f in dataclasses.fields(c)} for c in BY_NAME.values()))
+    local = {"name"}.union(
+        *(
+            {key_of(f.name) for f in dataclasses.fields(c)}
+            for c in (resolve("optimisers", name) for name in available("optimisers"))
+        )
+    )
     tables = {
         "data": keys(DataSpec) | {f"partition.{k}" for k in keys(PartitionSpec)},
         "model": keys(ModelSpec) | {f"adaptation.{k}" for k in keys(AdaptationSpec)},

@@ -12,8 +12,8 @@ from fedfm.core.tokens import Tokens
 from fedfm.data.table import Table
 from fedfm.models.export import export
 from fedfm.models.influence import reads_padding
-from fedfm.models.metrics import answers
 from fedfm.models.spec import AdaptationSpec
+from fedfm.models.text_metrics import answers
 
 _RWKV = {**_SMALL, "hidden_size": 16, "num_hidden_layers": 3, "context_length": 32, "rescale_every": 1}
 ASKED = [("the", ""), ("the quick brown fox jumps", ""), ("seven small", ""), ("birds sing over a lazy dog", "")]
