@@ -13,7 +13,7 @@ from sklearn.metrics import accuracy_score, log_loss
 
 from fedfm.core import tasks
 from fedfm.core.rows import Rows
-from fedfm.models.metrics import Answer, compare_texts, rouge_1
+from fedfm.models.text_metrics import Answer, compare_texts, rouge_1
 from fedfm.runtime.coarse_scores import DIGITS, coarse
 
 ROW_TASKS = [task for task in tasks.available() if task.one_class_a_row]

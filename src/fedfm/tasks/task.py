@@ -7,7 +7,6 @@ class are those of a classifier of rows: logits (b, C), and one label a row.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
@@ -20,6 +19,8 @@ from fedfm.data.task_rows import Reading as Reading
 from fedfm.models.model_task import ModelTask
 from fedfm.models.model_task import Scores as Scores
 from fedfm.models.model_task import Trained as Trained
+from fedfm.tasks._sums import Sums as Sums
+from fedfm.tasks._sums import add, finite, mean, numbers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,13 +34,7 @@ if TYPE_CHECKING:
     from fedfm.models.preprocessors import Tools
     from fedfm.models.spec import ModelSpec
 
-Sums = Mapping[str, float | None]
 LORA = ("lora", "ffa_lora")
-
-
-def mean(total: float, count: float) -> float | None:
-    """The mean of ``count`` values with this sum; None of none."""
-    return total / count if count else None
 
 
 @dataclass(frozen=True)
@@ -339,8 +334,7 @@ class Task:
         known = [part for part in parts if part.get("n") and any(part.get(name) is not None for name in self.sums)]
         if not known:
             return metrics.nothing(sum(part.get("n") or 0 for part in parts))
-        total = {name: sum(_number(part.get(name)) for part in known) for name in self.sums}
-        found = self._scores_from(sum(part["n"] for part in known), total)
+        found = self._scores_from(sum(part["n"] for part in known), add(known, self.sums))
         return {**found, **known[0]} if len(known) == 1 else found
 
     def _with_sums(self, scores: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -353,14 +347,14 @@ class Task:
 
     def figures_of(self, sums: Mapping[str, Any]) -> Scores:
         """The scores that these sums give; None where one is not known or not finite."""
-        return {name: _finite(value) for name, value in self.from_sums(_numbers(sums, self.sums)).items()}
+        return finite(self.from_sums(numbers(sums, self.sums)))
 
     def _scores_from(self, n: int, sums: Mapping[str, Any]) -> Scores:
         from fedfm.models import metrics
 
         if not sums:
             return metrics.nothing(n)
-        return metrics.nothing(n) | {name: _finite(value) for name, value in sums.items()} | self.figures_of(sums)
+        return metrics.nothing(n) | finite(sums) | self.figures_of(sums)
 
     def remarks(self, figures: Mapping[str, Any]) -> list[str]:
         """Lines for the user, after a run, on its figures: what limits them, and what can be done about it."""
@@ -387,19 +381,6 @@ class Task:
     def describe(self, model: Network) -> dict[str, Any]:
         """What ``fedfm.json`` of an export says of the task."""
         return {"task": self.name}
-
-
-def _numbers(sums: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
-    """These sums by name, NaN where one is not known."""
-    return {name: _number(sums.get(name)) for name in names}
-
-
-def _number(value: Any) -> float:
-    return math.nan if value is None else value
-
-
-def _finite(value: Any) -> Any:
-    return value if value is None or math.isfinite(value) else None
 
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fedfm.tasks.task import LORA, Column, Reading, RowKind, Scores, Sums, Task, Trained, mean
+from fedfm.tasks._sums import mean
+from fedfm.tasks.task import LORA, Column, Reading, RowKind, Scores, Sums, Task, Trained
 
 if TYPE_CHECKING:
     import numpy as np
