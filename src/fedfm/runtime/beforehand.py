@@ -42,7 +42,7 @@ def check(method: Method[Any], population: Partitioned) -> list[str]:
     Raises:
         InputError: with the file, the row, the client or the key.
     """
-    table, model = population.federated.table, population.model if population.has_model else None
+    table, model = population.federated.table, population.model_or_none
     rows = _rows(population)
     if table.kind == "features" and len(rows):
         _check_columns(table)

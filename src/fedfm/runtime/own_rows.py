@@ -113,7 +113,7 @@ def _own(rows: OwnRows, experiment: Experiment, classes: tuple[str, ...]) -> Par
         )
     found = user_population.of_silo(rows.name, rows.data, experiment.data, experiment.run.seed)
     table = _with_classes(rows, found.federated.table, classes)
-    return Partitioned(replace(found.federated, table=table), found.model if found.has_model else None)
+    return Partitioned(replace(found.federated, table=table), found.model_or_none)
 
 
 def _to_predict(rows: OwnRows, classes: tuple[str, ...]) -> FederatedData:

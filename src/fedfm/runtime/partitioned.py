@@ -33,7 +33,7 @@ class Partitioned:
 
     Attributes:
         federated: the table as read, and each client's rows of it.
-        has_model: whether there is the experiment's model; False at a site of clients that have none.
+        model_or_none: the experiment's model; None at a site of clients that have none.
         attackers: the clients that attack, and their attack; None if all are honest.
         client_model: the clients' model; None if it stays at the server.
         encode: from prepared rows to what clients train on, instead of the model's own; None: the model's.
@@ -48,16 +48,13 @@ class Partitioned:
         shared: bool = True,
         augment: tuple[str, ...] = (),
     ) -> None:
-        self.federated, self._model, self.attackers, self.augment = federated, model, attackers, augment
+        self.federated, self.attackers, self.augment = federated, attackers, augment
+        self.model_or_none = model
         self.client_model = model if shared else None
         self.encode: Callable[[Rows], Rows] | None = None
         self.cache = RowCache(model) if isinstance(model, Model) else None
         self._data: dict[ClientId, ClientData] = {}
         self._prepared = self._pictures = 0
-
-    @property
-    def has_model(self) -> bool:
-        return self._model is not None
 
     @property
     def model(self) -> Model:
@@ -66,9 +63,9 @@ class Partitioned:
         Raises:
             RuntimeError: there is none.
         """
-        if self._model is None:
+        if self.model_or_none is None:
             raise RuntimeError("the clients of this method have no model")
-        return self._model
+        return self.model_or_none
 
     @property
     def clients(self) -> Sequence[ClientId]:
@@ -173,7 +170,7 @@ class Partitioned:
     def trains_on_blocks(self) -> bool:
         """Whether clients train on blocks of their joined rows: :func:`fedfm.models.language.encoding.passages`."""
         return preprocessing.packs(
-            self.federated.table.kind, self._model.task if isinstance(self._model, Model) else None
+            self.federated.table.kind, self.model_or_none.task if isinstance(self.model_or_none, Model) else None
         )
 
     def counts(self) -> dict[ClientId, tuple[int, int, int]]:

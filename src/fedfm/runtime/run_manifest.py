@@ -193,7 +193,8 @@ def of_silo(method: Method[Any], population: Partitioned) -> list[str]:
         InputError: as of :func:`fedfm.runtime.beforehand.check`.
     """
     looked = beforehand.check(method, population)
-    said: Sequence[str] = population.model.notices if population.has_model else ()
+    model = population.model_or_none
+    said: Sequence[str] = () if model is None else model.notices
     return [*row_notices(population), *beforehand.notices(population), *looked, *said]
 
 
@@ -203,7 +204,7 @@ def row_notices(population: Partitioned) -> list[str]:
     Raises:
         InputError: as of :func:`template_notices`.
     """
-    table, model = population.federated.table, population.model
+    table, model = population.federated.table, population.model_or_none
     if model is None or model.tools.tokenizer is None:
         return []
     parts = {name: table.take(index) for name, index in _trained_and_tested(population).items()}
@@ -224,7 +225,7 @@ def template_notices(population: Partitioned) -> list[str]:
     Raises:
         InputError: the model's template cannot write a row.
     """
-    table, model = population.federated.table, population.model
+    table, model = population.federated.table, population.model_or_none
     of = tasks.row_kind(table.kind)
     if of is None or not of.answered or model is None or model.tools.tokenizer is None:
         return []

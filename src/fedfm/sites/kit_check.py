@@ -222,9 +222,9 @@ def _model(silo: silo_config.Silo, needed: Experiment, notices: list[str]) -> st
     mine = own_rows.classes_of(silo.rows, federated.table)
     population = own_rows.populate(silo.rows, needed, mine)
     notices += of_silo(needed.method, population)
-    if not population.has_model:
+    found = population.model_or_none
+    if found is None:
         return "the clients of this method have none"
-    found = population.model
     name, pinned = silo.data if needed.own_code else found.spec.name, needed.model.fingerprint
     if pinned is not None and found.fingerprint != pinned:
         raise InputError(f"{name} is {found.fingerprint[:12]}, and the experiment needs {pinned[:12]}")
