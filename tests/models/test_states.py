@@ -16,7 +16,7 @@ from fedfm.models.spec import AdaptationSpec
 from fedfm.models.text_metrics import answers
 
 _RWKV = {**_SMALL, "hidden_size": 16, "num_hidden_layers": 3, "context_length": 32, "rescale_every": 1}
-ASKED = [("the", ""), ("the quick brown fox jumps", ""), ("seven small", ""), ("birds sing over a lazy dog", "")]
+ASKED = [("the", ""), ("dog", ""), ("the quick brown fox jumps", ""), ("seven small", ""), ("over a lazy dog", "")]
 TABLE = Table("instruction", ASKED, None, (), np.full(len(ASKED), "train"), source="a.jsonl")
 ALL_LINEAR = AdaptationSpec("lora", rank=2, targets=("all-linear",))
 

@@ -75,6 +75,7 @@ class Model:
     weights_overridden: int = 0  # above 0: its modules do not compute what its weights define
     share: Tensor | None = None  # (b,) of the current batch: the weight of the model's own adapter of a pair
     new: tuple[str, ...] = ()  # paths of modules that were created for the task, before its adaptation
+    answers_alone: bool | None = None  # whether prompts are answered one at a time, once it was looked at
     softmax: bool = True  # the loss is the cross-entropy of the logits, as the fast trainers require
 
     def __init__(

@@ -34,6 +34,7 @@ class Network(Protocol):
     head: nn.Linear | None
     pool: Pool | None
     share: Tensor | None
+    answers_alone: bool | None
 
     @property
     def task(self) -> TaskFacts:

@@ -112,7 +112,8 @@ def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
     """Greedy answers to instruction rows, independent of the right answers.
 
     A batch has prompts of similar length with masked padding on the left, and at most ``batch_size`` rows or
-    :data:`~fedfm.models.memory_budget.TOKENS` tokens. A model that reads padding gets prompts of one length at a time.
+    :data:`~fedfm.models.memory_budget.TOKENS` tokens. A model that reads padding, as RWKV does, answers one prompt at a
+    time: in a batch transformers (5.24) also mixes the states of its rows.
     A row's answer is the same alone, except for a tie of two tokens that the last bit decides.
     """
     limit, window, places = answer_limit(model), model.tools.max_length, model.tools.positions
@@ -152,22 +153,21 @@ def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
 
     with torch.no_grad(), model.evaluating(), reduced_precision(model.spec.dtype, model.device):
         at, most, lengths = 0, batch_size, [len(ids) + limit for ids in asked]
-        alike = len(set(lengths)) > 1 and reads_padding(
-            model, asked[order[-1]], rows.pad, None if share is None else share[order[-1:]]
-        )
+        if len(order) > 1 and model.answers_alone is None:
+            of_last = None if share is None else share[order[-1:]]
+            model.answers_alone = reads_padding(model, asked[order[-1]], rows.pad, of_last)
+        most = 1 if model.answers_alone else most
         while at < len(order):
-            some = _first(order[at:], lengths, most, alike)
+            some = _first(order[at:], lengths, most)
             _, fit = in_halves(len(some), partial(answer, some), warn)
             at, most = at + len(some), fit if fit < len(some) else most
     return out
 
 
-def _first(order: list[int], lengths: list[int], most: int, alike: bool) -> list[int]:
-    """The first rows in this order, of growing length, that fit into one batch; ``alike``: those of one length."""
+def _first(order: list[int], lengths: list[int], most: int) -> list[int]:
+    """The first rows in this order, of growing length, that fit into one batch."""
     size = 1
     while size < min(most, len(order)) and (size + 1) * lengths[order[size]] <= TOKENS:
-        if alike and lengths[order[size]] != lengths[order[0]]:
-            break
         size += 1
     return order[:size]
 
