@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedfm.data.load import load_table
-from fedfm.data.sources import csv
+from fedfm.data.sources import _conversations, csv
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError
@@ -155,3 +155,52 @@ def test_metadata_in_the_folders_of_classes(tmp_path: Path) -> None:
     table = read(tmp_path)
     assert table.classes == ("a", "b")
     assert [site == "n" for site in table.columns["site"]] == [label == 0 for label in table.labels]
+
+
+@pytest.mark.parametrize(("said", "doubted"), [("linux", True), ("mac os", True), ("Be brief, please.", False)])
+def test_a_system_of_few_words_is_doubted(tmp_path: Path, said: str, doubted: bool) -> None:
+    table = read(jsonl(tmp_path / "a.jsonl", {"messages": talk(), "system": said}))
+    (line,) = [text for text in table.notices if "what the system says before" in text]
+    assert (f'as "{said}"; if it holds something else, set data.system' in line) == doubted
+
+
+@given(st.from_regex(r"<\s?[nN]o[ _-]?[iI]nput\s?>", fullmatch=True))
+def test_a_mark_of_no_input_is_none(mark: str) -> None:
+    columns = {"instruction": ["a"], "input": [mark], "output": ["b"]}
+    assert _conversations.pairs(columns, DataSpec(), "x", str, answered=True) == [("a", "b")]
+
+
+@pytest.mark.parametrize("text", ["N/A", "none", "NaN", "No input", "-", "..."])
+def test_a_word_for_nothing_is_said_to_be_a_text(tmp_path: Path, text: str) -> None:
+    table = read(jsonl(tmp_path / "a.jsonl", {"instruction": "a", "input": text, "output": "b"}))
+    assert table.inputs[0][0].endswith(text)
+    assert [x for x in table.notices if f'holds "{text}" or the like in 5 rows' in x]
+    plain = read(jsonl(tmp_path / "a.jsonl", {"instruction": "a", "input": f"{text} of it", "output": "b"}))
+    assert not [x for x in plain.notices if "or the like" in x]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["ant", "bee"], {"0": "ant", "1": "bee"}, {"1": "bee", "0": "ant"}, {"ant": 0, "bee": 1}, {"bee": 1, "ant": 0}],
+)
+def test_names_of_classes_beside_parquet_are_read_in_every_form(tmp_path: Path, names: Any) -> None:
+    assert parquet(tmp_path / "a.parquet", names).classes == ("ant", "bee")
+
+
+@pytest.mark.parametrize("names", [{"0": "ant", "2": "bee"}, {"x": "ant", "y": "bee"}, {"ant": 1, "bee": 2}, 7])
+def test_names_of_classes_that_are_not_read_are_said(tmp_path: Path, names: Any) -> None:
+    table = parquet(tmp_path / "a.parquet", names)
+    assert table.classes == ("0", "1")
+    assert [x for x in table.notices if 'names of classes beside column "label"' in x and "are not read" in x]
+
+
+def parquet(path: Path, names: Any) -> Table:
+    """Rows of two classes with these names beside them, as the library datasets writes them."""
+    import pyarrow
+    import pyarrow.parquet
+
+    features = {"text": {"dtype": "string", "_type": "Value"}, "label": {"names": names, "_type": "ClassLabel"}}
+    table = pyarrow.table({"text": ["a b", "c d"] * 5, "label": [0, 1] * 5})
+    about = {"huggingface": json.dumps({"info": {"features": features}})}
+    pyarrow.parquet.write_table(table.replace_schema_metadata(about), path)
+    return read(path)

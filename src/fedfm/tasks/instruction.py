@@ -56,6 +56,7 @@ class Instruction(AnswerTask):
 
         columns, at = sheet.columns, sheet.at
         asked, messages = spec.column("instruction"), spec.column("messages")
+        doubts: tuple[str, ...] = ()
         if messages in columns and asked not in columns:
             inputs = _conversations.conversations(columns[messages], messages, at, answered=labelled)
             used = {messages}
@@ -63,7 +64,9 @@ class Instruction(AnswerTask):
             refuse_other(columns, spec.label, source, asked)
             inputs = _conversations.pairs(columns, spec, source, at, answered=labelled)
             used = {asked, spec.column("input"), spec.column("output")}
-        return with_system_and_tools("instruction", inputs, used, sheet, spec, source)
+            doubts = _conversations.doubts_of_inputs(columns, spec, source)
+        found = with_system_and_tools("instruction", inputs, used, sheet, spec, source)
+        return replace(found, notices=(*doubts, *found.notices))
 
     def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
         """Each instruction with the answer of another one."""
@@ -108,7 +111,7 @@ def with_system_and_tools(kind: str, inputs: Any, used: set[str], sheet: Sheet, 
     notices: tuple[str, ...] = ()
     if (name := _system.system_column(sheet.columns, spec)) is not None:
         inputs, used = _system.with_system(inputs, sheet.columns[name], name, sheet.at), used | {name}
-        notices = (f'column "{name}" of {source} is read as what the system says before each row (data.system)',)
+        notices = (_system.notice(sheet.columns[name], name, source),)
     if (name := spec.column("tools")) in sheet.columns:
         inputs, used = _tools.with_tools(inputs, sheet.columns[name], name, sheet.at), used | {name}
     return Reading(kind, inputs, frozenset(used), notices)

@@ -7,6 +7,7 @@ and that answer, so that a pair of instruction and output is the same as a conve
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,9 @@ _ALSO = {
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "ai", _tools.CALLING), ASSISTANT),
     **dict.fromkeys(("function", "observation", "ipython", "function_response", "tool_response"), "tool"),
 }
-_NOTHING = "<noinput>"  # what Alpaca's authors write where an instruction has no input
+# What Alpaca's authors write where an instruction has no input, "<noinput>", and how others spell it
+_NOTHING = re.compile(r"<\s*no[\s_-]*input\s*>", re.IGNORECASE)
+_PERHAPS = re.compile(r"no[\s_-]*input|n[/.]?a\.?|none|null|nil|nan|empty|-+|\.+", re.IGNORECASE)  # nothing, or a text
 _LIKE = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
 
 Columns = Mapping[str, Sequence[Any]]
@@ -95,7 +98,7 @@ def pairs(columns: Columns, spec: DataSpec, source: str, at: At, *, answered: bo
 
 def _with_input(asked: Asked, more: Any, name: str, where: str) -> Asked:
     """An instruction with its input below it."""
-    if more is None or (isinstance(more, str) and more.strip().lower() in ("", _NOTHING)):
+    if more is None or (isinstance(more, str) and (not more.strip() or _NOTHING.fullmatch(more.strip()))):
         return asked
     if not isinstance(more, str):
         raise InputError(f'{where}: column "{name}" holds {type(more).__name__} {more!r:.40}: text is expected')
@@ -104,6 +107,19 @@ def _with_input(asked: Asked, more: Any, name: str, where: str) -> Asked:
     from fedfm.core.rows import INPUT  # whose module loads torch
 
     return asked + INPUT + more
+
+
+def doubts_of_inputs(columns: Columns, spec: DataSpec, source: str) -> tuple[str, ...]:
+    """A notice of inputs that probably mean nothing, and are read as texts."""
+    name = spec.column("input")
+    cells = [v.strip() for v in columns.get(name, ()) if isinstance(v, str)]
+    found = [text for text in cells if _PERHAPS.fullmatch(text)]
+    if not found:
+        return ()
+    return (
+        f'column "{name}" of {source} holds "{found[0]}" or the like in {len(found)} rows, which is read as a text '
+        "below the instruction: where there is no input, leave the cell empty",
+    )
 
 
 def _after(asked: Asked, answer: str | tuple[Turn, ...]) -> tuple[Asked, Output]:

@@ -12,6 +12,7 @@ from fedfm.errors import InputError
 _SYSTEM = ("system", "developer")
 _OTHER = "system_prompt"  # OpenOrca's name
 _DEFAULT = "system"
+_FEW = 2  # words; a prompt of the system has more
 
 
 def system_column(columns: Mapping[str, Sequence[Any]], spec: DataSpec) -> str | None:
@@ -52,6 +53,18 @@ def with_system(rows: Sequence[tuple[Any, ...]], values: Sequence[Any], name: st
             )
         found.append((turns, *answers))
     return found
+
+
+def notice(values: Sequence[Any], name: str, source: str) -> str:
+    """The line that says how the column is read; with a doubt where no cell has more than two words."""
+    line = f'column "{name}" of {source} is read as what the system says before each row (data.system)'
+    said = [value.split() for value in values if not _empty(value)]
+    if max(map(len, said), default=0) > _FEW:
+        return line
+    return (
+        f'{line}: no cell has more than {_FEW} words, as "{" ".join(said[0])}"; if it holds something else, set '
+        f"data.system to another name than {name!r}"
+    )
 
 
 def _empty(value: Any) -> bool:

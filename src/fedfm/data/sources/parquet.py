@@ -39,7 +39,8 @@ def sheet_of(data: bytes, path: Path) -> Sheet:
         raise InputError(f"{path}: a string column holds bytes that are not UTF-8 ({error})") from None
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise InputError(f"{path} is damaged ({str(error).splitlines()[0]}): write it again") from None
-    return Sheet(columns, lambda i: f"{path}, row {i + 1}", names=_class_names(table.schema.metadata))
+    class_names, notices = _class_names(table.schema.metadata, path)
+    return Sheet(columns, lambda i: f"{path}, row {i + 1}", notices, names=class_names)
 
 
 def _values(column: Any, path: Path) -> Sequence[Any]:
@@ -63,25 +64,36 @@ def _values(column: Any, path: Path) -> Sequence[Any]:
     return [without_nulls(value) for value in plain] if pyarrow.types.is_nested(kind) else plain
 
 
-def _class_names(metadata: Any) -> dict[str, tuple[str, ...]]:
-    """Column -> names of classes, as the library datasets writes them beside the columns."""
+def _class_names(metadata: Any, path: Path) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
+    """(column -> names of classes, as the library datasets writes them beside the columns; notices)."""
     try:
         features = json.loads((metadata or {})[b"huggingface"])["info"]["features"]
-        return {
-            column: _in_order(kind["names"])
-            for column, kind in features.items()
-            if isinstance(kind, dict) and kind.get("_type") == "ClassLabel" and kind.get("names")
-        }
+        kinds = {column: kind for column, kind in features.items() if isinstance(kind, dict)}
     except (KeyError, TypeError, ValueError, AttributeError):
-        return {}  # of another program
+        return {}, ()  # of another program
+    found, notices = dict[str, tuple[str, ...]](), list[str]()
+    for column, kind in kinds.items():
+        if kind.get("_type") != "ClassLabel" or not (names := kind.get("names")):
+            continue
+        try:
+            found[column] = _in_order(names)
+        except (KeyError, TypeError, ValueError):
+            notices.append(
+                f'{path}: the names of classes beside column "{column}" are not numbered 0, 1, ... and are not read: '
+                f"{json.dumps(names, ensure_ascii=False):.80}"
+            )
+    return found, tuple(notices)
 
 
 def _in_order(names: Any) -> tuple[str, ...]:
-    """Names of classes by their numbers: a list, or an object of number and name, as in the Hub's cards.
+    """Names of classes by their numbers: a list, or an object of number and name, as in the Hub's cards, or of name
+    and number.
 
     Raises:
-        KeyError: the numbers are not 0, 1, ...
+        KeyError, TypeError, ValueError: the numbers are not 0, 1, ...
     """
+    if isinstance(names, dict) and all(type(number) is int for number in names.values()):
+        names = {number: name for name, number in names.items()}
     if isinstance(names, dict):
         by_number = {int(number): name for number, name in names.items()}
         names = [by_number[number] for number in range(len(by_number))]
