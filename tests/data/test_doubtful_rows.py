@@ -80,7 +80,7 @@ def test_a_key_occurs_once(value: str) -> None:
             read(data.encode(), Path("a"))
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 1)), min_size=2, max_size=40))
+@given(st.lists(st.tuples(st.integers(0, 29), st.integers(0, 1)), min_size=20, max_size=60))
 @settings(max_examples=60, deadline=None)
 def test_repeated_and_contradicting_rows_are_counted(drawn: list[tuple[int, int]]) -> None:
     x = np.zeros((len(drawn), 300), np.float32)
@@ -140,7 +140,7 @@ def test_thousands_are_no_fractions(tmp_path: Path) -> None:
     assert not any("several labels" in text for text in table.notices)
 
 
-@given(st.text("äéüßœ€Ωж", min_size=1, max_size=5))
+@given(st.text("äéüßΩж", min_size=1, max_size=5))
 def test_names_that_were_decoded_otherwise(name: str) -> None:
     for encoding in ("cp1252", "latin-1"):
         try:

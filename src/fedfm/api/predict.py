@@ -167,6 +167,7 @@ def predict(
 def _predict(path: str | Path, file: Any, client: str | None, last: bool, given: Any) -> dict[str, Any]:
     from fedfm.data.load import read_inputs
     from fedfm.linalg.threads import torch_threads
+    from fedfm.models import lost_words
     from fedfm.models.language.generation import left_out
 
     if user_runs.is_own(run := _find_run(path, client)):
@@ -187,7 +188,9 @@ def _predict(path: str | Path, file: Any, client: str | None, last: bool, given:
         result["ids"] = table.columns[_ID].tolist()
     greedy = [text] if (text := left_out(model)) else []
     of_task, sure = result.get("warnings", ()), _certain(result.get("probabilities", ()))
-    result["warnings"] = [*model.notices, *table.notices, *of_task, *greedy, *sure]
+    cut = table.kind == "text" and not model.task.packs(table.kind)
+    lost = lost_words.notices(table, range(len(table)), model.tools, cut=cut)
+    result["warnings"] = [*model.notices, *table.notices, *lost, *of_task, *greedy, *sure]
     folder = Path(file).expanduser()
     if folder.is_dir() and isinstance(table.inputs[0], str):  # a folder of tables holds none
         result["files"] = [os.path.relpath(picture, folder) for picture in table.inputs]

@@ -10,6 +10,7 @@ import numpy as np
 from fedfm.data.pictures import small
 from fedfm.data.table import Table
 
+_FEW = 8  # pictures, below which nothing is said
 _LOOKED_AT = 64  # pictures that are decoded for it
 _SIDE = 64  # pixels of a JPEG that is decoded for it
 _DARK = 31  # largest value of a picture that looks black: of 0..1, of 16 grey levels, of 5 bits
@@ -21,7 +22,7 @@ def notices(table: Table) -> tuple[str, ...]:
 
     Of many pictures some are looked at, evenly over the table.
     """
-    if table.kind != "image" or not len(table):
+    if table.kind != "image" or len(table) < _FEW:
         return ()
     index = np.unique(np.linspace(0, len(table) - 1, _LOOKED_AT).astype(np.int64))
     with ThreadPoolExecutor(4) as pool:  # Pillow decodes outside the interpreter's lock

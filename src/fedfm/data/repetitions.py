@@ -12,6 +12,7 @@ from fedfm.data.partition import CLIENT
 from fedfm.data.repeats import numbers_of
 from fedfm.data.table import Table
 
+_FEW = 20  # rows, below which repetitions are no sign
 _MANY = 0.1  # share of rows from which repetitions are no chance
 _SOME = 0.01  # share of rows from which contradictions are told
 _FILES = 10_000  # most rows whose files are read for it
@@ -25,7 +26,7 @@ def notices(table: Table) -> tuple[str, ...]:
     """
     rows = table.rows("train")
     of = tasks.row_kind(table.kind)
-    if (of is not None and not of.wording) or len(rows) < 2:
+    if (of is not None and not of.wording) or len(rows) < _FEW:
         return ()
     if table.kind == "image" and not isinstance(table.inputs, np.ndarray) and len(rows) > _FILES:
         return ()

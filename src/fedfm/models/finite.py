@@ -26,6 +26,14 @@ class Finite:
 
     def __init__(self, name: str, weights: Collection[str]) -> None:
         self._name, self._weights = name, weights
+        self._zero: list[str] = []
+
+    def notices(self) -> list[str]:
+        """A line about weights that are all zero."""
+        if not self._zero:
+            return []
+        more = f" and {len(self._zero) - 1} more" if len(self._zero) > 1 else ""
+        return [f"model.name: {self._zero[0]}{more} of {self._name} holds nothing but zeros: was it converted whole?"]
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         """Check one tensor.
@@ -35,7 +43,10 @@ class Finite:
         """
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             return
-        if bool(torch.isfinite(tensor.sum(dtype=torch.float64))):
+        total = tensor.sum(dtype=torch.float64)
+        if bool(torch.isfinite(total)):
+            if total == 0 and tensor.dim() > 1 and name.endswith(".weight") and not bool(tensor.any()):
+                self._zero.append(name)
             return
         strict = name in self._weights or name.endswith(_STATISTICS)
         place = torch.nonzero(~torch.isfinite(tensor) if strict else torch.isnan(tensor))

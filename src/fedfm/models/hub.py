@@ -14,6 +14,7 @@ from fedfm.models import (
     derived_modules,
     devices,
     encoder_decoder,
+    unread_parts,
     weights,
 )
 from fedfm.models.hub_tools import Loaded, tools_of
@@ -77,6 +78,7 @@ def load_pretrained(
             read = weights.load(auto_class, path, spec, config, seed, dtype, head=task.new_head, **where)
     module = read.module
     derived_modules.install(module)
+    unread = unread_parts.notices(path, config) if spec.weights == "pretrained" else []
     if tools.tokenizer is not None:
         from fedfm.models import positions
 
@@ -94,7 +96,7 @@ def load_pretrained(
         stored,
         placed,
         hollow=shape is not None,
-        notices=tuple(read.notices),
+        notices=(*read.notices, *unread),
     )
 
 

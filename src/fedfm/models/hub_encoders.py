@@ -16,6 +16,7 @@ from fedfm.models import (
     families,
     positions,
     preprocessing,
+    unread_parts,
     weights,
 )
 from fedfm.models.hub_tools import Loaded, image_processor, tools_of
@@ -106,6 +107,7 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], task:
     tools = dataclasses.replace(
         tools, image=preprocessing.processor_call(processor), processor=processor, notices=guess
     )
+    read.notices += unread_parts.notices(path, config)
     about, new = config.to_diff_dict() | {"classes": list(classes)}, ["context"] if prompts.context else []
     if adapt.name == "head":
         with torch.no_grad():

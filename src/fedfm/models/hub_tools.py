@@ -70,6 +70,7 @@ def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, task: Mo
         raise InputError(
             f"model.name: {path} has no tokenizer for data of kind {kind}: {weights.first_of(error)}", key="model.name"
         ) from None
+    guess = (*guess, *tokenizer_files.unwritten(tokenizer, spec.name))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     with quiet():
@@ -113,7 +114,7 @@ def image_processor(path: Path | str, spec: ModelSpec, config: Any) -> tuple[Any
         processor = ViTImageProcessorPil(size=side)
     else:
         preprocessing.check_pixels_alone(found, spec.name)
-        return found, ()
+        return found, preprocessing.check_scale(found, spec.name)
     if spec.weights == "random":
         return processor, ()
     shape = " x ".join(str(n) for n in dict(processor.size).values() if n)

@@ -142,6 +142,8 @@ def load_model(
             key="model.fingerprint",
         )
     del weights
+    if spec.weights == "pretrained":
+        loaded.notices += tuple(look.notices())
     loaded.stored = None
     loaded.module.eval()
     if adapt.name == "side_adapter":

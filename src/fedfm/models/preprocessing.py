@@ -134,6 +134,35 @@ def check_pixels_alone(processor: Any, name: str) -> None:
     )
 
 
+_LEAST = 1e-3  # of white: a deviation below it makes numbers of all pictures that no model was trained on
+
+
+def check_scale(processor: Any, name: str) -> tuple[str, ...]:
+    """A notice if the mean and the deviation of an image processor are those of pictures of another scale.
+
+    Raises:
+        InputError: a deviation is zero, or one of its numbers is not finite.
+    """
+    said = processor.to_dict()
+    if not said.get("do_normalize") or said.get("image_mean") is None or said.get("image_std") is None:
+        return ()
+    mean, std = np.atleast_1d(said["image_mean"]).astype(float), np.atleast_1d(said["image_std"]).astype(float)
+    if not (np.isfinite(mean).all() and np.isfinite(std).all() and (std > 0).all()):
+        raise InputError(
+            f"model.name: the image processor of {name!r} divides by image_std = {said['image_std']} after it has "
+            f"subtracted image_mean = {said['image_mean']}: expected finite numbers, the deviation above zero",
+            key="model.name",
+        )
+    white = 255 * (float(said.get("rescale_factor") or 1 / 255) if said.get("do_rescale", True) else 1.0)
+    if (mean <= white).all() and (std >= _LEAST * white).all():
+        return ()
+    return (
+        f"model.name: the image processor of {name} makes 0..{white:.3g} of black to white, and normalises with mean "
+        f"{said['image_mean']} and standard deviation {said['image_std']}, which are of another scale: do_rescale and "
+        "rescale_factor of its preprocessor_config.json are probably others than the model was trained with",
+    )
+
+
 def processor_call(processor: Any) -> Preprocess:
     """A transformers image processor as a function of PIL pictures."""
 

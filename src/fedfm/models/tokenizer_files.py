@@ -45,6 +45,17 @@ def read(path: Path | str, name: str) -> tuple[Any, str, tuple[str, ...]]:
     )
 
 
+def unwritten(tokenizer: Any, name: str) -> tuple[str, ...]:
+    """A notice if the tokenizer has a token that stands for the whole text, and writes it in no text."""
+    token = tokenizer.cls_token_id
+    if token is None or token == tokenizer.bos_token_id or token in tokenizer("a")["input_ids"]:
+        return ()
+    return (
+        f"model.name: the tokenizer of {name} has a token {tokenizer.cls_token} for the whole text and writes it in "
+        "none: a model that was trained with it reads another token in its place",
+    )
+
+
 def _stored_kind(path: Path | str) -> str:
     """The kind of model that the file names, such as "BPE"; empty without a file that names one."""
     file = stored_file(path, _FILE)

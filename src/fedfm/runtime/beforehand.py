@@ -55,6 +55,10 @@ def check(method: Method[Any], population: Partitioned) -> list[str]:
         return []
     if lengths.exceeds(model.tools):
         model.prepare(table, rows)
+    if table.kind == "image" and model.tools.image is not None:
+        from fedfm.models import picture_sizes
+
+        picture_sizes.check(table.inputs, rows, model.tools.image, table.source)
     if population.client_model is None or model.hollow:
         return []
     found = _try(method, population) if table.kind != "own" else []  # federate tries the user's module itself

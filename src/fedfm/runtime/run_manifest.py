@@ -208,7 +208,14 @@ def row_notices(population: Partitioned) -> list[str]:
     if model is None or model.tools.tokenizer is None:
         return []
     parts = {name: table.take(index) for name, index in _trained_and_tested(population).items()}
-    return [*template_notices(population), *model.task.forewarnings(parts, model.tools)]
+    every = sorted({i for index in _trained_and_tested(population).values() for i in index})
+    cut = table.kind == "text" and not model.task.packs(table.kind)
+    lost = []
+    if model.tools.tokenizer is not None:
+        from fedfm.models import lost_words
+
+        lost = lost_words.notices(table, every, model.tools, cut=cut)
+    return [*template_notices(population), *lost, *model.task.forewarnings(parts, model.tools)]
 
 
 def _trained_and_tested(population: Partitioned) -> dict[str, list[int]]:

@@ -1,0 +1,47 @@
+"""What a tokenizer leaves out of texts: words that it does not know, and the end of texts that are too long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedfm.data.table import contents
+from fedfm.models.quiet import quiet
+
+if TYPE_CHECKING:
+    from fedfm.data.table import Table
+    from fedfm.models.preprocessors import Tools
+
+_LOOKED_AT = 256  # rows
+_UNKNOWN = 0.1  # share of tokens from which a tokenizer is of another language, or of other texts
+
+
+def notices(table: Table, index: Sequence[int], tools: Tools, *, cut: bool) -> list[str]:
+    """Lines about unknown words, and with ``cut`` about texts beyond ``tools.max_length``.
+
+    Of many rows some are looked at, evenly over all.
+    """
+    tokenizer = tools.tokenizer
+    if tokenizer is None or not len(index):
+        return []
+    places = np.unique(np.linspace(0, len(index) - 1, _LOOKED_AT).astype(np.int64))
+    rows = [" ".join(contents(table.inputs[int(index[int(i)])])) for i in places]
+    # No token is shorter than a byte: beyond this length all that is wanted is known.
+    with quiet():
+        found = tokenizer([text[: 8 * tools.max_length + 1000] for text in rows], add_special_tokens=False)["input_ids"]
+    of = f"{len(rows)} rows of {table.source}" + (" that were looked at" if len(rows) < len(index) else "")
+    said = []
+    unknown = sum(ids.count(tokenizer.unk_token_id) for ids in found) if tokenizer.unk_token_id is not None else 0
+    total = sum(map(len, found))
+    if total and unknown >= _UNKNOWN * total:
+        said.append(
+            f"{unknown / total:.0%} of the tokens of {of} are unknown to the tokenizer of the model and read as "
+            f"{tokenizer.unk_token}: is it one for these texts?"
+        )
+    frame = len(tokenizer("")["input_ids"])
+    long = sum(len(ids) + frame > tools.max_length for ids in found)
+    if cut and long:
+        said.append(f"{long} of {of} have more than {tools.max_length} tokens (model.max_length) and lose their end")
+    return said

@@ -1,0 +1,68 @@
+"""Whether an image processor makes tensors of one size of all pictures, so that they fit into one batch."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from fedfm.errors import InputError
+from fedfm.models.images import Preprocess
+
+_TRIED = ((64, 64), (96, 64), (64, 96))  # width, height
+_TURNED = (5, 6, 7, 8)  # EXIF orientations that swap them
+
+
+def check(inputs: Any, rows: np.ndarray, preprocess: Preprocess, source: str) -> None:
+    """Refuse pictures of which tensors of several sizes would be made.
+
+    Args:
+        inputs: of a table of pictures.
+        rows: (n,) indexes of those that are used.
+
+    Raises:
+        InputError: with two of the pictures.
+    """
+    from PIL import Image
+
+    def shape(size: tuple[int, int]) -> tuple[int, ...]:
+        return tuple(preprocess([Image.new("RGB", size)]).shape[1:])
+
+    if isinstance(inputs, np.ndarray) or not len(rows):
+        return
+    try:
+        if len({shape(size) for size in _TRIED}) == 1:
+            return  # it makes one size of all, and no file is opened
+    except (ValueError, TypeError):  # it takes pictures of a least size
+        pass
+    first: dict[tuple[int, int], int] = {}
+    for row, size in _sizes(inputs, rows):
+        first.setdefault(size, row)
+    shapes: dict[tuple[int, ...], tuple[int, int]] = {}
+    for size in first:
+        shapes.setdefault(shape(size), size)
+    if len(shapes) < 2:
+        return
+    named = [f"{_name(inputs[first[size]], first[size])} ({size[0]} x {size[1]})" for size in list(shapes.values())[:2]]
+    raise InputError(
+        f"{source}: {named[0]} and {named[1]} have other sizes, and the image processor of model.name keeps them: crop "
+        "the pictures to one size, or set do_resize or do_center_crop in its preprocessor_config.json"
+    )
+
+
+def _sizes(inputs: Any, rows: np.ndarray) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Row and size (width, height) of each picture as it is seen, by the heads of their files."""
+    from PIL import Image
+
+    for row in rows.tolist():
+        item = inputs[row]
+        with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture:
+            width, height = picture.size
+            turned = picture.getexif().get(0x0112) in _TURNED
+        yield row, (height, width) if turned else (width, height)
+
+
+def _name(item: Any, row: int) -> str:
+    return f"picture {row + 1}" if isinstance(item, bytes) else str(item)

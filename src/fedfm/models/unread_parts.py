@@ -1,0 +1,90 @@
+"""What lies in a model's folder and is not read: other files of weights, code of its own, parts behind the model."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from fedfm.errors import InputError
+from fedfm.models.checkpoint import some
+
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_OTHERS = ("*.safetensors", "pytorch_model*.bin", "tf_model*.h5", "flax_model*.msgpack")
+_PARTS = "modules.json"  # of sentence-transformers: the model, what pools its vectors, maps behind them
+
+
+def notices(path: Path | str, config: Any) -> list[str]:
+    """Lines about what is not read of a model's folder; of an id of the hub about its code alone.
+
+    Raises:
+        InputError: two files of the folder hold a tensor of one name.
+    """
+    found = [*_own_code(path, config)]
+    if isinstance(path, Path):
+        _refuse_twice(path)
+        found += [*_other_weights(path), *_parts_behind(path)]
+    return [f"model.name: {path} {text}" for text in found]
+
+
+def _own_code(path: Path | str, config: Any) -> list[str]:
+    named = sorted({str(of).partition(".")[0] + ".py" for of in (getattr(config, "auto_map", None) or {}).values()})
+    if not named:
+        return []
+    return [
+        f"names code of its own ({some(named)}), which is not run: transformers' own model of type "
+        f"{config.model_type!r} computes with its weights"
+    ]
+
+
+def _read_files(path: Path) -> set[str]:
+    """Names of the files of weights that transformers reads."""
+    if (path / _WHOLE).exists() or not (path / _INDEX).exists():
+        return {_WHOLE}
+    try:
+        return set(json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()  # transformers says what is wrong with it
+
+
+def _other_weights(path: Path) -> list[str]:
+    read = _read_files(path)
+    others = sorted({file.name for pattern in _OTHERS for file in path.glob(pattern)} - read)
+    if not read or not others:
+        return []
+    return [f"has weights in several files: {some(sorted(read))} counts, and not {some(others)}"]
+
+
+def _parts_behind(path: Path) -> list[str]:
+    try:
+        parts = json.loads((path / _PARTS).read_text(encoding="utf-8"))
+        kinds = [str(part["type"]).rpartition(".")[2] for part in parts]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    behind = [kind for kind in kinds if kind != "Transformer"]
+    if not behind:
+        return []
+    return [f"is of sentence-transformers: what stands behind the model in its {_PARTS} is not read ({some(behind)})"]
+
+
+def _refuse_twice(path: Path) -> None:
+    """Refuse a tensor in two of the files that are read: which one counts would depend on their order."""
+    files = sorted(_read_files(path))
+    if len(files) < 2:
+        return
+    count: Counter[str] = Counter()
+    for name in files:
+        try:
+            with safe_open(path / name, "pt") as file:
+                count.update(file.keys())
+        except (OSError, SafetensorError):
+            return  # transformers says what is wrong with it
+    if twice := sorted(name for name, n in count.items() if n > 1):
+        raise InputError(
+            f"model.name: {path} has tensors in two of its files: {some(twice)}; save the model again, into an empty "
+            "folder",
+            key="model.name",
+        )
