@@ -81,7 +81,7 @@ def test_a_key_occurs_once(value: str) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 29), st.integers(0, 1)), min_size=20, max_size=60))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_repeated_and_contradicting_rows_are_counted(drawn: list[tuple[int, int]]) -> None:
     x = np.zeros((len(drawn), 300), np.float32)
     x[:, -1] = [i for i, _ in drawn]  # equal but for the last number

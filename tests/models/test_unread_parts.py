@@ -74,7 +74,7 @@ def test_a_tensor_lies_in_one_file(copy):
     names = sorted(weights)
     (copy / "model.safetensors").unlink()
     files = {"model-00001-of-00002.safetensors": names[:3], "model-00002-of-00002.safetensors": names[3:]}
-    index = {"weight_map": {name: file for file, some in files.items() for name in some}}
+    index = {"metadata": {}, "weight_map": {name: file for file, some in files.items() for name in some}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     for file, some in files.items():
         save_file({name: weights[name] for name in some}, copy / file, {"format": "pt"})
