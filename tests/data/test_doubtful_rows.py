@@ -53,9 +53,10 @@ def test_other_quotes_stay(cell: str) -> None:
     assert not sheet.notices
 
 
-def test_a_stray_quote_takes_no_rows() -> None:
+@pytest.mark.parametrize("close", [6, 7, 9])
+def test_a_stray_quote_takes_no_rows(close: int) -> None:
     lines = rows(mark="\t")
-    lines[5], lines[9] = '"one\ta', 'two"\tb'
+    lines[5], lines[close] = '"one\ta', 'two"\tb'
     tabs = csv.sheet_of_tabs("\n".join(["text\tlabel", *lines]).encode(), Path("a.tsv"))
     assert len(tabs) == len(TEXTS)
     assert tabs.columns["text"][5] == '"one'
@@ -65,6 +66,9 @@ def test_a_stray_quote_takes_no_rows() -> None:
     assert "a.csv, row 7" in commas.notices[0]
     whole = csv.sheet_of(b'text,label\n"first line,\nand, so on\nlast",a\nb,b\n', Path("a.csv"))
     assert not whole.notices
+    lines = csv.sheet_of_tabs(b'text\tlabel\n"one\ta\nand more\nlast"\tb\nx\ta\n', Path("a.tsv"))
+    assert lines.columns["text"] == ["one\ta\nand more\nlast", "x"]
+    assert "a.tsv, row 2" in lines.notices[0]
 
 
 def test_names_of_columns_are_no_row() -> None:

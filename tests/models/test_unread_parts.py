@@ -100,9 +100,9 @@ def test_a_token_for_the_whole_text_is_written(folder, token):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     if token is not None:
         tokenizer.cls_token = token
-    assert bool(tokenizer_files.unwritten(tokenizer, "m")) == (token is not None)
+    assert bool(tokenizer_files.cls_notice(tokenizer, "m")) == (token is not None)
     tokenizer.cls_token = "[CLS]"
-    assert not tokenizer_files.unwritten(tokenizer, "m")
+    assert not tokenizer_files.cls_notice(tokenizer, "m")
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, task: Mo
         raise InputError(
             f"model.name: {path} has no tokenizer for data of kind {kind}: {weights.first_of(error)}", key="model.name"
         ) from None
-    guess = (*guess, *tokenizer_files.unwritten(tokenizer, spec.name))
+    guess = (*guess, *tokenizer_files.cls_notice(tokenizer, spec.name))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     with quiet():

@@ -45,7 +45,7 @@ def read(path: Path | str, name: str) -> tuple[Any, str, tuple[str, ...]]:
     )
 
 
-def unwritten(tokenizer: Any, name: str) -> tuple[str, ...]:
+def cls_notice(tokenizer: Any, name: str) -> tuple[str, ...]:
     """A notice if the tokenizer has a token that stands for the whole text, and writes it in no text."""
     token = tokenizer.cls_token_id
     if token is None or token == tokenizer.bos_token_id or token in tokenizer("a")["input_ids"]:

@@ -51,7 +51,7 @@ def _visible(name: str) -> str:
     return "".join(c for c in name if not is_invisible(c))
 
 
-def _decoded_once(name: str) -> str:
+def _decode_again(name: str) -> str:
     """The name as it was before its bytes of UTF-8 were read as Windows-1252 or Latin-1: "café" of "cafÃ©"."""
     for encoding in ("cp1252", "latin-1"):
         try:
@@ -88,7 +88,7 @@ _ALIKE: dict[str, Callable[[str], Hashable]] = {
     "invisible characters": lambda name: _fold_case(_visible(name)),
     "the form of their Unicode characters": _normalise,
     "-, _, spaces or case": _without_marks,
-    "bytes that were read in another encoding": _decoded_once,
+    "bytes that were read in another encoding": _decode_again,
     "how they write a number": _number,
     "how they write true and false": _truth,
 }

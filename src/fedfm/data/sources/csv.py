@@ -17,6 +17,9 @@ Columns = dict[str, list[str]]
 _NAMES = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}
 _STATED = re.compile(r'"?sep=(.)"?[ \t]*\r?\n', re.IGNORECASE)  # a first line of Excel, which is no row
 _FORM = 2  # fields from which a line has the form of a row
+_LINES = (
+    '{at} has lines inside a field that look like rows of their own{more}: was a quote (") opened there by mistake?'
+)
 _MARKS = (";", "\t", "|")  # that part fields where no comma does
 
 
@@ -34,12 +37,8 @@ def sheet_of(data: bytes, path: Path) -> Sheet:
     else:
         mark = _mark_of(text.lstrip("\r\n").partition("\n")[0])
     columns, at, notices = _read(text, path, mark)
-    if rows := _swallowed(columns, mark):
-        more = f", and {len(rows) - 1} more rows are like it" if len(rows) > 1 else ""
-        notices += (
-            f'{at(rows[0])} has lines inside a field that look like rows of their own{more}: was a quote (") opened '
-            "there by mistake?",
-        )
+    if rows := _rows_with_lines(columns, mark):
+        notices += (_LINES.format(at=at(rows[0]), more=_and_more(rows)),)
     if mark != ",":
         notices += (f"{path} is read with {_NAMES[mark]}s between its fields, as in its first row",)
     return Sheet(columns, at, notices)
@@ -52,14 +51,23 @@ def sheet_of_tabs(data: bytes, path: Path) -> Sheet:
         InputError: as of :func:`sheet_of`.
     """
     text = decode(data, path, "a TSV file")
+    note = f'the quotes (") in {path} are read as text'
     try:
         columns, at = _columns_of(text, path, "\t")
-        if not _swallowed(columns, "\t"):
-            return Sheet(columns, at)
     except InputError:
         if '"' not in text:
             raise
-    return Sheet(*_columns_of(text, path, "\t", quotes=False), (f'the quotes (") in {path} are read as text',))
+        return Sheet(*_columns_of(text, path, "\t", quotes=False), (note,))
+    if rows := _rows_with_lines(columns, "\t"):
+        try:
+            return Sheet(*_columns_of(text, path, "\t", quotes=False), (note,))
+        except InputError:  # they are marks
+            return Sheet(columns, at, (_LINES.format(at=at(rows[0]), more=_and_more(rows)),))
+    return Sheet(columns, at)
+
+
+def _and_more(rows: list[int]) -> str:
+    return f", and {len(rows) - 1} more rows are like it" if len(rows) > 1 else ""
 
 
 def _mark_of(head: str) -> str:
@@ -86,20 +94,27 @@ def _read(text: str, path: Path, mark: str) -> tuple[Columns, At, tuple[str, ...
     return (plain, at, ()) if same else (columns, at, (note,))
 
 
-def _swallowed(columns: Columns, mark: str) -> list[int]:
+def _rows_with_lines(columns: Columns, mark: str) -> list[int]:
     """Rows with a field that spans lines, one of which has the form of a row and its last field a value of that column:
     a quote that was opened by mistake and closed by another one, with rows between them.
     """
-    *_, last = columns
     if len(columns) < _FORM:
         return []
+    first, *_, last = columns
     values = set(columns[last]) - {""}
 
-    def holds_row(cell: str) -> bool:
-        lines = (line.split(mark) for line in cell.splitlines()[1:-1])
+    def holds_row(cell: str, start: int) -> bool:
+        lines = (line.split(mark) for line in cell.splitlines()[start:-1])
         return any(len(fields) == len(columns) and fields[-1] in values for fields in lines)
 
-    return sorted({i for cells in columns.values() for i, cell in enumerate(cells) if "\n" in cell and holds_row(cell)})
+    return sorted(
+        {
+            i
+            for name, cells in columns.items()
+            for i, cell in enumerate(cells)
+            if "\n" in cell and holds_row(cell, 0 if name == first else 1)  # the first field begins a row
+        }
+    )
 
 
 def _columns_of(text: str, path: Path, mark: str, *, quotes: bool = True, blanks: bool = True) -> tuple[Columns, At]:

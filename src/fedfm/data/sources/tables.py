@@ -118,7 +118,7 @@ def read_folder(folder: Path, files: list[Path], spec: DataSpec, *, task: str | 
             notices += (f"{file} has no labels (-1) and was left out",)
     if not sheets:
         raise InputError(f'{folder}: no file has labels in its column "{spec.label}" (-1 marks withheld ones)')
-    notices += _mixed(folder, {file: splits[file] or "train" for file in sheets}) if labelled else ()
+    notices += _notices_of_files(folder, {file: splits[file] or "train" for file in sheets}) if labelled else ()
     sheet = join({str(file): one for file, one in sheets.items()})
     if not unknown and labelled:
         marks = [str(splits[file]) for file, one in sheets.items() for _ in range(len(one))]
@@ -129,7 +129,7 @@ def read_folder(folder: Path, files: list[Path], spec: DataSpec, *, task: str | 
     return to_table(sheet, spec, source=str(folder), task=task, labelled=labelled)
 
 
-def _mixed(folder: Path, splits: Mapping[Path, str]) -> tuple[str, ...]:
+def _notices_of_files(folder: Path, splits: Mapping[Path, str]) -> tuple[str, ...]:
     """A notice of the splits that are read from several files which are no numbered parts of one."""
     found = []
     for split in dict.fromkeys(splits.values()):
