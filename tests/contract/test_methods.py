@@ -161,7 +161,7 @@ class TestEveryTrainedMethod:
         assert result["accuracy"] > start["accuracy"] + 0.15
 
     def test_a_resumed_run_equals_a_straight_one(self, name, tmp_path, monkeypatch):
-        tables = experiment_of(name, tmp_path, rounds=6)
+        tables = experiment_of(name, tmp_path, rounds=4)
         straight = fedfm.run(tables, tmp_path / "straight")
         cls = resolve("methods", name)
         step = cls.step
@@ -174,7 +174,7 @@ class TestEveryTrainedMethod:
             return out
 
         monkeypatch.setattr(cls, "step", dying)
-        crash = [t for t in (1, 3, 6) if t <= straight["rounds"]]
+        crash = [t for t in (1, 3, 4) if t <= straight["rounds"]]
         with pytest.raises(KeyboardInterrupt):
             fedfm.run(tables, tmp_path / "broken")
         for _ in crash[:]:

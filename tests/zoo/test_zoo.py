@@ -1,6 +1,7 @@
 """Every family with every task and adaptation trains, predicts and exports, or is refused in fedfm's own words.
 
-`make test-models` runs all; `make test` some families that differ in kind, with two adaptations each.
+`make test-models` runs all; `make test` some families that differ in kind: every task with LoRA, and one with the top
+layers.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from zoo.trial import FAILS, STEPS, Trial, trials
 
 KNOWN: dict[str, dict[str, str]] = json.loads((Path(__file__).parent / "known_failures.json").read_text("utf-8"))
 OFTEN = ("bert", "llama", "mixtral", "mamba2", "bart", "swin", "resnet", "clip")  # in `make test`, too
-OFTEN_BY = ("lora", "top_layers")
 
 
 def _cases():
     for family, about in FAMILIES.items():
         for task, adaptation in trials(about.kind):
-            marks = [] if family in OFTEN and adaptation in OFTEN_BY else [pytest.mark.models]
+            often = adaptation == "lora" or (task, adaptation) == ("classification", "top_layers")
+            marks = [] if family in OFTEN and often else [pytest.mark.models]
             if reason := KNOWN.get(family, {}).get(f"{task}, {adaptation}"):
                 marks.append(pytest.mark.xfail(strict=True, reason=reason))
             yield pytest.param(family, task, adaptation, marks=marks, id=f"{family}-{task}-{adaptation}")
