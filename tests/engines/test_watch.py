@@ -4,9 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
+import small
+from fedfm.config.experiment import Experiment
+from fedfm.engines.flower.deployment import _Watch
 from fedfm.engines.flower.node_status import Missing, NodeStatus
 from fedfm.engines.flower.server_app import LOCK, is_served, only_server
 from fedfm.errors import RunError
+from fedfm.runtime.progress import Progress
+from fedfm.runtime.run_directory import Run
 
 
 @pytest.fixture
@@ -26,6 +31,24 @@ def test_the_lock_of_a_former_server_app_is_not_that_of_the_run_submitted_again(
     assert not is_served(run.path, 1)
     with only_server(run, 2):
         assert is_served(run.path, 2)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_connection_that_breaks_ends_no_run_whoever_started_the_superlink(tmp_path, ours):
+    answers, told = [RunError("cannot be reached"), RunError("cannot be reached"), ("running", "")], list[str]()
+
+    def status(run_id):
+        answer = answers.pop(0)
+        if isinstance(answer, RunError):
+            raise answer
+        return answer
+
+    run = Run.create(Experiment.from_dict(small.experiment(tmp_path)), tmp_path / "run")
+    progress = Progress()
+    progress.notice = told.append
+    watch = _Watch(run, SimpleNamespace(status=status), SimpleNamespace() if ours else None, lambda: False, progress)
+    assert [watch._status(1) for _ in range(3)] == [("", ""), ("", ""), ("running", "")]
+    assert told == ["the SuperLink does not answer; the run goes on when it does", "the SuperLink answers again"]
 
 
 @pytest.mark.parametrize("left_out", [False, True])

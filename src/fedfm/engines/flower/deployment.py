@@ -249,12 +249,16 @@ class _Watch:
                     raise RunError(self._ending(gone, details))
 
     def _status(self, run_id: int) -> tuple[str, str]:
-        """The run's status at the SuperLink; ("", "") while the connection is down, up to a limit."""
+        """The run's status at the SuperLink; ("", "") while the connection is down, up to a limit.
+
+        On a busy machine a request can meet a connection that the SuperLink closes. That one of ours has ended is found
+        by :meth:`Fleet.check`.
+        """
         self._asked = time.monotonic()
         try:
             status = self._control.status(run_id)
         except RunError:
-            if self._fleet is not None or time.monotonic() - self._reached > _AWAY:
+            if time.monotonic() - self._reached > _AWAY:
                 raise
             if not self._away:
                 self._away = True
