@@ -21,7 +21,7 @@ def rays() -> list[str]:
     return mentioning(Path("/fedfm-")) + mentioning(Path("raylet"))
 
 
-def forgotten(before: set[str]) -> set[str]:
+def leftovers(before: set[str]) -> set[str]:
     """New files in shared memory that no process uses: those of other runs are used."""
     new = set(os.listdir("/dev/shm")) - before
     for maps in Path("/proc").glob("[0-9]*/maps") if new else ():
@@ -50,7 +50,7 @@ def test_same_bits_and_bytes_as_local(tmp_path, method, adaptation):
     same(simulated, here("run", exp, "--out", tmp_path / "local"))
     assert simulated["engine"] == "simulation"
     assert (tmp_path / "simulated").stat().st_mode & 0o077 == 0
-    until(lambda: not forgotten(before))
+    until(lambda: not leftovers(before))
     until(lambda: not mentioning(tmp_path))
 
 
