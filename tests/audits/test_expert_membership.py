@@ -7,7 +7,7 @@ from sklearn.metrics import roc_auc_score
 
 import fedfm
 from fedfm.audits.audit import perform
-from fedfm.models.adapter_files import load_adapter
+from fedfm.models.adapter_reading import load_adapter
 from fedfm.runtime.population import populate
 from fedfm.runtime.predictions import logits
 from fedfm.runtime.run_directory import Run

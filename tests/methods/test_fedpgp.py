@@ -15,7 +15,7 @@ from fedfm.core.client import Client, ClientData
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.methods.fedpgp import FedPGP, contrastive
-from fedfm.models.adapter_files import load_adapter
+from fedfm.models.adapter_reading import load_adapter
 from fedfm.models.quiet import quiet
 from fedfm.runtime.population import populate
 from fedfm.training.local_job import Job

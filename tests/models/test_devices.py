@@ -13,7 +13,7 @@ from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import Params
-from fedfm.models import devices
+from fedfm.models import cuda_devices, devices
 from fedfm.runtime import own_rows
 from fedfm.runtime.run_directory import Run
 from fedfm.sites import silo_config
@@ -179,7 +179,7 @@ def test_what_is_trained_of_a_model_on_two_devices_is_on_one():
         module.get_base_model().between = "cuda:1"
         x = torch.empty(2, 6, device="cuda:0")
         assert str(module(x).device) == "cuda:1"
-        devices.gather_trained(module, torch.device("cuda:0"))
+        cuda_devices.gather_trained(module, torch.device("cuda:0"))
         trained = {str(p.device) for p in module.parameters() if p.requires_grad}
         frozen = {str(p.device) for p in module.parameters() if not p.requires_grad}
         assert (trained, frozen) == ({"cuda:0"}, {"cuda:0", "cuda:1"})

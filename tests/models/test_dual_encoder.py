@@ -16,7 +16,8 @@ from fedfm.api.predict import predict
 from fedfm.core import tasks
 from fedfm.errors import InputError
 from fedfm.models import dual_encoder as dual
-from fedfm.models.adapter_files import load_adapter, save_adapter
+from fedfm.models.adapter_files import save_adapter
+from fedfm.models.adapter_reading import load_adapter
 from fedfm.models.adapters import adaptation
 from fedfm.models.adapters.experts import Expert, experts
 from fedfm.models.architectures.dual_encoder import DualEncoder, Prompts, tokenise, words_of

@@ -11,7 +11,7 @@ from test_dual_encoder import KINDS, bias_of, model_of, moved, plain, prompts, t
 
 import fedfm
 from fedfm.errors import InputError
-from fedfm.models.adapter_files import load_adapter
+from fedfm.models.adapter_reading import load_adapter
 from fedfm.models.export import export
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec

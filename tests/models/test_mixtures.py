@@ -21,7 +21,8 @@ from fedfm.methods import fedex_lora, flexlora
 from fedfm.methods._lora_products import Term, add, as_factors, average, delta_w
 from fedfm.methods.flora import fresh
 from fedfm.models import multiply_accumulates, quantised
-from fedfm.models.adapter_files import load_adapter, save_adapter
+from fedfm.models.adapter_files import save_adapter
+from fedfm.models.adapter_reading import load_adapter
 from fedfm.models.adapters import lora
 from fedfm.models.export import export
 from fedfm.models.load import load_model

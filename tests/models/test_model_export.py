@@ -6,7 +6,8 @@ import torch
 from tiny_models import CLASSES, images, load, prose, sentences, table_for, vectors
 
 from fedfm.errors import InputError
-from fedfm.models.adapter_files import load_adapter, save_adapter
+from fedfm.models.adapter_files import save_adapter
+from fedfm.models.adapter_reading import load_adapter
 from fedfm.models.export import export, merge
 from fedfm.models.load import load_model
 from fedfm.models.quiet import quiet

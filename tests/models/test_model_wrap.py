@@ -5,7 +5,8 @@ from tiny_models import CLASSES, load, vectors
 from torch import nn
 
 from fedfm.core.rows import Rows
-from fedfm.models.adapter_files import load_adapter, save_adapter
+from fedfm.models.adapter_files import save_adapter
+from fedfm.models.adapter_reading import load_adapter
 from fedfm.models.metrics import evaluate
 from fedfm.models.wrap import wrap
 

@@ -16,7 +16,8 @@ from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.errors import InputError
 from fedfm.models import quantised
-from fedfm.models.adapter_files import load_adapter, save_adapter
+from fedfm.models.adapter_files import save_adapter
+from fedfm.models.adapter_reading import load_adapter
 from fedfm.models.export import export, merge
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec

@@ -51,7 +51,7 @@ def load(path: str | Path, client: str | None = None, *, last: bool = False) -> 
     Raises:
         InputError: the run is not finished, or its clients have models of their own and none is named.
     """
-    from fedfm.models.adapter_files import load_adapter, rank_on_disk
+    from fedfm.models.adapter_reading import load_adapter, rank_on_disk
     from fedfm.models.adapters.lora import at_rank, rank_of
     from fedfm.models.load import load_model
 

@@ -14,7 +14,7 @@ from fedfm.config.user_code import admit_function, is_function
 from fedfm.data.spec import IN_MEMORY
 from fedfm.data.user_datasets import check_dataset
 from fedfm.errors import InputError
-from fedfm.models import adapter_files, export, merging
+from fedfm.models import adapter_reading, export, merging
 from fedfm.models.quiet import quiet
 from fedfm.models.user import language
 from fedfm.models.user.outputs import Outputs
@@ -58,7 +58,7 @@ def load(run: Run, given: Any, client: str | None, *, last: bool = False) -> tup
         )
     method = run.experiment.method
     w: Params = (
-        adapter_files.load_adapter(model, run.adapter(client or "", last=last))
+        adapter_reading.load_adapter(model, run.adapter(client or "", last=last))
         if client or last
         else method.params_for(run.state(method.state_type), "")
     )

@@ -19,7 +19,7 @@ from fedfm.audits.member_scores import CellScores, MemberScores
 from fedfm.audits.replay import Replay, Turn, Watch
 from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
-from fedfm.models.adapter_files import load_adapter
+from fedfm.models.adapter_reading import load_adapter
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.predictions import logits
 from fedfm.runtime.run_directory import Run

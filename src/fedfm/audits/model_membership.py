@@ -27,7 +27,7 @@ from fedfm.core.client import ClientId
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
-from fedfm.models.adapter_files import load_adapter
+from fedfm.models.adapter_reading import load_adapter
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.predictions import keeps_parts, personal
 from fedfm.runtime.run_directory import Run

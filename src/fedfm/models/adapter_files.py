@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedfm.core.text import to_json
-from fedfm.errors import InputError
 from fedfm.linalg.params import Params
 from fedfm.models.adapters.adaptation import LORA
 from fedfm.models.adapters.lora_names import rank_of
 from fedfm.models.adapters.pair_names import GATE, GLOBAL, LOCAL, MIX, weighed_by
 from fedfm.models.adapters.peft_alone import peft_alone
-from fedfm.models.adapters.stacked import from_files, in_files, in_names_of_peft
+from fedfm.models.adapters.stacked import in_files, in_names_of_peft
 from fedfm.models.families import unwrap
 from fedfm.models.kinds import is_dual_model, is_pooled_encoder
 from fedfm.models.model import Model
@@ -78,41 +76,6 @@ def save(model: Model, w: Params, folder: Path | str, head_takes: str | None = N
     return folder
 
 
-def rank_on_disk(folder: Path | str) -> int | None:
-    """The rank of the LoRA that :func:`save_adapter` wrote, of a pair that of each; None for other adaptations."""
-    path = Path(folder) / (GLOBAL if (Path(folder) / GLOBAL).exists() else "") / "adapter_config.json"
-    return int(json.loads(path.read_text(encoding="utf-8"))["r"]) if path.exists() else None
-
-
-def load_adapter(model: Model, folder: Path | str) -> Params:
-    """The parameters that :func:`save_adapter` wrote.
-
-    Raises:
-        InputError: the files are missing, or of another model.
-    """
-    from safetensors.torch import load_file
-
-    for part, file in WEIGHING.items():
-        if (Path(folder) / file).exists():
-            two = {name: load_adapter(model, Path(folder) / name) for name in (GLOBAL, LOCAL)}
-            return Params.join(**two, **{part: Params(load_file(Path(folder) / file))})
-    path = Path(folder) / (ADAPTER if is_lora(model) else WEIGHTS)
-    if not path.exists():
-        raise InputError(f"{folder}: no {path.name} of adaptation {model.adaptation!r}")
-    saved = load_file(path)
-    state = model.params().state()
-    short = {name: _peft_name(model, name) if is_lora(model) else name for name in state}
-    if missing := [name for name in state if short[name] not in saved]:
-        raise InputError(f"{path}: no tensor {short[missing[0]]!r}, it is of another model")
-    saved |= {short[name]: from_files(saved[short[name]], tensor) for name, tensor in state.items()}
-    for name, tensor in state.items():
-        if saved[short[name]].shape != tensor.shape:
-            raise InputError(
-                f"{path}: {short[name]} is {tuple(saved[short[name]].shape)}, expected {tuple(tensor.shape)}"
-            )
-    return Params({name: saved[short[name]].to(tensor.dtype) for name, tensor in state.items()})
-
-
 @contextmanager
 def holding(model: Model, w: Params) -> Iterator[None]:
     """Context manager: the model has the weights ``w``; restores its own afterwards."""
@@ -153,7 +116,7 @@ def _write_lora(model: Model, tensors: Mapping[str, Tensor], rank: int | None, f
     config.base_model_name_or_path = config.base_model_name_or_path or model.spec.name
     config.save_pretrained(str(folder))
     tensors = in_files(tensors, model.module)
-    write_tensors({_peft_name(model, name): tensor for name, tensor in tensors.items()}, folder / ADAPTER)
+    write_tensors({peft_name(model, name): tensor for name, tensor in tensors.items()}, folder / ADAPTER)
 
 
 def _config(model: Model) -> Any:
@@ -184,7 +147,7 @@ def folder_at(path: Path | str) -> Path:
     return path
 
 
-def _peft_name(model: Model, name: str) -> str:
+def peft_name(model: Model, name: str) -> str:
     """A parameter's name in PEFT's file."""
     if is_dual_model(model):
         name = name.replace("base_model.model.clip.", "base_model.model.", 1)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from fedfm.errors import InputError
 
 MAP = "auto-map"  # layers over all GPUs of this machine, by accelerate
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS takes the same sums in the same order only with a workspace of its own
 
 
@@ -37,16 +35,6 @@ def pick(name: str) -> torch.device:
 def placement(name: str) -> dict[str, Any]:
     """Arguments of transformers' ``from_pretrained``: none unless a model goes to several devices."""
     return {"device_map": "auto"} if name == MAP and torch.cuda.is_available() else {}
-
-
-def opens(name: str) -> bool:
-    """Whether a model with this ``model.device`` opens an accelerator, after which a process must not fork.
-
-    It opens none itself. A device that is not available counts as one: the load says so.
-    """
-    if name in ("auto", MAP):
-        return torch.cuda.is_available() or (name == "auto" and torch.backends.mps.is_available())
-    return torch.device(name).type != "cpu"
 
 
 def about(device: torch.device) -> dict[str, Any]:
@@ -79,58 +67,3 @@ def restore_determinism() -> Iterator[None]:
         if torch.are_deterministic_algorithms_enabled() != before[0]:  # the call imports torch's compiler
             torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
-
-
-def visible(environment: Mapping[str, str], count: int) -> list[str]:
-    """Names of this machine's GPUs, as :data:`VISIBLE` takes them.
-
-    Args:
-        count: how many torch sees.
-
-    Example:
-        >>> visible({"CUDA_VISIBLE_DEVICES": "4,6"}, 2), visible({}, 2)
-        (['4', '6'], ['0', '1'])
-    """
-    listed = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
-    return listed[:count] if listed else [str(i) for i in range(count)]
-
-
-def visible_to_processes(gpus: list[str], each: float) -> list[str]:
-    """What each of the processes sees that share these GPUs, if each takes ``each`` of one, or several whole ones.
-
-    Raises:
-        InputError: a process takes more than there is.
-
-    Example:
-        >>> dealt(["0", "1"], 0.5), dealt(["0", "1", "2", "3"], 2)
-        (['0', '0', '1', '1'], ['0,1', '2,3'])
-    """
-    if each > len(gpus):
-        raise InputError(f"run.gpus_per_client = {each:g}: this machine has {len(gpus)}; expected at most that")
-    if each < 1:
-        return [gpu for gpu in gpus for _ in range(int(1 / each + 1e-9))]
-    whole = int(each)
-    return [",".join(gpus[i : i + whole]) for i in range(0, len(gpus) - whole + 1, whole)]
-
-
-def gather_trained(module: nn.Module, device: torch.device) -> None:
-    """Put what is trained onto one device, where an optimiser has it as one vector: what goes into these modules is
-    brought there, and what comes out of them back to where they were.
-    """
-    from accelerate.hooks import remove_hook_from_module
-
-    for part in list(module.modules()):
-        own = {n: p for n, p in part.named_parameters(recurse=False) if p.requires_grad}
-        home = next((p.device for p in own.values()), device)
-        if home == device:
-            continue
-        if hasattr(part, "_hf_hook"):  # a copied head has accelerate's, which brings what goes in to where it was
-            remove_hook_from_module(part)
-        for name, p in own.items():
-            setattr(part, name, nn.Parameter(p.detach().to(device)))
-        part.register_forward_pre_hook(lambda _, args: tuple(_move(x, device) for x in args))
-        part.register_forward_hook(lambda _, args, y, home=home: _move(y, home))
-
-
-def _move(x: Any, device: torch.device) -> Any:
-    return x.to(device) if isinstance(x, torch.Tensor) else x

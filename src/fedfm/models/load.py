@@ -183,7 +183,9 @@ def load_model(
                 'model.device = "auto-map" trains lora without dora, ffa_lora or head; expected one of these',
                 key="model.device",
             )
-        devices.gather_trained(module, device)
+        from fedfm.models import cuda_devices
+
+        cuda_devices.gather_trained(module, device)
     if kind_of is Model:
         task.check_single_encoder()
     model = kind_of(

@@ -18,7 +18,7 @@ from fedfm.core.client import Client
 from fedfm.core.federation import Federation
 from fedfm.errors import E_LOST, ClientFault, InputError
 from fedfm.linalg.params import Params
-from fedfm.models.adapter_files import load_adapter
+from fedfm.models.adapter_reading import load_adapter
 from fedfm.models.adapters.side_adapter import SideModel
 
 

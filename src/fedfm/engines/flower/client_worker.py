@@ -24,6 +24,7 @@ from fedfm.engines.child_processes import die_with, watch_parent
 from fedfm.engines.flower import client_stub
 from fedfm.errors import InputError
 from fedfm.linalg.threads import torch_threads
+from fedfm.models import cuda_devices
 
 if TYPE_CHECKING:
     from fedfm.engines.flower import client_host
@@ -79,17 +80,15 @@ def _places(folder: Path, count: int) -> list[str | None]:
     """
     import torch
 
-    from fedfm.models import devices
-
     experiment = tomllib.loads(json.loads((folder / "site.json").read_text(encoding="utf-8"))["experiment"])
     device, run = experiment.get("model", {}).get("device", "auto"), experiment.get("run", {})
-    if not devices.opens(device):
+    if not cuda_devices.opens(device):
         return []
     if device not in ("auto", "cuda") or not torch.cuda.is_available():
         return [None] * count
-    gpus = devices.visible(os.environ, torch.cuda.device_count())
+    gpus = cuda_devices.visible(os.environ, torch.cuda.device_count())
     try:
-        found = devices.visible_to_processes(gpus, float(run.get("gpus_per_client") or 1.0))
+        found = cuda_devices.visible_to_processes(gpus, float(run.get("gpus_per_client") or 1.0))
     except InputError:  # the ServerApp says so
         return [None] * count
     return [found[i % len(found)] for i in range(count)]
@@ -97,12 +96,10 @@ def _places(folder: Path, count: int) -> list[str | None]:
 
 def _spawn(posts: list[_Post], places: list[str | None]) -> None:
     """Start a program for each post, and wait until all have ended."""
-    from fedfm.models import devices
-
     started = []
     for post, place in zip(posts, places, strict=True):
         post.leave()
-        seen = {} if place is None else {devices.VISIBLE: place}
+        seen = {} if place is None else {cuda_devices.VISIBLE: place}
         program = [sys.executable, "-P", "-m", "fedfm.engines.flower.client_worker", str(post.folder.resolve())]
         started.append(subprocess.Popen(program, env=os.environ | seen, stdin=subprocess.DEVNULL))
     for worker in started:

@@ -31,7 +31,7 @@ from fedfm.engines.flower.orphan_cleanup import end_all, reaping
 from fedfm.engines.flower.private_api import kill_ray, quiet, simulate, start_ray
 from fedfm.engines.flower.server_app import host
 from fedfm.errors import ClientFault, MissingExtra
-from fedfm.models import devices
+from fedfm.models import cuda_devices, devices
 from fedfm.runtime.population import populate
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
     population = populate(run.experiment, server=True)
     enough(run.experiment, population.clients)  # before Ray starts
     each, gpus = shares(spec.gpus_per_client, run.experiment.model.device)
-    slots = min(workers, len(devices.visible_to_processes(gpus, each))) if gpus else workers
+    slots = min(workers, len(cuda_devices.visible_to_processes(gpus, each))) if gpus else workers
 
     end = run.path / _END
     end.unlink(missing_ok=True)
@@ -93,11 +93,11 @@ def shares(each: float | None, device: str) -> tuple[float, list[str]]:
     """
     import torch
 
-    if not devices.opens(device) or not torch.cuda.is_available():
+    if not cuda_devices.opens(device) or not torch.cuda.is_available():
         return 0.0, []
-    gpus = devices.visible(os.environ, torch.cuda.device_count())
+    gpus = cuda_devices.visible(os.environ, torch.cuda.device_count())
     each = each or (float(len(gpus)) if device == devices.MAP else 1.0)
-    devices.visible_to_processes(gpus, each)  # raises
+    cuda_devices.visible_to_processes(gpus, each)  # raises
     return each, gpus
 
 

@@ -236,11 +236,13 @@ def seats(spec: RunSpec, name: str, device: torch.device) -> list[str]:
     """
     if device.type != "cuda" or (name == devices.MAP and spec.gpus_per_client is None):
         return []
-    gpus = devices.visible(os.environ, torch.cuda.device_count())
+    from fedfm.models import cuda_devices
+
+    gpus = cuda_devices.visible(os.environ, torch.cuda.device_count())
     if ":" in name:
         gpus = [gpus[device.index or 0]]
     each = spec.gpus_per_client or 1.0
-    found = devices.visible_to_processes(gpus, each)
+    found = cuda_devices.visible_to_processes(gpus, each)
     count = spec.workers or len(found)
     if count > len(found):
         raise InputError(

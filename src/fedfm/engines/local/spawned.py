@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from fedfm.models import devices
+from fedfm.models import cuda_devices
 
 MOST = 1 << 12  # bytes of the message that a worker is ready, or why not
 
@@ -39,7 +39,7 @@ def spawn(run: Path, visible: str) -> Spawned:
             stdin=subprocess.DEVNULL,
             env=os.environ
             | {
-                devices.VISIBLE: visible,
+                cuda_devices.VISIBLE: visible,
                 "FEDFM_SPAWNED_BY": str(os.getpid()),
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             },

@@ -19,7 +19,7 @@ from fedfm import seeds
 from fedfm.core import tasks
 from fedfm.core.fields import check
 from fedfm.errors import InputError
-from fedfm.models.adapters.all_linear import all_linear, is_read_alone, left_out, refused_by_peft, returns_several
+from fedfm.models.adapters.map_readers import is_read_alone, refused_by_peft, returns_several
 from fedfm.models.adapters.peft_alone import peft_alone
 from fedfm.models.adapters.stacked import stacks, without, wrap
 from fedfm.models.families import Parts, default_targets, strides_are_read, unwrap
@@ -103,6 +103,8 @@ def notices(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: list[str
     """What :func:`apply` will not adapt although the targets ask for it, for the user."""
     if spec.name not in LORA or spec.targets != (ALL_LINEAR,):
         return ()
+    from fedfm.models.adapters.all_linear import left_out
+
     line = left_out(module, parts, new)
     return (line,) if line else ()
 
@@ -166,6 +168,8 @@ def _lora(
         )
     _refuse_changes_of_the_base(spec)
     if spec.targets == (ALL_LINEAR,):
+        from fedfm.models.adapters.all_linear import all_linear
+
         spec = dataclasses.replace(spec, targets=all_linear(module, parts, new))
     _check_targets(module, spec, parts, new)
     targets = list(spec.targets or default_targets(parts))

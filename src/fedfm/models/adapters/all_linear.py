@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
-import re
-import textwrap
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
-from fedfm.models.adapters.peft_alone import peft_alone
+from fedfm.models.adapters.map_readers import is_read_alone, refused_by_peft, returns_several
 from fedfm.models.adapters.stacked import stacks
 from fedfm.models.families import Parts, unwrap
 
-_READ = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size)\b)(\s*@)?")
-_CALLED = re.compile(r"\bself\.(\w+)\(")
 _SHARE = 0.01  # of the model's numbers: a parameter that is no linear map and has fewer is not named
 
 
@@ -46,34 +39,6 @@ def left_out(module: nn.Module, parts: Parts, new: Iterable[str]) -> str:
         for why, sizes in found.items()
     ]
     return f'model.adaptation.targets: "all-linear" leaves out {"; ".join(texts)}' if texts else ""
-
-
-def is_read_alone(module: nn.Module, name: str) -> bool:
-    """Whether the module of this path is a map whose weight its owner reads: what wraps it is never called."""
-    owner, _, leaf = name.rpartition(".")
-    parent = module.get_submodule(owner)
-    return isinstance(parent, nn.MultiheadAttention) or leaf in _read_by(_class_of(parent))
-
-
-def returns_several(m: nn.Module) -> bool:
-    """Whether the class of a map returns more than one output, as some routers do, to which nothing can be added."""
-    return isinstance(m, nn.Linear) and _returns_tuple(_class_of(m))
-
-
-def refused_by_peft(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """The last parts of these paths that PEFT refuses to adapt in this model, as it does where kernels read weights."""
-    with peft_alone():
-        from peft import LoraConfig
-        from peft.tuners.lora import LoraModel
-
-    check: Any = next((vars(c)[_CHECK] for c in LoraModel.__mro__ if _CHECK in vars(c)), None)
-    out, config = set[str](), LoraConfig()
-    for leaf in {name.rpartition(".")[2] for name in names} if check is not None else ():
-        try:
-            check(None, config, module, leaf)
-        except ValueError:
-            out.add(leaf)
-    return out
 
 
 def _reasons(module: nn.Module, parts: Parts, new: Iterable[str]) -> dict[str, str]:
@@ -117,33 +82,3 @@ def _size(m: nn.Module) -> int:
     if isinstance(m, nn.Linear):
         return m.in_features * m.out_features + (m.out_features if m.bias is not None else 0)
     return sum(p.numel() for p in m.parameters(recurse=False))
-
-
-def _class_of(module: nn.Module) -> Any:
-    return type(module)
-
-
-@functools.cache
-def _read_by(owner: type[nn.Module]) -> frozenset[str]:
-    """Names of the maps whose weights the class multiplies itself, or reads and never calls."""
-    try:
-        code = inspect.getsource(owner)
-    except (OSError, TypeError):
-        return frozenset()
-    read = {(found[1], bool(found[2])) for found in _READ.finditer(code)}
-    called = {found[1] for found in _CALLED.finditer(code)}
-    return frozenset(name for name, multiplied in read if multiplied or name not in called)
-
-
-@functools.cache
-def _returns_tuple(owner: type[nn.Module]) -> bool:
-    if owner.forward is nn.Linear.forward:
-        return False
-    try:
-        code = ast.parse(textwrap.dedent(inspect.getsource(owner.forward)))
-    except (OSError, TypeError, SyntaxError):
-        return False
-    return any(isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple) for node in ast.walk(code))
-
-
-_CHECK = "_check_target_module_compatiblity"
