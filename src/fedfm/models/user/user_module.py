@@ -25,7 +25,7 @@ from fedfm.models.loss_graph import reach, with_graph
 from fedfm.models.memory_budget import in_halves, warn
 from fedfm.models.metrics import nothing, scores
 from fedfm.models.model_task import model_task
-from fedfm.models.user import gradients
+from fedfm.models.user import gradients, seen_targets
 from fedfm.models.user.module_checks import check_module
 from fedfm.models.user.outputs import Outputs, forecast, forecasts, of_module
 from fedfm.models.user.trainer_arguments import ITEMS, TrainersModule, is_trainer
@@ -324,6 +324,7 @@ class Given:
             reach(loss, model.live()),
             lambda: self.loss(self.module, _batch(model, self.rows, first)),
         )
+        model.notices += seen_targets.refuse(model, _batch(model, self.rows, range(1)), self._alias)
         model.ends = find_ends(self.module) or layers.ends(logits)
         self._check_nan(model)
         fits = isinstance(logits, Tensor) and logits.dim() == 2 and logits.is_floating_point() and logits.shape[1] > 1

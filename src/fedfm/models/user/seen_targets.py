@@ -1,0 +1,98 @@
+"""Whether a user's module that is trained to predict the next word sees it: then its loss is low and it learns nothing.
+
+Its rows tell that it predicts words: all targets are the words that the row holds, at their own places, as in Hugging
+Face's language models, or one place earlier. Then the loss of the last target alone must not change with the last word.
+A module that fills in masked words has other words at their places, and an encoder and its decoder read the words of
+two texts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedfm.core.rows import Batch
+from fedfm.errors import InputError
+from fedfm.models import influence
+from fedfm.models.families import unwrap
+from fedfm.models.model import Model
+from fedfm.models.preprocessing import IGNORE
+
+_LEAST = 3  # targets that tell
+_ROUNDED = 1e-3  # of a loss: experts that take other words together round it otherwise
+
+
+def refuse(model: Model, batch: Batch, alias: str) -> tuple[str, ...]:
+    """A notice if the module's loss for a word depends on that word.
+
+    Args:
+        batch: a few rows; the first is read.
+        alias: the other name of the target in a batch; "" if it has none.
+
+    Raises:
+        InputError: it does, and the module is a language model of transformers, whose loss means the next word.
+    """
+    module = unwrap(model.module)
+    found = _last_target(batch) if not getattr(getattr(module, "config", None), "is_encoder_decoder", False) else None
+    if found is None:
+        return ()
+    name, ids, one = found
+    one |= {alias: one["labels"]} if alias else {}
+    try:
+        with model.evaluating(), torch.random.fork_rng(devices=[]):
+            if not _sees_last(model, name, ids, one):
+                return ()
+    except Exception:  # a loss of the user's own may need more than one target
+        return ()
+    kind = type(module).__name__
+    line = f"a {kind} sees the words that it predicts: its loss for a word changes with that word"
+    if type(module).__module__.startswith("transformers."):
+        raise InputError(f"model: {line}; expected a causal model, as a llama or a gpt2, or one with is_decoder=True")
+    return (f"{line}; a model that is to predict the next word must not see it",)
+
+
+def _sees_last(model: Model, name: str, ids: Tensor, batch: Batch) -> bool:
+    """Whether the loss of this batch depends on the last word of ``ids`` (1, L), its entry of this name."""
+    other = ids.clone()
+    other[0, -1] = next(iter(ids[0][ids[0] != ids[0, -1]].tolist()))
+    losses = [float(model.loss(batch | {name: words})) for words in (ids, other)]
+    if not abs(losses[0] - losses[1]) > 0:  # also NaN: there is no loss of one target
+        return False
+    depends = influence.of_places(model.module, lambda: model.loss(batch | {name: ids}))
+    if depends is None:
+        return abs(losses[0] - losses[1]) > _ROUNDED * max(map(abs, losses))
+    return any(bool(places[..., -1].any()) for places in depends)
+
+
+def _last_target(batch: Batch) -> tuple[str, Tensor, Batch] | None:
+    """(name of the words, the words (1, L) of the first row, its batch with the last target alone); None if the rows
+    are no words that are to be predicted from those before them.
+    """
+    target = batch.get("labels")
+    if not isinstance(target, Tensor) or target.dim() != 2 or target.is_floating_point():
+        return None
+    for name, words in batch.items():
+        alike = isinstance(words, Tensor) and words.shape == target.shape and not words.is_floating_point()
+        if name == "labels" or not alike or words[0].unique().numel() < _LEAST:
+            continue
+        mask = batch.get("attention_mask")
+        whole = mask is None or mask.shape != words.shape or name == "attention_mask"
+        length = words.shape[1] if whole else int(mask[0].sum())
+        ids, wanted = words[:1, :length], target[:1, :length]
+        for earlier in (0, 1):
+            expected, there = ids[0, earlier:], wanted[0, : length - earlier]
+            counts = there != IGNORE
+            if int(counts.sum()) >= _LEAST and bool(counts[-1]) and bool((there == expected)[counts].all()):
+                last = torch.full_like(wanted, IGNORE)
+                last[0, length - earlier - 1] = there[-1]
+                kept = {n: x[:1, :length] if _of_places(x, words) else x[:1] for n, x in batch.items() if _is_row(x)}
+                return name, ids, kept | {"labels": last}
+    return None
+
+
+def _of_places(x: Tensor, words: Tensor) -> bool:
+    return x.dim() > 1 and x.shape[:2] == words.shape
+
+
+def _is_row(x: object) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0
