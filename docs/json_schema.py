@@ -14,7 +14,7 @@ from dataclasses import MISSING, Field, is_dataclass
 from typing import Any, get_args, get_origin
 
 from fedfm.config.papers import differences
-from fedfm.config.registry import available, ours, resolve
+from fedfm.config.registry import name_of, ours, resolve
 from fedfm.config.run_spec import RunSpec
 from fedfm.core.capabilities import HiddenModel
 from fedfm.core.fields import bounds_of, describe, is_required, owners_of, plain_type, settings_of
@@ -126,8 +126,7 @@ def _property(f: Field[Any], hint: Any) -> Schema:
     hint, default, bounds = plain_type(hint), f.metadata.get("usual", f.default), bounds_of(f)
     told: Schema = {"description": describe(f, hint)}
     if isinstance(hint, type) and issubclass(hint, Local):
-        names = {resolve("optimisers", name): name for name in available("optimisers")}
-        name = names[type(default)]
+        name = name_of("optimisers", default)
         values = [(key, of, getattr(default, of.name)) for key, of, _ in settings_of(type(default))]
         told |= {"default": {"name": name} | {key: value for key, of, value in values if value != of.default}}
         if name == "sgd":

@@ -18,7 +18,7 @@ from fedfm.api.pretrain_spec import PretrainSpec
 from fedfm.cli import main
 from fedfm.cli.parser import build
 from fedfm.config.experiment import Experiment
-from fedfm.config.registry import available, resolve
+from fedfm.config.registry import available, ours, resolve
 from fedfm.config.run_spec import RunSpec
 from fedfm.config.toml import key_of
 from fedfm.core import capabilities
@@ -132,12 +132,8 @@ def keys(cls):
 def known_keys():
     """Every key that an experiment, a pretraining, a silo's or a federation's file may have, dotted from its table."""
     methods = set().union(*(keys(resolve("methods", n)) for n in available("methods")))
-    local = {"name"}.union(
-        *(
-            {key_of(f.name) for f in dataclasses.fields(c)}
-            for c in (resolve("optimisers", name) for name in available("optimisers"))
-        )
-    )
+    optimisers = (resolve("optimisers", name) for name in ours("optimisers"))
+    local = {"name"}.union(*({key_of(f.name) for f in dataclasses.fields(cls)} for cls in optimisers))
     tables = {
         "data": keys(DataSpec) | {f"partition.{k}" for k in keys(PartitionSpec)},
         "model": keys(ModelSpec) | {f"adaptation.{k}" for k in keys(AdaptationSpec)},

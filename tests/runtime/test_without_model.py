@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedfm.config.experiment import Experiment
-from fedfm.linalg.quantised import EXACT
+from fedfm.linalg.precisions import EXACT
 from fedfm.runtime.client import Silos
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.population import populate

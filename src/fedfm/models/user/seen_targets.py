@@ -73,11 +73,11 @@ def _last_target(batch: Batch) -> tuple[str, Tensor, Batch] | None:
         return None
     for name, words in batch.items():
         alike = isinstance(words, Tensor) and words.shape == target.shape and not words.is_floating_point()
-        if name == "labels" or not alike or words[0].unique().numel() < _LEAST:
+        if name == "labels" or not alike or len(set(words[0].tolist())) < _LEAST:
             continue
         mask = batch.get("attention_mask")
         whole = mask is None or mask.shape != words.shape or name == "attention_mask"
-        length = words.shape[1] if whole else int(mask[0].sum())
+        length = words.shape[1] if mask is None or whole else int(mask[0].sum())
         ids, wanted = words[:1, :length], target[:1, :length]
         for earlier in (0, 1):
             expected, there = ids[0, earlier:], wanted[0, : length - earlier]
