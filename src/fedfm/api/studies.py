@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.api import execute
+from fedfm.api.intervals import FIGURES, bounds, rows_behind
 from fedfm.config.experiment import Experiment
 from fedfm.config.toml import put
 from fedfm.core.capabilities import Comparable
@@ -50,8 +51,6 @@ def seeds(experiment: Experiment, which: Sequence[int], out: Path | None, progre
         The runs' results, mean and 95 % interval of every metric (see :mod:`fedfm.api.intervals`), and the total
         epsilon: each run is a release of its own, and basic composition adds them.
     """
-    from fedfm.api.intervals import FIGURES, bounds, rows_behind
-
     if len(set(which)) != len(which):
         raise InputError(f"--seeds {','.join(map(str, which))}: a seed occurs twice")
     out = out or own_place(experiment.name)

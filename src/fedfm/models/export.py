@@ -10,6 +10,7 @@ from torch import nn
 
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
+from fedfm.models import export_base, merging, quantised
 from fedfm.models.adapter_files import WEIGHTS, folder_at, holding, is_lora, save_adapter, write_about, write_tensors
 from fedfm.models.adapters.pair_names import GATE, weighed_by
 from fedfm.models.adapters.peft_alone import peft_alone
@@ -44,8 +45,6 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
     Raises:
         InputError: this form does not support the model.
     """
-    from fedfm.models import export_base
-
     if to not in ("peft", "hf", "torch"):
         raise InputError(f"--to: unknown {to!r}, expected peft, hf or torch")
     if to != "peft" and weighed_by(w) == GATE:
@@ -100,11 +99,8 @@ def merge(model: Model, w: Params) -> Any:
     Raises:
         InputError: a layer computes something else with merged weights, as :func:`merging.merge` tells.
     """
-    from fedfm.models import merging
-
     with holding(model, w):
         module: Any = copy.deepcopy(model.module)
-    from fedfm.models import quantised
 
     module = quantised.rebuild(module, DTYPES[model.spec.dtype]) if quantised.kind_of(module) else module.cpu()
     if is_lora(model):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedfm.core.rows import Batch, Rows
 from fedfm.errors import InputError
 from fedfm.models.network import Network, Pool
+from fedfm.models.probe_rows import made_texts, probe_rows
 
 _CLOSE = 1e-3  # of the largest logit, in float32
 _ROUGHLY = 0.05  # in 16 bits
@@ -62,8 +63,6 @@ def way_of(model: Network, head: nn.Linear, rows: Rows) -> Pool:
     Raises:
         InputError: in no way that is known, or what it gives for a text depends on the texts beside it.
     """
-    from fedfm.models.probe_rows import probe_rows
-
     made = probe_rows(model, rows)
     batch = made.to_padded().batch(range(2))
     generator = torch.Generator().manual_seed(0)
@@ -95,8 +94,6 @@ def way_of(model: Network, head: nn.Linear, rows: Rows) -> Pool:
 
 def of_padding(model: Network) -> list[str]:
     """Of a classifier of texts: a notice if its logits depend on the texts beside it."""
-    from fedfm.models.probe_rows import made_texts
-
     made = made_texts(model)
     with model.evaluating():
         both, alone = (model.outputs(made.take(i).to_padded().batch(range(len(i)))) for i in ([0, 1], [0]))

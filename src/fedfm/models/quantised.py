@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fedfm.errors import InputError
+from fedfm.models import quantised_experts
 from fedfm.models.adapters.stacked import wrap
 from fedfm.models.families import unwrap
 from fedfm.models.locate import DTYPES
@@ -139,8 +140,6 @@ def kind_of(module: nn.Module) -> str | None:
 
 def has_experts(module: nn.Module) -> bool:
     """Whether experts of a mixture are in 4 bits."""
-    from fedfm.models import quantised_experts
-
     return any(isinstance(m, quantised_experts.OnBits) for m in module.modules())
 
 
@@ -148,8 +147,6 @@ def in_floats(module: nn.Module, head: str) -> str:
     """A line that names the matrices which are not quantised, beside embeddings and the head; empty if they have less
     than a hundredth of the numbers.
     """
-    from fedfm.models import quantised_experts
-
     sizes, bytes_, whole = dict[str, int](), 0, unwrap(module)
     out = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
     packed = sum(m.in_features * m.out_features for _, m in maps(module))
@@ -205,8 +202,6 @@ def _of(state: Any) -> Iterator[Tensor]:
 def make_plain(module: nn.Module, dtype: torch.dtype) -> None:
     """Replace every quantised map by one with the weights that its bits stand for, in this dtype, on the CPU."""
     from transformers.pytorch_utils import Conv1D
-
-    from fedfm.models import quantised_experts
 
     quantised_experts.unpack(module, dtype)
     for path, linear in list(maps(module)):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fedfm.audits.finding import cells
 from fedfm.errors import InputError
 from fedfm.reports import html
 from fedfm.reports.account import privacy_claim, smallest_sum
@@ -177,7 +178,6 @@ def kind_of(name: str) -> str:
 
 
 def _attacks(run: RunFiles, found: Sequence[Any], unfit: str) -> str:
-    from fedfm.audits.finding import cells
 
     ranked = sorted(found, key=lambda f: _ORDER.index(f["verdict"]) if f.get("verdict") in _ORDER else len(_ORDER))
     shown = ranked[:_MOST]

@@ -45,11 +45,11 @@ class Job:
 
     def batches(self) -> Iterator[tuple[Rows, np.ndarray]]:
         """Each mini-batch as (rows, index into them): deferred pictures come computed, augmented ones changed."""
-        from fedfm.training import augmentation
-
         rows = self.client.data.train
         if not rows.deferred and not rows.augment:
             return ((rows, index) for index in self.orders())
+        from fedfm.training import augmentation
+
         return augmentation.views(rows, list(self.orders()), self.client.seed, self.local.epochs)
 
 

@@ -18,6 +18,7 @@ from fedfm.linalg import pages
 from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params
 from fedfm.models.derived_modules import Bounded, hinge, penalties
+from fedfm.models.memory_budget import in_halves, warn
 from fedfm.models.model import Model
 from fedfm.training.local_job import Job, over_classes
 from fedfm.training.optimisers import ABSENT
@@ -192,8 +193,6 @@ class _Backward:
 
     def __call__(self, rows: Rows, index: np.ndarray) -> Tensor:
         """The mean loss over these rows, float64, where it was computed: to read it would have a GPU waited for."""
-        from fedfm.models.memory_budget import in_halves
-
         size = min(self.most or len(index), len(index))
         if getattr(self.model, "mixes_rows", ""):
             return self._add(rows, index, size)
@@ -208,8 +207,6 @@ class _Backward:
 
     def _say(self, text: str) -> None:
         """In the silo's log, and as a warning to whoever started this process."""
-        from fedfm.models.memory_budget import warn
-
         self.note(text)
         warn(text)
 

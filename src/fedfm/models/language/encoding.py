@@ -12,12 +12,13 @@ from torch import Tensor
 
 from fedfm.core.rows import Asked, Batch, Output
 from fedfm.core.tokens import Tokens
+from fedfm.models import left_out
+from fedfm.models.language import chat_templates, truncation
 from fedfm.models.preprocessing import IGNORE
 from fedfm.models.quiet import quiet
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
-    from fedfm.models.language import chat_templates
 
 
 def passages(pieces: list[str], tokenizer: Any, max_length: int) -> Tokens:
@@ -47,8 +48,6 @@ def instructions(
         the rows, and ``answer_start`` (n,), where the last answer begins; if the loss counts other tokens than those
         after it, also ``answer_spans`` (n, k, 2), where each answer begins and ends, 0 where a row has fewer than k.
     """
-    from fedfm.models.language import chat_templates, truncation
-
     with quiet():
         whole = (chat_templates.encode_row(said, output, template, tokenizer) for said, output in pairs)
         rows = [truncation.cut(row, max_length, tokenizer) for row in whole]
@@ -78,8 +77,6 @@ def preferences(
         the rows; ``second`` (n,), where the second text begins; ``answer_start`` (n, 2), where the answers begin in
         their texts.
     """
-    from fedfm.models.language import chat_templates
-
     tokens, second, starts = [], [], []
     with quiet():
         for said, *answers in triples:
@@ -95,7 +92,6 @@ def preferences(
 
 def _same_length(rows: list[chat_templates.Written], max_length: int, tokenizer: Any) -> list[chat_templates.Written]:
     longest = max(len(row.ids) - row.start for row in rows)
-    from fedfm.models.language import truncation
 
     return [truncation.cut(row, max_length, tokenizer, longest) for row in rows]
 
@@ -104,8 +100,6 @@ def cut_rows(
     table: Table, index: Sequence[int] | np.ndarray, tokenizer: Any, max_length: int, template: str | None
 ) -> int:
     """How many of these rows of a prompt and answers are longer than ``max_length`` tokens."""
-    from fedfm.models.language import chat_templates
-
     count = 0
     with quiet():
         for said, *answers in table.take(np.asarray(index, dtype=np.int64)).inputs:
@@ -118,16 +112,12 @@ def template_losses(
     table: Table, index: Sequence[int] | np.ndarray, tokenizer: Any, template: str | None
 ) -> Counter[str]:
     """What the template leaves out of how many of these rows, as of :func:`fedfm.models.left_out.count`."""
-    from fedfm.models import left_out
-
     with quiet():
         return left_out.count(table.take(np.asarray(index, dtype=np.int64)).inputs, template, tokenizer)
 
 
 def prompts(pairs: Sequence[tuple[Asked, Output]], tokenizer: Any, length: int, template: str | None) -> list[Tensor]:
     """Each prompt in at most ``length`` tokens: BOS, and the last."""
-    from fedfm.models.language import chat_templates, truncation
-
     with quiet():
         asked = [chat_templates.prompt_tokens(said, template, tokenizer) for said, _ in pairs]
     kept = (([ids[i] for i in truncation.keep_end(ids, length, tokenizer)]) for ids in asked)
