@@ -3,6 +3,7 @@
 ``lint-imports`` checks packages and folders, without imports for type checkers, which may name few classes above.
 """
 
+import ast
 import tomllib
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -11,6 +12,7 @@ import grimp
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src" / "fedfm"
 NAMED_BELOW = {  # what packages below name in their types: all else that they read of it stands in protocols of theirs
     "fedfm.models.model",
     "fedfm.privacy.accountant",
@@ -54,3 +56,15 @@ def test_types_of_packages_above_are_few(graph):
         if None not in (floor(module), floor(other)) and floor(module) < floor(other)
     }
     assert up <= NAMED_BELOW
+
+
+def test_no_name_of_a_package_is_that_of_a_file_in_it():
+    """Python replaces the name by the file as soon as somebody imports the file."""
+    hidden = []
+    for package in SRC.rglob("__init__.py"):
+        files = {path.stem for path in package.parent.iterdir()} - {"__init__"}
+        for node in ast.parse(package.read_text(encoding="utf-8")).body:
+            name = getattr(node, "name", None)
+            if name in files:
+                hidden.append(f"{package.relative_to(SRC)} {name}")
+    assert not hidden

@@ -321,7 +321,7 @@ def test_of_pictures_that_are_packed(name, kernels, folder):
 def check_packed(model, rows, n, kernels):
     """The same bounds as :func:`check`, through what a client's training calls."""
     model.kernels = kernels
-    assert packed.by_row(model, rows) is not None
+    assert packed.row_gradients(model, rows) is not None
     index = np.arange(n)[::-1].copy()
     middle = float(np.median(by_hand(model, rows, index, 1.0)[1]))
     for c in (middle / 50, middle, middle * 50):

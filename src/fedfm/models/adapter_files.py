@@ -18,8 +18,9 @@ from fedfm.models.adapters.pair_names import GATE, GLOBAL, LOCAL, MIX, weighed_b
 from fedfm.models.adapters.peft_alone import peft_alone
 from fedfm.models.adapters.stacked import in_files, in_names_of_peft
 from fedfm.models.families import unwrap
-from fedfm.models.kinds import is_dual_model, is_pooled_encoder
+from fedfm.models.kinds import is_pooled_encoder
 from fedfm.models.model import Model
+from fedfm.models.model_kinds import is_dual_model
 from fedfm.models.quiet import quiet
 
 ADAPTER, WEIGHTS, ABOUT = "adapter_model.safetensors", "model.safetensors", "fedfm.json"

@@ -23,7 +23,7 @@ from fedfm.errors import InputError
 from fedfm.models.heads import bases, head_of, output_maps, within
 
 if TYPE_CHECKING:
-    from fedfm.models.quantised import StoredWeights
+    from fedfm.models.stored_files import StoredWeights
 
 _FIRST = 3  # names in a message
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")  # of torch: parallel, compiled, sharded
@@ -87,14 +87,14 @@ class Difference:
         A pattern means whole parts of a name: GPT-2's ``attn.bias``, a mask of older releases, is found in
         ``c_attn.bias``, too. What it hides by chance has the name of a parameter of the module, but for numbers.
         """
-        found = self._hidden()
+        found = self._find_hidden()
         if not found:
             return set()
         meant = re.compile("|".join(rf"(?:^|\.)(?:{p})" for p in self._patterns))
         kinds = {_NUMBER.sub("#", name) for name, _ in self.module.named_parameters(remove_duplicate=False)}
         return {n for n in found if not meant.search(n) and {_NUMBER.sub("#", a) for a in self._aliases(n)} & kinds}
 
-    def _hidden(self) -> set[str]:
+    def _find_hidden(self) -> set[str]:
         """Names that are left over, and that patterns of the class keep transformers from reporting."""
         if not self._patterns:
             return set()
@@ -166,7 +166,7 @@ class Difference:
 
     @cached_property
     def _weights(self) -> StoredWeights:
-        from fedfm.models.quantised import StoredWeights
+        from fedfm.models.stored_files import StoredWeights
 
         return StoredWeights(self.path)
 
@@ -266,7 +266,7 @@ class Difference:
         """A notice of weights that the class leaves out by a rule, such as the layers by which some models predict a
         second word, and that the class which wrote them has not, either.
         """
-        found = self._hidden() - self.leftovers
+        found = self._find_hidden() - self.leftovers
         left = sorted(n for n in found if not self._saved_has(n) and self._is_learned(n))
         if not left:
             return []

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedfm.errors import InputError
 from fedfm.models import (
     preprocessing,
-    weights,
+    refusals,
 )
 from fedfm.models.locate import stored_file
 from fedfm.models.model_task import ModelTask
@@ -68,7 +68,7 @@ def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, task: Mo
         tokenizer, by, guess = tokenizer_files.read(path, spec.name)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(
-            f"model.name: {path} has no tokenizer for data of kind {kind}: {weights.first_of(error)}", key="model.name"
+            f"model.name: {path} has no tokenizer for data of kind {kind}: {refusals.first_of(error)}", key="model.name"
         ) from None
     guess = (*guess, *tokenizer_files.cls_notice(tokenizer, spec.name))
     if tokenizer.pad_token_id is None:
@@ -98,14 +98,14 @@ def image_processor(path: Path | str, spec: ModelSpec, config: Any) -> tuple[Any
     try:
         found = AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=False)
     except ImportError as error:
-        reason = weights.first_of(error).partition(". ")[0]
+        reason = refusals.first_of(error).partition(". ")[0]
         why = f"the image processor of {spec.name} does not run here ({reason})"
         processor = ViTImageProcessorPil.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         if any(stored_file(path, f"{kind}_config.json") is not None for kind in ("preprocessor", "processor")):
             raise InputError(
                 f"model.name: the image processor of {spec.name!r} cannot be read: "
-                f"{textwrap.shorten(weights.first_of(error), 200, placeholder=' ...')}",
+                f"{textwrap.shorten(refusals.first_of(error), 200, placeholder=' ...')}",
                 key="model.name",
             ) from None
         vision = getattr(config, "vision_config", config)

@@ -215,9 +215,9 @@ def _weights(loaded: Loaded) -> set[str]:
     own, stored = {name for name, _ in loaded.module.named_parameters()}, loaded.stored
     if stored is None:
         return own
-    from fedfm.models import quantised, stored_bits
+    from fedfm.models import stored_bits, stored_files
 
-    if not isinstance(stored, quantised.StoredWeights):
+    if not isinstance(stored, stored_files.StoredWeights):
         return own
     base = f"{loaded.module.base_model_prefix}."
     return own | {n.removeprefix(base) for n in own} | {f"{base}{n}" for n in own} | stored_bits.scales(stored)

@@ -18,8 +18,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fedfm.core.rows import Batch, Rows
-from fedfm.models.kinds import is_dual_model
 from fedfm.models.model import Model
+from fedfm.models.model_kinds import is_dual_model
 
 _LOOK = 64  # rows whose median length represents all rows
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedfm.errors import InputError
 from fedfm.models.checkpoint import shape_faults, some, tensors
-from fedfm.models.quantised import StoredWeights
+from fedfm.models.stored_files import StoredWeights
 
 _STATE = "quant_state.bitsandbytes__"  # followed by nf4 or fp4: sizes of blocks and the weight's shape, as JSON
 _TABLES, _NESTED = ("absmax", "quant_map"), ("nested_absmax", "nested_quant_map")

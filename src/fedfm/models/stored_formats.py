@@ -16,8 +16,8 @@ from torch import nn
 
 from fedfm.errors import InputError, first_line
 from fedfm.models.checkpoint import some, tensors
-from fedfm.models.quantised import StoredWeights
 from fedfm.models.quantised_maps import settings
+from fedfm.models.stored_files import StoredWeights
 
 BITSANDBYTES = "bitsandbytes"
 _FLAG = "dequantize"  # of a format's configuration in transformers

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from fedfm.errors import InputError
-from fedfm.models import devices, families, quantised, stored_bits, stored_formats
+from fedfm.models import devices, families, quantised, stored_bits, stored_files, stored_formats
 from fedfm.models.checkpoint import Difference
 from fedfm.models.locate import DTYPES
 from fedfm.models.quantised_maps import of_folder
+from fedfm.models.refusals import refusal
 from fedfm.models.spec import ModelSpec
-from fedfm.models.weights import Read, load, new_modules, refusal
+from fedfm.models.weights import Read, load, new_modules
 
 
 def hollow(
@@ -34,7 +35,7 @@ def hollow(
         del plain.quantization_config
     with init_empty_weights(include_buffers=False):
         module = _skeleton(auto, path, spec, plain)
-    checkpoint = checkpoint_of(path, spec.name)
+    checkpoint = stored_files.checkpoint_of(path, spec.name)
     weights = quantised.Unquantised(module, checkpoint, alike=stored is None)
     if stored is not None:
         stored_bits.check(checkpoint, stored, weights.by_file, path)
@@ -69,7 +70,7 @@ def module_of(
         del plain.quantization_config
     with torch.device("meta"):
         skeleton = _skeleton(auto, path, spec, plain)
-    checkpoint = checkpoint_of(path, spec.name)
+    checkpoint = stored_files.checkpoint_of(path, spec.name)
     lazily = quantised.Unquantised(skeleton, checkpoint, alike=stored is None)
     weights: Mapping[str, Tensor] = checkpoint if stored is not None else lazily
     if stored is not None:
@@ -112,19 +113,3 @@ def _skeleton(auto: Any, path: Path | str, spec: ModelSpec, config: Any) -> Any:
         return auto.from_config(config, dtype=DTYPES[spec.dtype])
     except ValueError as error:
         raise refusal(path, spec.name, error) from None
-
-
-def checkpoint_of(path: Path | str, name: str) -> quantised.StoredWeights:
-    """The checkpoint's tensors by name.
-
-    Raises:
-        InputError: a file of it cannot be read.
-    """
-    from safetensors import SafetensorError
-
-    found = quantised.StoredWeights(path)
-    try:
-        len(found)  # reads the names
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise refusal(path, name, error) from None
-    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from fedfm.errors import InputError
 from fedfm.models import families, quantised_maps
 from fedfm.models.checkpoint import Difference, some
 from fedfm.models.heads import bases, within
-from fedfm.models.locate import BUILT_IN
+from fedfm.models.refusals import first_of, refusal
 from fedfm.models.spec import ModelSpec
 
 
@@ -81,11 +80,11 @@ def load(
         )
     widened = False
     if quantised_maps.settings(config) is not None:
-        from fedfm.models import stored_formats, stored_weights
+        from fedfm.models import stored_files, stored_formats
 
         widened = stored_formats.is_widened(config)
         if widened:
-            stored_formats.check(stored_weights.checkpoint_of(path, spec.name), spec.name)
+            stored_formats.check(stored_files.checkpoint_of(path, spec.name), spec.name)
     try:
         # It draws the missing weights, which must neither depend on the global generator nor change it.
         with torch.random.fork_rng(devices=[]):
@@ -151,30 +150,6 @@ def _failed_tensors(error: Exception) -> set[str]:
         found |= set(getattr(info, "conversion_errors", ()))
         trace = trace.tb_next
     return found
-
-
-def first_of(error: Exception) -> str:
-    """The first line of a library's message."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def refusal(path: Path | str, name: str, error: Exception) -> InputError:
-    """The error of a model that transformers could not read."""
-    from huggingface_hub import is_offline_mode
-
-    first = first_of(error)
-    if found := re.search(r"(\w+)Config'> for this kind of AutoModel: (?:AutoModelFor)?(\w+)", str(error)):
-        first = f"transformers has no {found[1]} for {found[2]}, which model.task and the data ask for"
-        return InputError(f"model.name: {name!r} does not fit: {first}", key="model.name")
-    if isinstance(path, Path):
-        return InputError(f"model.name: {path} cannot be read as a model: {first}", key="model.name")
-    if is_offline_mode():
-        first += " (HF_HUB_OFFLINE is set: nothing is downloaded)"
-    return InputError(
-        f"model.name: {name!r} is not built in ({', '.join(BUILT_IN)}), no folder here, "
-        f"and no hub id that could be read: {first}",
-        key="model.name",
-    )
 
 
 def _attention(spec: ModelSpec) -> dict[str, str]:

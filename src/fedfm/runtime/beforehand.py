@@ -17,8 +17,8 @@ from fedfm.core.method import Method
 from fedfm.models import lengths
 from fedfm.models.families import unwrap
 from fedfm.models.first_batch import look
-from fedfm.models.kinds import is_ours
 from fedfm.models.model import Model
+from fedfm.models.model_kinds import is_ours
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.training import TrainsLocally
 from fedfm.training.optimisers import joins_last

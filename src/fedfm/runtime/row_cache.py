@@ -30,8 +30,8 @@ from fedfm.data.table import Table
 from fedfm.errors import InputError, RunError
 from fedfm.linalg.params import to_bytes
 from fedfm.models import preprocessing
-from fedfm.models.kinds import is_dual_model, is_ours
 from fedfm.models.model import Model
+from fedfm.models.model_kinds import is_dual_model, is_ours
 from fedfm.version import __version__
 
 FORMAT = 1

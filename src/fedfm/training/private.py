@@ -151,7 +151,7 @@ def sums(
     live = {name: p for name, p in model.live().items() if only is None or name in only}
     numbers = sum(p.numel() for p in live.values())
     of_head = _head(model, rows, clip_norm) if cached_head.applies(model) and only is None else None
-    of_rows = packed.by_row(model, rows) if of_head is None and only is None else None
+    of_rows = packed.row_gradients(model, rows) if of_head is None and only is None else None
     by_layers: bool | None = None  # whether one backward pass does for many rows; the first two rows tell
 
     def total(index: np.ndarray) -> Tensor:

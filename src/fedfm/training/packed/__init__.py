@@ -104,7 +104,7 @@ def predict(model: Model, rows: Rows) -> Tensor | None:
         return found.predictor(p, rows)
 
 
-def by_row(model: Model, rows: Rows) -> RowGradients | None:
+def row_gradients(model: Model, rows: Rows) -> RowGradients | None:
     """Sums of clipped gradients of single rows; None if the model or the rows are not supported."""
     from fedfm.training.packed.by_row import RowGradients
 

@@ -1,0 +1,22 @@
+"""Which of our own classes a model has, without an import, see :mod:`fedfm.models.kinds`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from fedfm.models.kinds import is_of
+
+if TYPE_CHECKING:
+    from fedfm.models.dual_encoder import DualModel
+
+_OURS = ("fedfm.models.model:Model", "fedfm.models.dual_encoder:DualModel")
+
+
+def is_dual_model(model: Any) -> TypeGuard[DualModel]:
+    """Whether a model's module has two encoders that both stay."""
+    return is_of(model, "fedfm.models.dual_encoder:DualModel")
+
+
+def is_ours(model: Any) -> bool:
+    """Whether a model's class is one of our own itself: a class derived from it may compute otherwise."""
+    return f"{type(model).__module__}:{type(model).__qualname__}" in _OURS
