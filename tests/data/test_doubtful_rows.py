@@ -186,3 +186,21 @@ def test_grey_that_counts_from_white(tmp_path: Path, dtype: Any) -> None:
     found = decode(tmp_path / "a.tif")[0, :, 0]
     # Pillow inverts 8 bits both when it writes and when it reads; 16 bits lie in the file as they are.
     assert found.tolist() == ([255, 255 - 64, 0] if dtype == np.uint16 else [0, 63, 255])
+
+
+@pytest.mark.parametrize("names", [["neg", "pos"], ["pos", "neg"]])
+def test_splits_of_a_hub_set_name_classes_alike(tmp_path: Path, names: list[str]) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def part(names: list[str]) -> Any:
+        kinds = {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)}
+        rows = {"text": TEXTS, "label": [i % 2 for i in range(len(TEXTS))]}
+        return datasets.Dataset.from_dict(rows, features=datasets.Features(kinds))
+
+    datasets.DatasetDict({"train": part(["neg", "pos"]), "test": part(names)}).save_to_disk(tmp_path / "hub")
+    spec = DataSpec(hub=str(tmp_path / "hub"))
+    if names == ["neg", "pos"]:
+        assert load_table(spec, seed=0).classes == ("neg", "pos")
+    else:
+        with pytest.raises(InputError, match=r'"train" and "test" of .* name the classes of "label" differently'):
+            load_table(spec, seed=0)

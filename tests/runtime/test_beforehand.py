@@ -40,6 +40,22 @@ class TestColumns:
         notices = fedfm.load_run(result["run"]).manifest["notices"]
         assert [f"column x[:, 2] has numbers up to {most:.3g}" in text for text in notices] == [True]
 
+    @pytest.mark.parametrize(("times", "scale"), [(1.0, "none"), (1e3, "none"), (1e-3, "none"), (1e3, "unit")])
+    def test_clients_with_other_units_are_told(self, tmp_path, times, scale):
+        rng = np.random.default_rng(0)
+        for name, factor in (("north", 1.0), ("south", times)):
+            x = (factor * rng.normal(size=(40, 5))).astype(np.float32)
+            np.savez(tmp_path / f"{name}.npz", x=x, y=np.arange(40) % 2)
+        files = {name: str(tmp_path / f"{name}.npz") for name in ("north", "south")}
+        tables = {
+            "data": {"clients": files, "scale": scale},
+            "model": {"name": "features"},
+            "method": {"name": "fedavg", "rounds": 0},
+            "run": {"workers": 1},
+        }
+        notices = fedfm.load_run(fedfm.run(tables, tmp_path / "run")["run"]).manifest["notices"]
+        assert any("different units" in text for text in notices) == (times != 1 and scale == "none")
+
     def test_alike_columns_are_not_told(self, tmp_path):
         tables, _ = scale_column(tmp_path, 100.0)
         assert not fedfm.load_run(fedfm.run(tables, tmp_path / "run")["run"]).manifest["notices"]

@@ -63,7 +63,7 @@ def check(method: Method[Any], population: Partitioned) -> list[str]:
 
 
 def notices(population: Partitioned) -> list[str]:
-    """Lines about feature vectors of which one column is much wider than the others."""
+    """Lines about feature vectors of which one column is much wider than the others, or one client's than another's."""
     if population.federated.table.kind != "features":
         return []
     from fedfm.runtime import feature_columns
@@ -77,9 +77,6 @@ def _rows(population: Partitioned) -> np.ndarray:
     for of in population.federated.clients.values():
         parts += [of.train, of.val, of.test]
     return np.unique(np.concatenate(parts).astype(np.int64))
-
-
-# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 # --- the model on rows ------------------------------------------------------------------------------------------------

@@ -9,14 +9,19 @@ from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.runtime.partitioned import Partitioned
 
+_UNITS = 100.0  # times that the usual number of a client is another's, from which it is told
 _WIDE = 1e4  # a column of feature vectors this many times as wide as the median one, and at least so wide, is told
 
 
 def notices(population: Partitioned) -> list[str]:
-    """Lines about feature vectors of which one column is much wider than the others."""
+    """Lines about feature vectors of which one column is much wider than the others, or one client's than another's."""
     table = population.federated.table
     if table.kind != "features" or not len(table.inputs):
         return []
+    return [*_wide_column(table), *_other_units(population)]
+
+
+def _wide_column(table: Table) -> list[str]:
     widths = _widths(table)
     usual = max(float(np.median(widths)), 1.0)
     wide = np.flatnonzero(widths > _WIDE * usual)
@@ -26,6 +31,22 @@ def notices(population: Partitioned) -> list[str]:
     return [
         f"{table.source}: column x[:, {wide[0]}] has numbers up to {widths[wide[0]]:.3g}, the usual column up to "
         f"{usual:.3g}{more}: it alone decides the steps of training; give it in other units, or set data.scale"
+    ]
+
+
+def _other_units(population: Partitioned) -> list[str]:
+    """A line if the usual number of one client is many times that of another, as where one measures in other units."""
+    x, clients = population.federated.table.inputs, population.federated.clients
+    usual = {name: float(np.median(np.abs(x[of.train]))) for name, of in clients.items() if len(of.train)}
+    usual = {name: size for name, size in usual.items() if size > 0}
+    if len(usual) < 2:
+        return []
+    most, least = max(usual, key=usual.__getitem__), min(usual, key=usual.__getitem__)
+    if usual[most] < _UNITS * usual[least]:
+        return []
+    return [
+        f"the usual number of {most} is {usual[most]:.3g} and that of {least} {usual[least]:.3g}: if they measure in "
+        "different units, give the vectors in the same, or set data.scale"
     ]
 
 

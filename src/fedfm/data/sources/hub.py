@@ -86,8 +86,13 @@ def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
     def at(row: int) -> str:
         return f"{hub}, {places[row][0]}[{places[row][1]}]"
 
-    kind = features.get(spec.label)
-    names = tuple(kind.names) if isinstance(kind, datasets.ClassLabel) else None
+    named_by = {name: _class_names(parts[name].features.get(spec.label)) for name in kept}
+    names, (first, *rest) = next(iter(named_by.values())), named_by
+    if other := next((name for name in rest if named_by[name] != names), None):
+        raise InputError(
+            f'data.hub: the splits "{first}" and "{other}" of {hub} name the classes of "{spec.label}" differently, so '
+            "that their numbers mean different classes: cast them to one form"
+        )
     if len(kept) > 1 or (not single and spec.split not in columns):
         columns.pop(spec.split, None)
         columns[spec.split] = official.tolist()
@@ -119,6 +124,13 @@ def _load(hub: str) -> Any:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         right = "a folder written by save_to_disk" if here else 'a data set id, "id:configuration", or a folder'
         raise InputError(f'data.hub: "{hub}" cannot be loaded ({why}); expected {right}') from None
+
+
+def _class_names(kind: Any) -> tuple[str, ...] | None:
+    """The names of a column's classes in their order; None of a column without names."""
+    import datasets
+
+    return tuple(kind.names) if isinstance(kind, datasets.ClassLabel) else None
 
 
 def _has_withheld_labels(part: Any, label: str) -> bool:
