@@ -53,6 +53,12 @@ def test_causal_masked_and_paired_ones_are_not():
     for module in (causal, t.GPT2LMHeadModel(t.GPT2Config(vocab_size=V, **_GPT2))):
         assert not notices(module, whole())
         assert not notices(module, whole(prompt=3))
+    renamed = [{"input_ids": row["input_ids"], "label": row["labels"]} for row in whole()]
+
+    def objective(module, batch):
+        return module(input_ids=batch["input_ids"], labels=batch["label"]).loss
+
+    assert not notices(causal, renamed, objective=objective)
     assert not notices(t.BertForMaskedLM(t.BertConfig(vocab_size=V, **_BERT)), masked())
     pair = t.T5Config(vocab_size=V, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
     assert not notices(t.T5ForConditionalGeneration(pair), whole())

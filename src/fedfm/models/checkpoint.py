@@ -87,14 +87,14 @@ class Difference:
         A pattern means whole parts of a name: GPT-2's ``attn.bias``, a mask of older releases, is found in
         ``c_attn.bias``, too. What it hides by chance has the name of a parameter of the module, but for numbers.
         """
-        found = self._find_hidden()
+        found = self._under_patterns()
         if not found:
             return set()
         meant = re.compile("|".join(rf"(?:^|\.)(?:{p})" for p in self._patterns))
         kinds = {_NUMBER.sub("#", name) for name, _ in self.module.named_parameters(remove_duplicate=False)}
         return {n for n in found if not meant.search(n) and {_NUMBER.sub("#", a) for a in self._aliases(n)} & kinds}
 
-    def _find_hidden(self) -> set[str]:
+    def _under_patterns(self) -> set[str]:
         """Names that are left over, and that patterns of the class keep transformers from reporting."""
         if not self._patterns:
             return set()
@@ -266,7 +266,7 @@ class Difference:
         """A notice of weights that the class leaves out by a rule, such as the layers by which some models predict a
         second word, and that the class which wrote them has not, either.
         """
-        found = self._find_hidden() - self.leftovers
+        found = self._under_patterns() - self.leftovers
         left = sorted(n for n in found if not self._saved_has(n) and self._is_learned(n))
         if not left:
             return []

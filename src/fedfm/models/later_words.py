@@ -59,7 +59,7 @@ def refuse_hollow(model: Model) -> None:
         return
     ids = (len(words.weight) // 2 + torch.arange(_FEW))[None] % len(words.weight)  # (1, L); padding is at the ends
     path, block = next(iter(model.parts.blocks), ("", model.module))
-    with model.evaluating(), _draw_weights(model, path):
+    with model.evaluating(), _random_weights(model, path):
         found = influence.of_places(model.module, lambda: _output_of(block, model.module, ids)[:-1])
     if found is not None and any(bool(depends[..., -1].any()) for depends in found):
         raise _error(model)
@@ -92,7 +92,7 @@ def _output_of(block: nn.Module, module: nn.Module, ids: Tensor) -> Tensor:
 
 
 @contextmanager
-def _draw_weights(model: Model, path: str) -> Iterator[None]:
+def _random_weights(model: Model, path: str) -> Iterator[None]:
     """Context manager: the block of this path, and what lies in no block, have random weights, which share memory."""
     blocks, draws = [name for name, _ in model.parts.blocks if name != path], torch.Generator().manual_seed(0)
     replaced = list[tuple[nn.Module, str, nn.Parameter]]()

@@ -33,7 +33,8 @@ def refuse(model: Model, batch: Batch, alias: str) -> tuple[str, ...]:
         InputError: it does, and the module is a language model of transformers, whose loss means the next word.
     """
     module = unwrap(model.module)
-    found = _last_target(batch) if not getattr(getattr(module, "config", None), "is_encoder_decoder", False) else None
+    pair = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+    found = None if pair else _last_target(batch, alias)
     if found is None:
         return ()
     name, ids, one = found
@@ -47,7 +48,9 @@ def refuse(model: Model, batch: Batch, alias: str) -> tuple[str, ...]:
     kind = type(module).__name__
     line = f"a {kind} sees the words that it predicts: its loss for a word changes with that word"
     if type(module).__module__.startswith("transformers."):
-        raise InputError(f"model: {line}; expected a causal model, as a llama or a gpt2, or one with is_decoder=True")
+        raise InputError(
+            f"model: {line}; expected a causal model, such as a gpt2, or one with is_decoder=True, or masked words"
+        )
     return (f"{line}; a model that is to predict the next word must not see it",)
 
 
@@ -64,7 +67,7 @@ def _sees_last(model: Model, name: str, ids: Tensor, batch: Batch) -> bool:
     return any(bool(places[..., -1].any()) for places in depends)
 
 
-def _last_target(batch: Batch) -> tuple[str, Tensor, Batch] | None:
+def _last_target(batch: Batch, alias: str) -> tuple[str, Tensor, Batch] | None:
     """(name of the words, the words (1, L) of the first row, its batch with the last target alone); None if the rows
     are no words that are to be predicted from those before them.
     """
@@ -73,11 +76,10 @@ def _last_target(batch: Batch) -> tuple[str, Tensor, Batch] | None:
         return None
     for name, words in batch.items():
         alike = isinstance(words, Tensor) and words.shape == target.shape and not words.is_floating_point()
-        if name == "labels" or not alike or len(set(words[0].tolist())) < _LEAST:
+        if name in ("labels", alias) or not alike or len(set(words[0].tolist())) < _LEAST:
             continue
         mask = batch.get("attention_mask")
-        whole = mask is None or mask.shape != words.shape or name == "attention_mask"
-        length = words.shape[1] if mask is None or whole else int(mask[0].sum())
+        length = words.shape[1] if mask is None or mask.shape != words.shape else int(mask[0].sum())
         ids, wanted = words[:1, :length], target[:1, :length]
         for earlier in (0, 1):
             expected, there = ids[0, earlier:], wanted[0, : length - earlier]
