@@ -29,7 +29,7 @@ from fedfm.training.packed.predictor import CachedLogits
 from fedfm.training.packed.prefix import Cache, takes
 
 if TYPE_CHECKING:
-    from fedfm.training.packed.by_row import RowGradients
+    from fedfm.training.packed.clipped_rows import RowGradients
 
 KERNELS = ("exact", "fast", "fast_bf16")
 FAST_BF16 = "fast_bf16"
@@ -106,7 +106,7 @@ def predict(model: Model, rows: Rows) -> Tensor | None:
 
 def row_gradients(model: Model, rows: Rows) -> RowGradients | None:
     """Sums of clipped gradients of single rows; None if the model or the rows are not supported."""
-    from fedfm.training.packed.by_row import RowGradients
+    from fedfm.training.packed.clipped_rows import RowGradients
 
     if type(model).loss is not Model.loss or not len(rows) or rows.labels is None or not takes(rows):
         return None
