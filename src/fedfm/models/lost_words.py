@@ -24,8 +24,8 @@ def notices(table: Table, index: Sequence[int], tools: Tools, *, cut: bool) -> l
     Of many rows some are looked at, evenly over all.
     """
     tokenizer = tools.tokenizer
-    if tokenizer is None or not len(index):
-        return []
+    if tokenizer is None or not len(index) or table.kind in ("image", "features"):
+        return []  # zero-shot models read the classes' names, too
     places = np.unique(np.linspace(0, len(index) - 1, _LOOKED_AT).astype(np.int64))
     rows = [" ".join(contents(table.inputs[int(index[int(i)])])) for i in places]
     # No token is shorter than a byte: beyond this length all that is wanted is known.
