@@ -13,7 +13,7 @@ from typing import Any
 from fedfm.core import tasks
 
 FIGURES = tasks.figures()  # of single tasks
-TOLD = ("accuracy", "loss", *FIGURES, *tasks.sums_to_tell())
+_SUMS = tasks.sums_to_tell()  # told where the task has them
 DIGITS, PLACES, MOST = 4, 4, 1e9  # significant digits of a figure, its last decimal place, its largest magnitude
 
 
@@ -24,7 +24,8 @@ def coarse(found: Mapping[str, Any]) -> dict[str, Any]:
         >>> coarse({"n": 3, "accuracy": 2 / 3, "loss": 0.6931471805599453, "macro_f1": 0.5})
         {'n': 3, 'accuracy': 0.6666666666666666, 'loss': 0.6931}
     """
-    told = {key: _round(found[key]) for key in TOLD if key in found}
+    told = {key: _round(found[key]) for key in ("accuracy", "loss", *FIGURES) if key in found}
+    told |= {key: _round(found[key]) for key in _SUMS if found.get(key) is not None}
     if _counts(found.get("accuracy"), found.get("n")):
         told["accuracy"] = found["accuracy"]
     return ({"n": found["n"]} if "n" in found else {}) | told
