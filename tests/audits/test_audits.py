@@ -17,6 +17,7 @@ from fedfm.audits import inversion, membership
 from fedfm.audits.audit import audits, choose, perform
 from fedfm.audits.finding import Finding, VerdictRule, lines
 from fedfm.audits.inference import inverter
+from fedfm.audits.member_scores import CellScores, MemberScores
 from fedfm.audits.replay import open_finished, replay
 from fedfm.cli import main
 from fedfm.errors import InputError, RunError
@@ -367,10 +368,8 @@ def test_a_handful_of_rows_has_no_say_in_the_sentence(monkeypatch):
         rng=lambda *purpose: np.random.default_rng(0), held_out=lambda *cell: np.arange(50), replay=run
     )
     monkeypatch.setattr(membership, "claim", lambda run: None)
-    scored = [
-        membership._Scored(SimpleNamespace(client=name, label=0), members, rng.normal(size=50))
-        for name, members in (("few", np.full(3, 9.0)), ("many", rng.normal(size=60)))
-    ]
-    found = membership._auc(view, scored)
+    cells = [CellScores(members, rng.normal(size=50)) for members in (np.full(3, 9.0), rng.normal(size=60))]
+    scores = MemberScores(cells, lambda confidence: np.random.default_rng(0), 50)
+    found = membership._auc(view, scores)
     assert found.detail["by_rows_of_the_class"]["1 to 9"]["auc"] == 1.0
     assert "for classes of 50 to 199 rows at a client" in found.says
