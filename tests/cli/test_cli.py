@@ -623,7 +623,8 @@ def test_without_the_best_rounds_checkpoint_the_last_model_stays(tmp_path, capsy
     code, out, err = call(capsys, "run", toml(tmp_path, **tables), "--out", tmp_path / "r", "--format", "json")
     result = json.loads(out)
     assert code == 0
-    assert f"round {result['rounds'] - 2}, the best one, is gone: the model is that of round {result['rounds']}" in err
+    best, last = result["rounds"] - 2, result["rounds"]
+    assert f"round {best}, the best one, is missing: the model is that of round {last}" in err
     assert result["details"]["model_of_round"] == result["rounds"]
 
 

@@ -84,9 +84,9 @@ def test_on_loopback_too_few_clients_are_refused_before_a_superlink_starts(tmp_p
 
 
 UNSCORED = {  # tables, test rows at the server -> what is said
-    "hidden sums": (SECAGG, 0, "nobody will see an accuracy or a loss"),
+    "hidden sums": (SECAGG, 0, "this run ends without an accuracy or a loss"),
     "hidden sums and test rows": (SECAGG, 9, ""),
-    "an epsilon": ({"privacy": NOISE}, 0, "nobody will see an accuracy or a loss"),
+    "an epsilon": ({"privacy": NOISE}, 0, "this run ends without an accuracy or a loss"),
     "an epsilon and test rows": ({"privacy": NOISE}, 9, ""),
     "models of their own": (
         {"method": {"name": "local", "fraction": None}, "privacy": BY_ROW},
@@ -116,6 +116,4 @@ def test_check_says_so_wherever_the_superlink_is(tmp_path, capsys):
     for link in (provisioned(tmp_path, 3), "fed.example.org:8443"):
         (tmp_path / "e.toml").write_text(Experiment.from_dict(deployed(link) | SECAGG).to_toml())
         assert main(["check", str(tmp_path / "e.toml")]) == 0
-        assert (
-            "# nobody will see an accuracy or a loss of this run: under privacy.aggregator" in capsys.readouterr().out
-        )
+        assert "# this run ends without an accuracy or a loss: under privacy.aggregator" in capsys.readouterr().out

@@ -143,7 +143,7 @@ def test_rounds_that_are_begun_twice_are_spent_twice_where_clients_add_noise(kil
     manifest = fedfm.load_run(tmp_path / "run").manifest
     (entry,) = manifest["ledger"]["entries"]
     assert entry["epsilon"] == manifest["ledger"]["epsilon"] == result["epsilon"]
-    told = f"rounds begun and not completed: {kills}; each is one release more, and counted in epsilon"
+    told = f"rounds begun and not completed: {kills}; each is one more release, and epsilon counts it"
     assert told in manifest["notices"]
     assert fedfm.resume(tmp_path / "run") == result
 

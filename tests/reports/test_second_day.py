@@ -72,11 +72,11 @@ def test_only_files_that_are_there_are_named(tmp_path):
     (run.path / "checkpoint").mkdir()
     said = [text for sentence in do_not_share(None, own_models=True) if (text := present(run, sentence))]
     (one,) = said
-    assert one.startswith("checkpoint/ and metrics.jsonl tell about")
+    assert one.startswith("checkpoint/ and metrics.jsonl reveal")
     (run.path / "adapter").mkdir()
     (run.path / "audit.json").write_text("{}")
     said = [text for sentence in do_not_share(None, own_models=True) if (text := present(run, sentence))]
-    assert said[0].startswith("checkpoint/, adapter/ and metrics.jsonl tell")
+    assert said[0].startswith("checkpoint/, adapter/ and metrics.jsonl reveal")
     assert said[1].startswith("audit.json names")
     assert "dossier.html" not in " ".join(said)
     assert present(run, "Something else.") == "Something else."

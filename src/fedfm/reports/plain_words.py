@@ -72,7 +72,7 @@ def present(run: RunFiles, sentence: str) -> str:
             return "private/ holds a lock and no clients' memories or keys."
         rest = " holds " + (_enumerate_words(held) if held else "no memories or keys") + rest[claim.end() :]
     if not (run.path / "dossier.html").exists():
-        rest = rest.replace("report.html and dossier.html tell", "report.html tells")
+        rest = rest.replace("report.html and dossier.html state", "report.html states")
     *first, last = there
     glue = ", " if rest.startswith(" and ") else " and "
     return (glue.join([", ".join(first), last]) if first else last) + rest

@@ -1,8 +1,8 @@
-"""What rows, model and libraries tell before the first round, so that it costs no client its part in the run.
+"""Checks of rows, model and libraries before the first round, so that a mistake costs no client its part in the run.
 
-The widths of feature vectors are looked at, tokens are compared with the embedding, and the model computes a few rows
-(that pictures and cells can be read, reading has told already). What is wrong is refused with its place;
-what may be wrong is a notice.
+They compare the columns of feature vectors, compare tokens with the embedding, and compute the model on a few rows.
+(The reader has already checked that images and cells can be read.) A fault is refused with its place; a probable
+fault is a notice.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.training import TrainsLocally
 from fedfm.training.optimisers import joins_last
 
-_FEW = 8  # rows to choose the two shortest of, whose loss is computed
+_FEW = 8  # rows; the loss of the two shortest is computed
 _PAIR = 2
-_FRAME = 2  # tokens before and behind a text
-_WIDE = 1e4  # a column of feature vectors this many times as wide as the median one, and at least so wide, is told
+_FRAME = 2  # tokens around a text: one before and one after
+_WIDE = 1e4  # a column gets a notice if it is this large, and this many times as large as the median column
 
 
 def check(method: Method[Any], population: Partitioned) -> list[str]:
-    """Refuse what would fail in a client; returns notices about the model.
+    """Refuse an experiment that would fail in a client; returns notices about the model.
 
     Raises:
         InputError: with the file, the row, the client or the key.
@@ -64,7 +64,7 @@ def check(method: Method[Any], population: Partitioned) -> list[str]:
 
 
 def notices(population: Partitioned) -> list[str]:
-    """Lines about feature vectors of which one column is much wider than the others."""
+    """Notices about feature vectors with a column that is much wider than the others."""
     table = population.federated.table
     if table.kind != "features" or not len(table.inputs):
         return []
@@ -75,8 +75,8 @@ def notices(population: Partitioned) -> list[str]:
         return []
     more = f", and {len(wide) - 1} more columns as wide" if len(wide) > 1 else ""
     return [
-        f"{table.source}: column x[:, {wide[0]}] has numbers up to {widths[wide[0]]:.3g}, the usual column up to "
-        f"{usual:.3g}{more}: it alone decides the steps of training; give it in other units, or set data.scale"
+        f"{table.source}: column x[:, {wide[0]}] has values up to {widths[wide[0]]:.3g}, the median column up to "
+        f"{usual:.3g}{more}: it alone determines the steps of training; give it in other units, or set data.scale"
     ]
 
 
@@ -96,13 +96,13 @@ def _check_columns(table: Table) -> None:
     j = int(widths.argmax())
     if widths[j] > MAX_NORM:
         raise InputError(
-            f"{table.source}: column x[:, {j}] has numbers up to {widths[j]:.3g}, beyond what training in single "
-            f"precision takes ({MAX_NORM:g}): give it in other units, leave it out, or set data.scale"
+            f"{table.source}: column x[:, {j}] has values up to {widths[j]:.3g}, beyond what training in single "
+            f"precision allows ({MAX_NORM:g}): give it in other units, leave it out, or set data.scale"
         )
 
 
 def _widths(table: Table) -> np.ndarray:
-    """The largest absolute number of each column (d,)."""
+    """The largest absolute value of each column (d,)."""
     x: np.ndarray = table.inputs
     widths: np.ndarray = np.maximum(x.max(0), -x.min(0)).astype(np.float64)
     return widths
@@ -112,7 +112,7 @@ def _widths(table: Table) -> np.ndarray:
 
 
 def _try(method: Method[Any], population: Partitioned) -> list[str]:
-    """The model computes what it sends or trains on, of the first client's first rows; notices of :func:`look`."""
+    """Compute features or a loss on the first client's first rows; returns the notices of :func:`look`."""
     model, table = population.model, population.federated.table
     clients = (population.federated.clients[name] for name in population.clients)
     first = next((of.train[:_FEW] for of in clients if len(of.train)), None)
@@ -148,7 +148,7 @@ def _hint(model: Model) -> str:
 
 
 def _try_long(model: Model, table: Table, rows: np.ndarray, ids: list[int]) -> None:
-    """The model computes a row as long as the longest, where it names no limit."""
+    """Compute a row as long as the longest one, if the model names no limit."""
     most = model.tools.max_length
     if table.kind == "text" and not model.task.packs(table.kind):  # a token takes a byte at least
         most = min(most, max(len(table.inputs[i].encode("utf-8", "replace")) for i in rows) + _FRAME)
@@ -167,7 +167,7 @@ def _try_long(model: Model, table: Table, rows: np.ndarray, ids: list[int]) -> N
 
 
 def _try_single(method: TrainsLocally, population: Partitioned) -> None:
-    """Train on one row where a client has no more, or takes no more: batch norm may have no variance of it."""
+    """Train on one row if a client has or takes only one: batch norm may fail, since one row has no variance."""
     model, size = population.model, method.local.batch_size
     clients = population.federated.clients
     alone = [
@@ -196,6 +196,6 @@ def _try_single(method: TrainsLocally, population: Partitioned) -> None:
 
 
 def _statistics(model: Model) -> Iterator[torch.Tensor]:
-    """The buffers of batch norm, which a pass in training mode changes."""
+    """The buffers of batch norm, which a forward pass in training mode changes."""
     norms: Sequence[Any] = [m for m in model.train_too if isinstance(m, _BatchNorm)]
     return (buffer for norm in norms for buffer in norm.buffers())
