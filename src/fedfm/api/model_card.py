@@ -234,7 +234,7 @@ def _side_adapter(model: SideModel) -> list[str]:
 
 
 def _prompts(model: Model, module: DualEncoder, *, mixed: bool) -> list[str]:
-    """Lines that make the texts with which pictures are compared, and logits where there are several for each class."""
+    """Lines that make the texts with which images are compared, and logits where there are several for each class."""
     templates, words = model.task.class_templates, words_of(model.classes)
     whole = module.config.model_type == "siglip"
     length = f'"max_length", max_length={module.input_ids.shape[-1]}' if whole else "True"

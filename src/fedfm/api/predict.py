@@ -138,7 +138,7 @@ def predict(
     Returns:
         ``warnings``, and by task, in the order of the rows:
 
-        - classes: ``predictions`` and ``probabilities``, ``classes``; of a folder of pictures also ``files``, their
+        - classes: ``predictions`` and ``probabilities``, ``classes``; of a folder of images also ``files``, their
           paths relative to the folder;
         - of a file with a column ``id``: ``ids``;
         - answers to instructions, to prompts, or to the last turns of conversations: ``answers``, and ``cut``, the

@@ -1,6 +1,6 @@
 """Pretraining: central training of a foundation model on one data set, into a folder that experiments can name.
 
-Mini-batch training of all parameters with the client optimisers of runs, without augmentation of pictures and with the
+Mini-batch training of all parameters with the client optimisers of runs, without augmentation of images and with the
 model's own dropout off, as everywhere in fedfm. The folder has transformers' format: ``config.json``,
 ``model.safetensors``, the image processor or the tokenizer, the class names; ``pretrain.json`` records how the model
 was made. Until the end it holds checkpoints of epochs and no ``config.json``: a killed pretraining resumes with the

@@ -49,9 +49,9 @@ class Rows:
         labels: int64 (n,); None for language models, whose labels are the tokens.
         pad: the padding token's id.
         pairs: for instruction rows the n pairs (instruction, output) as read; ``tokens`` may be truncated.
-        pictures: n paths or encoded pictures of several sizes, for a party without a model; else None.
-        deferred: argument name -> n rows that each batch computes, e.g. pictures that do not fit into memory.
-        augment: names of the random changes that training makes of its pictures.
+        images: n paths or encoded images of several sizes, for a party without a model; else None.
+        deferred: argument name -> n rows that each batch computes, e.g. images that do not fit into memory.
+        augment: names of the random changes that training makes of its images.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)

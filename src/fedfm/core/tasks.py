@@ -77,12 +77,12 @@ def implied_task(kind: str) -> TaskFacts:
 
 
 def owner(kind: str) -> TaskFacts | None:
-    """The task to which a kind of rows belongs; None of pictures, texts and vectors, which several tasks read."""
+    """The task to which a kind of rows belongs; None of images, texts and vectors, which several tasks read."""
     return next((task for task in _all() if task.own_kind is not None and task.own_kind.name == kind), None)
 
 
 def row_kind(kind: str) -> RowKind | None:
-    """What is known of a kind of rows that belongs to a task; None of pictures, texts and vectors."""
+    """What is known of a kind of rows that belongs to a task; None of images, texts and vectors."""
     task = owner(kind)
     return None if task is None else task.own_kind
 

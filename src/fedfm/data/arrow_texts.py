@@ -1,4 +1,4 @@
-"""Texts and pictures that stay in an Arrow column, memory-mapped or not; each is read when it is asked for."""
+"""Texts and images that stay in an Arrow column, memory-mapped or not; each is read when it is asked for."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class ArrowTexts(Sequence[str]):
 
 
 class ArrowPictures(ArrowTexts, Pictured):
-    """Rows of a ChunkedArray of encoded pictures (bytes)."""
+    """Rows of a ChunkedArray of encoded images (bytes)."""
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))  # one at a time: each may have megabytes
 
     def join(self, others: Sequence[ArrowPictures]) -> ArrowPictures:
-        """These pictures and then the others', all of columns as they were read; none is copied."""
+        """These images and then the others', all of columns as they were read; none is copied."""
         import pyarrow
 
         chunks = [chunk for part in (self, *others) for chunk in part._column.chunks]

@@ -80,7 +80,7 @@ def read_inputs(path: str | Path, spec: DataSpec, *, kind: str) -> Table:
     A model of preferences answers as one of instructions does: its rows are of kind "instruction".
 
     Args:
-        path: file or folder; a folder of pictures needs no classes.
+        path: file or folder; a folder of images needs no classes.
         spec: names of the columns and the scale, as in training.
         kind: the kind of rows that the model takes.
 

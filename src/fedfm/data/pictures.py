@@ -1,8 +1,8 @@
-"""The one decoder of pictures: for folders, tables, hub sets and predictions, at a server and at a silo alike.
+"""The one decoder of images: for folders, tables, hub sets and predictions, at a server and at a silo alike.
 
-A picture is turned as its EXIF orientation says. What is transparent is laid over white. Of several pages or frames the
+An image is turned as its EXIF orientation says. What is transparent is laid over white. Of several pages or frames the
 first is read. Grey of more than 8 bits is scaled, not clipped: by the smallest of 8, 12 and 16 bits that holds all
-values of the picture, so that one picture looks alike wherever it is read. Of colours with 16 bits, and of grey with 16
+values of the image, so that one image looks alike wherever it is read. Of colours with 16 bits, and of grey with 16
 bits beside transparency, the upper 8 are read.
 """
 
@@ -22,7 +22,7 @@ from fedfm.errors import InputError
 
 GREY = ("1", "L", "LA", "La")  # Pillow's modes of grey with at most 8 bits
 WIDE = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")  # and of 16- and 32-bit grey
-DECODED = 1 << 30  # bytes of pictures of one size that a table holds decoded; of more it holds the encoded ones
+DECODED = 1 << 30  # bytes of images of one size that a table holds decoded; of more it holds the encoded ones
 _TOPS = (255, 4095, 65535)  # largest values of 8, 12 and 16 bits
 _WHITE = 255
 _ORIENTATION = 0x0112  # EXIF tag
@@ -31,7 +31,7 @@ _INTERPRETATION, _WHITE_IS_ZERO = 262, 0  # TIFF tag, and its value for grey val
 
 @dataclass(frozen=True)
 class Look:
-    """What reading one picture tells.
+    """What reading one image tells.
 
     Attributes:
         fault: why it cannot be read; None: it can.
@@ -53,7 +53,7 @@ class Look:
 
 
 def rgb(item: Any) -> Any:
-    """The Pillow picture, of mode RGB, of a path, an encoded picture or uint8 pixels (H, W, C).
+    """The Pillow image, of mode RGB, of a path, an encoded image or uint8 pixels (H, W, C).
 
     Raises:
         InputError: it cannot be read.
@@ -62,7 +62,7 @@ def rgb(item: Any) -> Any:
 
 
 def decode(item: str | Path | bytes, channels: int | None = None) -> np.ndarray:
-    """Pixels (H, W, C) uint8 of a path or an encoded picture; C = ``channels``, or 1 for grey pictures and else 3.
+    """Pixels (H, W, C) uint8 of a path or an encoded image; C = ``channels``, or 1 for grey images and else 3.
 
     Raises:
         InputError: it cannot be read.
@@ -87,7 +87,7 @@ def small(item: Any, side: int) -> Any:
 
 
 def upright(picture: Any) -> Any:
-    """An opened Pillow picture as it is seen: turned, over white, of mode L if it is grey and else RGB.
+    """An opened Pillow image as it is seen: turned, over white, of mode L if it is grey and else RGB.
 
     Raises:
         ValueError: its values have no range that could be scaled, or Pillow cannot convert them.
@@ -109,7 +109,7 @@ def upright(picture: Any) -> Any:
 
 
 def look(item: str | bytes) -> Look:
-    """Read a picture as far as it takes to know that it is intact, and what its reading leaves out or changes."""
+    """Read an image as far as it takes to know that it is intact, and what its reading leaves out or changes."""
     from PIL import Image
 
     try:
@@ -139,7 +139,7 @@ def look(item: str | bytes) -> Look:
 
 
 def notices_of(looks: Iterable[Look], source: str) -> tuple[str, ...]:
-    """Notices of what reading these pictures leaves out or changes."""
+    """Notices of what reading these images leaves out or changes."""
     count: Counter[str] = Counter()
     tops: Counter[int] = Counter()
     total = 0
@@ -188,7 +188,7 @@ def _rgba(picture: Any) -> Any:
 
 
 def _turn(picture: Any) -> Any:
-    """How a loaded picture is to be turned; None: it is upright, or its EXIF data are damaged."""
+    """How a loaded image is to be turned; None: it is upright, or its EXIF data are damaged."""
     from PIL.Image import Transpose
 
     try:
@@ -224,7 +224,7 @@ def _scale(values: np.ndarray, top: int) -> np.ndarray:
 
 
 def to_eight_bits(pictures: np.ndarray, source: str) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Pictures (N, H, W, C) of 16 bits as uint8, as a file with the same pixels is read; and notices."""
+    """Images (N, H, W, C) of 16 bits as uint8, as a file with the same pixels is read; and notices."""
     out = np.empty(pictures.shape, np.uint8)
     looks = []
     for i, one in enumerate(pictures):
@@ -248,7 +248,7 @@ def _top(values: np.ndarray, mode: str) -> int:
 
 
 class Pictured:
-    """Marks a sequence of N paths or encoded pictures (bytes).
+    """Marks a sequence of N paths or encoded images (bytes).
 
     Attributes:
         decoded: whether a table holds them decoded if they have one size and are few.
@@ -258,18 +258,18 @@ class Pictured:
 
 
 class ListedPictures(list[Any], Pictured):
-    """Paths and encoded pictures in a list."""
+    """Paths and encoded images in a list."""
 
 
 def arrange(items: Any, at: Callable[[int], str], source: str) -> tuple[Any, tuple[str, ...]]:
-    """Pictures as they are, or as uint8 (N, H, W, C) where that is wanted and possible; and notices.
+    """Images as they are, or as uint8 (N, H, W, C) where that is wanted and possible; and notices.
 
     Args:
-        items: N paths or encoded pictures.
+        items: N paths or encoded images.
         at: names a row in messages.
 
     Raises:
-        InputError: a picture is missing or cannot be read.
+        InputError: an image is missing or cannot be read.
     """
     looks: list[Look] = []
     for row, item in enumerate(items):

@@ -1,8 +1,8 @@
 """Test and validation rows that are training rows, too: equal ones, and ones that are only stored or written otherwise.
 
 Equal rows are found in every table. Texts are alike that differ by case, white space, invisible characters or the
-Unicode form of a character alone. Pictures and feature vectors are alike that lie much closer to a training row than
-training rows lie to each other: the same picture in another format, size or compression, the same vector with fewer
+Unicode form of a character alone. Images and feature vectors are alike that lie much closer to a training row than
+training rows lie to each other: the same image in another format, size or compression, the same vector with fewer
 digits.
 """
 
@@ -23,8 +23,8 @@ from fedfm.data.table import Table, contents
 
 _PROBED = 256  # numbers of an array
 _SIDE = 16  # pixels of a thumbnail
-_ROWS = 10_000  # most rows of a table whose pictures or vectors are compared beyond equality
-_BYTES = 1 << 27  # and most bytes of them, since a picture is decoded for it
+_ROWS = 10_000  # most rows of a table whose images or vectors are compared beyond equality
+_BYTES = 1 << 27  # and most bytes of them, since an image is decoded for it
 _LEAST = 8  # training rows that tell how far rows lie apart
 _SAMPLE = 256  # training rows whose usual distance to the nearest other one is the measure
 _NEAR = {"image": 0.2, "features": 1e-3}  # of that distance, below which a row is a repetition
@@ -156,7 +156,7 @@ def _read(text: str) -> str:
 
 
 def _thumbnail(item: Any) -> np.ndarray:
-    """Grey values (256,) float32 of a picture at a small size; a JPEG is decoded at a fraction of its own."""
+    """Grey values (256,) float32 of an image at a small size; a JPEG is decoded at a fraction of its own."""
     from PIL import Image
 
     from fedfm.data.pictures import small

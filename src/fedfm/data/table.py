@@ -22,7 +22,7 @@ class Table:
 
     Attributes:
         kind: the kind of ``inputs``:
-            ``image``: a uint8 array (N, H, W, C), C = 1 or 3, or a list of N paths or encoded pictures (bytes), which
+            ``image``: a uint8 array (N, H, W, C), C = 1 or 3, or a list of N paths or encoded images (bytes), which
                 are decoded when they are needed;
             ``text``: a list of N strings, or of many :class:`~fedfm.data.arrow_texts.ArrowTexts`;
             ``features``: a float32 array (N, d);
@@ -83,7 +83,7 @@ def words_of(kind: str) -> str:
 def fingerprint(table: Table) -> str:
     """SHA-256 (64 hex digits) over kind, inputs, labels, class names and split.
 
-    It covers the bytes of pictures in files and the number of rows of kind "own", but no paths, further columns or
+    It covers the bytes of images in files and the number of rows of kind "own", but no paths, further columns or
     notices: it does not depend on the source.
     """
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""A second, frozen network that describes the pictures of a model of two encoders."""
+"""A second, frozen network that describes the images of a model of two encoders."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 
 class Backbone:
-    """A frozen picture classifier without its head, in evaluation mode.
+    """A frozen image classifier without its head, in evaluation mode.
 
     Args:
         name: built in, a folder or a hub id.
         device: it runs here.
 
     Raises:
-        InputError: no such model, or it does not classify pictures.
+        InputError: no such model, or it does not classify images.
     """
 
     def __init__(self, name: str, device: str) -> None:
@@ -46,7 +46,7 @@ class Backbone:
 
     @staticmethod
     def _bytes(pixels: Tensor, mean: Tensor, std: Tensor) -> np.ndarray:
-        """Prepared pictures (b, 3, H, W) -> uint8 (b, H, W, 3)."""
+        """Prepared images (b, 3, H, W) -> uint8 (b, H, W, 3)."""
         seen = (pixels.float() * std + mean).clamp(0, 1)
         return (255 * seen).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
 

@@ -32,7 +32,7 @@ class DualModel(Model):
 
     Attributes:
         dual: the module below PEFT's wrapper.
-        images_fixed: nothing before the pictures' features is trained: :meth:`encode` gives the features.
+        images_fixed: nothing before the images' features is trained: :meth:`encode` gives the features.
     """
 
     def __init__(self, module: nn.Module, **about: Any) -> None:
@@ -81,7 +81,7 @@ class DualModel(Model):
             yield
 
     def by_batches(self, rows: Rows, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """``function`` of the pictures, (n, ...), on the CPU; it sees 32 rows at a time, always."""
+        """``function`` of the images, (n, ...), on the CPU; it sees 32 rows at a time, always."""
         done = [function(batch["pixel_values"].to(self.device))[:n].cpu() for batch, n in fixed_batches(rows)]
         return torch.cat(done) if done else torch.zeros(0, self.dual.texts().shape[-1])
 
@@ -106,7 +106,7 @@ def active_layers(model: Model, k: int) -> tuple[str, ...]:
 
 
 def expert_features(model: Model, w: Params, rows: Rows) -> Tensor:
-    """V (n, d), norm 1, on the CPU: the pictures' features with the LoRA tensors w, in evaluation mode."""
+    """V (n, d), norm 1, on the CPU: the images' features with the LoRA tensors w, in evaluation mode."""
     with install(model, w) as own:
         return own.by_batches(rows, own.dual.images)
 
@@ -118,7 +118,7 @@ def expert_texts(model: Model, w: Params) -> Tensor:
 
 
 def boundary_images(model: DualModel, rows: Rows, k: int) -> Tensor:
-    """(n, T, h), on the CPU: the pictures' states below the top k blocks; the model is as :func:`install` leaves it."""
+    """(n, T, h), on the CPU: the images' states below the top k blocks; the model is as :func:`install` leaves it."""
     return model.by_batches(rows, lambda x: _entering(model.parts.blocks, k, lambda: model.dual.images(x)))
 
 
@@ -143,7 +143,7 @@ def boundary_texts(model: DualModel, k: int) -> Tensor:
 
 
 def top_images(model: Model, states: Tensor, k: int, *, train: bool) -> Tensor:
-    """V (b, d), norm 1: the pictures' features with the model's own tensors, from the states (b, T, h) below the top k
+    """V (b, d), norm 1: the images' features with the model's own tensors, from the states (b, T, h) below the top k
     blocks.
 
     Equal to the whole forward in every bit if the states are those of the same batch and no block below has a dropout.
@@ -154,7 +154,7 @@ def top_images(model: Model, states: Tensor, k: int, *, train: bool) -> Tensor:
     own = need(model)
     states = states.to(own.device)
     with _mode(own, train), _resume(own.dual.clip.vision_model.embeddings, own.parts.blocks, k, states):
-        return own.dual.images(states)  # the embedding, which would read pictures, does not run
+        return own.dual.images(states)  # the embedding, which would read images, does not run
 
 
 def top_texts(model: Model, states: Tensor, k: int, *, train: bool) -> Tensor:

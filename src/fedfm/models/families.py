@@ -28,7 +28,7 @@ class Family:
         norm: final normalisation and other modules between the blocks and the pooler.
         pooler: maps (n, T, d) to (n, d) with weights of its own.
         head: the last linear layer; a path inside the whole module.
-        text: the ModuleList of a text encoder; the other paths are then those of the picture encoder.
+        text: the ModuleList of a text encoder; the other paths are then those of the image encoder.
     """
 
     embedding: str
@@ -90,7 +90,7 @@ class Parts:
         norm: final norm, or None.
         pooler: or None.
         head: path of the last linear layer; "" if the model has none.
-        text_blocks: of a text encoder; the other parts are then those of the picture encoder.
+        text_blocks: of a text encoder; the other parts are then those of the image encoder.
         unread: paths that the rows do not pass, such as the vision tower of a model that reads texts: nothing there
             is trained.
         whole: the model, whose parts LoRA adapts where no blocks were found.
@@ -113,7 +113,7 @@ class Parts:
 
     @property
     def encoders(self) -> tuple[tuple[tuple[str, nn.Module], ...], ...]:
-        """(path, module) of the blocks of each encoder; pictures before texts."""
+        """(path, module) of the blocks of each encoder; images before texts."""
         return (self.blocks, self.text_blocks) if self.text_blocks else (self.blocks,)
 
     @property

@@ -99,7 +99,7 @@ def load_pretrained(
 
 
 def _is_encoder(config: Any) -> bool:
-    """Whether transformers has an encoder of pictures alone for this configuration, and no classifier."""
+    """Whether transformers has an encoder of images alone for this configuration, and no classifier."""
     import transformers
 
     if type(config) in transformers.AutoModelForImageClassification._model_mapping:
@@ -129,7 +129,7 @@ def architecture(spec: ModelSpec, tokenizer: Any) -> Any:
 
 
 def _check_kind(config: Any, name: str, kind: str, task: ModelTask) -> None:
-    """Refuse a picture model for text, a text model for pictures, and a masked model for running text."""
+    """Refuse an image model for text, a text model for images, and a masked model for running text."""
     import transformers
 
     reads = {

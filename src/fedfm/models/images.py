@@ -1,4 +1,4 @@
-"""Pictures of a table that each batch decodes and prepares."""
+"""Images of a table that each batch decodes and prepares."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch import Tensor
 from fedfm.data.pixels import rgb_of
 from fedfm.linalg.out_of_core import limit
 
-CHUNK = 256  # pictures decoded at a time
-AT_ONCE = 1 << 30  # most bytes of prepared pictures of a client that stay in memory, and at most a quarter of limit()
+CHUNK = 256  # images decoded at a time
+AT_ONCE = 1 << 30  # most bytes of prepared images of a client that stay in memory, and at most a quarter of limit()
 
-Preprocess = Callable[[list[Any]], Tensor]  # PIL pictures -> (n, 3, H, W)
+Preprocess = Callable[[list[Any]], Tensor]  # PIL images -> (n, 3, H, W)
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Rows of a table's pictures; see :class:`fedfm.core.rows.Deferred`.
+    """Rows of a table's images; see :class:`fedfm.core.rows.Deferred`.
 
     Attributes:
-        inputs: of the table: uint8 (N, H, W, C), or N paths or encoded pictures.
+        inputs: of the table: uint8 (N, H, W, C), or N paths or encoded images.
         index: (n,) the rows.
         preprocess: of the model.
         loaders: processes that compute batches ahead.
@@ -49,7 +49,7 @@ class Pictures:
         return pixels(Chosen(self.inputs, self.index), self.preprocess)
 
     def sources(self) -> Iterator[bytes]:
-        """The bytes of each picture as it is stored, or its pixels with their shape."""
+        """The bytes of each image as it is stored, or its pixels with their shape."""
         for item in Chosen(self.inputs, self.index):
             if isinstance(item, bytes):
                 yield item
@@ -97,7 +97,7 @@ def pixels(pictures: Any, preprocess: Preprocess) -> Tensor:
 
 
 def _rgb_chunks(pictures: Any) -> Iterator[list[Any]]:
-    """Chunks of RGB pictures."""
+    """Chunks of RGB images."""
     for start in range(0, len(pictures), CHUNK):
         yield [_rgb(x) for x in pictures[start : start + CHUNK]]
 

@@ -54,7 +54,7 @@ class Model:
         train_too: modules in training mode during training; the others stay in evaluation mode.
         kernels: how cohorts train: ``exact``, ``fast`` or ``fast_bf16`` (see ``fedfm.training.packed``).
         predictor: faster logits of rows, None of rows that it does not support; None: there is none.
-        loaders: processes that prepare pictures ahead of a batch, where they are not prepared at once.
+        loaders: processes that prepare images ahead of a batch, where they are not prepared at once.
         notices: what was guessed about its files, and what of its table does nothing on this machine.
         compiled: its blocks are compiled at their first calls.
         hollow: its frozen weights were not loaded, so that it computes no outputs.
@@ -180,7 +180,7 @@ class Model:
         """Rows ``index`` of the table as tensors or tokens of this model, on the CPU.
 
         Args:
-            most: bytes of pictures that are prepared at once; more are prepared by each batch. None: see
+            most: bytes of images that are prepared at once; more are prepared by each batch. None: see
                 :mod:`fedfm.models.images`.
 
         Raises:

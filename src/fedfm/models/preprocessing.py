@@ -29,7 +29,7 @@ LOCAL_SHARE = "local_share"  # tensor of rows, (n,): the weight of the model's o
 
 
 def bare(table: Table, index: Sequence[int] | np.ndarray) -> Rows:
-    """Rows for a party without a model: ``features`` (n, d), ``pixels`` uint8 (n, H, W, C), or pictures in files.
+    """Rows for a party without a model: ``features`` (n, d), ``pixels`` uint8 (n, H, W, C), or images in files.
 
     Raises:
         InputError: rows of another kind.
@@ -65,8 +65,8 @@ def prepare(
 
     Args:
         task: of the model; None: as the rows imply.
-        most: bytes of prepared pictures that may stay in memory, more are deferred; None: see :mod:`.pictures`.
-        loaders: processes that compute deferred pictures ahead.
+        most: bytes of prepared images that may stay in memory, more are deferred; None: see :mod:`.pictures`.
+        loaders: processes that compute deferred images ahead.
         check: refuses tokens (of the rows with these numbers) that the model does not know.
 
     Raises:
@@ -120,7 +120,7 @@ _PIXELS = {"pixel_values", "pixel_mask"}  # a mask of places that are all there 
 
 
 def check_pixels_alone(processor: Any, name: str) -> None:
-    """Refuse an image processor that gives the model more than pixels, as of pictures that keep their sizes.
+    """Refuse an image processor that gives the model more than pixels, as of images that keep their sizes.
 
     Raises:
         InputError: it does.
@@ -135,7 +135,7 @@ def check_pixels_alone(processor: Any, name: str) -> None:
 
 
 def processor_call(processor: Any) -> Preprocess:
-    """A transformers image processor as a function of PIL pictures."""
+    """A transformers image processor as a function of PIL images."""
 
     def call(pictures: list[Any]) -> Tensor:
         with quiet():
@@ -152,7 +152,7 @@ _TOLD = (
 
 
 def image_settings(processor: Any) -> dict[str, Any]:
-    """What a party without the model needs to prepare pictures as ``processor`` does.
+    """What a party without the model needs to prepare images as ``processor`` does.
 
     Raises:
         InputError: it does more than to resize, rescale and normalise.

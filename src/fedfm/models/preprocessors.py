@@ -15,7 +15,7 @@ class Tools:
     """Preprocessing of rows.
 
     Attributes:
-        image: PIL pictures -> (n, 3, H, W), or None.
+        image: PIL images -> (n, 3, H, W), or None.
         processor: the transformers image processor of ``image``, which an export saves, or None.
         tokenizer: or None.
         tokenizer_class: of transformers, which reads it from its files.

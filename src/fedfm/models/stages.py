@@ -48,7 +48,7 @@ def in_parallel_lists(module: nn.Module) -> tuple[tuple[Place, ...], ...]:
 
 
 def unread_by_text(module: Any) -> tuple[str, ...]:
-    """Paths of the parts of a transformers model that no text passes: towers for pictures or sound, and what else
+    """Paths of the parts of a transformers model that no text passes: towers for images or sound, and what else
     stands beside the language part of a model of several kinds of rows. They do not nest.
     """
     if getattr(module, "main_input_name", None) != "input_ids":

@@ -161,7 +161,7 @@ class Task:
         raise NotImplementedError(f"{self.name}: no files of its own")
 
     def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading | None:
-        """The rows of these columns; None: the columns of pictures, texts and labels are read as those of any task.
+        """The rows of these columns; None: the columns of images, texts and labels are read as those of any task.
 
         Args:
             spec: names of the columns.

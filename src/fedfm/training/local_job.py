@@ -44,7 +44,7 @@ class Job:
         return (self.local.rate(a, b, total) for a, b in pairwise(edges))
 
     def batches(self) -> Iterator[tuple[Rows, np.ndarray]]:
-        """Each mini-batch as (rows, index into them): deferred pictures come computed, augmented ones changed."""
+        """Each mini-batch as (rows, index into them): deferred images come computed, augmented ones changed."""
         from fedfm.training import augmentation
 
         rows = self.client.data.train

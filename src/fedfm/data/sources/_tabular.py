@@ -106,7 +106,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
 
 
 def _reader(columns: Columns, spec: DataSpec, task: str | None) -> RowTask | None:
-    """The task that is named, else the one whose rows these columns are; texts and pictures are of no single task."""
+    """The task that is named, else the one whose rows these columns are; texts and images are of no single task."""
     if task is not None or spec.text in columns:
         named = tasks.task_named(task)
         return None if named is None else row_task(named)
@@ -114,7 +114,7 @@ def _reader(columns: Columns, spec: DataSpec, task: str | None) -> RowTask | Non
 
 
 def _picture_column(columns: Columns, spec: DataSpec) -> str | None:
-    """The column of pictures: ``data.image``, or the only one, unless there are texts."""
+    """The column of images: ``data.image``, or the only one, unless there are texts."""
     found = [name for name, values in columns.items() if isinstance(values, Pictured)]
     if not found or (spec.text in columns and spec.image not in found):
         return None

@@ -16,7 +16,7 @@ _WORDS = 3  # from which a value is a text and no name
 def notice_of_unread(
     columns: Mapping[str, Sequence[Any]], used: set[str], spec: DataSpec, source: str, *, labelled: bool
 ) -> tuple[str, ...]:
-    """A notice of the columns of texts, messages, lists and pictures that nothing reads.
+    """A notice of the columns of texts, messages, lists and images that nothing reads.
 
     Args:
         labelled: whether the rows have classes; of rows without, a text that is alike in all of them is named, too,
@@ -31,7 +31,7 @@ def notice_of_unread(
 
 
 def _tells(values: Sequence[Any], *, alike: bool) -> bool:
-    """Whether a column holds what a model could be meant to read: pictures, lists, or mostly different texts."""
+    """Whether a column holds what a model could be meant to read: images, lists, or mostly different texts."""
     if isinstance(values, Pictured):
         return True
     some = [v for v in values[:_LOOK] if v not in (None, "", [], {})]

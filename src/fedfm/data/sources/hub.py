@@ -28,7 +28,7 @@ LISTED = 100_000  # texts from which they stay in the data set's Arrow files
 
 
 def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
-    """Table of a hub data set, with pictures or text.
+    """Table of a hub data set, with images or text.
 
     Raises:
         InputError: the set cannot be loaded, a column is missing, or as of ``to_table``.
@@ -127,7 +127,7 @@ def _has_withheld_labels(part: Any, label: str) -> bool:
 
 
 def _picture_column(features: Any, spec: DataSpec, notices: list[str]) -> str | None:
-    """The column of pictures: ``data.image``, or the only one."""
+    """The column of images: ``data.image``, or the only one."""
     import datasets
 
     found = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
@@ -153,7 +153,7 @@ def _text_column(parts: Sequence[Any], spec: DataSpec, task: str | None) -> str 
 
 
 class Encoded(Sequence[str | bytes], Pictured):
-    """The pictures of several data sets, one after the other, as paths or encoded; each is read when it is asked for.
+    """The images of several data sets, one after the other, as paths or encoded; each is read when it is asked for.
 
     Args:
         parts: data sets with this column, not decoded.

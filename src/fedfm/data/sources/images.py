@@ -39,7 +39,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     """Table of an image folder: ``inputs`` are paths, each of which was opened once as a check.
 
     Raises:
-        InputError: no pictures, no classes, a picture that does not open, metadata that does not match the files.
+        InputError: no images, no classes, an image that does not open, metadata that does not match the files.
     """
     parts = _parts(path) if labelled else {}
     files: list[Path] = []
@@ -116,7 +116,7 @@ def _endings(files: Sequence[str]) -> str:
 
 
 def _scans(files: Sequence[str]) -> str:
-    """A hint if some of these files are scans, which need a window before they are pictures."""
+    """A hint if some of these files are scans, which need a window before they are images."""
     if not any(file.lower().endswith(_SCANS) for file in files):
         return ""
     return "; DICOM and NIfTI files are converted first, with a window (docs: how-to/own-data.md)"
@@ -158,7 +158,7 @@ def _parts(path: Path) -> dict[Path, str | None]:
 
 
 def _pictures(folder: Path, strange: list[str], *, deep: bool) -> list[Path]:
-    """Pictures in the folder and in its class folders, by name."""
+    """Images in the folder and in its class folders, by name."""
     found = []
     for entry in _visible(folder):
         inside = _visible(entry) if entry.is_dir() else [entry]

@@ -1,4 +1,4 @@
-"""NumPy archives: pictures or feature vectors.
+"""NumPy archives: images or feature vectors.
 
 ``x`` uint8 or uint16 (N, H, W, C) or float (N, d), ``y`` integers (N,); optionally ``classes`` strings (C,),
 ``split`` strings (N,), ``domain`` strings (N,), and further string or integer arrays (N,), which become columns.
@@ -21,7 +21,7 @@ from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError, close
 
-MAPPED = 1 << 28  # bytes of a file from which its pictures or vectors stay in it, if they are not compressed
+MAPPED = 1 << 28  # bytes of a file from which its images or vectors stay in it, if they are not compressed
 _PIECE = 1 << 22  # bytes read at a time
 _EXPECTED = "uint8 or uint16 (N, H, W, C) pictures with C = 1 or 3, or float (N, d) feature vectors"
 
@@ -136,7 +136,7 @@ def _array(arrays: dict[str, np.ndarray], name: str, path: Path) -> np.ndarray:
 
 
 def _hint(x: np.ndarray) -> str:
-    """What would make pictures of an array of another form."""
+    """What would make images of an array of another form."""
     if x.ndim == 3:
         return ": x[..., None] adds the channel"
     if x.ndim != 4 or not x.size or x.dtype.kind not in "uifb":

@@ -1,4 +1,4 @@
-"""Parquet files, also as the Hub of Hugging Face serves them: pictures in the file, and names of classes."""
+"""Parquet files, also as the Hub of Hugging Face serves them: images in the file, and names of classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedfm.errors import InputError
 
 
 def sheet_of(data: bytes, path: Path) -> Sheet:
-    """The sheet of a Parquet file; rows count from 1. Pictures stay encoded, in Arrow's memory.
+    """The sheet of a Parquet file; rows count from 1. Images stay encoded, in Arrow's memory.
 
     Raises:
         InputError: not a Parquet file, or a damaged one.
@@ -43,7 +43,7 @@ def sheet_of(data: bytes, path: Path) -> Sheet:
 
 
 def _values(column: Any, path: Path) -> Sequence[Any]:
-    """The values of a column; pictures stay where they are."""
+    """The values of a column; images stay where they are."""
     import pyarrow
     import pyarrow.compute
 

@@ -82,7 +82,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
 
 
 def files_of(folder: Path, task: str | None = None) -> list[Path]:
-    """The files of rows in a folder, or in its folder ``data``, if it has neither pictures nor folders of classes."""
+    """The files of rows in a folder, or in its folder ``data``, if it has neither images nor folders of classes."""
     for home in (folder, folder / "data"):
         if not home.is_dir():
             continue

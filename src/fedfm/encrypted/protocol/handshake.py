@@ -26,7 +26,7 @@ class Hello:
         kernels: of local training (see ``run.kernels``).
         batch: rows of a batch.
         tokens, patch, extra: T of a row, (height, width) of a patch, tokens before the patches.
-        picture: how images become the model's input (see :func:`fedfm.models.preprocessing.image_settings`).
+        image: how images become the model's input (see :func:`fedfm.models.preprocessing.image_settings`).
         digest: sha256 of the model.
         key: the server's public key, with encryption.
         ring: degree of the ciphertexts' ring, with encryption.

@@ -1,4 +1,4 @@
-"""Rows of a distillation: views of pictures, and what the teacher says of them, computed once."""
+"""Rows of a distillation: views of images, and what the teacher says of them, computed once."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fedfm.models.model import Model
 
 MEASURED = 8192  # rows of which the intervals are measured
 AT_ONCE = 64  # rows of a batch that is not trained on
-_LEAST = 0.4  # of a picture's area, in a crop
+_LEAST = 0.4  # of an image's area, in a crop
 
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a picture: left, top and side, from 0 to 1 of its width and height, and whether it is mirrored."""
+    """A part of an image: left, top and side, from 0 to 1 of its width and height, and whether it is mirrored."""
 
     left: float
     top: float
@@ -36,7 +36,7 @@ class Box:
     mirrored: bool
 
     def cut(self, picture: Any) -> Any:
-        """Of a PIL picture."""
+        """Of a PIL image."""
         w, h = picture.size
         ends = (self.left * w, self.top * h, (self.left + self.side) * w, (self.top + self.side) * h)
         x0, y0, x1, y1 = (round(v) for v in ends)
@@ -45,7 +45,7 @@ class Box:
 
 
 def boxes_of(seed: int, view: int, count: int) -> list[Box]:
-    """Random boxes of a view of ``count`` pictures, the same on every machine."""
+    """Random boxes of a view of ``count`` images, the same on every machine."""
     rng = seeds.generator(seed, "distil", "view", view)
     side = np.sqrt(rng.uniform(_LEAST, 1.0, count))
     left, top = rng.uniform(size=count) * (1 - side), rng.uniform(size=count) * (1 - side)
@@ -55,7 +55,7 @@ def boxes_of(seed: int, view: int, count: int) -> list[Box]:
 
 
 def cut_rows(model: Model, table: Table, index: np.ndarray, boxes: Sequence[Box]) -> Rows:
-    """The boxes of these pictures as rows of a model."""
+    """The boxes of these images as rows of a model."""
     left, image = iter(boxes), model.tools.image
     cut = None if image is None else lambda pictures: image([next(left).cut(p) for p in pictures])
     return preprocessing.prepare(table, index, classes=model.classes, image=cut)
@@ -63,7 +63,7 @@ def cut_rows(model: Model, table: Table, index: np.ndarray, boxes: Sequence[Box]
 
 @dataclass(frozen=True)
 class LazyBoxes:
-    """Parts of pictures, prepared batch by batch."""
+    """Parts of images, prepared batch by batch."""
 
     model: Model
     table: Table

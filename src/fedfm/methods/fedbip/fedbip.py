@@ -62,7 +62,7 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
     asks: ClassVar[tuple[str, ...]] = ("train",)
     state_type: ClassVar[Any] = BipState
     paper: ClassVar[Mapping[str, Paper]] = {
-        "method.rounds": Paper(10),  # on pictures; 20 on texts
+        "method.rounds": Paper(10),  # on images; 20 on texts
         "method.fraction": Paper(1.0),
         "method.granularity": Paper("model"),
         "method.similarity": Paper("cosine"),

@@ -1,4 +1,4 @@
-"""The gate of FedMS: from a picture's features under the global expert to the global expert's share lambda."""
+"""The gate of FedMS: from an image's features under the global expert to the global expert's share lambda."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Gating:
 
     Attributes:
         part: what of it is trained and sent: "adapter", "last" (its last layer) or "all" (also an image block).
-        backbone: the picture classifier whose frozen features it sees; empty: the global expert's features.
+        backbone: the image classifier whose frozen features it sees; empty: the global expert's features.
         share: lambda of every row, instead of a gate; None: the gate says it.
     """
 

@@ -68,7 +68,7 @@ class Known:
 
     Attributes:
         V_g: (n, d), if there are states.
-        states: k -> the pictures' hidden states (n, T, h) below the top k blocks; None where there was no room.
+        states: k -> the images' hidden states (n, T, h) below the top k blocks; None where there was no room.
     """
 
     W_g: Params
@@ -76,7 +76,7 @@ class Known:
     states: dict[int, Filed | None] = field(default_factory=dict)
 
 
-# Of each model: pictures -> what is known of them, and what is known of the texts.
+# Of each model: images -> what is known of them, and what is known of the texts.
 _rows: WeakKeyDictionary[DualModel, dict[bytes, Known]] = WeakKeyDictionary()
 _texts: WeakKeyDictionary[DualModel, tuple[Params, dict[int, tuple[Tensor, Tensor]]]] = WeakKeyDictionary()
 
@@ -123,7 +123,7 @@ class Experts:
         return total <= limit()
 
     def _below(self, index: np.ndarray, k: int) -> Tensor:
-        """The pictures' states below the top k blocks, (b, T, h)."""
+        """The images' states below the top k blocks, (b, T, h)."""
         if (filed := self.known.states.get(k)) is not None:
             return filed[index]
         with install(self.model, self.W_g), merge(self.model):
@@ -156,7 +156,7 @@ def _nbytes(states: Mapping[int, Filed | None]) -> int:
 
 
 def _fingerprint(rows: Rows) -> bytes:
-    """Names the pictures."""
+    """Names the images."""
     digest = hashlib.sha256()
     for batch in rows.batches(256):
         digest.update(batch["pixel_values"].contiguous().flatten().view(torch.uint8).numpy().data)

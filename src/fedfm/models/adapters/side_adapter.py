@@ -34,7 +34,7 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 CHUNK = 256  # rows whose block outputs are in memory at the same time
 STATES = "states"  # tensor of encoded rows, (n, L, P, d)
-_PROBES = 32  # pictures of noise that set the scales of a model without stored ones
+_PROBES = 32  # images of noise that set the scales of a model without stored ones
 
 
 def with_numbers(states: Tensor) -> Tensor:
@@ -271,7 +271,7 @@ def around(
     """Side adapters around a vision transformer, which is frozen.
 
     Raises:
-        InputError: the model is no transformer of pictures, or has fewer features than its tokens are projected to.
+        InputError: the model is no transformer of images, or has fewer features than its tokens are projected to.
     """
     adapt = spec.adaptation or AdaptationSpec("side_adapter")
     where = f'model.adaptation.name = "side_adapter": {spec.name!r}'
@@ -328,7 +328,7 @@ def _stored_scales(module: nn.Module, key: str) -> Tensor:
 
 
 def _probes(side: tuple[int, int]) -> Rows:
-    """Pictures of white noise, the same everywhere."""
+    """Images of white noise, the same everywhere."""
     rng = seeds.generator(0, "side_adapter", "probes")
     return Rows({"pixel_values": torch.from_numpy(rng.standard_normal((_PROBES, 3, *side)).astype(np.float32))})
 

@@ -1,4 +1,4 @@
-"""Pictures classified by the names of the classes, with both encoders at hand: CLIP, SigLIP, vision-text dual encoder.
+"""Images classified by the names of the classes, with both encoders at hand: CLIP, SigLIP, vision-text dual encoder.
 
 Learning Transferable Visual Models From Natural Language Supervision. Radford et al. ICML 2021. Section 3.1.
 Sigmoid Loss for Language Image Pre-Training. Zhai, Mustafa, Kolesnikov, Beyer. ICCV 2023. arXiv:2303.15343.
@@ -45,7 +45,7 @@ class Prompts:
 
 
 class DualEncoder(nn.Module):
-    """logits = s <V(x), T>: scaled cosines of the picture's features and those of the class names' prompts.
+    """logits = s <V(x), T>: scaled cosines of the image's features and those of the class names' prompts.
 
     s = exp(logit_scale), at most 100, is never trained. SigLIP's bias is the same for all classes and is left out.
 
@@ -148,7 +148,7 @@ class DualEncoder(nn.Module):
 
     @property
     def projections(self) -> tuple[nn.Module, nn.Module]:
-        """What maps the last hidden states of each encoder into the common space; pictures before texts."""
+        """What maps the last hidden states of each encoder into the common space; images before texts."""
         clip: Any = self.clip
         if clip.config.model_type == "siglip":
             return clip.vision_model.head, clip.text_model.head

@@ -1,6 +1,6 @@
-"""A classifier of pictures from an encoder for which transformers has no classification class, such as DINOv3 or MAE.
+"""A classifier of images from an encoder for which transformers has no classification class, such as DINOv3 or MAE.
 
-A new linear head reads one vector a picture: the encoder's own ``pooler_output``; without one its class token; without
+A new linear head reads one vector an image: the encoder's own ``pooler_output``; without one its class token; without
 one the mean over its positions.
 """
 
@@ -38,7 +38,7 @@ class PooledEncoder(nn.Module):
         """None: it predicts no words."""
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """Pictures (b, 3, H, W) -> logits (b, C)."""
+        """Images (b, 3, H, W) -> logits (b, C)."""
         pooled = _pool(_output(self.encoder, pixel_values), self.pooling)
         return self.classifier(pooled)  # type: ignore[no-any-return]
 
@@ -84,7 +84,7 @@ _CODE = {  # what _pooled computes
 
 
 def has_encoder(config: Any) -> bool:
-    """Whether transformers has an encoder of pictures alone for this configuration."""
+    """Whether transformers has an encoder of images alone for this configuration."""
     import transformers
 
     found = transformers.AutoModel._model_mapping.get(type(config), None)
@@ -92,7 +92,7 @@ def has_encoder(config: Any) -> bool:
 
 
 def sees_all(config: Any) -> None:
-    """Switch off in the configuration that the encoder masks a part of each picture at random."""
+    """Switch off in the configuration that the encoder masks a part of each image at random."""
     if hasattr(config, "mask_ratio"):
         config.mask_ratio = 0.0
 
@@ -102,11 +102,11 @@ def pooling_of(skeleton: Any, pixels: Tensor, name: str) -> tuple[str, int]:
 
     Args:
         skeleton: the encoder, on any device: also on ``meta``, where it computes shapes alone.
-        pixels: two prepared pictures (2, 3, H, W).
+        pixels: two prepared images (2, 3, H, W).
         name: for messages.
 
     Raises:
-        InputError: it gives no vector for each picture.
+        InputError: it gives no vector for each image.
     """
     parameter = next(skeleton.parameters())
     try:

@@ -1,4 +1,4 @@
-"""Residual networks with pre-activation, for small pictures.
+"""Residual networks with pre-activation, for small images.
 
 Identity Mappings in Deep Residual Networks. He, Zhang, Ren, Sun. ECCV 2016. arXiv:1603.05027, Figure 1 (b) and (eq. 2):
 x_{l+1} = x_l + F(bn, relu, conv3x3, bn, relu, conv3x3). FedBaF (arXiv:2410.18352), Table 2: conv3x3, 64; sections of

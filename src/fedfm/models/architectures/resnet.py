@@ -1,4 +1,4 @@
-"""ResNets for 32x32 pictures.
+"""ResNets for 32x32 images.
 
 Deep Residual Learning for Image Recognition. He, Zhang, Ren, Sun. CVPR 2016. Section 4.2: 6 n + 2 layers in three
 stages of 16, 32 and 64 channels; shortcuts without parameters (option A: every second pixel, new channels zero).

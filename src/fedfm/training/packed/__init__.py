@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 KERNELS = ("exact", "fast", "fast_bf16")
 FAST_BF16 = "fast_bf16"
 _WIDTH = 4  # clients in a packed batch: 8 exceed the cache, one alone spends 4 ms a step between the kernels
-_LONG = 64  # tokens of a picture from which one client's batch fills the cache
+_LONG = 64  # tokens of an image from which one client's batch fills the cache
 
 _known: WeakKeyDictionary[Any, dict[bool, _Found | None]] = WeakKeyDictionary()
 

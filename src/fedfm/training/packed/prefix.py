@@ -72,7 +72,7 @@ class Prefix:
 
 
 class PrefixByPart(Prefix):
-    """Packed tokens of rows whose batches come from a stream, each once: of pictures that are deferred or augmented."""
+    """Packed tokens of rows whose batches come from a stream, each once: of images that are deferred or augmented."""
 
     def __init__(self, net: Net, rows: Rows, batches: Iterator[tuple[Rows, np.ndarray]]) -> None:
         super().__init__(net, rows)
@@ -125,7 +125,7 @@ class Cache:
 
 
 def takes(rows: Rows) -> bool:
-    """Whether the rows can be packed: token vectors of any length above 0, or pictures."""
+    """Whether the rows can be packed: token vectors of any length above 0, or images."""
     if rows.tokens is not None and not rows.tokens.length.all():
         return False
     return rows.names == ({"pixel_values"} if rows.tokens is None else set())
