@@ -449,7 +449,7 @@ def test_where_it_does_not_fit(folder, tmp_path):
     wrong = tables(folder, "fedavg")
     wrong["data"]["path"] = str(pictures(tmp_path, 40))
     wrong["model"] = {"name": str(tiny_vit(tmp_path)), "adaptation": {"name": "lora", "targets": ["projection"]}}
-    with pytest.raises(InputError, match="is no linear map"):
+    with pytest.raises(InputError, match="is not a linear map"):
         fedfm.run(wrong, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     model = model_of(folder, "bert")

@@ -117,7 +117,7 @@ class TestAnyFamily:
         for odd in some_of_the_base(name, tensors)[::3]:
             longer = torch.zeros([n + 1 for n in tensors[odd].shape])
             with pytest.raises(
-                InputError, match=r"of another shape than its configuration says: \S+ is \(.*, expected"
+                InputError, match=r"with a shape that differs from its configuration: \S+ is \(.*, expected"
             ):
                 classifier(changed(checkpoint(name), tmp_path, tensors | {odd: longer}), name)
             renamed = {k + "_" * (k == odd): v for k, v in tensors.items()}
@@ -320,7 +320,7 @@ def test_a_cifar_resnet_has_no_tensors_without_a_place(tmp_path):
     for tensors, why in (
         (
             state | {"layer2.0.shortcut.0.weight": torch.zeros(3)},
-            r"tensors without a place in one \(1\), such as layer2",
+            r"tensors that such a network does not have \(1\), such as layer2",
         ),
         ({k: v for k, v in state.items() if k != "layer1.0.bn1.bias"}, r"it lacks tensors \(1\), such as layer1"),
         (state | {"conv1.weight": torch.zeros(3)}, "size mismatch for conv1"),

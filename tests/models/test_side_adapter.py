@@ -173,7 +173,7 @@ def test_as_the_adaptation_of_any_vision_transformer(tmp_path):
 @pytest.mark.parametrize(
     ("model", "data", "reason"),
     [
-        ({"name": "features", "adaptation": {"name": "side_adapter"}}, None, "no transformer of pictures"),
+        ({"name": "features", "adaptation": {"name": "side_adapter"}}, None, "not a transformer of image patches"),
         ({"name": "nano-gpt2", "weights": "random", "adaptation": {"name": "side_adapter"}}, "text", "side_adapter"),
     ],
 )

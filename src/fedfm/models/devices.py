@@ -1,4 +1,4 @@
-"""Devices: which one a model is on, how clients share several, and what of a device decides a result's bits."""
+"""Devices: where a model is, how clients share several GPUs, and which facts of a device affect a result's bits."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import nn
 
 from fedfm.errors import InputError
 
-MAP = "auto-map"  # layers over all GPUs of this machine, by accelerate
+MAP = "auto-map"  # accelerate spreads the layers over all GPUs of this machine
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS takes the same sums in the same order only with a workspace of its own
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS sums in a fixed order only with a fixed workspace
 
 
 def pick(name: str) -> torch.device:
-    """The device that ``model.device`` names; of several the first.
+    """The device that ``model.device`` names; if it names several, the first one.
 
     Raises:
-        InputError: it is not available here.
+        InputError: the device is not available here.
     """
     if name in ("auto", MAP):
         mps = torch.backends.mps.is_available() and name != MAP
@@ -42,7 +42,7 @@ def placement(name: str) -> dict[str, Any]:
 def opens(name: str) -> bool:
     """Whether a model with this ``model.device`` opens an accelerator, after which a process must not fork.
 
-    It opens none itself. A device that is not available counts as one: the load says so.
+    This function itself opens none. An unavailable device counts as an accelerator; the later load reports it.
     """
     if name in ("auto", MAP):
         return torch.cuda.is_available() or (name == "auto" and torch.backends.mps.is_available())
@@ -50,7 +50,7 @@ def opens(name: str) -> bool:
 
 
 def about(device: torch.device) -> dict[str, Any]:
-    """For the manifest: what of this device decides the bits of a result."""
+    """For the manifest: the facts of this device that affect the bits of a result."""
     name = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device.type
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -76,16 +76,16 @@ def restore_determinism() -> Iterator[None]:
     try:
         yield
     finally:
-        if torch.are_deterministic_algorithms_enabled() != before[0]:  # the call imports torch's compiler
+        if torch.are_deterministic_algorithms_enabled() != before[0]:  # this call imports torch's compiler, so avoid it
             torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
 
 
 def visible(environment: Mapping[str, str], count: int) -> list[str]:
-    """Names of this machine's GPUs, as :data:`VISIBLE` takes them.
+    """Names of this machine's GPUs in the form for :data:`VISIBLE`.
 
     Args:
-        count: how many torch sees.
+        count: the number that torch sees.
 
     Example:
         >>> visible({"CUDA_VISIBLE_DEVICES": "4,6"}, 2), visible({}, 2)
@@ -96,10 +96,10 @@ def visible(environment: Mapping[str, str], count: int) -> list[str]:
 
 
 def visible_to_processes(gpus: list[str], each: float) -> list[str]:
-    """What each of the processes sees that share these GPUs, if each takes ``each`` of one, or several whole ones.
+    """The GPUs visible to each process, if each process takes ``each`` of a GPU, or several complete ones.
 
     Raises:
-        InputError: a process takes more than there is.
+        InputError: a process takes more than there are.
 
     Example:
         >>> dealt(["0", "1"], 0.5), dealt(["0", "1", "2", "3"], 2)
@@ -114,8 +114,8 @@ def visible_to_processes(gpus: list[str], each: float) -> list[str]:
 
 
 def gather_trained(module: nn.Module, device: torch.device) -> None:
-    """Put what is trained onto one device, where an optimiser has it as one vector: what goes into these modules is
-    brought there, and what comes out of them back to where they were.
+    """Put the trained parameters onto one device, where an optimiser has them as one vector. Hooks move the inputs of
+    these modules to that device, and their outputs back.
     """
     from accelerate.hooks import remove_hook_from_module
 
@@ -124,7 +124,7 @@ def gather_trained(module: nn.Module, device: torch.device) -> None:
         home = next((p.device for p in own.values()), device)
         if home == device:
             continue
-        if hasattr(part, "_hf_hook"):  # a copied head has accelerate's, which brings what goes in to where it was
+        if hasattr(part, "_hf_hook"):  # a copied head keeps accelerate's hook, which moves inputs to the old device
             remove_hook_from_module(part)
         for name, p in own.items():
             setattr(part, name, nn.Parameter(p.detach().to(device)))

@@ -99,7 +99,7 @@ def load_pretrained(
 
 
 def _is_encoder(config: Any) -> bool:
-    """Whether transformers has an encoder of images alone for this configuration, and no classifier."""
+    """Whether transformers has only an image encoder for this configuration, and no classifier."""
     import transformers
 
     if type(config) in transformers.AutoModelForImageClassification._model_mapping:

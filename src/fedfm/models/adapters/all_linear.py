@@ -1,4 +1,4 @@
-"""What ``targets = "all-linear"`` adapts, and what it leaves out and why."""
+"""The modules that ``targets = "all-linear"`` adapts, and those that it leaves out, with the reason."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from fedfm.models.families import Parts, unwrap
 
 _READ = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size)\b)(\s*@)?")
 _CALLED = re.compile(r"\bself\.(\w+)\(")
-_SHARE = 0.01  # of the model's numbers: a parameter that is no linear map and has fewer is not named
+_SHARE = 0.01  # of the model's parameters: a smaller one that is no linear map is not named
 
 
 def all_linear(module: nn.Module, parts: Parts, new: Iterable[str]) -> tuple[str, ...]:
-    """Paths of all linear maps and experts but the head and what is new, which are trained as they are, and but what
-    :func:`left_out` names.
+    """Paths of all linear maps and experts, without the head and new modules, which are trained as they are, and
+    without what :func:`left_out` names.
     """
     return tuple(path for path, why in _reasons(module, parts, new).items() if not why)
 
 
 def left_out(module: nn.Module, parts: Parts, new: Iterable[str]) -> str:
-    """A line that names what "all-linear" leaves out, with its share of the numbers; empty if that is nothing."""
+    """A line that names what "all-linear" leaves out, with its share of the parameters; empty if it is nothing."""
     total = sum(_size(m) for m in module.modules()) or 1
-    found: dict[str, dict[str, int]] = {}  # why -> last part of the name -> numbers
+    found: dict[str, dict[str, int]] = {}  # reason -> last part of the name -> number of values
     for path, why in _reasons(module, parts, new).items():
         if why:
             sizes = found.setdefault(why, {})
@@ -41,7 +41,7 @@ def left_out(module: nn.Module, parts: Parts, new: Iterable[str]) -> str:
     if sum(other.values()) >= _SHARE * total:
         found["no linear maps"] = {n: size for n, size in other.items() if size >= _SHARE * total} or other
     texts = [
-        " and ".join(f"{leaf} ({100 * size / total:.2g} % of the numbers)" for leaf, size in sorted(sizes.items()))
+        " and ".join(f"{leaf} ({100 * size / total:.2g} % of the parameters)" for leaf, size in sorted(sizes.items()))
         + f", {why}"
         for why, sizes in found.items()
     ]
@@ -49,19 +49,19 @@ def left_out(module: nn.Module, parts: Parts, new: Iterable[str]) -> str:
 
 
 def is_read_alone(module: nn.Module, name: str) -> bool:
-    """Whether the module of this path is a map whose weight its owner reads: what wraps it is never called."""
+    """Whether the owner of this module reads its weight and never calls it: a wrapper around it would do nothing."""
     owner, _, leaf = name.rpartition(".")
     parent = module.get_submodule(owner)
     return isinstance(parent, nn.MultiheadAttention) or leaf in _read_by(_class_of(parent))
 
 
 def returns_several(m: nn.Module) -> bool:
-    """Whether the class of a map returns more than one output, as some routers do, to which nothing can be added."""
+    """Whether the module returns several outputs, as some routers do: LoRA's product cannot be added to them."""
     return isinstance(m, nn.Linear) and _returns_tuple(_class_of(m))
 
 
 def refused_by_peft(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """The last parts of these paths that PEFT refuses to adapt in this model, as it does where kernels read weights."""
+    """The last parts of these paths that PEFT refuses to adapt in this model, e.g. because a kernel reads weights."""
     with peft_alone():
         from peft import LoraConfig
         from peft.tuners.lora import LoraModel
@@ -77,7 +77,7 @@ def refused_by_peft(module: nn.Module, names: Iterable[str]) -> set[str]:
 
 
 def _reasons(module: nn.Module, parts: Parts, new: Iterable[str]) -> dict[str, str]:
-    """Path of each linear map and of each parameter of experts that the rows pass -> why it is left out, or ""."""
+    """Path of each linear map and experts' parameter in the forward pass -> why it is left out, or ""."""
     own = (*new, *((parts.head,) if parts.head else ()))
     whole: Any = unwrap(module)
     out = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
@@ -99,7 +99,7 @@ def _reasons(module: nn.Module, parts: Parts, new: Iterable[str]) -> dict[str, s
 
 
 def _other_matrices(module: nn.Module, parts: Parts) -> dict[str, int]:
-    """Last part of the name -> numbers, of the blocks' own parameters of two and more axes that are no experts."""
+    """Last part of the name -> number of values, for the blocks' own parameters of at least 2 axes, without experts."""
     experts, sizes = {id(p) for p in stacks(module).values()}, dict[str, int]()
     for blocks in parts.encoders:
         for _, block in blocks:
@@ -113,7 +113,7 @@ def _other_matrices(module: nn.Module, parts: Parts) -> dict[str, int]:
 
 
 def _size(m: nn.Module) -> int:
-    """Numbers of a module's own parameters; of a quantised map those that its bits stand for."""
+    """Number of values in a module's own parameters; for a quantised map the number after dequantisation."""
     if isinstance(m, nn.Linear):
         return m.in_features * m.out_features + (m.out_features if m.bias is not None else 0)
     return sum(p.numel() for p in m.parameters(recurse=False))
@@ -125,7 +125,7 @@ def _class_of(module: nn.Module) -> Any:
 
 @functools.cache
 def _read_by(owner: type[nn.Module]) -> frozenset[str]:
-    """Names of the maps whose weights the class multiplies itself, or reads and never calls."""
+    """Names of the maps whose weights the class reads, or multiplies by itself, without calling the map."""
     try:
         code = inspect.getsource(owner)
     except (OSError, TypeError):
