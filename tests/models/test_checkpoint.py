@@ -141,7 +141,7 @@ def test_a_pooler_that_the_checkpoint_has_none_of_is_new_and_named(checkpoint, t
     name = "masked bert"
     assert classifier(checkpoint(name), name).notices == (
         f"model.name: {checkpoint(name)} has no bert.pooler.dense, which is new here and untrained",
-        f"model.name: 5 % of the numbers of {str(checkpoint(name))!r}, 323 of 5,971, are new here and untrained: "
+        f"model.name: 5 % of the parameters of {str(checkpoint(name))!r}, 323 of 5,971, are new here and untrained: "
         "bert.pooler.dense, classifier",
     )
     half = tensors_of(checkpoint(name)) | {"bert.pooler.dense.bias": torch.zeros(16)}

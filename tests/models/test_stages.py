@@ -205,7 +205,7 @@ def test_without_known_blocks_last_layers_are_refused():
     parts = find(module, "plain")
     assert not parts.blocks
     spec = AdaptationSpec("top_layers", layers=1)
-    with pytest.raises(InputError, match="no blocks are known"):
+    with pytest.raises(InputError, match="the blocks of this architecture are unknown"):
         adaptation.apply(module, spec, parts, new=[], task=tasks.find("classification"), seed=0)
 
 

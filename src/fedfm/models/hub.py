@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _TEXT_HEADS = ("SequenceClassification", "CausalLM", "MaskedLM")
 _HEADS = ("ImageClassification", "SequenceClassification", "CausalLM")
-_TWO_HEADS = ("deit",)  # saved with a classifier and a distillation head, whose mean is the output
+_TWO_HEADS = ("deit",)  # saved with a classifier and a distillation head; the output is their mean
 
 
 def load_pretrained(
@@ -42,7 +42,7 @@ def load_pretrained(
     """The model for the task, with a new head for ``classes`` unless it is a language model.
 
     Args:
-        hollow: as of :func:`fedfm.models.load.load_model`.
+        hollow: see :func:`fedfm.models.load.load_model`.
     """
     import transformers
 
@@ -113,7 +113,7 @@ def architecture(spec: ModelSpec, tokenizer: Any) -> Any:
     """The configuration of the model in ``spec`` with the vocabulary of another tokenizer.
 
     Raises:
-        InputError: it cannot be read, or has no vocabulary.
+        InputError: the configuration cannot be read, or has no vocabulary.
     """
     with quiet():
         config = configuration.read(locate(spec.name), spec)

@@ -140,7 +140,7 @@ class Task:
 
     @property
     def mixes_rows(self) -> str:
-        """Why the loss of a batch is no mean over its rows; empty if it is one."""
+        """Why the loss of a batch is not a mean over its rows; empty if it is one."""
         return ""
 
     def packs(self, kind: str) -> bool:

@@ -56,7 +56,7 @@ class ZeroShotTask(OneClassTask):
             from fedfm.errors import InputError
 
             raise InputError(
-                'model.loss = "contrastive" compares pictures with texts: it needs model.task = "zero_shot" and an '
+                'model.loss = "contrastive" compares images with texts: it needs model.task = "zero_shot" and an '
                 'adaptation that keeps both encoders, such as "lora"',
                 key="model.loss",
             )
