@@ -120,7 +120,7 @@ def test_states_of_a_frozen_transformer(released, shape):
 
 def test_tokens_are_not_projected_to_more_numbers_than_they_have():
     assert side(released="tokens", projection=128).net.shape == (8, 16, 128)
-    with pytest.raises(InputError, match="projection = 129: 'nano-vit' has 128 numbers a token"):
+    with pytest.raises(InputError, match="projection = 129: 'nano-vit' has 128 values per token"):
         side(released="tokens", projection=129)
 
 

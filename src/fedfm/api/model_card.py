@@ -145,7 +145,7 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
     if takes:
         words += ["", f"The head takes {takes}."]
     if isinstance(model, SideModel):
-        words += ["", "`states` are the released states of the transformer; only its owner computes them."]
+        words += ["", "`states` are the disclosed activations of the transformer; only its owner can compute them."]
     if isinstance(module, DualEncoder) and to != "torch":
         words += ["", _of_prompts(model, mixed=bool(mixture))]
     if to == "peft" and model.spec.quantization == "nf4" and not quantised.has_experts(model.module):
