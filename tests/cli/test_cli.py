@@ -830,7 +830,7 @@ def test_help_imports_neither_the_configuration_nor_what_it_needs():
 def test_seeds_are_whole_numbers_of_at_least_0(tmp_path, capsys, flag):
     code, _, err = call(capsys, "run", toml(tmp_path), *flag, "--out", tmp_path / "r")
     assert code == 2
-    assert "integers of at least 0" in err
+    assert "whole numbers of at least 0" in err
     assert not (tmp_path / "r").exists()
 
 

@@ -140,7 +140,7 @@ def test_equal_answers_are_told(tmp_path):
         ({"prompt": "p", "chosen": "a", "rejected": None}, 'column "rejected" holds nothing'),
         ({"prompt": "p", "chosen": said("p", "a"), "rejected": "b"}, "a text and a list of messages"),
         ({"chosen": said("p", "a"), "rejected": said("q", "b")}, "differ in more than the last message"),
-        ({"prompt": "q", "chosen": said("p", "a"), "rejected": said("p", "b")}, 'begin otherwise than column "prompt"'),
+        ({"prompt": "q", "chosen": said("p", "a"), "rejected": said("p", "b")}, 'differently from column "prompt"'),
         ({"chosen": said("p"), "rejected": said("p", "b")}, "ends with a message of the user: the assistant's"),
         ({"chosen": said("p", "a")}, 'no column "rejected" .data.rejected.'),
     ],

@@ -175,7 +175,7 @@ def test_clients_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (DataSpec(clients={}), r"data\.clients = \{\}: expected"),
         (DataSpec(clients={"../a": "a.csv"}), r"data\.clients = .*each name of letters, digits"),
         (DataSpec(clients={"a": " "}), r'data\.clients\.a = " "'),
-        (DataSpec(clients={"a": "a.csv"}, where={"site": ("x",)}), r"data\.where does not go with data\.clients"),
+        (DataSpec(clients={"a": "a.csv"}, where={"site": ("x",)}), r"data\.where conflicts with data\.clients"),
         (DataSpec(path="a.csv", where={"site": ()}), r"data\.where\.site = \[\]"),
     ],
 )

@@ -201,11 +201,11 @@ def test_masks_and_scans_are_named(tmp_path: Path) -> None:
     (tmp_path / "set" / "images" / "a.dcm").write_bytes(b"scan")
     said = "\n".join(load_table(DataSpec(path=str(tmp_path / "set")), seed=0).notices)
     assert "masks of the second, that is segmentation; fedfm.federate" in said
-    assert "DICOM and NIfTI files are converted first" in said
+    assert "convert DICOM and NIfTI files first" in said
     pictures = pyarrow.array([{"bytes": encoded(Image.new("L", (4, 4))), "path": None}] * 3)
     for second in ("mask", "label"):
         pyarrow.parquet.write_table(pyarrow.table({"image": pictures, second: pictures}), tmp_path / "a.parquet")
-        with pytest.raises(InputError, match=r'no column "label" of classes; columns .* several pictures a row'):
+        with pytest.raises(InputError, match=r'no column "label" of classes; columns .* several images per row'):
             load_table(DataSpec(path=str(tmp_path / "a.parquet")), seed=0)
 
 

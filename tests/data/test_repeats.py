@@ -106,7 +106,7 @@ def test_pictures_that_are_stored_otherwise_are_alike(form: str) -> None:
     inputs = [encoded(picture(i)) for i in range(40)]
     tested = [FORMS[form](picture(i)) for i in (3, 5, 8)] + [FORMS[form](picture(100 + i)) for i in range(9)]
     table = Table("image", inputs + tested, None, (), np.array(["train"] * 40 + ["test"] * 12))
-    assert (of_training_rows(table) or "").startswith("3 of 12 test rows look the same as a training picture")
+    assert (of_training_rows(table) or "").startswith("3 of 12 test rows look the same as a training image")
 
 
 def test_vectors_with_fewer_digits_are_alike() -> None:

@@ -84,7 +84,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
         b"text,label\n\xff\xfe\x00,a\n",
         r"a\.csv, line 2: byte 0xff at offset 11 is not UTF-8: save the file as UTF-8",
     ),
-    "half of utf16": ("a.csv", "text,label\nx,a\n".encode("utf-16")[:-1], r"a\.csv, line .*not UTF-16, with which"),
+    "half of utf16": ("a.csv", "text,label\nx,a\n".encode("utf-16")[:-1], r"a\.csv, line .*not UTF-16, which"),
     "nul": ("a.csv", b"text,label\nx\0y,a\n", r"a\.csv, line 2: a NUL byte"),
     "unclosed quote": ("a.csv", (GOOD + '"unclosed\n').encode(), r"a\.csv, row 102: a quote \(\"\) is opened here"),
     "quote inside": ("a.csv", b'text,label\n"x"y,a\n', r"a\.csv, row 2: .*between quotes"),
@@ -126,7 +126,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "cut gzip": ("a.jsonl.gz", gzip.compress(b'{"text": 1}' * 99)[:-9], r"a\.jsonl\.gz is damaged or cut short"),
     "png as txt": ("a.txt", png(), r"a\.txt holds a PNG picture, not plain text"),
     "empty txt": ("a.txt", b"", r"a\.txt is empty"),
-    "unknown name": ("a.xlsx", b"PK\x03\x04", r"a\.xlsx: files of this name .*zip archive.*; expected \.csv"),
+    "unknown name": ("a.xlsx", b"PK\x03\x04", r"a\.xlsx: files with this ending .*zip archive.*; expected \.csv"),
     "not json": ("a.jsonl", b'{"text": "x", "label": 1}\n{text}\n', r"a\.jsonl, line 2: not JSON"),
     "json list": ("a.jsonl", b"[1, 2]\n", r"a\.jsonl, line 1: a JSON list, not an object"),
     "json null": ("a.jsonl", lines({"text": "x", "label": None}), r'line 1: column "label" is empty'),
@@ -428,7 +428,7 @@ def test_a_folder_without_classes_serves_to_predict_only(tmp_path: Path) -> None
 
 
 BAD_FOLDERS: dict[str, tuple[dict[str, bytes], str]] = {
-    "nothing": ({"train/notes.md": b"x"}, r"no pictures .* in this folder; expected train/<class>"),
+    "nothing": ({"train/notes.md": b"x"}, r"no images .* in this folder; expected train/<class>"),
     "text as png": ({"dog/1.png": b"hello"}, r"dog/1\.png: not a picture that can be read"),
     "cut png": ({"dog/1.png": png((90, 90), 7)[:-30], "cat/1.png": png()}, r"dog/1\.png: .*: replace the file"),
     "cut jpeg": ({"dog/1.jpg": jpeg()[:2000]}, r"dog/1\.jpg: .*truncated"),
@@ -442,7 +442,7 @@ BAD_FOLDERS: dict[str, tuple[dict[str, bytes], str]] = {
     ),
     "metadata wrong": (
         {"dog/1.png": png(), "metadata.csv": b"file_name,site\ndog/l.png,a\n"},
-        r'metadata\.csv, row 2: there is no picture "dog/l\.png".*did you mean "dog/1\.png"',
+        r'metadata\.csv, row 2: there is no image "dog/l\.png".*did you mean "dog/1\.png"',
     ),
     "metadata without names": (
         {"dog/1.png": png(), "metadata.csv": b"filename,site\ndog/1.png,a\n"},

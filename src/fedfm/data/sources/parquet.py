@@ -1,4 +1,4 @@
-"""Parquet files, also as the Hub of Hugging Face serves them: images in the file, and names of classes."""
+"""Read Parquet files, including those of the Hugging Face Hub with images and class names inside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def sheet_of(data: bytes, path: Path) -> Sheet:
     """The sheet of a Parquet file; rows count from 1. Images stay encoded, in Arrow's memory.
 
     Raises:
-        InputError: not a Parquet file, or a damaged one.
+        InputError: it is not a Parquet file, or it is damaged.
     """
     import pyarrow
     import pyarrow.parquet
@@ -43,7 +43,7 @@ def sheet_of(data: bytes, path: Path) -> Sheet:
 
 
 def _values(column: Any, path: Path) -> Sequence[Any]:
-    """The values of a column; images stay where they are."""
+    """The values of a column; images stay in Arrow's memory."""
     import pyarrow
     import pyarrow.compute
 
@@ -52,7 +52,7 @@ def _values(column: Any, path: Path) -> Sequence[Any]:
         encoded = pyarrow.compute.struct_field(column, "bytes")
         if encoded.null_count == column.null_count:
             return ArrowPictures(encoded)
-        items = ((v or {}) for v in column.to_pylist())  # some are paths, relative to the file
+        items = ((v or {}) for v in column.to_pylist())  # some are paths relative to the file
         found = (v.get("bytes") or (str(path.parent / v["path"]) if v.get("path") else None) for v in items)
         return ListedPictures(found)
     if pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind):
@@ -64,7 +64,7 @@ def _values(column: Any, path: Path) -> Sequence[Any]:
 
 
 def _class_names(metadata: Any) -> dict[str, tuple[str, ...]]:
-    """Column -> names of classes, as the library datasets writes them beside the columns."""
+    """Column -> class names, from the metadata that the library datasets writes."""
     try:
         features = json.loads((metadata or {})[b"huggingface"])["info"]["features"]
         return {
@@ -73,11 +73,11 @@ def _class_names(metadata: Any) -> dict[str, tuple[str, ...]]:
             if isinstance(kind, dict) and kind.get("_type") == "ClassLabel" and kind.get("names")
         }
     except (KeyError, TypeError, ValueError, AttributeError):
-        return {}  # of another program
+        return {}  # metadata of another program
 
 
 def _in_order(names: Any) -> tuple[str, ...]:
-    """Names of classes by their numbers: a list, or an object of number and name, as in the Hub's cards.
+    """Class names in the order of their numbers, from a list or from an object number -> name, as in the Hub's cards.
 
     Raises:
         KeyError: the numbers are not 0, 1, ...
