@@ -165,11 +165,11 @@ def test_a_momentum_that_swings_with_late_answers_is_said(buffer, momentum, said
     tables = asynchronous(tmp_path, rounds=1, asynchronous={"buffer": buffer})
     tables["method"] |= {"name": "fedavgm", "server_momentum": momentum}
     result = fedfm.run(tables, progress=Progress())
-    assert any("the model swing" in text for text in result["warnings"]) == said
+    assert any("the model oscillate" in text for text in result["warnings"]) == said
     path = tmp_path / "experiment.toml"
     path.write_text(to_toml(tables))
     assert main(["check", str(path)]) == 0
-    assert ("the model swing" in capsys.readouterr().out) == said
+    assert ("the model oscillate" in capsys.readouterr().out) == said
 
 
 def test_workers_messages_and_a_kill_change_no_bits(tmp_path):

@@ -257,7 +257,7 @@ class TestModulesOfOnesOwn:
     def test_a_layer_alone_is_a_head(self, tmp_path):
         rows = [(torch.tensor([i, 1.0, -i]), i % 2) for i in range(12)]
         foundation = trained(tmp_path / "foundation", nn.Linear(3, 2))
-        with pytest.raises(InputError, match=r"nothing of it matches the model: labels: not declared identical"):
+        with pytest.raises(InputError, match=r"no tensor matches the model: labels: not declared identical"):
             left_out(tmp_path, nn.Linear(3, 2), foundation, rows)
 
     def test_a_folder_of_transformers_is_not_for_them(self, tmp_path):

@@ -432,7 +432,7 @@ def test_the_report_says_for_which_neighbours_and_against_whom(file, tmp_path):
     fedfm.run(tables(file, privacy=RECORD, pooled=True, **PRIVATE), tmp_path / "pooled")
     report = (tmp_path / "pooled" / "report.html").read_text()
     assert "Neighbours: data sets that differ by one row more or less." in report
-    assert "Note: against who sees the head, not against the server, which adds the noise." in report
+    assert "Note: against those who see the head, not against the server, which adds the noise." in report
     assert "Ledger: 1\N{NO-BREAK SPACE}entry<" in report
     fedfm.run(tables(file, privacy=RECORD, relation="replace", **PRIVATE), tmp_path / "replace")
     report = (tmp_path / "replace" / "report.html").read_text()

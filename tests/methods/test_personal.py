@@ -336,7 +336,7 @@ def test_fedala_stops_where_w_swings_for_ever(tmp_path, monkeypatch):
         ({"eta": 0.0}, r"method\.eta"),
         ({"share": 1.5}, r"method\.share"),
         ({"threshold": 0.0}, r"method\.threshold"),
-        ({"local": DittoOptimiser()}, "a model of its own already"),
+        ({"local": DittoOptimiser()}, "its own model"),
     ],
 )
 def test_fedala_refuses(keys, says):

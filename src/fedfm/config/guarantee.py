@@ -92,7 +92,7 @@ def check_hidden(e: ExperimentParts, method: str) -> None:
     """Refuse secure aggregation where no mean is taken, or where the server looks at single replies.
 
     Raises:
-        InputError: with the key and what would be right.
+        InputError: it names the key and a valid value.
     """
     if not isinstance(e.aggregation, Secure):
         return

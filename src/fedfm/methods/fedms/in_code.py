@@ -1,4 +1,4 @@
-"""The mixture of FedMS as Python, for readers of an export who have neither fedfm nor the run."""
+"""Python code of the mixture of FedMS, for readers of an export without fedfm or the run."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ model.eval()"""
 
 
 def mixture_code(share: float | None, places: Mapping[str, str], backbone: str) -> list[str]:
-    """Lines that make ``model`` of ``experts``, a PeftModel with the adapters ``global`` and ``local``, and of
-    ``FOLDER/gate.safetensors``. It takes what the base takes, and gives logits (b, C).
+    """Lines that make ``model`` from ``experts``, a PeftModel with the adapters ``global`` and ``local``, and from
+    ``FOLDER/gate.safetensors``. The model has the base's inputs, and returns logits (b, C).
 
     Args:
-        share: lambda of every row; None: the gate gives it.
-        places: paths in the base of what the gate has weights of its own for, by the name of the part.
-        backbone: the name of the classifier whose features the gate sees, given with the rows; "": it sees those of the
-            global expert.
+        share: lambda of every row; None: the gate computes it.
+        places: for each part with the gate's own weights: its path in the base.
+        backbone: the name of the classifier whose features the gate reads, given with the rows; "": it reads those of
+            the global expert.
     """
     if share is not None:
         return (_CLASS.format(more="", share=repr(share)) + _MODEL).splitlines()
