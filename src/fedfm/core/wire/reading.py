@@ -1,4 +1,4 @@
-"""Parser of a message's head: position and decoder of each value in the data. The grammar is that of the wire format.
+"""Parse a message's head into position and decoder of each value in the data, by the wire format's grammar.
 
 A head is parsed once and read many times, since the clients of a cohort send the same one.
 """
@@ -24,7 +24,7 @@ from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params, layout_of, layout_sent
 
 _SMALL = 1 << 16  # longest head that is cached
-_MANY = 8  # from this number of numbers or texts on, they are read together
+_MANY = 8  # at least so many numbers or texts are read together
 _FLOAT, _INT = struct.Struct("<d"), struct.Struct("<q")
 
 

@@ -1,4 +1,4 @@
-"""The input of the lowest adapted layer, computed once for a client's rows and cached while they live."""
+"""The input of the lowest adapted layer, computed once per client's rows and cached as long as these exist."""
 
 from __future__ import annotations
 
