@@ -144,7 +144,7 @@ def test_damaged_swapped_foreign_and_old_files_are_ignored_and_the_bits_stay(car
     assert "from/north/note.letter is ignored: not a letter of this version of the format" in said
     assert "from/north/of-south.letter is ignored: a reply from south to server, and not a reply from north" in said
     assert "a request from server to north, and not a request from server to south" in carried.log("south")
-    assert "-00000001.letter is ignored: altered, or written by somebody else" in carried.log("north")
+    assert "-00000001.letter is ignored: altered, or written by another sender" in carried.log("north")
     for name in NAMES:
         assert f"to/{name}/link.letter is ignored: a link" in carried.log(name)
         assert "is ignored: request 5 has come" in carried.log(name)  # an older one
@@ -331,7 +331,7 @@ def test_a_wrong_silo_is_refused(carried, capsys):
     path.write_text(text.replace(carried.server, ""))
     assert "server: set it to the server's public key" in refused(*disk)
     path.write_text(text.replace(carried.server, "01" + 62 * "0"))
-    assert "is no public key" in refused(*disk)
+    assert "is not a public key" in refused(*disk)
     path.write_text(text.replace('identity = "silo.key"\n', ""))
     assert "letters need a lasting key" in refused(*disk)
     path.write_text(text.replace(carried.server, "me"))
@@ -342,7 +342,7 @@ def test_a_wrong_silo_is_refused(carried, capsys):
     assert main(["silo", "check", str(path), "--once"]) == 2
     assert "are for `fedfm silo serve`" in capsys.readouterr().err
     (carried.root / "roster.toml").write_text(f'server = "{carried.server}"\n')
-    with pytest.raises(InputError, match="is no name for a silo"):
+    with pytest.raises(InputError, match="cannot be a silo's name"):
         fedfm.run(carried.engine(), carried.root / "run", progress=fedfm.Progress())
 
 
