@@ -105,7 +105,7 @@ def test_a_small_sum_is_refused_by_the_clients(tmp_path):
     two = lambda status: torch.tensor([2, 2, 1, 1, 1], dtype=torch.uint8)  # noqa: E731
     link.change = changed("unmask", status=two, seals=lambda s: s[:2])
     found = refusals(fed, link, method)
-    assert sum("a sum of 2 clients, expected 3 at least" in reason for reason in found) == 2
+    assert sum("a sum of 2 clients, expected at least 3" in reason for reason in found) == 2
     assert len(found) == 5
 
 
@@ -117,7 +117,7 @@ def test_a_silo_takes_part_in_no_smaller_cohort_than_its_own_file_says(least, at
     link.change = changed("give", **{"+told": lambda told: replace(told, cohort=torch.tensor([1, 1, 1, 0, 0]).byte())})
     found = refusals(fed, link, method)
     members = 3 if at == "mask" else 5
-    assert sum(f"a sum of {members} clients, expected {least} at least" in reason for reason in found) == 1
+    assert sum(f"a sum of {members} clients, expected at least {least}" in reason for reason in found) == 1
 
 
 def test_a_silo_reveals_nothing_for_fewer_survivors_than_its_own_file_says(tmp_path):
@@ -125,7 +125,7 @@ def test_a_silo_reveals_nothing_for_fewer_survivors_than_its_own_file_says(tmp_p
     fed, link, method = federation(tmp_path, 5, own=own)
     agrees(step(fed, method, 1), names(5), 1, method)
     link.late["give"] = {"c02"}
-    assert sum("a sum of 4 clients, expected 5 at least" in found for found in refusals(fed, link, method, 2)) == 4
+    assert sum("a sum of 4 clients, expected at least 5" in found for found in refusals(fed, link, method, 2)) == 4
 
 
 # --- what the clients are shown --------------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ def test_neighbours_are_even_over_many_agreements(tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (changed("share", names=lambda n: n[:2], published=lambda p: p[:2]), "a sum of 2 clients, expected 3 at least"),
+        (changed("share", names=lambda n: n[:2], published=lambda p: p[:2]), "a sum of 2 clients, expected at least 3"),
         (changed("share", names=lambda n: n[::-1]), "a list of members that is not in order"),
         (changed("share", names=lambda n: [n[0], *n[:4]]), "a list of members that is not in order"),
         (changed("share", names=lambda n: [*n[:4], "c05"]), "or is without this client"),

@@ -383,7 +383,7 @@ def test_vectors_of_another_width_are_refused_with_both_widths(finished, tmp_pat
     np.savez(tmp_path / "narrow.npz", x=np.zeros((5, 3), np.float32))
     code, _, err = call(capsys, "predict", finished, tmp_path / "narrow.npz")
     assert code == 2
-    assert "vectors of 3 numbers; the model takes 8" in err
+    assert "vectors of 3 values; the model takes 8" in err
 
 
 def test_a_place_that_cannot_be_written_is_named_without_a_traceback(finished, tmp_path, capsys):

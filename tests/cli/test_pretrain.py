@@ -270,7 +270,7 @@ def test_a_loss_that_explodes_is_said(tmp_path, capsys):
         capsys, "pretrain", toml(tmp_path, pretrain={"local": local, "milestones": []}), "--out", tmp_path / "net"
     )
     assert code == 1
-    assert "epoch 1: the loss is no longer a number; lower pretrain.local.learning_rate" in err
+    assert "epoch 1: the loss is NaN or infinite; lower pretrain.local.learning_rate" in err
 
 
 def test_many_pictures_are_prepared_batch_by_batch(whole, tmp_path, monkeypatch):

@@ -263,9 +263,9 @@ def test_a_run_in_memory_needs_its_module_again(ward, tmp_path, capsys):
     assert found["predictions"] == [["low", "mid", "high"][i] for i in expected]
     export(tmp_path / "run", "torch", tmp_path / "w", given=fresh)
     torch.testing.assert_close(load_file(tmp_path / "w" / "model.safetensors"), net.state_dict())
-    with pytest.raises(InputError, match="another than the run's"):
+    with pytest.raises(InputError, match="is not the run's"):
         predict(tmp_path / "run", ward.new(), given=nn.Linear(4, 3))
-    with pytest.raises(InputError, match="another than the run's"):
+    with pytest.raises(InputError, match="is not the run's"):
         predict(tmp_path / "run", ward.new(), given=ward.pieces()["model"])  # another frozen bias
     seen = replay(open_finished(tmp_path / "run", told), given=told).replies  # an error if it ends with other bits
     assert len(seen) == 6

@@ -409,7 +409,7 @@ def test_a_newcomer_beside_fedbip_has_both_adapters(folder, tmp_path):
     _, _, w = predict.load(tmp_path / "run", "newcomer")
     assert w.part(LOCAL).sha256() != w.part(GLOBAL).sha256()
     fedfm.run(tables(folder, "feddpa"), tmp_path / "dpa")
-    with pytest.raises(InputError, match="no start weights for a client that comes after"):
+    with pytest.raises(InputError, match="no start weights for a client that joins after"):
         join(tmp_path / "dpa", folder / "rows.jsonl")
 
 

@@ -109,7 +109,7 @@ def test_a_round_that_a_resume_releases_with_another_sum_is_spent_twice(tmp_path
         fedfm.run(tables(tmp_path), tmp_path / "run")
     result = fedfm.resume(tmp_path / "run")
     assert result["epsilon"] == pytest.approx(epsilon_of([Releases(0.5, 5)], 1e-5))
-    told = "round 2 was released before, with another sum: one release more, counted in epsilon"
+    told = "round 2 was released before, with another sum: epsilon counts one more release"
     assert told in fedfm.load_run(tmp_path / "run").manifest["notices"]
 
 

@@ -73,7 +73,7 @@ def resume(
         accept_loss: continue although secrets, clients' memories or all checkpoints are damaged or missing. The run
             then ends with other parameters, or draws its noise a second time; ``lost`` in its manifest and its result
             names the lost files.
-        changes: where files and parties are now, or how long a party may take: ``{"run.folder": "/mnt/stick"}``.
+        changes: new places of files and parties, or a new time limit of a party: ``{"run.folder": "/mnt/stick"}``.
 
     Raises:
         InputError: there is no run; it cannot have more rounds; a key may not change; or, as
@@ -118,10 +118,10 @@ def drive(
     accept_loss: bool = False,
     silos: Mapping[str, Path] | None = None,
 ) -> dict[str, Any]:
-    """Start or continue a run, to its end; ``population`` gives data and model that are in memory.
+    """Start or continue a run and run it to its end; ``population`` returns data and model that are in memory.
 
     Args:
-        silos: files of silos, by name, for nodes on loopback (deployment engine only).
+        silos: settings files of silos, by name, for nodes on loopback (deployment engine only).
     """
     if run.manifest["result"] is not None:
         return _result_of_finished(run, progress)
@@ -170,7 +170,7 @@ def _result_of_finished(run: Run, progress: Progress) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _discard_if_refused(run: Run, fresh: bool) -> Iterator[None]:
-    """Context manager: a new run, locked, whose input proves wrong before its first round leaves nothing."""
+    """Context manager: remove a new, locked run if its input turns out to be wrong before the first round."""
     try:
         yield
     except InputError:
