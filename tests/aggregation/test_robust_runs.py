@@ -84,7 +84,7 @@ def test_too_few_updates_in_a_round_stop_the_run(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"aggregation": {"name": "krum", "byzantine": 2}}, "needs 7 updates a round, and a round asks 5 of 5"),
+        ({"aggregation": {"name": "krum", "byzantine": 2}}, "needs 7 updates per round, and a round asks 5 of 5"),
         ({"aggregation": {"name": "multi_krum", "keep": 5}}, "needs 6 updates"),
         ({"aggregation": {"name": "krum"}, "method": {"name": "fedavg", "fraction": 0.8}}, "asks 4 of 5 clients"),
         ({"aggregation": {"name": "medain"}}, 'did you mean "median"'),

@@ -132,7 +132,7 @@ def test_attacks_and_aggregations_are_listed_shown_checked_and_run(tmp_path, cap
     code, _, err = call(capsys, "run", exp, "--set", "attack.name=sign_flop", "--out", tmp_path / "x")
     assert (code, 'did you mean "sign_flip"' in err, "Traceback" in err) == (2, True, False)
     code, _, err = call(capsys, "run", exp, "--set", "aggregation={name='krum', byzantine=3}", "--out", tmp_path / "x")
-    assert (code, "needs 9 updates a round" in err, (tmp_path / "x").exists()) == (2, True, False)
+    assert (code, "needs 9 updates per round" in err, (tmp_path / "x").exists()) == (2, True, False)
 
 
 def test_a_run_is_never_overwritten(finished, tmp_path, capsys):
@@ -711,7 +711,10 @@ def test_a_wrong_experiment_is_refused_with_its_place_and_leaves_nothing(tmp_pat
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ('[aggregation]\nname = "trimmed_mean"\n', "a robust rule compares single updates, secure aggregation hides"),
+        (
+            '[aggregation]\nname = "trimmed_mean"\n',
+            "a robust rule compares single updates, and secure aggregation hides",
+        ),
         ('method.name = "kd"', 'of method "kd" looks at single replies (learn)'),
         ('method.name = "fedpft"', 'of method "fedpft" looks at single replies (summarise)'),
         ('method.name = "local"', 'of method "local" looks at single replies (train_alone)'),
@@ -866,7 +869,7 @@ def test_doctor(capsys):
         assert {re.match(r"[\w-]+", line)[0] for line in packages} <= set(
             re.findall(r"[\w-]+", found[f"extra {extra}"])
         )
-    said = r'\d+ Gflop/s a core in float32; kernels = "fast_bf16" multiplies at \d+\.\d times that'
+    said = r'\d+ Gflop/s a core in float32; kernels = "fast_bf16" is \d+\.\d times as fast'
     assert re.fullmatch(rf"{said}(: do not use it here)?", found["linear maps"])
 
 

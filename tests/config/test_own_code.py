@@ -141,7 +141,7 @@ def test_a_module_that_is_no_classifier_predicts_its_outputs(ward, tmp_path, cap
 
     (tmp_path / "exp.toml").write_text(to_toml(tables("line")))
     assert main(["check", "exp.toml"]) == 0
-    assert "5 trainable numbers" in capsys.readouterr().out
+    assert "5 trainable parameters" in capsys.readouterr().out
     result = fedfm.run(tables("line"), tmp_path / "run")
     assert result["accuracy"] is None
     capsys.readouterr()

@@ -304,7 +304,7 @@ def test_the_command_answers_what_is_there(carried, monkeypatch, capsys):
         ({"identity": "nowhere/key"}, "run.identity: nowhere is no folder"),
         ({"folder": None}, "run.folder: engine"),
         ({"roster": None}, "run.roster: a file with the silos' public keys is needed"),
-        ({"attack": {"name": "sign_flip", "fraction": 0.5}}, "silos of their own, which do not attack"),
+        ({"attack": {"name": "sign_flip", "fraction": 0.5}}, "real silos, which do not attack"),
         ({"engine": "local"}, 'run.folder: only engine = "folder" takes it, not "local"'),
     ],
 )

@@ -97,8 +97,8 @@ def test_it_is_refused_where_nothing_would_see_it(tmp_path: Path) -> None:
     exp = tables(tmp_path, augment=["flip"])
     for change, message in (
         ({"data": {**exp["data"], "augment": ["blur"]}}, r'data\.augment\[0\] = "blur": expected "crop" or "flip"'),
-        ({"model": {**exp["model"], "adaptation": {"name": "head"}}}, r"data\.augment: .*reads each picture once"),
-        ({"method": {"name": "fedala", "rounds": 1}}, r"data\.augment: the clients of method .fedala. read their pic"),
+        ({"model": {**exp["model"], "adaptation": {"name": "head"}}}, r"data\.augment: .*reads each image once"),
+        ({"method": {"name": "fedala", "rounds": 1}}, r"data\.augment: the clients of method .fedala. read their im"),
     ):
         with pytest.raises(InputError, match=message):
             Experiment.from_dict({**exp, **change})

@@ -97,7 +97,7 @@ def _adaptive(method: Method[Any], privacy: PrivacySpec, correlated: bool) -> Ad
         )
     if len(method.means) != 1:
         raise InputError(
-            f"privacy.clip_quantile: one clip follows one mean a round, this method has {len(method.means)}; drop it",
+            f"privacy.clip_quantile: a clip adapts to one mean per round, this method has {len(method.means)}; drop it",
             key="privacy.clip_quantile",
         )
     return AdaptiveClip(need(privacy.clip_norm, "clip_norm"), privacy.clip_quantile, privacy.clip_learning_rate)
@@ -108,11 +108,11 @@ def _period(method: Method[Any], fraction: float) -> int:
     where, period = 'privacy.mechanism = "correlated_gaussian":', round(1 / fraction)
     if len(method.means) != 1:
         raise InputError(
-            f"{where} it is for one mean a round, and this method has {len(method.means)}", key="privacy.mechanism"
+            f"{where} it is for one mean per round, and this method has {len(method.means)}", key="privacy.mechanism"
         )
     if not math.isclose(period * fraction, 1.0):
         raise InputError(
-            f"{where} clients take turns, so method.fraction is 1 over a whole number, not {fraction:g}",
+            f"{where} clients take turns, so 1 / method.fraction must be whole; method.fraction is {fraction:g}",
             key="privacy.mechanism",
         )
     if period == 1:
@@ -123,7 +123,7 @@ def _period(method: Method[Any], fraction: float) -> int:
         )
     if method.rounds < 2:
         raise InputError(
-            f"{where} it needs two rounds at least, method.rounds is {method.rounds}", key="privacy.mechanism"
+            f"{where} it needs at least two rounds, and method.rounds is {method.rounds}", key="privacy.mechanism"
         )
     return period
 

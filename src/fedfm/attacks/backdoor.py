@@ -70,7 +70,7 @@ class Backdoor(Attack):
         side = min(images.shape[1:3])
         if 2 * self.size > side:
             raise InputError(
-                f"attack.size = {self.size}: pictures are {side} pixels wide; expected at most {side // 2}",
+                f"attack.size = {self.size}: images are {side} pixels wide; expected at most {side // 2}",
                 key="attack.size",
             )
         out = images.copy()

@@ -22,7 +22,7 @@ M = TypeVar("M", bound=Private)
 
 
 def protect(method: M, privacy: PrivacySpec) -> M:
-    """A method with a mechanism of its own, under the [privacy] table.
+    """A method that has its own mechanism, under the [privacy] table.
 
     Raises:
         InputError: its mechanism gives no such guarantee.
@@ -36,7 +36,7 @@ def protect(method: M, privacy: PrivacySpec) -> M:
 
 
 def guarantee(method: Method[Any], aggregation: Aggregator, privacy: PrivacySpec) -> tuple[Method[Any], Aggregator]:
-    """Method and aggregation under a [privacy] table that states an epsilon: here it is decided whose mechanism it is.
+    """Method and aggregation under a [privacy] table that states an epsilon; decides which of them has the mechanism.
 
     Raises:
         InputError: no mechanism gives this guarantee.
@@ -81,7 +81,7 @@ def hide_updates(aggregation: Aggregator) -> Aggregator:
         return aggregation
     if type(aggregation) is not Mean:
         raise InputError(
-            'privacy.aggregator = "secagg": a robust rule compares single updates, secure aggregation hides them; '
+            'privacy.aggregator = "secagg": a robust rule compares single updates, and secure aggregation hides them; '
             f'drop it or "{name_of("aggregation", aggregation)}"',
             key="privacy.aggregator",
         )

@@ -1,4 +1,5 @@
-"""Normal noise from a secret key: noise that protects records must not come from a generator with a guessable state.
+"""Normal noise from a secret key. Noise that protects records must not come from a generator whose state can be
+guessed.
 
 HKDF-SHA256 derives a subkey for each purpose, ChaCha20 its stream, Box-Muller the normals. The same key, purpose and
 shape give the same numbers, so an interrupted run repeats its noise instead of averaging it away.

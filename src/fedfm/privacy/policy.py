@@ -50,7 +50,7 @@ class Policy:
 
     @property
     def words(self) -> set[str]:
-        """All words that some method may use; without words the silo takes part in nothing."""
+        """All words that some method may use; a silo without words takes part in nothing."""
         return {*self.allow, *(word for words in self.allow_by_method.values() for word in words)}
 
 
