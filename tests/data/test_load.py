@@ -111,7 +111,7 @@ def test_scale_by_hand() -> None:
     row = scale_features(table_of([[1.0, 2.0, 3.0], [5.0, 5.0, 5.0]]), "row").inputs
     assert row == pytest.approx(np.array([[-(1.5**0.5), 0, 1.5**0.5], [0, 0, 0]]))
     assert row.dtype == np.float32
-    with pytest.raises(InputError, match=r'data\.scale: "row" is for feature vectors; digits holds pictures'):
+    with pytest.raises(InputError, match=r'data\.scale: "row" is for feature vectors; digits holds images'):
         load_table(DataSpec(name="digits", scale="row"), seed=0)
 
 

@@ -117,14 +117,14 @@ BAD: dict[str, tuple[str, bytes, str]] = {
         b"text,label,label_name\nx,0,a\ny,1,a\n",
         r'row 3: "a" names label "1" here and label "0" in .*row 2',
     ),
-    "png as csv": ("a.csv", png(), r"a\.csv holds a PNG picture, not a CSV file"),
+    "png as csv": ("a.csv", png(), r"a\.csv holds a PNG image, not a CSV file"),
     "parquet as csv": ("a.csv", parquet({"text": ["a"]}), r"a\.csv holds a Parquet file, not a CSV file"),
     "csv as npz": ("a.npz", GOOD.encode(), r"a\.npz holds something else, not an npz file"),
     "csv as parquet": ("a.parquet", GOOD.encode(), r"a\.parquet holds something else, not a Parquet file"),
     "cut parquet": ("a.parquet", parquet({"text": ["a"]})[:-20], r"a\.parquet is damaged or cut short"),
     "csv as gzip": ("a.jsonl.gz", GOOD.encode(), r"a\.jsonl\.gz holds something else, not gzip"),
     "cut gzip": ("a.jsonl.gz", gzip.compress(b'{"text": 1}' * 99)[:-9], r"a\.jsonl\.gz is damaged or cut short"),
-    "png as txt": ("a.txt", png(), r"a\.txt holds a PNG picture, not plain text"),
+    "png as txt": ("a.txt", png(), r"a\.txt holds a PNG image, not plain text"),
     "empty txt": ("a.txt", b"", r"a\.txt is empty"),
     "unknown name": ("a.xlsx", b"PK\x03\x04", r"a\.xlsx: files with this ending .*zip archive.*; expected \.csv"),
     "not json": ("a.jsonl", b'{"text": "x", "label": 1}\n{text}\n', r"a\.jsonl, line 2: not JSON"),
@@ -393,7 +393,7 @@ def test_image_folder(tmp_path: Path) -> None:
     assert table.split.tolist() == ["test", "train", "train"]
     assert table.columns["domain"].tolist() == ["", "sketch", "photo"]
     hollow, other = table.notices
-    assert f'"{root / "train/bird"}/" holds no file and is no class' in hollow
+    assert f'"{root / "train/bird"}/" holds no file and is not a class' in hollow
     assert "1 files" in other
     assert "(1 .db), e.g." in other
     assert "Thumbs.db" in other
@@ -429,7 +429,7 @@ def test_a_folder_without_classes_serves_to_predict_only(tmp_path: Path) -> None
 
 BAD_FOLDERS: dict[str, tuple[dict[str, bytes], str]] = {
     "nothing": ({"train/notes.md": b"x"}, r"no images .* in this folder; expected train/<class>"),
-    "text as png": ({"dog/1.png": b"hello"}, r"dog/1\.png: not a picture that can be read"),
+    "text as png": ({"dog/1.png": b"hello"}, r"dog/1\.png: not an image that can be read"),
     "cut png": ({"dog/1.png": png((90, 90), 7)[:-30], "cat/1.png": png()}, r"dog/1\.png: .*: replace the file"),
     "cut jpeg": ({"dog/1.jpg": jpeg()[:2000]}, r"dog/1\.jpg: .*truncated"),
     "deep": ({"photo/dog/1.png": png()}, r"photo/dog is a folder inside the class folder photo"),
@@ -586,7 +586,7 @@ def test_hub_pictures(tmp_path: Path) -> None:
         with pytest.raises(IndexError):
             many.inputs[4]
     split["train"]["img"] = [same[0], {"bytes": b"junk", "path": None}]
-    with pytest.raises(InputError, match=r"train\[1\]: not a picture that can be read"):
+    with pytest.raises(InputError, match=r"train\[1\]: not an image that can be read"):
         load_table(DataSpec(hub=saved(tmp_path / "junk", split, features)), seed=0)
 
 

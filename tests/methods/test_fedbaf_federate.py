@@ -279,7 +279,7 @@ class TestFolders:
         with pytest.raises(InputError, match=rf"a model of type '{text.name}' does not match one of type 'vit'"):
             fedfm.run(tables(tmp_path, image, text), tmp_path / "b")
         table["model"]["name"] = str(image)
-        with pytest.raises(InputError, match=r"is of type 'vit', which reads pictures: it does not fit data of kind"):
+        with pytest.raises(InputError, match=r"is of type 'vit', which reads images: it does not fit data of kind"):
             fedfm.run(table, tmp_path / "c")
         swapped = tables(tmp_path, image, image)
         swapped["model"]["name"] = str(text)

@@ -309,7 +309,7 @@ class TestImageProcessors:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(own))
         monkeypatch.setattr(t.AutoImageProcessor, "from_pretrained", fail)
         (notice,) = load(tmp_path, images(), "head").notices
-        assert "requires the Torchvision library): pictures" in notice
+        assert "requires the Torchvision library): images" in notice
         assert "mean [0.1, 0.2, 0.3]" in notice
 
 

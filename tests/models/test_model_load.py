@@ -142,7 +142,7 @@ def test_values_out_of_bounds_are_refused_with_place_and_remedy(spec, where, rig
         (ModelSpec("nobody/nothing-xyz"), images(), "model.name", "hub id.*HF_HUB_OFFLINE is set"),
         (ModelSpec("features"), images(), "model.name", "a model that reads them"),
         (ModelSpec("nano-vit"), vectors(), "model.name", '"features"'),
-        (ModelSpec("nano-vit"), sentences(), "model.name", "reads pictures"),
+        (ModelSpec("nano-vit"), sentences(), "model.name", "reads images"),
         (ModelSpec("nano-vit", task="instruction"), images(), "model.task", "kind instruction"),
         (ModelSpec("nano-vit", task="zero_shot"), images(), "model.name", "CLIP"),
         (ModelSpec("nano-vit", device="tpu9"), images(), "model.device", "cuda"),

@@ -135,7 +135,7 @@ def look(item: str | bytes) -> Look:
             return about
     except Exception as error:  # Pillow's plugins raise many classes of errors
         text = str(error).strip()
-        return Look("not a picture that can be read" if "cannot identify" in text else text or repr(error))
+        return Look("not an image that can be read" if "cannot identify" in text else text or repr(error))
 
 
 def notices_of(looks: Iterable[Look], source: str) -> tuple[str, ...]:
@@ -152,19 +152,19 @@ def notices_of(looks: Iterable[Look], source: str) -> tuple[str, ...]:
             tops[one.top] += 1
     found = []
     if n := count["frames"]:
-        found.append(f"{n} of {total} pictures of {source} have several pages or frames: the first is read")
+        found.append(f"{n} of {total} images of {source} have several pages or frames: the first is read")
     if n := count["transparent"]:
-        found.append(f"{n} of {total} pictures of {source} have transparent pixels, which are laid over white")
+        found.append(f"{n} of {total} images of {source} have transparent pixels, which are laid over white")
     if n := count["deep"]:
         found.append(
-            f"{n} of {total} pictures of {source} have colours or transparency with 16 bits, of which the upper 8 are "
+            f"{n} of {total} images of {source} have colours or transparency with 16 bits, of which the upper 8 are "
             "read: if they hold less than 0..65535 they are dark; save them with 8 bits"
         )
     if tops:
         ranges = " and ".join(f"{n} from 0..{top}" for top, n in sorted(tops.items()))
         mixed = "; if all have one range, save them with 8 bits" if len(tops) > 1 else ""
         found.append(
-            f"{tops.total()} of {total} pictures of {source} are grey with more than 8 bits and are scaled to 0..255: "
+            f"{tops.total()} of {total} images of {source} are grey with more than 8 bits and are scaled to 0..255: "
             f"{ranges}{mixed}"
         )
     return tuple(found)
@@ -179,8 +179,8 @@ def _read(item: str | Path | bytes, draft: tuple[int, int] | None = None) -> Any
                 picture.draft(None, draft)
             return upright(picture)
     except (OSError, ValueError, SyntaxError) as error:
-        where = "a picture of the data" if isinstance(item, bytes) else Path(item)
-        raise InputError(f"{where}: not readable as a picture ({error})") from None
+        where = "an image of the data" if isinstance(item, bytes) else Path(item)
+        raise InputError(f"{where}: not readable as an image ({error})") from None
 
 
 def _rgba(picture: Any) -> Any:
@@ -273,7 +273,7 @@ def arrange(items: Any, at: Callable[[int], str], source: str) -> tuple[Any, tup
     """
     looks: list[Look] = []
     for row, item in enumerate(items):
-        one = look(item) if item else Look("no picture")
+        one = look(item) if item else Look("no image")
         if one.fault:
             raise InputError(f"{at(row)}: {one.fault}")
         looks.append(one)

@@ -13,7 +13,7 @@ import numpy as np
 from fedfm.core import tasks
 
 _PIECE = 1 << 24  # bytes hashed at a time
-_WORDS = {"image": "pictures", "text": "texts", "features": "feature vectors"}
+_WORDS = {"image": "images", "text": "texts", "features": "feature vectors"}
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def _check_kind(config: Any, name: str, kind: str, task: ModelTask) -> None:
     }
     needs, other = ("image", "text") if kind == "image" else ("text", "image")
     if reads[other] and not reads[needs]:
-        words = {"image": "pictures", "text": "text"}
+        words = {"image": "images", "text": "text"}
         raise InputError(
             f"model.name: {name!r} is of type {config.model_type!r}, which reads {words[other]}: it does not fit data "
             f"of kind {kind}",

@@ -121,7 +121,7 @@ def _picture_column(columns: Columns, spec: DataSpec) -> str | None:
     if spec.image in found:
         return spec.image
     if len(found) > 1:
-        column(dict.fromkeys(found, ()), spec.image, "data.image", "pictures")
+        column(dict.fromkeys(found, ()), spec.image, "data.image", "images")
     return found[0]
 
 

@@ -137,7 +137,7 @@ def _picture_column(features: Any, spec: DataSpec, notices: list[str]) -> str | 
         notices.append(f'images are read from column "{found[0]}", the only one that holds images')
         return str(found[0])
     if found and spec.text not in features:
-        column(dict.fromkeys(found, ()), spec.image, "data.image", "pictures")
+        column(dict.fromkeys(found, ()), spec.image, "data.image", "images")
     return None
 
 

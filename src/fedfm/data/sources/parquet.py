@@ -57,7 +57,7 @@ def _values(column: Any, path: Path) -> Sequence[Any]:
         return ListedPictures(found)
     if pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind):
         first = next((chunk[0].as_py() for chunk in column.chunks if len(chunk)), None)
-        if first is not None and content_of(first).endswith("picture"):
+        if first is not None and content_of(first).endswith("image"):
             return ArrowPictures(column)
     plain: list[Any] = column.to_pylist()
     return [without_nulls(value) for value in plain] if pyarrow.types.is_nested(kind) else plain

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 
 class Mixture(torch.nn.Module):
-    """Logits (pictures, classes): those of both experts, weighed for each picture."""
+    """Logits (images, classes): those of both experts, weighted for each image."""
 
     def __init__(self, experts, gate):
         super().__init__()
@@ -27,7 +27,7 @@ class Mixture(torch.nn.Module):
 '''
 _GATE = '''
     def share(self, features):
-        """The share of the global expert, (pictures, 1)."""
+        """The share of the global expert, (images, 1)."""
         hidden = self.layer("hidden", features).relu()
         return self.layer("output", hidden).softmax(-1)[:, :1]
 
@@ -38,7 +38,7 @@ _GATE = '''
 '''
 _TRUNK = '''
     def features(self, inputs):
-        """Features (pictures, width) by the gate's own weights in the last image block and in the norm behind it."""
+        """Features (images, width) by the gate's own weights in the last image block and in the norm behind it."""
         own = copy.deepcopy(self.experts)
         for part, path in {places}.items():
             prefix = f"trunk.{{part}}."
@@ -65,7 +65,7 @@ def mixture_code(share: float | None, places: Mapping[str, str], backbone: str) 
     if share is not None:
         return (_CLASS.format(more="", share=repr(share)) + _MODEL).splitlines()
     if backbone:
-        said = f"# `features` (pictures, width): what the head of {backbone!r} reads of the pictures\n"
+        said = f"# `features` (images, width): what the head of {backbone!r} reads from the images\n"
         return (said + _CLASS.format(more="features, ", share="self.share(features)") + _GATE + _MODEL).splitlines()
     if places:
         body = _CLASS.format(more="", share="self.share(self.features(inputs))")
