@@ -423,9 +423,9 @@ def test_compare_says_that_figures_are_of_different_data(finished, tmp_path, cap
     page = tmp_path / "page.html"
     code, out, err = call(capsys, "compare", finished, tmp_path / "other", "--out", page)
     assert code == 0
-    assert err == "fedfm: The figures are of different data: the rows (fingerprint) of other are not run's.\n"
+    assert err == "fedfm: The scores are of different data: the rows (fingerprint) of other are not run's.\n"
     assert "different data" not in out
-    assert "The figures are of different data" in page.read_text()
+    assert "The scores are of different data" in page.read_text()
     assert call(capsys, "compare", finished, finished, "--out", page)[2] == ""
     assert "different data" not in page.read_text()
 

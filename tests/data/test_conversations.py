@@ -69,7 +69,7 @@ def test_rows_to_predict_may_end_with_the_users_turn(tmp_path):
 @pytest.mark.parametrize(
     ("cell", "says"),
     [
-        (said("hi"), r'line 1: column "messages" ends with a message of the user, which nobody answers'),
+        (said("hi"), r'line 1: column "messages" ends with an unanswered message of the user'),
         ([], "holds no message"),
         (None, "holds nothing: messages are expected"),
         ("hello", r"holds text: messages are expected.*jsonl and parquet hold lists"),

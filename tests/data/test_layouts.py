@@ -269,5 +269,5 @@ def test_metadata_of_an_image_folder_in_every_form(tmp_path: Path) -> None:
         found.append(fingerprint(table))
     assert len(set(found)) == 1
     (tmp_path / "csv" / "metadata.jsonl").write_text("{}")
-    with pytest.raises(InputError, match=r"metadata\.csv stands beside metadata\.jsonl"):
+    with pytest.raises(InputError, match=r"metadata\.csv is next to metadata\.jsonl"):
         read(tmp_path / "csv")

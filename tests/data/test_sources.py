@@ -433,8 +433,8 @@ BAD_FOLDERS: dict[str, tuple[dict[str, bytes], str]] = {
     "cut png": ({"dog/1.png": png((90, 90), 7)[:-30], "cat/1.png": png()}, r"dog/1\.png: .*: replace the file"),
     "cut jpeg": ({"dog/1.jpg": jpeg()[:2000]}, r"dog/1\.jpg: .*truncated"),
     "deep": ({"photo/dog/1.png": png()}, r"photo/dog is a folder inside the class folder photo"),
-    "mixed": ({"train/dog/1.png": png(), "tets/dog/1.png": png()}, r'tets stands beside "train" .*did you mean "test"'),
-    "outside": ({"train/dog/1.png": png(), "2.png": png()}, r'2\.png stands outside "train"'),
+    "mixed": ({"train/dog/1.png": png(), "tets/dog/1.png": png()}, r'tets is next to "train" .*did you mean "test"'),
+    "outside": ({"train/dog/1.png": png(), "2.png": png()}, r'2\.png is outside "train"'),
     "only test": ({"test/dog/1.png": png()}, r"has no training rows"),
     "metadata missing": (
         {"dog/1.png": png(), "dog/2.png": png(), "metadata.csv": b"file_name,site\ndog/1.png,a\n"},

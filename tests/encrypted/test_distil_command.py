@@ -186,7 +186,7 @@ def test_the_papers_polynomials(place, tmp_path):
     ("changes", "says"),
     [
         ({"distil": {"degree": 3}}, "distil.degree = 3: expected an even number"),
-        ({"distil": {"epochs": [1, 1]}}, r"distil.epochs = \[1, 1\]: expected three whole numbers"),
+        ({"distil": {"epochs": [1, 1]}}, r"distil.epochs = \[1, 1\]: expected three integers"),
         ({"distil": {"epochs": [1, -1, 1]}}, "distil.epochs"),
         ({"distil": {"learning_rates": [0.0, 1.0, 1.0]}}, "distil.learning_rates"),
         ({"distil": {"polynomials": "chebyshev"}}, 'distil.polynomials = "?chebyshev'),

@@ -188,7 +188,7 @@ def test_a_silo_whose_hello_is_late_joins(carried, monkeypatch):
     tables = carried.engine(run={"timeout": 0.5, "min_clients": 1, "evaluate_every": 0})
     result = fedfm.run(tables, carried.root / "run", progress=heard)
     assert {(e["round"], e["client"], e["code"]) for e in result["excluded"]} == {(1, "south", "E_DIED")}
-    assert "no hello came from south" in heard.lines
+    assert "no answer to the hello from south" in heard.lines
     assert [line["round"] for line in carried.left("south")] == [0, 2, 2]
     sent = [json.loads(line) for line in (carried.root / "run/messages.jsonl").read_text().splitlines()]
     assert [m["round"] for m in sent if m["from"] == "south" and m["handler"] == "query.hello"] == [0]

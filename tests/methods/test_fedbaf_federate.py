@@ -261,7 +261,7 @@ class TestModulesOfOnesOwn:
             left_out(tmp_path, nn.Linear(3, 2), foundation, rows)
 
     def test_a_folder_of_transformers_is_not_for_them(self, tmp_path):
-        with pytest.raises(InputError, match=r"a module of one's own takes the folder of one that was trained so"):
+        with pytest.raises(InputError, match=r"a user's own module needs the folder of a trained one"):
             left_out(tmp_path, Patches(), vit(tmp_path / "vit"), drawings())
 
 

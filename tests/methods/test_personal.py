@@ -463,14 +463,14 @@ def test_a_head_alone_is_refused(cls, tmp_path):
     with pytest.raises(InputError, match=r'adaptation\.name = "head": method "fed\w+" takes .*"full".*"lora".*"top_l'):
         Experiment.from_dict(tables)
     tables["model"]["adaptation"] = {"name": "full"}  # of feature vectors that is a head, too
-    with pytest.raises(InputError, match=r"nothing of this model's body is trained.*full, lora or top_layers"):
+    with pytest.raises(InputError, match=r"no part of this model's body is trained.*full, lora or top_layers"):
         fedfm.run(tables, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_no_head_is_refused(tmp_path):
     method = FedPer()
-    with pytest.raises(InputError, match="nothing of this model's head is trained"):
+    with pytest.raises(InputError, match="no part of this model's head is trained"):
         run(method, federation(method, ROWS, tmp_path), 0)
 
 

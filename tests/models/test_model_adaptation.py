@@ -95,7 +95,7 @@ def test_an_unknown_adaptation_is_refused(folder):
     ("name", "family", "targets", "layers", "says"),
     [
         ("lora", "vit", ("layernorm_before",), None, "LayerNorm, which lora cannot adapt: it has fc1, fc2, k_proj"),
-        ("lora", "vit", ("classifier",), None, "classifier is new here and trained as it is"),
+        ("lora", "vit", ("classifier",), None, "classifier is a new module and trained without LoRA"),
         ("lora", "vit", ("",), None, "no module '' in this model"),
         ("lora", "vit", ("projection",), 1, r"none of projection is in the last 1 of 3 blocks"),
         ("lora", "gpt2", ("nope",), None, "it has c_attn, c_fc, c_proj"),

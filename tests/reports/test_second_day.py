@@ -208,8 +208,8 @@ def test_a_report_says_that_silos_send_no_scores_of_classes(finished, tmp_path):
     del manifest["result"]["details"]["confusion"]
     manifest["result"]["global_accuracy"] = None
     path.write_text(json.dumps(manifest))
-    assert "The server judged no test rows of its own" in words(tmp_path / "run")
-    assert "The server judged no test rows" not in words(finished / "run")
+    assert "The server has no test rows" in words(tmp_path / "run")
+    assert "The server has no test rows" not in words(finished / "run")
 
 
 def test_a_report_claims_nothing_about_rows_that_only_a_silo_has_read(finished, tmp_path):

@@ -357,7 +357,7 @@ def test_a_damaged_log_stops_nothing_and_what_is_missing_is_said_for_ever(copy, 
         assert main([str(a) for a in args]) == 0
         assert f"{run}: {name} " in capsys.readouterr().err
     page = (run.parent / "page.html").read_text()
-    assert ("Records that are not whole" in page) == (name == "metrics.jsonl")  # its figures come from no messages
+    assert ("Incomplete records" in page) == (name == "metrics.jsonl")  # its figures come from no messages
 
 
 @pytest.mark.parametrize("what", LOGS)

@@ -141,7 +141,7 @@ def test_kits_of_another_server_and_other_folders_are_refused(tmp_path, capsys):
         ('server = "https://h"\nsilos = ["a"]', "expected a host and a port"),
         (
             'server = "0.0.0.0:8443"\nsilos = ["a"]',
-            "server: 0.0.0.0 is an address for listening, and none to connect to",
+            "server: 0.0.0.0 is an address for listening, not for connecting",
         ),
         ('server = "0:8443"\nsilos = ["a"]', "an address for listening"),
         ('server = "0.1.2.3"\nsilos = ["a"]', "an address for listening"),

@@ -38,7 +38,7 @@ def section(run: RunFiles) -> str:
     rows = [[str(f.get("name")), *cells(f)] for f in found]
     listing = table(["finding", "verdict", "estimate", "interval", "bound"], rows, "Findings", words=(1, 3))
     text = "Attacks on a replay of this run, with the knowledge that each question names. The rule of each verdict "
-    text += "stands below its question, with its numbers."
+    text += "is below its question, with its numbers."
     refuted = [str(f.get("name")) for f in found if f.get("contradicts") is True]
     alarm = aside("This run's claims do not hold", refuted, ' role="alert"')
     return alarm + note(esc(text)) + listing + _extraction(found) + "".join(map(_paragraph, found))
@@ -58,7 +58,7 @@ def _extraction(found: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return ""
     most = max([line, *(r.value or 0.0 for r in rows), *(s[1] for s in spans if s)])
-    label = "Relative error of the foundation model that clients compute, with the range over coalitions."
+    label = "Relative error of the foundation model that coalitions of clients compute, with its range."
     return figure(lambda w: bars(w, rows, label, most, (line, "bound"), spans)) + note(esc(label))
 
 

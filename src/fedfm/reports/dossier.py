@@ -221,7 +221,7 @@ def _risk(run: RunFiles, found: Sequence[Any]) -> str:
         lines.append("Each client's model is fitted to its rows; clients/ holds those that clients revealed.")
     if late := newcomers_of(run):
         lines.append(f"{', '.join(late)} joined after training: the model in clients/ is fitted to their rows alone.")
-    lines += [f"Not whole: {text}." for text in run.missing]
+    lines += [f"Incomplete: {text}." for text in run.missing]
     items = "".join(f"<li>{esc(line)}</li>" for line in dict.fromkeys(lines))
     return f'<ul class="plain">{items}</ul>' + _facts(
         [

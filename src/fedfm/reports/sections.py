@@ -129,7 +129,7 @@ def clients(run: RunFiles) -> str:
     body = figure(lambda w: bars(w, drawn, f"Bars. {text}.", max(known) if as_loss else 1.0, line))
     listing = table(["client", name], [[r.label, r.text] for r in rows], f"{name.capitalize()} per client")
     body += _before_and_after(run, final, order, as_loss) or details("All clients", listing)
-    grouped = "Sorted and gathered into groups of neighbours; a bar is a group's mean." if many else ""
+    grouped = "Sorted and averaged in groups of neighbours; each bar is a group's mean." if many else ""
     return note(f"{esc(text)}. {grouped}") + body
 
 
