@@ -241,7 +241,7 @@ def test_no_audit_reads_what_secure_aggregation_hides(tmp_path):
         ({"noise_multiplier": -1.0}, r"privacy\.noise_multiplier"),
         ({"clip_norm": 0.0}, r"privacy\.clip_norm"),
         ({"mechanism": "laplace"}, r"privacy\.mechanism"),
-        ({"unit": "record"}, "no mechanism of its own"),
+        ({"unit": "record"}, "no own mechanism"),
         ({"mechanism": "distributed_gaussian"}, "secagg"),
         ({"halt_at_epsilon": 1.0}, "one round spends"),
         ({"noise_multiplier": None, "target_epsilon": 1e-6}, "needs more noise"),

@@ -49,7 +49,9 @@ def private(path, epsilon, delta, unit):
     return runs.changed(runs.make(path, experiment=experiment, ledger=ledger), epsilon=epsilon)
 
 
-@pytest.mark.parametrize(("unit", "said"), [("record", "A person with k rows"), ("client", "rows lie at k clients")])
+@pytest.mark.parametrize(
+    ("unit", "said"), [("record", "A person with k rows"), ("client", "A person with rows at k clients")]
+)
 def test_epsilon_in_two_sentences(tmp_path, unit, said):
     path = private(tmp_path / "run", 2.0, 1e-5, unit)
     text = reading(read.read(path))
@@ -85,7 +87,7 @@ def test_only_files_that_are_there_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("method", "said"),
     [
-        ("fedavg", "private/ holds a lock and no clients' memories or keys."),
+        ("fedavg", "private/ holds a lock, but no clients' memories or keys."),
         ("ditto", "private/ holds clients' memories: never share it."),
     ],
 )

@@ -21,8 +21,8 @@ from fedfm.privacy.spec import PrivacySpec, need
 
 __all__ = ["CentralGaussian", "CorrelatedGaussian", "DistributedGaussian", "under"]
 
-_TAIL = 10.0  # standard deviations that no noise value exceeds
-_MOST_CLIENTS = 1 << 16  # clients for which secure aggregation must resolve the lattice
+_TAIL = 10.0  # bound on noise values, in standard deviations
+_MOST_CLIENTS = 1 << 16  # number of clients up to which sums under secure aggregation must be exact on the lattice
 
 
 def under(aggregation: Aggregator, method: Method[Any], privacy: PrivacySpec) -> Aggregator:
@@ -37,7 +37,7 @@ def under(aggregation: Aggregator, method: Method[Any], privacy: PrivacySpec) ->
     if privacy.unit != "client":
         records = '; for records mechanism = "dp_sgd"' if method.traits.rows_by_optimiser else ""
         faults.say(
-            f'privacy.unit = "{privacy.unit}": this method has no mechanism of its own, and "{name}" protects a '
+            f'privacy.unit = "{privacy.unit}": this method has no own mechanism, and "{name}" protects a '
             f'"client"{records}',
             key="privacy.unit",
         )
@@ -141,7 +141,7 @@ def _noise_multiplier(name: str, method: Method[Any], privacy: PrivacySpec, rate
 
 
 def _resolving(aggregation: Secure, mechanism: CentralGaussian) -> Secure:
-    """Secure aggregation whose fixed-point numbers hold a bounded update and its noise, and resolve the lattice."""
+    """Secure aggregation whose fixed-point numbers are wide and fine enough for bounded updates, noise and lattice."""
     faults = Faults()
     if aggregation.clip_norm is not None:
         faults.say("aggregation.clip_norm: privacy.clip_norm clips already; drop it", key="aggregation.clip_norm")

@@ -41,8 +41,8 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
 
     Args:
         path: a finished run.
-        data: the newcomer's rows, in any form that an experiment takes. Rows marked as test rows, or else
-            ``data.test_fraction`` of all rows, evaluate the model.
+        data: the newcomer's rows, in any form that an experiment takes. The model is evaluated on the rows that are
+            marked as test rows, or else on ``data.test_fraction`` of all rows.
         client: its name ["newcomer", with a number if that is taken].
 
     Returns:
@@ -115,7 +115,7 @@ def _check_kind(run: Run, population: Partitioned, data: str | Path) -> None:
     table, shape = population.federated.table, run.manifest["model"]
     width = table.inputs.shape[1] if table.kind == "features" else None
     if (table.kind, width) != (shape["kind"], shape["feature_dim"]):
-        of = f"{shape['kind']} of {shape['feature_dim']} numbers" if shape["feature_dim"] else shape["kind"]
+        of = f"{shape['kind']} with {shape['feature_dim']} values" if shape["feature_dim"] else shape["kind"]
         raise InputError(f"{data}: the rows are of another kind: the run expects {of}")
     check_same(run, population.model.fingerprints, "a newcomer needs the original")
 

@@ -32,7 +32,7 @@ def differences(cls: type) -> list[dict[str, Any]]:
 
 
 def _default(tables: dict[str, Any], key: str) -> Any:
-    """The default of a dotted key; of a key that stands for another value if it is absent, this value."""
+    """The default of a dotted key, or the value of the setting that replaces an absent key."""
     found: Any = tables
     for part in key.split("."):
         if part == "name" and (name := name_of("optimisers", found)):

@@ -62,7 +62,7 @@ def _checker(hint: Any, most: float) -> Check:
     raise TypeError(f"a handler's annotation {hint!r} cannot be checked")
 
 
-_MANY = 8  # with at least so many values, one check of all is faster
+_MANY = 8  # from this number of values on, one check of all is faster
 _SCALARS = (int, float, str, bool)
 
 

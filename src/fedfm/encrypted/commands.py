@@ -42,8 +42,8 @@ def predict_remote(path: Path, file: Path, progress: Progress) -> dict[str, Any]
 
 _DISTIL_EXAMPLES = """examples:
   fedfm distil student.toml --out student              compares teacher and student on held-out rows, block by block
-  fedfm distil student.toml --out student              the same command again continues after a kill, with the same bits
-  fedfm run exp.toml --set model.name=student          the student is a model as any other, with every adaptation
+  fedfm distil student.toml --out student              the same command continues after a kill, with the same bits
+  fedfm run exp.toml --set model.name=student          the student is a model like any other, with every adaptation
   fedfm run exp.toml --set method.foundation=student   blindfed computes it on encrypted rows
 
 a distillation:

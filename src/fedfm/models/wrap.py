@@ -26,7 +26,7 @@ class WrappedModel(Model):
     """A :class:`Model` with functions for the loss, the logits and the preparation of rows."""
 
     softmax = False
-    ends: Ends | None = None  # if known from elsewhere than ``parts``
+    ends: Ends | None = None  # if not determined by ``parts``
     loss_function: Callable[[nn.Module, Batch], Tensor]
     logits_function: Callable[[nn.Module, Batch], Tensor] | None = None
     prepare_function: Callable[[Table, np.ndarray], Rows] | None = None

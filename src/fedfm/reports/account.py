@@ -105,7 +105,9 @@ def _operations(run: RunFiles) -> str:
     sample, each = numeric(found.get("macs_per_sample")), numeric(found.get("macs_per_client_round"))
     if sample is None or each is None:
         return ""
-    text = f" Computation: {number(sample)} multiply-accumulates a sample forward, {number(each)} a client and round"
+    text = (
+        f" Computation: {number(sample)} multiply-accumulates per sample forward, {number(each)} per client and round"
+    )
     text += " (median)."
     target, rounds = numeric(found.get("target_accuracy")), numeric(found.get("rounds_to_target"))
     if target is None:

@@ -22,7 +22,7 @@ def findings(run: RunFiles) -> list[Mapping[str, Any]] | None:
 
 
 def is_outdated(run: RunFiles) -> bool:
-    """Whether the run went on after its audit: the findings are then about earlier parameters."""
+    """Whether the run continued after its audit, so that the findings are about earlier parameters."""
     return not findings_file.is_about(findings_file.read(run.path) or {}, run.result.get("params_sha256"))
 
 
@@ -30,7 +30,7 @@ def section(run: RunFiles) -> str:
     """A table of verdicts, then a paragraph for each finding; nothing without an audit."""
     found = findings(run)
     if found is None:
-        return note("The run went on after its audit: <code>fedfm audit</code> again.") if is_outdated(run) else ""
+        return note("The run continued after its audit: repeat <code>fedfm audit</code>.") if is_outdated(run) else ""
     if not found:
         return note("The run has an audit.json that is not a file of <code>fedfm audit</code>.")
     from fedfm.audits.finding import cells

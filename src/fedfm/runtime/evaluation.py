@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from fedfm.runtime.async_scores import Newest
 
 T = TypeVar("T")
-CONFUSION, _TABLED = "confusion", 50  # the confusion matrix, kept for at most so many classes
-CLASS_COUNTS, _COUNTED = "class_counts", 1000  # a few counts of each class, kept for at most so many classes
+CONFUSION, _TABLED = "confusion", 50  # the confusion matrix, and the largest number of classes for it
+CLASS_COUNTS, _COUNTED = "class_counts", 1000  # a few counts of each class, and the largest number of classes
 UNSCORED = "it could not score the model that it was sent; errors.log at the client has the traceback"
 
 
@@ -140,8 +140,8 @@ class Evaluator:
     def scores(self, state: Any, thorough: bool) -> dict[str, Any]:
         """Metrics of the state: each client on its own test rows, the server's models on the global test rows.
 
-        Between asynchronous rounds of a deployment nobody is asked: a client's metrics are the last that it reported,
-        for the model after round ``client_scored_round``.
+        Between asynchronous rounds of a deployment clients are not asked: a client's metrics are the last that it
+        reported, for the model after round ``client_scored_round``.
 
         Args:
             thorough: also the costly metrics of the last round.
@@ -262,9 +262,10 @@ def judge(
     bits are the same.
 
     Two kinds of rows are computed a second time, since their clients' scores do not determine the global ones. Running
-    text: each client's texts are joined and cut into blocks, and the blocks of all test texts are other ones. Classes
-    at several clients without cached logits: ``balanced_accuracy`` and ``macro_f1`` are no means over rows, and clients
-    report no logits. The scores of a sole client are the global ones, except for the counts by class.
+    text: each client's texts are joined and cut into blocks, which differ from the blocks of all test texts. Classes
+    at several clients without cached logits: ``balanced_accuracy`` and ``macro_f1`` are not means over rows, and
+        clients
+    do not report logits. The scores of a sole client are the global ones, except for the counts by class.
 
     Args:
         ask: returns cached logits of pieces; pieces that it leaves out are computed here.

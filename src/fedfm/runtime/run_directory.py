@@ -50,7 +50,7 @@ class Run:
         self.path, self.manifest = path, manifest
         self.experiment = Experiment.from_dict(manifest["experiment"], imports=True)
         self.seconds = 0.0  # duration before this process
-        self._lock: Lock | None = None  # held between the making of the run and its begin
+        self._lock: Lock | None = None  # held between creation and first use of the run
         self._within = False  # whether this process has locked the run
 
     def __repr__(self) -> str:
@@ -107,7 +107,9 @@ class Run:
         self.refuse_links()
         private = self.path / "private"
         if not private.is_dir() and self.manifest["result"] is None:
-            raise InputError(f"{private} is missing: a run cannot go on without its clients' memories and its secrets")
+            raise InputError(
+                f"{private} is missing: a run cannot continue without its clients' memories and its secrets"
+            )
         fresh = self._lock is not None
         lock, self._lock = self._lock or self._acquire_lock(wait), None
         self._within = True

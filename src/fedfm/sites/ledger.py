@@ -1,8 +1,8 @@
 """A silo's ledger: everything that left it, in all runs, and the lifetime budgets that it enforces.
 
 One JSON-lines file on the silo's own disk. An entry is on the disk before its message leaves. So a crash may count a
-message that did not leave, and never the opposite. A crash within an entry leaves an incomplete last line: that message
-did not leave, and the next process removes the line.
+message that did not leave, but it never misses one that left. A crash within an entry leaves an incomplete last line:
+that message did not leave, and the next process removes the line.
 
 A refusal that depends on rows is an answer, and has a line as well. Budgets are checked before rows are read, so that a
 refusal by a budget does not show whether there would have been an answer.
@@ -194,8 +194,8 @@ class Ledger:
             entry: the answer's entry, as far as it is known.
 
         Raises:
-            ClientFault: E_REFUSED, the entry would exceed a budget, or its place in the run has had another question,
-                or the file is damaged or cannot be read.
+            ClientFault: E_REFUSED, the entry would exceed a budget, another question was answered at its position in
+                the run, or the file is damaged or cannot be read.
         """
         with self._current():
             if self._totals.knows_question(entry):
@@ -256,7 +256,7 @@ class Ledger:
         if self._file != (status.st_dev, status.st_ino) or status.st_size < self._at:
             self._file, self._at, self._totals = (status.st_dev, status.st_ino), 0, Totals()
         lines, end, torn = os.pread(file, status.st_size - self._at, self._at).rpartition(b"\n")
-        for entry in [*_entries(lines, self.path)]:  # all are right, or none is counted
+        for entry in [*_entries(lines, self.path)]:  # if one is wrong, none is counted
             self._totals.add(entry)
         self._at += len(lines) + len(end)
         if torn:

@@ -34,7 +34,7 @@ class SiloSession:
 
     Args:
         folder: the run's folder at the silo.
-        told: its ``site.json``, which names the silo's file.
+        site_file: content of ``site.json``, which names the silo's file.
 
     Raises:
         InputError: the silo's file is wrong.

@@ -1,7 +1,7 @@
 """A simulation of BlindFed's own protocol (Sections 3.2 and 3.3) without encryption.
 
 Every batch has fresh secret orders Pi_1 ... Pi_{L+1}. The client gets block l's states of all tokens in order Pi_l, and
-the relative orders Pi_{l-1}^-1 Pi_l, with which it takes its own computation from one list to the next. In the paper
+the relative orders Pi_{l-1}^-1 Pi_l, by which it reorders its own computation from block to block. In the paper
 the server returns the mean loss under encryption, which has no gradient; here it returns the labels in order Pi_{L+1}.
 The model is frozen, so the states are sent once, not in every round.
 """

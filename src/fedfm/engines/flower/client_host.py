@@ -136,7 +136,7 @@ class ClientHost:
 
     @property
     def _allowed_words(self) -> list[str]:
-        """Words of the silo's policy, without scores and a client's own model under an epsilon, which does not cover
+        """Words of the silo's policy. With an epsilon, ``scores`` and ``reveal`` are removed, since it does not cover
         them.
         """
         allowed = WORDS if self._own is None else self._own.policy.of(self.experiment.method_name)

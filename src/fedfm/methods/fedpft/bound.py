@@ -58,7 +58,7 @@ def _smoothed_log_density(z: np.ndarray, x: np.ndarray, width: float) -> np.ndar
 
 @dataclass(frozen=True)
 class Bound:
-    """On the 0-1 loss of the head on the clients' smoothed training features; ours holds at 95 % confidence."""
+    """Bounds on the head's 0-1 loss on the clients' smoothed training features; ours holds at 95 % confidence."""
 
     ours: float  # loss~ + sum_i (n_i/n) sum_c (n_ic/n_i) TV_ic; rows without a mixture count as errors
     printed: float  # 2 loss~ + sum_i mean_c sqrt(KL_ic / 2)

@@ -83,7 +83,7 @@ def _released_once(client: Client, plan: Plan) -> tuple[Array, Array, bytes]:
     if client.write_once("fedpft", mark) != mark:
         raise ClientFault(
             E_REFUSED,
-            "FedPFT: this run has already released sums of other rows; a second release would spend privacy that is "
+            "FedPFT: this run has already released sums of different rows; another release would spend privacy that is "
             "not accounted. Put the rows back, or start a new run",
         )
     if said := plausibility.of_delta(plan.delta, len(y), "training rows of this client"):
