@@ -61,7 +61,7 @@ def test_one_client_named_both_alive_and_dead_is_revealed_by_nobody(half, tmp_pa
 
     link.change = split
     found = refusals(fed, link, method)
-    other, dead = "signed another list of survivors", "c00 is no neighbour that survived"
+    other, dead = "signed another list of survivors", "c00 is not a neighbour that survived"
     assert sum(other in reason or dead in reason for reason in found) == len(link.replies("unmask")) == 6
 
 
@@ -338,7 +338,7 @@ def test_neighbours_are_even_over_many_agreements(tmp_path):
         (changed("share", published=lambda p: p.roll(1, 0)), "other keys of this client than its own"),
         (changed("keys", "c01", session="x"), "not signed by it for this agreement"),
         (changed("hold", present=lambda p: p[:1], sealed=lambda s: s[:1]), "shares of 1 neighbours came, 3 are needed"),
-        (changed("hold", present=lambda p: p[::-1]), "shares of clients that are no neighbours"),
+        (changed("hold", present=lambda p: p[::-1]), "shares of clients that are not neighbours"),
         (changed("hold", sealed=lambda s: s.flip(0)), "do not fit their key and context"),
         (changed("give", **{"+told": None}), "a request without number and cohort of the sum"),
         (changed("give", **{"+told": lambda t: replace(t, cohort=t.cohort * 2)}), "a cohort without this client"),
@@ -364,8 +364,8 @@ def test_messages_that_no_honest_server_sends(change, reason, tmp_path):
     [
         (changed("unmask", names=[], signatures=torch.empty(0, 64, dtype=torch.uint8)), "1 signatures of the"),
         (changed("unmask", signatures=lambda s: s.flip(0)), "signed another list of survivors"),
-        (changed("unmask", names=lambda n: ["nobody", *n[1:]]), "nobody is no neighbour"),
-        (changed("unmask", names=lambda n: ["c05", *n[1:]]), "c05 is no neighbour that survived"),
+        (changed("unmask", names=lambda n: ["nobody", *n[1:]]), "nobody is not a neighbour"),
+        (changed("unmask", names=lambda n: ["c05", *n[1:]]), "c05 is not a neighbour that survived"),
     ],
 )
 def test_consent_that_no_honest_server_shows(change, reason, tmp_path):

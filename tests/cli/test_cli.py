@@ -263,7 +263,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
     again = fedfm.resume(tmp_path / "hurt")
     assert again["params_sha256"] == straight["params_sha256"]
     notices = Run.open(tmp_path / "hurt").manifest["notices"]
-    assert f"{newest.name} was damaged: the run goes on after round 4" in notices
+    assert f"{newest.name} was damaged: the run continues after round 4" in notices
 
 
 def test_a_run_without_a_whole_checkpoint_starts_over_only_if_told_to(tmp_path, capsys):

@@ -326,7 +326,7 @@ def test_a_wrong_silo_is_refused(carried, capsys):
         return found
 
     disk = ("--folder", str(carried.disk))
-    assert "give the folder that carries the messages" in refused()
+    assert "give the folder for the messages" in refused()
     assert "no such folder" in refused("--folder", str(carried.root / "nowhere"))
     path.write_text(text.replace(carried.server, ""))
     assert "server: set it to the server's public key" in refused(*disk)

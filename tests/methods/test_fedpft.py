@@ -374,13 +374,13 @@ def test_a_private_line_learns_and_bears_a_client_that_has_nothing_to_tell(file,
 
 
 def test_what_a_run_spends_is_on_the_ledger_before_it_is_sent(file, tmp_path, monkeypatch):
-    monkeypatch.setattr(private, "to_gaussian", lambda *args, **options: None)  # as where no class stands out
-    with pytest.raises(RunError, match="no class stands out"):
+    monkeypatch.setattr(private, "to_gaussian", lambda *args, **options: None)  # as where no class exceeds
+    with pytest.raises(RunError, match="no class exceeds"):
         fedfm.run(tables(file, privacy=RECORD | {"target_epsilon": 1e-6}, **PRIVATE), tmp_path / "failed")
     ledger = fedfm.load_run(tmp_path / "failed").manifest["ledger"]
     assert ledger["epsilon"] == pytest.approx(1e-6)
     assert len(ledger["entries"]) == 1
-    with pytest.raises(RunError, match="no class stands out"):
+    with pytest.raises(RunError, match="no class exceeds"):
         fedfm.resume(tmp_path / "failed")
     assert fedfm.load_run(tmp_path / "failed").manifest["ledger"] == ledger  # the same release, not another
     start = fedfm.run(tables(file, privacy=RECORD, rounds=0, **PRIVATE), tmp_path / "start")

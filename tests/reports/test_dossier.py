@@ -151,7 +151,7 @@ def test_no_later_command_changes_a_fact(tmp_path, method, model):
             continue  # they want a client's name, or know no start for a newcomer
         assert command(tmp_path / "run", rows) == 0, name
         after = facts(tmp_path / "run")
-        joined = after.pop("Joined after training, with a model of its own each", None)
+        joined = after.pop("Joined after training, each with its own model", None)
         assert joined == ("late" if (tmp_path / "run/clients/late").exists() else None)
         assert after == before, name
     if method == "fedavg":

@@ -31,7 +31,7 @@ Rule = Callable[[Federation, Iterator[Update]], Params]
 class Transport:
     """Delivers updates to the rule, and decides what the server sees. This one sends each update in the clear.
 
-    A transport that hides updates sends messages of its own before and after them: ``fed.ask`` of handlers marked
+    A transport that hides updates sends its own messages before and after them: ``fed.ask`` of handlers marked
     ``@on_client(kind="aggregate")``; a client that did not answer is missing from the replies. It keeps state in
     ``client.memory`` and ``fed.memory`` under keys that begin with its class name, because methods keep state there
     too.

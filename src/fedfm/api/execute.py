@@ -68,8 +68,8 @@ def resume(
 
     Args:
         progress: as of :func:`run`.
-        rounds: go on to this many rounds, also with a finished run: the parameters are those of a run that had them
-            from the start.
+        rounds: continue to this number of rounds, also with a finished run: the parameters are those of a run that had
+            them from the start.
         accept_loss: continue although secrets, clients' memories or all checkpoints are damaged or missing. The run
             then ends with other parameters, or draws its noise a second time; ``lost`` in its manifest and its result
             names the lost files.
@@ -85,7 +85,7 @@ def resume(
     if (rounds is not None or changes) and run.experiment.data.name == IN_MEMORY:  # before the run is changed
         raise InputError(
             f"{run.path}: data and model of this run were given from Python: call fedfm.federate(...) again with the "
-            "same out, and with more rounds if it is to go on"
+            "same out, and with more rounds to continue it"
         )
     with run.lock() if rounds is not None or changes else contextlib.nullcontext():
         if rounds is not None:

@@ -49,7 +49,7 @@ def load(path: str | Path, client: str | None = None, *, last: bool = False) -> 
         last: the last round's, where ``run.patience`` chose another round's.
 
     Raises:
-        InputError: the run is not finished, or its clients have models of their own and none is named.
+        InputError: the run is not finished, or its clients have their own models and none is named.
     """
     from fedfm.models.adapter_files import load_adapter, rank_on_disk
     from fedfm.models.adapters.lora import at_rank, rank_of

@@ -109,7 +109,7 @@ def sign(folder: Path, key: Path | None = None) -> dict[str, Any]:
     """
     key = default_key() if key is None else key
     if key.resolve().is_relative_to(folder.resolve()):
-        raise InputError(f"--key {key}: a private key must not lie in the folder that is shared; give another place")
+        raise InputError(f"--key {key}: a private key must not be in the folder that is shared; give another place")
     with _lock(folder):
         storage.sweep(folder, FILE)
         private = _private(key)
@@ -131,7 +131,7 @@ def verify(folder: Path, key: Path | None = None) -> Verified:
 
     Args:
         key: PEM file of the public key that must have signed. Without it only this user's :func:`default_key` is
-            known: whoever can change the files can sign them again with a key of their own.
+            known: whoever can change the files can sign them again with their own key.
 
     Raises:
         InputError: there is no signature, a later release wrote it, or ``key`` is not a public key.

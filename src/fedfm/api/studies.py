@@ -44,7 +44,7 @@ def _at(experiment: Experiment, key: str, value: Any) -> Experiment:
 
 
 def seeds(experiment: Experiment, which: Sequence[int], out: Path | None, progress: Progress) -> dict[str, Any]:
-    """Run each seed in a folder of its own; finished runs are not repeated.
+    """Run each seed in its own folder; finished runs are not repeated.
 
     Returns:
         The runs' results, mean and 95 % interval of every metric (see :mod:`fedfm.api.intervals`), and the total
@@ -96,7 +96,7 @@ def seeds_text(result: dict[str, Any]) -> str:
 
 
 def with_baselines(experiment: Experiment, out: Path | None, progress: Progress) -> dict[str, Any]:
-    """Run an experiment and its method's baselines, each in a folder of its own; finished runs are not repeated.
+    """Run an experiment and its method's baselines, each in its own folder; finished runs are not repeated.
 
     Returns:
         The experiment's result, and the baselines' under ``baselines``, by name.

@@ -55,7 +55,7 @@ pretrain.json, which says how it was made. Data of other classes get a new head.
     "resume": """examples:
   fedfm resume runs/mine                               after a kill, a full disk or Ctrl-C: from the last round
   fedfm resume runs/mine --format json | tail -1       of a finished run: its result again
-  fedfm resume runs/mine --rounds 40                   go on to 40 rounds, also with a finished run
+  fedfm resume runs/mine --rounds 40                   continue to 40 rounds, also with a finished run
   fedfm resume runs/mine --set run.folder=/mnt/stick   the folder, a SuperLink or the rows are elsewhere now
   fedfm resume runs/mine --accept-loss                 continue without files that are damaged or missing
 

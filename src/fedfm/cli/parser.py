@@ -111,7 +111,7 @@ def build(first: str = "") -> argparse.ArgumentParser:
         help="continue without secrets, memories or checkpoints that are damaged or missing; the run records the loss",
     )
 
-    resume.add_argument("--rounds", type=int, help="go on to this many rounds, also with a finished run")
+    resume.add_argument("--rounds", type=int, help="continue to this number of rounds, also with a finished run")
     resume.add_argument(
         "--set",
         action="append",

@@ -27,7 +27,7 @@ def not_late(method: type[Method[Any]], name: str) -> str:
 
 
 def _accepts_stale_updates(method: type[Method[Any]]) -> bool:
-    """Whether it does, by its class alone: settings do not matter."""
+    """Whether its class accepts them, for any settings."""
     return isinstance(method.traits, Traits) and method.traits.accepts_stale_updates
 
 
@@ -43,7 +43,7 @@ def asynchronous(e: ExperimentParts, late: AsynchronousSpec) -> Aggregator:
         raise InputError(why, key=WHERE)
     if any(local.personal for local in locals_of(e.method)):
         raise InputError(
-            f"{where} with this [method.local] every client ends with a model of its own; drop one of the two",
+            f"{where} with this [method.local] every client ends with its own model; drop one of the two",
             key=WHERE,
         )
     if e.privacy is not None:

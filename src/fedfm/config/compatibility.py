@@ -35,7 +35,7 @@ def check_as_asked(e: ExperimentParts) -> None:
             options.check_momentum(local)
         if local.warmup and local.warmup_steps:
             raise InputError(
-                "method.local.warmup_steps: it stands in place of warmup; drop one of the two",
+                "method.local.warmup_steps: it replaces warmup; drop one of the two",
                 key="method.local.warmup_steps",
             )
     if (e.data.name == IN_MEMORY) != (e.model.name == IN_MEMORY):
@@ -149,7 +149,7 @@ def _check_folder(e: ExperimentParts) -> None:
                 raise InputError(f'run.{key}: only engine = "folder" takes it, not "{run.engine}"', key=f"run.{key}")
         return
     if run.folder is None:
-        raise InputError('run.folder: engine = "folder" needs the folder that carries the messages', key="run.folder")
+        raise InputError('run.folder: engine = "folder" needs the folder for the messages', key="run.folder")
     if run.roster is None:
         raise InputError(
             "run.roster: a file with the silos' public keys is needed; `fedfm silo check` prints each one",

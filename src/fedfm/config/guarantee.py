@@ -61,9 +61,7 @@ def _check_method(method: Method[Any]) -> None:
             f"{where} this method sends no update that noise could hide; drop [privacy]", key="privacy.unit"
         )
     if isinstance(method, Personal) or (isinstance(method, TrainsLocally) and method.local.personal):
-        raise InputError(
-            f"{where} every client ends with a model of its own, and the noise is on means", key="privacy.unit"
-        )
+        raise InputError(f"{where} every client ends with its own model, and the noise is on means", key="privacy.unit")
 
 
 def _readable(method: Method[Any]) -> list[str]:

@@ -78,7 +78,7 @@ class TakenKeys(Protocol):
         """Why a key ``a.b.c`` would be refused in place of the unknown one; None if it would be accepted.
 
         Args:
-            names: names in place of those in the tables, by the last part of the table, as ``local="adam"``.
+            names: name of an inner table -> the name to assume for it, as ``local="adam"``.
         """
 
 

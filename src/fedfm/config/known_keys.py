@@ -39,7 +39,7 @@ class KnownKeys:
         """Why a key ``a.b.c`` is refused; None if it is accepted, or if a wrong name makes this unknown.
 
         Args:
-            names: names in place of those in the tables, by the last part of the table, as ``local="adam"``.
+            names: name of an inner table -> the name to assume for it, as ``local="adam"``.
         """
         section, *path = key.split(".")
         if not path:

@@ -46,7 +46,7 @@ def beside(file: Path, table: Mapping[str, Any], changed: Container[str] = ()) -
 
 
 def _resolve_in(folder: Path, value: Any, key: str) -> Any:
-    """The path in the folder if it is there; any other value as it is."""
+    """The path in the folder if it exists there; any other value unchanged."""
     if not isinstance(value, str) or not value or value in BUILT_IN:
         return value
     path = Path(value).expanduser()

@@ -70,7 +70,7 @@ class RunSpec:
     )
     superlink: str | None = setting(None, "deployment: attach to this host:port")
     root_certificates: str | None = setting(None, "PEM file of the superlink's authority")
-    folder: str | None = setting(None, "folder: the folder that carries the messages; it exists on both sides")
+    folder: str | None = setting(None, "folder: the folder for the messages; it must exist on both sides")
     roster: str | None = setting(None, "folder: a TOML or JSON file with the silos' public keys by name")
     identity: str | None = setting(
         None, "folder: the file of the server's key, made if absent [~/.config/fedfm/server.key]"

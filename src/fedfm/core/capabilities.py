@@ -291,7 +291,7 @@ ROLES: tuple[type, ...] = (
 
 
 def check_roles(method: type) -> None:
-    """Check that a class derives from the role of each of its members; otherwise nobody would call the member.
+    """Check that a class derives from the role of each of its members; otherwise the member would never be called.
 
     Messages and settings may have such a name. A member that has another name by now is refused, too.
 

@@ -16,7 +16,7 @@ from fedfm.data.sources._files import listing
 from fedfm.data.table import Table, contents
 
 _LONG_NAME = 200  # characters; a longer class name is probably a text
-_MANY = 20  # with so many classes numbers look like a quantity; in so many rows labels should recur
+_MANY = 20  # number of classes from which numbers look like a quantity, and of rows in which labels should recur
 _MARKS = (";", "|", ",", "/", "+", "&", "\t", "\n", " and ", " ")  # separators of several labels in one cell
 _AROUND = re.compile(r"^[\s$€£<>=~±]+|[\s%€$£°]+$|\s+[a-zA-Zµ/²³%]{1,6}$")  # signs and units around a number
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}([ ,.'])\d{3}(?:\1\d{3})*(?:(?!\1)[.,]\d+)?")

@@ -32,9 +32,10 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
 
     ``where`` keeps the rows whose columns have the listed values, and all classes. If a source marks no test rows,
     ``test_fraction`` of its training rows become test rows. They are stratified by class (and by the column of a
-    ``by_column`` partition, so that each client has its own); running text gives its end. With ``clients`` each file is
-    processed separately; classes are united by name, and the column "client" names the client. With ``base_classes``
-    training and validation rows of the other classes are left out. ``limit`` then thins training rows, never test rows.
+    ``by_column`` partition, so that each client has its own). Of running text the end becomes the test text. With
+    ``clients`` each file is processed separately; classes are united by name, and the column "client" names the client.
+    With ``base_classes`` training and validation rows of the other classes are left out. ``limit`` then thins training
+    rows, never test rows.
 
     Args:
         spec: the [data] table.

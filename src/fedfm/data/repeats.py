@@ -28,7 +28,7 @@ _BYTES = 1 << 27  # largest size of these rows in bytes, since images must be de
 _LEAST = 8  # fewest training rows that show the usual distance
 _SAMPLE = 256  # training rows whose distance to the nearest other row is the measure
 _NEAR = {"image": 0.2, "features": 1e-3}  # below this share of that distance a row is a repetition
-_FEW = 4  # with at least so many values in a vector a small distance is not chance
+_FEW = 4  # smallest number of values in a vector for which a small distance is not chance
 _PARTS = {"val": "validation", "test": "test"}
 
 

@@ -33,7 +33,7 @@ Head = tuple[Tensor, Tensor]  # (C, d), (C,)
 
 @dataclass(frozen=True)
 class KD(OneShot):
-    """Along a chain of clients, each head teaches the next client's."""
+    """Clients form a chain, in which each client's head teaches the next one's."""
 
     asks: ClassVar[tuple[str, ...]] = ("learn",)
     paper: ClassVar[Mapping[str, Paper]] = {  # of FedPFT's comparison

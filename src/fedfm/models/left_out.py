@@ -59,7 +59,7 @@ def notices(parts: dict[str, tuple[Counter[str], int]]) -> list[str]:
 
     kinds = sorted({what for of, _ in parts.values() for what in of if what != _RETOLD})
     found = [
-        f"the chat template leaves out {what} in {rows(what)}, so that nobody learns or reads it: set another "
+        f"the chat template leaves out {what} in {rows(what)}, so it is neither trained nor read: set another "
         "model.template, or remove it from the rows"
         for what in kinds
     ]

@@ -1,7 +1,7 @@
 """The guarantee of DP-SGD at one client: the noise that its steps need, its secret coins and its noise.
 
 Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar, Zhang. Deep Learning with Differential Privacy. CCS 2016.
-arXiv:1607.00133, Algorithm 1. Each step takes every row by a coin of its own with probability q (Poisson sampling), so
+arXiv:1607.00133, Algorithm 1. Each step takes every row by a separate coin with probability q (Poisson sampling), so
 the number of rows in a batch is random, and may be 0. Neighbours differ by one row; the number of rows n_k is public:
 a missing row counts as one that adds nothing to any sum. Floats that carry noise lie on a lattice (Mironov 2012).
 """

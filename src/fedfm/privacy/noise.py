@@ -121,7 +121,7 @@ def unpack(lower: Array, d: int) -> Array:
 def on_grid(values: Array, sigma: float | Array) -> Array:
     """Round ``values`` to a lattice whose step, a power of two, depends on sigma alone.
 
-    The last bits of (float + float noise) reveal the float (Mironov 2012); each lattice point stands for many floats.
+    The last bits of (float + float noise) reveal the float (Mironov 2012); each lattice point represents many floats.
     """
     step = np.ldexp(1.0, np.frexp(sigma)[1] - _GRID_BITS)
     return np.asarray(np.round(values / step) * step)

@@ -19,7 +19,7 @@ FILE = WEIGHTS
 MOST_CLIENTS = 60  # rows of a map; more are grouped
 GROUPS = 40  # rows of a grouped map
 SMALL = 24  # rows of a small map
-FEW = 5  # layers, and rounds, with a map of their own
+FEW = 5  # layers, and rounds, with their own map
 MOST_WORDS = 12  # clients in the terminal's text
 REVEALS = (
     "The map shows which clients are alike: the data of one client disclose something about those of its neighbours. "

@@ -217,7 +217,7 @@ def differences(runs: Sequence[RunFiles]) -> list[str]:
 def other_data(runs: Sequence[RunFiles]) -> list[str]:
     """Sentences if the runs' data differ or may differ, by the fingerprints of all rows.
 
-    Under [privacy] each run has a fingerprint with a key of its own, so that two runs cannot be compared.
+    Under [privacy] each run has a fingerprint with its own key, so that two runs cannot be compared.
     """
     out, public = [], _not_private(runs)
     if others := _unlike(public, lambda run: mapping(run.manifest.get("fingerprints")).get("data")):

@@ -13,7 +13,7 @@ from fedfm.reports.read import Round, RunFiles, mapping, numeric, sequence, whol
 from fedfm.reports.svg import COLOURS, ChartBar, Format, Series, bars, heat, lines, neighbours
 from fedfm.reports.text import count, duration, esc, finite, number, numbers, percent, plural
 
-MOST_BARS = 40  # clients with a bar of their own; more are averaged in groups of neighbours
+MOST_BARS = 40  # clients with their own bar; more are averaged in groups of neighbours
 MOST_COLUMNS = 100
 MOST_CELLS = 20_000  # of the table of class counts
 

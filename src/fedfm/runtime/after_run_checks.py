@@ -23,7 +23,7 @@ def overfitting_notices(lines: Sequence[Mapping[str, Any]], experiment: Experime
     if len(known) < 3:
         return []
     last, trained = known[-1], known[1:]
-    # An untrained start has a low loss (uniform predictions); it is no measure for the rounds after it.
+    # An untrained start has a low loss (uniform predictions), so later rounds cannot be compared with it.
     lows = [min(points, key=lambda point: point[1]) for points in (known, trained)]
     worse = [low for low in lows if last[1] >= _RISE * low[1] and last[2] <= low[2] - _FALL]
     if not worse:

@@ -75,9 +75,9 @@ class Silos:
             :class:`fedfm.attacks.attackers.Attackers`); None: all clients are honest.
         allow: the silo's policy, in words of :mod:`fedfm.privacy.policy`; ``("mean",)`` shows no single reply.
         on_error: receives the traceback of a handler's exception, which stays at the client.
-        local_scores: an update for a mean also carries the accuracy of the client's model on the client's own test
+        local_scores: an update for a mean also contains the accuracy of the client's model on the client's own test
             rows before aggregation.
-        scores_sent: an update carries scores of the received model every so many rounds, if the policy allows scores;
+        scores_sent: number of rounds between updates with scores of the received model, if the policy allows scores;
             0: never (see :mod:`fedfm.runtime.async_scores`).
         reveal: the server receives the text of a client half's failure, which may contain paths and values; else it
             receives the code and a sentence that is the same for all rows.
@@ -258,7 +258,7 @@ class Silos:
     def _blank(self, client: Client, error: Exception) -> Any:
         """An empty part in place of a failure, where the server sees sums: whether a part failed depends on the rows.
 
-        If all clients hold parts of the server's table, the server gets the fault, since nobody reads silos' logs.
+        If all clients hold parts of the server's table, the server gets the fault, since there are no silos' logs.
 
         Raises:
             Exception: the error, if the server sees single updates or the refusal does not depend on rows.
@@ -278,7 +278,7 @@ class Silos:
         """Reason to refuse a request, or None. The silo itself looks up what a handler exposes."""
         if f"{kind}.{name}" not in self._handlers:
             own = [k for k in EXPOSES if f"{k}.{name}" in self._handlers]
-            none = f"{name} is no handler of this run, or its method declares it in neither means nor asks"
+            none = f"{name} is not a handler of this run, or its method declares it in neither means nor asks"
             return f"{name} answers {' and '.join(own)}, not {kind}" if own else none
         if (exposed := EXPOSES.get(kind, kind)) not in self.allow:
             return f'this silo\'s policy does not allow {kind}.{name}: "{exposed}" is not in allow'

@@ -38,7 +38,7 @@ _ALWAYS = (
 )
 _BY_UNIT = {
     "record": "A person has one row at one client: a person with several rows, or at several clients, spends more.",
-    "client": "A person's rows lie at one client: a person at several clients spends more.",
+    "client": "A person's rows are at one client: a person at several clients spends more.",
 }
 
 

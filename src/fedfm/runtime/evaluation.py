@@ -328,7 +328,7 @@ def judge(
     elif by_pieces(population, method):
         judged = judge_by_logits
     elif alike and not own_scores and population.model.is_language_model and not population.trains_on_blocks:
-        judged = judge_by_sums  # joined texts form other blocks in each client's piece
+        judged = judge_by_sums  # in each client's piece joined texts form different blocks
 
     def judge_with_trigger(w: Params, /, *, by_class: bool = True) -> dict[str, Any]:
         found = judged(w, by_class)
@@ -348,7 +348,9 @@ def _has_own_predictions(method: Method[Any]) -> bool:
 
 
 def by_pieces(population: Partitioned, method: Method[Any]) -> bool:
-    """Whether :func:`judge` works piece by piece: the model caches logits, and the method predicts from them alone."""
+    """Whether :func:`judge` works piece by piece: the model caches logits, and the method only needs them to
+    predict.
+    """
     plain = not _has_own_predictions(method) and population.client_model is not None
     return plain and population.federated.table.labels is not None and packed.applies(population.model, "exact")
 

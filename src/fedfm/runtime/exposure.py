@@ -36,8 +36,8 @@ class Exposure:
     Attributes:
         traffic: largest first.
         received: bytes by party and form.
-        smallest_sum: the fewest updates in a sum that the server saw: 1 if it saw one client's reply alone; None if it
-            saw no reply made of rows, or if the log does not say to which call a reply belongs.
+        smallest_sum: the smallest number of updates in a sum that the server saw; 1 if it saw a single client's reply;
+            None if it saw no reply made of rows, or if the log does not say to which call a reply belongs.
     """
 
     traffic: tuple[Traffic, ...]

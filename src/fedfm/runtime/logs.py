@@ -138,7 +138,7 @@ def gaps(folder: Path, last: int, finished: Mapping[str, Any] | None = None) -> 
 
 
 def gaps_of_metrics(path: Path, last: int, finished: Mapping[str, Any] | None = None) -> list[str]:
-    """As :func:`gaps`, for ``metrics.jsonl`` alone."""
+    """As :func:`gaps`, only for ``metrics.jsonl``."""
     found = list(lines(path))
     damaged = [number for number, line, ended in found if line is None and (ended or finished)]
     known = {line["round"] for _, line, ended in found if line is not None and (ended or finished)}

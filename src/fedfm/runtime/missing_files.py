@@ -38,7 +38,7 @@ def settle(run: Run, accept: bool = False) -> list[str]:
         file, how = _key(run, loss)
         after = None if record is None else record["round"]
         run.manifest.setdefault("lost", []).append({"file": file, "how": how, "after_round": after})
-        run.note(f"{file} {how}: the run went on without it")
+        run.note(f"{file} {how}: the run continued without it")
     if len(run.manifest["notices"]) > known:
         run.write_manifest()
     return list(run.manifest["notices"][known:])

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fedfm.attacks.attackers import Attackers
 
 REST = ""  # name of the piece of global test rows that no client holds
-_TIDY = 50  # the heap is trimmed after so many preparations of rows
+_TIDY = 50  # number of preparations of rows after which the heap is trimmed
 
 
 class Partitioned:

@@ -54,7 +54,7 @@ class AuditProgress:
         """The audit begins with this number of attacks."""
 
     def begins(self, name: str, seconds: float) -> None:
-        """One attack, or several on one replay, begin; they may take so many seconds."""
+        """One attack, or several on one replay, begin; they may take this number of seconds."""
 
     def done(self) -> None:
         """An attack is done."""

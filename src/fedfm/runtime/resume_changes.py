@@ -86,7 +86,7 @@ def extend(run: Run, rounds: int) -> None:
         raise InputError(f"{where}: {run.path} ended early, after {done} of {method.rounds} rounds (run.patience)")
     if run.manifest["result"] is not None:
         run.manifest["notices"].append(f"it ended after {done} rounds, and continued to round {rounds}")
-        run.manifest.pop("audits", None)  # they judged parameters that the run no longer has
+        run.manifest.pop("audits", None)  # they are about parameters that the run no longer has
     run.manifest |= {"result": None, "finished": None}
     run.manifest["experiment"]["method"]["rounds"] = rounds
     run.write_manifest()

@@ -85,7 +85,7 @@ def _keys(table: Mapping[str, Any]) -> dict[str, bytes]:
     faults = Faults()
     for name, key in table.items():
         if not is_name(name):
-            faults.say(f"{toml_value(name)} is no name of a silo: expected {NAME_WORDS}")
+            faults.say(f"{toml_value(name)} is not a name of a silo: expected {NAME_WORDS}")
         elif not isinstance(key, str) or not _KEY.fullmatch(key):
             faults.say(f"the key of {name} is not 64 hexadecimal digits; quote names with dots")
     faults.refuse()

@@ -225,7 +225,7 @@ class Run:
             self.write_manifest()
 
     def repeat_count(self, t: int) -> int:
-        """How many begun rounds are not among the t completed ones; each counts as a release of its own."""
+        """How many begun rounds are not among the t completed ones; each counts as its own release."""
         return max(int(self.manifest["ledger"].get("begun", 0)) - t, 0)
 
     def note_messages(self, fed: Federation) -> int:
@@ -268,7 +268,7 @@ class Run:
 
     def _went_back(self, names: Sequence[str], how: str, t: int) -> None:
         what = f"{' and '.join(names)} {'was' if len(names) == 1 else 'were'} {how}"
-        self.note(f"{what}: the run {f'goes on after round {t}' if t >= 0 else 'starts over'}")
+        self.note(f"{what}: the run {f'continues after round {t}' if t >= 0 else 'starts over'}")
 
     def note(self, notice: str) -> None:
         """Add a notice to the manifest, once."""

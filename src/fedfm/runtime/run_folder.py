@@ -40,7 +40,7 @@ def refuse_used(out: Path) -> None:
         InputError: it does.
     """
     if (out / MANIFEST).exists():
-        raise InputError(f"{out} holds a run already: `fedfm resume {out}` goes on with it, or give another --out")
+        raise InputError(f"{out} holds a run already: `fedfm resume {out}` continues it, or give another --out")
     if not storage.free(out, MANIFEST, ("checkpoint", "private"), LOCK):
         raise InputError(f"{out} exists and is not an empty folder; give another --out")
 
@@ -86,7 +86,7 @@ def close_to_others(folder: Path) -> None:
             folder.chmod(0o700)
     except OSError as error:
         raise InputError(
-            f"{folder} cannot be closed to others: {error.strerror}; run.shared = true leaves it as it is"
+            f"{folder} cannot be closed to others: {error.strerror}; run.shared = true does not change it"
         ) from None
 
 

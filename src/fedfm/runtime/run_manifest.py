@@ -138,7 +138,7 @@ def of_delta(experiment: Experiment, population: Partitioned) -> list[str]:
 
 
 def of_privacy(experiment: Experiment, spent: Accountant, clients: int) -> list[str]:
-    """Notices if the guarantee is nearly empty, judged by public figures only."""
+    """Notices if the guarantee is nearly empty, from public values only."""
     found, privacy = [plausibility.of_epsilon(spent.epsilon)], experiment.privacy
     if privacy is not None and privacy.states_epsilon and privacy.unit == "client":
         found.append(plausibility.of_delta(privacy.delta or 0.0, clients, "clients"))

@@ -46,7 +46,7 @@ def runs_in(path: Path) -> list[Path]:
 
 
 def no_run(path: Path) -> InputError:
-    """The error for a path that is no run directory: it names the runs below it, if there are any."""
+    """The error for a path that is not a run directory; it names the runs below it, if any."""
     if not path.exists():
         return InputError(f"{path}: no run here (no such folder)")
     if not path.is_dir():

@@ -39,7 +39,7 @@ def do_not_share(privacy: PrivacySpec | None, own_models: bool) -> list[str]:
 
     Args:
         privacy: the experiment's table.
-        own_models: whether each client ends with a model of its own.
+        own_models: whether each client ends with its own model.
     """
     if privacy is not None:
         return [*_UNDER_PRIVACY, _WITH_EPSILON if privacy.states_epsilon else _WITHOUT_EPSILON]

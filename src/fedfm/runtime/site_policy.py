@@ -1,4 +1,4 @@
-"""A client's view of its silo, if the silo has a file of its own: the socket that ``fedfm.sites`` fills."""
+"""A client's view of its silo, if the silo has its own file: the socket that ``fedfm.sites`` fills."""
 
 from __future__ import annotations
 

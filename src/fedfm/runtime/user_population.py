@@ -74,7 +74,7 @@ def of_brought(brings: Brought, spec: DataSpec, seed: int, name: str = "") -> Pa
         InputError: module, loss, rows and partition do not fit together.
     """
     if name and brings.clients is not None and spec.partition != PartitionSpec():
-        raise InputError(f"data.partition: {name} returns clients with rows of their own; drop it")
+        raise InputError(f"data.partition: {name} returns clients with their own rows; drop it")
     table, places = brings.given.table(brings.clients, brings.train, brings.test, spec.partition.column)
     federated = partition(table, places, spec, seed)
     model = brings.given.wrap(table, brings.classes)

@@ -1,4 +1,4 @@
-"""Who scores the models of a run, and notices if nobody does."""
+"""Which parties score the models of a run, and notices if none does."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def why_unasked(experiment: Experiment) -> str:
     if method.needs.model == "server" and not isinstance(method, HiddenModel):
         return "the clients of this method have no model that they could score"
     if privacy is not None and privacy.states_epsilon:
-        return "under [privacy] no client is asked for the scores of its own rows, which no epsilon covers"
+        return "under [privacy] clients are not asked for scores of their own rows, which no epsilon covers"
     if privacy is not None and not (personal(method) or judged_by_clients(experiment)):
-        return f'under privacy.aggregator = "{privacy.aggregator}" no client is asked for the scores of its own rows'
+        return f'under privacy.aggregator = "{privacy.aggregator}" clients are not asked for scores of their own rows'
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Subcommands of sites: kits for machines, a silo's file, a folder that carries messages."""
+"""Subcommands of sites: kits for machines, a silo's file, a folder for messages."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def silo(args: Namespace) -> int:
 def _serve(args: Namespace) -> int:
     """``fedfm silo serve``."""
     if args.folder is None:
-        raise InputError("silo serve: give the folder that carries the messages: --folder DIR")
+        raise InputError("silo serve: give the folder for the messages: --folder DIR")
     _offline(args.file)
     from fedfm.sites.folder_server import serve
 
@@ -93,7 +93,7 @@ def _silo_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "experiment", type=Path, nargs="?", help="check: compare the kit with the needs of this experiment"
     )
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="serve: the folder that carries the messages")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="serve: the folder for the messages")
     parser.add_argument("--once", action="store_true", help="serve: answer the present requests, and end")
 
 

@@ -75,7 +75,7 @@ def _no_weight_decay(job: Job) -> Collection[str]:
 
 
 def _spares_bias(job: Job) -> bool:
-    """Whether weight decay leaves the bias alone."""
+    """Whether weight decay does not change the bias."""
     return bool(_no_weight_decay(job)) and job.local.spares_biases
 
 

@@ -1,4 +1,4 @@
-"""Local training of one client by autograd, for every model. The result depends on this client alone."""
+"""Local training of one client by autograd, for every model. The result depends only on this client."""
 
 from __future__ import annotations
 

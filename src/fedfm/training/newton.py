@@ -132,7 +132,7 @@ class _Search:
         found, solved = self._conjugate_gradients(point, share)
         if solved or not self.factorises:
             return found
-        self.most = 0  # later steps are no better conditioned
+        self.most = 0  # the condition of later steps does not improve
         return self._cholesky_step(point)
 
     def descend(self, point: _Point, direction: Tensor, slope: float) -> _Point | None:

@@ -149,7 +149,7 @@ class Local:
 
     @property
     def plain(self) -> Local:
-        """The optimiser of w alone."""
+        """The optimiser that only trains w."""
         return self
 
     def own(self, client: Client, w: Params) -> Params:

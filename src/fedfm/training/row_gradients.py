@@ -1,9 +1,9 @@
 """Sums of clipped gradients of single rows, by one backward pass per batch if possible, else by one per row.
 
-A forward pass records the inputs of every layer with a trained parameter; a backward pass finds the gradients of their
-outputs, and of no weight. :mod:`fedfm.training.row_terms` computes norms and weighted sums from them. This is right for
-models that compute each row independently. The batch is checked for that: :func:`agrees` compares it with single rows,
-and tensors in which rows may not be the first axis are never treated as rows.
+A forward pass records the inputs of every layer with a trained parameter. A backward pass computes only the gradients
+of their outputs, not of weights. :mod:`fedfm.training.row_terms` computes norms and weighted sums from them. This is
+right for models that compute each row independently. The batch is checked for that: :func:`agrees` compares it with
+single rows, and tensors in which rows may not be the first axis are never treated as rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedfm.models.model import Model
 from fedfm.training.row_terms import Gradient, Term, Use, fit, has_closed_form, terms
 
 _MARGIN = 1 - 1e-4  # rows are clipped to this times C: the rounding of a float32 sum stays within C
-_SAME = 1e-3  # relative difference of a row's gradient in a batch and alone, at most
+_SAME = 1e-3  # largest relative difference of a row's gradient in a batch from its gradient alone
 
 Live = dict[str, Tensor]
 
@@ -160,7 +160,7 @@ def _by_rows(call: _Call, g: Tensor, b: int) -> bool:
     if not call.tensor_inputs or len(call.tensor_inputs[0]) != b or len(g) != b:
         return False
     x = call.tensor_inputs[0]
-    if b > 1 and not isinstance(call.layer, nn.Conv2d | nn.GroupNorm):  # these ask for rows in the first place
+    if b > 1 and not isinstance(call.layer, nn.Conv2d | nn.GroupNorm):  # these require rows on the first axis
         places = x.shape[1:-1] if x.is_floating_point() else x.shape[1:]
         if b in places or b in g.shape[1:-1]:
             raise Ambiguous

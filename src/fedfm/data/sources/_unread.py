@@ -10,7 +10,7 @@ from fedfm.data.sources._files import listing
 from fedfm.data.spec import DataSpec
 
 _LOOK = 1000  # rows that are examined
-_WORDS = 3  # a value with at least so many words is a text, not a name
+_WORDS = 3  # smallest number of words of a text; shorter values are names
 
 
 def notice_of_unread(

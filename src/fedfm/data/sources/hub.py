@@ -142,7 +142,7 @@ def _picture_column(features: Any, spec: DataSpec, notices: list[str]) -> str | 
 
 
 def _text_column(parts: Sequence[Any], spec: DataSpec, task: str | None) -> str | None:
-    """The column of texts if they are so many that they stay in Arrow files; else None."""
+    """The column of texts if they are too many for memory and stay in Arrow files; else None."""
     if ((named := tasks.task_named(task)) is not None and named.answers) or sum(map(len, parts)) < LISTED:
         return None
     plain = all(

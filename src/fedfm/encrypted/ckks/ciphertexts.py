@@ -19,7 +19,7 @@ from fedfm.errors import InputError
 
 SCALE_TOLERANCE = 2.0**-10  # of sums: largest relative error from two different scales in one sum
 _EXACT_FACTOR = 16  # a product with an integer up to here costs no level
-_LEAST_BITS = 16  # a factor has at least so many bits at the scale of a narrow prime
+_LEAST_BITS = 16  # smallest number of bits of a factor at the scale of a narrow prime
 
 Refresh = Callable[["Ciphertexts"], "Ciphertexts"]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedfm.linalg.kernels.jit import compile_cached, part
 
-LARGEST = 1 << 50  # primes must be below
+LARGEST = 1 << 50  # upper bound of primes
 _PLAIN: set[str] = set()  # no relaxed floating point: quotients must not be off by more than one
 _INT, _UINT, _FLOAT = np.int64, np.uint64, np.float64
 

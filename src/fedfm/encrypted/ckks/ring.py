@@ -35,7 +35,7 @@ class Parameters:
         degree: N; a ciphertext has N / 2 slots.
         bits: size of each prime, in order; rescaling drops the last prime.
         special: bits of the prime for key switching, at least as many as the others have.
-        scale_bits: log2 of the scale of fresh ciphertexts; a prime of at least so many bits is *wide*, the other
+        scale_bits: log2 of the scale of fresh ciphertexts; a prime of at least this number of bits is *wide*, the other
             primes serve products with plaintexts.
 
     Raises:
@@ -84,7 +84,7 @@ class Parameters:
         return len(self.bits)
 
     def wide(self, limbs: int) -> bool:
-        """Whether the last of so many primes can rescale a product of two ciphertexts."""
+        """Whether the last of this number of primes can rescale a product of two ciphertexts."""
         return self.bits[limbs - 1] >= self.scale_bits
 
     def modulus(self, limbs: int) -> int:

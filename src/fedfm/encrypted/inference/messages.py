@@ -13,7 +13,7 @@ from fedfm.encrypted.ckks.ring import SLOW_LINK, Parameters, Residues
 from fedfm.errors import E_FORMAT, E_VERSION, ClientFault, InputError, Lost
 
 SETS = (Parameters(), SLOW_LINK)  # their indexes go into keys; add new sets at the end
-FLOORS = (3, 4)  # primes of refreshed ciphertexts: 2^-40 for 10^5 ciphertexts needs so many
+FLOORS = (3, 4)  # numbers of primes of refreshed ciphertexts, as 2^-40 for 10^5 ciphertexts requires
 RELEASE_LIMBS = 2  # primes with which disclosed activations are selected; the message has one less
 SECRET, PUBLIC = b"FFHS", b"FFHP"  # marks at the start of keys
 _OPENING = struct.Struct("<4sBI")  # mark, index of the parameter set, tokens

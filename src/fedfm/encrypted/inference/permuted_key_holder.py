@@ -65,7 +65,7 @@ class PermutedKeyHolder(KeyHolder):
         residues, scale = channel.unpack(message, limbs=messages.RELEASE_LIMBS - 1, note=messages.NOTE.size)
         came, block, features, largest = messages.NOTE.unpack(note_of(message, messages.NOTE.size))
         if came != kind or not (math.isfinite(largest) and largest > 0):
-            raise ClientFault(E_FORMAT, "states or labels of an unknown kind came")
+            raise ClientFault(E_FORMAT, "a message with states or labels has an unknown kind")
         if len(residues) != -(-features // 2) or not 1 <= samples <= self.layout.samples:
             raise ClientFault(E_SHAPE, f"{len(residues)} ciphertexts of {features} features: expected half as many")
         slots = slot_permutation.unpair_features(self._keys.decrypt_complex(residues, scale), features)

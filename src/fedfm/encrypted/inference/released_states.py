@@ -26,7 +26,7 @@ KINDS = ("class", "grid", "tokens")
 
 
 def projection_matrix(secret: bytes, rows: int, features: int) -> NDArray[np.float64]:
-    """Orthonormal rows (rows, d), derived from a secret; without the secret nobody can reproduce them.
+    """Orthonormal rows (rows, d), derived from a secret; without the secret they cannot be reproduced.
 
     Raises:
         InputError: there are more rows than features.

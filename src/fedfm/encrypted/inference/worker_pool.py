@@ -146,7 +146,7 @@ def run_all(
         folded, released, projection: as in :class:`~fedfm.encrypted.inference.model_owner.ModelOwner`.
 
     Raises:
-        RunError: a process died, or cannot go on.
+        RunError: a process died, or cannot continue.
     """
     left = list(jobs)
     failed: dict[tuple[str, int], ClientFault] = {}

@@ -182,7 +182,7 @@ class _DistilWork(CentralWork[Distillation]):
             self.place.write()
         w = storage.load(path)
         if w is None:
-            raise RunError(f"{path} is damaged: this distillation cannot go on; give another --out")
+            raise RunError(f"{path} is damaged: this distillation cannot continue; give another --out")
         tamed = self._student(table)
         tamed.load(w)
         distiller.swap(self.state["polynomials"], tamed)

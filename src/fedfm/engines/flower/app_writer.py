@@ -152,7 +152,7 @@ on real machines, each with `pip install fedfm=={__version__}` and the three var
       --enable-supernode-auth --host 127.0.0.1 --port 8444 --database state.db \\
       --disable-runtime-dependency-installation --isolation process --superexec-auth-secret-file secret
     flower-superexec --runtime-api-address 127.0.0.1:8444 --root-certificates ca.crt --superexec-auth-secret-file secret
-    # in front of it, at HOST:8443, a proxy that passes /v1/fleet/* and /health alone: the same port carries the
+    # in front of it, at HOST:8443, a proxy that only passes /v1/fleet/* and /health: the same port carries the
     # operator's own interface, without a password. `fedfm provision` makes a server with a gate instead
   each silo, once
     ssh-keygen -t ecdsa -b 384 -N "" -f silo.key              # silo.key.pub goes to the operator
@@ -162,6 +162,6 @@ on real machines, each with `pip install fedfm=={__version__}` and the three var
   the operator, for every silo and every run
     flwr supernode register silo.key.pub prod --name NAME     # prod: a [superlink.prod] in $FLWR_HOME/config.toml
     flwr run {folder} prod --stream
-    # --run-config 'run="trial-1"' names the run directory; the same name again goes on with it
+    # --run-config 'run="trial-1"' names the run directory; the same name continues it
     # --run-config 'method.rounds=4' changes a setting that pyproject.toml lists,
     # --run-config 'set="run.min_clients=3; run.patience=2"' one that it does not"""

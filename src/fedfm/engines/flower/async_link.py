@@ -40,7 +40,7 @@ class FlowerStream(FlowerLink):
         self._ready: list[Reply] = []  # a pulled reply exists only here, and the caller may stop
         self._outstanding = outstanding
         self._restored: dict[ClientId, tuple[int, int]] = {}
-        self._unmet: dict[str, tuple[InFlight, ClientId]] = {}  # hellos whose replies nobody waits for
+        self._unmet: dict[str, tuple[InFlight, ClientId]] = {}  # hellos whose replies are no longer awaited
         self._anew: dict[
             str, Request
         ] = {}  # by message that fetches a cached reply: the request to send if there is none
@@ -48,7 +48,7 @@ class FlowerStream(FlowerLink):
 
     @property
     def straggling(self) -> bool:
-        """Whether a client that timed out, or that nobody waits for, may still be running."""
+        """Whether a client that timed out, or is no longer awaited, may still be running."""
         return super().straggling or bool(self._in_flight)
 
     @property

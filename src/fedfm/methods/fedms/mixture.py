@@ -93,7 +93,7 @@ class Experts:
         self.model, self.k, self.W_g, self.rows = model, k, W_g, rows
         every, key = _rows.setdefault(model, {}), _fingerprint(rows)
         found = every.pop(key, None)
-        self.known = every[key] = found if found and _equal(found.W_g, W_g) else Known(W_g)  # the newest stands last
+        self.known = every[key] = found if found and _equal(found.W_g, W_g) else Known(W_g)  # the newest is last
         self.texts, self.T_g = _of_texts(model, W_g, k)
         named = backbone(gate_backbone, str(model.device)) if gate_backbone else None
         self.described = named.features(rows, model) if named else None  # (n, its width)

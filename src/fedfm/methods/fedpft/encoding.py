@@ -19,7 +19,7 @@ from fedfm.core.federation import MAX_NORM
 from fedfm.errors import E_DTYPE, E_FIELD, E_NONFINITE, E_NORM, E_SHAPE, E_SIZE, E_WEIGHT, ClientFault
 from fedfm.methods.fedpft.mixtures.mixture import COVARIANCES, Array, Mixture
 
-LARGEST = 15  # scaled numbers lie below 2**15, float16's largest is just below 2**16
+LARGEST = 15  # scaled numbers are below 2**15, float16's largest is just below 2**16
 MAX_DIM = 1 << 20  # no backbone's features are wider
 # Largest root mean square L2 norm of a mixture's rows. Other methods send sums of squares, whose limit is MAX_NORM; no
 # single row may exceed it. Below it, squares summed over rows stay within float32.

@@ -162,7 +162,7 @@ class FedPFT(Predictor, Private, Method[State]):
         own = np.arange(len(labels)) < len(y)
         summary = self._summary(client, everything, labels, own)
         (classes, dim), missed = _shape(client.model), Missed()
-        w, b = torch.zeros(classes, dim), torch.zeros(classes)  # if no class stands out of the noise
+        w, b = torch.zeros(classes, dim), torch.zeros(classes)  # if no class exceeds the noise
         if len(labels):
             rows = torch.from_numpy(everything), torch.from_numpy(labels)
             w, b = fit_head.fit_rows(*rows, classes, self.head, client.seed, missed)
@@ -235,7 +235,7 @@ class FedPFT(Predictor, Private, Method[State]):
             raise RunError(
                 "no client sent a mixture, every class is too small: lower method.min_count"
                 if self.privacy is None
-                else "no class stands out of the noise: give a larger target_epsilon"
+                else "no class exceeds the noise: set a larger target_epsilon"
                 + (", or pooled = true" if pools(self) else "")
             )
         kept, missed = list(blocks()) if size <= KEEP else [], Missed()

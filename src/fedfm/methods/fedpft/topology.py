@@ -1,4 +1,4 @@
-"""Order of clients in a decentralised run, and what the server carries from each client to its successors."""
+"""Order of clients in a decentralised run, and the messages from each client to its successors."""
 
 from __future__ import annotations
 

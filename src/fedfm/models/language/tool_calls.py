@@ -14,7 +14,7 @@ from fedfm.core.rows import TOOLS, Turn
 
 CALLS = "tool_calls"
 TEXT, OBJECT = "text", "object"  # forms of arguments
-_WORD = "Tzxk{}q"  # stands nowhere else
+_WORD = "Tzxk{}q"  # occurs nowhere else
 
 
 def messages_of(turns: Sequence[Turn], parts: bool, arguments: str) -> tuple[list[dict[str, Any]], list[Any] | None]:

@@ -99,7 +99,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class RowSegment(Segment):
-    """Rows of one client, each with a gradient of its own loss: gradients have the number of rows b in front.
+    """Rows of one client, with a gradient for each row's loss: gradients have the number of rows b in front.
 
     Attributes:
         place: (b, T) positions of a row's tokens, n beyond its end; None: all rows have equally many.

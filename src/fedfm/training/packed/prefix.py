@@ -91,7 +91,9 @@ class Cache:
         self._by_rows: Any = WeakIdKeyDictionary()  # labels tensor of the rows -> Prefix
 
     def get(self, net: Net, rows: Rows) -> Prefix:
-        """The prefix of these rows. Its size alone decides whether it is cached, so its bits depend on it alone too."""
+        """The prefix of these rows. Only its size decides whether it is cached, and so its bits depend only on its
+        size, too.
+        """
         prefix: Prefix | None = self._by_rows.get(rows.labels)
         if prefix is not None and prefix.x is not None and prefix.net is net:
             return prefix
