@@ -36,7 +36,7 @@ def _distillation_lines(result: Mapping[str, Any]) -> list[str]:
     return [
         f"{result['folder']}: {result['epochs']} epochs, {result['parameters']} parameters, {result['seconds']:.0f} s",
         "",
-        f"{'held-out rows':<34}{'teacher':>10}{'twin':>10}",
+        f"{'held-out rows':<34}{'teacher':>10}{'student':>10}",
         f"{'accuracy':<34}{result['teacher_accuracy']:>10.4f}{result['accuracy']:>10.4f}",
         f"{'same class as the teacher':<34}{'':>10}{result['agreement']:>10.4f}",
         f"{'squared distance of the features':<34}{'':>10}{result['distance']:>10.4f}",
