@@ -26,10 +26,7 @@ def behind_a_wrapper(tensors, name):
 
 def misshapen(tensors, name):
     expected = f"{name} is (3, 5), expected {tuple(tensors[name].shape)}"
-    return tensors | {name: torch.zeros(3, 5)}, [
-        "has a tensor with a shape that differs from its configuration",
-        expected,
-    ]
+    return tensors | {name: torch.zeros(3, 5)}, ["a tensor with a shape that differs from its config", expected]
 
 
 def too_deep(tensors, name):

@@ -317,8 +317,10 @@ def _scores(run: RunFiles, client: str | None, figures: Sequence[str]) -> list[s
     known = [f"| {what} | {number(value).replace(NBSP, ' ')} |" for what, value in rows if value is not None]
     if not known:
         return ["None was measured."]
-    note = "Global: on the global test rows. Local: of the clients, each on its own test rows: the mean of their "
-    note += "accuracies, and other figures over all of these rows together. The rest is of the global test rows."
+    note = "Global: on the global test rows. Local: the clients, each on its own test rows: the mean of their "
+    note += (
+        "accuracies, and other scores over all of these rows together. The other scores are on the global test rows."
+    )
     if client is not None:
         note += " All but the first are scores of the run, not of this model alone."
     return ["| score | value |", "|---|---|", *known, "", note]

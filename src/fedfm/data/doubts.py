@@ -1,5 +1,5 @@
-"""Notices of rows that are probably not what was meant: classes that are none, texts that stand for empty cells, rows
-that are there twice, test rows that are trained on, pictures on which there is nothing to see.
+"""Notices about probable mistakes: columns that are not classes, texts that stand for empty cells, repeated rows,
+test rows that are also training rows, images without content.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Check that a language model does not see the words that it predicts; else its loss is low without learning.
 
-Some classes of transformers have a head for words and attend in both directions, and no setting tells them all. So the
-model is asked: where only the last word of a text differs, the logits before it must not. A server that has not loaded
-the weights asks the first block, with other ones.
+Some classes of transformers have a language head and attend in both directions, and no setting reveals all of them. So
+the check computes: if only the last word of a text changes, the logits before it must not change. A server that
+has not loaded the weights checks the first block, with other ones.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def _ends_otherwise(ids: Tensor) -> Tensor:
 
 
 def _depend(model: Model, ids: Tensor) -> bool:
-    """Whether the logits before the last token have a gradient in its embedding: experts that take other tokens
-    together round the earlier ones otherwise, so that numbers alone do not tell.
+    """Whether the logits before the last token have a gradient in its embedding: experts that compute other
+    tokens together round the earlier ones differently, so that values alone do not show it.
     """
     with model.evaluating():
         found = influence.of_places(model.module, lambda: _logits(model, ids)[:-1])

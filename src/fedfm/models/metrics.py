@@ -25,8 +25,8 @@ def evaluate(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
     Returns:
         ``n`` (rows), ``accuracy``, ``balanced_accuracy``, ``macro_f1``, ``loss``, ``perplexity``, ``tokens``, the
         task's own figures and the sums over rows from which they are made. ``loss`` is the mean over rows. For language
-        models it is the mean over predicted tokens, ``perplexity`` = exp(loss), and ``accuracy`` is that of the next
-        token. For instructions the accuracy is the exact match of the answers.
+        models it is the mean over predicted tokens, ``perplexity`` = exp(loss), and ``accuracy`` is the share of
+        right next tokens. For instructions the accuracy is the exact match of the answers.
 
     Example:
         >>> from fedfm.models.wrap import wrap

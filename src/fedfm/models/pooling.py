@@ -94,7 +94,7 @@ def way_of(model: Network, head: nn.Linear, rows: Rows) -> Pool:
 
 
 def of_padding(model: Network) -> list[str]:
-    """Of a classifier of texts: a notice if its logits depend on the texts beside it."""
+    """A notice if a text classifier's logits depend on the other texts of a batch."""
     from fedfm.models.probe_rows import made_texts
 
     made = made_texts(model)

@@ -29,8 +29,8 @@ def fit(tools: Tools, spec: ModelSpec, module: nn.Module, config: Any) -> Tools:
     pad = tools.tokenizer.pad_token_id
     if rows is not None and pad is not None and pad >= rows:
         raise InputError(
-            f"model.name: the padding token {tools.tokenizer.pad_token!r} of {spec.name!r} has the number {pad}, and "
-            f"the model's embedding {rows} rows ({RESIZE})"
+            f"model.name: the padding token {tools.tokenizer.pad_token!r} of {spec.name!r} has the id {pad}, and "
+            f"the model's embedding has only {rows} rows ({RESIZE})"
         )
     positions = _positions(module, words, config)
     length = min(spec.max_length, positions) if positions else spec.max_length

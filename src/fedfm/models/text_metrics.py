@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def likelihood(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
-    """Loss of a language model for each predicted token, with perplexity and accuracy; for instructions over the
+    """Loss of a language model per predicted token, with perplexity and accuracy; for instructions over the
     answers' tokens.
     """
     found = of_tokens(count_tokens(model, rows, batch_size))

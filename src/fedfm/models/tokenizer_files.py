@@ -13,7 +13,7 @@ from typing import Any
 from fedfm.models.locate import stored_file
 from fedfm.models.preprocessors import AUTO
 
-PLAIN = "PreTrainedTokenizerFast"  # builds what tokenizer.json says
+PLAIN = "PreTrainedTokenizerFast"  # follows tokenizer.json
 _FILE = "tokenizer.json"
 _KIND = re.compile(r'"model"\s*:\s*\{\s*"type"\s*:\s*"(\w+)"')
 

@@ -36,7 +36,7 @@ class _Chunk(greenlet.greenlet):  # type: ignore[misc]
 
 
 def train_client(client: Client, w: Params, local: Local, terms: Terms) -> Params:
-    """The trainer of every client: as :func:`train`, of the job with these fields."""
+    """The trainer of every client: :func:`train` with the job's fields as arguments."""
     return train(Job(client, w, local, terms))
 
 

@@ -31,7 +31,7 @@ from fedfm.errors import InputError
 SPLITS = ("train", "val", "test")
 _ALIASES = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test", "eval": "test"}
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")
-_WHOLE = re.compile(r"(-?[0-9]+)(?:[.]0+|,(?!000$)0+)")  # a fraction of zero after a point or a comma; 1,000 is 1000
+_WHOLE = re.compile(r"(-?[0-9]+)(?:[.]0+|,(?!000$)0+)")  # a zero fraction after a point or a comma; 1,000 is 1000
 
 Columns = Mapping[str, Sequence[Any]]
 Labels = tuple[np.ndarray | None, tuple[str, ...], tuple[str, ...]]  # (N,) int64, class names, notices

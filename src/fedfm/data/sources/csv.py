@@ -15,9 +15,9 @@ from fedfm.errors import InputError
 
 Columns = dict[str, list[str]]
 _NAMES = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}
-_STATED = re.compile(r'"?sep=(.)"?[ \t]*\r?\n', re.IGNORECASE)  # a first line of Excel, which is no row
+_STATED = re.compile(r'"?sep=(.)"?[ \t]*\r?\n', re.IGNORECASE)  # Excel's first line, which is not a row
 _FORM = 2  # fields from which a line has the form of a row
-_MARKS = (";", "\t", "|")  # that part fields where no comma does
+_MARKS = (";", "\t", "|")  # separators of fields if there is no comma
 
 
 def sheet_of(data: bytes, path: Path) -> Sheet:
@@ -103,13 +103,13 @@ def _swallowed(columns: Columns, mark: str) -> list[int]:
 
 
 def _columns_of(text: str, path: Path, mark: str, *, quotes: bool = True, blanks: bool = True) -> tuple[Columns, At]:
-    """The columns by name, and a function that names a row in messages (the row of names is row 1).
+    """(columns by name, function that names a row in messages); the row of names is row 1.
 
     Args:
         quotes: whether quotes are marks, not text.
         blanks: whether blanks at the beginning of a field are part of it.
     """
-    # Python's reader, not a faster one: only it says in which record a quote is open or a field is missing.
+    # Python's reader is slow, but only it reports the record with an open quote or a missing field.
     quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
     reader = csv.reader(
         io.StringIO(text, newline=""), strict=True, delimiter=mark, quoting=quoting, skipinitialspace=not blanks

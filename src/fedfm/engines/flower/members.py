@@ -24,7 +24,7 @@ class Members:
     Attributes:
         nodes: of the clients that take part, by name.
         barred: clients that may not take part, with the reason.
-        absent: the same, and nodes that are no client.
+        absent: the same, and nodes that are not clients.
         own_data: the silos have their own rows and not a part of the server's table.
     """
 
