@@ -17,7 +17,7 @@ class InputError(FedfmError, ValueError):
     The message is for people; programs read the fields.
 
     Attributes:
-        key: the key that is wrong, with its tables, as ``a.b.c``; "" where the message alone says it.
+        key: the key that is wrong, with its tables, as ``a.b.c``; "" if only the message names it.
         owners: the names that take this key where the name in its table does not.
         allowed: what the key takes, where it may stay with another value; "" where it is the key that is wrong.
         more: faults that were found beside this one, in the order in which they were found.

@@ -165,11 +165,11 @@ def test_a_momentum_that_swings_with_late_answers_is_said(buffer, momentum, said
     tables = asynchronous(tmp_path, rounds=1, asynchronous={"buffer": buffer})
     tables["method"] |= {"name": "fedavgm", "server_momentum": momentum}
     result = fedfm.run(tables, progress=Progress())
-    assert any("the model swing" in text for text in result["warnings"]) == said
+    assert any("the model oscillate" in text for text in result["warnings"]) == said
     path = tmp_path / "experiment.toml"
     path.write_text(to_toml(tables))
     assert main(["check", str(path)]) == 0
-    assert ("the model swing" in capsys.readouterr().out) == said
+    assert ("the model oscillate" in capsys.readouterr().out) == said
 
 
 def test_workers_messages_and_a_kill_change_no_bits(tmp_path):
@@ -275,15 +275,15 @@ def test_an_audit_repeats_it(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"method": {"name": "scaffold"}}, 'method "scaffold" needs the answers of a whole cohort to one state'),
-        ({"method": {"fraction": 0.5}}, "method.fraction = 0.5 asks for fewer"),
+        ({"method": {"name": "scaffold"}}, 'method "scaffold" needs the answers of a full cohort to one state'),
+        ({"method": {"fraction": 0.5}}, "method.fraction = 0.5 asks fewer"),
         ({"run": {"asynchronous": {"buffer": 0}}}, "run.asynchronous.buffer"),
         ({"run": {"asynchronous": {}}}, "run.asynchronous.buffer"),
         ({"run": {"min_clients": 3}}, "run.min_clients = 3"),
-        ({"aggregation": {"name": "secure"}}, "a hidden sum is of clients that answer together"),
+        ({"aggregation": {"name": "secure"}}, "a hidden sum needs clients that answer together"),
         ({"privacy": {"unit": "client", "clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}}, "[privacy]"),
-        ({"run": {"engine": "folder", "folder": ".", "roster": "r.toml"}}, "waits for the answers of whole rounds"),
-        ({"run": {"engine": "deployment"}}, "on a deployment clients are as fast as they are"),
+        ({"run": {"engine": "folder", "folder": ".", "roster": "r.toml"}}, "waits for the answers of complete rounds"),
+        ({"run": {"engine": "deployment"}}, "on a deployment clients have real speeds"),
     ],
 )
 def test_what_needs_whole_cohorts_is_refused(tmp_path, changes, said):
@@ -301,7 +301,7 @@ def test_the_method_is_said_before_a_key_that_it_lacks(tmp_path):
     with pytest.raises(InputError) as error:
         Experiment.from_dict(tables)
     first, _, second = str(error.value).partition("; and ")
-    assert first.startswith('run.asynchronous: method "fedpft" needs the answers of a whole cohort')
+    assert first.startswith('run.asynchronous: method "fedpft" needs the answers of a full cohort')
     assert second.startswith("method.local: unknown key")
 
 
@@ -311,7 +311,7 @@ def test_a_subclass_does_not_inherit_that_late_updates_are_allowed(tmp_path):
         means: ClassVar[tuple[str, ...]] = ("train",)
 
     tables = asynchronous(tmp_path)
-    with pytest.raises(InputError, match="whole cohort"):
+    with pytest.raises(InputError, match="full cohort"):
         Experiment(tables["data"], tables["model"], Mine(), run=tables["run"])
 
 

@@ -77,14 +77,14 @@ def test_too_few_updates_in_a_round_stop_the_run(tmp_path):
     rows = {name: [1.0] for name in "abcd"}
     method = FedAvg()
     fed = federation(method, rows, tmp_path, aggregator=Krum(1), workers=1)
-    with pytest.raises(RunError, match=r"round 1: 4 updates came, Krum\(byzantine=1\) needs 5"):
+    with pytest.raises(RunError, match=r"round 1: 4 updates arrived, Krum\(byzantine=1\) needs 5"):
         rounds(method, fed, 1)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"aggregation": {"name": "krum", "byzantine": 2}}, "needs 7 updates a round, and a round asks 5 of 5"),
+        ({"aggregation": {"name": "krum", "byzantine": 2}}, "needs 7 updates per round, and a round asks 5 of 5"),
         ({"aggregation": {"name": "multi_krum", "keep": 5}}, "needs 6 updates"),
         ({"aggregation": {"name": "krum"}, "method": {"name": "fedavg", "fraction": 0.8}}, "asks 4 of 5 clients"),
         ({"aggregation": {"name": "medain"}}, 'did you mean "median"'),

@@ -61,7 +61,7 @@ def test_one_client_named_both_alive_and_dead_is_revealed_by_nobody(half, tmp_pa
 
     link.change = split
     found = refusals(fed, link, method)
-    other, dead = "signed another list of survivors", "c00 is no neighbour that survived"
+    other, dead = "signed another list of survivors", "c00 is not a neighbour that survived"
     assert sum(other in reason or dead in reason for reason in found) == len(link.replies("unmask")) == 6
 
 
@@ -105,7 +105,7 @@ def test_a_small_sum_is_refused_by_the_clients(tmp_path):
     two = lambda status: torch.tensor([2, 2, 1, 1, 1], dtype=torch.uint8)  # noqa: E731
     link.change = changed("unmask", status=two, seals=lambda s: s[:2])
     found = refusals(fed, link, method)
-    assert sum("a sum of 2 clients, expected 3 at least" in reason for reason in found) == 2
+    assert sum("a sum of 2 clients, expected at least 3" in reason for reason in found) == 2
     assert len(found) == 5
 
 
@@ -117,7 +117,7 @@ def test_a_silo_takes_part_in_no_smaller_cohort_than_its_own_file_says(least, at
     link.change = changed("give", **{"+told": lambda told: replace(told, cohort=torch.tensor([1, 1, 1, 0, 0]).byte())})
     found = refusals(fed, link, method)
     members = 3 if at == "mask" else 5
-    assert sum(f"a sum of {members} clients, expected {least} at least" in reason for reason in found) == 1
+    assert sum(f"a sum of {members} clients, expected at least {least}" in reason for reason in found) == 1
 
 
 def test_a_silo_reveals_nothing_for_fewer_survivors_than_its_own_file_says(tmp_path):
@@ -125,7 +125,7 @@ def test_a_silo_reveals_nothing_for_fewer_survivors_than_its_own_file_says(tmp_p
     fed, link, method = federation(tmp_path, 5, own=own)
     agrees(step(fed, method, 1), names(5), 1, method)
     link.late["give"] = {"c02"}
-    assert sum("a sum of 4 clients, expected 5 at least" in found for found in refusals(fed, link, method, 2)) == 4
+    assert sum("a sum of 4 clients, expected at least 5" in found for found in refusals(fed, link, method, 2)) == 4
 
 
 # --- what the clients are shown --------------------------------------------------------------------------------------
@@ -331,14 +331,14 @@ def test_neighbours_are_even_over_many_agreements(tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (changed("share", names=lambda n: n[:2], published=lambda p: p[:2]), "a sum of 2 clients, expected 3 at least"),
+        (changed("share", names=lambda n: n[:2], published=lambda p: p[:2]), "a sum of 2 clients, expected at least 3"),
         (changed("share", names=lambda n: n[::-1]), "a list of members that is not in order"),
         (changed("share", names=lambda n: [n[0], *n[:4]]), "a list of members that is not in order"),
         (changed("share", names=lambda n: [*n[:4], "c05"]), "or is without this client"),
         (changed("share", published=lambda p: p.roll(1, 0)), "other keys of this client than its own"),
         (changed("keys", "c01", session="x"), "not signed by it for this agreement"),
         (changed("hold", present=lambda p: p[:1], sealed=lambda s: s[:1]), "shares of 1 neighbours came, 3 are needed"),
-        (changed("hold", present=lambda p: p[::-1]), "shares of clients that are no neighbours"),
+        (changed("hold", present=lambda p: p[::-1]), "shares of clients that are not neighbours"),
         (changed("hold", sealed=lambda s: s.flip(0)), "do not fit their key and context"),
         (changed("give", **{"+told": None}), "a request without number and cohort of the sum"),
         (changed("give", **{"+told": lambda t: replace(t, cohort=t.cohort * 2)}), "a cohort without this client"),
@@ -364,8 +364,8 @@ def test_messages_that_no_honest_server_sends(change, reason, tmp_path):
     [
         (changed("unmask", names=[], signatures=torch.empty(0, 64, dtype=torch.uint8)), "1 signatures of the"),
         (changed("unmask", signatures=lambda s: s.flip(0)), "signed another list of survivors"),
-        (changed("unmask", names=lambda n: ["nobody", *n[1:]]), "nobody is no neighbour"),
-        (changed("unmask", names=lambda n: ["c05", *n[1:]]), "c05 is no neighbour that survived"),
+        (changed("unmask", names=lambda n: ["nobody", *n[1:]]), "nobody is not a neighbour"),
+        (changed("unmask", names=lambda n: ["c05", *n[1:]]), "c05 is not a neighbour that survived"),
     ],
 )
 def test_consent_that_no_honest_server_shows(change, reason, tmp_path):

@@ -342,7 +342,7 @@ def test_batch_norm_statistics_travel(tmp_path, method):
         ({"local": {"learning_rat": 1}}, "method.local.learning_rat: unknown key"),
         ({"run": {"engine": "simulation"}}, 'in memory run on engine = "local" only'),
         ({"partition": {"name": "dirichlet"}}, "data.partition.alpha is required"),
-        ({"partition": {"clients": 500}}, "at most a client a row"),
+        ({"partition": {"clients": 500}}, "at most one client per row"),
         ({"classes": ("a", "b")}, "2 names, and the module gives 3 logits"),
         ({"labels": "y"}, 'rows have no "y"'),
     ],

@@ -98,10 +98,10 @@ def test_a_sentence_transformer_is_its_own_loop(tmp_path):
     torch.testing.assert_close(
         torch.tensor([row["sentence_embedding_0"] for row in told]), encoded, atol=1e-5, rtol=1e-4
     )
-    with pytest.raises(InputError, match="batch_sampler chooses rows by what they hold"):
+    with pytest.raises(InputError, match="batch_sampler chooses rows by their content"):
         fedfm.federate(made(batch_sampler="no_duplicates"), partition={"clients": 1}, rounds=1, out=tmp_path / "no")
     weighted = made(lambda module: losses.SoftmaxLoss(module, 16, 2))
-    with pytest.raises(InputError, match="other parameters than the module's"):
+    with pytest.raises(InputError, match="parameters outside the module"):
         fedfm.federate(weighted, partition={"clients": 1}, rounds=1, out=tmp_path / "no")
 
 

@@ -250,7 +250,7 @@ class TestBackdoor:
         assert [y for y, m in zip(poisoned.labels, marked, strict=True) if m] == [0, 0, 0]
 
     def test_a_picture_that_is_too_small_is_refused(self):
-        with pytest.raises(InputError, match=r"attack.size = 5: pictures are 8 pixels wide; expected at most 4"):
+        with pytest.raises(InputError, match=r"attack.size = 5: images are 8 pixels wide; expected at most 4"):
             Backdoor(0.5, size=5).trigger(rows_of("image", np.zeros((1, 8, 8, 1), np.uint8), [0]))
 
     def test_its_success_is_that_of_the_final_model_on_triggered_test_rows(self, tmp_path):

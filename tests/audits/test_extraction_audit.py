@@ -170,7 +170,7 @@ def test_the_audit_leaves_the_run_as_it_was_and_says_its_verdicts(default):
     shown = (path / "metrics.jsonl").read_text() + (path / "manifest.json").read_text()
     assert '"tau' not in shown
     page = html.write(path).read_text()
-    assert "Relative error of the foundation model that clients compute" in page
+    assert "Relative error of the foundation model that coalitions of clients compute" in page
     assert "Error by tensor" in page
 
 

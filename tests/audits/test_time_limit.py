@@ -113,7 +113,7 @@ def test_every_attack_is_announced_with_its_cost(run):
 def test_findings_on_other_parameters_are_dropped_and_not_shown(run):
     perform(run, ["head_rows"])
     fedfm.resume(run, rounds=5)
-    assert "The run went on after its audit" in (run / "report.html").read_text()
+    assert "The run continued after its audit" in (run / "report.html").read_text()
     assert "audits" not in json.loads((run / "manifest.json").read_text())
     perform(run, ["label_counts"])
     assert stored(run) == {"label_counts"}

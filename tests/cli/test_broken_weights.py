@@ -21,12 +21,12 @@ def lacks_one(tensors, name):
 
 
 def behind_a_wrapper(tensors, name):
-    return {f"module.{k}": v for k, v in tensors.items()}, ["lacks ", " more. Its names begin with 'module.'"]
+    return {f"module.{k}": v for k, v in tensors.items()}, ["lacks ", " more. Its names have the prefix 'module.'"]
 
 
 def misshapen(tensors, name):
     expected = f"{name} is (3, 5), expected {tuple(tensors[name].shape)}"
-    return tensors | {name: torch.zeros(3, 5)}, ["has a tensor of another shape than its configuration says", expected]
+    return tensors | {name: torch.zeros(3, 5)}, ["a tensor with a shape that differs from its config", expected]
 
 
 def too_deep(tensors, name):

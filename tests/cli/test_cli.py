@@ -132,7 +132,7 @@ def test_attacks_and_aggregations_are_listed_shown_checked_and_run(tmp_path, cap
     code, _, err = call(capsys, "run", exp, "--set", "attack.name=sign_flop", "--out", tmp_path / "x")
     assert (code, 'did you mean "sign_flip"' in err, "Traceback" in err) == (2, True, False)
     code, _, err = call(capsys, "run", exp, "--set", "aggregation={name='krum', byzantine=3}", "--out", tmp_path / "x")
-    assert (code, "needs 9 updates a round" in err, (tmp_path / "x").exists()) == (2, True, False)
+    assert (code, "needs 9 updates per round" in err, (tmp_path / "x").exists()) == (2, True, False)
 
 
 def test_a_run_is_never_overwritten(finished, tmp_path, capsys):
@@ -263,7 +263,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
     again = fedfm.resume(tmp_path / "hurt")
     assert again["params_sha256"] == straight["params_sha256"]
     notices = Run.open(tmp_path / "hurt").manifest["notices"]
-    assert f"{newest.name} was damaged: the run goes on after round 4" in notices
+    assert f"{newest.name} was damaged: the run continues after round 4" in notices
 
 
 def test_a_run_without_a_whole_checkpoint_starts_over_only_if_told_to(tmp_path, capsys):
@@ -383,7 +383,7 @@ def test_vectors_of_another_width_are_refused_with_both_widths(finished, tmp_pat
     np.savez(tmp_path / "narrow.npz", x=np.zeros((5, 3), np.float32))
     code, _, err = call(capsys, "predict", finished, tmp_path / "narrow.npz")
     assert code == 2
-    assert "vectors of 3 numbers; the model takes 8" in err
+    assert "vectors of 3 values; the model takes 8" in err
 
 
 def test_a_place_that_cannot_be_written_is_named_without_a_traceback(finished, tmp_path, capsys):
@@ -423,9 +423,9 @@ def test_compare_says_that_figures_are_of_different_data(finished, tmp_path, cap
     page = tmp_path / "page.html"
     code, out, err = call(capsys, "compare", finished, tmp_path / "other", "--out", page)
     assert code == 0
-    assert err == "fedfm: The figures are of different data: the rows (fingerprint) of other are not run's.\n"
+    assert err == "fedfm: The scores are of different data: the rows (fingerprint) of other are not run's.\n"
     assert "different data" not in out
-    assert "The figures are of different data" in page.read_text()
+    assert "The scores are of different data" in page.read_text()
     assert call(capsys, "compare", finished, finished, "--out", page)[2] == ""
     assert "different data" not in page.read_text()
 
@@ -623,7 +623,8 @@ def test_without_the_best_rounds_checkpoint_the_last_model_stays(tmp_path, capsy
     code, out, err = call(capsys, "run", toml(tmp_path, **tables), "--out", tmp_path / "r", "--format", "json")
     result = json.loads(out)
     assert code == 0
-    assert f"round {result['rounds'] - 2}, the best one, is gone: the model is that of round {result['rounds']}" in err
+    best, last = result["rounds"] - 2, result["rounds"]
+    assert f"round {best}, the best one, is missing: the model is that of round {last}" in err
     assert result["details"]["model_of_round"] == result["rounds"]
 
 
@@ -710,7 +711,10 @@ def test_a_wrong_experiment_is_refused_with_its_place_and_leaves_nothing(tmp_pat
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ('[aggregation]\nname = "trimmed_mean"\n', "a robust rule compares single updates, secure aggregation hides"),
+        (
+            '[aggregation]\nname = "trimmed_mean"\n',
+            "a robust rule compares single updates, and secure aggregation hides",
+        ),
         ('method.name = "kd"', 'of method "kd" looks at single replies (learn)'),
         ('method.name = "fedpft"', 'of method "fedpft" looks at single replies (summarise)'),
         ('method.name = "local"', 'of method "local" looks at single replies (train_alone)'),
@@ -865,7 +869,7 @@ def test_doctor(capsys):
         assert {re.match(r"[\w-]+", line)[0] for line in packages} <= set(
             re.findall(r"[\w-]+", found[f"extra {extra}"])
         )
-    said = r'\d+ Gflop/s a core in float32; kernels = "fast_bf16" multiplies at \d+\.\d times that'
+    said = r'\d+ Gflop/s a core in float32; kernels = "fast_bf16" is \d+\.\d times as fast'
     assert re.fullmatch(rf"{said}(: do not use it here)?", found["linear maps"])
 
 

@@ -103,7 +103,7 @@ def test_what_cannot_join_is_refused(bip, tmp_path, capsys):
     np.savez(wider, x=np.zeros((30, 9), np.float32), y=np.arange(30) % 4, classes=["ant", "bee", "cow", "dog"])
     for args, says in (
         ((bip, tmp_path / "absent.csv"), "no such file"),
-        ((bip, wider), "rows of another kind"),
+        ((bip, wider), "the rows are of another kind"),
         ((bip, features(tmp_path), "--client", Run.open(bip).manifest["clients"][0]), "has a client of that name"),
         ((finished(tmp_path, name="local"), features(tmp_path)), "no start weights for a client"),
         ((one_shot(tmp_path), features(tmp_path)), "no start weights for a client"),

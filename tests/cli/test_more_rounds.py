@@ -33,7 +33,7 @@ def test_two_and_two_rounds_are_four(tmp_path, capsys, method):
     assert found["params_sha256"] != first["params_sha256"]
     assert [line["round"] for line in fedfm.load_run(tmp_path / "run").metrics()] == [0, 1, 2, 3, 4]
     notices = json.loads((tmp_path / "run/manifest.json").read_text())["notices"]
-    assert "it ended after 2 rounds, and went on to 4" in notices
+    assert "it ended after 2 rounds, and continued to round 4" in notices
     assert fedfm.resume(tmp_path / "run")["params_sha256"] == straight["params_sha256"]
 
 
@@ -86,7 +86,7 @@ def test_a_run_goes_on_with_rows_that_were_moved(tmp_path, capsys):
     assert (run.experiment.data.path, run.experiment.run.timeout) == (str(moved), 9.0)
     with pytest.raises(InputError, match="is finished"):
         fedfm.resume(tmp_path / "run", changes={"run.timeout": 8.0})
-    with pytest.raises(InputError, match="keeps its experiment; what may change is"):
+    with pytest.raises(InputError, match="keeps its experiment; only these keys may change"):
         fedfm.resume(tmp_path / "other", changes={"method.rounds": 3})
     with pytest.raises(InputError, match=r"run\.timeout"):
         fedfm.resume(tmp_path / "other", changes={"run.timeout": -1})

@@ -129,7 +129,7 @@ def test_it_is_plain_training(whole, tmp_path):
 def test_an_interrupted_one_goes_on_to_the_same_bits(whole, tmp_path, steps):
     with pytest.raises(KeyboardInterrupt):
         pretrain(tables(), tmp_path / "net", watcher=Lines(steps))
-    with pytest.raises(InputError, match=r"is not finished: the `fedfm pretrain` that began it goes on"):
+    with pytest.raises(InputError, match=r"is not finished: the `fedfm pretrain` that began it"):
         load_model(ModelSpec(str(tmp_path / "net")), classes=("a",), kind="image")
     seen = Lines()
     result = pretrain(tables(), tmp_path / "net", watcher=seen)
@@ -270,7 +270,7 @@ def test_a_loss_that_explodes_is_said(tmp_path, capsys):
         capsys, "pretrain", toml(tmp_path, pretrain={"local": local, "milestones": []}), "--out", tmp_path / "net"
     )
     assert code == 1
-    assert "epoch 1: the loss is no longer a number; lower pretrain.local.learning_rate" in err
+    assert "epoch 1: the loss is NaN or infinite; lower pretrain.local.learning_rate" in err
 
 
 def test_many_pictures_are_prepared_batch_by_batch(whole, tmp_path, monkeypatch):

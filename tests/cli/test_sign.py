@@ -255,7 +255,7 @@ def test_a_key_of_openssl(make, tmp_path, signed):
 
 def test_what_cannot_be_signed_or_verified_is_refused(copy, tmp_path, capsys):
     run, _ = copy
-    with pytest.raises(InputError, match="must not lie in the folder"):
+    with pytest.raises(InputError, match="must not be in the folder"):
         sign(run, run / "private" / "key.pem")
     assert not (run / "private" / "key.pem").exists()
     (tmp_path / "text.pem").write_text("no key")

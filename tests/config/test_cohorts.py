@@ -16,10 +16,14 @@ SECAGG = {"privacy": {"aggregator": "secagg"}}
 NOISE = {"unit": "client", "noise_multiplier": 1.0, "clip_norm": 1.0, "delta": 1e-5}
 BY_ROW = {"unit": "record", "mechanism": "dp_sgd", "target_epsilon": 8.0, "clip_norm": 1.0, "delta": 1e-5}
 RULES = {  # number of silos, tables, what is said
-    "a sum of two": (2, SECAGG, 'privacy.aggregator = "secagg": it needs 3 clients a round'),
+    "a sum of two": (2, SECAGG, 'privacy.aggregator = "secagg": it needs 3 clients per round'),
     "by its own name": (2, {"aggregation": {"name": "secure"}}, 'aggregation.name = "secure": it needs 3 clients'),
-    "a fraction of them": (5, {**SECAGG, "method": {"fraction": 0.4}}, "method.fraction of at least 0.6 asks so many"),
-    "krum": (4, {"aggregation": {"name": "krum", "byzantine": 1}}, "needs 5 updates a round"),
+    "a fraction of them": (
+        5,
+        {**SECAGG, "method": {"fraction": 0.4}},
+        "method.fraction of at least 0.6 asks that number",
+    ),
+    "krum": (4, {"aggregation": {"name": "krum", "byzantine": 1}}, "needs 5 updates per round"),
     "min_clients": (2, {"run": {"min_clients": 3}}, "run.min_clients = 3: the kit"),
     "buffer": (2, {"run": {"asynchronous": {"buffer": 3}}}, "run.asynchronous.buffer = 3: the kit"),
     "groups": (
@@ -79,14 +83,14 @@ def test_on_loopback_too_few_clients_are_refused_before_a_superlink_starts(tmp_p
     monkeypatch.setattr("fedfm.engines.flower.deployment.loopback", None)
     data = {"partition": {"name": "iid", "clients": 2}}
     tables = small.experiment(tmp_path, data=data, run={"engine": "deployment"}, method={"fraction": 1.0}) | SECAGG
-    with pytest.raises(InputError, match="it needs 3 clients a round"):
+    with pytest.raises(InputError, match="it needs 3 clients per round"):
         fedfm.run(tables, tmp_path / "run", progress=Progress())
 
 
 UNSCORED = {  # tables, test rows at the server -> what is said
-    "hidden sums": (SECAGG, 0, "nobody will see an accuracy or a loss"),
+    "hidden sums": (SECAGG, 0, "this run ends without an accuracy or a loss"),
     "hidden sums and test rows": (SECAGG, 9, ""),
-    "an epsilon": ({"privacy": NOISE}, 0, "nobody will see an accuracy or a loss"),
+    "an epsilon": ({"privacy": NOISE}, 0, "this run ends without an accuracy or a loss"),
     "an epsilon and test rows": ({"privacy": NOISE}, 9, ""),
     "models of their own": (
         {"method": {"name": "local", "fraction": None}, "privacy": BY_ROW},
@@ -116,6 +120,4 @@ def test_check_says_so_wherever_the_superlink_is(tmp_path, capsys):
     for link in (provisioned(tmp_path, 3), "fed.example.org:8443"):
         (tmp_path / "e.toml").write_text(Experiment.from_dict(deployed(link) | SECAGG).to_toml())
         assert main(["check", str(tmp_path / "e.toml")]) == 0
-        assert (
-            "# nobody will see an accuracy or a loss of this run: under privacy.aggregator" in capsys.readouterr().out
-        )
+        assert "# this run ends without an accuracy or a loss: under privacy.aggregator" in capsys.readouterr().out

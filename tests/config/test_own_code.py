@@ -141,7 +141,7 @@ def test_a_module_that_is_no_classifier_predicts_its_outputs(ward, tmp_path, cap
 
     (tmp_path / "exp.toml").write_text(to_toml(tables("line")))
     assert main(["check", "exp.toml"]) == 0
-    assert "5 trainable numbers" in capsys.readouterr().out
+    assert "5 trainable parameters" in capsys.readouterr().out
     result = fedfm.run(tables("line"), tmp_path / "run")
     assert result["accuracy"] is None
     capsys.readouterr()
@@ -263,9 +263,9 @@ def test_a_run_in_memory_needs_its_module_again(ward, tmp_path, capsys):
     assert found["predictions"] == [["low", "mid", "high"][i] for i in expected]
     export(tmp_path / "run", "torch", tmp_path / "w", given=fresh)
     torch.testing.assert_close(load_file(tmp_path / "w" / "model.safetensors"), net.state_dict())
-    with pytest.raises(InputError, match="another than the run's"):
+    with pytest.raises(InputError, match="is not the run's"):
         predict(tmp_path / "run", ward.new(), given=nn.Linear(4, 3))
-    with pytest.raises(InputError, match="another than the run's"):
+    with pytest.raises(InputError, match="is not the run's"):
         predict(tmp_path / "run", ward.new(), given=ward.pieces()["model"])  # another frozen bias
     seen = replay(open_finished(tmp_path / "run", told), given=told).replies  # an error if it ends with other bits
     assert len(seen) == 6

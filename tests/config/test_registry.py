@@ -35,7 +35,7 @@ def test_entry_points_are_found_by_kind(tmp_path: Path, monkeypatch: pytest.Monk
     (folder / "entry_points.txt").write_text("[fedfm.methods]\nmine = fedfm.methods.fedavg:FedAvg\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert registry.available("methods")["mine"] == "fedfm.methods.fedavg:FedAvg"
-    with pytest.raises(InputError, match="nobody here has listed"):
+    with pytest.raises(InputError, match="nobody here has admitted"):
         registry.resolve("methods", "mine")
     monkeypatch.setattr(registry, "_admitted", {})
     registry.admit_named({"method": {"name": "fedbaf", "base": {"name": "mine"}}})

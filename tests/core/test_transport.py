@@ -167,7 +167,7 @@ def test_a_client_that_sends_nan_is_left_out_with_the_same_words(folder: Path, t
         ({"method": {"name": "fedbip", "transport": "bfloat16"}}, 'method.transport = "bfloat16"'),
         ({"method": {"name": "fedncm"}}, "no trained values"),
         ({"method": {"name": "zero_shot"}}, "no trained values"),
-        ({"method": {"name": "centralised"}}, "nothing crosses"),
+        ({"method": {"name": "centralised"}}, "sends nothing"),
         ({"run": {"transport": "int4"}}, "expected"),
     ],
 )

@@ -72,7 +72,8 @@ def clients(folder: Path, names: list[str]) -> DataSpec:
 def test_one_class_in_many_spellings_is_one_class_and_told(tmp_path: Path, write) -> None:
     table = load_table(write(tmp_path, ["a", CELL, *ODD]), seed=0)
     assert table.classes == ("a", CELL)
-    assert any("nobody sees or tells apart" in notice and "\\u0301" in notice for notice in table.notices)
+    said = "invisible or indistinguishable characters"
+    assert any(said in notice and "\\u0301" in notice for notice in table.notices)
 
 
 def test_class_names_of_an_array_and_of_lists_are_alike(tmp_path: Path) -> None:
@@ -83,13 +84,13 @@ def test_class_names_of_an_array_and_of_lists_are_alike(tmp_path: Path) -> None:
     assert table.classes == ("a", CELL)
     assert "\\u200b" in table.notices[0]
     np.savez(file, x=x, y=y, classes=np.array([CELL, ODD[0]]))
-    with pytest.raises(InputError, match=r"must be different and not empty, and .*\\u200b"):
+    with pytest.raises(InputError, match=r"must be different and not empty, but .*\\u200b"):
         load_table(DataSpec(path=str(file)), seed=0)
 
 
 @pytest.mark.parametrize("odd", ODD)
 def test_a_list_with_a_name_that_no_row_can_have_is_refused_with_the_right_one(tmp_path: Path, odd: str) -> None:
-    says = f'is read as "{CELL}" in the rows: write it so'
+    says = f'is read as "{CELL}" in the rows: write it in that form'
     with pytest.raises(InputError, match=says):
         check(DataSpec(classes=("a", odd), kind="text"))
     file = tmp_path / "silo.toml"

@@ -69,7 +69,7 @@ def test_rows_to_predict_may_end_with_the_users_turn(tmp_path):
 @pytest.mark.parametrize(
     ("cell", "says"),
     [
-        (said("hi"), r'line 1: column "messages" ends with a message of the user, which nobody answers'),
+        (said("hi"), r'line 1: column "messages" ends with an unanswered message of the user'),
         ([], "holds no message"),
         (None, "holds nothing: messages are expected"),
         ("hello", r"holds text: messages are expected.*jsonl and parquet hold lists"),
@@ -140,7 +140,7 @@ def test_equal_answers_are_told(tmp_path):
         ({"prompt": "p", "chosen": "a", "rejected": None}, 'column "rejected" holds nothing'),
         ({"prompt": "p", "chosen": said("p", "a"), "rejected": "b"}, "a text and a list of messages"),
         ({"chosen": said("p", "a"), "rejected": said("q", "b")}, "differ in more than the last message"),
-        ({"prompt": "q", "chosen": said("p", "a"), "rejected": said("p", "b")}, 'begin otherwise than column "prompt"'),
+        ({"prompt": "q", "chosen": said("p", "a"), "rejected": said("p", "b")}, 'differently from column "prompt"'),
         ({"chosen": said("p"), "rejected": said("p", "b")}, "ends with a message of the user: the assistant's"),
         ({"chosen": said("p", "a")}, 'no column "rejected" .data.rejected.'),
     ],

@@ -216,7 +216,7 @@ def test_rows_of_another_task_are_named_with_the_way_that_has_it(name: str, tmp_
     for task in (None, "classification", "instruction"):
         with pytest.raises(InputError, match=rf"a\.jsonl: no column .*{words}.*fedfm\.federate"):
             read(path, task)
-    with pytest.raises(InputError, match=r"several labels a row .*fedfm\.federate"):
+    with pytest.raises(InputError, match=r"several labels per row .*fedfm\.federate"):
         read(jsonl(tmp_path / "b.jsonl", {"text": "a b", "label": ["x", "y"]}))
     with pytest.raises(InputError, match=r"a quantity.*fedfm\.federate"):
         read(jsonl(tmp_path / "b.jsonl", {"text": "a b", "label": 1.5}))
@@ -265,9 +265,9 @@ def test_metadata_of_an_image_folder_in_every_form(tmp_path: Path) -> None:
         table = read(home)
         assert table.classes == ("a", "b")
         assert table.columns["site"].tolist() == ["n"] * 3 + ["s"] * 3
-        assert not any("no pictures" in n for n in table.notices)
+        assert not any("no images" in n for n in table.notices)
         found.append(fingerprint(table))
     assert len(set(found)) == 1
     (tmp_path / "csv" / "metadata.jsonl").write_text("{}")
-    with pytest.raises(InputError, match=r"metadata\.csv stands beside metadata\.jsonl"):
+    with pytest.raises(InputError, match=r"metadata\.csv is next to metadata\.jsonl"):
         read(tmp_path / "csv")

@@ -111,7 +111,7 @@ def test_scale_by_hand() -> None:
     row = scale_features(table_of([[1.0, 2.0, 3.0], [5.0, 5.0, 5.0]]), "row").inputs
     assert row == pytest.approx(np.array([[-(1.5**0.5), 0, 1.5**0.5], [0, 0, 0]]))
     assert row.dtype == np.float32
-    with pytest.raises(InputError, match=r'data\.scale: "row" is for feature vectors; digits holds pictures'):
+    with pytest.raises(InputError, match=r'data\.scale: "row" is for feature vectors; digits holds images'):
         load_table(DataSpec(name="digits", scale="row"), seed=0)
 
 
@@ -175,7 +175,7 @@ def test_clients_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (DataSpec(clients={}), r"data\.clients = \{\}: expected"),
         (DataSpec(clients={"../a": "a.csv"}), r"data\.clients = .*each name of letters, digits"),
         (DataSpec(clients={"a": " "}), r'data\.clients\.a = " "'),
-        (DataSpec(clients={"a": "a.csv"}, where={"site": ("x",)}), r"data\.where does not go with data\.clients"),
+        (DataSpec(clients={"a": "a.csv"}, where={"site": ("x",)}), r"data\.where conflicts with data\.clients"),
         (DataSpec(path="a.csv", where={"site": ()}), r"data\.where\.site = \[\]"),
     ],
 )

@@ -301,13 +301,13 @@ def test_summary_by_hand() -> None:
     ("how", "message"),
     [
         (spec(clients=9), r"data\.partition\.clients: 9 clients and 8 training rows"),
-        (spec("by_class", classes_per_client=5, clients=3), r"classes_per_client: 5 classes a client, .* have 4"),
+        (spec("by_class", classes_per_client=5, clients=3), r"classes_per_client: 5 classes per client, .* have 4"),
         (spec("by_class", classes_per_client=1, clients=3), r"at most 3 of 4 classes.*raise it to 2, or clients to 4"),
         (
             spec("by_column", column="sight"),
             r'toy: no column "sight" \(data\.partition\.column\); found "site" \(did you mean "site"',
         ),
-        (spec("by_column", column="site", clients=3), r"clients: 3 is no multiple of the 2 values"),
+        (spec("by_column", column="site", clients=3), r"clients: 3 is not a multiple of the 2 values"),
         (spec("by_column", column="site", clients=10), r'"x" has 4 training rows for 5 clients'),
     ],
 )
@@ -332,7 +332,7 @@ def test_a_wrong_partition_is_refused(how: DataSpec, message: str) -> None:
         (spec("dirichlet", alpha=1.0, column="site"), r'data\.partition\.column belongs to "by_column"'),
         (
             replace(spec(clients=3), name=None, clients={"a": "a.csv"}),
-            r"data\.partition does not go with data\.clients",
+            r"data\.partition conflicts with data\.clients",
         ),
     ],
 )

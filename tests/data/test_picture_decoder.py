@@ -147,11 +147,11 @@ def test_what_reading_changes_or_leaves_out_is_said_once(tmp_path: Path) -> None
     Image.fromarray(np.array([[0, 40000]], np.uint16)).save(tmp_path / "ant" / "d.tif")
     table = load_table(DataSpec(path=str(tmp_path)), seed=0)
     said = "\n".join(table.notices)
-    assert "2 of 12 pictures of" in said.split("several pages")[0]
-    assert "1 of 12 pictures" in said.split("have transparent pixels")[0].splitlines()[-1]
+    assert "2 of 12 images of" in said.split("several pages")[0]
+    assert "1 of 12 images" in said.split("have transparent pixels")[0].splitlines()[-1]
     assert "scaled to 0..255: 1 from 0..4095 and 1 from 0..65535; if all have one range" in said
     again = read_inputs(tmp_path, DataSpec(), kind="image")
-    assert [n for n in again.notices if "pictures of" in n] == [n for n in table.notices if "pictures of" in n]
+    assert [n for n in again.notices if "images of" in n] == [n for n in table.notices if "images of" in n]
 
 
 def test_all_ways_to_a_picture_give_the_same_pixels(tmp_path: Path) -> None:
@@ -201,11 +201,11 @@ def test_masks_and_scans_are_named(tmp_path: Path) -> None:
     (tmp_path / "set" / "images" / "a.dcm").write_bytes(b"scan")
     said = "\n".join(load_table(DataSpec(path=str(tmp_path / "set")), seed=0).notices)
     assert "masks of the second, that is segmentation; fedfm.federate" in said
-    assert "DICOM and NIfTI files are converted first" in said
+    assert "convert DICOM and NIfTI files first" in said
     pictures = pyarrow.array([{"bytes": encoded(Image.new("L", (4, 4))), "path": None}] * 3)
     for second in ("mask", "label"):
         pyarrow.parquet.write_table(pyarrow.table({"image": pictures, second: pictures}), tmp_path / "a.parquet")
-        with pytest.raises(InputError, match=r'no column "label" of classes; columns .* several pictures a row'):
+        with pytest.raises(InputError, match=r'no column "label" of classes; columns .* several images per row'):
             load_table(DataSpec(path=str(tmp_path / "a.parquet")), seed=0)
 
 
@@ -215,7 +215,7 @@ def test_a_missing_or_broken_picture_of_a_table_is_named(tmp_path: Path) -> None
 
     good = encoded(Image.new("L", (4, 4)))
     (tmp_path / "there.png").write_bytes(good)
-    for wrong, words in ((None, "row 2: no picture"), (b"nothing", "row 2: not a picture that can be read")):
+    for wrong, words in ((None, "row 2: no image"), (b"nothing", "row 2: not an image that can be read")):
         cells = [{"bytes": good, "path": None}, {"bytes": wrong, "path": None}]
         pyarrow.parquet.write_table(pyarrow.table({"image": cells, "label": [0, 1]}), tmp_path / "a.parquet")
         with pytest.raises(InputError, match=words):

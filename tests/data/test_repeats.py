@@ -87,7 +87,7 @@ def test_texts_that_are_written_otherwise_are_alike(ways: list[Callable[[str], s
             kind, [row(t) for t in known + tested], None, (), np.array(["train"] * 8 + ["test"] * len(tested))
         )
         assert (of_training_rows(table) or "").startswith(
-            f"{len(ways)} of {len(tested)} test rows are training rows but"
+            f"{len(ways)} of {len(tested)} test rows equal training rows up to"
         )
 
 
@@ -106,14 +106,14 @@ def test_pictures_that_are_stored_otherwise_are_alike(form: str) -> None:
     inputs = [encoded(picture(i)) for i in range(40)]
     tested = [FORMS[form](picture(i)) for i in (3, 5, 8)] + [FORMS[form](picture(100 + i)) for i in range(9)]
     table = Table("image", inputs + tested, None, (), np.array(["train"] * 40 + ["test"] * 12))
-    assert (of_training_rows(table) or "").startswith("3 of 12 test rows look the same as a training picture")
+    assert (of_training_rows(table) or "").startswith("3 of 12 test rows look the same as a training image")
 
 
 def test_vectors_with_fewer_digits_are_alike() -> None:
     x = np.stack([vector(i) for i in range(60)]) + 100  # far from 0, as measurements are
     tested = np.concatenate([np.round(x[:7], 3), np.stack([vector(100 + i) for i in range(20)]) + 100])
     table = Table("features", np.concatenate([x, tested]), None, (), np.array(["train"] * 60 + ["test"] * 27))
-    assert (of_training_rows(table) or "").startswith("7 of 27 test rows are training rows but for the last digits")
+    assert (of_training_rows(table) or "").startswith("7 of 27 test rows equal training rows up to the last digits")
 
 
 def test_pictures_of_one_scene_are_not_alike() -> None:

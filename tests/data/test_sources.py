@@ -84,7 +84,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
         b"text,label\n\xff\xfe\x00,a\n",
         r"a\.csv, line 2: byte 0xff at offset 11 is not UTF-8: save the file as UTF-8",
     ),
-    "half of utf16": ("a.csv", "text,label\nx,a\n".encode("utf-16")[:-1], r"a\.csv, line .*not UTF-16, with which"),
+    "half of utf16": ("a.csv", "text,label\nx,a\n".encode("utf-16")[:-1], r"a\.csv, line .*not UTF-16, which"),
     "nul": ("a.csv", b"text,label\nx\0y,a\n", r"a\.csv, line 2: a NUL byte"),
     "unclosed quote": ("a.csv", (GOOD + '"unclosed\n').encode(), r"a\.csv, row 102: a quote \(\"\) is opened here"),
     "quote inside": ("a.csv", b'text,label\n"x"y,a\n', r"a\.csv, row 2: .*between quotes"),
@@ -117,16 +117,16 @@ BAD: dict[str, tuple[str, bytes, str]] = {
         b"text,label,label_name\nx,0,a\ny,1,a\n",
         r'row 3: "a" names label "1" here and label "0" in .*row 2',
     ),
-    "png as csv": ("a.csv", png(), r"a\.csv holds a PNG picture, not a CSV file"),
+    "png as csv": ("a.csv", png(), r"a\.csv holds a PNG image, not a CSV file"),
     "parquet as csv": ("a.csv", parquet({"text": ["a"]}), r"a\.csv holds a Parquet file, not a CSV file"),
     "csv as npz": ("a.npz", GOOD.encode(), r"a\.npz holds something else, not an npz file"),
     "csv as parquet": ("a.parquet", GOOD.encode(), r"a\.parquet holds something else, not a Parquet file"),
     "cut parquet": ("a.parquet", parquet({"text": ["a"]})[:-20], r"a\.parquet is damaged or cut short"),
     "csv as gzip": ("a.jsonl.gz", GOOD.encode(), r"a\.jsonl\.gz holds something else, not gzip"),
     "cut gzip": ("a.jsonl.gz", gzip.compress(b'{"text": 1}' * 99)[:-9], r"a\.jsonl\.gz is damaged or cut short"),
-    "png as txt": ("a.txt", png(), r"a\.txt holds a PNG picture, not plain text"),
+    "png as txt": ("a.txt", png(), r"a\.txt holds a PNG image, not plain text"),
     "empty txt": ("a.txt", b"", r"a\.txt is empty"),
-    "unknown name": ("a.xlsx", b"PK\x03\x04", r"a\.xlsx: files of this name .*zip archive.*; expected \.csv"),
+    "unknown name": ("a.xlsx", b"PK\x03\x04", r"a\.xlsx: files with this ending .*zip archive.*; expected \.csv"),
     "not json": ("a.jsonl", b'{"text": "x", "label": 1}\n{text}\n', r"a\.jsonl, line 2: not JSON"),
     "json list": ("a.jsonl", b"[1, 2]\n", r"a\.jsonl, line 1: a JSON list, not an object"),
     "json null": ("a.jsonl", lines({"text": "x", "label": None}), r'line 1: column "label" is empty'),
@@ -393,7 +393,7 @@ def test_image_folder(tmp_path: Path) -> None:
     assert table.split.tolist() == ["test", "train", "train"]
     assert table.columns["domain"].tolist() == ["", "sketch", "photo"]
     hollow, other = table.notices
-    assert f'"{root / "train/bird"}/" holds no file and is no class' in hollow
+    assert f'"{root / "train/bird"}/" holds no file and is not a class' in hollow
     assert "1 files" in other
     assert "(1 .db), e.g." in other
     assert "Thumbs.db" in other
@@ -428,13 +428,13 @@ def test_a_folder_without_classes_serves_to_predict_only(tmp_path: Path) -> None
 
 
 BAD_FOLDERS: dict[str, tuple[dict[str, bytes], str]] = {
-    "nothing": ({"train/notes.md": b"x"}, r"no pictures .* in this folder; expected train/<class>"),
-    "text as png": ({"dog/1.png": b"hello"}, r"dog/1\.png: not a picture that can be read"),
+    "nothing": ({"train/notes.md": b"x"}, r"no images .* in this folder; expected train/<class>"),
+    "text as png": ({"dog/1.png": b"hello"}, r"dog/1\.png: not an image that can be read"),
     "cut png": ({"dog/1.png": png((90, 90), 7)[:-30], "cat/1.png": png()}, r"dog/1\.png: .*: replace the file"),
     "cut jpeg": ({"dog/1.jpg": jpeg()[:2000]}, r"dog/1\.jpg: .*truncated"),
     "deep": ({"photo/dog/1.png": png()}, r"photo/dog is a folder inside the class folder photo"),
-    "mixed": ({"train/dog/1.png": png(), "tets/dog/1.png": png()}, r'tets stands beside "train" .*did you mean "test"'),
-    "outside": ({"train/dog/1.png": png(), "2.png": png()}, r'2\.png stands outside "train"'),
+    "mixed": ({"train/dog/1.png": png(), "tets/dog/1.png": png()}, r'tets is next to "train" .*did you mean "test"'),
+    "outside": ({"train/dog/1.png": png(), "2.png": png()}, r'2\.png is outside "train"'),
     "only test": ({"test/dog/1.png": png()}, r"has no training rows"),
     "metadata missing": (
         {"dog/1.png": png(), "dog/2.png": png(), "metadata.csv": b"file_name,site\ndog/1.png,a\n"},
@@ -442,7 +442,7 @@ BAD_FOLDERS: dict[str, tuple[dict[str, bytes], str]] = {
     ),
     "metadata wrong": (
         {"dog/1.png": png(), "metadata.csv": b"file_name,site\ndog/l.png,a\n"},
-        r'metadata\.csv, row 2: there is no picture "dog/l\.png".*did you mean "dog/1\.png"',
+        r'metadata\.csv, row 2: there is no image "dog/l\.png".*did you mean "dog/1\.png"',
     ),
     "metadata without names": (
         {"dog/1.png": png(), "metadata.csv": b"filename,site\ndog/1.png,a\n"},
@@ -586,7 +586,7 @@ def test_hub_pictures(tmp_path: Path) -> None:
         with pytest.raises(IndexError):
             many.inputs[4]
     split["train"]["img"] = [same[0], {"bytes": b"junk", "path": None}]
-    with pytest.raises(InputError, match=r"train\[1\]: not a picture that can be read"):
+    with pytest.raises(InputError, match=r"train\[1\]: not an image that can be read"):
         load_table(DataSpec(hub=saved(tmp_path / "junk", split, features)), seed=0)
 
 

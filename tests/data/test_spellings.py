@@ -114,7 +114,7 @@ def test_whole_numbers_with_a_fraction_of_zero_are_whole(tmp_path_factory: Any, 
         place.write_text("text;label\n" + "".join(f"row {i};{x}{more}\n" for i, x in enumerate(labels)))
     ours, bare = read(path), read(plain)
     assert (ours.classes, ours.labels.tolist()) == (bare.classes, bare.labels.tolist())
-    assert "are read as whole numbers" in "".join(ours.notices)
+    assert "are read as integers" in "".join(ours.notices)
     path.write_text(path.read_text() + "row;0,5\n")  # a quantity: nothing is rounded
     assert "0,5" in read(path).classes
 

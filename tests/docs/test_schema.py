@@ -128,7 +128,7 @@ def parser_accepts(tables):
                 if key == "method" and isinstance(made, HiddenModel) == ("model" in tables):
                     return False
     except InputError as error:
-        assume("say it once" not in str(error))  # of FedBaF's base: a rule between two tables
+        assume("set it once" not in str(error))  # of FedBaF's base: a rule between two tables
         return False
     return True
 

@@ -91,7 +91,7 @@ def experiment(folder, method=None, **tables):
         (
             {"labels": "loss_only", "protocol": "permuted", "encryption": "ckks", "rounds": 0},
             {},
-            "labels that come back",
+            "the returned labels",
         ),
         ({}, {"model": {"name": "nano-vit"}}, r"\[model\]"),
         ({}, {"run": {"engine": "deployment"}}, 'expected run.engine = "local"'),
@@ -171,7 +171,7 @@ def test_a_client_keeps_its_states_by_batch_and_block():
     with pytest.raises(ClientFault, match="has not opened"):
         held.rows(who, 0, None, False)
     assert held.open(who, hello()).rows == {"train": 6, "val": 0, "test": 3}
-    with pytest.raises(ClientFault, match="have not passed"):
+    with pytest.raises(ClientFault, match="is not complete"):
         held.view(who)
     states = torch.randn(9, 2, 1, 3)
     for batch, n in ((0, 4), (1, 4), (2, 1)):

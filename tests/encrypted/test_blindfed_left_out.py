@@ -66,7 +66,7 @@ def test_a_client_without_another_row_takes_no_part():
     assert {part: rows.labels.tolist() for part, rows in found.items()} == {"train": [0], "val": [0], "test": [0, 1, 2]}
     assert found["test"].tensors[STATES].sum((1, 2, 3)).tolist() == [8, 0, 0]
     assert "2 of 3 train rows" in notes[0]
-    with pytest.raises(ClientFault, match="all rows to train on left the intervals"):
+    with pytest.raises(ClientFault, match="all training rows left the intervals"):
         exclude_rows(client, {part: rows.take([1, 2]) for part, rows in parts.items()})
 
 
@@ -75,5 +75,5 @@ def test_on_ciphertexts_a_row_far_outside_takes_its_batch_with_it(tmp_path):
     asked, _ = tables(tmp_path, [3], encryption="ckks")
     result = fedfm.run(asked, tmp_path / "run")
     assert {e["client"] for e in result["excluded"]} == {"client-00"}
-    assert "a row that is far outside the model's intervals has spoilt its batch" in result["excluded"][0]["reason"]
+    assert "a row far outside the model's intervals has made its batch overflow" in result["excluded"][0]["reason"]
     assert result["accuracy"] > 0.9

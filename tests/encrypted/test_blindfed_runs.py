@@ -153,7 +153,7 @@ def test_one_finished_run_predicts_takes_a_newcomer_and_is_exported(clear, tmp_p
     export(run, "torch", tmp_path / "out")
     assert json.loads((tmp_path / "out" / "fedfm.json").read_text())["adaptation"] == "side_adapter"
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "released states" in card
+    assert "disclosed activations" in card
     assert "## Privacy" in card
     names = {}
     exec(card.split("```python\n")[1].split("```")[0].replace("FOLDER", str(tmp_path / "out")), names)

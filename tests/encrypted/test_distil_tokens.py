@@ -175,7 +175,7 @@ def test_views_of_texts_are_refused(tmp_path):
     (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"w{i} w{i + 1},{'ab'[i % 2]}\n" for i in range(20)))
     save_bert(tmp_path / "bert")
     table = {"data": {"path": str(tmp_path / "rows.csv")}, "model": {"name": str(tmp_path / "bert")}}
-    with pytest.raises(InputError, match=r"distil.views = 2: .*rows.csv holds no pictures"):
+    with pytest.raises(InputError, match=r"distil.views = 2: .*rows.csv holds no images"):
         distil(table | {"distil": {"views": 2}}, tmp_path / "twin")
 
 

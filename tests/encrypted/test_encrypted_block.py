@@ -202,5 +202,5 @@ def test_wrong_shapes_are_refused():
         block(weights=weights() | {"up": np.zeros((M, D + 1))})
     with pytest.raises(InputError, match="heads"):
         block(heads=3)
-    with pytest.raises(InputError, match="one a feature"):
+    with pytest.raises(InputError, match="one per feature"):
         block()(Session().send(rows(1))[:2])

@@ -233,13 +233,13 @@ def test_damaged_tables_are_refused(twin, tmp_path, change, match):
     config = json.loads((tmp_path / "config.json").read_text())
     change(config["fedfm_polynomials"])
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=f"fedfm_polynomials in config.json is not as .*{match}"):
+    with pytest.raises(InputError, match=f"fedfm_polynomials in config.json does not have the form .*{match}"):
         load(tmp_path)
 
 
 def test_other_models_are_refused():
     gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=16))
-    with pytest.raises(InputError, match="polynomials stand for one softmax"):
+    with pytest.raises(InputError, match="polynomials can replace one softmax"):
         conversion.prepare(gpt)
 
 
@@ -328,7 +328,7 @@ def test_models_that_cannot_run_encrypted_are_refused(twin, tmp_path):
         conversion.fold(load(tmp_path / "vit").module)
     module = load(folder).module
     module.config.fedfm_polynomials["outside"] = 0.0011
-    with pytest.raises(InputError, match=r"0.11% of the arguments .* distil it longer"):
+    with pytest.raises(InputError, match=r"0.11% of the arguments .* train it longer"):
         conversion.fold(module)
 
 

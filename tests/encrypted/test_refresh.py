@@ -134,7 +134,7 @@ def test_masks_serve_once_and_fit():
     with pytest.raises(InputError, match="mask of 3"):
         masking.reveal(answer[:2], mask)
     masking.reveal(answer, mask)
-    with pytest.raises(InputError, match="served before"):
+    with pytest.raises(InputError, match="was used before"):
         masking.reveal(answer, mask)
     with pytest.raises(InputError, match="bound"):
         Masking(0.0)

@@ -361,7 +361,7 @@ def test_a_silo_with_rows_of_its_own_never_attacks_on_demand(tmp_path):
     for number, name in enumerate(("north", "south")):
         site, own = silo_site(tmp_path / name, name, demanded, data=tables["data"]["path"])
         apps[100 + number] = App(site, own)
-    with pytest.raises(InputError, match="silos with rows of their own do not attack on demand"):
+    with pytest.raises(InputError, match="silos with their own rows cannot play attackers"):
         host(Run.create(demanded, tmp_path / "run"), InProcessGrid(apps))
 
 
@@ -375,7 +375,7 @@ def test_a_silo_with_rows_of_its_own_trains_on_all_its_classes(tmp_path):
     }
     demanded = Experiment.from_dict(tables)
     site, own = silo_site(tmp_path / "north", "north", demanded, data=str(rows), models=[str(model)])
-    with pytest.raises(InputError, match=r"data\.base_classes: silos with rows of their own train on all of them"):
+    with pytest.raises(InputError, match=r"data\.base_classes: silos with their own rows train on all of them"):
         host(Run.create(demanded, tmp_path / "run"), InProcessGrid({100: App(site, own)}))
 
 

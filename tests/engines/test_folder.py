@@ -144,7 +144,7 @@ def test_damaged_swapped_foreign_and_old_files_are_ignored_and_the_bits_stay(car
     assert "from/north/note.letter is ignored: not a letter of this version of the format" in said
     assert "from/north/of-south.letter is ignored: a reply from south to server, and not a reply from north" in said
     assert "a request from server to north, and not a request from server to south" in carried.log("south")
-    assert "-00000001.letter is ignored: altered, or written by somebody else" in carried.log("north")
+    assert "-00000001.letter is ignored: altered, or written by another sender" in carried.log("north")
     for name in NAMES:
         assert f"to/{name}/link.letter is ignored: a link" in carried.log(name)
         assert "is ignored: request 5 has come" in carried.log(name)  # an older one
@@ -188,7 +188,7 @@ def test_a_silo_whose_hello_is_late_joins(carried, monkeypatch):
     tables = carried.engine(run={"timeout": 0.5, "min_clients": 1, "evaluate_every": 0})
     result = fedfm.run(tables, carried.root / "run", progress=heard)
     assert {(e["round"], e["client"], e["code"]) for e in result["excluded"]} == {(1, "south", "E_DIED")}
-    assert "no hello came from south" in heard.lines
+    assert "no answer to the hello from south" in heard.lines
     assert [line["round"] for line in carried.left("south")] == [0, 2, 2]
     sent = [json.loads(line) for line in (carried.root / "run/messages.jsonl").read_text().splitlines()]
     assert [m["round"] for m in sent if m["from"] == "south" and m["handler"] == "query.hello"] == [0]
@@ -304,7 +304,7 @@ def test_the_command_answers_what_is_there(carried, monkeypatch, capsys):
         ({"identity": "nowhere/key"}, "run.identity: nowhere is no folder"),
         ({"folder": None}, "run.folder: engine"),
         ({"roster": None}, "run.roster: a file with the silos' public keys is needed"),
-        ({"attack": {"name": "sign_flip", "fraction": 0.5}}, "silos of their own, which do not attack"),
+        ({"attack": {"name": "sign_flip", "fraction": 0.5}}, "real silos, which do not attack"),
         ({"engine": "local"}, 'run.folder: only engine = "folder" takes it, not "local"'),
     ],
 )
@@ -326,12 +326,12 @@ def test_a_wrong_silo_is_refused(carried, capsys):
         return found
 
     disk = ("--folder", str(carried.disk))
-    assert "give the folder that carries the messages" in refused()
+    assert "give the folder for the messages" in refused()
     assert "no such folder" in refused("--folder", str(carried.root / "nowhere"))
     path.write_text(text.replace(carried.server, ""))
     assert "server: set it to the server's public key" in refused(*disk)
     path.write_text(text.replace(carried.server, "01" + 62 * "0"))
-    assert "is no public key" in refused(*disk)
+    assert "is not a public key" in refused(*disk)
     path.write_text(text.replace('identity = "silo.key"\n', ""))
     assert "letters need a lasting key" in refused(*disk)
     path.write_text(text.replace(carried.server, "me"))
@@ -342,7 +342,7 @@ def test_a_wrong_silo_is_refused(carried, capsys):
     assert main(["silo", "check", str(path), "--once"]) == 2
     assert "are for `fedfm silo serve`" in capsys.readouterr().err
     (carried.root / "roster.toml").write_text(f'server = "{carried.server}"\n')
-    with pytest.raises(InputError, match="is no name for a silo"):
+    with pytest.raises(InputError, match="cannot be a silo's name"):
         fedfm.run(carried.engine(), carried.root / "run", progress=fedfm.Progress())
 
 

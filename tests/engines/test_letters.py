@@ -44,7 +44,7 @@ def test_a_signing_key_has_one_key_for_agreement():
         assert keys.exchange_public_of(identity) == keys.public_of(keys.exchange_of(private))
     a, b = bytes([1] * 32), bytes([2] * 32)
     assert shared_key(a, keys.identity_of(b)) == shared_key(b, keys.identity_of(a))
-    with pytest.raises(InputError, match="is no public key"):
+    with pytest.raises(InputError, match="is not a public key"):
         shared_key(a, (1).to_bytes(32, "little"))
 
 
@@ -89,7 +89,7 @@ def test_pieces_cannot_change_places(written, key):
 
 def test_another_header_or_party_does_not_open(written, key):
     other = shared_key(bytes(32), keys.identity_of(bytes([2] * 32)))
-    with pytest.raises(ValueError, match="written by somebody else"):
+    with pytest.raises(ValueError, match="written by another sender"):
         content(written, other)
     whole = written.read_bytes()
     for old, new in ((b"run-1", b"run-2"), (b'"number":3', b'"number":4'), (b"north", b"south")):

@@ -101,7 +101,7 @@ def test_the_operator_alone_submits_silos_run_fedfms_app_alone_and_bear_their_ow
         # What a silo has is not enough: neither for the control interface, nor for a task.
         app = program(tmp_path / "app")
         for call in (silo.nodes, lambda: silo.start(app), lambda: silo.register(b"", "x"), lambda: silo.stop(1)):
-            with pytest.raises(InputError, match=r"obeys its operator only: .*hospital-b/operator\.secret is missing"):
+            with pytest.raises(InputError, match=r"obeys only its operator: .*hospital-b/operator\.secret is missing"):
                 call()
         (at.kits / "hospital-b/operator.secret").write_text("0" * 64)
         with pytest.raises(InputError, match="has another secret"):
@@ -156,6 +156,6 @@ def test_the_operator_alone_submits_silos_run_fedfms_app_alone_and_bear_their_ow
         # A new key takes the place of the old one.
         public = loopback_keys.write_node_key(at.kits / "hospital-b/node.key")
         (at.kits / "server/silos/hospital-b.pub").write_bytes(public)
-        until(lambda: "hospital-b has a new key; its old one is admitted no more" in at.logs())
+        until(lambda: "hospital-b has a new key; its old key is no longer admitted" in at.logs())
         until(lambda: at.logs().count("hospital-b may connect") == 2)
         assert [node.name for node in operator.nodes()].count("hospital-b") == 1

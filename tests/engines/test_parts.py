@@ -418,4 +418,4 @@ def test_a_worker_that_dies_at_work_twice_is_a_fault_that_says_how(tmp_path, mon
         client_stub.call(place, "c", "train.x", "{}", b"")
     assert first.returncode == -signal.SIGKILL
     assert fault.value.code == "E_DIED"
-    assert fault.value.reason.endswith("a second one too: signal 9 (SIGKILL, likely out of memory)")
+    assert fault.value.reason.endswith("so did a second one: signal 9 (SIGKILL, likely out of memory)")

@@ -249,7 +249,7 @@ def test_who_took_part_before_and_does_not_come_is_named_in_every_round(tmp_path
     notices = []
     grid = Late(sites(METHOD, tmp_path), looks=float("inf"))
     fed = over(grid, expected=(), known=sorted(ROWS), gather=0.5, notice=notices.append)
-    assert notices == ["no node came for b"]
+    assert notices == ["no node connected for b"]
     run(METHOD, fed, 2)
     assert [(e.round, e.client, e.code) for e in fed.excluded] == [(t, "b", "E_DIED") for t in (1, 2)]
 

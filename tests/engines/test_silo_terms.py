@@ -323,7 +323,7 @@ def test_a_term_that_its_owner_adds_holds_in_a_run_that_goes_on(tmp_path):
     assert "mean" in site.answer(own, "train.FedAvg_train", *asked)[0]
     federation.write("north", require={"aggregator": "secagg"})
     assert "E_EXPERIMENT" in site.answer(own, "train.FedAvg_train", *asked)[0]
-    assert "does not fit any more: require.aggregator" in federation.log("north")
+    assert "no longer fits: require.aggregator" in federation.log("north")
     (tmp_path / "north" / "silo.toml").write_text("nonsense")
     assert "the silo's file is wrong" in site.answer(own, "train.FedAvg_train", *asked)[0]
     federation.write("north")

@@ -59,4 +59,4 @@ def test_silos_that_are_left_out_are_not_said_to_be_connected(left_out):
     assert missing.tell([away])
     assert missing.any
     assert not missing.tell([], left_out=left_out)
-    assert told[1:] == ([] if left_out else ["all silos that were waited for are connected"])
+    assert told[1:] == ([] if left_out else ["all awaited silos are connected"])

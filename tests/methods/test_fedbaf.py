@@ -338,8 +338,8 @@ class TestSettings:
             ({"foundation": "x", "psi": math.nan}, "method.psi"),
             ({"foundation": "x", "psi": math.inf}, "method.psi"),
             ({"foundation": "x", "noise": math.inf}, "method.noise"),
-            ({"foundation": "x", "base": Centralised()}, r"method\.base\.name: it trains on all rows in one place"),
-            ({"foundation": "x", "base": Ditto()}, r"method\.base\.name: its clients have a model each"),
+            ({"foundation": "x", "base": Centralised()}, r"method\.base\.name: it trains on pooled rows"),
+            ({"foundation": "x", "base": Ditto()}, r"method\.base\.name: its clients have their own models"),
             ({"foundation": "x", "base": FedProx(mu=-1.0)}, r"method\.base\.mu = -1"),
             ({"foundation": "x", "base": FedAdam(tau=0.0)}, r"method\.base\.tau = 0"),
             ({"foundation": "x", "rounds": -1}, r"method\.rounds = -1"),
@@ -354,7 +354,7 @@ class TestSettings:
             checked(FedBaF(**keys))
 
     def test_what_is_said_twice_is_refused(self):
-        with pytest.raises(InputError, match=r"method\.base\.rounds: say it once"):
+        with pytest.raises(InputError, match=r"method\.base\.rounds: set it once"):
             FedBaF(rounds=5, base=FedProx(rounds=7))
         assert FedBaF(rounds=5, base=FedProx(rounds=5)).base == FedProx(rounds=5)
 

@@ -257,11 +257,11 @@ class TestModulesOfOnesOwn:
     def test_a_layer_alone_is_a_head(self, tmp_path):
         rows = [(torch.tensor([i, 1.0, -i]), i % 2) for i in range(12)]
         foundation = trained(tmp_path / "foundation", nn.Linear(3, 2))
-        with pytest.raises(InputError, match=r"nothing of it matches the model: labels: not declared identical"):
+        with pytest.raises(InputError, match=r"no tensor matches the model: labels: not declared identical"):
             left_out(tmp_path, nn.Linear(3, 2), foundation, rows)
 
     def test_a_folder_of_transformers_is_not_for_them(self, tmp_path):
-        with pytest.raises(InputError, match=r"a module of one's own takes the folder of one that was trained so"):
+        with pytest.raises(InputError, match=r"a user's own module needs the folder of a trained one"):
             left_out(tmp_path, Patches(), vit(tmp_path / "vit"), drawings())
 
 
@@ -279,7 +279,7 @@ class TestFolders:
         with pytest.raises(InputError, match=rf"a model of type '{text.name}' does not match one of type 'vit'"):
             fedfm.run(tables(tmp_path, image, text), tmp_path / "b")
         table["model"]["name"] = str(image)
-        with pytest.raises(InputError, match=r"is of type 'vit', which reads pictures: it does not fit data of kind"):
+        with pytest.raises(InputError, match=r"is of type 'vit', which reads images: it does not fit data of kind"):
             fedfm.run(table, tmp_path / "c")
         swapped = tables(tmp_path, image, image)
         swapped["model"]["name"] = str(text)

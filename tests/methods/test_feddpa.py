@@ -409,7 +409,7 @@ def test_a_newcomer_beside_fedbip_has_both_adapters(folder, tmp_path):
     _, _, w = predict.load(tmp_path / "run", "newcomer")
     assert w.part(LOCAL).sha256() != w.part(GLOBAL).sha256()
     fedfm.run(tables(folder, "feddpa"), tmp_path / "dpa")
-    with pytest.raises(InputError, match="no start weights for a client that comes after"):
+    with pytest.raises(InputError, match="no start weights for a client that joins after"):
         join(tmp_path / "dpa", folder / "rows.jsonl")
 
 
@@ -449,7 +449,7 @@ def test_where_it_does_not_fit(folder, tmp_path):
     wrong = tables(folder, "fedavg")
     wrong["data"]["path"] = str(pictures(tmp_path, 40))
     wrong["model"] = {"name": str(tiny_vit(tmp_path)), "adaptation": {"name": "lora", "targets": ["projection"]}}
-    with pytest.raises(InputError, match="is no linear map"):
+    with pytest.raises(InputError, match="is not a linear map"):
         fedfm.run(wrong, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     model = model_of(folder, "bert")

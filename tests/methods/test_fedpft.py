@@ -330,7 +330,7 @@ def test_every_seed_of_a_private_study_is_paid_for(file, tmp_path):
     experiment = Experiment.from_dict(tables(file, privacy=RECORD, **PRIVATE))
     found = studies.seeds(experiment, [0, 1, 2], tmp_path / "s", Progress())
     assert found["epsilon"] == pytest.approx(3 * 4.0)
-    assert "12  in total: each seed releases anew" in studies.seeds_text(found)
+    assert "12  in total: each seed is a new release" in studies.seeds_text(found)
 
 
 @pytest.mark.parametrize(
@@ -374,13 +374,13 @@ def test_a_private_line_learns_and_bears_a_client_that_has_nothing_to_tell(file,
 
 
 def test_what_a_run_spends_is_on_the_ledger_before_it_is_sent(file, tmp_path, monkeypatch):
-    monkeypatch.setattr(private, "to_gaussian", lambda *args, **options: None)  # as where no class stands out
-    with pytest.raises(RunError, match="no class stands out"):
+    monkeypatch.setattr(private, "to_gaussian", lambda *args, **options: None)  # as where no class exceeds
+    with pytest.raises(RunError, match="no class exceeds"):
         fedfm.run(tables(file, privacy=RECORD | {"target_epsilon": 1e-6}, **PRIVATE), tmp_path / "failed")
     ledger = fedfm.load_run(tmp_path / "failed").manifest["ledger"]
     assert ledger["epsilon"] == pytest.approx(1e-6)
     assert len(ledger["entries"]) == 1
-    with pytest.raises(RunError, match="no class stands out"):
+    with pytest.raises(RunError, match="no class exceeds"):
         fedfm.resume(tmp_path / "failed")
     assert fedfm.load_run(tmp_path / "failed").manifest["ledger"] == ledger  # the same release, not another
     start = fedfm.run(tables(file, privacy=RECORD, rounds=0, **PRIVATE), tmp_path / "start")
@@ -432,7 +432,7 @@ def test_the_report_says_for_which_neighbours_and_against_whom(file, tmp_path):
     fedfm.run(tables(file, privacy=RECORD, pooled=True, **PRIVATE), tmp_path / "pooled")
     report = (tmp_path / "pooled" / "report.html").read_text()
     assert "Neighbours: data sets that differ by one row more or less." in report
-    assert "Note: against who sees the head, not against the server, which adds the noise." in report
+    assert "Note: against those who see the head, not against the server, which adds the noise." in report
     assert "Ledger: 1\N{NO-BREAK SPACE}entry<" in report
     fedfm.run(tables(file, privacy=RECORD, relation="replace", **PRIVATE), tmp_path / "replace")
     report = (tmp_path / "replace" / "report.html").read_text()

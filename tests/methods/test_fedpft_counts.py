@@ -246,7 +246,7 @@ def test_a_private_run_says_of_rows_left_out_what_its_noisy_counts_say(file, tmp
     assert told["left_out_rows_std"] == pytest.approx(plan.count_sigma * math.sqrt(len(left)))
     assert not {"withheld", "withheld_rows", "withheld_classes"} & told.keys()
     (notice,) = [n for n in run.manifest["notices"] if "noisy counts" in n]
-    assert notice.startswith(f"{len(left)} of {told['cells']} noisy sums do not stand out of their noise")
+    assert notice.startswith(f"{len(left)} of {told['cells']} noisy sums are not above their noise")
     assert f"about {told['left_out_rows']} row" in notice
     assert "rows of the other cells, by their noisy counts" in (tmp_path / "run" / "report.html").read_text()
 

@@ -203,5 +203,5 @@ def test_what_does_not_fit_is_refused(place, tmp_path, keys, message):
     wrong["model"] |= keys
     with pytest.raises(InputError, match=message):
         fedfm.run(wrong, tmp_path / "run")
-    with pytest.raises(InputError, match="model of its own already"):
+    with pytest.raises(InputError, match="its own model"):
         FedPGP(local=DittoOptimiser()).validate()

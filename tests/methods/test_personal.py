@@ -336,7 +336,7 @@ def test_fedala_stops_where_w_swings_for_ever(tmp_path, monkeypatch):
         ({"eta": 0.0}, r"method\.eta"),
         ({"share": 1.5}, r"method\.share"),
         ({"threshold": 0.0}, r"method\.threshold"),
-        ({"local": DittoOptimiser()}, "a model of its own already"),
+        ({"local": DittoOptimiser()}, "its own model"),
     ],
 )
 def test_fedala_refuses(keys, says):
@@ -463,14 +463,14 @@ def test_a_head_alone_is_refused(cls, tmp_path):
     with pytest.raises(InputError, match=r'adaptation\.name = "head": method "fed\w+" takes .*"full".*"lora".*"top_l'):
         Experiment.from_dict(tables)
     tables["model"]["adaptation"] = {"name": "full"}  # of feature vectors that is a head, too
-    with pytest.raises(InputError, match=r"nothing of this model's body is trained.*full, lora or top_layers"):
+    with pytest.raises(InputError, match=r"no part of this model's body is trained.*full, lora or top_layers"):
         fedfm.run(tables, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_no_head_is_refused(tmp_path):
     method = FedPer()
-    with pytest.raises(InputError, match="nothing of this model's head is trained"):
+    with pytest.raises(InputError, match="no part of this model's head is trained"):
         run(method, federation(method, ROWS, tmp_path), 0)
 
 

@@ -117,7 +117,7 @@ class TestAnyFamily:
         for odd in some_of_the_base(name, tensors)[::3]:
             longer = torch.zeros([n + 1 for n in tensors[odd].shape])
             with pytest.raises(
-                InputError, match=r"of another shape than its configuration says: \S+ is \(.*, expected"
+                InputError, match=r"with a shape that differs from its configuration: \S+ is \(.*, expected"
             ):
                 classifier(changed(checkpoint(name), tmp_path, tensors | {odd: longer}), name)
             renamed = {k + "_" * (k == odd): v for k, v in tensors.items()}
@@ -127,7 +127,7 @@ class TestAnyFamily:
     def test_a_wrapper_is_named(self, checkpoint, name, tmp_path):
         prefix = "module." if "bert" in name else "_orig_mod."
         wrapped = {prefix + k: v for k, v in tensors_of(checkpoint(name)).items()}
-        with pytest.raises(InputError, match=f"Its names begin with '{prefix}' in front"):
+        with pytest.raises(InputError, match=f"Its names have the prefix '{prefix}' in front"):
             classifier(changed(checkpoint(name), tmp_path, wrapped), name)
 
     def test_heads_may_lack_or_be_of_another_shape(self, checkpoint, name, tmp_path):
@@ -140,8 +140,8 @@ class TestAnyFamily:
 def test_a_pooler_that_the_checkpoint_has_none_of_is_new_and_named(checkpoint, tmp_path):
     name = "masked bert"
     assert classifier(checkpoint(name), name).notices == (
-        f"model.name: {checkpoint(name)} has no bert.pooler.dense, which is new here and untrained",
-        f"model.name: 5 % of the numbers of {str(checkpoint(name))!r}, 323 of 5,971, are new here and untrained: "
+        f"model.name: {checkpoint(name)} has no bert.pooler.dense, which is therefore new and untrained",
+        f"model.name: 5 % of the parameters of {str(checkpoint(name))!r}, 323 of 5,971, are new here and untrained: "
         "bert.pooler.dense, classifier",
     )
     half = tensors_of(checkpoint(name)) | {"bert.pooler.dense.bias": torch.zeros(16)}
@@ -309,7 +309,7 @@ class TestImageProcessors:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(own))
         monkeypatch.setattr(t.AutoImageProcessor, "from_pretrained", fail)
         (notice,) = load(tmp_path, images(), "head").notices
-        assert "requires the Torchvision library): pictures" in notice
+        assert "requires the Torchvision library): images" in notice
         assert "mean [0.1, 0.2, 0.3]" in notice
 
 
@@ -320,7 +320,7 @@ def test_a_cifar_resnet_has_no_tensors_without_a_place(tmp_path):
     for tensors, why in (
         (
             state | {"layer2.0.shortcut.0.weight": torch.zeros(3)},
-            r"tensors without a place in one \(1\), such as layer2",
+            r"tensors that such a network does not have \(1\), such as layer2",
         ),
         ({k: v for k, v in state.items() if k != "layer1.0.bn1.bias"}, r"it lacks tensors \(1\), such as layer1"),
         (state | {"conv1.weight": torch.zeros(3)}, "size mismatch for conv1"),

@@ -107,7 +107,7 @@ def test_a_picture_that_is_gone_is_named(table: Table, loaders: int, tmp_path: P
     model.loaders = loaders
     paths = [*table.inputs[:3], str(tmp_path / "gone.png")]
     rows = model.prepare(Table("image", paths, None, (), np.full(4, "train")), range(4), most=1)
-    with pytest.raises(InputError, match=r"^.*gone\.png: not readable as a picture \([^\n]*\)$"):
+    with pytest.raises(InputError, match=r"^.*gone\.png: not readable as an image \([^\n]*\)$"):
         list(rows.batches(2))
 
 

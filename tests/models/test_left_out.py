@@ -87,5 +87,5 @@ def test_a_notice_counts_the_rows_of_each_part():
     }
     assert left_out.notices(parts) == [
         "the chat template leaves out what an assistant says within <think> in 1 of 2 training rows and 1 of 1 test "
-        "rows, so that nobody learns or reads it: set another model.template, or remove it from the rows"
+        "rows, so it is neither trained nor read: set another model.template, or remove it from the rows"
     ]

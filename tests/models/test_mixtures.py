@@ -230,8 +230,8 @@ def test_ranks_of_experts_are_cut_and_grown_by_expert(folder):
 @pytest.mark.parametrize(
     ("family", "keys", "words"),
     [
-        ("Mixtral", {"dropout": 0.1}, "dropout: PEFT has none for experts"),
-        ("Mixtral", {"dora": True}, "dora: PEFT has none for experts"),
+        ("Mixtral", {"dropout": 0.1}, "dropout: PEFT does not support it for experts"),
+        ("Mixtral", {"dora": True}, "dora: PEFT does not support it for experts"),
         ("Mamba", {"targets": ("out_proj",)}, "PEFT does not adapt backbone.layers.0.mixer.out_proj"),
         ("Mamba", {"targets": ("dt_proj",)}, "MambaMixer reads the weight of backbone.layers.0.mixer.dt_proj"),
         ("Phimoe", {"targets": ("router",)}, "is of type PhimoeTopKRouter"),
@@ -372,10 +372,10 @@ def test_what_does_not_go_with_experts_names_what_to_leave_out(folder, family):
         return json.loads(re.search(r"set exclude_modules = (\[.*\])", str(error))[1])
 
     for keys in ({"dropout": 0.1}, {"dora": True}):
-        with pytest.raises(InputError, match="PEFT has none for experts") as refused:
+        with pytest.raises(InputError, match="PEFT does not support it for experts") as refused:
             load(folder(family), **keys)
         assert load(folder(family), exclude_modules=tuple(cured(refused.value)), **keys).names
-    with pytest.raises(InputError, match=r"is no linear map, and the method adapts these alone") as refused:
+    with pytest.raises(InputError, match=r"is not a linear map, and the method adapts only linear maps") as refused:
         lora.need(load(folder(family)))
     lora.need(load(folder(family), exclude_modules=tuple(cured(refused.value))))
 

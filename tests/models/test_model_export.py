@@ -215,7 +215,7 @@ def test_what_does_not_go_is_refused(folder, tmp_path):
     with pytest.raises(InputError, match="PEFT adapter: use torch"):
         export(linear, linear.params(), "peft", tmp_path)
     adapted = load(folder("bert"), sentences(), "lora", weights="random")
-    with pytest.raises(InputError, match="random weights, which no file holds"):
+    with pytest.raises(InputError, match="random weights, and no file has them"):
         export(adapted, adapted.params(), "peft", tmp_path)
     with pytest.raises(KeyError):
         save_adapter(model, linear.params(), tmp_path)

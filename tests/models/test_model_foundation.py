@@ -190,7 +190,7 @@ class TestRefusals:
 
     def test_nothing_matches(self, tmp_path):
         model = load(vit(tmp_path / "a"), images(), "head")
-        with pytest.raises(InputError, match="nothing of it matches"):
+        with pytest.raises(InputError, match="no tensor matches"):
             match(model, str(vit(tmp_path / "b")))
 
     def test_weights_that_are_not_finite(self, tmp_path):

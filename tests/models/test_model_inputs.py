@@ -35,7 +35,7 @@ def test_paths_are_opened_lazily_and_equal_arrays(folder, tmp_path, monkeypatch)
     with pytest.raises(InputError, match=r"missing\.png"):
         model.prepare(listed, [5])
     (tmp_path / "missing.png").write_text("no picture")
-    with pytest.raises(InputError, match="not readable as a picture"):
+    with pytest.raises(InputError, match="not readable as an image"):
         model.prepare(listed, [5])
 
 

@@ -142,7 +142,7 @@ def test_values_out_of_bounds_are_refused_with_place_and_remedy(spec, where, rig
         (ModelSpec("nobody/nothing-xyz"), images(), "model.name", "hub id.*HF_HUB_OFFLINE is set"),
         (ModelSpec("features"), images(), "model.name", "a model that reads them"),
         (ModelSpec("nano-vit"), vectors(), "model.name", '"features"'),
-        (ModelSpec("nano-vit"), sentences(), "model.name", "reads pictures"),
+        (ModelSpec("nano-vit"), sentences(), "model.name", "reads images"),
         (ModelSpec("nano-vit", task="instruction"), images(), "model.task", "kind instruction"),
         (ModelSpec("nano-vit", task="zero_shot"), images(), "model.name", "CLIP"),
         (ModelSpec("nano-vit", device="tpu9"), images(), "model.device", "cuda"),
@@ -269,7 +269,7 @@ def test_it_is_said_that_a_trained_head_is_drawn_anew(folder, tmp_path, kind, ad
     import transformers
 
     base, table = folder(HEADS[kind]), sentences()
-    said = "has a head .* for as many classes, trained elsewhere: it is drawn anew"
+    said = "has a head .* for as many classes, trained elsewhere: a new head is drawn"
     with quiet():
         for classes in (3, 5):
             module = getattr(transformers, kind).from_pretrained(base, num_labels=classes)
@@ -291,6 +291,6 @@ def test_it_is_said_that_a_trained_head_is_drawn_anew(folder, tmp_path, kind, ad
 )
 def test_the_part_of_a_new_head_that_head_leaves_as_it_was_drawn_is_said(folder, family, adaptation, rest):
     model = load(folder(family), table_for(family), adaptation)
-    found = [text for text in model.notices if "stays as it was drawn" in text]
+    found = [text for text in model.notices if "keeps its random start" in text]
     assert len(found) == bool(rest)
     assert all(f": {rest} before it" in text for text in found)

@@ -157,8 +157,8 @@ def test_options_change_an_architecture():
     [
         ({"widhts": [4]}, r"model.options.widhts: .*did you mean \"widths\""),
         ({"widths": 4}, r"model.options.widths = 4: expected something like \[16, 32, 64\]"),
-        ({"widths": [4, 0]}, "model.options: widths = .* expected a list of whole numbers above 0"),
-        ({"blocks": [1]}, "model.options: .*expected one of each a section"),
+        ({"widths": [4, 0]}, "model.options: widths = .* expected a list of positive integers"),
+        ({"blocks": [1]}, "model.options: .*expected one value of each for every section"),
         ({"image_size": "big"}, "model.options.image_size = 'big'"),
     ],
 )

@@ -41,7 +41,7 @@ def test_blocks_are_those_of_the_pictures(folder, tmp_path):
     model = load(folder("clip"), images(), "head", task="zero_shot")
     assert len(model.parts.blocks) == 3
     assert len(model.blocks(model.prepare(images(), range(2)))) == 4
-    with pytest.raises(InputError, match="zero-shot classifier is no class of transformers: use torch"):
+    with pytest.raises(InputError, match="transformers has no class for a zero-shot classifier: use torch"):
         export(model, model.params(), "hf", tmp_path)
     export(model, model.params(), "torch", tmp_path)
 

@@ -31,5 +31,5 @@ def test_an_encoder_drawn_anew_is_refused_whatever_part_it_is_taken_for(folder, 
     kept = {k: v for k, v in load_file(tmp_path / "model.safetensors").items() if ".encoder." not in k}
     save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
     spec = ModelSpec(str(tmp_path), adaptation=AdaptationSpec("lora", rank=2))
-    with pytest.raises(InputError, match=r"\d\d % of the numbers of .*, which is more than a head: roberta\.encoder"):
+    with pytest.raises(InputError, match=r"\d\d % of the parameters .* more than a head: roberta\.encoder"):
         load_model(spec, classes=("a", "b"), kind="text")

@@ -108,7 +108,7 @@ def test_the_code_of_an_export_scales_what_its_head_takes(tmp_path, dtype):
 
 
 def test_an_encoder_without_a_vector_for_each_picture_is_refused(tmp_path):
-    with pytest.raises(InputError, match="gives no vector for each picture"):
+    with pytest.raises(InputError, match="gives no vector for each image"):
         load(saved(tmp_path, "PixtralVision", VISION), images(), "head")
 
 

@@ -82,5 +82,5 @@ def test_logits_that_are_no_linear_map_of_one_vector_are_refused(tmp_path):
     model.module.register_forward_hook(
         lambda _, __, out: t.modeling_outputs.SequenceClassifierOutput(logits=out.logits.tanh())
     )
-    with pytest.raises(InputError, match="no linear map of one vector a row"):
+    with pytest.raises(InputError, match="not a linear map of one vector per row"):
         model.encode(model.prepare(table, range(6)))

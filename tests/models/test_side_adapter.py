@@ -120,7 +120,7 @@ def test_states_of_a_frozen_transformer(released, shape):
 
 def test_tokens_are_not_projected_to_more_numbers_than_they_have():
     assert side(released="tokens", projection=128).net.shape == (8, 16, 128)
-    with pytest.raises(InputError, match="projection = 129: 'nano-vit' has 128 numbers a token"):
+    with pytest.raises(InputError, match="projection = 129: 'nano-vit' has 128 values per token"):
         side(released="tokens", projection=129)
 
 
@@ -173,7 +173,7 @@ def test_as_the_adaptation_of_any_vision_transformer(tmp_path):
 @pytest.mark.parametrize(
     ("model", "data", "reason"),
     [
-        ({"name": "features", "adaptation": {"name": "side_adapter"}}, None, "no transformer of pictures"),
+        ({"name": "features", "adaptation": {"name": "side_adapter"}}, None, "not a transformer of image patches"),
         ({"name": "nano-gpt2", "weights": "random", "adaptation": {"name": "side_adapter"}}, "text", "side_adapter"),
     ],
 )

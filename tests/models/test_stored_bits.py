@@ -89,7 +89,7 @@ class TestAFolderOfBits:
             if "quant_state" not in name:
                 longer = torch.zeros(len(all_[name]) + 3, *all_[name].shape[1:], dtype=all_[name].dtype)
                 text = refused(name, longer)
-                assert "of another shape than its configuration says" in text
+                assert "with a shape that differs from its configuration" in text
                 assert f"{name} is {tuple(longer.shape)}, expected" in text
             if all_[name].is_floating_point():
                 broken = all_[name].clone()
@@ -110,7 +110,7 @@ class TestAFolderOfBits:
             load(tmp_path, sentences(), "lora")
         for file, tensors in files.items():
             save_file({f"module.{n}": t for n, t in tensors.items()}, tmp_path / file, {"format": "pt"})
-        with pytest.raises(InputError, match=r"lacks .* more\. Its names begin with 'module\.' in front"):
+        with pytest.raises(InputError, match=r"lacks .* more\. Its names have the prefix 'module\.' before"):
             load(tmp_path, sentences(), "lora")
 
 

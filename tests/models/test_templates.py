@@ -95,7 +95,7 @@ def test_the_tokenizers_chat_template_and_the_assistants_part(folder, tmp_path):
 
 def test_a_chat_template_that_hides_where_the_answer_begins_is_refused(folder, tmp_path):
     path = with_chat(folder, tmp_path, "{% if messages | length > 1 %}fox {% endif %}" + CHAT + ASSISTANT)
-    with pytest.raises(InputError, match="writes a question otherwise once it is answered"):
+    with pytest.raises(InputError, match="writes a question differently once it is answered"):
         load(path, table(), "lora").prepare(table(), [0])
 
 
@@ -277,7 +277,7 @@ def test_a_template_whose_rest_depends_on_an_answer_is_refused(folder, tmp_path)
     echo += "{% if loop.last and m['role'] == 'assistant' %}lazy {% endif %}"
     table = talks((TALK, "birds sing"))
     path = with_chat(folder, tmp_path, CHAT.replace("{{ m['content']", echo + "{{ m['content']") + ASSISTANT)
-    with pytest.raises(InputError, match=r"writes the rest otherwise after another answer.*generation"):
+    with pytest.raises(InputError, match=r"writes the rest differently after another answer.*generation"):
         load(path, table, "lora", max_length=60).prepare(table, [0])
 
 

@@ -171,7 +171,7 @@ def test_a_template_that_leaves_out_tools_is_refused(template, rows, says):
         lambda: chat_templates.encode_row(said, output, None, tokenizer),
         lambda: chat_templates.prompt_tokens(said, None, tokenizer),
     ):
-        with pytest.raises(InputError, match=rf"model\.template: .*{says}.*; take a model whose own template") as error:
+        with pytest.raises(InputError, match=rf"model\.template: .*{says}.*; take a model with a template") as error:
             act()
         assert "\n" not in str(error.value)
 

@@ -140,12 +140,12 @@ def test_a_release_too_many_is_refused():
     fed.begin(1)
     released(m, fed, [like])
     released(m, fed, [like])
-    with pytest.raises(RunError, match="release 3 of a round for which 2 are accounted"):
+    with pytest.raises(RunError, match="release 3 in a round for which 2 are accounted"):
         released(m, fed, [like])
     fed.begin(2)
     released(m, fed, [like])
     fed.begin(0)
-    with pytest.raises(RunError, match="release 1 of a round for which 0 are accounted"):
+    with pytest.raises(RunError, match="release 1 in a round for which 0 are accounted"):
         released(m, fed, [like])
 
 

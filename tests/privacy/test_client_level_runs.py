@@ -109,7 +109,7 @@ def test_a_round_that_a_resume_releases_with_another_sum_is_spent_twice(tmp_path
         fedfm.run(tables(tmp_path), tmp_path / "run")
     result = fedfm.resume(tmp_path / "run")
     assert result["epsilon"] == pytest.approx(epsilon_of([Releases(0.5, 5)], 1e-5))
-    told = "round 2 was released before, with another sum: one release more, counted in epsilon"
+    told = "round 2 was released before, with another sum: epsilon counts one more release"
     assert told in fedfm.load_run(tmp_path / "run").manifest["notices"]
 
 
@@ -143,7 +143,7 @@ def test_rounds_that_are_begun_twice_are_spent_twice_where_clients_add_noise(kil
     manifest = fedfm.load_run(tmp_path / "run").manifest
     (entry,) = manifest["ledger"]["entries"]
     assert entry["epsilon"] == manifest["ledger"]["epsilon"] == result["epsilon"]
-    told = f"rounds begun and not completed: {kills}; each is one release more, and counted in epsilon"
+    told = f"rounds begun and not completed: {kills}; each is one more release, and epsilon counts it"
     assert told in manifest["notices"]
     assert fedfm.resume(tmp_path / "run") == result
 
@@ -241,7 +241,7 @@ def test_no_audit_reads_what_secure_aggregation_hides(tmp_path):
         ({"noise_multiplier": -1.0}, r"privacy\.noise_multiplier"),
         ({"clip_norm": 0.0}, r"privacy\.clip_norm"),
         ({"mechanism": "laplace"}, r"privacy\.mechanism"),
-        ({"unit": "record"}, "no mechanism of its own"),
+        ({"unit": "record"}, "no own mechanism"),
         ({"mechanism": "distributed_gaussian"}, "secagg"),
         ({"halt_at_epsilon": 1.0}, "one round spends"),
         ({"noise_multiplier": None, "target_epsilon": 1e-6}, "needs more noise"),
@@ -257,7 +257,7 @@ def test_contradictions_are_refused(change, said, tmp_path):
     ("more", "said"),
     [
         ({"method": {"name": "kd"}}, "looks at replies of single clients"),
-        ({"method": {"name": "fedper"}, "model": {"name": "nano-vit"}}, "a model of its own"),
+        ({"method": {"name": "fedper"}, "model": {"name": "nano-vit"}}, "its own model"),
         ({"aggregation": {"name": "median"}}, "accounted for the mean"),
         ({"run": {"local_scores": True}}, "local_scores"),
     ],

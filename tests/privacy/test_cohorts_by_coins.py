@@ -238,7 +238,7 @@ def test_the_ledger_counts_the_coins(tmp_path):
     assert result["epsilon"] < 0.7 * epsilon_of([Releases(0.8, 4)], DELTA)
     (entry,) = fedfm.load_run(tmp_path / "run").manifest["ledger"]["entries"]
     assert "probability 0.4 by a secret coin" in entry["composition"]
-    assert "not against who sees who took part" in entry["note"]
+    assert "not against those who see who took part" in entry["note"]
     target = tables(tmp_path, {k: v for k, v in CLIENT.items() if k != "noise_multiplier"} | {"target_epsilon": 3.0})
     assert 2.95 < fedfm.run(target, tmp_path / "target")["epsilon"] <= 3.0
 

@@ -294,8 +294,8 @@ def test_a_budget_ends_the_run_early(tmp_path):
     ("method", "said"),
     [
         ({"fraction": 1.0}, "independent noise is best"),
-        ({"fraction": 0.3}, "1 over a whole number, not 0.3"),
-        ({"fraction": 0.5, "rounds": 1}, "two rounds at least"),
+        ({"fraction": 0.3}, "must be whole; method.fraction is 0.3"),
+        ({"fraction": 0.5, "rounds": 1}, "at least two rounds"),
         ({"name": "average", "fraction": None, "rounds": None, "local": None}, "independent noise is best"),
     ],
 )

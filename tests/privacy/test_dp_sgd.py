@@ -343,7 +343,7 @@ def test_a_repetition_that_comes_to_other_sums_is_refused(monkeypatch):
     rows, w = tensors(model, 10), model.params()
     asked(model, rows, w, 1, firsts)
     monkeypatch.setattr(private, "sums", lambda *given: lambda index: torch.full((21,), 1e-9, dtype=torch.float64))
-    with pytest.raises(ClientFault, match="did not come to the same bits"):
+    with pytest.raises(ClientFault, match="did not give the same bits"):
         asked(model, rows, w, 1, firsts)
 
 

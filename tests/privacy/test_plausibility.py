@@ -30,7 +30,7 @@ def test_delta_says_nothing_from_one_over_the_number_on(delta, count):
 
 def test_an_epsilon_of_dozens():
     assert plausibility.of_epsilon(None) is plausibility.of_epsilon(20.0) is None
-    assert "e^312 times as sure" in plausibility.of_epsilon(312.0)
+    assert "e^312 times as certain" in plausibility.of_epsilon(312.0)
     assert "epsilon = inf" in plausibility.of_epsilon(float("inf"))
 
 
@@ -70,7 +70,7 @@ def test_a_large_delta_is_said_before_the_run(method, privacy, tmp_path, capsys)
 def test_an_epsilon_of_hundreds_is_said_before_the_run(tmp_path, capsys):
     privacy = {"unit": "client", "clip_norm": 1.0, "noise_multiplier": 0.02, "delta": 1e-5}
     tables = experiment(tmp_path, method={"rounds": 1}, privacy=privacy)
-    assert all("bounds next to nothing" in text for text in said_by(tables, tmp_path, capsys))
+    assert all("guarantees almost nothing" in text for text in said_by(tables, tmp_path, capsys))
 
 
 @pytest.mark.parametrize("privacy", [CLIENT, CLIENT | {"aggregator": "secagg"}, DP_SGD])

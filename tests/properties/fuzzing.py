@@ -72,7 +72,7 @@ def _summary(summary: Summary) -> bool:
 def _noised(reply: Noised) -> None:
     shapes = [tuple(t.shape) for t in (reply.counts, reply.totals, reply.seconds)]
     if shapes != [(CLASSES,), (CLASSES, D), (CLASSES, 0)]:
-        raise ClientFault("E_SHAPE", "noisy sums of other shapes")
+        raise ClientFault("E_SHAPE", "noisy sums have wrong shapes")
 
 
 def kinds() -> dict[str, Kind]:

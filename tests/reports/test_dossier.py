@@ -117,7 +117,7 @@ def test_hostile_names_and_damaged_files_do_no_harm(tmp_path):
     assert {t for t, _ in tags(page)}.isdisjoint({"script", "img"})
     (run / "audit.json").write_text("{")
     (run / "messages.jsonl").write_bytes(b"\xff\n")
-    assert "Not whole" in dossier.write(run).read_text()
+    assert "Incomplete" in dossier.write(run).read_text()
 
 
 LATER = {
@@ -151,14 +151,14 @@ def test_no_later_command_changes_a_fact(tmp_path, method, model):
             continue  # they want a client's name, or know no start for a newcomer
         assert command(tmp_path / "run", rows) == 0, name
         after = facts(tmp_path / "run")
-        joined = after.pop("Joined after training, with a model of its own each", None)
+        joined = after.pop("Joined after training, each with its own model", None)
         assert joined == ("late" if (tmp_path / "run/clients/late").exists() else None)
         assert after == before, name
     if method == "fedavg":
         out = tmp_path / "late"
         assert main(["export", str(tmp_path / "run"), "--client", "late", "--to", "torch", "--out", str(out)]) == 0
         card = (out / "README.md").read_text()
-        assert "fitted to rows of late after training, and nothing is claimed of these" in card
+        assert "fitted to rows of late after training; no privacy is claimed for these" in card
         assert "accuracy of this client's model on its own test rows" in card
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     warned = [text for text in manifest["do_not_share"] if text.startswith("clients/")]

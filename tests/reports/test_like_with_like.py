@@ -46,7 +46,7 @@ def test_one_model_and_models_of_clients_are_compared_on_all_test_rows(pair):
     assert [float(row.split()[2]) for row in rows] == [
         pytest.approx(run["global_accuracy"], abs=1e-4) for run in (fedavg, alone)
     ]
-    assert said.startswith("compared by the accuracy on all test rows; the accuracy that local states")
+    assert said.startswith("compared by the accuracy on all test rows; the accuracy of local is measured")
 
 
 def test_the_page_compares_by_the_same_figure(pair, tmp_path):
@@ -54,7 +54,7 @@ def test_the_page_compares_by_the_same_figure(pair, tmp_path):
     said = " ".join(re.sub("<[^>]+>", " ", page).split())
     assert "Compared by the accuracy on all test rows" in said
     assert "no other beats with fewer bytes: local" not in said
-    assert "Accuracy of each client on its own test rows, in the mean." in said  # of the lines: known in each round
+    assert "Accuracy averaged over the clients, each on its own test rows." in said  # of the lines: known in each round
     assert "method.name" in said  # what differs in the settings
     assert "data.limit" not in said
 

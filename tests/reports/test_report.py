@@ -278,7 +278,7 @@ def test_a_language_model_for_each_client_shows_its_losses(tmp_path):
     assert "3 without scores" not in text
     many = {"client_loss": {f"c{i}": float(i) for i in range(60)}}
     changed = runs.make(tmp_path / "many", names=list(many["client_loss"]), result=result | {"details": many})
-    assert "gathered into groups" in words(document(changed))
+    assert "averaged in groups" in words(document(changed))
     unfinished = words(document(runs.make(tmp_path / "broken", names=names, rounds=rounds, result=None)))
     assert "mean loss 2.875" in unfinished
 
@@ -369,7 +369,7 @@ def test_of_a_damaged_log_the_rest_is_shown_and_what_is_missing_is_said(tmp_path
         (run / name).write_bytes(b"".join(line + b"\n" for line in lines))
     assert any(said in text for text in read.read(run).missing)
     text = words(document(run))
-    assert "This record is not whole" in text
+    assert "This record is incomplete" in text
     assert said in text
     assert "fedavg-digits" in text
 

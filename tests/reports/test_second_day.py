@@ -49,7 +49,9 @@ def private(path, epsilon, delta, unit):
     return runs.changed(runs.make(path, experiment=experiment, ledger=ledger), epsilon=epsilon)
 
 
-@pytest.mark.parametrize(("unit", "said"), [("record", "A person with k rows"), ("client", "rows lie at k clients")])
+@pytest.mark.parametrize(
+    ("unit", "said"), [("record", "A person with k rows"), ("client", "A person with rows at k clients")]
+)
 def test_epsilon_in_two_sentences(tmp_path, unit, said):
     path = private(tmp_path / "run", 2.0, 1e-5, unit)
     text = reading(read.read(path))
@@ -72,11 +74,11 @@ def test_only_files_that_are_there_are_named(tmp_path):
     (run.path / "checkpoint").mkdir()
     said = [text for sentence in do_not_share(None, own_models=True) if (text := present(run, sentence))]
     (one,) = said
-    assert one.startswith("checkpoint/ and metrics.jsonl tell about")
+    assert one.startswith("checkpoint/ and metrics.jsonl reveal")
     (run.path / "adapter").mkdir()
     (run.path / "audit.json").write_text("{}")
     said = [text for sentence in do_not_share(None, own_models=True) if (text := present(run, sentence))]
-    assert said[0].startswith("checkpoint/, adapter/ and metrics.jsonl tell")
+    assert said[0].startswith("checkpoint/, adapter/ and metrics.jsonl reveal")
     assert said[1].startswith("audit.json names")
     assert "dossier.html" not in " ".join(said)
     assert present(run, "Something else.") == "Something else."
@@ -85,7 +87,7 @@ def test_only_files_that_are_there_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("method", "said"),
     [
-        ("fedavg", "private/ holds a lock and no clients' memories or keys."),
+        ("fedavg", "private/ holds a lock, but no clients' memories or keys."),
         ("ditto", "private/ holds clients' memories: never share it."),
     ],
 )
@@ -208,8 +210,8 @@ def test_a_report_says_that_silos_send_no_scores_of_classes(finished, tmp_path):
     del manifest["result"]["details"]["confusion"]
     manifest["result"]["global_accuracy"] = None
     path.write_text(json.dumps(manifest))
-    assert "The server judged no test rows of its own" in words(tmp_path / "run")
-    assert "The server judged no test rows" not in words(finished / "run")
+    assert "The server has no test rows" in words(tmp_path / "run")
+    assert "The server has no test rows" not in words(finished / "run")
 
 
 def test_a_report_claims_nothing_about_rows_that_only_a_silo_has_read(finished, tmp_path):

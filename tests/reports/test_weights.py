@@ -38,7 +38,7 @@ def test_every_share_is_on_the_map(tmp_path):
         f"c{i} from c{k}": f"{100 * p[1, 0, i, k]:.1f}" for i in range(3) for k in range(3) if p[1, 0, i, k]
     }
     assert "Round 2." in found
-    assert "who resembles whom" in found
+    assert "which clients are alike" in found
 
 
 def test_colours_are_in_order_of_the_shares(tmp_path):
@@ -62,7 +62,7 @@ def test_who_learns_most_from_whom(tmp_path):
     assert cells["c2"] == ["100.0 %", "nobody", "", "30.0 %"]
     text = words(run).replace("\xa0", " ")
     assert "c1 keeps 50.0 %, learns most from c0 (30.0 %)" in text
-    assert "c2 keeps 100.0 %, from nobody else" in text
+    assert "c2 keeps 100.0 %, from no other client" in text
 
 
 def test_a_client_that_was_not_asked_shows_its_last_row():
@@ -147,7 +147,7 @@ def test_a_run_draws_its_map_and_says_that_it_must_not_be_shared(real, capsys):
     assert "Before and after" in section(page, "clients")
     said = page.read_text().partition('id="share"')[2].partition("</aside>")[0]
     assert "weights.npz, arrays/ and the map" in said
-    assert "whose rows resemble whose" in said
+    assert "which clients have similar rows" in said
     assert any("weights.npz" in line for line in json.loads((real / "manifest.json").read_text())["do_not_share"])
 
 

@@ -29,7 +29,7 @@ class TestColumns:
     def test_one_beyond_single_precision_is_refused_with_its_largest_number(self, tmp_path):
         tables, most = scale_column(tmp_path, 1e30)
         with pytest.raises(
-            InputError, match=rf"column x\[:, 2\] has numbers up to {most:.3g}.*data\.scale".replace("+", r"\+")
+            InputError, match=rf"column x\[:, 2\] has values up to {most:.3g}.*data\.scale".replace("+", r"\+")
         ):
             fedfm.run(tables, tmp_path / "run")
         assert not (tmp_path / "run").exists()
@@ -38,7 +38,7 @@ class TestColumns:
         tables, most = scale_column(tmp_path, 1e9)
         result = fedfm.run(tables, tmp_path / "run")
         notices = fedfm.load_run(result["run"]).manifest["notices"]
-        assert [f"column x[:, 2] has numbers up to {most:.3g}" in text for text in notices] == [True]
+        assert [f"column x[:, 2] has values up to {most:.3g}" in text for text in notices] == [True]
 
     @pytest.mark.parametrize(("times", "scale"), [(1.0, "none"), (1e3, "none"), (1e-3, "none"), (1e3, "unit")])
     def test_clients_with_other_units_are_told(self, tmp_path, times, scale):

@@ -254,5 +254,5 @@ def test_runs_whose_fingerprints_are_keyed_are_not_said_to_be_of_other_data(tmp_
 )
 def test_only_a_run_with_an_epsilon_says_that_the_ledger_bounds_what_its_files_tell(asked, states):
     (said,) = [text for text in do_not_share(PrivacySpec(**asked), own_models=False) if "All other files" in text]
-    assert ("is what the ledger states" in said) is states
+    assert ("the ledger bounds what they reveal" in said) is states
     assert ("No epsilon" in said) is not states

@@ -202,7 +202,7 @@ def test_of_two_checkpoints_a_whole_one_is_enough_and_none_is_refused(copy, caps
     HURT[how](run / newest.relative_to(run.parent / "run"))
     assert fedfm.resume(run)["params_sha256"] == straight
     word = "missing" if how == "missing" else "damaged"
-    assert f"{newest.name} was {word}: the run goes on after round 3" in fedfm.load_run(run).manifest["notices"]
+    assert f"{newest.name} was {word}: the run continues after round 3" in fedfm.load_run(run).manifest["notices"]
     assert "lost" not in fedfm.resume(run)
     run = run.parent / "c"
     for path in run.rglob("round-*.safetensors"):
@@ -361,7 +361,7 @@ def test_a_damaged_log_stops_nothing_and_what_is_missing_is_said_for_ever(copy, 
         assert main([str(a) for a in args]) == 0
         assert f"{run}: {name} " in capsys.readouterr().err
     page = (run.parent / "page.html").read_text()
-    assert ("Records that are not whole" in page) == (name == "metrics.jsonl")  # its figures come from no messages
+    assert ("Incomplete records" in page) == (name == "metrics.jsonl")  # its figures come from no messages
 
 
 @pytest.mark.parametrize("what", LOGS)

@@ -197,7 +197,7 @@ def test_nothing_is_written_through_a_link(stopped, tmp_path, name):
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
     path.symlink_to(victim)
-    with pytest.raises(InputError, match=f"{path.name} is a link: going on would write to"):
+    with pytest.raises(InputError, match=f"{path.name} is a link: the run would write to"):
         fedfm.resume(stopped)
     assert victim.read_text() == "years of work\n" * 1000
 

@@ -240,7 +240,7 @@ def test_one_question_for_scores_is_admitted_for_each_run_round_and_part(tmp_pat
     ledger.enter(first)
     ledger.admit(first)  # the answer was lost
     for other in ({"asked": "v", "part": "test"}, {"asked": "v", "part": "test", "call": 9}):
-        with pytest.raises(ClientFault, match=r"round 1 has had its question for scores on test rows"):
+        with pytest.raises(ClientFault, match=r"round 1 has already had its question for scores on test rows"):
             ledger.admit(entry(**other, **SCORES))
     for free in ({"part": "val"}, {"part": "test", "round": 2}, {"part": "test", "run": "other"}):
         ledger.admit(entry(asked="v", **free, **SCORES))

@@ -88,7 +88,7 @@ def test_a_silo_that_stops_or_is_killed_comes_back_into_the_same_round(tmp_path)
         until(lambda: "waiting for 1 of 2 silos: hospital-b, last seen less than a minute ago" in at.told())
         at.start("hospital-b")
         passed(at, running, 2)
-        assert "all silos that were waited for are connected" in at.told()
+        assert "all awaited silos are connected" in at.told()
         at.stop("hospital-b", signal.SIGKILL)  # says no goodbye: the SuperLink still counts on it
         at.start("hospital-b")
         assert bits(at.result(running)) == bits(alone)

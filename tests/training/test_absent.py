@@ -144,5 +144,5 @@ def test_what_makes_no_sense_is_refused(tmp_path):
         execute.run(tables, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     own = wrap(nn.Linear(2, 3), lambda m, b: m(b["features"]).sum(), classes=("a", "b", "c"))
-    with pytest.raises(InputError, match="needs a classifier trained with cross-entropy"):
+    with pytest.raises(InputError, match="needs a classifier with cross-entropy"):
         local_job.over_classes(own, SGD(absent="zero"))

@@ -97,12 +97,12 @@ def test_it_is_refused_where_nothing_would_see_it(tmp_path: Path) -> None:
     exp = tables(tmp_path, augment=["flip"])
     for change, message in (
         ({"data": {**exp["data"], "augment": ["blur"]}}, r'data\.augment\[0\] = "blur": expected "crop" or "flip"'),
-        ({"model": {**exp["model"], "adaptation": {"name": "head"}}}, r"data\.augment: .*reads each picture once"),
-        ({"method": {"name": "fedala", "rounds": 1}}, r"data\.augment: the clients of method .fedala. read their pic"),
+        ({"model": {**exp["model"], "adaptation": {"name": "head"}}}, r"data\.augment: .*reads each image once"),
+        ({"method": {"name": "fedala", "rounds": 1}}, r"data\.augment: the clients of method .fedala. read their im"),
     ):
         with pytest.raises(InputError, match=message):
             Experiment.from_dict({**exp, **change})
     rows = {**exp["data"], "path": str(features(tmp_path))}
     other = {**exp, "data": rows, "model": {"name": "features", "adaptation": {"name": "full"}}}
-    with pytest.raises(InputError, match=r"data\.augment: it changes pictures, and .* holds feature vectors; drop it"):
+    with pytest.raises(InputError, match=r"data\.augment: it changes images, and .* holds feature vectors; drop it"):
         fedfm.run(other, tmp_path / "vectors")

@@ -40,9 +40,9 @@ def test_an_error_is_a_refusal_only_if_it_is_of_fedfm(of_bert, monkeypatch, erro
 @pytest.mark.parametrize(
     ("notice", "left"),
     [
-        ("2 of 9 trained tensors get no gradient, and stay as they are: a.weight, b.weight", 0),
-        ("1 of 9 trained tensors get no gradient, and stay as they are: a.weight", 2),
-        ("2 of 9 trained tensors get no gradient, and stay as they are: c.weight, d.weight", 2),
+        ("2 of 9 trained tensors get no gradient, and do not change: a.weight, b.weight", 0),
+        ("1 of 9 trained tensors get no gradient, and do not change: a.weight", 2),
+        ("2 of 9 trained tensors get no gradient, and do not change: c.weight, d.weight", 2),
         ("a.weight and b.weight are on the CPU", 2),
     ],
 )

@@ -1,1 +1,3 @@
-"""How the server makes one update of many. The file's name is the rule's: ``[aggregation] name = "median"``."""
+"""Rules by which the server combines many updates into one. A rule is named after its file: ``[aggregation] name =
+"median"``.
+"""

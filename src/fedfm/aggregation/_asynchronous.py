@@ -6,9 +6,9 @@ that began tau_i server updates ago:
 
     w <- w + (1 / K) sum_i s(tau_i) Delta_i,   s(tau) = (1 + tau)^(-1/2),
 
-or, weighted by rows as everywhere here, sum_i n_i s(tau_i) Delta_i / sum_i n_i. A client that has answered begins at
-once with the newest model; if it has just trained that model, it waits for the next update. So no client is in a buffer
-twice. If K is the number of clients, every round is one of FedAvg.
+or, weighted by rows as everywhere here, sum_i n_i s(tau_i) Delta_i / sum_i n_i. A client that has answered starts
+again at once with the newest model. If it has just trained that model, it waits for the next update, so that no client
+is in a buffer twice. If K is the number of clients, every round is one of FedAvg.
 
 On a deployment the order of arrival is real. Elsewhere it is simulated by a clock: a pass takes |N(0, 1)| over the
 client's speed, as in the paper's simulations, so that a run has the same bits every time.
@@ -37,12 +37,12 @@ _UNDERWAY, _SENT, _CLOCKS = "asynchronous.underway", "asynchronous.sent", "async
 
 @dataclass(frozen=True)
 class Buffered(Transport):
-    """Updates as they arrive, scaled by their age.
+    """Updates are taken as they arrive and scaled by their age.
 
     Attributes:
-        buffer: K, updates of a server update.
+        buffer: K, number of updates in a server update.
         staleness: a of s(tau) = (1 + tau)^(-a).
-        speeds: by client, relative to that of all others; for a simulated clock only.
+        speeds: speed of a client relative to all others, by client; for the simulated clock only.
     """
 
     figures: ClassVar[tuple[str, ...]] = ("clock", "synchronous_clock", "staleness", "largest_staleness")
@@ -61,12 +61,12 @@ class Buffered(Transport):
         return float(abs(draw)) / self.speeds.get(client, 1.0)
 
     def _discount(self, update: Update, tau: int) -> Update:
-        """The update times s(tau), with its weight n_i; integers, such as counts of batches, do not change."""
+        """The update multiplied by s(tau), with its weight n_i; integers, such as counts of batches, do not change."""
         s = self.scale(tau)
         return replace(update, delta=update.delta.map(lambda x: s * x if x.is_floating_point() else x))
 
     def updates(self, fed: Federation, handler: Half, of: Of, payload: Payload, like: Layout) -> Iterator[Update]:
-        """Server half: the updates of the next buffer, in order of names."""
+        """Server half: the updates of the next buffer, sorted by name."""
 
         def check(client: ClientId, update: Update) -> None:
             match(update.delta, like, "delta")
@@ -92,7 +92,7 @@ class Buffered(Transport):
             yield fed.began[client], update
 
     def _simulate(self, fed: Federation, handler: Half, payload: Payload, check: Check) -> Iterator[tuple[int, Update]]:
-        """(round in which it began, update) of the first K clients that end by the simulated clock.
+        """(round in which it began, update) of the first K clients that finish by the simulated clock.
 
         If a client fails, the next one takes its place, as on a deployment. The run's seed determines clock and order.
         """

@@ -65,9 +65,9 @@ class CentralGaussian(Mechanism):
         delta: of (epsilon, delta).
         budget: the epsilon that no round may exceed.
         releases: number of means in a round.
-        hidden: the server sees sums only.
+        hidden: whether the server sees only sums.
         rate: q; below 1 a secret coin decides whether a client is in a round, and the sum is divided by q N.
-        adaptive: how the clip follows the clients; None: it is fixed.
+        adaptive: how the clip adapts to the clients; None: it is fixed.
     """
 
     clip_norm: float
@@ -107,24 +107,24 @@ class CentralGaussian(Mechanism):
         return by_coins(fed.secret("cohort"), fed.round, fed.clients, self.rate)
 
     def divisor(self, fed: Federation, asked: Sequence[ClientId]) -> float:
-        """The number of clients in the cohort, or its expectation: it depends on no client's coin, data or failure.
+        """The size of the cohort, or its expectation. It does not depend on any client's coin, data or failure.
 
         Raises:
-            RunError: the method asks other clients than the accountant assumes.
+            RunError: the method asks different clients from those that the accountant assumes.
         """
         if self.fraction is None:
             return len(asked)
         if set(asked) != set(self.cohort(fed)):
             raise RunError(
-                f"round {fed.round}: this method asks other clients than fed.sample(fraction) gave it, and the account "
-                "of [privacy] assumes those; set method.fraction = 1.0"
+                f"round {fed.round}: this method asks other clients than fed.sample(fraction), which the account "
+                "of [privacy] assumes; set method.fraction = 1.0"
             )
         return self.fraction * len(fed.clients)
 
     # --- client half
 
     def bound(self, client: Client, update: Update) -> Update:
-        """The clipped delta on the lattice, with weight 1; metrics and integers stay at the client.
+        """The clipped delta on the lattice, with weight 1; metrics and integers are not sent.
 
         Raises:
             ClientFault: E_NONFINITE, the delta has NaN or infinity; E_FIELD, the message has no clip.
@@ -165,7 +165,7 @@ class CentralGaussian(Mechanism):
         return {} if self.adaptive is None else {SCALE: _clip(fed, self.adaptive)}
 
     def release(self, fed: Federation, updates: Iterator[Update], rule: Rule, asked: float, like: Layout) -> Params:
-        """(sum + noise) / asked: the denominator depends on no client's data or failure.
+        """(sum + noise) / asked: the denominator does not depend on any client's data or failure.
 
         Raises:
             RunError: the round makes more releases than are accounted.
@@ -192,7 +192,7 @@ class CentralGaussian(Mechanism):
         return on_layout(in_dtype(like, torch.float64), total * scale).cast(like)
 
     def _enter(self, fed: Federation, at: int, total: Steps) -> None:
-        """Write a digest to the disk before a release; count a round that is released again with another sum.
+        """Write a digest to the disk before a release; count a round that is released again with a different sum.
 
         Raises:
             RunError: it would exceed the budget.
@@ -203,11 +203,11 @@ class CentralGaussian(Mechanism):
             again = self.repeat_count(fed.store) + 1
             if self.affordable(fed.round + again) < fed.round + again:
                 raise RunError(
-                    f"round {fed.round} was released before, with other clients: one release more would exceed "
+                    f"round {fed.round} was released before, with other clients: one more release would exceed "
                     "privacy.halt_at_epsilon"
                 )
             fed.store[_AGAIN] = str(again).encode()
-            fed.notice(f"round {fed.round} was released before, with another sum: one release more, counted in epsilon")
+            fed.notice(f"round {fed.round} was released before, with another sum: epsilon counts one more release")
         fed.store[name] = mark
 
     def repeat_count(self, store: Mapping[str, bytes]) -> int:
@@ -242,7 +242,7 @@ class CentralGaussian(Mechanism):
     def check(self, fed: Federation, model_of: Callable[[Any], Params], before: Any, after: Any) -> None:
         """Check that every trainable tensor has moved in the first round.
 
-        A frozen tensor cannot move: states, updates and means have the trainable tensors only, by their layout, and
+        A frozen tensor cannot move: by their layout states, updates and means have only the trainable tensors, and
         loading refuses any other name.
 
         Raises:
@@ -311,9 +311,9 @@ class CentralGaussian(Mechanism):
     @property
     def _note(self) -> str:
         sees = "the sum of a round" if self.hidden else "every update"
-        note = f"against who sees the models, not against the server, which sees {sees} without noise"
+        note = f"against those who see the models, not against the server, which sees {sees} without noise"
         if self.rate < 1:
-            note += ", and not against who sees who took part: metrics.jsonl, messages.jsonl and the report say it"
+            note += ", and not against those who see who took part (metrics.jsonl, messages.jsonl, report)"
         return note
 
 
@@ -347,7 +347,7 @@ class DistributedGaussian(CentralGaussian):
         least = max(least_of(self.threshold, clients), 2)
         scale = self.noise_multiplier * self.clip_norm / self.step / math.sqrt(least)
         if scale < _LEAST_SHARE:
-            raise refusal(f"a share of the noise of {scale:.2g} steps, expected {_LEAST_SHARE:g} at least")
+            raise refusal(f"a share of the noise of {scale:.2g} steps, expected at least {_LEAST_SHARE:g}")
         call = hashlib.sha256(repr((client.memory[MEMORY]["session"], request.number)).encode()).hexdigest()
         return self._add_noise(client.secret("noise"), f"{client.seed} {call}", steps, clients, least)
 
@@ -360,8 +360,8 @@ class DistributedGaussian(CentralGaussian):
     @property
     def _note(self) -> str:
         return (
-            "against a server that follows the protocol, too: it sees sums with noise only; c clients that tell it "
-            "their noise take c shares of it away; a round that a resume repeats is one release more to it, and counted"
+            "against a server that follows the protocol, too: it only sees sums with noise; c clients that reveal "
+            "their noise to it remove c shares; a round that a resume repeats is one more release to it, and is counted"
         )
 
 
@@ -375,5 +375,5 @@ def _next_release(fed: Federation, releases: int) -> int:
     at = at + 1 if t == fed.round else 1
     fed.process_memory["private"] = fed.round, at
     if at > (accounted := releases if fed.round else 0):
-        raise RunError(f"round {fed.round}: release {at} of a round for which {accounted} are accounted")
+        raise RunError(f"round {fed.round}: release {at} in a round for which {accounted} are accounted")
     return at

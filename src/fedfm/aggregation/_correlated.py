@@ -84,7 +84,7 @@ class CorrelatedGaussian(CentralGaussian):
         return epsilon_of([Releases(self.noise_multiplier / self.sensitivity(rounds))], self.delta)
 
     def sensitivity(self, rounds: int) -> float:
-        """As :class:`CentralGaussian`; each round beyond the run's T stands for one that was released again.
+        """As :class:`CentralGaussian`; each round beyond the run's T represents one that was released again.
 
         From such a round on the run has another history of sums, with other rows of noise: it costs at most as much as
         another run.

@@ -20,12 +20,13 @@ _MARGIN = 2.0**-40  # relative; far above the rounding of a norm in float64
 
 
 def step_of(clip_norm: float) -> float:
-    """Distance of two neighbouring numbers of the lattice: 2^-21 to 2^-20 of the clipping norm, a power of two."""
+    """Distance between neighbouring lattice points: a power of two, 2^-21 to 2^-20 of the clipping norm."""
     return 2.0 ** (math.frexp(clip_norm)[1] - 1 - _LATTICE_BITS)
 
 
 def clip_to_lattice(delta: Params, clip_norm: float, unit: float = 1.0) -> Steps:
-    """The vector of all floating-point entries, scaled down to the norm at most, rounded towards zero to the lattice.
+    """The vector of all floating-point entries, scaled down to at most the norm and rounded towards zero to the
+    lattice.
 
     The L2 norm of the result times :func:`step_of` is at most ``clip_norm``. A second call changes nothing.
 

@@ -26,7 +26,7 @@ class DpSgd(Mechanism):
     Attributes:
         chosen: the plan that each client follows.
         batch_size: B of the client optimiser.
-        steps: number of steps of the client optimiser in a round, by the number of rows.
+        steps: number of steps of the client optimiser in a round, as a function of the number of rows.
     """
 
     chosen: DescentPlan
@@ -39,7 +39,7 @@ class DpSgd(Mechanism):
         return self.chosen
 
     def bound(self, client: Client, update: Update) -> Update:
-        """The update without metrics, which would disclose figures of the rows."""
+        """The update without metrics, which would disclose statistics of the rows."""
         return replace(update, metrics={})
 
     def one_round(self, rows: int) -> Releases:
@@ -60,7 +60,7 @@ class DpSgd(Mechanism):
                     "not know; set target_epsilon, by which each silo chooses its own noise",
                     key="privacy.noise_multiplier",
                 )
-            # Among clients with equally many steps, the one with the fewest rows draws each row most often.
+            # Among clients with the same number of steps, the one with the fewest rows draws each row most often.
             least = {self.steps(n): n for n in sorted(rows, reverse=True) if n}
             found = [plan.releases(n, self.batch_size, steps) for steps, n in least.items()]
             epsilon = max((plan.epsilon(releases) for releases in found), default=0.0)

@@ -1,4 +1,4 @@
-"""Base of the robust rules: they keep all updates of a cohort in memory and work on blocks of coordinates."""
+"""Base class of the robust rules, which keep all updates of a cohort in memory and work on blocks of coordinates."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _LEAST = 1024  # coordinates of a block, for any number of clients
 class Robust(Aggregator):
     """A rule that needs all updates x_1 ... x_m at once: the server's memory grows by P for each client.
 
-    It reads every update in the clear, so it excludes a transport that hides them.
+    It reads every update in the clear, so it does not work with a transport that hides them.
     """
 
     def reduce(self, fed: Federation, updates: Iterator[Update]) -> Params:
         """Apply the rule.
 
         Raises:
-            RunError: fewer updates came than the rule needs.
+            RunError: fewer updates arrived than the rule needs.
         """
         received = list(updates)
         if len(received) < self.least():
-            raise RunError(f"round {fed.round}: {len(received)} updates came, {self} needs {self.least()}")
+            raise RunError(f"round {fed.round}: {len(received)} updates arrived, {self} needs {self.least()}")
         return self.combine([u.weight for u in received], [u.delta for u in received])
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Secure aggregation: the server sees sums of updates, weights and metrics, and nothing of a single client.
+"""Secure aggregation: the server sees sums of updates, weights and metrics, and learns nothing about a single client.
 
 Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth. Practical Secure Aggregation for
 Privacy-Preserving Machine Learning. CCS 2017. Figure 4, with signatures and the consistency check. Bell, Bonawitz,
@@ -21,10 +21,10 @@ client dropped out, the keys are used up, or the run was resumed. With agreed ke
 shares determine a seed. (a) Each honest holder agrees to one list of survivors a sum and reveals once, one kind of
 share. So both seeds of a client take 2 t shares of the h + c that there can be: with 2 t > h + c the server gets one of
 them at most. (b) A holder reveals for a list with dropouts only with t signatures of holders under it. Two such lists
-take 2 (t - c) of h - c honest holders, so there is one. (c) Beside it some holders may reveal for the whole cohort, of
-whom nobody dropped out: at most h - c - (t - c) honest ones, with the c fewer than t. So the server gets the sum over
-one list. The default t > 0.67 h gives 2 t - h > h / 3: it holds while at most a third of the holders help the server.
-``threshold = 0.5`` gives 2 t - h >= 1: it holds against the server alone. In a sparse graph all of this is per
+take 2 (t - c) of h - c honest holders, so there is one. (c) In addition, some holders may reveal for the full cohort,
+of whom nobody dropped out: at most h - c - (t - c) honest ones, with the c fewer than t. So the server gets the sum
+over one list. The default t > 0.67 h gives 2 t - h > h / 3: it holds while at most a third of the holders help the
+server. ``threshold = 0.5`` gives 2 t - h >= 1: it holds against the server alone. In a sparse graph all of this is per
 neighbourhood.
 """
 
@@ -133,7 +133,7 @@ class SecAgg(Transport):
         """Message 2: encrypted shares for each neighbour, (d, 28 + 64 sums) uint8."""
         member, n = self._member(client), len(names)
         if n < (least := max(LEAST, client.smallest_cohort)):
-            raise refusal(f"a sum of {n} clients, expected {least} at least")
+            raise refusal(f"a sum of {n} clients, expected at least {least}")
         once(client, f"{member.tag}-share", "shares of seeds")
         member.join(client, names, check_bytes(published, n, Card.length(member.sums)))
         sealed = member.deal(client.id, least_of(self.threshold, degree(self.neighbours, n) + 1))

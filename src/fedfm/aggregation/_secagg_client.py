@@ -63,7 +63,7 @@ class Member:
         names, table: of all members, see :class:`Agreed`; rows of :class:`Card`.
         digest, ring: see :class:`Agreed`; computed once for an agreement, because they take time for each member.
         holds: positions of the members whose seeds this client has shares of, itself first.
-        held: these shares, 64 bytes a sum.
+        held: these shares, 64 bytes per sum.
     """
 
     session: str
@@ -141,7 +141,7 @@ class Member:
             raise refusal(f"shares of {len(present)} neighbours came, {self.threshold - 1} are needed")
         around = {self.names[p]: p for p in self.agreement.around(self.holds[0])}
         if list(present) != sorted(around.keys() & set(present)):
-            raise refusal("shares of clients that are no neighbours")
+            raise refusal("shares of clients that are not neighbours")
         for other, data in zip(present, sealed, strict=True):
             try:
                 share = keys.unseal(self._channel(around[other], other, name), data, *self._route(other, name))
@@ -244,7 +244,7 @@ class Member:
         known = {self.names[p]: p for p in self.holds[1:]}
         for name, signature in signatures.items():
             if name not in known or status[known[name]] == DEAD:
-                raise refusal(f"{name} is no neighbour that survived")
+                raise refusal(f"{name} is not a neighbour that survived")
             identity = self.agreement.card(known[name]).identity
             if not keys.verify(identity, signature, *self.agreement.statement("survivors", digest)):
                 raise refusal(f"{name} signed another list of survivors")

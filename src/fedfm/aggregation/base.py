@@ -31,7 +31,7 @@ Rule = Callable[[Federation, Iterator[Update]], Params]
 class Transport:
     """Delivers updates to the rule, and decides what the server sees. This one sends each update in the clear.
 
-    A transport that hides updates sends messages of its own before and after them: ``fed.ask`` of handlers marked
+    A transport that hides updates sends its own messages before and after them: ``fed.ask`` of handlers marked
     ``@on_client(kind="aggregate")``; a client that did not answer is missing from the replies. It keeps state in
     ``client.memory`` and ``fed.memory`` under keys that begin with its class name, because methods keep state there
     too.
@@ -41,7 +41,7 @@ class Transport:
         wire_type: the type that :meth:`protect` returns.
         message_type: type of the payload's entry ``AGGREGATION_MESSAGE``. :meth:`updates` may add it, and
             :meth:`protect` reads it as ``client.aggregation_message``.
-        figures: names of metrics in ``fed.metrics`` that the line of a round shows.
+        figures: names of the metrics in ``fed.metrics`` that the printed line of a round shows.
     """
 
     figures: ClassVar[tuple[str, ...]] = ()
@@ -96,9 +96,9 @@ class Mechanism:
     Attributes:
         secrets: names of the server's secrets that it draws.
         message_type: type of the payload's entry ``SCALE``, which :meth:`message` may add.
-        figures: names of metrics in ``fed.metrics`` that the line of a round shows.
-        fresh: a round that a resume repeats gets other noise: it is one more release to a reader of the first.
-        withholds: the metrics of updates stay at the clients.
+        figures: names of the metrics in ``fed.metrics`` that the printed line of a round shows.
+        fresh: whether a round that a resume repeats gets new noise, which is one more release to a reader of the first.
+        withholds: whether the metrics of updates stay at the clients.
         period: groups of clients that take turns, one a round.
     """
 
@@ -127,7 +127,7 @@ class Mechanism:
         """
 
     def cohort(self, fed: Federation) -> Sequence[ClientId]:
-        """Server half: the clients of this round, in order of names."""
+        """Server half: the clients of this round, sorted by name."""
         return fed.clients
 
     def divisor(self, fed: Federation, asked: Sequence[ClientId]) -> float:
@@ -178,7 +178,7 @@ class Mechanism:
 
 
 class Aggregator:
-    """Transport, rule and mechanism. The rule is sum_k n_k x_k / sum_k n_k; subclasses replace it."""
+    """Transport, rule and mechanism. The rule is sum_k n_k x_k / sum_k n_k; subclasses define others."""
 
     transport = Transport()
     mechanism = Mechanism()  # under [privacy] of an instance: see fedfm.aggregation.private.under
@@ -189,7 +189,7 @@ class Aggregator:
         return self, self.transport, self.mechanism
 
     def least(self) -> int:
-        """Number of updates that a mean needs."""
+        """The smallest number of updates for a mean."""
         return 1
 
     def why_missing(self, metric: str) -> str:

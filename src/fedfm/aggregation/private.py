@@ -21,8 +21,8 @@ from fedfm.privacy.spec import PrivacySpec, need
 
 __all__ = ["CentralGaussian", "CorrelatedGaussian", "DistributedGaussian", "under"]
 
-_TAIL = 10.0  # standard deviations that no noise value exceeds
-_MOST_CLIENTS = 1 << 16  # clients for which secure aggregation must resolve the lattice
+_TAIL = 10.0  # bound on noise values, in standard deviations
+_MOST_CLIENTS = 1 << 16  # number of clients up to which sums under secure aggregation must be exact on the lattice
 
 
 def under(aggregation: Aggregator, method: Method[Any], privacy: PrivacySpec) -> Aggregator:
@@ -37,7 +37,7 @@ def under(aggregation: Aggregator, method: Method[Any], privacy: PrivacySpec) ->
     if privacy.unit != "client":
         records = '; for records mechanism = "dp_sgd"' if method.traits.rows_by_optimiser else ""
         faults.say(
-            f'privacy.unit = "{privacy.unit}": this method has no mechanism of its own, and "{name}" protects a '
+            f'privacy.unit = "{privacy.unit}": this method has no own mechanism, and "{name}" protects a '
             f'"client"{records}',
             key="privacy.unit",
         )
@@ -97,7 +97,7 @@ def _adaptive(method: Method[Any], privacy: PrivacySpec, correlated: bool) -> Ad
         )
     if len(method.means) != 1:
         raise InputError(
-            f"privacy.clip_quantile: one clip follows one mean a round, this method has {len(method.means)}; drop it",
+            f"privacy.clip_quantile: a clip adapts to one mean per round, this method has {len(method.means)}; drop it",
             key="privacy.clip_quantile",
         )
     return AdaptiveClip(need(privacy.clip_norm, "clip_norm"), privacy.clip_quantile, privacy.clip_learning_rate)
@@ -108,11 +108,11 @@ def _period(method: Method[Any], fraction: float) -> int:
     where, period = 'privacy.mechanism = "correlated_gaussian":', round(1 / fraction)
     if len(method.means) != 1:
         raise InputError(
-            f"{where} it is for one mean a round, and this method has {len(method.means)}", key="privacy.mechanism"
+            f"{where} it is for one mean per round, and this method has {len(method.means)}", key="privacy.mechanism"
         )
     if not math.isclose(period * fraction, 1.0):
         raise InputError(
-            f"{where} clients take turns, so method.fraction is 1 over a whole number, not {fraction:g}",
+            f"{where} clients take turns, so 1 / method.fraction must be whole; method.fraction is {fraction:g}",
             key="privacy.mechanism",
         )
     if period == 1:
@@ -123,7 +123,7 @@ def _period(method: Method[Any], fraction: float) -> int:
         )
     if method.rounds < 2:
         raise InputError(
-            f"{where} it needs two rounds at least, method.rounds is {method.rounds}", key="privacy.mechanism"
+            f"{where} it needs at least two rounds, and method.rounds is {method.rounds}", key="privacy.mechanism"
         )
     return period
 
@@ -141,7 +141,7 @@ def _noise_multiplier(name: str, method: Method[Any], privacy: PrivacySpec, rate
 
 
 def _resolving(aggregation: Secure, mechanism: CentralGaussian) -> Secure:
-    """Secure aggregation whose fixed-point numbers hold a bounded update and its noise, and resolve the lattice."""
+    """Secure aggregation whose fixed-point numbers are wide and fine enough for bounded updates, noise and lattice."""
     faults = Faults()
     if aggregation.clip_norm is not None:
         faults.say("aggregation.clip_norm: privacy.clip_norm clips already; drop it", key="aggregation.clip_norm")

@@ -43,9 +43,9 @@ class Secure(Mean):
     """
 
     bound: float = setting(
-        2.0**28, "largest weight times entry of an update; a client with more adds nothing", gt=0, finite=True
+        2.0**28, "largest weight times entry of an update; a client that exceeds it adds nothing", gt=0, finite=True
     )
-    compact: bool = setting(False, "32 bits an entry instead of 64: half the bytes, for a bound close to the updates")
+    compact: bool = setting(False, "32 instead of 64 bits per entry: half the bytes, for a bound close to the updates")
     clip_norm: float | None = setting(None, "clients scale an update down to this L2 norm", gt=0)
     threshold: float = setting(0.67, "more than this share of the clients must stay to the end", ge=0.5, lt=1)
     neighbours: int = setting(0, "clients that share masks with each; 0: about 4 log2 of their number", ge=0)

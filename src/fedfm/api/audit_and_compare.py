@@ -1,4 +1,4 @@
-"""What is done with finished runs: audit, compare and report them."""
+"""Audit, compare and report finished runs."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def audit(
         attacks: a name, or names, of attacks [all cheap ones that apply].
         given: the module, rows and loss of a run of ``fedfm.federate``, as its arguments by name.
         progress: its ``notice`` gets texts; by default they are on stderr.
-        time_limit: seconds after which the audit ends; a notice names the attacks that are not done. In another thread
-            than the main one, an attack that has begun goes on to its end.
+        time_limit: seconds after which the audit ends; a notice names the attacks that were not run. Outside the main
+            thread an attack that has begun runs to its end.
 
     Raises:
         InputError: there is no finished run, or a named attack does not apply.
-        RunError: the time was up before the first finding.
+        RunError: the time ran out before the first finding.
     """
     from fedfm.audits.audit import perform_within
     from fedfm.audits.steps import command
@@ -49,7 +49,7 @@ def audit(
 
 
 def compare(*runs: str | Path | Sequence[str | Path], out: str | Path | None = None) -> str:
-    """Runs side by side as a text table; with ``out`` also as a page.
+    """Compare runs in a text table; with ``out`` also on a page.
 
     Args:
         runs: their directories; a list of them counts as its members, and so does a folder of several runs.

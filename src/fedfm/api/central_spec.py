@@ -26,7 +26,7 @@ class CentralTraining(Generic[S]):
 
     Attributes:
         section: name of its own table, and of its command.
-        noun: what messages and the folder's state call it.
+        noun: name of the training in messages and in the folder's state.
         settings: class of its own table.
     """
 
@@ -108,7 +108,7 @@ def _check_central(data: DataSpec, model: ModelSpec, noun: str) -> None:
     for key, default in (("partition", PartitionSpec()), ("val_fraction", 0.0)):
         if getattr(data, key) != default:
             raise InputError(
-                f"data.{key}: {noun} has all rows in one place and chooses nothing; drop it", key=f"data.{key}"
+                f"data.{key}: {noun} has all rows in one place and selects none; drop it", key=f"data.{key}"
             )
     if data.augment:
         raise InputError(f"data.augment: {noun} does not take it; drop it", key="data.augment")

@@ -47,10 +47,11 @@ class CentralWork(Generic[C]):
     def make(
         cls, what: str | Path | Mapping[str, Any] | C, out: str | Path, watcher: EpochProgress | None
     ) -> dict[str, Any]:
-        """Train in the folder ``out`` from the newest undamaged checkpoint to the end; the result of a finished one.
+        """Train in the folder ``out`` from the newest undamaged checkpoint to the end; return a finished training's
+        result.
 
         Args:
-            what: a TOML file, nested tables, or what they say.
+            what: a TOML file, nested tables, or the settings read from them.
 
         Raises:
             InputError: tables, data or model are wrong, or the folder holds something else.
@@ -67,7 +68,7 @@ class CentralWork(Generic[C]):
             try:
                 if place.state["result"] is not None:
                     return dict(place.state["result"])
-                with torch_threads(place.state["threads"]):  # one model trains, so all cores are its own
+                with torch_threads(place.state["threads"]):  # only one model trains, so it uses all cores
                     return cls(place, tables, watcher).run()
             finally:
                 watcher.finished()
@@ -94,8 +95,9 @@ class CentralWork(Generic[C]):
         """Train one epoch of n rows; returns the mean loss.
 
         Args:
-            loss: of the rows with these indices, in this step of the epoch; it may set the rate of ``rule``.
-            cure: what helps where the loss is no number.
+            loss: loss of the rows with these indices in this step of the epoch; it may set the learning rate of
+                ``rule``.
+            cure: what to change if the loss is NaN or infinite.
 
         Raises:
             RunError: the loss is NaN or infinite.
@@ -112,7 +114,7 @@ class CentralWork(Generic[C]):
             self.watcher.step()
         model.eval_mode()
         if not math.isfinite(total):
-            raise RunError(f"epoch {epoch}: the loss is no longer a number; {cure}")
+            raise RunError(f"epoch {epoch}: the loss is NaN or infinite; {cure}")
         return total / n
 
     def commit(self, line: dict[str, Any], model: Model, rule: Rule) -> None:

@@ -1,6 +1,6 @@
-"""Commands as values: a wing lists its own, and the command line adds them without importing more of the wing.
+"""Descriptions of commands. A wing lists its commands; the command line adds them without importing the rest of it.
 
-A named tuple, since ``fedfm --help`` shall not wait for dataclasses.
+Commands are named tuples, because importing dataclasses would delay ``fedfm --help``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WINGS = ("fedfm.encrypted.commands", "fedfm.sites.commands")  # modules with COM
 
 
 def no_arguments(_: ArgumentParser) -> None:
-    """Of a command that takes none."""
+    """Add nothing, for a command without arguments."""
 
 
 class Command(NamedTuple):
@@ -27,9 +27,9 @@ class Command(NamedTuple):
         name: ``fedfm NAME``.
         run: takes the parsed arguments, returns the exit code; it imports the heavy libraries that it needs.
         help: one line in ``fedfm --help``.
-        examples: text below its own help.
+        examples: text below the command's help.
         add_arguments: declares its arguments.
-        json: it takes ``--format json``.
+        json: whether it takes ``--format json``.
     """
 
     name: str
@@ -41,25 +41,27 @@ class Command(NamedTuple):
 
 
 def training_arguments(parser: ArgumentParser, table: str) -> None:
-    """Those of a command that trains a model's folder by a file with [data], [model] and one table more."""
+    """Add the arguments of a command that trains into a model folder by a file with [data], [model] and another
+    table.
+    """
     parser.add_argument("experiment", type=Path, help=f"TOML file with [data], [model] and [{table}]")
     parser.add_argument("--out", type=Path, required=True, help="the model's folder")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the file")
 
 
 def commands() -> Iterator[Command]:
-    """Those of the wings, in the order of the list."""
+    """The commands of all wings, in order."""
     for place in WINGS:
         yield from getattr(import_module(place), "COMMANDS", ())
 
 
 def action(command: str, choice: str) -> Callable[..., Any]:
-    """What a wing does for one choice of a command of others, such as ``predict --engine deployment``.
+    """The function of a wing for one choice of another command, such as ``predict --engine deployment``.
 
     Raises:
-        InputError: no wing that is installed has it.
+        InputError: no installed wing has it.
     """
     for place in WINGS:
         if found := getattr(import_module(place), "ACTIONS", {}).get((command, choice)):
             return found  # type: ignore[no-any-return]
-    raise InputError(f"fedfm {command}: nothing here does {choice!r}")
+    raise InputError(f"fedfm {command}: nothing installed here handles {choice!r}")

@@ -68,12 +68,12 @@ def resume(
 
     Args:
         progress: as of :func:`run`.
-        rounds: go on to this many rounds, also with a finished run: the parameters are those of a run that had them
-            from the start.
+        rounds: continue to this number of rounds, also with a finished run: the parameters are those of a run that had
+            them from the start.
         accept_loss: continue although secrets, clients' memories or all checkpoints are damaged or missing. The run
             then ends with other parameters, or draws its noise a second time; ``lost`` in its manifest and its result
             names the lost files.
-        changes: where files and parties are now, or how long a party may take: ``{"run.folder": "/mnt/stick"}``.
+        changes: new places of files and parties, or a new time limit of a party: ``{"run.folder": "/mnt/stick"}``.
 
     Raises:
         InputError: there is no run; it cannot have more rounds; a key may not change; or, as
@@ -85,7 +85,7 @@ def resume(
     if (rounds is not None or changes) and run.experiment.data.name == IN_MEMORY:  # before the run is changed
         raise InputError(
             f"{run.path}: data and model of this run were given from Python: call fedfm.federate(...) again with the "
-            "same out, and with more rounds if it is to go on"
+            "same out, and with more rounds to continue it"
         )
     with run.lock() if rounds is not None or changes else contextlib.nullcontext():
         if rounds is not None:
@@ -118,10 +118,10 @@ def drive(
     accept_loss: bool = False,
     silos: Mapping[str, Path] | None = None,
 ) -> dict[str, Any]:
-    """Start or continue a run, to its end; ``population`` gives data and model that are in memory.
+    """Start or continue a run and run it to its end; ``population`` returns data and model that are in memory.
 
     Args:
-        silos: files of silos, by name, for nodes on loopback (deployment engine only).
+        silos: settings files of silos, by name, for nodes on loopback (deployment engine only).
     """
     if run.manifest["result"] is not None:
         return _result_of_finished(run, progress)
@@ -170,7 +170,7 @@ def _result_of_finished(run: Run, progress: Progress) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _discard_if_refused(run: Run, fresh: bool) -> Iterator[None]:
-    """Context manager: a new run, locked, whose input proves wrong before its first round leaves nothing."""
+    """Context manager: remove a new, locked run if its input turns out to be wrong before the first round."""
     try:
         yield
     except InputError:

@@ -177,7 +177,7 @@ def federate(
 
 
 def _partition(clients: Mapping[str, Any] | None, partition: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The experiment's partition; clients with data sets of their own become a column of names."""
+    """The experiment's partition; clients with their own data sets become a column of names."""
     if clients is None:
         return {} if partition is None else partition
     if partition is not None:

@@ -1,10 +1,10 @@
-"""95 % intervals of the mean of a figure over seeds.
+"""95 % intervals of the mean of a score over seeds.
 
-Student's t over the seeds, cut to what the figure can be. A share of correct rows is also uncertain because its test
-rows are finite: seeds that agree prove no more than so many rows can. So its interval has at least the limits of
-Clopper and Pearson (1934) for the test rows of all seeds together. They are exact for independent rows, and too narrow
-where all seeds have the same test rows, or where a class of few rows counts as much as a large one
-(``balanced_accuracy``, ``macro_f1``).
+Student's t over the seeds, restricted to the values that the score can take. A share of correct rows is also uncertain
+because its test rows are finite: seeds that agree prove no more than that number of rows can. Its interval is therefore
+at least as wide as that of Clopper and Pearson (1934) for the test rows of all seeds together. These are exact for
+independent rows, and too narrow if all seeds have the same test rows, or if a class of few rows counts as much as a
+large one (``balanced_accuracy``, ``macro_f1``).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def cut(values: Sequence[float], least: float = -math.inf, most: float = math.inf) -> tuple[float, float]:
-    """95 % interval of the mean by Student's t, without what the figure cannot be; of one value NaN.
+    """95 % interval of the mean by Student's t, restricted to possible values of the score; NaN for one value.
 
     Args:
-        least, most: what the figure can be; an end that a value is beyond is none.
+        least, most: bounds of the score; a bound that a value exceeds is ignored.
 
     Example:
         >>> tuple(round(x, 3) for x in cut([90.0, 100.0], 0.0, 100.0))
@@ -48,13 +48,13 @@ def cut(values: Sequence[float], least: float = -math.inf, most: float = math.in
     return (low, high) if half == half else (math.nan, math.nan)
 
 
-_LEAST = {"loss": 0.0, "perplexity": 1.0}  # the other figures, with the least that they can be
+_LEAST = {"loss": 0.0, "perplexity": 1.0}  # the other scores, with their smallest possible value
 FIGURES = (*SHARES, *_LEAST)
 
 
 def bounds(key: str, values: Sequence[float], rows: int) -> tuple[float, float] | tuple[None, None]:
-    """95 % interval of the mean of a figure; (None, None) for one seed, where equal values tell no width,
-    and where a value is infinite.
+    """95 % interval of the mean of a score; (None, None) for one seed, if equal values determine no width,
+    and if a value is infinite.
 
     Args:
         rows: test rows of all seeds together; 0: they are not known.
@@ -67,7 +67,7 @@ def bounds(key: str, values: Sequence[float], rows: int) -> tuple[float, float] 
     if not math.isfinite(half):
         return None, None
     if key in _LEAST:
-        return cut(values, _LEAST[key]) if half else (None, None)  # a loss of one's own has no least
+        return cut(values, _LEAST[key]) if half else (None, None)  # a user's own loss may be negative
     low, high = mean - half, mean + half
     if rows:
         from fedfm.audits.inference.rates import clopper_pearson
@@ -80,7 +80,7 @@ def bounds(key: str, values: Sequence[float], rows: int) -> tuple[float, float] 
 
 
 def rows_behind(key: str, run: Run) -> int:
-    """Test rows behind a figure of a run: the global ones, or those of its clients; 0 where no server knows them."""
+    """Number of test rows of a score of a run: the global ones, or those of its clients; 0 if no server knows them."""
     split = run.manifest["split"] or {}
     if key == LOCAL_ACCURACY or (key == "accuracy" and personal(run.experiment.method)):
         return sum(_rows(part.get("test")) for part in split.get("clients", {}).values())

@@ -1,4 +1,4 @@
-"""A model for a client that comes after training, from a finished run without another round."""
+"""A model for a client that joins after training, made from a finished run without another round."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
 
     Args:
         path: a finished run.
-        data: the newcomer's rows, in any form that an experiment takes. Rows marked as test rows, or else
-            ``data.test_fraction`` of all rows, evaluate the model.
+        data: the newcomer's rows, in any form that an experiment takes. The model is evaluated on the rows that are
+            marked as test rows, or else on ``data.test_fraction`` of all rows.
         client: its name ["newcomer", with a number if that is taken].
 
     Returns:
-        ``accuracy`` of its model on its test rows, ``adapter`` (path); ``start_accuracy`` before its last local pass,
-        ``alone_accuracy`` after as many passes without the federation; ``weights``: each client's share in its start
-        weights.
+        ``accuracy`` of its model on its test rows, ``adapter`` (path); ``start_accuracy`` before its last local pass;
+        ``alone_accuracy`` after the same number of passes without the federation; ``weights``: each client's share in
+        its start weights.
 
     Raises:
         InputError: the run is not finished, the method has no model for newcomers, or the rows are of another kind.
@@ -61,7 +61,7 @@ def join(path: str | Path, data: str | Path, client: str | None = None) -> dict[
         raise InputError(f"{path}: its module is the user's own; join takes runs of an experiment file")
     method = experiment.method
     if not os.access(run.path, os.W_OK):
-        raise InputError(f"{path} cannot be written, and a newcomer's model is kept there; join a copy of the run")
+        raise InputError(f"{path} cannot be written, and the newcomer's model is stored there; join a copy of the run")
     if not Path(data).exists():
         raise InputError(f"{data}: no such file or folder; join takes the newcomer's rows")
     columns = {column: getattr(experiment.data, column) for column in COLUMNS}
@@ -111,12 +111,12 @@ def _free(run: Run, client: str | None) -> str:
 
 
 def _check_kind(run: Run, population: Partitioned, data: str | Path) -> None:
-    """Refuse rows of another kind or width than the run's, and a model that has changed."""
+    """Refuse rows whose kind or width differs from the run's, and a model that has changed."""
     table, shape = population.federated.table, run.manifest["model"]
     width = table.inputs.shape[1] if table.kind == "features" else None
     if (table.kind, width) != (shape["kind"], shape["feature_dim"]):
-        of = f"{shape['kind']} of {shape['feature_dim']} numbers" if shape["feature_dim"] else shape["kind"]
-        raise InputError(f"{data}: rows of another kind than the run's: expected {of}")
+        of = f"{shape['kind']} with {shape['feature_dim']} values" if shape["feature_dim"] else shape["kind"]
+        raise InputError(f"{data}: the rows are of another kind: the run expects {of}")
     check_same(run, population.model.fingerprints, "a newcomer needs the original")
 
 
@@ -133,7 +133,7 @@ def _start(
     shares_one = isinstance(method, TrainsLocally) and not predictions.personal(method)
     w = method.params_for(state, "") if shares_one else None
     if w is None or set(w) != set(model.names):
-        raise InputError("join: this method has no start weights for a client that comes after training")
+        raise InputError("join: this method has no start weights for a client that joins after training")
     return w, {}
 
 

@@ -1,4 +1,4 @@
-"""README.md of an exported model: what it is, how to load it, data, method, privacy and scores."""
+"""README.md of an exported model: description, loading, data, method, privacy and scores."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from fedfm.version import __version__
 _LIBRARIES = {"peft": "peft", "hf": "transformers", "torch": "pytorch"}
 _MOST = 50  # classes by name
 _EXPERTS = (
-    "The run held the base in 4 bits, and its experts, too, which bitsandbytes leaves whole. `base/` has the numbers "
-    "that the bits stand for: load it as it is, without quantisation."
+    "The run stored the base and its experts in 4 bits; bitsandbytes does not quantise experts. `base/` has the values "
+    "that the bits represent: load it without quantisation."
 )
 
 
@@ -48,7 +48,7 @@ def write(
     Args:
         run_dir: the run.
         to: form of the export.
-        client: whose model it is; None: one for all.
+        client: owner of the model; None: all clients share one.
         mixture: as of :func:`how_to_load`.
     """
     path = out / "README.md"
@@ -81,8 +81,8 @@ def card(
     text, assumed = privacy_claim(run)
     meant = ["", _plain(plain)] if (plain := reading(run)) else []
     if client is not None and client in newcomers_of(run):
-        text = f"This model was fitted to rows of {client} after training, and nothing is claimed of these. Of the "
-        text += f"federation's model, from which it began: {privacy_claim(run)[0]}"
+        text = f"This model was fitted to rows of {client} after training; no privacy is claimed for these. For the "
+        text += f"federation's model, from which it started: {privacy_claim(run)[0]}"
     parts += ["## Privacy", "", _plain(text), *meant, *(["", "It assumes:", ""] if assumed else [])]
     parts += [f"- {_plain(line)}" for line in assumed]
     return "\n".join(parts).rstrip() + "\n"
@@ -109,10 +109,10 @@ def _head(run: RunFiles, model: Model, to: Target) -> str:
 
 
 def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()) -> list[str]:
-    """The code that loads the folder, which stands for ``FOLDER``, and what a reader has to know of it.
+    """The code that loads the folder, written as ``FOLDER``, with what a reader has to know about it.
 
     Args:
-        mixture: lines that make the model of two adapters, where rows weigh them.
+        mixture: lines that build the model from two adapters that are weighted row by row.
     """
     own, module = is_own(model), unwrap(model.module)
     takes = _head_takes(out)
@@ -145,18 +145,18 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
     if takes:
         words += ["", f"The head takes {takes}."]
     if isinstance(model, SideModel):
-        words += ["", "`states` are the released states of the transformer; only its owner computes them."]
+        words += ["", "`states` are the disclosed activations of the transformer; only its owner can compute them."]
     if isinstance(module, DualEncoder) and to != "torch":
         words += ["", _of_prompts(model, mixed=bool(mixture))]
     if to == "peft" and model.spec.quantization == "nf4" and not quantised.has_experts(model.module):
-        words += ["", "On a CPU with instructions for bfloat16, bitsandbytes rounds what 4-bit maps read."]
+        words += ["", "On a CPU with instructions for bfloat16, bitsandbytes rounds the inputs of 4-bit layers."]
     if to != "peft" and model.spec.quantization == "int8":
-        words += ["", "The run also rounded what its 8-bit maps read, row by row; these weights read it as it is."]
+        words += ["", "The run also rounded inputs of its 8-bit layers, row by row; these weights take exact inputs."]
     if to == "torch" and model.added_bias:
         words += [
             "",
-            f"The head has a bias, `{model.parts.head}.bias`, and {type(model.module).__name__} has no place for it: "
-            "make one before you load the weights, or their outputs are others.",
+            f"The head has a bias, `{model.parts.head}.bias`, and {type(model.module).__name__} has none: "
+            "add one before you load the weights, or the outputs differ.",
         ]
     if model.tools.tokenizer is not None:
         words += ["", f"Texts were cut to {model.tools.max_length} tokens (`model_max_length` of the tokenizer)."]
@@ -166,7 +166,7 @@ def how_to_load(model: Model, to: Target, out: Path, mixture: Sequence[str] = ()
 
 
 def _head_takes(out: Path) -> str:
-    """The transform of features before the head that the folder names; empty without one."""
+    """The transform of features before the head, as the folder describes it; empty without one."""
     about = out / ABOUT
     return str(json.loads(about.read_text(encoding="utf-8")).get("head_takes", "")) if about.exists() else ""
 
@@ -202,14 +202,14 @@ def _loading(model: Model, to: Target, out: Path) -> list[str]:
     if to == "peft":
         if (out / export_base.CONFIG).exists():
             lines += ['model = PeftModel.from_pretrained(base, "FOLDER")']
-        else:  # two experts, which a gate weighs
+        else:  # two experts, weighted by a gate
             lines += [f'experts = PeftModel.from_pretrained(base, "FOLDER/{GLOBAL}", adapter_name="{GLOBAL}")']
             lines += [f'experts.load_adapter("FOLDER/{LOCAL}", adapter_name="{LOCAL}")']
     return [*imports, "", *lines]
 
 
 def _of_features(head: str, *, unit: bool) -> list[str]:
-    """Lines that compute with a head that is all of a model."""
+    """Lines of code for a model that consists of a head alone."""
     x = "torch.nn.functional.normalize(features)" if unit else "features"
     return [
         *("", "import torch", "", ""),
@@ -234,7 +234,7 @@ def _side_adapter(model: SideModel) -> list[str]:
 
 
 def _prompts(model: Model, module: DualEncoder, *, mixed: bool) -> list[str]:
-    """Lines that make the texts with which pictures are compared, and logits where there are several for each class."""
+    """Lines that make the texts with which images are compared, and logits if each class has several."""
     templates, words = model.task.class_templates, words_of(model.classes)
     whole = module.config.model_type == "siglip"
     length = f'"max_length", max_length={module.input_ids.shape[-1]}' if whole else "True"
@@ -255,7 +255,7 @@ def _prompts(model: Model, module: DualEncoder, *, mixed: bool) -> list[str]:
 _LOGITS = '''
 
 def logits(pixel_values):
-    """Of pictures, by class; a class is the mean direction of its texts."""
+    """Logits of images, by class; a class is the mean direction of its texts."""
     normal = torch.nn.functional.normalize
     texts = [normal(model.get_text_features(**t).pooler_output, dim=-1) for t in several]
     texts = normal(torch.stack(texts).mean(0), dim=-1)
@@ -267,20 +267,20 @@ def logits(pixel_values):
 def _of_prompts(model: Model, *, mixed: bool) -> str:
     count = len(model.task.class_templates)
     if count > 1 and not mixed:
-        return '`logits(**processor(pictures, return_tensors="pt"))` gives logits of pictures, by class.'
-    text = '`model(**texts, **processor(pictures, return_tensors="pt"))` gives logits of pictures, by prompt.'
+        return '`logits(**processor(pictures, return_tensors="pt"))` gives logits of images, by class.'
+    text = '`model(**texts, **processor(pictures, return_tensors="pt"))` gives logits of images, by prompt.'
     if count == 1:
         return text
-    return f"{text} The code takes the first of the run's {count} templates alone; `fedfm predict` takes all."
+    return f"{text} The code uses only the first of the run's {count} templates; `fedfm predict` uses all."
 
 
 def _of_base(model: Model, out: Path) -> str:
     if not (out / export_base.BASE).is_dir():
-        return "Name your copy of it where the code names the base."
+        return "Replace the name of the base in the code by your copy."
     if quantised.has_experts(model.module):
         return _EXPERTS
     return (
-        f"`{export_base.BASE}/` holds the weights of this machine's copy as links: on another machine give the base "
+        f"`{export_base.BASE}/` links to the weights of this machine's copy: on another machine provide the base "
         "yourself. `AutoPeftModel` looks for it where the folder was written."
     )
 
@@ -317,15 +317,17 @@ def _scores(run: RunFiles, client: str | None, figures: Sequence[str]) -> list[s
     known = [f"| {what} | {number(value).replace(NBSP, ' ')} |" for what, value in rows if value is not None]
     if not known:
         return ["None was measured."]
-    note = "Global: on the global test rows. Local: of the clients, each on its own test rows: the mean of their "
-    note += "accuracies, and other figures over all of these rows together. The rest is of the global test rows."
+    note = "Global: on the global test rows. Local: the clients, each on its own test rows: the mean of their "
+    note += (
+        "accuracies, and other scores over all of these rows together. The other scores are on the global test rows."
+    )
     if client is not None:
-        note += " All but the first are of the run, and not of this model alone."
+        note += " All but the first are scores of the run, not of this model alone."
     return ["| score | value |", "|---|---|", *known, "", note]
 
 
 def _plain(text: Any) -> str:
-    """Text that Markdown does not read as markup, on one line."""
+    """Text on one line without Markdown markup."""
     return "".join(f"\\{c}" if c in "\\`*_[]<>|#" else c for c in visible(str(text)))
 
 

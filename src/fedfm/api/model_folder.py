@@ -38,7 +38,7 @@ class ModelFolder:
 
     Attributes:
         about: the JSON file that says how the model was made.
-        state: its content: ``history``, a line an epoch; ``result`` once the training is finished.
+        state: its content: ``history``, with a line for each epoch; ``result`` once the training is finished.
     """
 
     def __init__(self, folder: Path, about: str, noun: str, state: dict[str, Any]) -> None:
@@ -59,7 +59,7 @@ class ModelFolder:
         return sorted((self.folder / "checkpoint").glob("epoch-*.safetensors"))
 
     def commit(self, epoch: int, model: Model, rule: Rule) -> None:
-        """Keep the state after an epoch, whose line is the last of the history."""
+        """Store the state after an epoch, whose line is the last of the history."""
         m, v = (None if x is None else x.cpu() for x in (rule.m, rule.v))
         buffers = {name: buffer.cpu() for name, buffer in _buffers(model)}
         record = {"epoch": epoch, "w": model.params(), "buffers": buffers, "m": m, "v": v, "t": rule.t}
@@ -69,7 +69,7 @@ class ModelFolder:
             path.unlink(missing_ok=True)
 
     def restore(self, model: Model, rule: Rule) -> int:
-        """The number of finished epochs, after whose last the model and the optimiser are."""
+        """Load the model and the optimiser of the last finished epoch; return the number of finished epochs."""
         for path in reversed(self.checkpoints()):
             record = storage.load(path)
             if record is None or record["epoch"] > len(self.state["history"]):
@@ -108,10 +108,10 @@ class ModelFolder:
 def claim(
     folder: Path, about: str, noun: str, tables: dict[str, Any], threads: int, own: tuple[str, ...]
 ) -> Iterator[ModelFolder]:
-    """Context manager: the folder is locked for this process, and its state is read or begun.
+    """Context manager: lock the folder for this process, and read or create its state.
 
     Args:
-        noun: the key of the tables in the state, and what the messages call it.
+        noun: the key of the tables in the state, and the name of the training in messages.
         threads: 0: one per core.
         own: files and folders that a training makes, to remove if an input is wrong before the first checkpoint.
 
@@ -167,24 +167,24 @@ def _read_folder(folder: Path, about: str, noun: str, tables: dict[str, Any], th
             raise InputError(f"{folder} holds another {noun} (see {about}); give another --out")
     else:
         if not storage.free(folder, about, ("checkpoint",), LOCK):
-            raise InputError(f"{folder} is there and is not an empty folder; give another --out")
+            raise InputError(f"{folder} exists and is not an empty folder; give another --out")
         state = {"fedfm": __version__, noun: tables, "threads": threads or os.cpu_count() or 1, "fingerprints": {}}
         state |= {"history": [], "result": None}
     return ModelFolder(folder, about, noun, state)
 
 
 def _buffers(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that are no parameters, e.g. batch norm's counters of batches."""
+    """Buffers that are not parameters, e.g. batch norm's counters of batches."""
     return ((name, b) for name, b in model.module.named_buffers() if name not in model.layout.slots)
 
 
 def held_out(table: Table) -> np.ndarray:
-    """Indices of val rows if the table has some, else of its test rows."""
+    """Indices of the validation rows if the table has some, else of its test rows."""
     return table.rows("val") if len(table.rows("val")) else table.rows("test")
 
 
 def fits(model: Model, table: Table, index: np.ndarray) -> bool:
-    """Whether all these rows are prepared at once."""
+    """Whether all these rows fit in memory once they are prepared."""
     if table.kind != "image" or not len(index):
         return True
     row = sum(x.nbytes for x in model.prepare(table, index[:1], most=math.inf).tensors.values())

@@ -49,7 +49,7 @@ def load(path: str | Path, client: str | None = None, *, last: bool = False) -> 
         last: the last round's, where ``run.patience`` chose another round's.
 
     Raises:
-        InputError: the run is not finished, or its clients have models of their own and none is named.
+        InputError: the run is not finished, or its clients have their own models and none is named.
     """
     from fedfm.models.adapter_reading import load_adapter, rank_on_disk
     from fedfm.models.adapters.lora import at_rank, rank_of
@@ -74,7 +74,7 @@ def load(path: str | Path, client: str | None = None, *, last: bool = False) -> 
         feature_dim=shape["feature_dim"],
         head_bias=experiment.method.needs.bias,
     )
-    check_same(run, model.fingerprints, f"its weights go with the original {spec.name}")
+    check_same(run, model.fingerprints, f"its weights need the original {spec.name}")
     if client or last:
         w = load_adapter(model, folder)
     if set(w) == set(model.names):
@@ -83,7 +83,7 @@ def load(path: str | Path, client: str | None = None, *, last: bool = False) -> 
 
 
 def _find_run(path: str | Path, client: str | None) -> Run:
-    """The run, if it has one model, or one of this client.
+    """The run, if it has one model or a model of this client.
 
     Raises:
         InputError: as :func:`load`.
@@ -103,10 +103,10 @@ def _find_run(path: str | Path, client: str | None) -> Run:
 
 
 def _another(run: Run, client: str | None) -> bool:
-    """Whether the model of the last round is another one than the run's.
+    """Whether the model of the last round differs from the run's.
 
     Raises:
-        InputError: it is, and is gone.
+        InputError: it is another one, and it is missing.
     """
     details = run.manifest["result"]["details"]
     if details.get("model_of_round", run.manifest["result"]["rounds"]) == run.manifest["result"]["rounds"]:
@@ -138,25 +138,26 @@ def predict(
     Returns:
         ``warnings``, and by task, in the order of the rows:
 
-        - classes: ``predictions`` and ``probabilities``, ``classes``; of a folder of pictures also ``files``, their
+        - classes: ``predictions`` and ``probabilities``, ``classes``; of a folder of images also ``files``, their
           paths relative to the folder;
         - of a file with a column ``id``: ``ids``;
         - answers to instructions, to prompts, or to the last turns of conversations: ``answers``, and ``cut``, the
           indexes of those that reach the limit of tokens. Over the rows with an output, null where there is none:
           ``loss``, ``perplexity``, ``exact_match`` and ``rouge_1``, as in the run's evaluation;
-        - words: ``tags``, null for a word that is cut off, and ``entities``, each with its first word, the word behind
-          its last, type and text; ``words_cut``;
+        - words: ``tags``, null for a word that is cut off; ``entities``, each with the index of its first word, the
+        index
+          after its last word, type and text; ``words_cut``;
         - running text: its ``loss`` and ``perplexity``;
         - an own module that writes text of an input, such as T5: ``answers``, ``losses`` and ``perplexities``;
         - an own module that is a language model: ``losses`` and ``perplexities`` of the rows by the run's own loss,
           with their mean ``loss`` and its ``perplexity``, and ``answers`` where rows mark a prompt and the module can
           write, else ``warnings`` says why not;
-        - another own module that is no classifier: ``outputs``, a list for each row, or a dict of nested lists by
-          name where the module gives arrays or several outputs, such as the scores of an answer's start and end.
-          Places of padding are left out, and outputs without an entry for each row, which ``warnings`` names.
+        - another own module that is not a classifier: ``outputs``, a list for each row, or a dict of nested lists by
+          name if the module returns arrays or several outputs, such as the scores of an answer's start and end.
+          Padding is left out. So are outputs without an entry for each row, which ``warnings`` names.
 
     Raises:
-        InputError: the run is not finished, or the rows are of another kind than the model's.
+        InputError: the run is not finished, or the rows do not fit the model.
     """
     result = _predict(path, file, client, last, given)
     for text in result["warnings"]:
@@ -181,7 +182,7 @@ def _predict(path: str | Path, file: Any, client: str | None, last: bool, given:
         table = read_inputs(Path(file), run.experiment.data, kind=shape["kind"])
         if shape["feature_dim"] and table.inputs.shape[1] != shape["feature_dim"]:
             raise InputError(
-                f"{file} holds vectors of {table.inputs.shape[1]} numbers; the model takes {shape['feature_dim']}"
+                f"{file} holds vectors of {table.inputs.shape[1]} values; the model takes {shape['feature_dim']}"
             )
         result = {"run": str(path)} | model.task.answer(_Trained(run.experiment.method, model, w), table)
     if _ID in table.columns:
@@ -198,19 +199,19 @@ def _predict(path: str | Path, file: Any, client: str | None, last: bool, given:
 
 
 def _certain(probabilities: Sequence[Sequence[float]]) -> list[str]:
-    """A warning if every row of several is predicted with probability 1.000."""
+    """A warning if there are several rows and all have probability 1.000."""
     sure = [max(p) for p in probabilities if p]
     if len(sure) < _SEVERAL or min(sure) < _SURE or len(probabilities[0]) == 1:
         return []
     return [
-        f"all {len(sure)} predictions have probability 1.000: the model is trained too far, or the rows are not scaled "
-        "as its training rows were; these probabilities say nothing of how sure it is"
+        f"all {len(sure)} predictions have probability 1.000: the model is overfitted, or the rows are not scaled "
+        "as its training rows were; these probabilities do not measure its confidence"
     ]
 
 
 @dataclass(frozen=True)
 class _Trained:
-    """The run's model with its method, as a task predicts with it."""
+    """The run's model with its method, for predictions by a task."""
 
     method: Method[Any]
     model: Model
@@ -243,7 +244,7 @@ def check_out(out: Path) -> None:
 
 
 def write(result: Mapping[str, Any], out: Path) -> None:
-    """Write the result of :func:`predict`: ``.json`` all of it, ``.jsonl`` and ``.csv`` a line a row.
+    """Write the result of :func:`predict`: all of it as ``.json``, or one line per row as ``.jsonl`` or ``.csv``.
 
     Raises:
         InputError: another process has written it since.
@@ -266,7 +267,7 @@ def write(result: Mapping[str, Any], out: Path) -> None:
 
 
 def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Records by row: its place in the file from 0, its id or file if it has one, and its prediction."""
+    """One record per row: its index in the file from 0, its id or file if it has one, and its prediction."""
     names: Any = [{"id": name} for name in result["ids"]] if "ids" in result else repeat({})
     if "losses" in result:
         return [{"row": i, **line} for i, line in enumerate(language.lines(result))]
@@ -288,7 +289,7 @@ def _lines(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def by_row(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Records of all lists with an entry for each row, of a task without predictions of classes."""
+    """Records from all lists with an entry for each row, for a task without class predictions."""
     lists = {key: value for key, value in result.items() if isinstance(value, list) and key not in _NOT_BY_ROW}
     n = max(map(len, lists.values()), default=0)
     names = {one: result[many] for one, many in (("id", "ids"), ("file", "files")) if many in result}
@@ -312,7 +313,7 @@ def export(
         path: a finished run.
         to: "peft": its adapter; "hf": a folder of transformers, with the adapter merged; "torch": plain tensors.
         out: a new or empty folder.
-        client: whose model, where every client has its own.
+        client: the owner of the model, if every client has its own.
         last, given: as of :func:`predict`.
 
     Raises:
@@ -346,7 +347,7 @@ def _write_export(run: Run, to: Target, out: Path, client: str | None, last: boo
         )
     if set(w) != set(model.names) and weighed_by(w) is None:
         raise InputError(
-            f"{run.path}: the result of {run.experiment.method_name} is not one model, so that it cannot be exported; "
+            f"{run.path}: the result of {run.experiment.method_name} is not a single model and cannot be exported; "
             "`fedfm predict` computes with it"
         )
     with storage.writing(out):
@@ -358,7 +359,7 @@ def _write_export(run: Run, to: Target, out: Path, client: str | None, last: boo
 
 
 def _refuse_used(out: Path) -> None:
-    """Refuse a place for an export that is no new or empty folder.
+    """Refuse a destination of an export that is not a new or empty folder.
 
     Raises:
         InputError: it is a file or not empty.

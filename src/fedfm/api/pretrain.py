@@ -1,7 +1,7 @@
 """Pretraining: central training of a foundation model on one data set, into a folder that experiments can name.
 
-Mini-batch training of all parameters with the client optimisers of runs, without augmentation of pictures and with the
-model's own dropout off, as everywhere in fedfm. The folder has transformers' format: ``config.json``,
+Mini-batch training of all parameters with the client optimisers of runs. Images are not augmented, and the model's own
+dropout is off, as everywhere in fedfm. The folder has transformers' format: ``config.json``,
 ``model.safetensors``, the image processor or the tokenizer, the class names; ``pretrain.json`` records how the model
 was made. Until the end it holds checkpoints of epochs and no ``config.json``: a killed pretraining resumes with the
 same bits, and no program can load an unfinished model.
@@ -47,8 +47,8 @@ def pretrain(
 
     Returns:
         ``folder``, ``epochs``, ``parameters``, ``train_loss``, ``seconds``, ``params_sha256``; ``accuracy``, ``loss``,
-        ``perplexity`` of the last epoch on the held-out rows (the source's val rows if it has some, else test rows),
-        which select nothing.
+        ``perplexity`` of the last epoch on the held-out rows (the source's validation rows if it has some, else its
+        test rows), which are not used to select anything.
 
     Raises:
         InputError: tables, data or model are wrong, or the folder holds something else.
@@ -98,7 +98,7 @@ class _PretrainWork(CentralWork[Pretraining]):
         loaded = load_model(model, classes=table.classes, kind=table.kind, seed=spec.seed, feature_dim=dim)
         if not hasattr(loaded.module, "save_pretrained"):
             raise InputError(
-                f'model.name = "{model.name}": pretraining writes transformers\' folders, this is no such model'
+                f'model.name = "{model.name}": pretraining writes folders for transformers, and this is no such model'
             )
         return loaded
 

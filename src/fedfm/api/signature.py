@@ -39,11 +39,11 @@ class Verified:
 
     Attributes:
         fingerprint: of the key that signed, as :func:`fingerprint` writes it.
-        signed: when, as the signer's clock had it.
-        trusted: why this key is the right one: ``"pinned"``: it was given; ``"own"``: it is :func:`default_key` of
-            this user; None: nobody vouches for it.
-        genuine: whether ``signature.json`` itself is as that key signed it.
-        pinned_other: whether another key was given.
+        signed: time by the signer's clock.
+        trusted: why the key is trusted: ``"pinned"``: it was given; ``"own"``: it is this user's
+            :func:`default_key`; None: it is not trusted.
+        genuine: whether that key signed ``signature.json`` itself.
+        pinned_other: whether a different key was given.
         holds, changed, missing, added: names of files; an added one is not covered.
     """
 
@@ -59,7 +59,7 @@ class Verified:
 
     @property
     def intact(self) -> bool:
-        """Whether the folder is as some key signed it."""
+        """Whether the folder is unchanged since some key signed it."""
         return self.genuine and not (self.changed or self.missing or self.added)
 
     @property
@@ -69,7 +69,7 @@ class Verified:
 
     @property
     def valid(self) -> bool:
-        """Whether the folder is as a known key signed it."""
+        """Whether the folder is unchanged since a known key signed it."""
         return self.intact and self.key_known
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def default_key() -> Path:
 
 
 def fingerprint(public: bytes) -> str:
-    """Short name of a public key of 32 bytes, to compare by telephone.
+    """Short name of a public key of 32 bytes, which people can compare by telephone.
 
     Example:
         >>> fingerprint(bytes(32))[:20]
@@ -104,20 +104,19 @@ def sign(folder: Path, key: Path | None = None) -> dict[str, Any]:
         ``signature``: path of the file; ``key``: of the public half; ``fingerprint``; ``files``: how many.
 
     Raises:
-        InputError: there is no run and no model, another process runs it, a file is a link, or the key is unusable.
+        InputError: there is neither a run nor a model, another process runs it, a file is a link, or the key is
+            unusable.
     """
     key = default_key() if key is None else key
     if key.resolve().is_relative_to(folder.resolve()):
-        raise InputError(f"--key {key}: a private key must not lie in the folder that is shared; give another place")
+        raise InputError(f"--key {key}: a private key must not be in the folder that is shared; give another place")
     with _lock(folder):
         storage.sweep(folder, FILE)
         private = _private(key)
         digests = dict(_digests(folder))
         for name, digest in digests.items():
             if digest is None:
-                raise InputError(
-                    f"{folder / name} is a link or no plain file: a signature cannot cover it; take it out"
-                )
+                raise InputError(f"{folder / name} is a link or no plain file: a signature cannot cover it; remove it")
         public = keys.identity_of(private)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         body = {"version": VERSION, "signed": now, "key": public.hex(), "files": digests}
@@ -132,7 +131,7 @@ def verify(folder: Path, key: Path | None = None) -> Verified:
 
     Args:
         key: PEM file of the public key that must have signed. Without it only this user's :func:`default_key` is
-            known: whoever can change the files can sign them again with a key of their own.
+            known: whoever can change the files can sign them again with their own key.
 
     Raises:
         InputError: there is no signature, a later release wrote it, or ``key`` is not a public key.
@@ -167,19 +166,17 @@ def verify(folder: Path, key: Path | None = None) -> Verified:
 
 
 def describe(found: Verified) -> str:
-    """A line for each file, and who signed."""
+    """A line for each file and for the signer."""
     named = {"holds": found.holds, "changed": found.changed, "missing": found.missing, "added": found.added}
     lines = [f"{how:<8} {visible(name)}" for how, names in named.items() for name in names]
     lines.append(f"signed {visible(found.signed)} by the key {found.fingerprint}")
     if not found.genuine:
-        lines.append(f"{FILE} is not what a key signed: nothing above is certain")
+        lines.append(f"{FILE} is not as the key signed it: nothing above is certain")
     if found.pinned_other:
-        lines.append("This is another key than that of --key.")
+        lines.append("This is not the key of --key.")
     elif found.trusted is None:
-        lines.append(
-            "UNKNOWN KEY: whoever changed a file may have signed again, so that this verifies nothing (exit 1)."
-        )
-        lines.append("Give the signer's public key, which reached you by another way, with --key.")
+        lines.append("UNKNOWN KEY: whoever changed a file may have signed it again, so this verifies nothing (exit 1).")
+        lines.append("Pass the signer's public key, which you received by another channel, with --key.")
     else:
         lines.append("This is your own key." if found.trusted == "own" else "This is the key of --key.")
     return "\n".join(lines)
@@ -192,9 +189,9 @@ def _lock(folder: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def _digests(folder: Path) -> Iterator[tuple[str, str | None]]:
-    """(name, SHA-256) of every covered file in order of names; None in place of the digest of a link or a device.
+    """(name, SHA-256) of every covered file, sorted by name; None instead of the digest of a link or a device.
 
-    As for a run that goes on, a top folder may be a link to another disk.
+    As when a run continues, a top-level folder may be a link to another disk.
     """
     for top in sorted(folder.iterdir()):
         if top.name in (FILE, "private"):
@@ -225,7 +222,7 @@ def _file(body: dict[str, Any], signature: str) -> bytes:
 
 
 def _parse(data: bytes) -> tuple[dict[str, Any], str]:
-    """Body and signature of the file; a body without values if it is not one."""
+    """Body and signature of the file; a body without values if it is no signature file."""
     try:
         found = json.loads(data)
         return {name: found[name] for name in _FIELDS}, str(found["signature"])
@@ -247,7 +244,7 @@ def _public_file(key: Path) -> Path:
 
 
 def _private(path: Path) -> bytes:
-    """The private key of a file, which is made if it is absent.
+    """The private key in a file, which is created if it is absent.
 
     Raises:
         InputError: it cannot be made, others can read it, or it is no Ed25519 key without a password.
@@ -270,7 +267,7 @@ def _private(path: Path) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Draw a key. Of two processes that do so at the same time one's is kept, and both use it."""
+    """Draw a key. If two processes do so at the same time, one key is kept and both use it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     made = Ed25519PrivateKey.generate()
     pem = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())

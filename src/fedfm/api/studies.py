@@ -25,10 +25,10 @@ from fedfm.runtime.runs_below import write_order
 
 @contextlib.contextmanager
 def _study(folder: Path, shared: bool = False) -> Iterator[None]:
-    """Context manager: the folder of several runs is made and this process's alone, as each run is its owner's alone.
+    """Context manager: create the folder of several runs and lock it for this process; only its owner can read it.
 
     Args:
-        shared: as ``run.shared``.
+        shared: as ``run.shared``: others can read it, too.
 
     Raises:
         InputError: it cannot be made, or another process works in it.
@@ -45,11 +45,11 @@ def _at(experiment: Experiment, key: str, value: Any) -> Experiment:
 
 
 def seeds(experiment: Experiment, which: Sequence[int], out: Path | None, progress: Progress) -> dict[str, Any]:
-    """Run each seed in a folder of its own; finished runs are not repeated.
+    """Run each seed in its own folder; finished runs are not repeated.
 
     Returns:
         The runs' results, mean and 95 % interval of every metric (see :mod:`fedfm.api.intervals`), and the total
-        epsilon: each run is a release of its own, and basic composition adds them.
+        epsilon: each run is a separate release, and basic composition adds their epsilons.
     """
     if len(set(which)) != len(which):
         raise InputError(f"--seeds {','.join(map(str, which))}: a seed occurs twice")
@@ -69,7 +69,7 @@ def seeds(experiment: Experiment, which: Sequence[int], out: Path | None, progre
 
 
 def _run_to_end(experiment: Experiment, folder: Path, progress: Progress) -> dict[str, Any]:
-    """Result of the experiment in this folder; starts or continues its run if needed."""
+    """Result of the experiment in this folder; start or continue its run if needed."""
     if (folder / "manifest.json").exists():
         run = Run.open(folder)
         if run.experiment.to_dict() != experiment.to_dict():
@@ -86,16 +86,16 @@ def seeds_text(result: dict[str, Any]) -> str:
         if figure["low"] is not None:
             line += f"  95 % interval {figure['low']:.4f} to {figure['high']:.4f}"
         elif len(figure["values"]) > 1:
-            line += "  the same for every seed; its test rows are not known here, hence no interval"
+            line += "  the same for every seed; no interval, since its test rows are not known here"
         lines.append(line)
     if result["epsilon"] is not None:
-        lines.append(f"{'epsilon':<18} {result['epsilon']:g}  in total: each seed releases anew from the same rows")
+        lines.append(f"{'epsilon':<18} {result['epsilon']:g}  in total: each seed is a new release from the same rows")
     lines.append(f"reports: {Path(result['runs'][0]['run']).parent}/seed-*/report.html")
     return "\n".join(lines)
 
 
 def with_baselines(experiment: Experiment, out: Path | None, progress: Progress) -> dict[str, Any]:
-    """Run an experiment and its method's baselines, each in a folder of its own; finished runs are not repeated.
+    """Run an experiment and its method's baselines, each in its own folder; finished runs are not repeated.
 
     Returns:
         The experiment's result, and the baselines' under ``baselines``, by name.
@@ -134,9 +134,9 @@ def baselines_text(result: dict[str, Any]) -> str:
 
 
 def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progress: Progress) -> Experiment:
-    """The experiment with the learning rate of the lowest validation loss; test rows play no part.
+    """Choose the learning rate with the lowest validation loss; test rows are not used.
 
-    The ledger of the chosen run lists the trials: rate, validation loss, bytes, seconds, and the reason why one failed.
+    The ledger of the chosen run lists the trials: rate, validation loss, bytes, seconds, and the reason of a failure.
 
     Raises:
         InputError: there are no validation rows, or a rate occurs twice.
@@ -145,9 +145,7 @@ def tune(experiment: Experiment, rates: Sequence[float], out: Path | None, progr
     if experiment.privacy is not None:
         raise InputError("--tune: validation losses of single clients are covered by no [privacy]; drop one")
     if not experiment.data.val_fraction:
-        raise InputError(
-            "--tune: the choice needs validation rows; set data.val_fraction, e.g. --set data.val_fraction=0.1"
-        )
+        raise InputError("--tune: this needs validation rows; set data.val_fraction, e.g. --set data.val_fraction=0.1")
     if len(set(rates)) != len(rates):
         raise InputError(f"--tune {','.join(f'{rate:g}' for rate in rates)}: a learning rate occurs twice")
     folder = (out.parent / f"{out.name}-tune") if out else own_place(f"{experiment.name}-tune")

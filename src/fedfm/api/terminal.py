@@ -1,4 +1,4 @@
-"""What commands print: text for people, or one line of JSON for programs."""
+"""Output of commands: text for people, or one line of JSON for programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedfm.errors import InputError
 
 
 def tell(text: str, where: TextIO | None = None) -> None:
-    """Print text for people, control characters as codes: others choose the names of clients and classes."""
+    """Print text for people, with control characters as codes, since others choose the names of clients and classes."""
     print(visible_lines(text), file=where)
 
 
@@ -30,7 +30,7 @@ def say(args: Namespace, result: dict[str, Any], text: str | Callable[[], str]) 
 
 
 def continuing(args: Namespace, about: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result of training that writes a model's folder; if it stops, print how to continue."""
+    """The result of a training that writes a model folder; if it stops, print how to continue."""
     try:
         return call()
     except InputError:

@@ -1,4 +1,4 @@
-"""Predictions and exports of runs whose module a user's Python brings."""
+"""Predictions and exports of runs whose module comes from a user's Python code."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ BATCH = 64
 
 
 def load(run: Run, given: Any, client: str | None, *, last: bool = False) -> tuple[Brought, WrappedModel, Params]:
-    """(what was brought, its model, the run's trained parameters, which the model holds).
+    """(what the user gave, its model, the run's trained parameters, which the model holds).
 
     Args:
         given: of a run of ``fedfm.federate``, its module or Trainer, or a dict of federate's arguments.
         last: the model in ``last/``.
 
     Raises:
-        InputError: nothing is given, or another module than the run's.
+        InputError: nothing is given, or the module is not the run's.
     """
     if run.experiment.own_code:
         brings = brought_by(run.experiment)
@@ -53,7 +53,7 @@ def load(run: Run, given: Any, client: str | None, *, last: bool = False) -> tup
     model = brings.given.model(run.manifest["model"]["classes"])
     if model.fingerprint != run.manifest["fingerprints"]["model"]:
         raise InputError(
-            f"{run.path}: the given module is another than the run's: its frozen weights, or names or shapes of what "
+            f"{run.path}: the given module is not the run's: its frozen weights, or names or shapes of what "
             "is trained, differ"
         )
     method = run.experiment.method
@@ -67,7 +67,7 @@ def load(run: Run, given: Any, client: str | None, *, last: bool = False) -> tup
 
 
 def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool = False) -> dict[str, Any]:
-    """Predictions for rows like those of the run; a target in them is not needed, and not used.
+    """Predictions for rows like those of the run; their targets are neither needed nor used.
 
     Args:
         rows: a data set, or the name ``module:function`` of a function that returns one.
@@ -82,7 +82,7 @@ def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool =
     """
     if isinstance(rows, (str, Path)):
         if not is_function(name := str(rows)):
-            raise InputError(f"{name}: rows for an own module: expected module:function, which returns a data set")
+            raise InputError(f"{name}: rows for your own module: expected module:function, which returns a data set")
         rows = call(admit_function(name, "rows"), name, run.experiment.run.seed)
     brings, model, _ = load(run, given, client, last=last)
     rows = check_dataset(rows, "rows")
@@ -114,11 +114,11 @@ def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool =
 
 
 def _parts(given: Given, rows: Any, most: int, *, mixed: bool) -> list[list[int]]:
-    """Indexes of rows that are predicted at once, at most so many.
+    """Indexes of rows that are predicted at once, at most ``most`` of them.
 
     Args:
-        mixed: rows of different shapes may share a batch, which pads them. What a module gives for each place, such as
-            a frame of speech, would have places of padding that nobody could tell from the row's own.
+        mixed: whether rows of different shapes may share a batch, which pads them. Outputs for each position, such as
+            frames of speech, would then include padding that cannot be distinguished from the row's own.
     """
     if mixed or most == 1:
         return [list(range(start, min(start + most, len(rows)))) for start in range(0, len(rows), most)]
@@ -131,7 +131,9 @@ def _parts(given: Given, rows: Any, most: int, *, mixed: bool) -> list[list[int]
 
 
 def _arrays(lists: list[dict[str, Any]], found: list[Outputs]) -> dict[str, Any]:
-    """Outputs of rows that are no classes: the numbers of the only array, if they are in a line, else all by name."""
+    """Outputs of rows without classes: the values of the only array if it is one-dimensional, else all arrays by
+    name.
+    """
     names = [] if not found else list(found[0].arrays)
     result: dict[str, Any] = {"predictions": [], "probabilities": []}
     if all(len(of.arrays) == 1 and next(iter(of.arrays.values())).dim() <= 2 for of in found):
@@ -150,7 +152,7 @@ def write(run: Run, to: Target, out: Path, given: Any, client: str | None, *, la
     merged, ``peft`` the adapter.
 
     Raises:
-        InputError: the module has no such form.
+        InputError: the module cannot be written in this form.
     """
     brings, model, _ = load(run, given, client, last=last)
     module: Any = model.module
@@ -175,5 +177,5 @@ def write(run: Run, to: Target, out: Path, given: Any, client: str | None, *, la
 
 
 def is_own(run: Run) -> bool:
-    """Whether a user's Python brings the run's module."""
+    """Whether the run's module comes from a user's Python code."""
     return run.experiment.own_code or run.experiment.data.name == IN_MEMORY

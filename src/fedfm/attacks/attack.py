@@ -52,7 +52,7 @@ class Attack:
         return 0
 
     def fits(self, kind: str, task: str, model: Model, classes: Sequence[str]) -> None:
-        """Refuse data and models that the attack does not apply to.
+        """Refuse data and models to which the attack does not apply.
 
         Raises:
             InputError: with the key and what would be right.

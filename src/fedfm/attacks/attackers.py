@@ -35,7 +35,7 @@ def with_locals(method: Method[Any], change: Callable[[Local], Local]) -> Method
 
 
 class Attackers:
-    """The attackers of a run. They follow from the seed and the clients' names, so all engines have the same.
+    """The attackers of a run. The seed and the clients' names determine them, so they are the same with all engines.
 
     Attributes:
         names: the floor(fraction K) attackers, sorted.
@@ -75,8 +75,8 @@ class Attackers:
         return self.attack.upload(reply, next(sent, None))
 
     def _instead(self, part: Any) -> Any:
-        """The method with the attackers' optimisers; or another part of the run, e.g. its evaluation, if its attributes
-        contain such methods: scoring a client's own model may train it.
+        """The method with the attackers' optimisers, or another part of the run whose attributes contain such a method,
+        e.g. its evaluation: scoring a client's own model may train it.
         """
         # One optimiser object for all attackers: only clients of the same optimiser train as one batch.
         if id(part) not in self._parts:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Backdoor(Attack):
-    """Each attacker puts the trigger on a share of its training rows and labels them ``target``. The trigger of an
-    image is a chequered square in the lower right corner, of a feature vector alternating values in the first
-    coordinates, of a text a word before it.
+    """Each attacker puts the trigger on a share of its training rows and labels them ``target``. Images get a
+    chequered square in the lower right corner, feature vectors alternating values in the first coordinates, and texts a
+    word at the beginning.
     """
 
     target: str = setting("", "the class that the attack wants for triggered rows; empty: the first")
@@ -70,7 +70,7 @@ class Backdoor(Attack):
         side = min(images.shape[1:3])
         if 2 * self.size > side:
             raise InputError(
-                f"attack.size = {self.size}: pictures are {side} pixels wide; expected at most {side // 2}",
+                f"attack.size = {self.size}: images are {side} pixels wide; expected at most {side // 2}",
                 key="attack.size",
             )
         out = images.copy()

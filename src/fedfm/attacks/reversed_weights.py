@@ -21,8 +21,8 @@ class ReversedWeights(Attack):
     """The server gets -w_k, as printed, or 2 w_t - w_k in place of w_k. Running means and variances do not change,
     because a negative variance would be detected at once.
 
-    The negative shrinks every honest mean towards zero, where LoRA is the foundation model again; the reflection is as
-    far from w_t as the honest update.
+    The negative shrinks every honest mean towards zero, where LoRA reproduces the foundation model. The reflection is
+    as far from w_t as the honest update.
     """
 
     variant: str = setting("negate", "negate: -w_k; reflect: 2 w_t - w_k", choices=("negate", "reflect"))

@@ -31,12 +31,12 @@ def check(args: Namespace) -> int:
     experiment = experiment_of(args)
     check_files(experiment.data)
     for name in experiment.run.track:
-        open_tracker(name)  # refuses a setting whose library is missing
+        open_tracker(name)  # fails if the library is missing
     check_known(experiment)
     result: dict[str, Any] = {"valid": True, "experiment": experiment.to_dict()}
     text = to_toml(experiment.to_display()).rstrip()
     population = None
-    # With a SuperLink, data and model lie on its machine: this one if it has the kit.
+    # With a SuperLink, data and model are on its machine, which is this one if the kit is here.
     if not experiment.run.superlink or Path(experiment.run.superlink).is_dir():
         from fedfm.config.cohorts import enough
         from fedfm.models.locate import locate
@@ -58,7 +58,7 @@ def check(args: Namespace) -> int:
             enough(experiment, population.clients)
         fits(experiment, population.model)
         looked = beforehand.check(experiment.method, population)
-        sizes = list(population.sizes().values()) if population.clients else None  # the silos have the rows
+        sizes = list(population.sizes().values()) if population.clients else None  # None: the silos have the rows
         classes = list(population.federated.table.classes)
         trainable = sum(population.model.layout.sizes.values())
         expected = forecast(experiment, population) if population.clients else None
@@ -89,7 +89,7 @@ def check(args: Namespace) -> int:
             if (plan := experiment.method.plan(population.model, counts)) is not None:
                 result["plan"] = plan.to_dict()
                 text += "\n\n" + "\n".join(f"# {line}" for line in plan.table().splitlines())
-    elif experiment.data.classes is not None:  # the server has no rows, wherever it is
+    elif experiment.data.classes is not None:  # the server has no rows
         result["notices"] = scoring_notices(experiment, 0)
         text += "".join(f"\n\n# {line}" for line in result["notices"])
     if args.matching:
@@ -109,8 +109,8 @@ def _estimate_lines(forecast: Forecast | None, trainable: int, rounds: int) -> l
     from fedfm.reports.text import NBSP, duration, plural, size
 
     if forecast is None:
-        return [f"{trainable:,} trainable numbers; the silos have the rows"]
-    out = [f"{len(forecast.rows)} clients, {trainable:,} trainable numbers"]
+        return [f"{trainable:,} trainable parameters; the silos have the rows"]
+    out = [f"{len(forecast.rows)} clients, {trainable:,} trainable parameters"]
     for name, (train, val, test) in list(forecast.rows.items())[:_SHOWN]:
         held = f", {val} validation" if val else ""
         classes = ", ".join(f"{label} {n}" for label, n in forecast.counts.get(name, {}).items() if n)
@@ -119,7 +119,7 @@ def _estimate_lines(forecast: Forecast | None, trainable: int, rounds: int) -> l
         out.append(f"  and {len(forecast.rows) - _SHOWN} more")
     if forecast.bytes_up is not None:
         up, down = size(forecast.bytes_up), size(forecast.bytes_down)
-        out.append(f"about {up} up and {down} down for a client and round, without evaluation")
+        out.append(f"about {up} up and {down} down per client and round, without evaluation")
     if forecast.client_seconds is not None:
         one, every = (max(seconds or 0.0, 0.01) for seconds in (forecast.client_seconds, forecast.run_seconds))
         bound = "at most " if forecast.at_most else ""

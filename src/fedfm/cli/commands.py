@@ -64,7 +64,7 @@ def audit(args: Namespace) -> int:
     if done.left_out:
         result["not_run"] = list(done.left_out)
         rest = command(args.run, done.left_out)
-        tell(f"fedfm: the time was up; not done, about {duration_text(done.seconds)} more: {rest}", sys.stderr)
+        tell(f"fedfm: the time ran out; not done, about {duration_text(done.seconds)} more: {rest}", sys.stderr)
     if args.dossier:
         result["dossier"] = str(dossier.write(args.run, unfit))
     if missing := tell_missing(args.run):
@@ -135,7 +135,7 @@ def predict(args: Namespace) -> int:
         check_out(args.out)
     if args.engine == "deployment":
         if args.last:
-            raise InputError("--last: --engine deployment predicts by the run's own model; leave one of them out")
+            raise InputError("--last: --engine deployment predicts by the run's own model; drop one of the two")
         result = action("predict", "deployment")(args.run, args.file, watch())
         for text in result.get("warnings", ()):
             tell(f"fedfm: {visible(text)}", sys.stderr)
@@ -186,7 +186,7 @@ def join(args: Namespace) -> int:
     rows = [("its model", "accuracy"), ("before its last local pass", "start_accuracy"), ("alone", "alone_accuracy")]
     lines = [f"{what:<28}{'' if result[key] is None else format(result[key], '.3f')}" for what, key in rows]
     shares = sorted(result["weights"].items(), key=lambda item: -item[1])[:6]
-    lines += [f"made of {', '.join(f'{visible(name)} {p:.2f}' for name, p in shares)}"] if shares else []
+    lines += [f"made from {', '.join(f'{visible(name)} {p:.2f}' for name, p in shares)}"] if shares else []
     return say(
         args, result, "\n".join([f"{visible(result['client'])}, accuracy on its test rows:", *lines, result["adapter"]])
     )

@@ -58,7 +58,7 @@ def _packages() -> Iterator[tuple[str, str, str]]:
         there = {name: found for name in packages if (found := _version(name)) is not None}
         parts = [f"{name} {found}" for name, found in sorted(there.items())]
         if missing := sorted(packages - there.keys()):
-            parts.append(f"not installed: {', '.join(missing)}; pip install 'fedfm[{extra}]' brings them")
+            parts.append(f"not installed: {', '.join(missing)}; pip install 'fedfm[{extra}]' installs them")
         yield f"extra {extra}", "note" if missing else "ok", "; ".join(parts)
 
 
@@ -89,7 +89,7 @@ def _version(name: str) -> str | None:
 
 
 def _cache() -> tuple[str, str, str]:
-    """The folder of prepared rows."""
+    """The cache of prepared rows."""
     from fedfm.runtime import row_cache
 
     place = row_cache.folder()
@@ -119,7 +119,7 @@ def _model() -> Iterator[tuple[str, str, str]]:
 
 
 def _products() -> Iterator[tuple[str, str, str]]:
-    """Speed of frozen linear maps in float32 and bfloat16. Processors that emulate bfloat16 are slower with it."""
+    """Speed of frozen linear layers in float32 and bfloat16. Processors that emulate bfloat16 are slower with it."""
     try:
         import torch
 
@@ -130,7 +130,7 @@ def _products() -> Iterator[tuple[str, str, str]]:
             x, weight = torch.ones(256, _WIDTH), torch.ones(_WIDTH, _WIDTH)
             full, low = (_seconds(Linear(weight, None, low), x) for low in (False, True))
         speed = f"{2e-9 * x.numel() * _WIDTH / full:.0f} Gflop/s a core"
-        gain = f'kernels = "fast_bf16" multiplies at {full / low:.1f} times that'
+        gain = f'kernels = "fast_bf16" is {full / low:.1f} times as fast'
         yield "linear maps", "ok", f"{speed} in float32; {gain}{'' if full > low else ': do not use it here'}"
     except (ImportError, RuntimeError) as error:
         yield "linear maps", "bad", f"{type(error).__name__}: {error}"

@@ -64,7 +64,7 @@ def _about_a_file(error: Exception, args: argparse.Namespace) -> str | None:
 
 
 def _whole(argv: Sequence[str]) -> list[str]:
-    """Join a list that begins with a minus to its flag: argparse would read it as another flag."""
+    """Join a list that begins with a minus to its flag, because argparse would read it as another flag."""
     out: list[str] = []
     for word in argv:
         if out and out[-1] in ("--seeds", "--tune") and re.match(r"-[\d.]", word):

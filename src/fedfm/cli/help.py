@@ -28,12 +28,12 @@ an experiment:
 """,
     "pretrain": """examples:
   fedfm pretrain vit.toml --out secret                 train it; one line an epoch, with metrics on held-out rows
-  fedfm pretrain vit.toml --out secret                 the same command again continues after a kill, with the same bits
+  fedfm pretrain vit.toml --out secret                 the same command continues after a kill, with the same bits
   fedfm pretrain vit.toml --out secret --set pretrain.local.epochs=5
   fedfm run exp.toml --set model.name=secret           an experiment starts from it
   fedfm run exp.toml --set method.foundation=secret    a method keeps it at the server
 
-a pretraining: all rows in one place, all parameters trained, pictures as they are (no augmentation):
+a pretraining: all rows in one place, all parameters trained, images unchanged (no augmentation):
   [data]
   path = "tiny_imagenet.npz"
   [model]
@@ -55,21 +55,21 @@ pretrain.json, which says how it was made. Data of other classes get a new head.
     "resume": """examples:
   fedfm resume runs/mine                               after a kill, a full disk or Ctrl-C: from the last round
   fedfm resume runs/mine --format json | tail -1       of a finished run: its result again
-  fedfm resume runs/mine --rounds 40                   go on to 40 rounds, also with a finished run
+  fedfm resume runs/mine --rounds 40                   continue to 40 rounds, also with a finished run
   fedfm resume runs/mine --set run.folder=/mnt/stick   the folder, a SuperLink or the rows are elsewhere now
   fedfm resume runs/mine --accept-loss                 continue without files that are damaged or missing
 
 Secrets, memories and checkpoints have checksums, and a list names the files that must exist. A run that lacks one is
-refused with the file's name (exit 2): put back a copy. If a checkpoint is damaged, the one before it is used.
+refused with the file's name (exit 2): restore a copy. If a checkpoint is damaged, the one before it is used.
 With --accept-loss a lost secret is drawn again, which releases its data a second time; a lost memory is replaced by the
-one before, or is empty; without any checkpoint the run starts over. "lost" in the manifest and the result names the
-files, and the report shows them. Lost lines of metrics.jsonl and messages.jsonl stop only a run with run.patience;
+one before, or by an empty one; without any checkpoint the run starts over. "lost" in the manifest and the result names
+the files, and the report shows them. Lost lines of metrics.jsonl and messages.jsonl stop only a run with run.patience;
 notices and the report say what is missing.
 """,
     "audit": """examples:
   fedfm audit runs/mine                                every cheap attack that fits; the findings are in its report
   fedfm audit runs/mine --attack model_membership      one attack; --attack may be given several times
-  fedfm audit runs/mine --attack inversion             pictures from features: trains a network, about a minute
+  fedfm audit runs/mine --attack inversion             images from features: trains a network, about a minute
   fedfm audit runs/mine --attack inversion --pictures public.npz
   fedfm audit runs/mine --attack extraction            the foundation model of a fedbaf server, from what clients see
   fedfm audit runs/mine --format json | tail -1        the findings as one JSON object
@@ -77,12 +77,12 @@ notices and the report say what is missing.
   fedfm audit runs/mine --dossier                      also two pages for a data protection officer, to print
 
 attacks, and the runs that they fit; without --attack every one that fits and takes seconds:
-  model_membership     rows told from the final model; every method whose clients have the model
-  update_membership    rows told from the updates, or from their sums; methods with [method.local]
-  row_coins            a lower bound on epsilon from one more run with a coin a row; methods with [method.local]
+  model_membership     rows recognised by the final model; every method whose clients have the model
+  update_membership    rows recognised by the updates, or by their sums; methods with [method.local]
+  row_coins            a lower bound on epsilon from one more run with a coin per row; methods with [method.local]
   label_counts         label counts of clients from a head's update; classifiers that send their head in the clear
   head_rows            features of rows from a head's update; the same
-  membership, epsilon, reconstruction, single_holder, inversion       fedpft; inversion needs pictures
+  membership, epsilon, reconstruction, single_holder, inversion       fedpft; inversion needs images
   extraction           fedbaf
   task_vector          fedbip, fedamp, fedawa
   expert_membership    fedms, fedpgp
@@ -93,9 +93,10 @@ attacks, and the runs that they fit; without --attack every one that fits and ta
   repeated_questions   a client asked twice for one thing in one round, by messages.jsonl; every run
 
 A finding is a measurement with an interval and a verdict, "leaks", "holds" or "inconclusive", by a rule that is
-printed with its numbers. The cheap attacks are first, and audit.json is written after each, so that Ctrl-C keeps what
-was found. Exit code 0: the audit is done, or its time was up, and it refutes no claim of the run. 1: a measurement
-refutes a claim of the run, e.g. its epsilon, or the time was up before the first finding. 2: the run cannot be audited.
+printed with its numbers. The cheap attacks come first, and audit.json is written after each, so that Ctrl-C keeps what
+was found. Exit code 0: the audit is done, or its time ran out, and it refutes no claim of the run. 1: a measurement
+refutes a claim of the run, e.g. its epsilon, or the time ran out before the first finding. 2: the run cannot be
+audited.
 The audit replays the run in this process, from its experiment, its data and its private/ keys, and writes only
 audit.json, report.html, dossier.html if the run has one, and the verdicts in manifest.json.
 """,
@@ -108,12 +109,12 @@ audit.json, report.html, dossier.html if the run has one, and the verdicts in ma
   fedfm sign adapter                                   a folder that `fedfm export` wrote
 
 The signature covers every file of the run but private/, which nobody else has: manifest, metrics, messages, report,
-audit.json, models and checkpoints. Whatever writes one of them later, e.g. resume, audit or join, makes a new
-signature necessary. Give the public half, signing.pem.pub, to those who verify; keep the private one.
+audit.json, models and checkpoints. If resume, audit or join write one of them later, sign the
+run again. Give the public half, signing.pem.pub, to those who verify; keep the private one.
 """,
     "verify": """examples:
-  fedfm verify runs/mine --key signing.pem.pub         the signer's public key, which reached you by another way
-  fedfm verify runs/mine                               of your own key, ~/.config/fedfm/signing.pem
+  fedfm verify runs/mine --key signing.pem.pub         the signer's public key, received by another channel
+  fedfm verify runs/mine                               by your own key, ~/.config/fedfm/signing.pem
 
 Exit code 0: every file is as a known key signed it. 1: a file was changed, removed or added, the signature is not
 genuine, or another key signed. 2: there is no signature. The known key is that of --key; without --key it is the one
@@ -126,10 +127,10 @@ that `fedfm sign` makes for you, and no other: whoever changed a file may have s
     "predict": """examples:
   fedfm predict runs/mine new.csv                      for each row a class and its probability
   fedfm predict runs/mine pictures/ --format json | tail -1
-  fedfm predict runs/mine new.csv --client north       where every client has a model of its own
-  fedfm predict runs/mine new.csv --out labels.csv     written to a file: .csv or .jsonl, a line a row, or .json
+  fedfm predict runs/mine new.csv --client north       if every client has its own model
+  fedfm predict runs/mine new.csv --out labels.csv     to a file: .csv or .jsonl, one line per row, or .json
 
-A model for instructions prints one line an answer; with a column of outputs also the perplexity.
+A model for instructions prints one line per answer; with a column of outputs also the perplexity.
 """,
     "export": """examples:
   fedfm export runs/mine --to peft --out adapter       PeftModel.from_pretrained(model, "adapter")
@@ -142,8 +143,8 @@ A model for instructions prints one line an answer; with a column of outputs als
   fedfm export runs/mine --client north --to peft --out adapter
 
 FedBip compares the newcomer's task vector with those of the other clients, and weights similar ones. Methods with one
-model for all start from that model. The output gives the newcomer's accuracy on its test rows, that of the start
-weights, and that of as many local passes alone.
+model for all start from that model. The output gives the accuracy on the newcomer's test rows of its model, of the
+start weights, and of a model after the same number of local passes without the federation.
 """,
     "list": """examples:
   fedfm list                                           everything

@@ -111,13 +111,13 @@ def build(first: str = "") -> argparse.ArgumentParser:
         help="continue without secrets, memories or checkpoints that are damaged or missing; the run records the loss",
     )
 
-    resume.add_argument("--rounds", type=int, help="go on to this many rounds, also with a finished run")
+    resume.add_argument("--rounds", type=int, help="continue to this number of rounds, also with a finished run")
     resume.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="where a file or party is now, such as run.folder, run.superlink or data.path, or another run.timeout",
+        help="new place of a file or party, such as run.folder, run.superlink or data.path, or a new run.timeout",
     )
 
     audit = command("audit", "commands:audit", "attack a finished run: what its messages disclose", json=True, run=True)
@@ -129,14 +129,14 @@ def build(first: str = "") -> argparse.ArgumentParser:
         help="the attacks are listed below [all cheap ones that fit the run]",
     )
     audit.add_argument(
-        "--pictures", type=Path, metavar="FILE", help="inversion: the attacker's own pictures [the run's test rows]"
+        "--pictures", type=Path, metavar="FILE", help="inversion: the attacker's own images [the run's test rows]"
     )
 
     audit.add_argument(
         "--time-limit",
         type=float,
         metavar="SECONDS",
-        help="stop then; attacks that are not done are listed, and the findings so far are kept [no limit]",
+        help="stop after these seconds; attacks that were not run are listed, and findings are kept [no limit]",
     )
 
     audit.add_argument(
@@ -164,15 +164,15 @@ def build(first: str = "") -> argparse.ArgumentParser:
 
     predict = command("predict", "commands:predict", "predict the rows of a file by a run's model", json=True, run=True)
     predict.add_argument("file", type=Path, help="csv, jsonl, parquet, npz, txt or image folder; labels are not needed")
-    predict.add_argument("--client", help="whose model, where every client has its own")
+    predict.add_argument("--client", help="owner of the model, if every client has its own")
     predict.add_argument(
         "--engine",
         choices=("local", "deployment"),
         default="local",
-        help="deployment: the rows at a SuperNode of its own, encrypted (blindfed) [local]",
+        help="deployment: the rows are at their own SuperNode, encrypted (blindfed) [local]",
     )
     predict.add_argument(
-        "--out", type=Path, metavar="FILE", help="write it there: .jsonl or .csv, a line a row, or .json"
+        "--out", type=Path, metavar="FILE", help="file for the result: .jsonl or .csv, one line per row, or .json"
     )
 
     export = command("export", "commands:export", "write a run's model for other libraries", run=True)
@@ -180,11 +180,11 @@ def build(first: str = "") -> argparse.ArgumentParser:
         "--to", choices=("peft", "hf", "torch"), required=True, help="PEFT adapter, transformers, torch"
     )
     export.add_argument("--out", type=Path, required=True, help="a folder")
-    export.add_argument("--client", help="whose model, where every client has its own")
+    export.add_argument("--client", help="owner of the model, if every client has its own")
     for one in (predict, export):
-        one.add_argument("--last", action="store_true", help="the last round's model, where run.patience chose another")
+        one.add_argument("--last", action="store_true", help="the last round's model, if run.patience chose another")
 
-    join = command("join", "commands:join", "give a client that comes after training its model", json=True, run=True)
+    join = command("join", "commands:join", "make a model for a client that joins after training", json=True, run=True)
     join.add_argument("data", type=Path, help="its rows: csv, jsonl, parquet, npz or an image folder")
     join.add_argument("--client", help='its name in the run ["newcomer"]')
 
@@ -208,7 +208,7 @@ def build(first: str = "") -> argparse.ArgumentParser:
     )
     check.add_argument("experiment", type=Path, help="TOML file")
     check.add_argument(
-        "--matching", action="store_true", help="also which tensors are mixed with the foundation model, and how"
+        "--matching", action="store_true", help="also list which tensors are mixed with the foundation model, and how"
     )
 
     app = command("app", "commands:app", "write a Flower app that `flwr run` takes")

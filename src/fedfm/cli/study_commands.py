@@ -33,7 +33,7 @@ def run_study(args: Namespace, experiment: Experiment, progress: Bar) -> int:
     if args.seeds:
         seeds = _numbers("--seeds", args.seeds, int)
         if min(seeds) < 0:
-            raise InputError(f"--seeds {args.seeds}: seeds are whole numbers of at least 0")
+            raise InputError(f"--seeds {args.seeds}: expected whole numbers of at least 0")
         result = _study(args, lambda: studies.seeds(experiment, seeds, args.out, progress), progress)
         return say(args, result, studies.seeds_text(result))
     return run_once(args, experiment, progress)

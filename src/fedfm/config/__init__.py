@@ -1,1 +1,1 @@
-"""The experiment: TOML to checked dataclasses, and the registry of methods, attacks and aggregations."""
+"""The experiment: checked dataclasses from TOML, and the registry of methods, attacks and aggregations."""

@@ -1,4 +1,4 @@
-"""Advice that an experiment takes: a notice names no setting that the same experiment would refuse."""
+"""Advice that fits an experiment: a notice never names a setting that the same experiment would refuse."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedfm.training import TrainsLocally
 
 
 def against_divergence(experiment: Experiment) -> str:
-    """What helps where a client's update is NaN or too long; "" where no optimiser of clients makes it."""
+    """Advice if a client's update is NaN or too long; "" if no client optimiser computes the update."""
     if not isinstance(experiment.method, TrainsLocally):
         return ""
     shorter = {"method.local.max_grad_norm": 1.0}
@@ -22,7 +22,7 @@ def against_divergence(experiment: Experiment) -> str:
 
 
 def takes(experiment: Experiment, changes: Mapping[str, Any]) -> bool:
-    """Whether the experiment is valid with these values, by key, e.g. ``{"run.patience": 3}``."""
+    """Whether the experiment stays valid with these values, by key, e.g. ``{"run.patience": 3}``."""
     tables = copy.deepcopy(experiment.to_dict())
     try:
         for key, value in changes.items():

@@ -1,4 +1,4 @@
-"""Which experiments may have asynchronous rounds, and the aggregation of one that has."""
+"""Experiments with asynchronous rounds: which ones are allowed, and their aggregation."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def not_late(method: type[Method[Any]], name: str) -> str:
     if _accepts_stale_updates(method):
         return ""
     names = quote_names(name for name in ours("methods") if _accepts_stale_updates(resolve("methods", name)))
-    return f'run.asynchronous: method "{name}" needs the answers of a whole cohort to one state; expected {names}'
+    return f'run.asynchronous: method "{name}" needs the answers of a full cohort to one state; expected {names}'
 
 
 def _accepts_stale_updates(method: type[Method[Any]]) -> bool:
-    """By its class alone, so that settings do not decide it."""
+    """Whether its class accepts them, for any settings."""
     return isinstance(method.traits, Traits) and method.traits.accepts_stale_updates
 
 
@@ -35,7 +35,7 @@ def asynchronous(e: ExperimentParts, late: AsynchronousSpec) -> Aggregator:
     """The aggregation of an experiment with ``run.asynchronous``.
 
     Raises:
-        InputError: something needs whole cohorts.
+        InputError: a part of it needs full cohorts.
     """
     where = f"{WHERE}:"
     fraction = fraction_of(e.method)
@@ -43,22 +43,22 @@ def asynchronous(e: ExperimentParts, late: AsynchronousSpec) -> Aggregator:
         raise InputError(why, key=WHERE)
     if any(local.personal for local in locals_of(e.method)):
         raise InputError(
-            f"{where} with this [method.local] every client ends with a model of its own; drop one of the two",
+            f"{where} with this [method.local] every client ends with its own model; drop one of the two",
             key=WHERE,
         )
     if e.privacy is not None:
-        raise InputError(f"{where} [privacy] is accounted for rounds of whole cohorts; drop one of the two", key=WHERE)
+        raise InputError(f"{where} [privacy] is accounted for rounds of full cohorts; drop one of the two", key=WHERE)
     if e.aggregation.transport.form != "plain":
-        raise InputError(f"{where} a hidden sum is of clients that answer together; drop one of the two", key=WHERE)
+        raise InputError(f"{where} a hidden sum needs clients that answer together; drop one of the two", key=WHERE)
     if fraction < 1:
         raise InputError(
-            f"{where} all clients train all the time, and method.fraction = {fraction:g} asks for fewer; drop it",
+            f"{where} all clients train continuously, and method.fraction = {fraction:g} asks fewer; drop it",
             key=WHERE,
         )
     if (least := e.aggregation.least()) > late.buffer:
         raise InputError(
             f'{where} buffer = {late.buffer}: aggregation.name = "{name_of("aggregation", e.aggregation)}" needs '
-            f"{least} updates; expected at least so many",
+            f"{least} updates; expected at least that number",
             key=WHERE,
         )
     if e.run.min_clients is not None and e.run.min_clients > late.buffer:
@@ -68,11 +68,11 @@ def asynchronous(e: ExperimentParts, late: AsynchronousSpec) -> Aggregator:
         )
     if e.run.engine == "folder":
         raise InputError(
-            f'{where} engine = "folder" waits for the answers of whole rounds; drop one of the two',
+            f'{where} engine = "folder" waits for the answers of complete rounds; drop one of the two',
             key=WHERE,
         )
     if late.speeds and e.run.engine == "deployment":
-        raise InputError(f"{where} speeds: on a deployment clients are as fast as they are; drop it", key=WHERE)
+        raise InputError(f"{where} speeds: on a deployment clients have real speeds; drop it", key=WHERE)
     if e.data.clients:
         named_clients(late.speeds, e.data.clients)
     return with_buffer(e.aggregation, late.buffer, late.staleness, late.speeds)

@@ -19,12 +19,12 @@ _PARTITIONS = {
     "iid": "rows assigned evenly at random",
     "dirichlet": "each class's shares over clients drawn from Dir(alpha); small alpha = skewed",
     "by_class": "every client holds classes_per_client classes",
-    "by_column": "a client per value of a column; with clients = N each value's rows are split evenly",
+    "by_column": "one client per value of a column; with clients = N each value's rows are split evenly",
     "flower": "a partitioner of flwr-datasets by its class, with its options",
 }
 _MODELS = {
     "nano-vit": "built in: 32 x 32 ViT, 1.1 M parameters, pretrained on CIFAR-10 and Fashion-MNIST",
-    "nano-vit-fhe": "built in: nano-vit's twin with polynomials, for encrypted rows (method blindfed)",
+    "nano-vit-fhe": "built in: nano-vit with polynomials, for encrypted rows (method blindfed)",
     "nano-clip": "built in: 80 x 80 CLIP for task zero_shot, 3.6 M parameters, distilled from a small CLIP",
     "preact-resnet": "built in, no weights: pre-activation ResNet 64-128-256-512, 32 x 32, 11.2 M parameters",
     "preact-resnet-small": "built in, no weights: the same, 16-32-64 with one block a section, 78 k parameters",
@@ -118,7 +118,7 @@ def value(of: Any, *, bare: bool = False) -> str:
     """A default or a paper's value as TOML writes it; "none" if there is none.
 
     Args:
-        bare: a text of several words, which no key takes, without quotes.
+        bare: whether to write a text of several words, which no key takes, without quotes.
     """
     return "none" if of is None else of if bare and isinstance(of, str) and " " in of else json.dumps(of)
 

@@ -1,7 +1,7 @@
-"""Rules on the number of clients, and on their names: what the federation must have for an experiment.
+"""Rules on the number and names of clients: what an experiment needs of the federation.
 
-A command checks them as soon as the names are known: before a run where a kit, a roster or the data say them, else when
-the clients have said hello.
+A command checks them as soon as the names are known: before a run if a kit, a roster or the data contain them, else
+when the clients have said hello.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from fedfm.errors import InputError, close
 
 
 def enough(e: ExperimentParts, names: Sequence[str], source: str = "") -> None:
-    """Refuse what the federation's clients cannot give: ``run.min_clients`` or an aggregation that needs more of them,
-    and settings of a client that is not among them.
+    """Refuse ``run.min_clients`` or an aggregation that needs more clients than the federation has, and settings for a
+    client that it does not have.
 
     Args:
-        names: all clients that there can be.
-        source: where the names stand, for the message; "": the clients are there.
+        names: all possible clients.
+        source: where the names come from, for the message; "": the clients are connected.
 
     Raises:
-        InputError: with the number of clients that it needs, or with the name.
+        InputError: with the number of clients that is needed, or with the name.
     """
     clients = len(names)
     there = f"{source} has {_silos(clients)}" if source else f"there are {clients} clients"
@@ -45,12 +45,12 @@ def enough(e: ExperimentParts, names: Sequence[str], source: str = "") -> None:
         if isinstance(e.aggregation, Secure):
             key, value = ("privacy.aggregator", "secagg") if e.privacy is not None else ("aggregation.name", "secure")
             raise InputError(
-                f'{key} = "{value}": it needs {least} clients a round, since in a sum of two each knows the '
+                f'{key} = "{value}": it needs {least} clients per round, since in a sum of two each knows the '
                 f"other's update, and a round asks {cohort} of {of}; {_cure(least, clients)}, or drop it",
                 key=key,
             )
         raise InputError(
-            f'aggregation.name = "{name_of("aggregation", e.aggregation)}": it needs {least} updates a round, and a '
+            f'aggregation.name = "{name_of("aggregation", e.aggregation)}": it needs {least} updates per round, and a '
             f"round asks {cohort} of {of}; {_cure(least, clients)}, or take another rule",
             key="aggregation.name",
         )
@@ -64,7 +64,7 @@ def enough(e: ExperimentParts, names: Sequence[str], source: str = "") -> None:
 
 
 def named_clients(speeds: Mapping[str, float], names: Collection[str]) -> None:
-    """Refuse ``run.asynchronous.speeds`` of a client that is not there.
+    """Refuse ``run.asynchronous.speeds`` for a client that does not exist.
 
     Raises:
         InputError: with its name.
@@ -79,7 +79,7 @@ def named_clients(speeds: Mapping[str, float], names: Collection[str]) -> None:
 def _cure(least: int, clients: int) -> str:
     if clients < least:
         return f"give it at least {least} silos"
-    return f"a method.fraction of at least {math.ceil(1000 * least / clients) / 1000:g} asks so many"
+    return f"a method.fraction of at least {math.ceil(1000 * least / clients) / 1000:g} asks that number"
 
 
 def _silos(count: int) -> str:

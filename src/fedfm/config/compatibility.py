@@ -1,7 +1,7 @@
-"""Rules that span tables of an experiment, with the message for each.
+"""Rules between tables of an experiment, with their messages.
 
-Rules on a single value are bounds of its field (:mod:`fedfm.core.fields`), rules between a method's own fields its
-``validate``.
+Rules on a single value are bounds of its field (:mod:`fedfm.core.fields`). Rules between a method's own fields are in
+its ``validate``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedfm.training import TrainsLocally
 
 
 def check_as_asked(e: ExperimentParts) -> None:
-    """Check the rules on the method as the experiment names it.
+    """Check the rules on the method as the experiment specifies it.
 
     Raises:
         InputError: for the first rule that is broken.
@@ -35,7 +35,7 @@ def check_as_asked(e: ExperimentParts) -> None:
             options.check_momentum(local)
         if local.warmup and local.warmup_steps:
             raise InputError(
-                "method.local.warmup_steps: it stands in place of warmup; drop one of the two",
+                "method.local.warmup_steps: it replaces warmup; drop one of the two",
                 key="method.local.warmup_steps",
             )
     if (e.data.name == IN_MEMORY) != (e.model.name == IN_MEMORY):
@@ -63,8 +63,7 @@ def check_as_asked(e: ExperimentParts) -> None:
         )
     if e.data.classes is not None and run.engine != "deployment":
         raise InputError(
-            f'data.classes: a server without rows needs silos that have some, run.engine = "deployment", not '
-            f'"{run.engine}"',
+            f'data.classes: a server without rows needs silos with rows, run.engine = "deployment", not "{run.engine}"',
             key="data.classes",
         )
     if e.data.augment:
@@ -96,12 +95,12 @@ def check_as_asked(e: ExperimentParts) -> None:
         )
     if e.model.compile and run.kernels != "exact":
         raise InputError(
-            f'run.kernels = "{run.kernels}": packed clients call no block, and model.compile compiles blocks; drop one',
+            f'run.kernels = "{run.kernels}": packed clients skip the blocks that model.compile compiles; drop one',
             key="run.kernels",
         )
     if run.engine == "simulation" and ":" in e.model.device:
         raise InputError(
-            f'model.device = "{e.model.device}": Ray shows each client\'s process its own GPUs alone; expected "cuda"',
+            f'model.device = "{e.model.device}": Ray shows each client\'s process only its own GPUs; expected "cuda"',
             key="model.device",
         )
     if run.wire and run.engine != "local":
@@ -142,7 +141,7 @@ def check_as_asked(e: ExperimentParts) -> None:
 
 
 def _check_folder(e: ExperimentParts) -> None:
-    """Refuse what does not go with messages as files, and keys of this engine on another one."""
+    """Refuse settings that do not work with messages as files, and keys of this engine with another one."""
     run, method = e.run, f'method "{e.method_name}"'
     if run.engine != "folder":
         for key in ("folder", "roster", "identity"):
@@ -150,7 +149,7 @@ def _check_folder(e: ExperimentParts) -> None:
                 raise InputError(f'run.{key}: only engine = "folder" takes it, not "{run.engine}"', key=f"run.{key}")
         return
     if run.folder is None:
-        raise InputError('run.folder: engine = "folder" needs the folder that carries the messages', key="run.folder")
+        raise InputError('run.folder: engine = "folder" needs the folder for the messages', key="run.folder")
     if run.roster is None:
         raise InputError(
             "run.roster: a file with the silos' public keys is needed; `fedfm silo check` prints each one",
@@ -158,7 +157,7 @@ def _check_folder(e: ExperimentParts) -> None:
         )
     if e.attack is not None:
         raise InputError(
-            f'[attack]: {method} on engine = "folder" has silos of their own, which do not attack; drop it',
+            f'[attack]: {method} on engine = "folder" has real silos, which do not attack; drop it',
             key="attack",
         )
     if e.data.base_classes is not None:
@@ -169,7 +168,7 @@ def _check_folder(e: ExperimentParts) -> None:
 
 
 def check_as_run(e: ExperimentParts) -> None:
-    """Check the rules on the method under [privacy], which may call other client halves.
+    """Check the rules on the method under [privacy], where it may call other client halves.
 
     Raises:
         InputError: for the first rule that is broken.
@@ -186,9 +185,7 @@ def check_as_run(e: ExperimentParts) -> None:
                 key="attack",
             )
         if not e.method.rounds or needs.pooled or not halves:
-            raise InputError(
-                f"[attack]: {method} has no client that trains, hence none that attacks; drop it", key="attack"
-            )
+            raise InputError(f"[attack]: {method} has no client that trains, so none can attack; drop it", key="attack")
         if attack.needs == "update" and all(get_type_hints(fn).get("return") is not Update for fn in halves):
             raise InputError(
                 f'attack.name = "{name_of("attacks", attack)}": the clients of {method} send no updates; '

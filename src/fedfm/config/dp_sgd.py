@@ -1,4 +1,4 @@
-"""What DP-SGD asks of an experiment: rows that reach the server through the client optimiser alone."""
+"""Requirements of DP-SGD on an experiment: rows influence messages only through the client optimiser."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def under(method: Method[Any], aggregation: Aggregator, privacy: PrivacySpec) ->
         )
     if not all(m.traits.rows_by_optimiser for m in (method, *nested_methods(method))):
         faults.say(
-            f"{_WHERE} the clients of this method use training rows beside their local optimiser, and no noise would "
+            f"{_WHERE} the clients of this method use training rows outside their local optimiser, and no noise would "
             "cover that; expected a method that declares rows_by_optimiser, e.g. fedavg",
             key="privacy.mechanism",
         )
@@ -58,12 +58,12 @@ def under(method: Method[Any], aggregation: Aggregator, privacy: PrivacySpec) ->
         )
     if local.absent != "keep":
         faults.say(
-            f'method.local.absent = "{local.absent}": it tells which classes a client has; drop it',
+            f'method.local.absent = "{local.absent}": it discloses which classes a client has; drop it',
             key="method.local.absent",
         )
     if local.stepwise:
         faults.say(
-            f"method.local: {_WHERE} it clips each row's gradient and takes its own parts of a batch, at one rate; "
+            f"method.local: {_WHERE} it clips each row's gradient and splits a batch itself, at one learning rate; "
             "drop micro_batch, max_grad_norm, schedule, warmup and warmup_steps",
             key="method.local",
         )

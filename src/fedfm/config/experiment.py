@@ -1,4 +1,4 @@
-"""Experiment: one TOML file -> frozen dataclasses. Strict: an unknown key or wrong value is refused with its place."""
+"""Experiment: frozen dataclasses from one TOML file. An unknown key or a wrong value is refused with its place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fedfm.privacy.spec import PrivacySpec
 from fedfm.privacy.spec import check as check_privacy
 
 T = TypeVar("T")
-_MODEL = "model.name"  # the one server-only value that is not a field of the method
+_MODEL = "model.name"  # the only server-only value that is not a field of the method
 _SECTIONS = ("data", "model", "method", "privacy", "attack", "aggregation", "run")
 _MISSING = "[{}] is missing; an experiment has [data], [model] and [method]"
 
@@ -149,8 +149,8 @@ class Experiment(ExperimentParts):
 
         Args:
             overrides: values by key, as ``{"method.rounds": 5}``.
-            tell: receives a line for each key of the file's method that one named by ``overrides`` does not take, which
-                is then left out; None: such a key is refused.
+            tell: if ``overrides`` name another method, receives a line for each key of the file's method that the other
+                one does not take and that is left out; None: such a key is refused.
 
         Raises:
             InputError: the file is absent, not TOML, or not a valid experiment; with a line for each fault.
@@ -206,7 +206,7 @@ class Experiment(ExperimentParts):
         missing = [key for key, value in self.server_only().items() if value == WITHHELD and key not in known]
         if missing:
             where = missing[0] if missing[0] == _MODEL else f"method.{missing[0]}"
-            raise InputError(f"{where}: withheld from clients, and the server has no value for it", key=where)
+            raise InputError(f"{where}: it is withheld from clients, and the server has no value for it", key=where)
         return self._with({key: known[key] for key in self.server_only() if key in known})
 
     def _with(self, values: Mapping[str, Any]) -> Experiment:
@@ -226,13 +226,13 @@ class Experiment(ExperimentParts):
 
     @property
     def silos_own_rows(self) -> bool:
-        """Whether silos have rows of their own, so that no partition deals any."""
+        """Whether silos have their own rows, so that no partition assigns any."""
         silos = self.data.clients is not None or self.data.classes is not None or self.run.engine == "folder"
-        # Nodes of a SuperLink without a silo's file share one table; only an experiment that deals it names how.
+        # Nodes of a SuperLink without a silo's file share one table; only an experiment that splits it says how.
         return silos or (self.run.superlink is not None and self.data.partition == PartitionSpec())
 
     def to_display(self) -> dict[str, Any]:
-        """As :meth:`to_dict`, for a reader: without the partition where nothing is dealt."""
+        """As :meth:`to_dict`, for readers: without the partition if no rows are split."""
         tables = self.to_dict()
         if self.silos_own_rows:
             tables["data"].pop("partition", None)
@@ -244,7 +244,7 @@ class Experiment(ExperimentParts):
 
 
 def _check_sections(table: Mapping[str, Any]) -> None:
-    """Refuse tables that no experiment has, absent ones, and what is none."""
+    """Refuse unknown tables, missing ones, and values that are not tables."""
     faults = Faults()
     try:
         refuse_unknown(table, {"name", *_SECTIONS}, "")

@@ -1,8 +1,8 @@
-"""All faults of a file at once.
+"""Reports all faults of a file at once.
 
-A reader of tables tells the faults of one table together. Beside it each table is read alone, so that none waits for
-another. What rules between tables refuse is taken out, and the rest is read again: there a fault counts only if the
-file has its key, because what follows from something that was taken out is no fault of the file.
+The reader of all tables reports the faults of one table together. Each table is also read alone, so that its faults do
+not wait for those of another. What rules between tables refuse is removed, and the rest is read again. A fault of this
+reading counts only if the file has its key, because the others follow from what was removed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def read_all(
     read: Callable[[Mapping[str, Any]], T],
     each: Iterable[Callable[[Mapping[str, Any]], object]] = (),
 ) -> T:
-    """What ``read`` makes of the tables of a file.
+    """Read the tables of a file by ``read``, with all faults.
 
     Args:
-        each: readers of single tables, none of which needs what another one refuses.
+        each: readers of single tables, which do not depend on each other.
 
     Raises:
-        FaultyFile: all faults, a line each, with the file's name.
+        FaultyFile: all faults, one per line, with the file's name.
     """
     try:
         return read(table)

@@ -22,7 +22,7 @@ M = TypeVar("M", bound=Private)
 
 
 def protect(method: M, privacy: PrivacySpec) -> M:
-    """A method with a mechanism of its own, under the [privacy] table.
+    """A method that has its own mechanism, under the [privacy] table.
 
     Raises:
         InputError: its mechanism gives no such guarantee.
@@ -36,7 +36,7 @@ def protect(method: M, privacy: PrivacySpec) -> M:
 
 
 def guarantee(method: Method[Any], aggregation: Aggregator, privacy: PrivacySpec) -> tuple[Method[Any], Aggregator]:
-    """Method and aggregation under a [privacy] table that states an epsilon: here it is decided whose mechanism it is.
+    """Method and aggregation under a [privacy] table that states an epsilon; decides which of them has the mechanism.
 
     Raises:
         InputError: no mechanism gives this guarantee.
@@ -61,9 +61,7 @@ def _check_method(method: Method[Any]) -> None:
             f"{where} this method sends no update that noise could hide; drop [privacy]", key="privacy.unit"
         )
     if isinstance(method, Personal) or (isinstance(method, TrainsLocally) and method.local.personal):
-        raise InputError(
-            f"{where} every client ends with a model of its own, and the noise is on means", key="privacy.unit"
-        )
+        raise InputError(f"{where} every client ends with its own model, and the noise is on means", key="privacy.unit")
 
 
 def _readable(method: Method[Any]) -> list[str]:
@@ -81,7 +79,7 @@ def hide_updates(aggregation: Aggregator) -> Aggregator:
         return aggregation
     if type(aggregation) is not Mean:
         raise InputError(
-            'privacy.aggregator = "secagg": a robust rule compares single updates, secure aggregation hides them; '
+            'privacy.aggregator = "secagg": a robust rule compares single updates, and secure aggregation hides them; '
             f'drop it or "{name_of("aggregation", aggregation)}"',
             key="privacy.aggregator",
         )
@@ -92,7 +90,7 @@ def check_hidden(e: ExperimentParts, method: str) -> None:
     """Refuse secure aggregation where no mean is taken, or where the server looks at single replies.
 
     Raises:
-        InputError: with the key and what would be right.
+        InputError: it names the key and a valid value.
     """
     if not isinstance(e.aggregation, Secure):
         return

@@ -17,7 +17,7 @@ def refuse_hinted(error: InputError, tables: Mapping[str, Any]) -> None:
     """Raise the error again where it or one of those shown with it has a better hint among the other tables.
 
     Raises:
-        InputError: it has.
+        InputError: there is a better hint.
     """
     from fedfm.config.key_suggestions import UnknownKey
     from fedfm.config.more_faults import MOST
@@ -31,7 +31,7 @@ def refuse_hinted(error: InputError, tables: Mapping[str, Any]) -> None:
 
 
 def _with_hint(error: UnknownKey, tables: Mapping[str, Any]) -> InputError:
-    """The error with a hint that the other tables do not refuse."""
+    """The error with a hint that fits the other tables."""
     from fedfm.config.known_keys import KnownKeys
 
     value: Any = tables

@@ -1,4 +1,4 @@
-"""What a user meant by a key that other libraries have, or that stands in another table here."""
+"""Suggestions for unknown keys: keys of other libraries, or keys of another table."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ class TakenKeys(Protocol):
     method: str
 
     def refusal(self, key: str, **names: str) -> InputError | None:
-        """Why a key ``a.b.c`` is refused in place of the unknown one; None if it is taken.
+        """Why a key ``a.b.c`` would be refused in place of the unknown one; None if it would be accepted.
 
         Args:
-            names: names in place of those in the tables, by the last part of the table, as ``local="adam"``.
+            names: name of an inner table -> the name to assume for it, as ``local="adam"``.
         """
 
 
@@ -108,7 +108,7 @@ class UnknownKey(InputError):
         return f"{self.key}: unknown key{self.hint}; {table_of} takes {taken}"
 
     def among(self, taken: TakenKeys) -> UnknownKey:
-        """The same with a hint that fits the other tables of the file: none names a key that they refuse."""
+        """The same error with a hint that fits the other tables: it does not name a key that they refuse."""
         return UnknownKey(self._key, self.known, self._path, _meant_among(self._key, self.known, self._path, taken))
 
 
@@ -151,7 +151,7 @@ def _question(key: str, path: str, rest: str = "") -> str:
 
 
 def _example(key: str, guess: str) -> str:
-    """A value, where that of the wrong key means something else."""
+    """An example value, if the value of the wrong key means something else."""
     found, value = _INSTEAD.get(key.lower(), ("", None))
     return f", e.g. {json.dumps(value)}" if found == guess else ""
 
@@ -174,7 +174,7 @@ def _meant_among(key: str, known: Collection[str], path: str, taken: TakenKeys) 
 
 
 def _owners(word: str, taken: TakenKeys) -> str:
-    """Which methods, and which optimisers of this method, have such a key."""
+    """The methods, and the optimisers of this method, that have such a key."""
     found = []
     for name in (word, *_SAME.get(word, ())):
         methods = [m for m in ours("methods") if name in _keys("methods", m)]

@@ -1,4 +1,4 @@
-"""Which keys the tables of an experiment take, read from the classes that they name; nothing is built."""
+"""The keys that the tables of an experiment take, from the classes that they name; no instance is made."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KnownKeys:
     """The keys that the tables of one experiment take in place of one that is unknown.
 
     Args:
-        value: what stands at the unknown key; "" stands for any value that is no table.
+        value: the value of the unknown key; "" represents any value that is not a table.
 
     Attributes:
         method: name of the experiment's method; "" if it has none.
@@ -36,10 +36,10 @@ class KnownKeys:
         self.method = str(table.get("name", "")) if isinstance(table, Mapping) else ""
 
     def refusal(self, key: str, **names: str) -> InputError | None:
-        """Why a key ``a.b.c`` is refused, None if it is taken, or if a wrong name hides it.
+        """Why a key ``a.b.c`` is refused; None if it is accepted, or if a wrong name makes this unknown.
 
         Args:
-            names: names in place of those in the tables, by the last part of the table, as ``local="adam"``.
+            names: name of an inner table -> the name to assume for it, as ``local="adam"``.
         """
         section, *path = key.split(".")
         if not path:
@@ -73,7 +73,7 @@ class KnownKeys:
         return None
 
     def _class(self, section: str, names: Mapping[str, str]) -> type | None:
-        """The class of a table of the experiment; None if its name is none."""
+        """The class of a table of the experiment; None if its name is unknown."""
         if section not in KINDS:
             return SPECS.get(section)
         kind, default = KINDS[section]
@@ -85,11 +85,11 @@ class KnownKeys:
         return _resolve(kind_of(hint), name) if name else hint if default is None else type(default)
 
     def _name(self, at: str, names: Mapping[str, str], default: str) -> str:
-        """The name in a table of the experiment, ``default`` where it has none."""
+        """The name in a table of the experiment; ``default`` if it has none."""
         return names.get(at.rpartition(".")[2], str(self._table(at).get("name", default)))
 
     def _table(self, at: str) -> Mapping[str, Any]:
-        """A table of the experiment; an empty one where it has none."""
+        """A table of the experiment; empty if it is missing."""
         table: Any = self._tables
         for part in at.split("."):
             table = table.get(part) if isinstance(table, Mapping) else None

@@ -37,7 +37,7 @@ def all_of(
 
 
 def _add(found: list[InputError], faults: Iterable[InputError]) -> None:
-    """Add the faults of another reading, but for keys of which one was found: each reader may say it otherwise."""
+    """Add the faults of another reading, except for keys that already have one: readers may word it differently."""
     known = {fault.key for fault in found}
     found += [fault for fault in faults if fault.key not in known]
 
@@ -51,7 +51,7 @@ def _add_of_one(table: Tables, alone: Callable[[Tables], object], found: list[In
 
 
 def _add_others(table: Tables, read: Callable[[Tables], Any], found: list[InputError]) -> None:
-    """Add the faults that are left once those that were found are taken out."""
+    """Add the faults that remain once the values at fault are removed."""
     rest, latest = copy_tables(table), list(found)
     while len(found) < MOST and _take_out(rest, latest):
         try:
@@ -68,13 +68,13 @@ def _is_own(table: Tables, fault: InputError) -> bool:
 
 
 def _take_out(table: Tables, faults: Iterable[InputError]) -> bool:
-    """Remove the keys of the faults; whether one was there and the rest can be read without it."""
+    """Remove the keys of the faults; return whether one was present and the rest can be read without it."""
     removed = False
     for fault in faults:
         if (place := _owner(table, fault)) is None:
             continue
         owner, key, path = place
-        if key == "name" and len(path) > 1:  # it decides which keys stand beside it
+        if key == "name" and len(path) > 1:  # it decides which other keys its table takes
             owner, key, path = _inner(table, path[:-2]), path[-2], path[:-1]
         if len(path) == 1 and path[0] in ("data", "model", "method") and isinstance(owner[key], Mapping):
             continue
@@ -84,7 +84,7 @@ def _take_out(table: Tables, faults: Iterable[InputError]) -> bool:
 
 
 def _owner(table: Tables, fault: InputError) -> tuple[MutableMapping[str, Any], str, list[str]] | None:
-    """(table, key, path) of what a fault is about; None where the file has no such key."""
+    """(table, key, path) of the value at fault; None if the file has no such key."""
     path = fault.key.partition("[")[0].split(".")  # of an entry of a list the list
     try:
         owner = _inner(table, path[:-1])

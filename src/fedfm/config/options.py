@@ -33,7 +33,7 @@ def check_momentum(local: Local) -> None:
 
 
 def check_transport(e: ExperimentParts, method: str) -> None:
-    """Refuse ``run.transport`` where rounding would break a promise, or where no trained values cross."""
+    """Refuse ``run.transport`` if rounding would break a guarantee, or if no trained values are sent."""
     from fedfm.aggregation.secure import Secure
     from fedfm.training.fit_head import HeadSpec
 
@@ -50,7 +50,7 @@ def check_transport(e: ExperimentParts, method: str) -> None:
         )
     if (own := vars(e.method).get("transport", EXACT)) != EXACT:
         raise InputError(
-            f'{where} method.transport = "{own}" codes what {method} sends already; drop one', key="run.transport"
+            f'{where} method.transport = "{own}" already encodes what {method} sends; drop one', key="run.transport"
         )
     if e.method.needs.model == "server":
         raise InputError(
@@ -58,7 +58,7 @@ def check_transport(e: ExperimentParts, method: str) -> None:
         )
     if e.method.needs.pooled:
         raise InputError(
-            f"{where} {method} pools all rows in one place, and nothing crosses; drop it", key="run.transport"
+            f"{where} {method} pools all rows in one place and sends nothing; drop it", key="run.transport"
         )
     statistics = not locals_of(e.method) and not any(isinstance(v, HeadSpec) for v in vars(e.method).values())
     if statistics or not any({Params, Update} & set(get_type_hints(half).values()) for half in halves):
@@ -75,7 +75,7 @@ def check_own_code(e: ExperimentParts, method: str) -> None:
     """
     if e.data.name != e.model.name:
         raise InputError(
-            f'data.name = "{e.data.name or ""}", model.name = "{e.model.name}": one function brings rows and model; '
+            f'data.name = "{e.data.name or ""}", model.name = "{e.model.name}": one function provides rows and model; '
             "expected the same name twice",
             key="data.name",
         )
@@ -85,7 +85,7 @@ def check_own_code(e: ExperimentParts, method: str) -> None:
         for f in dataclasses.fields(spec):
             if f.name not in used and getattr(spec, f.name) != getattr(plain, f.name):
                 raise InputError(
-                    f"{where}.{f.name}: {e.data.name} brings rows and model as they are; drop it",
+                    f"{where}.{f.name}: {e.data.name} provides rows and model as they are; drop it",
                     key=f"{where}.{f.name}",
                 )
     if "local" not in {f.name for f in dataclasses.fields(e.method)}:
@@ -106,19 +106,19 @@ def check_augmented(e: ExperimentParts, method: str) -> None:
         raise InputError("data.augment: the module's own data set changes its rows; drop it", key="data.augment")
     if adaptation is not None and adaptation.name in ("head", "side_adapter", "prompt"):
         raise InputError(
-            f'data.augment: with model.adaptation.name = "{adaptation.name}" the frozen backbone reads each picture '
-            'once, and its features are trained on; drop it, or train what reads pictures, e.g. "lora"',
+            f'data.augment: with model.adaptation.name = "{adaptation.name}" the frozen backbone reads each image '
+            'once, and training uses its features; drop it, or train a part that reads images, e.g. "lora"',
             key="data.augment",
         )
     if not all(m.traits.rows_by_optimiser for m in _all(e.method)):
         raise InputError(
-            f"data.augment: the clients of {method} read their pictures beside the local optimiser, which would see "
-            "them unchanged; drop it, or take a method whose clients train by it alone, e.g. fedavg",
+            f"data.augment: the clients of {method} read their images outside the local optimiser, too, and would see "
+            "them unchanged; drop it, or take a method whose clients only train by it, e.g. fedavg",
             key="data.augment",
         )
     if e.privacy is not None and e.privacy.mechanism == "dp_sgd":
         raise InputError(
-            "data.augment: DP-SGD bounds one gradient of each row as it is; drop one of the two", key="data.augment"
+            "data.augment: DP-SGD bounds one gradient of each unchanged row; drop one of the two", key="data.augment"
         )
 
 

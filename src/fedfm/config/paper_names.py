@@ -1,4 +1,4 @@
-"""Names of papers that are settings here, and no method, attack or aggregation of that name."""
+"""Names from papers that are combinations of settings here, not methods, attacks or aggregations of that name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SETTINGS = {
 
 
 def how_to_set(name: str) -> str:
-    """Suffix for a message on an unknown name: the settings that make what a paper calls so, or nothing.
+    """Suffix for a message on an unknown name: the settings that give what a paper calls by this name, or nothing.
 
     Example:
         >>> how_to_set("DoRA")

@@ -1,4 +1,4 @@
-"""Which defaults of a method are not its paper's: for `fedfm show` and the reference."""
+"""Defaults of a method that differ from its paper's, for `fedfm show` and the reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TABLES: dict[str, Any] = {"model": {"adaptation": AdaptationSpec()}, "privacy":
 
 
 def differences(cls: type) -> list[dict[str, Any]]:
-    """``key``, ``default``, ``paper`` and ``why`` of each setting whose default is not the paper's.
+    """``key``, ``default``, ``paper`` and ``why`` of each setting whose default differs from the paper's.
 
     A method whose paper also sets tables of other files has their defaults as ``paper_tables``.
 
@@ -32,7 +32,7 @@ def differences(cls: type) -> list[dict[str, Any]]:
 
 
 def _default(tables: dict[str, Any], key: str) -> Any:
-    """The default of a dotted key; of a key that stands for another value if it is absent, this value."""
+    """The default of a dotted key, or the value of the setting that replaces an absent key."""
     found: Any = tables
     for part in key.split("."):
         if part == "name" and (name := name_of("optimisers", found)):
@@ -42,7 +42,7 @@ def _default(tables: dict[str, Any], key: str) -> Any:
 
 
 def _field(table: Any, key: str) -> Any:
-    """Of a settings dataclass or of an instance, which may have other values than its class."""
+    """The value of a key of a settings dataclass, or of an instance, whose values may differ from its class."""
     f = {key_of(f.name): f for f in fields(table)}[key] if is_dataclass(table) else None
     if f is None:
         raise LookupError(f"{key}: a setting has no keys")

@@ -1,4 +1,4 @@
-"""The parts of an experiment, which the rules between its tables read."""
+"""The parts of an experiment that the rules between its tables read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ M = TypeVar("M")
 
 @dataclass(frozen=True)
 class ExperimentParts:
-    """What the tables of an experiment say.
+    """The settings in the tables of an experiment.
 
     Attributes:
         tuning: trials of a search before this run, and their costs.
@@ -37,13 +37,13 @@ class ExperimentParts:
     tuning: tuple[dict[str, Any], ...]
 
     def method_as(self, kind: type[M]) -> M:
-        """The method, for code that works with one class of methods.
+        """The method, for code that needs a certain class of methods.
 
         Raises:
-            TypeError: it is another one.
+            TypeError: it is of another class.
         """
         if not isinstance(self.method, kind):
-            raise TypeError(f"method {self.method_name!r} is no {kind.__name__}")
+            raise TypeError(f"method {self.method_name!r} is not a {kind.__name__}")
         return self.method
 
     @property
@@ -53,5 +53,5 @@ class ExperimentParts:
 
     @property
     def own_code(self) -> bool:
-        """Whether data and model come from a function of the user's that the experiment names."""
+        """Whether data and model come from a user's function that the experiment names."""
         return is_function(self.data.name)

@@ -17,19 +17,20 @@ _KEYS = {
     "method": ("foundation", "model", "trained", "gate_backbone"),
     "run": ("root_certificates", "folder", "roster", "identity"),
 }
-_MADE = {"run.identity"}  # files that fedfm makes if they are absent, next to the experiment's file
+_MADE = {"run.identity"}  # files that fedfm creates next to the experiment's file if they are absent
 
 
 def beside(file: Path, table: Mapping[str, Any], changed: Container[str] = ()) -> dict[str, Any]:
     """The tables of a TOML file, whose relative paths are looked up in the file's folder first.
 
-    What is not there stays as it is: a path relative to the working directory, a built-in name, or a hub's id.
+    Values that are not in that folder do not change: a path relative to the working directory, a built-in name, a hub
+    id.
 
     Args:
         changed: dotted keys that the command line sets.
 
     Raises:
-        InputError: a path is another file in the file's folder than in the working directory.
+        InputError: a path leads to one file in the file's folder and to another one in the working directory.
     """
     out = {key: dict(value) if isinstance(value, Mapping) else value for key, value in table.items()}
     for section, keys in _KEYS.items():
@@ -45,7 +46,7 @@ def beside(file: Path, table: Mapping[str, Any], changed: Container[str] = ()) -
 
 
 def _resolve_in(folder: Path, value: Any, key: str) -> Any:
-    """The path in the folder if it is there; any other value as it is."""
+    """The path in the folder if it exists there; any other value unchanged."""
     if not isinstance(value, str) or not value or value in BUILT_IN:
         return value
     path = Path(value).expanduser()
@@ -57,8 +58,8 @@ def _resolve_in(folder: Path, value: Any, key: str) -> Any:
         return str(there) if key in _MADE and not path.exists() else value
     if path.exists() and not path.samefile(there):
         raise InputError(
-            f'{key} = "{value}": there is {there}, and {path.resolve()} in the working directory; write the one that '
-            "is meant as an absolute path",
+            f'{key} = "{value}": there is {there}, and {path.resolve()} in the working directory; write the one '
+            "that you mean as an absolute path",
             key=key,
         )
     return str(there)

@@ -1,4 +1,4 @@
-"""Registry: names of methods, attacks, aggregations and optimisers, and their classes. A file's name is its name.
+"""Registry of methods, attacks, aggregations and optimisers: names and classes. A class is named after its file.
 
 A name in an experiment never makes Python import anything but fedfm. The owner of the process must first admit a class
 from elsewhere (``module:Class`` or an installed entry point).
@@ -28,7 +28,7 @@ _BASES = {
 _HELD = {"optimisers": "fedfm.training:BY_NAME"}  # kinds that are a dict of places of classes, not a folder
 _TABLES = {"method": "methods", "attack": "attacks", "aggregation": "aggregation"}  # table of an experiment -> kind
 _admitted: dict[tuple[str, str], type] = {}  # (kind, name) -> class
-_WINGS = {  # what wings beside the trunk add to a kind: files, or folders whose files are all of the kind
+_WINGS = {  # what wings add to a kind: files, or folders that contain only files of this kind
     "methods": ("fedfm.encrypted.blindfed",),
     "audits": ("fedfm.encrypted.audits",),
 }
@@ -46,7 +46,7 @@ def available(kind: str) -> dict[str, str]:
 
 
 def _modules_in(place: str, without: Sequence[str]) -> dict[str, str]:
-    """Name -> module of a file, or of the files and the algorithms of a folder; nothing is imported but fedfm."""
+    """Name -> module of a file, or of the files and algorithms of a folder; only fedfm itself is imported."""
     root, *parts = place.split(".")
     folder = files(root).joinpath(*parts)
     if not folder.is_dir():
@@ -58,7 +58,7 @@ def _modules_in(place: str, without: Sequence[str]) -> dict[str, str]:
             continue
         if entry.name.endswith(".py"):
             found[name] = f"{place}.{name}"
-        elif entry.joinpath(f"{name}.py").is_file():  # an algorithm in a folder of its own
+        elif entry.joinpath(f"{name}.py").is_file():  # an algorithm in its own folder
             found[name] = f"{place}.{name}.{name}"
     return found
 
@@ -74,7 +74,7 @@ def _points(kind: str) -> Sequence[Any]:
 
 @functools.lru_cache(maxsize=4)
 def _any_installed(folders: tuple[str, ...]) -> bool:
-    """Whether a folder of sys.path may hold an entry point of fedfm; an archive or an unreadable folder may."""
+    """Whether a folder of sys.path may contain an entry point of fedfm; true for archives and unreadable folders."""
     for folder in map(Path, folders):
         try:
             found = (b"[fedfm." in path.read_bytes() for path in folder.glob("*.*-info/entry_points.txt"))
@@ -110,7 +110,7 @@ def resolve(kind: str, name: Any, where: str = "") -> Any:
     if (kind, name) in _admitted:
         return _admitted[kind, name]
     if ":" in names.get(name, name):  # an entry point, or module:Class
-        raise InputError(f'{where} = "{name}": code beside fedfm\'s own, which nobody here has listed', key=where)
+        raise InputError(f'{where} = "{name}": code from outside fedfm, which nobody here has admitted', key=where)
     if name not in names:
         from fedfm.config.paper_names import how_to_set
 
@@ -141,7 +141,7 @@ def admit(kind: str, name: str, where: str) -> None:
         where: the key or file, for the message.
 
     Raises:
-        InputError: it cannot be imported, or is no class of this kind.
+        InputError: it cannot be imported, or is not a class of this kind.
     """
     base = _attribute(_BASES[kind])
     try:

@@ -1,4 +1,4 @@
-"""One file for several methods: ``--set method.name=...`` leaves out what only the file's method takes."""
+"""One file for several methods: ``--set method.name=...`` leaves out keys that only the file's method takes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def without_former_keys(
 ) -> dict[str, Any]:
     """The tables of an experiment without those keys of [method] that only the replaced method takes.
 
-    Keys that nobody takes stay, and are refused, and so are those of the command line.
+    Keys that no method takes stay and are refused. So are those of the command line.
 
     Args:
         former: [method] as the file has it.

@@ -15,12 +15,12 @@ TRACKERS = ("mlflow", "tensorboard", "wandb")
 class AsynchronousSpec:
     """Buffered asynchronous rounds: see :mod:`fedfm.aggregation._asynchronous`."""
 
-    buffer: int = setting(0, "K, updates of a server update; a slower client is in a later one", required=True, ge=1)
+    buffer: int = setting(0, "K, updates in a server update; slower clients are in a later one", required=True, ge=1)
     staleness: float = setting(
         0.5, "a: an update that began tau server updates ago counts (1 + tau)^-a", ge=0, finite=True
     )
     speeds: dict[str, float] = setting(
-        dict, "of single clients by name, over that of all others, where arrival is simulated", gt=0, finite=True
+        dict, "speed by client relative to all others, if arrival is simulated", gt=0, finite=True
     )
 
 
@@ -33,7 +33,7 @@ class RunSpec:
     min_clients: int | None = setting(
         None, "the run stops if fewer clients give a valid reply [half of those that were asked]", ge=1
     )
-    timeout: float = setting(600.0, "seconds that a client may take", gt=0)
+    timeout: float = setting(600.0, "largest number of seconds of a client", gt=0)
     extend_timeout: bool | None = setting(
         None, "wait longer if the measured time of its steps says so [true, or false where timeout is given]"
     )
@@ -48,7 +48,7 @@ class RunSpec:
     )
     loader_workers: int = setting(
         0,
-        "processes that decode pictures ahead of each training client, where they are too many for memory; the results "
+        "processes that decode images ahead for each training client, if they do not fit in memory; the results "
         "do not depend on it",
         ge=0,
     )
@@ -61,16 +61,16 @@ class RunSpec:
     wire: bool = setting(False, "local engine: serialise every message as a network would")
     transport: str = setting(
         EXACT,
-        "what trained values cross as, in both directions: float32, bfloat16 (half of the bytes), or int8 (a quarter, "
+        "type of trained values in messages, both ways: float32, bfloat16 (half of the bytes), or int8 (a quarter, "
         "with a step for each 256 values); the result states the error",
         choices=(EXACT, *CODED),
     )
     asynchronous: AsynchronousSpec | None = setting(
-        None, "a round is a server update of the first updates that arrive: { buffer = 4 }"
+        None, "a round is a server update from the first updates that arrive: { buffer = 4 }"
     )
     superlink: str | None = setting(None, "deployment: attach to this host:port")
     root_certificates: str | None = setting(None, "PEM file of the superlink's authority")
-    folder: str | None = setting(None, "folder: the folder that carries the messages; it exists on both sides")
+    folder: str | None = setting(None, "folder: the folder for the messages; it must exist on both sides")
     roster: str | None = setting(None, "folder: a TOML or JSON file with the silos' public keys by name")
     identity: str | None = setting(
         None, "folder: the file of the server's key, made if absent [~/.config/fedfm/server.key]"

@@ -16,7 +16,7 @@ from fedfm.privacy.spec import check as check_privacy
 
 
 def check_alone(section: str, tables: Mapping[str, Any]) -> None:
-    """Refuse what is wrong in one table of an experiment, whatever the others say."""
+    """Refuse what is wrong in one table of an experiment by itself."""
     table = tables.get(section)
     if not isinstance(table, Mapping):
         return

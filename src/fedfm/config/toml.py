@@ -1,4 +1,4 @@
-"""Tables of a TOML file <-> frozen dataclasses: strict; an error names the key and what would be right."""
+"""Tables of a TOML file to frozen dataclasses and back. Errors name the key and what is expected."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _DATA = (".csv", ".jsonl", ".jsonl.gz", ".parquet", ".npz", ".txt", ".txt.gz")  
 
 
 def read(path: str | Path, overrides: Mapping[str, Any], takes: str) -> dict[str, Any]:
-    """The nested tables of a TOML file, with its paths as of :func:`fedfm.config.paths.beside`.
+    """The nested tables of a TOML file, with paths resolved by :func:`fedfm.config.paths.beside`.
 
     Args:
         overrides: values by key ``a.b.c``, whose paths are relative to the working directory.
-        takes: what the command expects, for the message if the file is absent or data.
+        takes: what the command expects, for the message if the file is absent or contains data.
 
     Raises:
         InputError: the file is absent, cannot be read, or is not TOML.
@@ -60,7 +60,7 @@ def refuse_unknown(table: Mapping[str, Any], known: Any, path: str) -> None:
     """Refuse unknown keys; ``path`` is the table's name, "" for the file.
 
     Raises:
-        UnknownKey: of the first one; the others are its ``more``.
+        UnknownKey: for the first one; its ``more`` are the others.
     """
     faults = Faults()
     for key in table:
@@ -75,8 +75,8 @@ def build(cls: type, table: Any, path: str) -> Any:
     """An instance of a dataclass from a table.
 
     Raises:
-        InputError: an unknown key, a wrong type, a missing key; named by its path. Its ``more`` are the other faults
-            of the table.
+        InputError: an unknown key, a wrong type or a missing key, with its path; its ``more`` are the other faults of
+            the table.
     """
     if not isinstance(table, Mapping):
         text = f"{path} = {table!r}: expected a table, e.g. {{ name = ... }}"
@@ -92,7 +92,7 @@ def build(cls: type, table: Any, path: str) -> Any:
         if (own := own_default(of)) is not None and isinstance(value, Mapping) and "name" not in value:
             value = plain_or_name(own) | dict(value)
         if isinstance(value, str) and value == of.metadata.get("alone"):
-            value = (value,)  # a word in place of a list
+            value = (value,)  # a single word instead of a list
         if isinstance(value, bool) and (word := of.metadata.get("true")):
             if not value and "false" not in of.metadata:
                 continue
@@ -103,7 +103,7 @@ def build(cls: type, table: Any, path: str) -> Any:
         if key not in table and needs_value(of):
             allowed = bounds_of(of).words_for(hints[of.name])
             faults.add(Absent(f"{at}{key} is missing: expected {allowed}", key=f"{at}{key}", allowed=allowed))
-    if faults.found:  # what else is asked of the instance, which is not made
+    if faults.found:  # also the other checks of the instance, which is not made
         for fault in _of_fields(known, table, found, hints, at):
             faults.add(fault)
     faults.refuse()
@@ -111,7 +111,7 @@ def build(cls: type, table: Any, path: str) -> Any:
 
 
 def own_default(field: Field[Any]) -> Local | None:
-    """The client optimiser whose keys a table without a name has: the method's own; None where it is not of use."""
+    """The method's own client optimiser, whose keys a table without a name has; None if the field has none."""
     default: Any = field.default
     own = isinstance(default, Local) and (type(default) is SGD or not isinstance(default, SGD))
     return default if isinstance(default, Local) and own else None
@@ -124,7 +124,7 @@ def _of_fields(
     hints: Mapping[str, Any],
     at: str,
 ) -> list[InputError]:
-    """Faults of the values that could be read, and of required keys that are absent."""
+    """Faults of the values that were read, and of required keys that are absent."""
     faults = Faults()
     for key, of in known.items():
         where, hint = f"{at}{key}", hints[of.name]
@@ -148,7 +148,7 @@ def convert(value: Any, hint: Any, path: str, meaning: str = "") -> Any:
     """``value`` as the type ``hint``; an integer may stand for a float, nothing else is converted.
 
     Args:
-        meaning: meaning of a table, for the message if the value is none.
+        meaning: meaning of a table, for the message if the value is not a table.
 
     Raises:
         InputError: the value has another type.
@@ -180,10 +180,10 @@ def convert(value: Any, hint: Any, path: str, meaning: str = "") -> Any:
 
 
 def _refuse_wide(value: Any, path: str, deep: bool) -> None:
-    """Refuse a whole number that TOML does not have: one of more than 64 bits, on which arithmetic has no bound.
+    """Refuse a whole number of more than 64 bits, which TOML does not have and on which arithmetic may take long.
 
     Args:
-        deep: look into lists and tables, which nobody else does.
+        deep: whether to look into lists and tables, which no other code checks.
     """
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise InputError(f"{path}: a whole number of {value.bit_length()} bits; expected one of at most 64", key=path)
@@ -230,7 +230,7 @@ def kind_of(cls: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses as nested tables; keys without a value are left out."""
+    """Dataclasses as nested tables, without keys that have no value."""
     if is_dataclass(value) and not isinstance(value, type):
         table = {key_of(f.name): plain_or_name(getattr(value, f.name)) for f in fields(value)}
         return {key: inner for key, inner in table.items() if inner is not None}

@@ -1,7 +1,7 @@
 """Functions of users that an experiment names as ``module:function``, in ``data.name`` and ``model.name``.
 
-As with classes (see :mod:`fedfm.config.registry`), an experiment never makes Python import them: the owner of the
-process admits them first, by writing the experiment, or by naming its own function in a silo's file.
+As with classes (see :mod:`fedfm.config.registry`), an experiment never makes Python import them. The owner of the
+process admits them first: by writing the experiment, or by naming a function in a silo's file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_function(name: Any) -> bool:
 
 
 def admit_function(name: str, where: str) -> Callable[[], Any]:
-    """Import ``module:function``; importing runs the module: only for names that this process's owner wrote.
+    """Import ``module:function``. This runs the module, so the name must come from this process's owner.
 
     Raises:
         InputError: it cannot be imported, or cannot be called.
@@ -45,20 +45,20 @@ def admit_function(name: str, where: str) -> Callable[[], Any]:
 
 
 def function(name: str, where: str) -> Callable[[], Any]:
-    """A function that was admitted.
+    """The admitted function of this name.
 
     Raises:
-        InputError: it was not.
+        InputError: it was not admitted.
     """
     if name not in _admitted:
-        raise InputError(f'{where} = "{name}": code beside fedfm\'s own, which nobody here has listed', key=where)
+        raise InputError(f'{where} = "{name}": code from outside fedfm, which nobody here has admitted', key=where)
     return _admitted[name]
 
 
 def fill_from_trainer(tables: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An experiment as its owner wrote it, with what a named Trainer's arguments say where the owner says nothing.
+    """An experiment as its owner wrote it, completed by the arguments of a named Trainer.
 
-    That is ``[method.local]`` and ``run.seed``. Other experiments come back as they are.
+    They set ``[method.local]`` and ``run.seed`` where the owner does not. Other experiments are returned unchanged.
 
     Raises:
         InputError: the function cannot be called, or its Trainer has an argument that clients cannot honour.

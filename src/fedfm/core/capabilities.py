@@ -1,7 +1,7 @@
-"""Roles of a method beyond its rounds; as data, what is true of it (:class:`Traits`) and what it :class:`Needs`.
+"""Roles of a method beyond its rounds; its properties (:class:`Traits`) and requirements (:class:`Needs`) are data.
 
 Every method is a :class:`Reporter`. It takes another role by deriving from it. A role's abstract members are required;
-the others are optional, and :func:`has` tells whether a method has its own. Each role names who calls it.
+the others are optional, and :func:`has` checks whether a method defines its own. Each role names its caller.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from fedfm.privacy.spec import PrivacySpec
 
 R = TypeVar("R")
-PREDICTIONS = "predictions.jsonl"  # in a client's store: its predictions, a line a row
+PREDICTIONS = "predictions.jsonl"  # in a client's store: its predictions, one line per row
 
 
 class Judge(Protocol):
     """Metrics of parameters on the global test rows."""
 
     def __call__(self, w: Params, /, *, by_class: bool = True) -> dict[str, Any]:
-        """``by_class``: also the counts by class, which no client tells, so that they may need a pass of their own."""
+        """``by_class``: also compute counts by class, which may need an extra pass, since no client reports them."""
 
 
 def has(method: object, role: type[R], member: str) -> TypeGuard[R]:
@@ -46,22 +46,22 @@ def has(method: object, role: type[R], member: str) -> TypeGuard[R]:
 
 
 class Reporter:
-    """What a method says before, during and after a run, besides the usual metrics. Caller: the run and its result."""
+    """A method's own reports before, during and after a run. Caller: the run and its result."""
 
     _was: ClassVar[dict[str, str]] = {"late_forewarning": "staleness_warnings"}
 
-    figures: ClassVar[tuple[str, ...]] = ()  # names in fed.metrics that a round's line of metrics.jsonl has as well
+    figures: ClassVar[tuple[str, ...]] = ()  # names in fed.metrics that also go into a round's line of metrics.jsonl
 
     def forewarnings(self, counts: Mapping[ClientId, Sequence[int]]) -> list[str]:
-        """What its settings have to tell before the first round, a line each.
+        """Notices about its settings before the first round, one line each.
 
         Args:
-            counts: of each client, the training rows by class; empty in a run, which tells of rows when they are used.
+            counts: each client's training rows by class; empty in a run, which reports on rows when they are used.
         """
         return []
 
     def staleness_warnings(self) -> list[str]:
-        """What may go wrong with its settings if updates are of earlier rounds, and what to set, a line each."""
+        """Risks of its settings if updates are stale, each with a better setting, one line each."""
         return []
 
     def arrays(self, state: Any) -> Mapping[str, Any]:
@@ -73,12 +73,12 @@ class Reporter:
         return {}
 
     def notices(self, state: Any) -> list[str]:
-        """What the owner of a finished run should read, a line each."""
+        """Notices for the owner of a finished run, one line each."""
         return []
 
 
 class Personal:
-    """Every client ends with a model of its own: ``params_for`` tells them apart, or the clients keep them.
+    """Every client ends with its own model: ``params_for`` differs by client, or the clients keep a part.
 
     Caller: evaluation, which then scores one model per client.
     """
@@ -98,25 +98,25 @@ class Personal:
         return w
 
     def start_models(self, state: Any) -> dict[ClientId, Params]:
-        """Start model of each client's last local pass, scored at the end; under "" the one that all clients share."""
+        """Start model of each client's last local pass, scored at the end; the key "" is for all clients."""
         return {}
 
     def check_own(self, w: Params, model: Model) -> None:
-        """Refuse what a client gave as its own model where it is none, if it has other tensors than the federation's.
+        """Check a client's own model, if its tensors differ from the federation's model.
 
         Raises:
-            ClientFault: with the first tensor that differs.
+            ClientFault: a tensor differs; it names the first.
         """
         match(w, model.layout, "model")
 
 
 class Predictor:
-    """Predictions are not those of one installed model, or are more than that. Caller: evaluation and the export."""
+    """Predictions that do not simply come from one installed model. Caller: evaluation and the export."""
 
     _was: ClassVar[dict[str, str]] = {"applied": "install"}
 
     def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
-        """Logits (n, C) of rows under w, if they do not come from one model, e.g. from an ensemble."""
+        """Logits (n, C) of rows under w, e.g. of an ensemble."""
         raise NotImplementedError
 
     def install(self, model: Model, w: Params, rows: Rows) -> AbstractContextManager[Rows]:
@@ -125,11 +125,13 @@ class Predictor:
 
     @property
     def feature_transform(self) -> str | None:
-        """In words, the transform of features before the head, which the export documents."""
+        """The transform of features before the head, in words; the export documents it."""
         return None
 
     def mixture_in_code(self, model: Model) -> list[str]:
-        """Lines of Python that make ``model`` of ``experts``, a PeftModel of both, and of the files in ``FOLDER``."""
+        """Lines of Python that make ``model`` from ``experts``, a PeftModel of both, and from the files in
+        ``FOLDER``.
+        """
         return []
 
 
@@ -140,19 +142,19 @@ class Private(ABC):
 
     @abstractmethod
     def settle(self, privacy: PrivacySpec | None) -> Self:
-        """This method with the defaults filled in that depend on whether there is a [privacy] table."""
+        """This method, with the defaults that depend on the [privacy] table filled in."""
 
     @abstractmethod
     def protect(self, privacy: PrivacySpec) -> Self:
         """This method under the [privacy] table.
 
         Raises:
-            InputError: it has no mechanism of that kind.
+            InputError: the method has no mechanism of that kind.
         """
 
     @abstractmethod
     def spend(self, accountant: Accountant) -> None:
-        """Compose what a finished run has spent of privacy; nothing if nothing is claimed."""
+        """Compose the privacy that a finished run has spent; nothing if the method claims nothing."""
 
 
 class Joinable(ABC):
@@ -197,14 +199,14 @@ class TensorTable(Protocol):
 
 
 class ServerModel(ABC):
-    """The server has a foundation model of its own besides the federation's model. Caller: ``fedfm check``."""
+    """The server has its own foundation model in addition to the federation's. Caller: ``fedfm check``."""
 
     @abstractmethod
     def check_foundation(self) -> None:
         """Check that the foundation model exists.
 
         Raises:
-            InputError: with the path where it was expected.
+            InputError: there is none; it names the expected path.
         """
 
     @abstractmethod
@@ -213,7 +215,7 @@ class ServerModel(ABC):
 
 
 class HiddenModel(ABC):
-    """The model is the server's, so there is no [model]: clients see other rows, and have a model for these.
+    """Only the server has the model, so there is no [model]; clients train another model on derived rows.
 
     Caller: the experiment, the population and evaluation.
     """
@@ -222,14 +224,14 @@ class HiddenModel(ABC):
 
     @abstractmethod
     def model_table(self) -> dict[str, Any]:
-        """Keys of [model]."""
+        """The keys of a [model] table."""
 
     @abstractmethod
     def check_model(self) -> None:
-        """Check that the model exists and is of the kind that it needs, without loading it.
+        """Check that the model exists and is of the right kind, without loading it.
 
         Raises:
-            InputError: with what would be right.
+            InputError: it names what would be right.
         """
 
     @abstractmethod
@@ -238,15 +240,16 @@ class HiddenModel(ABC):
 
     @abstractmethod
     def encode(self, model: Model, rows: Rows) -> Rows:
-        """Rows as the server's model gives them to whoever holds them. Caller: ``fedfm predict`` and ``fedfm join``."""
+        """Encode rows by the server's model for the clients. Caller: ``fedfm predict`` and ``fedfm join``."""
 
     def fidelity(self, visible: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
-        """How far a client's rows are from those of the server's model in the clear, for ``details``. Caller: the local
-        engine, the one place that has both.
+        """The distance of a client's rows from those that the server's model computes in the clear, for ``details``.
+        Caller:
+        the local engine, since only it has both.
 
         Args:
-            visible: of :meth:`view`.
-            clear: the rows of ``train``, ``val`` or ``test`` by the server's model; not called where nothing is told.
+            visible: the client's data in :meth:`view`.
+            clear: computes the rows of ``train``, ``val`` or ``test`` by the server's model; called only if needed.
         """
         return {}
 
@@ -262,22 +265,22 @@ class RunPlan(Protocol):
 
 
 class Planned:
-    """What a run costs is known before it starts. Caller: ``fedfm check`` and the ledger."""
+    """The cost of a run is known before it starts. Caller: ``fedfm check`` and the ledger."""
 
     def plan(self, model: Model, rows: Sequence[Sequence[int]]) -> RunPlan | None:
         """The plan, with ``to_dict()`` and ``table()``, or None.
 
         Args:
-            rows: of each client, training, validation and test rows.
+            rows: for each client its numbers of training, validation and test rows.
 
         Raises:
-            InputError: such a run would be refused.
+            InputError: the run would be refused.
         """
         return None
 
     @property
     def passes(self) -> int:
-        """Epochs a round over everything that is trained, if they differ from the client optimiser's."""
+        """Epochs per round over all trained parts, if they differ from the client optimiser's."""
         raise NotImplementedError
 
 
@@ -288,12 +291,12 @@ ROLES: tuple[type, ...] = (
 
 
 def check_roles(method: type) -> None:
-    """Check that a class derives from the role of each member that it has, which nobody would call otherwise.
+    """Check that a class derives from the role of each of its members; otherwise the member would never be called.
 
     Messages and settings may have such a name. A member that has another name by now is refused, too.
 
     Raises:
-        InputError: with the role.
+        InputError: it does not; the error names the role.
     """
     for role in (Reporter, *ROLES):
         for old, new in vars(role).get("_was", {}).items():

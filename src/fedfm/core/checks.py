@@ -25,10 +25,10 @@ def conform(value: Any, hint: Any, path: str = "reply", most: float = math.inf) 
     finite.
 
     Args:
-        most: the largest L2 norm of parameters and of a floating-point tensor; below 1e19, or infinity.
+        most: the largest L2 norm of parameters and of any floating-point tensor; below 1e19, or infinity.
 
     Raises:
-        ClientFault: with the path of the first field that does not fit.
+        ClientFault: a field does not fit; it names the path of the first.
     """
     return _checker(hint, most)(value, path)
 
@@ -204,7 +204,7 @@ def _dataclass(cls: Any, most: float) -> Check:
     checks: dict[str, Check] = {}
 
     def check(value: Any, path: str) -> Any:
-        if not checks:  # resolved on first use: annotations of a module may refer to each other
+        if not checks:  # built on first use, since a module's annotations may refer to each other
             hints = get_type_hints(cls)
             checks.update({name: _checker(hints[name], most) for name in fields})
         if isinstance(value, cls):
@@ -255,7 +255,7 @@ def _first(paths: Iterable[str | None]) -> str | None:
 
 
 def match(value: Params, like: Layout, path: str = "reply") -> None:
-    """Check that names, dtypes and shapes are those of ``like``.
+    """Check that names, dtypes and shapes equal those of ``like``.
 
     Raises:
         ClientFault: E_TENSORS, E_DTYPE or E_SHAPE with the first tensor that differs, expected and got.
@@ -265,10 +265,10 @@ def match(value: Params, like: Layout, path: str = "reply") -> None:
     if missing := [n for n in like.slots if n not in value.layout.slots]:
         raise ClientFault(E_TENSORS, f"{path}: {missing[0]} is missing")
     if extra := [n for n in value.layout.slots if n not in like.slots]:
-        raise ClientFault(E_TENSORS, f"{path}: {extra[0]} was not asked for")
+        raise ClientFault(E_TENSORS, f"{path}: {extra[0]} was not requested")
     for (name, dtype, shape), (got, got_dtype, got_shape) in zip(like.entries, value.layout.entries, strict=True):
         if name != got:
-            raise ClientFault(E_TENSORS, f"{path}: {got} stands where {name} was expected")
+            raise ClientFault(E_TENSORS, f"{path}: {got} is in the place of {name}")
         if dtype != got_dtype:
             raise ClientFault(E_DTYPE, f"{path}: {name} is {_short(got_dtype)}, expected {_short(dtype)}")
         if shape != got_shape:

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from fedfm.models.model import Model
 
 ClientId = str  # the name a silo gives itself, e.g. "hospital-a"
-POOLED = "(pooled)"  # the client that holds all clients' training rows; only on the local engine
+POOLED = "(pooled)"  # a client with all clients' training rows; only on the local engine
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 # Entry of a payload, from an aggregation's server half to its client half; no method gets it.
 AGGREGATION_MESSAGE = "+told"
-SCALE = "+scale"  # likewise, from the mechanism of a mean: the norm in units of which it bounds an update
-MAX_WEIGHT = 1e9  # no client has more rows; with a larger weight one client could replace the mean
+SCALE = "+scale"  # likewise, from the mechanism of a mean: the unit of norms in which it bounds an update
+MAX_WEIGHT = 1e9  # no client has more rows; a larger weight would let one client replace the mean
 
 
 class ClientData:
@@ -33,7 +33,7 @@ class ClientData:
 
     @property
     def ready(self) -> list[Rows]:
-        """Those that have been prepared."""
+        """The parts that are prepared already."""
         return [rows for name, rows in vars(self).items() if name in self._make]
 
     @functools.cached_property
@@ -79,7 +79,7 @@ class Trainer(Protocol):
     """Computes local training; the runtime gives each client one (:func:`fedfm.training.scheduler.train_client`)."""
 
     def __call__(self, client: Client, w: Params, local: Any, terms: Terms) -> Params:
-        """The parameters that the client optimiser ``local`` reaches from ``w``; the others as there."""
+        """The parameters after training by the client optimiser ``local`` from ``w``; untrained ones are unchanged."""
 
 
 def no_trainer(*_: Any, **__: Any) -> Params:
@@ -98,25 +98,25 @@ class Client:
 
     Attributes:
         model: the model of this party; None if only the server has one.
-        memory: kept between messages and rounds; never sent.
+        memory: stored between messages and rounds; never sent.
         seed: seed of this client in this round, from which all random streams derive.
         metrics: metrics of the client optimiser's last pass, e.g. ``loss``.
         secret: 32 bytes by name, from the operating system's entropy, the same for the whole run; never sent.
-        write_once: keeps a value under a name and returns the first one that was given in this run. A resume, or a
-            repeated message, undoes neither the name nor the value, unlike :attr:`memory`.
+        write_once: stores a value under a name and returns the first value stored in this run. Unlike :attr:`memory`, a
+            resume or a repeated message does not undo it.
         store: bytes by name, on the disk when an assignment returns; neither a resume nor a repeated message undoes
             them. Never sent.
-        private: what the client optimiser trains by under DP-SGD, whose ``data`` can be counted only; None: as usual.
+        private: settings of DP-SGD for the client optimiser; then ``data`` can only be counted. None: no DP-SGD.
         trained: last result of the client optimiser: the client's model before aggregation.
-        broadcast: what the server sends to all clients alike in this message: handler, round and payload.
-        aggregation_message: what an aggregation's server half says in this message to its client half.
-        scale: norm in units of which the mechanism of a mean bounds the update; None: its own, fixed one.
-        identity: the silo's own Ed25519 key, 32 bytes; None: it has none beyond a run.
+        broadcast: the common part of this message for all clients: handler, round and payload.
+        aggregation_message: the aggregation's own part of this message, from its server half to its client half.
+        scale: the unit of norms in which the mechanism of a mean bounds the update; None: the mechanism's fixed one.
+        identity: the silo's own Ed25519 key, 32 bytes; None: the silo has no permanent key.
         roster: the other silos' public keys by name, from an agreement without the server; None: there is none.
         log: writes a line into the silo's log.
-        smallest_cohort: the silo's own policy: its update goes into no sum of fewer clients; 0: as the protocol has it.
+        smallest_cohort: the silo's own policy: its update goes into no sum of fewer clients; 0: the protocol decides.
         span: the part of the run that this round is, from (t - 1) / T to t / T; schedules of eta follow it.
-        round: t, as the message says.
+        round: t, from the message.
         trainer: computes local training, alone or with other clients as one batch.
     """
 
@@ -177,10 +177,10 @@ def on_client(handler: Handler | None = None, *, kind: str = "", varying: tuple[
         kind: kind of the message. By default the server half decides: ``train`` for ``mean``, ``query`` for ``ask``.
             An aggregation's own handlers have ``aggregate``, the run's have ``scores`` or ``reveal``.
         varying: arguments that may differ by client (see :class:`each`). Under secure aggregation the clients of a
-            mean make sure that all were sent the same values of the others.
+            mean check that all other arguments are the same for all of them.
 
     Raises:
-        InputError: a parameter besides ``self``, or the return value, has no annotation.
+        InputError: a parameter other than ``self``, or the return value, has no annotation.
     """
 
     def mark(handler: Handler) -> Handler:

@@ -1,4 +1,4 @@
-"""Rows of an argument of a model that are computed when a batch needs them."""
+"""Rows of a model's argument that are computed only when a batch needs them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class Deferred(Protocol):
-    """n rows of an argument of the model that are computed when a batch needs them; a row's bits depend on it alone.
+    """n rows of a model's argument, computed when a batch needs them; a row's bits depend only on that row.
 
     Attributes:
-        loaders: processes that compute batches ahead; 0: none.
+        loaders: number of processes that compute batches in advance; 0: none.
     """
 
     @property
@@ -22,11 +22,11 @@ class Deferred(Protocol):
     def __len__(self) -> int: ...
 
     def take(self, index: np.ndarray) -> Deferred:
-        """These rows, in this order; none is computed."""
+        """Select rows in this order, without computing them."""
         ...
 
     def sources(self) -> Iterator[bytes]:
-        """The bytes of which each row is computed."""
+        """The bytes from which each row is computed."""
         ...
 
     def compute(self) -> Tensor:

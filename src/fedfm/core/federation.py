@@ -1,4 +1,4 @@
-"""Input of the server half of a method: the clients, two verbs, and the transcript of what clients exposed."""
+"""Input of a method's server half: the clients, the verbs ``ask`` and ``mean``, and the transcript."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from fedfm.models.model import Model
 
 # Largest L2 norm of a reply's parameters and of each floating-point tensor in it. Honest updates have norms of some
-# thousands; sums of squares over 10^9 rows of norm 1,000 just reach it. Below it nothing overflows float32: 10^14 terms
+# thousands; only sums of squares over 10^9 rows of norm 1,000 reach it. Below it nothing overflows float32: 10^14 terms
 # of this norm and MAX_WEIGHT add up to 1e38, and a square, e.g. in a server's Adam, is 1e30.
 MAX_NORM = 1e15
-_REASON = 400  # characters of a reason that are kept
+_REASON = 400  # largest number of characters of a stored reason
 
 
 class Sampler(Protocol):
@@ -70,27 +70,28 @@ class Aggregation(Protocol):
 
 
 class Federation:
-    """The server half's view: the clients, two verbs, and the transcript of what clients exposed.
+    """The server half's view: the clients, the verbs ``ask`` and ``mean``, and the transcript of clients' replies.
 
     Attributes:
-        clients: names, sorted: the same order on every engine.
+        clients: sorted names, in the same order on every engine.
         model: the server's copy of the model.
         initial: w_0, the trainable parameters before the first round.
         round: 1, 2, ... during a round; 0 before the first.
-        call: number of the round's last call, from 1; a client reads the memory that earlier calls left.
-        tell: shows a text to the user now, e.g. how far a long step is; the run does not keep it.
+        call: number of the round's last call, from 1; a client reads the memory that earlier calls wrote.
+        tell: shows a text to the user now, e.g. the progress of a long step; the run does not store it.
         excluded: clients left out so far, each with the reason.
         notices: messages of this round for the user.
         heard: number of clients with a valid reply to the method's last call; after :meth:`mean`, those in the mean.
         metrics: means of the metrics in this round's updates, weighted like the updates.
-        client_metrics: of this round's updates by client, where they have scores on the client's own rows and the
+        client_metrics: metrics of this round's updates by client, if they have scores on the client's own rows and the
             server sees single updates.
         secret: the server's 32 bytes by name, from the operating system's entropy, the same for the whole run.
-        underway: (round, call) of clients whose reply may come in a later round, see ``first`` of :meth:`exchange`.
-        began: of the last such call by client, the round in which the one that answered was asked.
-        memory: the server's private memory, as of the last committed round.
-        store: bytes by name, on the disk when an assignment returns, so that a resume finds them within a round.
-        process_memory: what an aggregation keeps while this process runs; a resumed run starts without it.
+        underway: (round, call) by client of requests in flight, whose reply may come in a later round; see ``first`` of
+            :meth:`exchange`.
+        began: for each client that answered the last such call, the round of its request.
+        memory: the server's private memory at the last commit.
+        store: bytes by name, on the disk when an assignment returns, so that a resume within a round finds them.
+        process_memory: an aggregation's state while this process runs; a resumed run starts without it.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Federation:
         self.cohort: tuple[ClientId, ...] = ()
         self.underway: dict[ClientId, tuple[int, int]] = {}
         self.began: dict[ClientId, int] = {}
-        self._restored: dict[ClientId, tuple[int, int] | None] = {}  # with what may be asked instead
+        self._restored: dict[ClientId, tuple[int, int] | None] = {}  # client -> request that may be sent instead
         self._on_excluded = on_excluded
         self.clients: tuple[ClientId, ...] = tuple(sorted(link.clients))
 
@@ -147,10 +148,10 @@ class Federation:
         self.memory = self._memory(t)
 
     def restore(self, underway: Mapping[ClientId, tuple[int, int]]) -> None:
-        """Go on waiting for requests of a process before this one, if the link can.
+        """Continue to wait for requests of an earlier process, if the link can.
 
         Args:
-            underway: as it was at the commit after which the run goes on.
+            underway: the value at the commit after which the run continues.
         """
         if isinstance(self._link, Streaming) and self._link.streams:
             self.underway = {client: at for client, at in underway.items() if client in self.clients}
@@ -172,7 +173,7 @@ class Federation:
         Under [privacy] the mechanism may choose it instead, e.g. by secret coins: then it may be empty.
 
         Raises:
-            RunError: the mechanism accounts for another fraction.
+            RunError: the mechanism's account is for another fraction.
         """
         mechanism = self.aggregator.mechanism
         if mechanism.fraction is not None:
@@ -201,16 +202,16 @@ class Federation:
 
         The message has the handler's kind (see :func:`fedfm.core.client.on_client`), or ``query`` if it has none.
 
-        Metrics of updates are recorded as in :meth:`mean`. Vectors that exceed memory together are kept in files (see
+        Metrics of updates are recorded as in :meth:`mean`. Vectors that together exceed memory are stored in files (see
         ``fedfm.linalg.out_of_core``).
 
         Args:
-            counted: whether the bytes are of the method's own messages, which ``bytes_up`` and ``bytes_down`` sum.
+            counted: whether these are the method's own messages, which ``bytes_up`` and ``bytes_down`` count.
             like: layout of parameters or of an update's delta; may differ by client.
             check: raises :class:`ClientFault` for a reply that the method cannot use; that client is left out.
             least: number of valid replies that the call needs; by default see :meth:`enough`.
-            form: form in which the server sees a reply, for the transcript: plain, masked or encrypted.
-            down: form of what the server sends.
+            form: form of a reply as the server sees it, for the transcript: plain, masked or encrypted.
+            down: form of the request.
 
         Raises:
             RunError: too few clients gave a valid reply.
@@ -237,11 +238,11 @@ class Federation:
         return replies
 
     def notice(self, text: str) -> None:
-        """Tell the user: the run shows the text and keeps it in its manifest."""
+        """Add a notice for the user: the run shows the text and stores it in its manifest."""
         self.notices.append(text)
 
     def exclude(self, client: ClientId, code: str, reason: str, part: str = ROUND) -> None:
-        """Leave a client out of this round, or only of a part of it, because of its reply."""
+        """Leave a client out of this round, or of a part of it, because of its reply."""
         self._exclude(client, ClientFault(code, reason), part)
 
     def mean(
@@ -252,7 +253,7 @@ class Federation:
         like: Layout | None = None,
         **payload: Any,
     ) -> Params:
-        """Weighted mean of the replies' deltas. The server sees only what the aggregator shows it.
+        """Weighted mean of the replies' deltas. The server sees only what the aggregator discloses.
 
         Args:
             like: layout of a delta; by default the layout of the model's parameters.
@@ -282,8 +283,8 @@ class Federation:
         A client without a valid reply is excluded from this round, with the reason.
 
         Args:
-            first: on a link that streams, so many valid replies end the call, to it or to earlier ones of this kind;
-                all others stay ``underway``.
+            first: on a streaming link the call ends after this number of valid replies, to it or to earlier calls of
+                this kind; all other requests stay ``underway``.
         """
         cohort = sorted(self.clients if of is None else of)
         name = f"{kind}.{action(handler)}"
@@ -304,7 +305,7 @@ class Federation:
             return Request(client, name, own, self.round, self.call)
 
         pending, part = set(asked), kind if kind in (SCORES, REVEAL) else ROUND
-        early: dict[ClientId, Any] = {}  # valid replies that wait for a client before them
+        early: dict[ClientId, Any] = {}  # valid replies that wait for an earlier client in the order
         turns, good, before = sorted(pending, reverse=True), 0, len(self.excluded)
         link: Any = self._link
         deliver = link.exchange if first is None else lambda requests: link.stream(requests, request)
@@ -354,14 +355,14 @@ class Federation:
         """Check that enough clients gave a valid reply.
 
         Args:
-            good: how many gave one.
-            wanted: how many were to.
-            name: of the message.
+            good: number of valid replies.
+            wanted: number of clients that were asked.
+            name: the message's name.
             before: length of ``excluded`` when they were asked.
             least: number of valid replies that are needed; by default see :meth:`enough`.
 
         Raises:
-            RunError: they are too few; with the reasons.
+            RunError: they are too few; it names the reasons.
         """
         if good < (needed := self.enough(wanted) if least is None else least):
             from fedfm.core.reasons import reasons
@@ -373,11 +374,11 @@ class Federation:
             )
 
     def enough(self, asked: int) -> int:
-        """How many of the clients that were asked have to answer: ``run.min_clients``, by default half of them."""
+        """The number of asked clients that must answer: ``run.min_clients``, by default half of them."""
         return max(1, -(-asked // 2)) if self.min_clients is None else self.min_clients
 
     def _check_expected(self, reply: Reply, pending: set[ClientId], asked: Mapping[ClientId, tuple[int, int]]) -> None:
-        """Check that this is the client's first reply to this call, or to an earlier one that is underway."""
+        """Check that this is the client's first reply to this call, or to an earlier one in flight."""
         if reply.client not in pending:
             code, why = (E_DUPLICATE, "a second reply to one request"), (E_CLIENT, "was not asked in this call")
             raise ClientFault(*(code if reply.client in asked else why))
@@ -385,7 +386,7 @@ class Federation:
             raise ClientFault(E_ROUND, f"a reply to round {reply.round}, call {reply.call}")
 
     def _exclude(self, client: ClientId, fault: ClientFault, part: str = ROUND) -> None:
-        reason = fault.reason[:_REASON]  # the client may have written it
+        reason = fault.reason[:_REASON]  # the client may have written this text
         excluded = Excluded(self.round, client, fault.code, reason, part)
         self.excluded.append(excluded)
         self._on_excluded(excluded)

@@ -1,4 +1,4 @@
-"""Settings: a field's default, meaning and bounds in one place, and the check of every value against them.
+"""Settings: a field's default, meaning and bounds in one place, with checks of all values.
 
 >>> from dataclasses import dataclass
 >>> @dataclass(frozen=True)
@@ -28,11 +28,11 @@ KINDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool
 
 @dataclass(frozen=True)
 class Paper:
-    """What a method's paper has for a setting; a method's ``paper`` has one for each key, e.g. "method.local.betas".
+    """A setting in a method's paper; a method's ``paper`` has one for each key, e.g. "method.local.betas".
 
     Attributes:
-        value: of the paper's experiments or of its equations; a text where it is none that the key takes.
-        why: the reason for another default; "" where the default is the paper's.
+        value: from the paper's experiments or equations; a text if the key does not accept the value.
+        why: the reason for another default; "" if the default is the paper's.
     """
 
     value: Any
@@ -46,10 +46,10 @@ class Bounds:
     Attributes:
         gt, ge, lt, le: bounds of a number: above, at least, below, at most.
         finite: infinity is refused.
-        but: single numbers that are refused.
+        but: single values that are refused.
         choices: the allowed texts.
         pattern: regular expression for the whole text, in syntax common to Python and JSON Schema.
-        keys: the same for a table's keys.
+        keys: the same pattern for a table's keys.
         least, most: smallest and, unless 0, largest number of entries of a list or a table.
         words: the expected value in words, for messages; by default derived from the bounds.
     """
@@ -127,7 +127,7 @@ def setting(
         default: value if the key is absent; a class is called for each instance.
         help: its meaning in one line.
         required: None and "" are refused.
-        of: values of the field ``name`` that take this key; others refuse it.
+        of: values of the field ``name`` that accept this key; others refuse it.
         metadata: further keys, such as ``server_only`` (withheld from clients), ``usual`` (the default that ``None``
             stands for), ``alone`` (a word that may stand in place of a list), ``names`` (what a misspelt text
             may have meant) and ``true`` (the text that true stands
@@ -184,7 +184,7 @@ def bounds_of(f: Field[Any]) -> Bounds:
 
 
 def owners_of(f: Field[Any]) -> tuple[str, ...]:
-    """The values of ``name`` that take this key; empty: all."""
+    """The values of ``name`` that accept this key; empty: all."""
     return f.metadata.get("of", ())  # type: ignore[no-any-return]
 
 
@@ -194,7 +194,7 @@ def is_required(f: Field[Any]) -> bool:
 
 
 def needs_value(f: Field[Any]) -> bool:
-    """Whether an absent key would be refused as the value that the dataclass has in its place, which nobody wrote."""
+    """Whether the dataclass's default would be refused, so that the key must be set."""
     return f.default not in ("", ()) and _outside(f)
 
 
@@ -217,7 +217,7 @@ def check(settings: Any, where: str) -> None:
         where: name of its table, e.g. "method"; "" for a file of one table.
 
     Raises:
-        InputError: with the key, the value and what is expected; the other faults are its ``more``.
+        InputError: it names the key, the value and what is expected; ``more`` has the other faults.
     """
     faults, missing, at = Faults(), list[Absent](), f"{where}." if where else ""
     hints = types_of(type(settings))
@@ -232,7 +232,7 @@ def check(settings: Any, where: str) -> None:
         for fault in wrong:
             faults.add(fault)
         if owners and not known:
-            continue  # whose key it is follows from a name that is none
+            continue  # the name is wrong, so the owners of its keys are unknown
         mine = not owners or settings.name in owners
         if value is not None and not mine:
             theirs = quote_names(key_of(other.name) for other in fields(settings) if settings.name in owners_of(other))
@@ -248,7 +248,7 @@ def check(settings: Any, where: str) -> None:
 
 
 def outside(f: Field[Any], hint: Any, value: Any, key: str) -> Iterator[InputError]:
-    """A fault for each value of a field outside its bounds; :class:`Absent` where a required one was not given."""
+    """A fault for each value of a field outside its bounds; :class:`Absent` if a required one is missing."""
     bounds = bounds_of(f)
     kind = Absent if f.metadata.get("required") and value in ("", ()) else InputError
     for place, wrong in _wrong(value, bounds, key):
@@ -279,7 +279,7 @@ def _matches_names(table: Mapping[str, Any], bounds: Bounds) -> bool:
 
 
 def toml_value(value: Any) -> str:
-    """A value as TOML writes it, shortened for messages."""
+    """A value in TOML's notation, shortened for messages."""
     if isinstance(value, str):
         return f'"{value:.80}"'
     if isinstance(value, bool):
@@ -288,7 +288,7 @@ def toml_value(value: Any) -> str:
 
 
 def with_settings(name: str, base: type, more: Mapping[str, tuple[Any, Any]], module: str) -> type:
-    """A settings class: ``base`` and, behind its own, fields that others declare.
+    """A settings class: the fields of ``base``, followed by fields that others declare.
 
     Args:
         more: name -> (type, field); names that ``base`` has are left out.

@@ -1,7 +1,7 @@
-"""Errors that a library raises on account of a user's model, rows or settings, as one line of ours.
+"""Turn a library's errors about a user's model, rows or settings into one-line errors of fedfm.
 
-An error that is raised in our own code is a defect of ours, and passes as it is: with its traceback. Which of the two
-it is, the place where it was raised tells.
+An error raised in fedfm's own code is a defect, and passes with its traceback. The place where an error was raised
+shows which of the two it is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OURS = Path(__file__).resolve().parents[1]
 def refuse(where: str) -> Iterator[None]:
     """Context manager: an error of a library becomes an InputError that begins with ``where``.
 
-    Errors of the system and of memory are no matter of the input, and pass.
+    Errors of the system and of memory are not about the input, and pass.
 
     Raises:
         InputError: with the first line of the library's own text; the error is its cause.
@@ -33,7 +33,9 @@ def refuse(where: str) -> Iterator[None]:
     except (FedfmError, MemoryError):
         raise
     except Exception as error:
-        of_system = isinstance(error, OSError) and error.errno is not None  # libraries raise it for their own, too
+        of_system = (
+            isinstance(error, OSError) and error.errno is not None
+        )  # libraries also raise OSError without a number for their own errors
         if of_system or is_ours(error) or _is_of_memory(error):
             raise
         raise InputError(f"{where}: {describe(error)}") from error
@@ -46,7 +48,7 @@ def describe(error: BaseException, most: int = 300) -> str:
 
 
 def of_import(error: Exception) -> str:
-    """Why a user's module cannot be imported, or lacks what was asked of it; with the line that failed."""
+    """Why a user's module cannot be imported, or lacks a name; with the line that failed."""
     if isinstance(error, (ImportError, AttributeError, ValueError, SyntaxError)):
         return describe(error) if isinstance(error, SyntaxError) else str(error)
     last = traceback.extract_tb(error.__traceback__)[-1]
@@ -54,13 +56,13 @@ def of_import(error: Exception) -> str:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether it was raised by a line of fedfm, not by what such a line calls."""
+    """Whether a line of fedfm itself raised it, not code that such a line calls."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(_OURS)
 
 
 def is_library(error: BaseException) -> bool:
-    """Whether it was raised by a line of an installed package or of Python's own library."""
+    """Whether a line of an installed package or of Python's own library raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or is_ours(error):
         return False
@@ -69,7 +71,7 @@ def is_library(error: BaseException) -> bool:
 
 
 def keep_traceback(error: BaseException) -> Path:
-    """A new file, for its owner alone, with the traceback."""
+    """Write the traceback into a new file that only its owner can read."""
     handle, name = tempfile.mkstemp(prefix="fedfm-", suffix=".traceback.txt")
     with open(handle, "w", encoding="utf-8", errors="replace") as file:
         file.write("".join(traceback.format_exception(error)))

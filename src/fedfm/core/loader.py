@@ -1,6 +1,6 @@
 """A torch DataLoader of deferred rows: processes that compute batches before they are needed.
 
-A batch is computed by one process, from its rows alone: its bits do not depend on the number of processes.
+One process computes a batch, only from the batch's rows, so its bits do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from fedfm.core.deferred import Deferred
 from fedfm.errors import InputError
 
-AHEAD = 2  # batches that each process has ready
+AHEAD = 2  # batches that each process prepares in advance
 
 
 class _Parts(Dataset[dict[str, Tensor] | InputError]):
@@ -33,7 +33,7 @@ class _Parts(Dataset[dict[str, Tensor] | InputError]):
 
 
 def ahead(deferred: Mapping[str, Deferred], orders: Sequence[np.ndarray]) -> Iterator[dict[str, Tensor]]:
-    """The deferred arguments of the rows of each of these indexes, computed.
+    """Compute the deferred arguments of the rows of each of these indexes.
 
     Raises:
         InputError: a row cannot be computed.
@@ -47,7 +47,7 @@ def ahead(deferred: Mapping[str, Deferred], orders: Sequence[np.ndarray]) -> Ite
         prefetch_factor=AHEAD if count else None,
         multiprocessing_context="fork" if count else None,
         collate_fn=_as_is,  # type: ignore[arg-type] # without batch_size it gets what the data set gives
-        generator=torch.Generator(),  # else it draws from the global one
+        generator=torch.Generator(),  # else it would draw from the global generator
     )
     for made in loader:
         if isinstance(made, InputError):

@@ -1,4 +1,4 @@
-"""Locks between processes, of a file or of a folder. A lock ends with its process, even if that is killed."""
+"""Locks of files and folders between processes. A lock ends with its process, even if that is killed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 
 from fedfm.errors import InputError
 
-_UNKNOWN = (errno.EBADF, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # a network file system that locks no folders
-_TRIES = 100  # to make a folder that others remove
-_TAKEN: weakref.WeakSet[Lock] = weakref.WeakSet()  # of this process
+_UNKNOWN = (errno.EBADF, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # a network file system that cannot lock folders
+_TRIES = 100  # attempts to make a folder that others remove
+_TAKEN: weakref.WeakSet[Lock] = weakref.WeakSet()  # locks of this process
 
 
 class Lock:
-    """An exclusive lock; it is free until :meth:`take`.
+    """An exclusive lock; call :meth:`take` to acquire it.
 
     Args:
         path: a file, which is made if it is absent.
-        folder: ``path`` is a folder; it is there, and holds no file for the lock.
+        folder: ``path`` is an existing folder, which is locked without a file.
     """
 
     def __init__(self, path: Path, *, folder: bool = False) -> None:
@@ -34,10 +34,10 @@ class Lock:
         return self._descriptor >= 0
 
     def take(self, *, wait: bool = False) -> bool:
-        """Take the lock; False if another process, or another object of this one, has it. Writes nothing to the file.
+        """Take the lock; returns False if another process, or another object of this one, has it.
 
         Args:
-            wait: until it is free.
+            wait: wait until it is free.
 
         Raises:
             OSError: the file can be neither opened nor made, or its file system has no locks.
@@ -54,7 +54,7 @@ class Lock:
                 if not self._folder or error.errno not in _UNKNOWN:
                     os.close(descriptor)
                     raise
-            if _is_at(descriptor, self.path):  # else its last owner has removed it: the next one is another file
+            if _is_at(descriptor, self.path):  # else its last owner removed it, and the next lock is another file
                 self._descriptor = descriptor
                 _TAKEN.add(self)
             else:
@@ -62,7 +62,7 @@ class Lock:
         return True
 
     def release(self) -> None:
-        """Let others take it."""
+        """Release the lock."""
         if self.is_taken:
             _TAKEN.discard(self)
             os.close(self._descriptor)
@@ -73,7 +73,7 @@ class Lock:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the open file is the one of this path."""
+    """Whether the open file is the file at this path."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -81,7 +81,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _forget() -> None:
-    """In a forked child: its copies would keep the locks of a parent that is killed."""
+    """Close the locks in a forked child: its copies would outlive a killed parent."""
     for lock in list(_TAKEN):
         lock.release()
 
@@ -91,22 +91,22 @@ os.register_at_fork(after_in_child=_forget)
 
 @contextlib.contextmanager
 def alone_in(folder: Path, doing: str, mode: int = 0o777) -> Iterator[None]:
-    """Context manager: a folder, which is made if it is absent, where no other process that asks for it works.
+    """Context manager: exclusive use of a folder, which is made if it is absent.
 
-    A folder that was made for it goes again if it stays empty: within the lock, since it may be another's without.
+    If the folder was made here and stays empty, it is removed, under the lock: later it may belong to another process.
 
     Args:
         doing: what another process may be doing, e.g. "exporting".
         mode: permissions of a new folder, before the user's umask.
 
     Raises:
-        InputError: it cannot be made, or another process has the lock.
+        InputError: the folder cannot be made, or another process has the lock.
     """
     lock, made = Lock(folder, folder=True), not folder.exists()
     try:
         for _ in range(_TRIES):
             folder.mkdir(mode=mode, parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # another process has removed its empty folder
+            with contextlib.suppress(FileNotFoundError):  # another process removed the empty folder
                 if not lock.take():
                     raise InputError(f"{folder}: another process is {doing} here")
                 break
@@ -116,6 +116,6 @@ def alone_in(folder: Path, doing: str, mode: int = 0o777) -> Iterator[None]:
         yield
     finally:
         if made:
-            with contextlib.suppress(OSError):  # it holds something
+            with contextlib.suppress(OSError):  # it is not empty
                 folder.rmdir()
         lock.release()

@@ -1,4 +1,4 @@
-"""Messages between the server and its clients, as an engine sees them."""
+"""Messages between the server and its clients, from an engine's view."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedfm.errors import ClientFault
 
 
 class Request(NamedTuple):
-    """One message to one client: call ``handler``, a kind and a wire name (``train.FedAvg_train``), with ``payload``.
+    """One message to one client: a call of ``handler`` (kind and wire name, ``train.FedAvg_train``) with ``payload``.
 
     (round, call) identifies the request: the reply repeats it, and it versions the client's memory.
     """
@@ -27,8 +27,8 @@ class Reply(NamedTuple):
     """A client's reply: a value, or a fault instead.
 
     Attributes:
-        nbytes_down, nbytes_up: size of request and reply as Flower serialises their records.
-        spared: bytes of the request that did not cross, since the client held that part.
+        nbytes_down, nbytes_up: size of request and reply in Flower's serialised records.
+        spared: bytes saved: the part of the request that did not cross, since the client had it already.
     """
 
     client: ClientId
@@ -42,40 +42,40 @@ class Reply(NamedTuple):
 
 
 class Link(Protocol):
-    """An engine, as the server sees it: it delivers requests and yields replies in the order of their arrival."""
+    """An engine from the server's view: it delivers requests and yields replies in the order of their arrival."""
 
     @property
     def clients(self) -> Sequence[ClientId]:
         """Names of the clients, sorted."""
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
-        """Deliver; yield at most one reply per request, in any order; late replies are not yielded."""
+        """Deliver requests; yield at most one reply to each, in any order; late replies are not yielded."""
 
 
 @runtime_checkable
 class Streaming(Link, Protocol):
     """An engine on which clients may answer later than in the call that asks them."""
 
-    streams: bool  # whether it is used so
+    streams: bool  # whether the run uses this
 
     @property
     def requests_in_flight(self) -> Mapping[ClientId, tuple[int, int]]:
         """(round, call) of the requests of :meth:`stream` whose replies have not been yielded."""
 
     def restore(self, awaited: Mapping[ClientId, tuple[int, int]]) -> None:
-        """Wait for these requests of a process before this one.
+        """Wait for the replies to these requests of an earlier process.
 
-        The next :meth:`stream` gets a request for each of their clients, to deliver if nothing is known of the former
-        one.
+        The next :meth:`stream` gets a request for each of these clients; it is delivered if the earlier one is lost.
         """
 
     def stream(self, requests: Sequence[Request], again: Callable[[ClientId], Request]) -> Iterator[Reply]:
-        """Deliver; yield replies to these and to earlier requests of this kind as they arrive, one a client, while any
-        is awaited. A client that has answered an earlier one gets ``again`` of its name while others are waited for.
+        """Deliver requests; yield replies to these and to earlier requests of this kind as they arrive, one per client,
+        while any is awaited. A client that has answered an earlier request gets ``again(name)`` while others are
+        awaited.
         """
 
 
-ROUND, SCORES, REVEAL = "round", "scores", "reveal"  # what a client is left out of
+ROUND, SCORES, REVEAL = "round", "scores", "reveal"  # parts of a run from which a client can be left out
 MISSING = {
     ROUND: "left out",
     SCORES: "left out of the scores",
@@ -88,7 +88,7 @@ class Excluded:
     """A client left out of a round, and the reason.
 
     Attributes:
-        part: what it is left out of: the round, or only its ``scores`` or its own model (``reveal``).
+        part: the part from which it is left out: the round, or only its ``scores`` or its own model (``reveal``).
     """
 
     round: int

@@ -23,24 +23,24 @@ class Method(Reporter, ABC, Generic[S]):
     """Subclass as a frozen dataclass whose fields are the hyper-parameters, and nothing else.
 
     ``init`` and ``step`` are the server half; functions marked ``@on_client`` are the client half. The halves share
-    only ``self``'s hyper-parameters; everything else travels by message. State is a value: the run writes the result of
-    ``step`` to disk after every round, and a resumed run continues from it. :mod:`fedfm.core.capabilities` has the
-    roles from which a method may derive, and what every method may report.
+    only ``self``'s hyper-parameters; everything else is sent by messages. State is a value: the run writes the result
+    of ``step`` to disk after every round, and a resumed run continues from it. :mod:`fedfm.core.capabilities` has the
+    roles from which a method may derive, and the reports of every method.
 
     Attributes:
         rounds: number of communication rounds; 0 evaluates the start.
         needs: requirements on the experiment.
-        traits: what is true of the method. A subclass that does not state them inherits all but the claims about the
+        traits: properties of the method. A subclass that does not state them inherits all except the claims about the
             mathematics, which it may have changed.
         means, asks: names of the client halves that its rounds call by ``fed.mean`` and by ``fed.ask``. Robust
             aggregation requires a mean, an [attack] requires any call, secure aggregation forbids ``fed.ask``. A
             contract test compares the names with the messages.
         state_type: the class of S, by which a checkpoint is decoded.
-        paper: what the paper has for a setting, by the setting's dotted key in an experiment. `fedfm show` lists those
-            that differ from the default.
+        paper: the paper's settings, by dotted key in an experiment. `fedfm show` lists those that differ from the
+            default.
     """
 
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # of the subclass, by its decorator
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # set by the subclass's decorator
     rounds: int
     needs: ClassVar[Needs] = Needs()
     traits: ClassVar[Traits] = Traits()
@@ -70,13 +70,13 @@ class Method(Reporter, ABC, Generic[S]):
 
     @abstractmethod
     def params_for(self, state: S, client: ClientId) -> Params:
-        """The parameters that ``client`` would use if training ended here; "" is the server."""
+        """The parameters that ``client`` would use if training ended now; "" is the server."""
 
     def validate(self) -> None:
-        """Refuse incompatible hyper-parameters; their single values have been checked against their bounds.
+        """Refuse incompatible hyper-parameters; each single value is already checked against its bounds.
 
         Raises:
-            InputError: with the key and what would be right.
+            InputError: it names the key and what would be right.
         """
 
 
@@ -93,13 +93,13 @@ def fraction_of(method: Method[Any]) -> float:
 
 
 def with_model(state: Any, old: Params, new: Params) -> Any:
-    """The server state of an averaging method with its model ``old`` replaced by ``new``; all else stays.
+    """The server state of an averaging method, with its model ``old`` replaced by ``new``.
 
     Args:
-        old: the very object that the method's ``params_for(state, "")`` returned.
+        old: the same object that the method's ``params_for(state, "")`` returned.
 
     Raises:
-        TypeError: the state is neither that model nor a dataclass that holds it.
+        TypeError: the state is neither that model nor a dataclass that contains it.
     """
     if state is old:
         return new

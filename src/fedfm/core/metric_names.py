@@ -1,10 +1,10 @@
-"""Names of figures in ``metrics.jsonl`` and in a run's result: one table for all that write or read them."""
+"""Names of metrics in ``metrics.jsonl`` and in a run's result, for all code that writes or reads them."""
 
 from __future__ import annotations
 
-ACCURACY = "accuracy"  # what a run states: the global one of a method with one model, else the local one
+ACCURACY = "accuracy"  # a run's accuracy: the global one if the method has one model, else the local one
 GLOBAL_ACCURACY = "global_accuracy"  # on the global test rows
-LOCAL_ACCURACY = "local_accuracy"  # of each client on its own test rows, in the mean
+LOCAL_ACCURACY = "local_accuracy"  # the mean over clients, each on its own test rows
 BALANCED_ACCURACY = "balanced_accuracy"
 MACRO_F1 = "macro_f1"
 LOSS = "loss"

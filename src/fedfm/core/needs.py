@@ -1,4 +1,4 @@
-"""What a method requires of the experiment, as data."""
+"""A method's requirements on the experiment, as data."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Needs:
-    """What a method requires of the experiment.
+    """A method's requirements on the experiment.
 
     Attributes:
-        adaptation, adaptations: the default, and those that it supports; empty: all.
+        adaptation, adaptations: the default adaptation, and the supported ones; empty: all.
         ranks: LoRA ranks that it assigns to clients; the model's own rank must be at least the largest.
-        pooled: it trains on all rows in one place; only the local engine supports this.
-        model: who has the experiment's model. With "server" clients get rows as they were read, and send no scores.
-        local: the setting because of which all parties are in one place, on the local engine; empty: none.
-        tasks: names of those that it supports; empty: all.
-        bias: it fits a linear head with a bias; with adaptation "head" a head that has none gets one of zeros.
+        pooled: it trains on the pooled rows; only the local engine supports this.
+        model: who has the experiment's model. With "server" clients get unprepared rows, and send no scores.
+        local: the setting that requires all parties in one process, on the local engine; empty: none.
+        tasks: names of the supported tasks; empty: all.
+        bias: it fits a linear head with a bias; with adaptation "head" a head without a bias gets one of zeros.
         because: the setting that causes these needs; empty: the method.
     """
 

@@ -1,4 +1,4 @@
-"""Why too few clients answered, and what can be done."""
+"""Say why too few clients answered, and what helps."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from fedfm.errors import E_DIED, E_EXCEPTION, E_NONFINITE, E_NORM, E_REFUSED, E_
 
 _HELP = {
     E_TIMEOUT: "a larger run.timeout waits longer",
-    E_REFUSED: "the silo decides; ask its operator, or change what the experiment asks for",
+    E_REFUSED: "the silo decides; ask its operator, or change the experiment's requests",
     E_EXCEPTION: "private/errors.log of the clients has the traceback",
-    E_DIED: "see the memory of the clients' machines",
+    E_DIED: "check the memory of the clients' machines",
 }
 
 
 def reasons(excluded: Sequence[Excluded], diverged: str = "") -> str:
-    """Suffix for a message: the most frequent reason with an example, and what helps; nothing without any.
+    """Suffix for a message: the most frequent reason with an example, and what helps; empty if there is no reason.
 
     Args:
-        diverged: what helps where training diverged; it depends on the method.
+        diverged: what helps if training diverged; it depends on the method.
 
     Example:
         >>> reasons([Excluded(1, "a", E_TIMEOUT, "no reply in time"), Excluded(1, "b", E_TIMEOUT, "no reply in time")])

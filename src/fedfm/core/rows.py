@@ -15,23 +15,23 @@ from fedfm.core.deferred import Deferred
 from fedfm.core.tokens import Tokens
 from fedfm.linalg.params import to_bytes
 
-# A message of a conversation: role, content and, where it has more, such as calls of tools, that as a JSON object. What
-# tools there are, a list in JSON, stands before all messages under a role of its own.
+# A message of a conversation: role, content and, if there are more fields such as tool calls, a JSON object of them.
+# The list of tools, in JSON, is the first message, under its own role.
 Turn = tuple[str, ...]
 TOOLS = "tools"
-Asked = str | tuple[Turn, ...]  # an instruction, or all that was said before an answer
+Asked = str | tuple[Turn, ...]  # an instruction, or all messages before an answer
 Output = str | tuple[Turn, ...]  # an answer: a text, or one message that has calls of tools
 INPUT = "\n\n### Input:\n"  # between an instruction and its input
 Batch = dict[str, Tensor]  # the model's arguments by name, and "labels"
 
 
 def blank(output: Output) -> bool:
-    """Whether an answer says nothing and calls no tool."""
+    """Whether an answer is empty and calls no tool."""
     return isinstance(output, str) and not output.strip()
 
 
 def has_tools(said: Asked) -> bool:
-    """Whether tools are given, called, or have answered in what was said."""
+    """Whether the messages list tools, call them or contain their answers."""
     return not isinstance(said, str) and any(len(turn) > 2 or turn[0] == TOOLS for turn in said)
 
 
@@ -42,16 +42,16 @@ class Rows:
     Attributes:
         tensors: argument name -> (n, ...), e.g. ``pixel_values`` (n, 3, H, W), ``features`` (n, d), or ``input_ids``
             (n, L) if all rows have the same length.
-        tokens: n token-id vectors of unequal length, or None; batches pad them to the longest of the batch. Any
-            sequence of vectors is accepted.
-        token_arguments: argument of the model -> a number for each of the ``tokens``, such as the kind of a token; 0 at
+        tokens: n token-id vectors of unequal length, or None; a batch pads them to its longest. Any sequence of vectors
+            is accepted.
+        token_arguments: argument of the model -> a value for each of the ``tokens``, such as the kind of a token; 0 at
             padding.
         labels: int64 (n,); None for language models, whose labels are the tokens.
         pad: the padding token's id.
         pairs: for instruction rows the n pairs (instruction, output) as read; ``tokens`` may be truncated.
-        pictures: n paths or encoded pictures of several sizes, for a party without a model; else None.
-        deferred: argument name -> n rows that each batch computes, e.g. pictures that do not fit into memory.
-        augment: names of the random changes that training makes of its pictures.
+        images: n paths or encoded images of several sizes, for a party without a model; else None.
+        deferred: argument name -> n rows that each batch computes itself, e.g. images that exceed memory.
+        augment: names of the random changes to its images in training.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Rows:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row; 0 if the rows have none."""
+        """Number of tokens of the longest row; 0 without tokens."""
         if self.tokens is None:
             return self.tensors["input_ids"].shape[1] if "input_ids" in self.tensors else 0
         return int(self.tokens.length.max(initial=0))
@@ -98,11 +98,13 @@ class Rows:
 
     @property
     def names(self) -> set[str]:
-        """The arguments of the model, computed or deferred, without those that ``tokens`` alone give."""
+        """The model's arguments, computed or deferred, without those made from ``tokens``."""
         return self.tensors.keys() | self.deferred.keys() | self.token_arguments.keys()
 
     def sha256(self) -> str:
-        """Hash of all that training reads of the rows, in their order; read anew, for files may have changed."""
+        """Hash of everything that training reads from the rows, in order; files are read again, since they may
+        change.
+        """
         found = hashlib.sha256(f"{len(self)} {self.pad} {self.augment}".encode())
         tensors = self.tensors if self.labels is None else self.tensors | {"+labels": self.labels}
         for name, tensor in sorted(tensors.items()):
@@ -170,13 +172,13 @@ class Rows:
         return self.each([np.arange(start, min(start + size, len(self))) for start in range(0, len(self), size)])
 
     def each(self, orders: Sequence[np.ndarray]) -> Iterator[Batch]:
-        """The batch of each of these indexes; deferred rows may be computed ahead by other processes."""
+        """The batch of each of these indexes; other processes may compute deferred rows in advance."""
         if not self.deferred:
             return (self.batch(index) for index in orders)
         return (part._as_batch() for part in self.parts(orders))
 
     def parts(self, orders: Sequence[np.ndarray]) -> Iterator[Rows]:
-        """As :meth:`each`, as rows of which nothing is deferred."""
+        """As :meth:`each`, as rows without deferred parts."""
         if not self.deferred:
             return (self.take(index) for index in orders)
         from fedfm.core.loader import ahead

@@ -1,7 +1,7 @@
-"""Files: values of the wire format in one safetensors file each, atomic writes, logs of bounded length.
+"""Files: one safetensors file per value in the wire format, atomic writes, logs of bounded length.
 
-A safetensors file holds one uint8 tensor, the packed data of :mod:`fedfm.core.wire.payload`. Its metadata hold the head
-and a SHA-256 over both, so that a truncated or changed file is detected before anything is decoded.
+A safetensors file has one uint8 tensor, the packed data of :mod:`fedfm.core.wire.payload`. Its metadata have the head
+and a SHA-256 over both, so that a truncated or changed file is detected before decoding.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from fedfm.errors import ClientFault, InputError, NotWritten
 from fedfm.linalg import pages
 from fedfm.linalg.out_of_core import limit, open_again, remember
 
-LONGEST = 8 << 20  # bytes of a log
-_ROOM = 1 << 20  # bytes; a disk with less room is full for whoever has just failed to write to it
-_BEGIN = 4096  # bytes of a file that tell what it is
+LONGEST = 8 << 20  # largest size of a log in bytes
+_ROOM = 1 << 20  # bytes; after a failed write a disk with less free space counts as full
+_BEGIN = 4096  # first bytes of a file, which identify its kind
 _SEAL = b"fedfm-sealed-1\n"
 
 
 def write_atomic(path: Path, data: bytes | Sequence[bytes | memoryview], mode: int = 0o666, sync: bool = True) -> None:
-    """Replace ``path`` by ``data``: readers see the old file or the new one, even if this process is killed.
+    """Replace ``path`` by ``data``: readers see either the old or the new file, even if this process is killed.
 
     Args:
         data: one piece, or several to concatenate.
         mode: permissions before the user's umask.
-        sync: survive a power cut too, not only a killed process.
+        sync: the write also survives a power cut, not only a killed process.
 
     Raises:
         NotWritten: the disk is full or not writable; the old file is untouched.
@@ -56,11 +56,11 @@ def write_atomic(path: Path, data: bytes | Sequence[bytes | memoryview], mode: i
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write a file that must not be there: of several processes one does so, and no reader sees a part of it.
+    """Write a file that must not exist: only one of several processes succeeds, and no reader sees a partial file.
 
     Raises:
-        FileExistsError: it is there.
-        OSError: it cannot be written; nothing of it is left.
+        FileExistsError: it exists.
+        OSError: it cannot be written; no part of it is left.
     """
     temporary = path.parent / f".{path.name}.{os.urandom(4).hex()}"
     try:
@@ -70,7 +70,7 @@ def write_new(path: Path, data: bytes) -> None:
             os.link(temporary, path)
         except FileExistsError:
             raise
-        except OSError:  # a file system without links, e.g. of a stick
+        except OSError:  # a file system without links, e.g. on a USB stick
             with open(path, "xb"):
                 os.replace(temporary, path)
     finally:
@@ -87,7 +87,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def append(path: Path, text: str) -> None:
-    """Append to a log that only its owner reads, up to :data:`LONGEST` bytes, because others cause its lines.
+    """Append to a log that only its owner can read; it is limited to :data:`LONGEST` bytes, since others cause its
+    lines.
 
     Raises:
         NotWritten: the disk is full or not writable.
@@ -107,13 +108,13 @@ def discard(folder: Path, names: Iterable[str], last: Path | None = None) -> Non
     """Remove these files and folders, and then the folder if it is empty.
 
     Args:
-        last: the file of the lock under which they are removed; as soon as it is gone, the folder may be another's.
+        last: the lock's file, removed last: without it the folder may belong to another process.
     """
     for path in (folder / name for name in names):
         for one in list(path.iterdir()) if last is not None and path == last.parent else (path,):
             if one != last:
                 remove(one)
-    with contextlib.suppress(OSError):  # they hold other files
+    with contextlib.suppress(OSError):  # they contain other files
         if last is not None:
             last.unlink(missing_ok=True)
             last.parent.rmdir()
@@ -121,7 +122,7 @@ def discard(folder: Path, names: Iterable[str], last: Path | None = None) -> Non
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it; it may be absent."""
+    """Remove a file, or a folder with its content; it may be absent."""
     import shutil
 
     if path.is_dir() and not path.is_symlink():
@@ -131,18 +132,18 @@ def remove(path: Path) -> None:
 
 
 def sweep(folder: Path, name: str) -> None:
-    """Remove temporary files that killed processes left of this file; no other process may be writing it."""
+    """Remove temporary files of this file from killed processes; no other process may be writing it."""
     for path in folder.glob(f".{name}.*"):
         path.unlink(missing_ok=True)
 
 
 def free(folder: Path, first: str, folders: Iterable[str] = (), empty: str = "") -> bool:
-    """Whether a folder is absent or empty, or holds only what a process left that was killed at its start.
+    """Whether a folder is absent or empty, or has only the first files of a process that was killed at its start.
 
     Args:
         first: the first file that such a process writes.
-        folders: the folders that it makes before.
-        empty: the name of an empty file that it may make in them.
+        folders: the folders that it makes before that file.
+        empty: the name of an empty file that it may make in these folders.
     """
     if not folder.exists():
         return True
@@ -165,12 +166,12 @@ def private(path: str, flags: int) -> int:
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_UNWRITTEN = (*_FULL, errno.EROFS)  # errors that no reading has
+_UNWRITTEN = (*_FULL, errno.EROFS)  # errors that never occur in reading
 _OS_ERROR = re.compile(r"\(os error (\d{1,9})\)")
 
 
 def _number(error: Exception) -> int | None:
-    """The system's number of an error, also of a library that hides it in the text."""
+    """The system's error number, even if a library has it only in the text."""
     if isinstance(error, OSError):
         return error.errno
     found = _OS_ERROR.search(str(error))
@@ -191,36 +192,36 @@ def why(error: Exception) -> str:
 
 
 def not_written(path: Path, error: Exception, *, of_run: bool = True) -> NotWritten:
-    """The error for a file that could not be written; of a run, the committed rounds are kept."""
+    """The error for a file that could not be written; for a run it says that committed rounds are kept."""
     kept = "; what was committed before is kept" if of_run else ""
     free = "; free some space there" if full(error) else ""
     return NotWritten(f"cannot write {path}: {why(error)}{kept}{free}")
 
 
 def refuse_others(path: Path, mark: str) -> None:
-    """Refuse to write over a file that is not of this kind: it is somebody's work, or a key.
+    """Refuse to overwrite a file of another kind: it may be a user's work, or a key.
 
     Args:
         mark: a text in the first bytes of every file of this kind.
 
     Raises:
-        InputError: it is there, and does not hold the mark.
+        InputError: the file exists without the mark.
     """
     try:
         with path.open("rb") as file:
             begin = file.read(_BEGIN)
     except OSError:
-        return  # it is not there, or writing it fails, too, and says why
+        return  # it does not exist, or a later write reports the error
     if begin and mark.encode() not in begin:
-        raise InputError(f"--out {path} exists and is something else; give another")
+        raise InputError(f"--out {path} exists and is of another kind; give another path")
 
 
 @contextlib.contextmanager
 def writing(path: Path, *, of_run: bool = False) -> Iterator[None]:
-    """Context manager around code of others that writes ``path``, or files in it: its errors name the place.
+    """Context manager for library code that writes ``path`` or files in it: errors name the path.
 
     Args:
-        of_run: as of :func:`not_written`.
+        of_run: as in :func:`not_written`.
 
     Raises:
         NotWritten: the disk is full or not writable.
@@ -234,10 +235,10 @@ def writing(path: Path, *, of_run: bool = False) -> Iterator[None]:
 
 
 def place_of(error: Exception, places: Iterable[Path]) -> Path | None:
-    """The file or the folder that could not be written; None where the error is not about writing.
+    """The file or folder that could not be written; None if the error is not about writing.
 
     Args:
-        places: where the file may be, if the error does not say; the one whose disk is full or read-only is named.
+        places: candidates, if the error does not name the file; the one on a full or read-only disk is chosen.
     """
     name, lacking = getattr(error, "filename", None), [place for place in places if _has_no_room(place)]
     if _number(error) in _UNWRITTEN and name:
@@ -292,11 +293,11 @@ def unseal(sealed: bytes) -> bytes | None:
 
 
 def load(path: Path, hint: Any = Any, *, mapped: bool = False) -> Any | None:
-    """The value, checked against ``hint`` (Any: all numbers are finite; None: no check); None if the file is absent,
+    """The value, checked against ``hint`` (Any: all values must be finite; None: no check). None if the file is absent,
     truncated or altered.
 
-    If it has more bytes than :func:`fedfm.linalg.out_of_core.limit`, its tensors are memory-mapped; with ``mapped``
-    always, and passes over them release their pages (:mod:`fedfm.linalg.pages`). Writing to them does not change the
+    Tensors are memory-mapped if the file exceeds :func:`fedfm.linalg.out_of_core.limit`, and with ``mapped`` always.
+    Passes over mapped tensors release their pages (:mod:`fedfm.linalg.pages`). Writing to them does not change the
     file.
     """
     try:
@@ -313,7 +314,7 @@ def load(path: Path, hint: Any = Any, *, mapped: bool = False) -> Any | None:
 
 
 def whole(path: Path) -> bool:
-    """Whether the file is as :func:`save` wrote it; its content is not decoded."""
+    """Whether the file is unchanged since :func:`save`; its content is not decoded."""
     return _read_checked(path) is not None
 
 

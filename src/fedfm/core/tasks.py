@@ -1,6 +1,6 @@
 """The tasks by name: one for each file of ``fedfm/tasks``.
 
-Packages below the tasks read what a task says of itself; this module names the folder, and never a task.
+Packages below the tasks read a task's own properties; this module names the folder, and never a task.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PROTOCOL = f"fedfm.{_FOLDER}.task"
 
 @functools.cache
 def _all() -> tuple[TaskFacts, ...]:
-    """Every task, also those that no experiment file names, in the order of their names, the default first."""
+    """All tasks, including those that experiment files cannot name, sorted by name with the default first."""
     base: type[TaskFacts] = import_module(_PROTOCOL).Task
     names = (entry.name.removesuffix(".py") for entry in files("fedfm").joinpath(_FOLDER).iterdir())
     found = list[TaskFacts]()
@@ -53,7 +53,7 @@ def names(that: Callable[[TaskFacts], bool] = lambda task: True) -> tuple[str, .
 
 
 def find(name: str | TaskFacts) -> TaskFacts:
-    """The task of this name, with the defaults of its keys; a task itself is returned as it is.
+    """The task of this name, with the defaults of its keys; a task itself is returned unchanged.
 
     Raises:
         InputError: there is no such task.
@@ -72,17 +72,17 @@ def task_named(name: str | None) -> TaskFacts | None:
 
 
 def implied_task(kind: str) -> TaskFacts:
-    """The task of rows of this kind, where the experiment names none."""
+    """The task for rows of this kind, if the experiment names none."""
     return next((task for task in available() if kind in task.implied_by), available()[0])
 
 
 def owner(kind: str) -> TaskFacts | None:
-    """The task to which a kind of rows belongs; None of pictures, texts and vectors, which several tasks read."""
+    """The task that owns a kind of rows; None for images, texts and vectors, which several tasks read."""
     return next((task for task in _all() if task.own_kind is not None and task.own_kind.name == kind), None)
 
 
 def row_kind(kind: str) -> RowKind | None:
-    """What is known of a kind of rows that belongs to a task; None of pictures, texts and vectors."""
+    """The description of a kind of rows that belongs to a task; None for images, texts and vectors."""
     task = owner(kind)
     return None if task is None else task.own_kind
 
@@ -98,12 +98,12 @@ def endings() -> tuple[str, ...]:
 
 
 def reads(ending: str) -> TaskFacts | None:
-    """The task that reads files with this ending; None of files that any task reads."""
+    """The task that reads files with this ending; None for files that any task reads."""
     return next((task for task in available() if ending in task.endings), None)
 
 
 def columns() -> dict[str, Column]:
-    """Key of the [data] table -> the column that it names, of all tasks; where two have a key, the first's."""
+    """Key of the [data] table -> the column that it names, over all tasks; the first task with a key decides."""
     found: dict[str, Column] = {}
     for task in available():
         for column in task.columns:
@@ -115,7 +115,7 @@ def data_settings(help: str = "") -> dict[str, tuple[Any, Any]]:
     """The tasks' columns as settings, key -> (type, field).
 
     Args:
-        help: in place of the columns' own; {} is the key.
+        help: replaces the columns' own help; {} is the key.
     """
     return {key: (str, setting(of.name, help.format(key) or of.help)) for key, of in columns().items()}
 
@@ -147,12 +147,12 @@ def check_keys(spec: Any, task: TaskFacts) -> None:
 
 
 def figures() -> tuple[str, ...]:
-    """Names of the scores that only single tasks have, and that results tell."""
+    """Names of the scores in results that only single tasks have."""
     return tuple(dict.fromkeys(name for task in available() for name in task.figures))
 
 
 def figures_in_reports() -> tuple[str, ...]:
-    """Names of those figures that reports draw."""
+    """Names of these scores that reports draw."""
     return tuple(dict.fromkeys(name for task in available() for name in task.drawn))
 
 

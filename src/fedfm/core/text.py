@@ -21,7 +21,7 @@ def to_json(value: Any, *, indent: int | None = None, ascii: bool = False) -> st
         ascii: escape all other characters.
 
     Raises:
-        TypeError: it holds another type.
+        TypeError: it contains another type.
 
     Example:
         >>> to_json({"loss": float("inf"), "rounds": 3})
@@ -52,7 +52,7 @@ def _scalar(value: Any) -> Any:
 
 
 _UNSEEN = ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")  # control, bidirectional, surrogate, unassigned, line separators
-_BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"  # blank, though their category is letter, mark or symbol
+_BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"  # blank characters whose category is letter, mark or symbol
 
 
 def visible(text: object) -> str:
@@ -65,13 +65,13 @@ def visible_lines(text: object) -> str:
     return "".join(c if c in "\n\t" else visible(c) for c in str(text))
 
 
-# Of a silo or a client: a folder has it, and every line of a run. Syntax common to Python and JSON Schema.
+# Names of silos and clients, which are also names of folders. Syntax common to Python and JSON Schema.
 NAME = r"[^\W_][\w.-]{0,63}"
 NAME_WORDS = 'letters, digits, "-", "_" and "." only, at most 64, the first one a letter or a digit'
 
 
 def is_name(text: object) -> bool:
-    """Whether it is a name of a silo as ``silo.toml``, a federation's file and the server take it.
+    """Whether it is a valid name of a silo in ``silo.toml``, in a federation's file and at the server.
 
     Example:
         >>> is_name("hospital-a"), is_name("../a"), is_name("a" * 65)
@@ -81,17 +81,17 @@ def is_name(text: object) -> bool:
 
 
 def complain(text: object) -> None:
-    """One line on stderr, where no file takes it."""
+    """Print one line on stderr, if no file can be written."""
     sys.stderr.write(f"fedfm: {visible(text)}\n")
 
 
-_LONGEST = 255  # bytes of a file name
+_LONGEST = 255  # largest number of bytes of a file name
 
 
 def safe_name(text: str) -> str:
-    """A file name for an untrusted text, e.g. a client's name: without separators, not only dots, unique for each text.
+    """A file name for an untrusted text, e.g. a client's name: without separators, not only dots, unique per text.
 
-    A name that is too long for a file system is cut, and ends with "+" and a hash; no other file name contains "+".
+    A name that is too long for a file system is cut and ends with "+" and a hash; no other file name contains "+".
     """
     name = quote(text, safe="", errors="surrogatepass")
     name = name if text.strip(".") else name.replace(".", "%2E")

@@ -1,7 +1,7 @@
 """Token-id vectors of unequal length in one flat array.
 
-A tensor object for each row costs kilobytes; here a token costs 4 bytes and a row 16 more. A part of the rows shares
-the array, which may be a memory-mapped file.
+A tensor object for each row costs kilobytes; here a token costs 4 bytes and a row 16 more. Selected rows share the
+array, which may be a memory-mapped file.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Tokens(Sequence[Tensor]):
 
     @classmethod
     def gather(cls, chunks: Iterable[Sequence[Sequence[int] | Tensor]]) -> Tokens:
-        """The rows of all chunks, of which one at a time is in memory as lists.
+        """Copy the rows of all chunks; only one chunk at a time is in memory as lists.
 
         Raises:
             ValueError: a token does not fit into int32.
@@ -90,7 +90,7 @@ class Tokens(Sequence[Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of these rows, without what other rows need."""
+        """Bytes of these rows, without other rows of the array."""
         return 4 * int(self.length.sum()) + self.start.nbytes + self.length.nbytes
 
     def take(self, index: Sequence[int] | np.ndarray) -> Tokens:
@@ -99,7 +99,7 @@ class Tokens(Sequence[Tensor]):
         return Tokens(self.flat, self.start[index], self.length[index])
 
     def cut(self, length: Sequence[int] | np.ndarray) -> Tokens:
-        """The first ``length[i]`` tokens of each row, at most all."""
+        """The first ``length[i]`` tokens of each row, or all if it has fewer."""
         return Tokens(self.flat, self.start, np.minimum(self.length, np.asarray(length, dtype=np.int64)))
 
     def concatenate(self) -> Tensor:
@@ -108,7 +108,7 @@ class Tokens(Sequence[Tensor]):
         return torch.from_numpy(self.flat[first + np.arange(len(first))].astype(np.int64))
 
     def to_padded(self, pad: int) -> Tensor:
-        """int64 (n, longest), filled with ``pad`` behind each row."""
+        """int64 (n, longest), with ``pad`` after each row."""
         inside = torch.from_numpy(np.arange(self.length.max(initial=0)) < self.length[:, None])
         out = torch.full(inside.shape, pad, dtype=torch.int64)
         out[inside] = self.concatenate()

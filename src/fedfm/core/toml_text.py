@@ -1,4 +1,4 @@
-"""TOML as text: settings one by one, tables written out, keys that are too deep. It imports no large library."""
+"""TOML as text: parse overrides, write tables, refuse keys that are too deep. It imports no large library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from fedfm.errors import InputError
 
-_DEEPEST = 32  # parts of a dotted key in an experiment
+_DEEPEST = 32  # largest number of parts of a dotted key in an experiment
 _ENDS = frozenset("\n=,{}")  # characters that no part of a key has
 
 
@@ -30,14 +30,14 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise InputError(f"--set {text}: expected key=value, e.g. --set method.rounds=5")
     try:
         return key.strip(), tomllib.loads(f"v = {value}")["v"]
-    except ValueError:  # no TOML, or too many digits
+    except ValueError:  # not TOML, or too many digits
         return key.strip(), value.strip()
     except RecursionError:
         raise InputError(f"--set {key.strip()}: the value is nested too deeply") from None
 
 
 def to_toml(tables: Mapping[str, Any]) -> str:
-    """Nested tables as TOML: one section a table, deeper ones inline."""
+    """Nested tables as TOML: one section per table, deeper tables inline."""
 
     def inline(value: Any) -> str:
         if isinstance(value, Mapping):
@@ -60,12 +60,12 @@ def _bare(key: str) -> str:
 
 
 def copy_tables(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy whose tables can be changed; values are shared."""
+    """A copy with separate tables; values are shared."""
     return {key: copy_tables(value) if isinstance(value, Mapping) else value for key, value in table.items()}
 
 
 def check_depth(text: str) -> None:
-    """Refuse a text of TOML with a dotted key of many parts: to read it takes the square of their number.
+    """Refuse TOML with a dotted key of many parts: the time to read it grows with the square of their number.
 
     Raises:
         InputError: it has one.

@@ -1,4 +1,4 @@
-"""What is true of a method, as data that the rest of the program reads."""
+"""Properties of a method, as data that the rest of the program reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _trait(default: Any, help: str, *, claim: bool = False, was: str = "") -> An
     """A field of :class:`Traits`.
 
     Args:
-        claim: it is about the mathematics, so that a subclass states it again.
+        claim: it is about the mathematics, so a subclass must state it again.
         was: the name of the class attribute that said it before, if that was another one.
     """
     return field(default=default, metadata={"help": help, "claim": claim, "was": was})
@@ -21,7 +21,7 @@ def _trait(default: Any, help: str, *, claim: bool = False, was: str = "") -> An
 
 @dataclass(frozen=True)
 class Traits:
-    """What is true of a method. The defaults are what can be assumed of a method about which nothing is known.
+    """Properties of a method. The defaults are safe for a method about which nothing is known.
 
     A claim is about the mathematics of the method. A subclass may change the mathematics, so it inherits no claim: it
     has one only if its own class states ``traits``.
@@ -35,20 +35,20 @@ class Traits:
     )
     server_needs_weights_only: bool = _trait(
         False,
-        "its server half computes with parameters, and with no output of the model: a server without rows then loads "
-        "no frozen weights",
+        "its server half computes only with parameters, never with outputs of the model: a server without rows then "
+        "loads no frozen weights",
         claim=True,
         was="parameters_alone",
     )
     rows_by_optimiser: bool = _trait(
         False,
-        "its clients use training rows by `self.local` only, besides their number: DP-SGD and `data.augment` require "
+        "its clients use training rows only through `self.local`, and their number: DP-SGD and `data.augment` require "
         "it",
         claim=True,
     )
     server_secrets: tuple[str, ...] = _trait(
         (),
-        "names of what the server draws by `fed.secret(name)`; a run does not resume without them",
+        "names of the secrets that the server draws by `fed.secret(name)`; a run does not resume without them",
         was="secrets",
     )
     sealed_replies: tuple[str, ...] = _trait(
@@ -63,7 +63,7 @@ class Traits:
         False, "the accuracy of one model for all comes from the clients' rows: the server can read no test rows"
     )
     keeps_foundation: bool = _trait(
-        False, "a foundation model never leaves the server: moments, which reveal it, lie under `private/`"
+        False, "a foundation model never leaves the server: moments, which reveal it, are stored under `private/`"
     )
 
     @classmethod
@@ -84,7 +84,7 @@ class Traits:
                     )
 
     def without_claims(self) -> Traits:
-        """What a subclass inherits."""
+        """The traits that a subclass inherits."""
         defaults: dict[str, Any] = {f.name: f.default for f in fields(self) if f.metadata["claim"]}
         return replace(self, **defaults)
 

@@ -13,14 +13,15 @@ class Crossing(NamedTuple):
     Attributes:
         round: 1, 2, ... for training rounds, 0 before the first.
         sender, receiver: "server" or a client's name.
-        handler: ``kind.Class_function``. The server sees ``train`` replies as the aggregation shows them, and each
+        handler: ``kind.Class_function``. The server sees ``train`` replies in the aggregation's form, and each single
             ``query`` reply; ``aggregate`` belongs to the aggregation, ``scores`` and ``reveal`` to evaluation.
-        nbytes: size of the message's records as Flower serialises them, the same on every engine.
-        form: form in which the receiver sees it: plain, masked or encrypted.
-        counted: part of the method; hello, evaluation and what a client that trains alone is told are only listed.
+        nbytes: size of the message in Flower's serialised records, the same on every engine.
+        form: form for the receiver: plain, masked or encrypted.
+        counted: whether it is part of the method; hellos, evaluation and messages to a client that trains alone are
+            only listed.
         call: number of the call in its round: all replies to one call go into the same mean.
-        spared: of these bytes, how many did not cross, since the receiver held that part already.
-        part: of the rows that a question is about, test or val; "": the handler has no such argument.
+        spared: bytes saved: those of ``nbytes`` that did not cross, since the receiver had that part already.
+        part: the rows that a request is about, test or val; "": the handler has no such argument.
     """
 
     round: int

@@ -1,8 +1,8 @@
-"""Trained values in fewer bytes in every message, in both directions: the key ``run.transport``.
+"""Code trained values with fewer bytes in every message, in both directions (``run.transport``).
 
 A :class:`Coding` replaces each Params of a payload or a reply by its coded form (:mod:`fedfm.linalg.quantised`), and
-rebuilds it at the receiver. Tensors that are no trained values (statistics, features, logits) stay as they are. Both
-sides hold w_0, the model's parameters before the first round, so a tensor that is near w_0 crosses as the difference.
+rebuilds it at the receiver. Other tensors (statistics, features, logits) are not changed. Both sides have w_0, the
+model's parameters before the first round, so a tensor near w_0 is sent as a difference.
 The server codes in :class:`CodedLink`, the clients in ``runtime.client``: engines see ordinary values, whose bits and
 sizes are the same on each of them.
 """
@@ -25,18 +25,18 @@ from fedfm.linalg.quantised import CODES, Coded, Error, can_code, code, decode
 if TYPE_CHECKING:
     from fedfm.models.model import Model
 
-KEY = "+coded"  # the only key of the mapping that stands for a Params
-_METHODS = ("train.", "query.", "aggregate.")  # kinds of the method's own messages: their errors are told
+KEY = "+coded"  # the only key of a mapping that replaces a Params
+_METHODS = ("train.", "query.", "aggregate.")  # kinds of the method's own messages, whose errors are recorded
 
 _starts: WeakKeyDictionary[Any, Params] = WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sent:
-    """The value of :data:`KEY`, as a message carries it.
+    """The value of :data:`KEY` in a message.
 
     Attributes:
-        start: the first digits of the hash of the w_0 that differences are relative to.
+        start: the first digits of the hash of w_0, the reference of differences.
         largest, squares: of the sender's error.
     """
 
@@ -52,7 +52,7 @@ class Coding:
 
     Args:
         precision: ``bfloat16`` or ``int8``.
-        model: this side's, with its parameters as they are before the first round.
+        model: this side's model, with its parameters before the first round.
     """
 
     def __init__(self, precision: str, model: Model) -> None:
@@ -66,7 +66,7 @@ class Coding:
         return replace_parts(value, lambda x: self._encode(x, told) if isinstance(x, Params) else None)
 
     def rebuild(self, value: Any, told: Callable[[Error], None] = lambda error: None) -> Any:
-        """The inverse; a value without coded Params is returned as it is.
+        """The inverse; a value without coded Params is returned unchanged.
 
         Raises:
             ClientFault: E_FORMAT, a coded form is malformed; E_VERSION, the other side started from another w_0;
@@ -88,10 +88,10 @@ class Coding:
         except ClientFault as fault:
             if fault.code != E_NONFINITE:
                 raise
-            # The same words on all engines, some of which look at the values earlier.
+            # The same text on all engines, some of which check the values earlier.
             raise ClientFault(E_NONFINITE, "coded parameters have NaN or infinity") from None
         if "1" in sent.relative and sent.start != self._print:
-            raise ClientFault(E_VERSION, "coded parameters are differences to other weights than those here")
+            raise ClientFault(E_VERSION, "coded parameters are differences from weights that this side does not have")
         try:
             found = decode(sent.values, sent.relative, self._start)
         except ValueError as error:
@@ -136,14 +136,14 @@ class CodedLink:
         yield from self._through(lambda of: self._link.exchange([of(request) for request in requests]), own)
 
     def stream(self, requests: Sequence[Request], again: Callable[[ClientId], Request]) -> Iterator[Reply]:
-        """As that of the link; all of it is the method's own."""
+        """As the link's; all its messages are the method's own."""
         if not isinstance(self._link, Streaming):
             raise RuntimeError("on this engine clients answer in the call that asks them")
         stream = self._link.stream
         yield from self._through(lambda of: stream([of(r) for r in requests], lambda client: of(again(client))), True)
 
     def _through(self, deliver: Callable[[_Coder], Iterator[Reply]], own: bool) -> Iterator[Reply]:
-        kept: dict[int, tuple[Any, Any]] = {}  # what several clients are sent is coded once: id -> (it, coded)
+        kept: dict[int, tuple[Any, Any]] = {}  # a value for several clients is coded once: id -> (value, coded)
 
         def once(value: Any) -> Any:
             if id(value) not in kept:
@@ -201,7 +201,7 @@ def _is_coded(x: Any) -> bool:
 
 
 def replace_parts(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A message's value with other parts: ``change`` returns None for what stays, and then its own parts are seen."""
+    """Replace parts of a value: ``change`` returns the new part, or None to descend into the part."""
     if (new := change(value)) is not None:
         return new
     if isinstance(value, Params):

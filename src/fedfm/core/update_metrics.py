@@ -10,13 +10,13 @@ from fedfm.core import tasks
 from fedfm.core.metric_names import LOCAL_LOSS, PERPLEXITY, SHARES
 from fedfm.errors import E_FIELD, E_SIZE, ClientFault, RunError
 
-MOST = 100  # metrics of one update
+MOST = 100  # largest number of metrics of one update
 LONGEST = 100  # characters of a name
 
 BEFORE, LOSS_BEFORE = "accuracy_before_aggregation", "loss_before_aggregation"  # of the client's own model
 JUDGED = "judged_before_aggregation"  # 1 if the client has these two: the mean is the share of clients with test rows
-SENT = "sent/"  # begins names of scores of the model that the client was sent, as in "sent/test/accuracy"
-PASSES = "passes_beside"  # forward passes over the client's rows besides the optimiser's
+SENT = "sent/"  # prefix of scores of the model that the client was sent, as in "sent/test/accuracy"
+PASSES = "passes_beside"  # forward passes over the client's rows in addition to the optimiser's
 
 # Keys that the server writes into a line of metrics.jsonl or into the result; no client may send one of these names.
 # A client's "loss" is written there as "train_loss".
@@ -43,18 +43,18 @@ def check(metrics: Mapping[str, Any]) -> None:
         raise ClientFault(E_SIZE, f"{len(metrics)} metrics: expected at most {MOST}")
     for name in metrics:
         if name in SERVERS:
-            raise ClientFault(E_FIELD, f'metrics: "{name}" is a name of the server\'s own figures')
+            raise ClientFault(E_FIELD, f'metrics: "{name}" is a name of the server\'s own metrics')
         if isinstance(name, str) and len(name) > LONGEST:
             raise ClientFault(E_SIZE, f"metrics: a name of {len(name)} characters, expected at most {LONGEST}")
 
 
 def by_client(metrics: Mapping[str, float]) -> bool:
-    """Whether metrics tell of the client's own rows, so that the server keeps each client's."""
+    """Whether metrics are about the client's own rows, so that the server stores them per client."""
     return JUDGED in metrics or any(name.startswith(SENT) for name in metrics)
 
 
 class RoundMetrics(dict[str, float]):
-    """Metrics of round t by name; reading one that is not there ends the run.
+    """Metrics of round t by name; reading a missing one ends the run.
 
     Args:
         why: says why a name is missing.

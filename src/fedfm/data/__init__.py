@@ -1,1 +1,1 @@
-"""Sources, tables, partitions: the rows that each client holds."""
+"""Sources, tables and partitions of the clients' rows."""

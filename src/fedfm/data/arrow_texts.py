@@ -1,4 +1,4 @@
-"""Texts and pictures that stay in an Arrow column, memory-mapped or not; each is read when it is asked for."""
+"""Texts and images that stay in an Arrow column, memory-mapped or not; each is read on access."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ArrowTexts(Sequence[str]):
     """Rows of a pyarrow ChunkedArray of strings, in the order of an index.
 
     Args:
-        column: of N strings, maybe some missing ones.
+        column: N strings; some may be missing.
         index: (n,) rows; None: all.
     """
 
@@ -42,7 +42,7 @@ class ArrowTexts(Sequence[str]):
             yield from self[start : start + _READ]
 
     def take(self, index: np.ndarray) -> Self:
-        """These rows, in this order; none is copied."""
+        """Select rows in this order, without a copy."""
         return type(self)(self._column, index if self._index is None else self._index[index])
 
     def to_list(self) -> list[str]:
@@ -53,13 +53,13 @@ class ArrowTexts(Sequence[str]):
 
 
 class ArrowPictures(ArrowTexts, Pictured):
-    """Rows of a ChunkedArray of encoded pictures (bytes)."""
+    """Rows of a ChunkedArray of encoded images (bytes)."""
 
     def __iter__(self) -> Iterator[Any]:
-        return (self[i] for i in range(len(self)))  # one at a time: each may have megabytes
+        return (self[i] for i in range(len(self)))  # one at a time, since each may have megabytes
 
     def join(self, others: Sequence[ArrowPictures]) -> ArrowPictures:
-        """These pictures and then the others', all of columns as they were read; none is copied."""
+        """Join these images with those of others, without a copy; all must be unselected columns."""
         import pyarrow
 
         chunks = [chunk for part in (self, *others) for chunk in part._column.chunks]

@@ -1,7 +1,7 @@
-r"""Names of classes, alike wherever they are written: two names that nobody can tell apart are one class.
+r"""Normalise class names: two names that look the same are one class.
 
-Characters that nobody sees are left out, every space is a common one, and characters are composed (Unicode NFC), as
-they are not in file names of macOS. A joiner or a form of a character stays within what is not ASCII, where scripts and
+Invisible characters are removed, every kind of space becomes a common one, and characters are composed (Unicode NFC;
+file names of macOS are not). A joiner or a variation selector stays between non-ASCII characters, where scripts and
 emoji need it. Case stays: a notice names classes that differ by it.
 """
 
@@ -20,7 +20,7 @@ _NAMED = 3  # names in a notice
 
 
 def class_name(text: str) -> str:
-    r"""The name as it is read everywhere.
+    r"""The normal form of a class name.
 
     Example:
         >>> class_name(" lung\u200b"), class_name("small\u00a0cell"), class_name("e\u0301")
@@ -34,11 +34,11 @@ def class_name(text: str) -> str:
 
 
 def notices_of(texts: Iterable[str], name: str) -> tuple[str, ...]:
-    """A notice of the rows whose class is read otherwise than it is written, but for blanks around it.
+    """A notice about rows whose class name was normalised, unless only outer blanks were removed.
 
     Args:
-        texts: of each row.
-        name: of the column.
+        texts: the label of each row.
+        name: the column's name.
     """
     counts = Counter(texts)
     changed = [text for text in counts if class_name(text) != text.strip(" \t\r\n")]
@@ -48,36 +48,38 @@ def notices_of(texts: Iterable[str], name: str) -> tuple[str, ...]:
     more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
     rows = sum(counts[text] for text in changed)
     return (
-        f'{rows} of {counts.total()} labels in "{name}" hold characters that nobody sees or tells apart: {shown}{more} '
-        "are the names that count",
+        f'{rows} of {counts.total()} labels in "{name}" contain invisible or indistinguishable characters: '
+        f"{shown}{more} are the names in use",
     )
 
 
 def names_of(texts: Sequence[str], what: str) -> tuple[str, ...]:
-    """The names of a list whose places are the classes.
+    """Normalise a list of class names; the index of a name is its class.
 
     Raises:
-        InputError: one is empty, or two are the same.
+        InputError: a name is empty, or two are the same.
     """
     names = tuple(map(class_name, texts))
     for name, count in Counter(names).items():
         if not name or count > 1:
             alike = " and ".join(escape(text) for text in texts if class_name(text) == name)
-            raise InputError(f"{what}: class names must be different and not empty, and {alike} are not")
+            raise InputError(f"{what}: class names must be different and not empty, but {alike} are not")
     return names
 
 
 def check_list(texts: Sequence[str], key: str) -> None:
-    """Raise an InputError for a list of names in a file if rows could not have one of them, or have it twice."""
+    """Raise an InputError if a list of names has one in another than the normal form, or one twice."""
     for text in texts:
         if (name := class_name(text)) != text:
-            raise InputError(f"{key}: {escape(text)} is read as {escape(name)} in the rows: write it so", key=key)
+            raise InputError(
+                f"{key}: {escape(text)} is read as {escape(name)} in the rows: write it in that form", key=key
+            )
     if len(set(texts)) != len(texts):
-        raise InputError(f"{key}: a name is there twice", key=key)
+        raise InputError(f"{key}: a name occurs twice", key=key)
 
 
 def _joins(text: str, i: int) -> bool:
-    """Whether a character that nobody sees belongs to those beside it, as in Persian and in emoji."""
+    """Whether an invisible character belongs to its neighbours, as in Persian and in emoji."""
     before = text[i - 1] if i else " "
     if text[i] in FORMS:
         return ord(before) >= _ASCII and not before.isspace()

@@ -36,7 +36,7 @@ def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table]) -
         if mine != theirs:
             raise InputError(
                 f"data.clients: {name} ({table.source}) holds {mine} and {first} ({tables[first].source}) {theirs}: "
-                "all clients' rows must have one form"
+                "all clients' rows must have the same form"
             )
     classes = unite([table.classes for table in tables.values()])
     code = {name: index for index, name in enumerate(classes)}
@@ -66,19 +66,19 @@ def of_clients(clients: Mapping[str, str], read: Callable[[str, Path], Table]) -
 
 
 def _apart(tables: Mapping[str, Table]) -> tuple[str, ...]:
-    """A notice of the clients that number their classes, where others name them: numbers and names are not joined."""
+    """A notice if some clients number their classes and others name them: numbers and names are not matched."""
     numbering = {name: all(map(_INTEGER, table.classes)) for name, table in tables.items() if table.classes}
     by = {kind: [name for name, numbers in numbering.items() if numbers == kind] for kind in (True, False)}
     if not by[True] or not by[False]:
         return ()
     return (
         f"the labels of {listing(by[True], 4)} are numbers and those of {listing(by[False], 4)} are names, which are "
-        "classes of their own: if they mean the same, write them alike (a column label_name names numbers)",
+        "separate classes: if they mean the same, write them alike (a column label_name names numbers)",
     )
 
 
 def unite(classes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """All class names: in their own order if all clients have the same, else sorted (integers by value)."""
+    """All class names: in the clients' order if all have the same, else sorted (integers by value)."""
     if len(set(classes)) == 1:
         return classes[0]
     names = {name for one in classes for name in one}
@@ -88,7 +88,7 @@ def unite(classes: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _form(table: Table) -> str:
-    """Words for the form of the rows, which must agree between clients."""
+    """The form of the rows in words; it must agree between clients."""
     words = words_of(table.kind)
     if not isinstance(table.inputs, np.ndarray):
         return words + (" as files" if table.kind == "image" else "")

@@ -1,5 +1,5 @@
-"""Notices of rows that are probably not what was meant: classes that are none, texts that stand for empty cells, rows
-that are there twice, test rows that are trained on, pictures on which there is nothing to see.
+"""Notices about probable mistakes: columns that are not classes, texts that stand for empty cells, repeated rows,
+test rows that are also training rows, images without content.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from fedfm.data.repeats import of_training_rows
 from fedfm.data.sources._files import listing
 from fedfm.data.table import Table, contents
 
-_LONG_NAME = 200  # characters; a class name that is longer is rather a text
-_MANY = 20  # classes from which numbers look like a quantity, and rows from which labels should recur
-_MARKS = (";", "|", ",", "/", "+", "&", "\t", "\n", " and ", " ")  # between several labels in one
-_AROUND = re.compile(r"^[\s$€£<>=~±]+|[\s%€$£°]+$|\s+[a-zA-Zµ/²³%]{1,6}$")  # what stands around a number
+_LONG_NAME = 200  # characters; a longer class name is probably a text
+_MANY = 20  # number of classes from which numbers look like a quantity, and of rows in which labels should recur
+_MARKS = (";", "|", ",", "/", "+", "&", "\t", "\n", " and ", " ")  # separators of several labels in one cell
+_AROUND = re.compile(r"^[\s$€£<>=~±]+|[\s%€$£°]+$|\s+[a-zA-Zµ/²³%]{1,6}$")  # signs and units around a number
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}([ ,.'])\d{3}(?:\1\d{3})*(?:(?!\1)[.,]\d+)?")
 _DATE = re.compile(
     r"(?:\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4})(?:[ T]\d{1,2}:\d{2}\S*)?"
@@ -30,7 +30,7 @@ _WAY = "fedfm.federate with a module of your own (docs: how-to/own-model.md)"
 
 
 def doubts(table: Table, label: str) -> tuple[str, ...]:
-    """All notices of this kind.
+    """All notices about probable mistakes.
 
     Args:
         label: name of the column of labels.
@@ -55,11 +55,11 @@ def _texts_as_classes(table: Table, label: str) -> str | None:
 
 
 def _quantities(table: Table, label: str) -> str | None:
-    """Numbers with an order and gaps or fractions: 20..79, but neither 0..9 nor 1..1000, which number classes."""
+    """A notice if labels are numbers with gaps or fractions, such as 20..79; 0..9 and 1..1000 number classes."""
     if len(table.classes) >= 3 and all(_DATE.fullmatch(name) for name in table.classes):
         return (
             f'column "{label}" holds {len(table.classes)} different dates or times, as {listing(table.classes[:2])}, '
-            "each taken as a class: is it the column of the labels?"
+            "and each becomes a class: is it the column of the labels?"
         )
     found = [_number(name) for name in table.classes]
     numbers = sorted(n for n in found if n is not None)
@@ -71,13 +71,13 @@ def _quantities(table: Table, label: str) -> str | None:
     if counted or len(numbers) < (_MANY if whole else 3):
         return None
     return (
-        f'column "{label}" holds {len(numbers)} different numbers from {numbers[0]:g} to {numbers[-1]:g}, each taken '
-        f"as a class: if they are a quantity, regression predicts it, with {_WAY}"
+        f'column "{label}" holds {len(numbers)} different numbers from {numbers[0]:g} to {numbers[-1]:g}, and each '
+        f"becomes a class: if they are a quantity, regression predicts it, with {_WAY}"
     )
 
 
 def _number(name: str) -> float | None:
-    """The number that a text writes, also with marks of thousands, a comma before its fraction, a unit or a sign."""
+    """The number in a text, which may have thousands separators, a decimal comma, a unit or a sign."""
     plain = _AROUND.sub("", name.replace("\u2212", "-").replace("\u00a0", " "))
     parts = _THOUSANDS.fullmatch(plain)
     whole = plain.replace(parts[1], "") if parts else plain
@@ -91,18 +91,18 @@ def _number(name: str) -> float | None:
 
 
 def _several(table: Table, label: str) -> str | None:
-    """Classes that others make up: "heart;lung" beside "heart" and "lung"."""
+    """A notice about classes that combine others: "heart;lung" in addition to "heart" and "lung"."""
     names = [name for name in table.classes if _number(name) is None]  # 1,000 is one number
     for mark in _MARKS:
         parts = {name: [p.strip(" []'\"") for p in name.split(mark)] for name in names}
         count = Counter(part for some in parts.values() for part in set(some))
         made = [n for n, some in parts.items() if len(set(some)) > 1 and all(p and count[p] > 1 for p in some)]
-        if mark == " ":  # "red apple" beside "red pear" and "green apple" is one label
+        if mark == " ":  # "red apple" is one label although "red pear" and "green apple" exist
             made = [n for n in made if all(p in parts for p in parts[n])]
         if made:
             return (
                 f"{len(made)} of {len(table.classes)} classes seem to be several labels in one, as "
-                f"{listing(made[:2])}: each is taken as a class of its own; several labels a row take {_WAY}"
+                f"{listing(made[:2])}: each becomes a separate class; several labels per row need {_WAY}"
             )
     return None
 

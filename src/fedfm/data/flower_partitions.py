@@ -1,7 +1,7 @@
-"""Partitions by flwr-datasets, Flower's package of partitioners: all that assign each row to exactly one client.
+"""Partitions by flwr-datasets, Flower's package of partitioners, if they assign each row to exactly one client.
 
-For published splits of other Flower projects, and for kinds that fedfm lacks: sizes that follow a law, Dirichlet shares
-within a client, groups of values, ranges of a number. The rows are shuffled first, as in Flower.
+They serve published splits of other Flower projects, and kinds that fedfm lacks: sizes that follow a law, Dirichlet
+shares within a client, groups of values, ranges of a number. The rows are shuffled first, as in Flower.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEY = "data.partition"
 def owners(
     table: Table, part: PartitionSpec, train: np.ndarray, label: str, clients: int, seed: int, notices: list[str]
 ) -> tuple[np.ndarray, int]:
-    """The client of each of the rows ``train`` (n,), numbered as ``part.partitioner`` does, and the number of clients.
+    """(the client index of each of the rows ``train`` (n,), from ``part.partitioner``, the number of clients).
 
     Args:
         label: name of the column of labels in the partitioner's arguments.
@@ -40,7 +40,9 @@ def owners(
     if "num_partitions" in takes:
         options.setdefault("num_partitions", clients)
     elif part.clients is not None:
-        raise InputError(f"{_KEY}.clients: {name} takes no number of clients; its options are {quote_names(takes)}")
+        raise InputError(
+            f"{_KEY}.clients: {name} has no argument for the number of clients; its options are {quote_names(takes)}"
+        )
     if "partition_by" in takes and table.labels is not None:
         options.setdefault("partition_by", label)
     if "seed" in takes:
@@ -48,7 +50,7 @@ def owners(
     order = generator(seed, "partition", "flower", "rows").permutation(len(train))
     try:
         with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("ignore")  # deprecations in its libraries do not concern the user
+            warnings.simplefilter("ignore")  # hides deprecations in its libraries, which users cannot change
             warnings.simplefilter("always", UserWarning)
             partitioner = kind(**options)
             partitioner.dataset = _dataset(table, train[order], label)
@@ -61,8 +63,8 @@ def owners(
     if (times != 1).any():
         kept = ', as with name = "by_class"' if name == "PathologicalPartitioner" else ""
         raise InputError(
-            f"{_KEY}.partitioner: {name} gives {int((times == 0).sum())} of {len(train)} training rows to nobody and "
-            f"{int((times > 1).sum())} to several; every one belongs to exactly one client{kept}"
+            f"{_KEY}.partitioner: {name} gives {int((times == 0).sum())} of {len(train)} training rows to no client "
+            f"and {int((times > 1).sum())} to several; each row must belong to exactly one client{kept}"
         )
     owner = np.empty(len(train), dtype=np.int64)
     for k, places in enumerate(parts):

@@ -9,11 +9,11 @@ _BLANK = "\u115f\u1160\u3164\uffa0\u2800" + FORMS  # fillers, and forms
 
 
 def is_invisible(c: str) -> bool:
-    """Whether nobody sees the character: zero-width spaces, joiners, soft hyphens, byte order marks, fillers."""
+    """Whether the character is invisible: zero-width space, joiner, soft hyphen, byte order mark or filler."""
     return not c.isspace() and (unicodedata.category(c) in ("Cf", "Cc") or c in _BLANK)
 
 
 def escape(name: str) -> str:
-    """The name between quotes, with a code in place of what nobody sees or takes for something else."""
+    """The name in quotes, with codes in place of invisible and misleading characters."""
     odd = (is_invisible(c) or unicodedata.combining(c) or (c.isspace() and c != " ") for c in name)
     return '"' + "".join(f"\\u{ord(c):04x}" if is_odd else c for c, is_odd in zip(name, odd, strict=True)) + '"'

@@ -1,4 +1,4 @@
-"""Loads the [data] table: reads the source, marks test rows, limits training rows, scales feature vectors."""
+"""Load the [data] table: read the source, mark test rows, limit training rows, scale feature vectors."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
     """The rows of the [data] table, each marked train, val or test.
 
     ``where`` keeps the rows whose columns have the listed values, and all classes. If a source marks no test rows,
-    ``test_fraction`` of its training rows become test rows: stratified by class (and by the column of a ``by_column``
-    partition, so that each client has its own), of running text the end. With ``clients`` each file is processed on its
-    own; classes are united by name, and the column "client" names the client. With ``base_classes`` the training and
-    validation rows of the other classes are left out. ``limit`` then thins training rows, never test rows.
+    ``test_fraction`` of its training rows become test rows. They are stratified by class (and by the column of a
+    ``by_column`` partition, so that each client has its own). Of running text the end becomes the test text. With
+    ``clients`` each file is processed separately; classes are united by name, and the column "client" names the client.
+    With ``base_classes`` training and validation rows of the other classes are left out. ``limit`` then thins training
+    rows, never test rows.
 
     Args:
         spec: the [data] table.
-        seed: of the choice of test rows and of rows under a limit.
+        seed: for the choice of test rows and of rows under a limit.
         task: the model's task; None: implied by the data.
 
     Raises:
-        InputError: the table is contradictory, or the data are invalid; says where.
+        InputError: the table is contradictory, or the data are invalid; it names the place.
 
     Example:
         >>> table = load_table(DataSpec(name="digits", limit=200), seed=0)
@@ -68,27 +69,27 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
 
 
 def _without_rows(spec: DataSpec) -> Table:
-    """The table of a server that knows the classes alone."""
+    """The table of a server that knows only the classes."""
     inputs: Any = np.zeros((0, spec.width), np.float32) if spec.width is not None else []
     labels = np.zeros(0, np.int64) if spec.classes and tasks.owner(spec.kind or "") is None else None
     return Table(spec.kind or "", inputs, labels, spec.classes or (), np.zeros(0, "<U5"), source="data.classes")
 
 
 def read_inputs(path: str | Path, spec: DataSpec, *, kind: str) -> Table:
-    """Rows to predict in any format of ``data.path``, without labels. A missing output of an instruction is "".
+    """Rows to predict, without labels, in any format of ``data.path``. A missing output of an instruction is "".
 
-    A model of preferences answers as one of instructions does: its rows are of kind "instruction".
+    A model for preferences answers like one for instructions, so its rows are of kind "instruction".
 
     Args:
-        path: file or folder; a folder of pictures needs no classes.
+        path: file or folder; a folder of images needs no classes.
         spec: names of the columns and the scale, as in training.
-        kind: the kind of rows that the model takes.
+        kind: the kind of rows that the model reads.
 
     Returns:
-        All rows in the order of the file, ``labels`` None, each marked "test".
+        All rows in the order of the file; ``labels`` is None, and each row is marked "test".
 
     Raises:
-        InputError: as :func:`load_table`, or the file has another kind of rows.
+        InputError: as in :func:`load_table`, or the file has another kind of rows.
     """
     owner = tasks.owner(kind)
     table = _read_path(existing(path, "file"), spec, None if owner is None else owner.name, labelled=False)
@@ -100,7 +101,7 @@ def read_inputs(path: str | Path, spec: DataSpec, *, kind: str) -> Table:
 
 
 def check_files(spec: DataSpec) -> None:
-    """Raise an InputError for missing files; reads none."""
+    """Raise an InputError for missing files, without reading any."""
     if spec.path is not None:
         existing(spec.path)
     for name, path in (spec.clients or {}).items():
@@ -140,7 +141,7 @@ def _alike(value: str) -> str:
 
 
 def scale_features(table: Table, scale: str) -> Table:
-    """Each feature vector scaled: "row" to mean 0 and variance 1 (constant vectors to 0), "unit" to norm 1."""
+    """Scale each feature vector: "row" to mean 0 and variance 1 (constant vectors to 0), "unit" to norm 1."""
     if scale == "none":
         return table
     if table.kind != "features":
@@ -184,7 +185,7 @@ def _read_path(path: Path, spec: DataSpec, task: str | None, *, labelled: bool) 
         if not endings:
             words = content_of(begin(path))
             hint = "" if words == "something else" else f" (it holds {words})"
-            raise InputError(f"{path}: files of this name are not known{hint}; expected {FORMATS}")
+            raise InputError(f"{path}: files with this ending are unknown{hint}; expected {FORMATS}")
         module = modules[endings[-1]]
     source = importlib.import_module(f"fedfm.data.sources.{module}")
     table: Table = source.read(path, spec, task=task, labelled=labelled)
@@ -220,7 +221,7 @@ def _mark_test(table: Table, spec: DataSpec, rng: np.random.Generator) -> Table:
         parts = [rows[values[rows] == value] for value in np.unique(values[rows])]
         held = np.concatenate([hold_out(labels[part], part, spec.test_fraction, rng) for part in parts])
     if not len(held):
-        note = f"{table.source} has too few rows to keep any for testing: there are no test rows"
+        note = f"{table.source} has too few rows to hold any out: there are no test rows"
         return replace(table, notices=(*table.notices, note))
     split = table.split.astype("<U5")
     split[held] = "test"
@@ -228,7 +229,7 @@ def _mark_test(table: Table, spec: DataSpec, rng: np.random.Generator) -> Table:
 
 
 def _owner_to_be(table: Table, spec: DataSpec) -> np.ndarray:
-    """Index (N,) of the client if a column names it, else zeros."""
+    """The client's index of each row (N,) if a column names the client, else zeros."""
     column = CLIENT if spec.clients else spec.partition.column  # None unless the partition is by_column
     if column not in table.columns:
         return np.zeros(len(table), dtype=np.int64)
@@ -237,7 +238,7 @@ def _owner_to_be(table: Table, spec: DataSpec) -> np.ndarray:
 
 
 def _without_new(table: Table, base: int | None) -> Table:
-    """The table without rows of new classes, those after the first ``base``, in training and validation."""
+    """The table without training and validation rows of new classes, which are those after the first ``base``."""
     if base is None:
         return table
     if table.labels is None or base >= len(table.classes):

@@ -15,9 +15,9 @@ Splits = tuple[np.ndarray, np.ndarray, np.ndarray]  # row indexes: train, val, t
 def own_test(
     table: Table, test: np.ndarray, train: np.ndarray, owner: Owner, clients: int, seed: int, part: str = ""
 ) -> Owner:
-    """The client of each of the test rows ``test`` (n,), -1 for a class on which no client trains.
+    """The client of each test row ``test`` (n,); -1 for a class on which no client trains.
 
-    For each class c the clients' shares of its test rows are in proportion to their training rows of c by largest
+    For each class c the clients get shares of its test rows in proportion to their training rows of c, by largest
     remainder. A generator derived from the seed breaks ties and draws the rows.
     """
     labels = np.zeros(len(table), dtype=np.int64) if table.labels is None else table.labels

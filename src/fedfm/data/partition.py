@@ -1,21 +1,21 @@
-"""Partitions: assign each training row to exactly one client, and test rows to each client's own model.
+"""Partitions: assign each training row to exactly one client, and test rows for each client's own model.
 
 iid        random rows; sizes differ by at most one.
-dirichlet  for each class, shares over the K clients from Dir(alpha 1_K) (Hsu et al. 2019), rounded to whole rows by
-           largest remainder; the rows are random. Sizes are not balanced, empty clients are not redrawn.
+dirichlet  for each class, shares over the K clients from Dir(alpha 1_K) (Hsu et al. 2019), rounded to integers by
+           largest remainder; the rows are random. Sizes are not balanced, and empty clients are not redrawn.
 by_class   each client has ``classes_per_client`` classes; K m / C clients, rounded up or down, share each class evenly.
-by_column  one client for each value of the column; with ``clients = N``, N / V clients share the rows of each of V
-           values evenly.
+by_column  one client for each value of the column; with ``clients = N``, N / V clients evenly share the rows of each
+           of V values.
 flower     any partitioner of flwr-datasets that assigns each row to one client (see
            :mod:`fedfm.data.flower_partitions`).
 
-Rows that the source marks val follow the same rule with the same shares and clients; with ``flower``, the class
-proportions of the client's training rows.
+Rows that the source marks val follow the same rule with the same shares and clients; with ``flower`` they follow the
+class proportions of the client's training rows.
 """
 
 # flwr-datasets also has partitioners for the first four (with self_balancing off its Dirichlet has the same law). But
-# its import takes 2 s, it partitions one list of rows, so that validation rows would get other shares and clients, and
-# it cannot split the rows of one value between several clients.
+# its import takes 2 s. It partitions one list of rows, so validation rows would get other shares and clients. It cannot
+# split the rows of one value between several clients.
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ CLIENT = "client"  # the column of the client's name if each client has its own 
 def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
     """Partition the table between clients; the result depends on the seed.
 
-    ``val_fraction`` of a client's training rows become validation rows, stratified by class. Its own test rows are with
-    ``by_column`` or ``clients`` those of its value or file; otherwise the test rows of each class are assigned in
+    ``val_fraction`` of a client's training rows become validation rows, stratified by class. With ``by_column`` or
+    ``clients`` its own test rows are those of its value or file; otherwise the test rows of each class are assigned in
     proportion to the clients' training rows of that class (``own_test``). Clients without training rows are dropped
     with a notice.
 
@@ -56,7 +56,7 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
         {'client-00': 480, 'client-01': 479, 'client-02': 479}
     """
     train, val, test = table.rows("train"), table.rows("val"), table.rows("test")
-    if spec.classes is not None:  # a server without rows: the silos have theirs
+    if spec.classes is not None:  # a server without rows: only the silos have rows
         return FederatedData(table, {}, test)
     if not len(train):
         raise InputError(f"{table.source} has no training rows")
@@ -69,7 +69,7 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
         if column not in table.columns and (key := key_that_reads(column, spec)):
             way = 'name = "by_class" with classes_per_client deals classes' if key == "label" else "name another column"
             raise InputError(
-                f'data.partition.column: column "{column}" is read as data.{key}, and not kept: {way}',
+                f'data.partition.column: column "{column}" is read as data.{key}, and is not available: {way}',
                 key="data.partition.column",
             )
         names, owners = by_column(table, column, part, (train, val, test), seed, notices)
@@ -77,7 +77,7 @@ def deal(table: Table, spec: DataSpec, *, seed: int) -> FederatedData:
         names, owners = _by_rule(table, spec, (train, val, test), seed, notices)
         if orphans := int((owners[2] < 0).sum()):
             notices.append(
-                f"{orphans} test rows are of classes that no client trains on: they are in the global test only"
+                f"{orphans} test rows are of classes that no client trains on: they are only in the global test"
             )
     clients: dict[str, ClientRows] = {}
     empty: list[str] = []
@@ -133,7 +133,7 @@ def _by_rule(
     clients = DEFAULT_CLIENTS if part.clients is None else part.clients
     if clients > len(train):
         raise InputError(
-            f"data.partition.clients: {clients} clients and {len(train)} training rows: at most a client a row",
+            f"data.partition.clients: {clients} clients and {len(train)} training rows: at most one client per row",
             key="data.partition.clients",
         )
     labels, named = table.labels, (("train", train), ("val", val))
@@ -142,7 +142,7 @@ def _by_rule(
 
         owner, clients = flower_partitions.owners(table, part, train, spec.label, clients, seed, notices)
         kept = own_test(table, val, train, owner, clients, seed, "val")
-        lost = np.flatnonzero(kept < 0)  # of classes on which no client trains
+        lost = np.flatnonzero(kept < 0)  # rows of classes on which no client trains
         kept[lost] = np.arange(len(lost)) % clients
         owners = [owner, kept]
     elif part.name == "iid":
@@ -172,7 +172,7 @@ def _dirichlet(part: PartitionSpec, clients: int, seed: int) -> Callable[[int, i
     """(class, number of its rows) -> their owners."""
 
     def shares(c: int, count: int) -> Owner:
-        # The class's stream is new for each split: training and validation rows have the same shares.
+        # The stream restarts for each split, so training and validation rows have the same shares.
         rng = generator(seed, "partition", "dirichlet", c)
         p = dirichlet(part.alpha or 0.0, clients, rng)
         return np.repeat(np.arange(clients), apportion(p, count, rng))
@@ -184,7 +184,7 @@ def dirichlet(alpha: float, clients: int, rng: np.random.Generator) -> np.ndarra
     """Shares (K,) from Dir(alpha 1_K), summing to 1."""
     if alpha > 1e-9:
         return rng.dirichlet(np.full(clients, alpha))
-    # One client, drawn uniformly: the limit for alpha -> 0, which NumPy's variates miss if alpha underflows.
+    # One client, drawn uniformly, is the limit for alpha -> 0. NumPy's variates are all 0 if alpha underflows.
     p = np.zeros(clients)
     p[rng.integers(clients)] = 1.0
     return p
@@ -194,15 +194,15 @@ def _by_class(classes: np.ndarray, part: PartitionSpec, clients: int, seed: int)
     """(class, number of its rows) -> their owners; ``classes`` are those with rows."""
     each, key = part.classes_per_client or 0, "data.partition.classes_per_client"
     if each > len(classes):
-        raise InputError(f"{key}: {each} classes a client, and the training rows have {len(classes)}", key=key)
+        raise InputError(f"{key}: {each} classes per client, but the training rows have {len(classes)}", key=key)
     if each * clients < len(classes):
         raise InputError(
-            f"{key}: {clients} clients of {each} classes hold at most {each * clients} of {len(classes)} classes, and "
+            f"{key}: {clients} clients of {each} classes have at most {each * clients} of {len(classes)} classes, and "
             f"every row belongs to a client: raise it to {-(-len(classes) // clients)}, "
             f"or clients to {-(-len(classes) // each)}",
             key=key,
         )
-    # Each client takes the classes that the fewest clients have, ties at random: these numbers differ by at most one.
+    # Each client takes the classes with the fewest clients, ties at random, so these counts differ by at most one.
     rng = generator(seed, "partition", "by_class")
     held = np.zeros(len(classes), dtype=np.int64)
     holders: dict[int, list[int]] = {int(c): [] for c in classes}

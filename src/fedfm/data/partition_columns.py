@@ -17,7 +17,7 @@ from fedfm.seeds import generator
 
 
 def key_that_reads(column: str, spec: DataSpec) -> str | None:
-    """The key of the [data] table under which the column is read as the model's input, its label or its split."""
+    """The key of the [data] table that uses the column as the model's input, its label or its split."""
     keys = ("label", "label_name", "split", "text", "image", *tasks.columns())
     return next((key for key in keys if spec.column(key) == column), None)
 
@@ -39,11 +39,13 @@ def by_column(
         strange = sorted(set(of[rows].tolist()) - set(values))
         if strange:
             count = int(np.isin(of[rows], strange).sum())
-            use = "are not used" if name == "val" else "are in the global test only"
+            use = "are not used" if name == "val" else "are only in the global test"
             notices.append(
                 f"{count} {name} rows are of {column} {listing(strange, 5)}, which has no training rows: they {use}"
             )
-    stems = [re.sub(r"[^\w.-]+", "_", value.strip()).lstrip(".") or "_" for value in values]  # also names of folders
+    stems = [
+        re.sub(r"[^\w.-]+", "_", value.strip()).lstrip(".") or "_" for value in values
+    ]  # names must also be valid for folders
     for stem, value in zip(stems, values, strict=True):
         if stems.count(stem) > 1:
             raise InputError(
@@ -53,8 +55,8 @@ def by_column(
     total = len(values) if part.clients is None else part.clients
     if total % len(values):
         raise InputError(
-            f'{key}.clients: {total} is no multiple of the {len(values)} values of "{column}" ({listing(values, 6)}): '
-            "each value's rows go to equally many clients",
+            f'{key}.clients: {total} is not a multiple of the {len(values)} values of "{column}" '
+            f"({listing(values, 6)}): each value's rows must go to the same number of clients",
             key=f"{key}.clients",
         )
     each = total // len(values)
@@ -71,7 +73,7 @@ def by_column(
             for s, place in zip(("train", "val"), places[:2], strict=True)
         ]
         mine.append(own_test(table, test[places[2]], train[places[0]], mine[0], each, seed, value))
-        # No client of this value trains on the row's class: the row is still theirs.
+        # No client of this value trains on the row's class, but the row still belongs to them.
         lost = np.flatnonzero(mine[2] < 0)
         mine[2][lost] = np.arange(len(lost)) % each
         for owner, place, local in zip(owners, places, mine, strict=True):

@@ -1,9 +1,9 @@
-"""The one decoder of pictures: for folders, tables, hub sets and predictions, at a server and at a silo alike.
+"""The decoder of all images: for folders, tables, hub sets and predictions, at servers and silos.
 
-A picture is turned as its EXIF orientation says. What is transparent is laid over white. Of several pages or frames the
-first is read. Grey of more than 8 bits is scaled, not clipped: by the smallest of 8, 12 and 16 bits that holds all
-values of the picture, so that one picture looks alike wherever it is read. Of colours with 16 bits, and of grey with 16
-bits beside transparency, the upper 8 are read.
+An image is turned by its EXIF orientation. Transparent pixels are laid over white. Of several pages or frames the first
+is read. Grey of more than 8 bits is scaled, not clipped: by the smallest of 8, 12 and 16 bits that fits all values of
+the image, so that an image looks the same wherever it is read. Of colours with 16 bits, and of 16-bit grey with
+transparency, the upper 8 bits are read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedfm.errors import InputError
 
 GREY = ("1", "L", "LA", "La")  # Pillow's modes of grey with at most 8 bits
 WIDE = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")  # and of 16- and 32-bit grey
-DECODED = 1 << 30  # bytes of pictures of one size that a table holds decoded; of more it holds the encoded ones
+DECODED = 1 << 30  # bytes; a table decodes images of one size up to this total, and keeps larger sets encoded
 _TOPS = (255, 4095, 65535)  # largest values of 8, 12 and 16 bits
 _WHITE = 255
 _ORIENTATION = 0x0112  # EXIF tag
@@ -31,15 +31,15 @@ _INTERPRETATION, _WHITE_IS_ZERO = 262, 0  # TIFF tag, and its value for grey val
 
 @dataclass(frozen=True)
 class Look:
-    """What reading one picture tells.
+    """The findings from reading one image.
 
     Attributes:
-        fault: why it cannot be read; None: it can.
+        fault: why it cannot be read; None if it can.
         frames: pages or frames.
         transparent: whether a pixel is not opaque.
-        top: the value that becomes white, of grey with more than 8 bits; else 0.
-        size: width and height as stored.
-        grey: whether it has no colours.
+        top: for grey with more than 8 bits the value that becomes white; else 0.
+        size: stored width and height.
+        grey: whether it is without colours.
         deep: whether only the upper 8 of 16 bits are read.
     """
 
@@ -53,7 +53,7 @@ class Look:
 
 
 def rgb(item: Any) -> Any:
-    """The Pillow picture, of mode RGB, of a path, an encoded picture or uint8 pixels (H, W, C).
+    """A Pillow image of mode RGB, from a path, an encoded image or uint8 pixels (H, W, C).
 
     Raises:
         InputError: it cannot be read.
@@ -62,7 +62,7 @@ def rgb(item: Any) -> Any:
 
 
 def decode(item: str | Path | bytes, channels: int | None = None) -> np.ndarray:
-    """Pixels (H, W, C) uint8 of a path or an encoded picture; C = ``channels``, or 1 for grey pictures and else 3.
+    """Pixels (H, W, C) uint8 of a path or an encoded image; C = ``channels``, or 1 for grey images and else 3.
 
     Raises:
         InputError: it cannot be read.
@@ -87,10 +87,10 @@ def small(item: Any, side: int) -> Any:
 
 
 def upright(picture: Any) -> Any:
-    """An opened Pillow picture as it is seen: turned, over white, of mode L if it is grey and else RGB.
+    """An opened Pillow image in its visible form: turned, over white, of mode L if it is grey and else RGB.
 
     Raises:
-        ValueError: its values have no range that could be scaled, or Pillow cannot convert them.
+        ValueError: its values have no range for scaling, or Pillow cannot convert them.
     """
     from PIL import Image
 
@@ -100,7 +100,7 @@ def upright(picture: Any) -> Any:
         picture = Image.fromarray(_narrow(picture))
     grey = picture.mode in GREY
     if picture.has_transparency_data:
-        seen = _rgba(picture)  # Pillow's other conversions keep the colours that lie under what is transparent
+        seen = _rgba(picture)  # Pillow's other conversions keep the hidden colours of transparent pixels
         if seen.getchannel("A").getextrema()[0] < _WHITE:
             seen = Image.alpha_composite(Image.new("RGBA", seen.size, (_WHITE,) * 4), seen)
         picture = seen.convert("RGB")
@@ -109,7 +109,7 @@ def upright(picture: Any) -> Any:
 
 
 def look(item: str | bytes) -> Look:
-    """Read a picture as far as it takes to know that it is intact, and what its reading leaves out or changes."""
+    """Check that an image is intact, and find what its reading leaves out or changes."""
     from PIL import Image
 
     try:
@@ -129,17 +129,17 @@ def look(item: str | bytes) -> Look:
             if picture.format == "PNG":
                 picture.verify()  # checks the checksums, which is faster than decoding
             else:
-                picture.draft("L", (8, 8))  # JPEG: reads the whole file, decodes an eighth
+                picture.draft("L", (8, 8))  # JPEG: reads the complete file, but decodes an eighth
                 picture.load()
                 picture.convert("RGB")
             return about
     except Exception as error:  # Pillow's plugins raise many classes of errors
         text = str(error).strip()
-        return Look("not a picture that can be read" if "cannot identify" in text else text or repr(error))
+        return Look("not an image that can be read" if "cannot identify" in text else text or repr(error))
 
 
 def notices_of(looks: Iterable[Look], source: str) -> tuple[str, ...]:
-    """Notices of what reading these pictures leaves out or changes."""
+    """Notices about what reading these images leaves out or changes."""
     count: Counter[str] = Counter()
     tops: Counter[int] = Counter()
     total = 0
@@ -152,19 +152,19 @@ def notices_of(looks: Iterable[Look], source: str) -> tuple[str, ...]:
             tops[one.top] += 1
     found = []
     if n := count["frames"]:
-        found.append(f"{n} of {total} pictures of {source} have several pages or frames: the first is read")
+        found.append(f"{n} of {total} images of {source} have several pages or frames: the first is read")
     if n := count["transparent"]:
-        found.append(f"{n} of {total} pictures of {source} have transparent pixels, which are laid over white")
+        found.append(f"{n} of {total} images of {source} have transparent pixels, which are laid over white")
     if n := count["deep"]:
         found.append(
-            f"{n} of {total} pictures of {source} have colours or transparency with 16 bits, of which the upper 8 are "
+            f"{n} of {total} images of {source} have colours or transparency with 16 bits, of which the upper 8 are "
             "read: if they hold less than 0..65535 they are dark; save them with 8 bits"
         )
     if tops:
         ranges = " and ".join(f"{n} from 0..{top}" for top, n in sorted(tops.items()))
         mixed = "; if all have one range, save them with 8 bits" if len(tops) > 1 else ""
         found.append(
-            f"{tops.total()} of {total} pictures of {source} are grey with more than 8 bits and are scaled to 0..255: "
+            f"{tops.total()} of {total} images of {source} are grey with more than 8 bits and are scaled to 0..255: "
             f"{ranges}{mixed}"
         )
     return tuple(found)
@@ -179,8 +179,8 @@ def _read(item: str | Path | bytes, draft: tuple[int, int] | None = None) -> Any
                 picture.draft(None, draft)
             return upright(picture)
     except (OSError, ValueError, SyntaxError) as error:
-        where = "a picture of the data" if isinstance(item, bytes) else Path(item)
-        raise InputError(f"{where}: not readable as a picture ({error})") from None
+        where = "an image of the data" if isinstance(item, bytes) else Path(item)
+        raise InputError(f"{where}: not readable as an image ({error})") from None
 
 
 def _rgba(picture: Any) -> Any:
@@ -188,12 +188,12 @@ def _rgba(picture: Any) -> Any:
 
 
 def _turn(picture: Any) -> Any:
-    """How a loaded picture is to be turned; None: it is upright, or its EXIF data are damaged."""
+    """The turn that a loaded image needs; None: it is upright, or its EXIF data are damaged."""
     from PIL.Image import Transpose
 
     try:
-        orientation = picture.getexif().get(_ORIENTATION, 1)  # Pillow turns TIFF itself, and takes the tag away
-    except Exception:  # damaged EXIF data raise many classes of errors, and the pixels are as good without
+        orientation = picture.getexif().get(_ORIENTATION, 1)  # Pillow itself turns TIFF, and removes the tag
+    except Exception:  # damaged EXIF data raise many classes of errors; the pixels are still good
         return None
     return {
         2: Transpose.FLIP_LEFT_RIGHT,
@@ -207,7 +207,7 @@ def _turn(picture: Any) -> Any:
 
 
 def _narrow(picture: Any) -> np.ndarray:
-    """Grey values (H, W) of more than 8 bits as uint8; a value that is marked as transparent is white."""
+    """Grey values (H, W) of more than 8 bits as uint8; a value marked as transparent becomes white."""
     values = np.asarray(picture)
     top = _top(values, picture.mode)
     narrow = _scale(values, top)
@@ -224,7 +224,7 @@ def _scale(values: np.ndarray, top: int) -> np.ndarray:
 
 
 def to_eight_bits(pictures: np.ndarray, source: str) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Pictures (N, H, W, C) of 16 bits as uint8, as a file with the same pixels is read; and notices."""
+    """(16-bit images (N, H, W, C) as uint8, like a file with the same pixels, notices)."""
     out = np.empty(pictures.shape, np.uint8)
     looks = []
     for i, one in enumerate(pictures):
@@ -236,44 +236,44 @@ def to_eight_bits(pictures: np.ndarray, source: str) -> tuple[np.ndarray, tuple[
 
 
 def _top(values: np.ndarray, mode: str) -> int:
-    """The largest value of the smallest of 8, 12 and 16 bits that holds all values."""
+    """The largest value of the smallest depth of 8, 12 and 16 bits that fits all values."""
     low, high = values.min(), values.max()
     if mode == "F" or low < 0 or high > _TOPS[-1]:
         kind = "floating-point numbers" if mode == "F" else "whole numbers"
         raise ValueError(
-            f"its grey values are {kind} from {low:g} to {high:g}, and only 0..65535 is a range of its own: apply a "
+            f"its grey values are {kind} from {low:g} to {high:g}, and only the range 0..65535 can be scaled: apply a "
             "window, and save it with 8 or 16 bits"
         )
     return next(top for top in _TOPS if high <= top)
 
 
 class Pictured:
-    """Marks a sequence of N paths or encoded pictures (bytes).
+    """Marks a sequence of N paths or encoded images (bytes).
 
     Attributes:
-        decoded: whether a table holds them decoded if they have one size and are few.
+        decoded: whether a table decodes them if they have one size and are few.
     """
 
     decoded: ClassVar[bool] = False
 
 
 class ListedPictures(list[Any], Pictured):
-    """Paths and encoded pictures in a list."""
+    """Paths and encoded images in a list."""
 
 
 def arrange(items: Any, at: Callable[[int], str], source: str) -> tuple[Any, tuple[str, ...]]:
-    """Pictures as they are, or as uint8 (N, H, W, C) where that is wanted and possible; and notices.
+    """(images unchanged, or as uint8 (N, H, W, C) if that is allowed and possible, notices).
 
     Args:
-        items: N paths or encoded pictures.
-        at: names a row in messages.
+        items: N paths or encoded images.
+        at: maps a row's index to its name in messages.
 
     Raises:
-        InputError: a picture is missing or cannot be read.
+        InputError: an image is missing or cannot be read.
     """
     looks: list[Look] = []
     for row, item in enumerate(items):
-        one = look(item) if item else Look("no picture")
+        one = look(item) if item else Look("no image")
         if one.fault:
             raise InputError(f"{at(row)}: {one.fault}")
         looks.append(one)

@@ -1,9 +1,9 @@
-"""Test and validation rows that are training rows, too: equal ones, and ones that are only stored or written otherwise.
+"""Find test and validation rows that are also training rows: equal ones, and ones stored or written differently.
 
-Equal rows are found in every table. Texts are alike that differ by case, white space, invisible characters or the
-Unicode form of a character alone. Pictures and feature vectors are alike that lie much closer to a training row than
-training rows lie to each other: the same picture in another format, size or compression, the same vector with fewer
-digits.
+Equal rows are found in every table. Texts count as the same if they differ only by case, white space, invisible
+characters or the Unicode form of characters. Images and feature vectors count as the same if they are much closer to a
+training row than training rows are to each other: the same image in another format, size or compression, the same
+vector with fewer digits.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from fedfm.core import tasks
 from fedfm.data.invisible import is_invisible
 from fedfm.data.table import Table, contents
 
-_PROBED = 256  # numbers of an array
+_PROBED = 256  # first values of an array
 _SIDE = 16  # pixels of a thumbnail
-_ROWS = 10_000  # most rows of a table whose pictures or vectors are compared beyond equality
-_BYTES = 1 << 27  # and most bytes of them, since a picture is decoded for it
-_LEAST = 8  # training rows that tell how far rows lie apart
-_SAMPLE = 256  # training rows whose usual distance to the nearest other one is the measure
-_NEAR = {"image": 0.2, "features": 1e-3}  # of that distance, below which a row is a repetition
-_FEW = 4  # numbers of a vector from which a small distance is no chance
+_ROWS = 10_000  # largest number of rows for which images or vectors are compared beyond equality
+_BYTES = 1 << 27  # largest size of these rows in bytes, since images must be decoded
+_LEAST = 8  # fewest training rows that show the usual distance
+_SAMPLE = 256  # training rows whose distance to the nearest other row is the measure
+_NEAR = {"image": 0.2, "features": 1e-3}  # below this share of that distance a row is a repetition
+_FEW = 4  # smallest number of values in a vector for which a small distance is not chance
 _PARTS = {"val": "validation", "test": "test"}
 
 
 def of_training_rows(table: Table) -> str | None:
-    """A notice of the validation and test rows that are training rows, too."""
+    """A notice about validation and test rows that are also training rows."""
     train = table.rows("train")
     of = tasks.row_kind(table.kind)
     if (of is not None and not of.wording) or not len(train):
@@ -55,19 +55,19 @@ def of_training_rows(table: Table) -> str | None:
         said.append(f"{' and '.join(found)} are also training rows")
     if more:
         said.append(f"{' and '.join(more)} {_HOW.get(table.kind, _WORDING)}")
-    return f"{'; '.join(said)}: on them a result says what was learned by heart" if said else None
+    return f"{'; '.join(said)}: on them a result only shows what was memorised" if said else None
 
 
-_WORDING = "are training rows but for case, spaces or Unicode forms"
+_WORDING = "equal training rows up to case, spaces or Unicode forms"
 _HOW = {
     "text": _WORDING,
-    "image": "look the same as a training picture (stored in another format, size or compression)",
-    "features": "are training rows but for the last digits",
+    "image": "look the same as a training image (stored in another format, size or compression)",
+    "features": "equal training rows up to the last digits",
 }
 
 
 def _equal(table: Table, train: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Those of ``rows`` (n,) whose input is that of a training row, exactly."""
+    """Those of ``rows`` (n,) whose input exactly equals a training row's."""
     both = np.concatenate([train, rows])
     probe = _probe(table)
     keys = np.fromiter((probe(table.inputs[int(i)]) for i in both), np.int64, len(both))
@@ -91,7 +91,7 @@ def numbers_of(table: Table, rows: np.ndarray) -> np.ndarray:
 
 
 def _probe(table: Table) -> Callable[[Any], int]:
-    """A number of an input that equal inputs share: of a file the size, of an array the beginning."""
+    """A cheap hash of an input: a file's size, or an array's first values."""
     if table.kind == "image" and not isinstance(table.inputs, np.ndarray):
         return lambda item: hash(item) if isinstance(item, bytes) else os.path.getsize(item)
     if isinstance(table.inputs, np.ndarray):
@@ -100,14 +100,14 @@ def _probe(table: Table) -> Callable[[Any], int]:
 
 
 def _whole(table: Table, item: Any) -> int:
-    """A number of an input that no other input has, but for one in 2^64."""
+    """A 64-bit hash of a complete input."""
     if isinstance(item, np.ndarray):
         return hash(item.tobytes())
     return hash(Path(item).read_bytes() if table.kind == "image" and not isinstance(item, bytes) else item)
 
 
 class _Views:
-    """What the inputs of a table look like, computed once a table."""
+    """Views of a table's inputs for comparison, computed once per table."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -127,7 +127,7 @@ class _Views:
 
 
 def _view(table: Table) -> np.ndarray | None:
-    """Numbers of the wording (N,), or thumbnails or vectors (N, d); None: they are too many to look at."""
+    """Hashes of the wording (N,), or thumbnails or vectors (N, d); None if there are too many."""
     if table.kind == "text" or ((of := tasks.row_kind(table.kind)) is not None and of.wording):
         return np.fromiter((hash(_wording(item)) for item in table.inputs), np.int64, len(table))
     if len(table) > _ROWS:
@@ -145,7 +145,7 @@ def _view(table: Table) -> np.ndarray | None:
 
 
 def _wording(item: Any) -> tuple[str, ...]:
-    """The texts of a row as a reader takes them in."""
+    """The texts of a row without differences that a reader does not notice."""
     return tuple(_read(text) for text in contents(item))
 
 
@@ -156,7 +156,7 @@ def _read(text: str) -> str:
 
 
 def _thumbnail(item: Any) -> np.ndarray:
-    """Grey values (256,) float32 of a picture at a small size; a JPEG is decoded at a fraction of its own."""
+    """Grey values (256,) float32 of an image at a small size; a JPEG is decoded only at a fraction of its size."""
     from PIL import Image
 
     from fedfm.data.pictures import small
@@ -166,7 +166,7 @@ def _thumbnail(item: Any) -> np.ndarray:
 
 
 def _near(views: np.ndarray, train: np.ndarray, rows: np.ndarray, share: float) -> np.ndarray:
-    """Those of ``rows`` that lie within ``share`` of the usual distance of a training row to the nearest other one."""
+    """Those of ``rows`` closer to a training row than ``share`` of the usual distance between training rows."""
     if len(train) < _LEAST:
         return rows[:0]
     centre = views[train].mean(axis=0, dtype=np.float64)

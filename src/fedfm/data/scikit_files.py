@@ -1,4 +1,4 @@
-"""Data files that come with scikit-learn, read without an import of it, which takes longer than a small run."""
+"""Read data files of scikit-learn without importing it, since the import takes longer than a small run."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ KINDS = (
     "text",
     "features",
     *(kind.name for kind in tasks.row_kinds() if kind.remote),
-)  # of rows that a server does not have
+)  # kinds of rows that a server without rows can name
 AUGMENT = ("crop", "flip")
 _TEXT = r"[\s\S]*\S[\s\S]*"  # not blank
 _FILES = f'{{ north = "north.csv", ... }}, each name of {NAME_WORDS}'
@@ -32,12 +32,12 @@ class PartitionSpec:
     """How training rows are assigned to clients."""
 
     name: str = setting("iid", "iid, dirichlet, by_class, by_column or flower", choices=PARTITIONS)
-    clients: int | None = setting(None, "number of clients K [10; by_column: one a value]", ge=1)
+    clients: int | None = setting(None, "number of clients K [10; by_column: one per value]", ge=1)
     alpha: float | None = setting(
         None, "dirichlet: concentration, > 0; small = skewed", gt=0, finite=True, required=True, of=("dirichlet",)
     )
     classes_per_client: int | None = setting(
-        None, "by_class: classes that a client holds", ge=1, required=True, of=("by_class",)
+        None, "by_class: number of classes per client", ge=1, required=True, of=("by_class",)
     )
     column: str | None = setting(
         None, "by_column: the column whose values name the clients", required=True, of=("by_column",)
@@ -56,7 +56,7 @@ class _Source:
 
     name: str | None = setting(
         None,
-        'a built-in set: "digits"; or "module:function", which brings rows and model (how-to/own-model.md)',
+        'a built-in set: "digits"; or "module:function", which returns rows and model (how-to/own-model.md)',
         pattern=f"{'|'.join(BUILT_IN)}|{FUNCTION}",
         words='"digits", or "module:function"; a file or folder is data.path',
         metadata={"names": BUILT_IN},
@@ -72,7 +72,7 @@ class _Source:
     )
     clients: dict[str, str] | None = setting(
         None,
-        "client name -> its own file or folder; how many share one table: partition.clients",
+        "client name -> its own file or folder (partition.clients sets how many clients share one table)",
         pattern=_TEXT,
         keys=NAME,
         least=1,
@@ -80,12 +80,12 @@ class _Source:
     )
     classes: tuple[str, ...] | None = setting(
         None,
-        "deployment: the class names, in order, of a server without rows of its own; kind says what the silos hold",
+        "deployment: the class names, in order, for a server without rows; kind names the silos' kind of rows",
         pattern=_TEXT,
         words="a list of class names",
     )
     kind: str | None = setting(
-        None, f"with classes: what a row is: {', '.join(KINDS[:-1])} or {KINDS[-1]}", choices=KINDS
+        None, f"with classes: the kind of a row: {', '.join(KINDS[:-1])} or {KINDS[-1]}", choices=KINDS
     )
     width: int | None = setting(None, 'with kind "features": length d of a feature vector', ge=1)
     text: str = setting("text", "name of the text column")
@@ -107,26 +107,26 @@ class DataSpec(_Columns):
 
     partition: PartitionSpec = setting(PartitionSpec(), "how rows are assigned to clients")
     where: dict[str, tuple[str, ...]] | None = setting(
-        None, "column -> values: other rows, test rows too, are left out", least=1
+        None, "column -> values: all other rows are left out, test rows too", least=1
     )
     base_classes: int | None = setting(
         None,
-        "task zero_shot: so many classes, the first in order, are trained on; the others are new, with test rows only",
+        "task zero_shot: number of classes, the first in order, for training; the others are new, with only test rows",
         ge=1,
     )
-    limit: int | None = setting(None, "most training rows, stratified", ge=1)
-    test_fraction: float = setting(0.2, "where the source marks no test rows", ge=0, lt=1)
-    val_fraction: float = setting(0.0, "of each client's training rows, kept for validation", ge=0, lt=1)
+    limit: int | None = setting(None, "largest number of training rows, stratified", ge=1)
+    test_fraction: float = setting(0.2, "share of test rows if the source marks none", ge=0, lt=1)
+    val_fraction: float = setting(0.0, "share of each client's training rows for validation", ge=0, lt=1)
     augment: tuple[str, ...] = setting(
         (),
-        "random changes of training pictures, new in every epoch: crop (at a random place of the picture with a margin "
-        "of an eighth), flip (left to right, every second)",
+        "random changes of training images, new in every epoch: crop (at a random place of the image with a margin "
+        "of an eighth), flip (left to right, with probability 1/2)",
         choices=AUGMENT,
     )
     scale: str = setting("none", "feature vectors: none, row or unit", choices=("none", "row", "unit"))
 
     def column(self, key: str) -> str:
-        """Name of the column that this key of the table names, such as ``instruction``."""
+        """The column name that a key of the table sets, e.g. the key ``instruction``."""
         return str(vars(self)[key])
 
 
@@ -141,14 +141,14 @@ def check(spec: DataSpec) -> None:
     faults = Faults()
     if spec.clients is not None and spec.partition != PartitionSpec():
         faults.say(
-            "data.partition does not go with data.clients: every file is a client; remove one of the two",
+            "data.partition conflicts with data.clients: every file is a client; remove one of the two",
             key="data.partition",
         )
     with faults:
         _check_without_rows(spec)
     if spec.where and spec.clients:
         faults.say(
-            "data.where does not go with data.clients: a client's file holds its own rows, and no others",
+            "data.where conflicts with data.clients: a client's file holds only its own rows",
             key="data.where",
         )
     with faults:
@@ -161,13 +161,13 @@ def _check_without_rows(spec: DataSpec) -> None:
     for key in ("kind", "width") if spec.classes is None else ():
         if getattr(spec, key) is not None:
             raise InputError(
-                f"data.{key} describes rows that the server does not have; it goes with data.classes", key=f"data.{key}"
+                f"data.{key} describes rows that the server does not have; it needs data.classes", key=f"data.{key}"
             )
     if spec.classes is None:
         return
     if spec.kind is None:
         raise InputError(
-            f"data.kind is missing: with data.classes it says what the silos hold, one of {quote_names(KINDS)}",
+            f"data.kind is missing: with data.classes it names the silos' kind of rows, one of {quote_names(KINDS)}",
             key="data.kind",
         )
     if (spec.kind == "features") != (spec.width is not None):
@@ -176,12 +176,14 @@ def _check_without_rows(spec: DataSpec) -> None:
         )
     if spec.partition != PartitionSpec():
         raise InputError(
-            "data.partition does not go with data.classes: the silos have rows of their own; drop it",
+            "data.partition conflicts with data.classes: the silos have their own rows; drop it",
             key="data.partition",
         )
     for key in ("where", "limit", "base_classes"):
         if getattr(spec, key):
-            text = "data.where, limit and base_classes choose among the server's rows, and data.classes has none"
+            text = (
+                "data.where, limit and base_classes choose among the server's rows, but with data.classes it has none"
+            )
             raise InputError(text, key=f"data.{key}")
     from fedfm.data.class_names import check_list
 

@@ -1,4 +1,4 @@
-"""Stratified splits: whole numbers in given proportions."""
+"""Stratified splits: integers in given proportions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 
 
 def quota(counts: np.ndarray, total: int, rng: np.random.Generator, caps: np.ndarray | None = None) -> np.ndarray:
-    """``total`` in proportion to ``counts`` by largest remainder: int64 (G,), of the sum ``total``.
+    """Split ``total`` in proportion to ``counts`` by largest remainder: int64 (G,) with the sum ``total``.
 
     The generator breaks ties between remainders, so that the order of the groups does not matter. With ``caps`` no
-    group exceeds its cap, and the sum does not exceed that of the caps. If all counts are 0, so are the results.
+    group exceeds its cap, and the sum does not exceed that of the caps. If all counts are 0, all results are 0.
     """
     counts = np.asarray(counts, dtype=np.int64)
     whole = int(counts.sum())
@@ -19,7 +19,9 @@ def quota(counts: np.ndarray, total: int, rng: np.random.Generator, caps: np.nda
         caps = np.full_like(counts, total)
     total = min(total, int(caps.sum()))
     shares: np.ndarray = np.minimum(counts * total // whole, caps)
-    order = np.lexsort((rng.random(len(counts)), -(counts * total % whole)))  # integers: no rounding decides
+    order = np.lexsort(
+        (rng.random(len(counts)), -(counts * total % whole))
+    )  # integers, so that rounding has no influence
     while (left := total - int(shares.sum())) > 0:
         open_ = [g for g in order if shares[g] < caps[g]][:left]
         shares[open_] += 1
@@ -27,7 +29,7 @@ def quota(counts: np.ndarray, total: int, rng: np.random.Generator, caps: np.nda
 
 
 def apportion(shares: np.ndarray, total: int, rng: np.random.Generator) -> np.ndarray:
-    """``total`` in the proportions ``shares`` (G,), which sum to 1, by largest remainder: int64 (G,).
+    """Split ``total`` in the proportions ``shares`` (G,), which sum to 1, by largest remainder: int64 (G,).
 
     The generator breaks ties between remainders.
     """
@@ -39,9 +41,9 @@ def apportion(shares: np.ndarray, total: int, rng: np.random.Generator) -> np.nd
 
 
 def hold_out(groups: np.ndarray | None, rows: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
-    """Rows to hold out of ``rows`` (n,): round(fraction n), at least one, in the groups' proportions; ascending.
+    """Choose rows to hold out of ``rows`` (n,): round(fraction n), at least one, in the groups' proportions; ascending.
 
-    ``groups`` (n,) gives each row's stratum. Each stratum keeps a row, so that training has every class.
+    ``groups`` (n,) has each row's stratum. Each stratum keeps a row, so that training has every class.
     """
     if fraction <= 0 or len(rows) < 2:
         return rows[:0]
@@ -52,7 +54,7 @@ def hold_out(groups: np.ndarray | None, rows: np.ndarray, fraction: float, rng: 
 
 
 def thin(groups: np.ndarray | None, rows: np.ndarray, limit: int, rng: np.random.Generator) -> np.ndarray:
-    """At most ``limit`` of ``rows`` (n,), in the groups' proportions, one of each where the limit allows; ascending."""
+    """Choose at most ``limit`` of ``rows`` (n,) in the groups' proportions, one of each if possible; ascending."""
     if limit >= len(rows):
         return rows
     groups = np.zeros(len(rows), dtype=np.int64) if groups is None else groups
@@ -66,7 +68,7 @@ def thin(groups: np.ndarray | None, rows: np.ndarray, limit: int, rng: np.random
 
 
 def _draw(code: np.ndarray, shares: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Positions of ``shares[g]`` members of each group g."""
+    """Draw positions of ``shares[g]`` members of each group g."""
     order = rng.permutation(len(code))
     order = order[np.argsort(code[order], kind="stable")]  # by group, shuffled within each
     counts = np.bincount(code, minlength=len(shares))

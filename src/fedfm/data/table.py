@@ -13,7 +13,7 @@ import numpy as np
 from fedfm.core import tasks
 
 _PIECE = 1 << 24  # bytes hashed at a time
-_WORDS = {"image": "pictures", "text": "texts", "features": "feature vectors"}
+_WORDS = {"image": "images", "text": "texts", "features": "feature vectors"}
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class Table:
 
     Attributes:
         kind: the kind of ``inputs``:
-            ``image``: a uint8 array (N, H, W, C), C = 1 or 3, or a list of N paths or encoded pictures (bytes), which
-                are decoded when they are needed;
-            ``text``: a list of N strings, or of many :class:`~fedfm.data.arrow_texts.ArrowTexts`;
+            ``image``: a uint8 array (N, H, W, C), C = 1 or 3, or a list of N paths or encoded images (bytes), which
+                are decoded on access;
+            ``text``: a list of N strings, or for many texts :class:`~fedfm.data.arrow_texts.ArrowTexts`;
             ``features``: a float32 array (N, d);
-            ``instruction``: a list of N pairs (instruction, output); the instruction of a conversation is all that was
-                said before the last answer, as a tuple of (role, content), with more in JSON where there is more;
+            ``instruction``: a list of N pairs (instruction, output); the instruction of a conversation is a tuple of
+            the messages (role, content) before the last answer, with further fields in JSON;
             ``preference``: a list of N triples (instruction, better answer, worse answer);
             ``passages``: a list of N consecutive pieces of one running text, for language models;
             ``own``: any sequence of N rows for a Python user's own module;
@@ -37,7 +37,7 @@ class Table:
         split: str (N,), each "train", "val" or "test".
         columns: further columns by name, each a str array (N,), for ``by_column``.
         source: the name of the source in messages.
-        notices: for the user, on how the rows were read.
+        notices: for the user, about how the rows were read.
     """
 
     kind: str
@@ -53,11 +53,11 @@ class Table:
         return len(self.inputs)
 
     def rows(self, split: str) -> np.ndarray:
-        """Indexes of the rows of a split, ascending."""
+        """Ascending indexes of the rows of a split."""
         return np.flatnonzero(self.split == split)
 
     def take(self, index: Sequence[int] | np.ndarray) -> Table:
-        """The table of these rows, in this order."""
+        """A table of these rows, in this order."""
         index = np.asarray(index, dtype=np.int64)
         if isinstance(self.inputs, np.ndarray):
             inputs = self.inputs[index]
@@ -83,19 +83,19 @@ def words_of(kind: str) -> str:
 def fingerprint(table: Table) -> str:
     """SHA-256 (64 hex digits) over kind, inputs, labels, class names and split.
 
-    It covers the bytes of pictures in files and the number of rows of kind "own", but no paths, further columns or
-    notices: it does not depend on the source.
+    It covers the bytes of image files and, for kind "own", the number of rows. It covers no paths, further columns or
+    notices, so it does not depend on the source.
     """
     digest = hashlib.sha256()
 
     def add(data: bytes) -> None:
-        digest.update(len(data).to_bytes(8, "little") + data)  # with lengths different lists have different hashes
+        digest.update(len(data).to_bytes(8, "little") + data)  # lengths make the encoding of a list unique
 
     def add_array(array: np.ndarray) -> None:
         array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False))
         add(f"{array.dtype.str} {array.shape}".encode())
         digest.update(array.nbytes.to_bytes(8, "little"))
-        step = max(_PIECE // max(array[:1].nbytes, 1), 1)  # a memory-mapped array never is in memory as a whole
+        step = max(_PIECE // max(array[:1].nbytes, 1), 1)  # a memory-mapped array is never completely in memory
         for start in range(0, len(array), step):
             digest.update(array[start : start + step].data)
 
@@ -121,7 +121,7 @@ def fingerprint(table: Table) -> str:
 
 
 def _texts(item: Any) -> Iterator[str]:
-    """The texts of one row: itself, or its parts; a conversation or a list of texts begins with its length."""
+    """The texts of one row: itself, or its parts; a conversation or a list of texts is preceded by its length."""
     for part in (item,) if isinstance(item, str) else item:
         if isinstance(part, str):
             yield part
@@ -159,9 +159,9 @@ class FederatedData:
 
     Attributes:
         clients: name -> rows; names sort in the order of the partition ("client-00" ...). Each training row is in
-            exactly one client's ``train`` or ``val``; the client's own model is evaluated on ``test``.
+            exactly one client's ``train`` or ``val``. The client's own model is evaluated on its ``test``.
         test: the global test rows, on which no client trains.
-        notices: for the user, the table's and then those of the partition.
+        notices: for the user; first the table's, then the partition's.
     """
 
     table: Table

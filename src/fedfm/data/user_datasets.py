@@ -1,4 +1,4 @@
-"""Data sets of Python programs: any object with ``len(d)`` and ``d[i]``; each batch reads its rows."""
+"""Data sets from Python programs: any object with ``len(d)`` and ``d[i]``; each batch reads its rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedfm.core.rows import Batch, Rows
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 
-_READ = 256  # rows in one batch of read_once
+_READ = 256  # rows per batch of read_once
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class DatasetRows(Rows):
 
 
 class Joined(Sequence[Any]):
-    """Several data sets, one after the other."""
+    """The concatenation of several data sets."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self._parts = parts
@@ -52,7 +52,7 @@ class Joined(Sequence[Any]):
 
 
 def check_dataset(data: Any, what: str, *, empty: bool = False) -> Any:
-    """``data``; an InputError if it is no map-style data set, or has no rows unless ``empty``."""
+    """``data``; raises an InputError if it is not a map-style data set, or has no rows (unless ``empty``)."""
     if isinstance(data, (str, bytes, Mapping)) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise InputError(f"{what} is a {type(data).__name__}: expected a map-style data set, with len() and [i]")
     if not len(data) and not empty:
@@ -83,7 +83,7 @@ def read_once(rows: DatasetRows) -> tuple[np.ndarray | None, int | None]:
                 found.append(y.cpu().numpy().astype(np.int64))
             floats = [x for x in batch.values() if isinstance(x, Tensor) and x.is_floating_point()]
             if first is None:
-                # The sum of a tensor with a NaN is NaN, and fast; infinities of both signs give one too.
+                # A fast test: a NaN makes the sum NaN; infinities of both signs do so, too.
                 n = min(_READ, len(rows) - at)
                 rowwise = [x for x in floats if x.dim() and len(x) == n]  # a collate function may pack rows
                 bad = next((x for x in rowwise if torch.isnan(x.sum()) and torch.isnan(x).any()), None)
@@ -96,10 +96,10 @@ def read_once(rows: DatasetRows) -> tuple[np.ndarray | None, int | None]:
 
 
 def column(sets: Sequence[Any], name: str) -> dict[str, np.ndarray]:
-    """A column of text or integers that all data sets have (Hugging Face's ``column_names``); {} if there is none."""
+    """A column of text or integers that all data sets have (by Hugging Face's ``column_names``); else {}."""
     if not all(name in (getattr(data, "column_names", None) or ()) for data in sets):
         return {}
     values = [v for data in sets for v in data[name]]
     if not all(isinstance(v, (str, int)) for v in values):
-        raise InputError(f'data.partition.column: "{name}" holds neither text nor whole numbers')
+        raise InputError(f'data.partition.column: "{name}" holds neither text nor integers')
     return {name: np.array([str(v) for v in values])}

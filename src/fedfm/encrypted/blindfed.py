@@ -1,8 +1,8 @@
 """BlindFed: A Framework for Double-Blind Federated Adaptation of Foundation Models.
 
-Tastan, Nandakumar. 2025. arXiv:2502.01289, Section 3; the paper numbers equations and has no Algorithm. Clients see
-neither the foundation model nor each other's rows, the server sees no rows: it computes on ciphertexts. The clients
-learn side adapters and a head (equations 4 to 6) on the block outputs that the server releases to them.
+Tastan, Nandakumar. 2025. arXiv:2502.01289, Section 3; the paper numbers equations and has no Algorithm. The server
+computes on ciphertexts and sees no rows; clients see neither the foundation model nor each other's rows. The clients
+train side adapters and a head (equations 4 to 6) on the disclosed activations, i.e. the model's block outputs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fedfm.training import SGD, Local
 if TYPE_CHECKING:
     from fedfm.encrypted.inference.cost_estimate import EncryptedPlan
 
-RINGS = {"fast": 8192, "slow": 16384}  # degrees, by the network
+RINGS = {"fast": 8192, "slow": 16384}  # ring degree by type of network
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ServerState:
 
     Attributes:
         w: (theta, eta), adapters and head.
-        figures: of the encrypted forward pass, for the result.
+        figures: measurements of the encrypted forward pass, for the result.
     """
 
     w: Params
@@ -53,11 +53,11 @@ class ServerState:
 
 @dataclass(frozen=True)
 class BlindFed(HiddenModel, Planned, Method[ServerState]):
-    """One encrypted forward pass of every row through the server's frozen model; then FedAvg on its outputs.
+    """One encrypted forward pass of all rows through the server's frozen model; then FedAvg on its outputs.
 
-    "masked" is ours: the client gets the released states of its rows in the clear and keeps its labels. "permuted" is
-    the paper's: it gets the states of all tokens in secret orders, and labels leave, encrypted; these orders leak
-    (``fedfm audit``).
+    "masked" is ours: the client gets the disclosed activations of its rows in the clear, and its labels never leave it.
+    "permuted" is the paper's: the client gets the activations of all tokens in secret orders, and its labels leave it
+    encrypted; these orders leak (``fedfm audit``).
     """
 
     means: ClassVar[tuple[str, ...]] = ("train",)
@@ -65,13 +65,13 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     paper: ClassVar[Mapping[str, Paper]] = SETTINGS
     paper_tables: ClassVar[Mapping[str, Any]] = {"distil": Recipe()}
 
-    rounds: int = setting(50, "T, rounds of averaging after the rows have passed; 0 evaluates the start", ge=0)
+    rounds: int = setting(50, "T, rounds of averaging after the encrypted forward pass; 0 evaluates the start", ge=0)
     fraction: float = setting(1.0, "C, the fraction of clients that a round asks", gt=0, le=1)
     local: Local = setting(SGD(learning_rate=0.05, batch_size=16), "client optimiser: E, B, eta")
     drops: bool = setting(
         True,
         'eta follows local.schedule = "steps" (Appendix D: a tenth after half of the rounds, a hundredth after four '
-        "fifths) if no other schedule is set; false: it stays",
+        "fifths) if no other schedule is set; false: it stays constant",
     )
     protocol: str = setting("masked", "masked (ours) or permuted (the paper's)", choices=("masked", "permuted"))
     encryption: str = setting(
@@ -88,31 +88,32 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     released: str = setting(
         "class",
         "what clients see of each block: class (class token or mean), grid (also the means of four quadrants), tokens "
-        "(all, by a secret projection)",
+        "(all, through a secret projection)",
         choices=RELEASED,
     )
-    projection: int = setting(32, 'released = "tokens": numbers a token', ge=1, le=65_536)
+    projection: int = setting(32, 'released = "tokens": values per token', ge=1, le=65_536)
     labels: str = setting(
         "permuted",
-        "permuted protocol: the server returns the labels in its order (permuted) or the loss alone (loss_only, as "
+        "permuted protocol: the server returns the labels in its order (permuted) or only the loss (loss_only, as "
         "printed: nothing can be trained with it)",
         choices=("permuted", "loss_only"),
     )
     link: str = setting(
         "fast",
-        "the network to the clients: slow takes a larger ring, with a third of the messages, more bytes and more "
-        "computation a message",
+        "the network to the clients: slow uses a larger ring, with a third of the messages, more bytes and more "
+        "computation per message",
         choices=("fast", "slow"),
     )
     predict: bool = setting(
-        False, "no training: rows that silos name in their files pass, and each silo keeps their predictions"
+        False,
+        "no training: the model predicts the rows that silos name in their files, and each silo keeps the predictions",
     )
     trained: str = setting(
         "",
-        "predict = true: the folder of a finished run, whose adapters predict; only the server reads it",
+        "predict = true: the folder of a finished run with the adapters to use; only the server reads it",
         metadata={"server_only": True},
     )
-    processes: int = setting(0, "of the server's encrypted computation; 0: one per core", ge=0)
+    processes: int = setting(0, "worker processes of the server's encrypted computation; 0: one per core", ge=0)
 
     @property
     def ring(self) -> int:
@@ -131,7 +132,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
         return ServerState(w, figures)
 
     def run_forward_pass(self, fed: Federation) -> dict[str, float]:
-        """Steps 1 to 4 of the protocol, once: the encrypted forward pass of all rows of all clients."""
+        """Steps 1 to 4 of the protocol, executed once: the encrypted forward pass of all rows of all clients."""
         if self.encryption == "clear":
             return permuted_clear.run(self, fed) if self.protocol == "permuted" else clear.run(self, fed)
         from fedfm.encrypted.protocol import masked  # need TenSEAL
@@ -155,7 +156,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
 
     @cached_property
     def scheduled_local(self) -> Local:
-        """The client optimiser with the paper's schedule, if it has none of its own."""
+        """The client optimiser; it gets the paper's schedule if none is set."""
         return replace(self.local, schedule="steps") if self.drops and self.local.schedule == "constant" else self.local
 
     def view(self, client: Client) -> Client:
@@ -163,34 +164,34 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
 
     @on_client(kind="query")
     def open(self, client: Client, told: Hello) -> Opened:
-        """Step 1: what the rows have to look like; the client's numbers of rows, and its keys."""
+        """Step 1: receive the required format of rows; returns the client's numbers of rows and its keys."""
         return self.client_half.open(client, told)
 
     @on_client(kind="query")
     def rows(self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False) -> Tensor:
-        """Step 2: a batch of rows, in the client's own order; ``go_on``: the server has its states from before."""
+        """Step 2: a batch of rows in the client's own order; ``go_on``: the server already has its states."""
         return self.client_half.rows(client, batch, session, go_on)
 
     @on_client(kind="query", varying=("states",))
     def keep(self, client: Client, batch: int, block: int, states: Tensor) -> int:
-        """Step 4: released states, which the client keeps for all rounds; it says how many rows they are of."""
+        """Step 4: store disclosed activations for all rounds; returns their number of rows."""
         return self.client_half.keep(client, batch, block, states)
 
     @on_client(kind="query", varying=("message",))
     def refresh(self, client: Client, message: Tensor) -> Tensor:
-        """Step 3: decrypt masked numbers, and encrypt them again."""
+        """Step 3: decrypt masked values, and encrypt them again."""
         return self.client_half.refresh(client, message)
 
     @on_client(kind="query")
     def labelled(
         self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False
     ) -> dict[str, Tensor]:
-        """Permuted, step 1: a batch of rows with its labels; ``go_on``: the server has its states from before."""
+        """Permuted, step 1: a batch of rows with its labels; ``go_on``: the server already has its states."""
         return self.client_half.rows_with_labels(client, batch, session, go_on)
 
     @on_client(kind="query", varying=("states",))
     def turn(self, client: Client, batch: int, block: int, states: Tensor) -> Tensor:
-        """Permuted, step 3: the states of all tokens in a secret order, which the client keeps and returns."""
+        """Permuted, step 3: store the states of all tokens in a secret order, and return them encrypted."""
         return self.client_half.turn(client, batch, block, states)
 
     @on_client(kind="query", varying=("orders", "labels"))
@@ -200,7 +201,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
 
     @on_client(kind="query")
     def predicted(self, client: Client, w: Params) -> int:
-        """With ``predict``: keep the predictions of its rows; their number."""
+        """With ``predict``: store the predictions of the client's rows; returns their number."""
         return predictions.keep(client, self.view(client), w)
 
     @cached_property
@@ -211,7 +212,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     # --- what it needs and promises -----------------------------------------------------------------------------------
     @property
     def needs(self) -> Needs:  # type: ignore[override]
-        """The model is the server's; in the clear all parties are in one place."""
+        """Only the server has the model; in the clear all parties must be in one process."""
         local = 'method.encryption = "clear"' if self.encryption == "clear" else ""
         return Needs("side_adapter", ("side_adapter",), model="server", local=local)
 
@@ -225,7 +226,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """Secrets are of the orders and of the agreement on keys. Rows to predict have no labels to score."""
+        """The secrets are for the orders and for the key agreement. Rows to predict have no labels, hence no scores."""
         encrypted = self.encryption == "ckks"
         orders = ("orders",) if self.protocol == "permuted" else ()
         return Traits(
@@ -259,10 +260,10 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
             from fedfm.encrypted.ckks import seal
             from fedfm.encrypted.ckks.ring import Parameters
 
-            seal.ring_of(Parameters())  # says so if the extra is missing
+            seal.ring_of(Parameters())  # raises MissingExtra without the extra
 
     def plan(self, model: Model, rows: Sequence[Sequence[int]]) -> EncryptedPlan | None:
-        student = foundation_check.check(model, self.foundation)  # a simulation refuses what encryption would
+        student = foundation_check.check(model, self.foundation)  # a simulation refuses the same models as encryption
         if self.encryption == "clear":
             return None
         from fedfm.encrypted.inference import cost_estimate
@@ -288,7 +289,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     def validate(self) -> None:
         if self.predict and (self.rounds or self.protocol != "masked" or not self.trained):
             raise InputError(
-                'method.predict = true trains nothing: expected rounds = 0, protocol = "masked", and in trained the '
+                'method.predict = true does not train: expected rounds = 0, protocol = "masked", and in trained the '
                 "folder of a finished run",
                 key="method.predict",
             )
@@ -306,13 +307,13 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
             )
         if self.labels == "loss_only" and self.encryption == "ckks":
             raise InputError(
-                'method.labels = "loss_only": encrypted clients judge on the labels that come back; expected '
+                'method.labels = "loss_only": encrypted clients score with the returned labels; expected '
                 'encryption = "clear", or labels = "permuted"',
                 key="method.labels",
             )
         if self.labels == "loss_only" and self.rounds:
             raise InputError(
-                f'method.labels = "loss_only": a client that gets the loss alone has no gradient, so that nothing can '
+                f'method.labels = "loss_only": a client that gets only the loss has no gradient, so that nothing can '
                 f'be trained in {self.rounds} rounds; expected rounds = 0, or labels = "permuted"',
                 key="method.labels",
             )

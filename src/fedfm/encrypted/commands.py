@@ -29,7 +29,7 @@ def distil(args: Namespace) -> int:
     result = continuing(args, ABOUT, lambda: distil(what, args.out, watcher=Epochs()))
     if not result.get("outside", 0.0) <= MOST_OUTSIDE:
         text = f"{result['outside']:.2%} of the arguments are outside their intervals, over {MOST_OUTSIDE:.1%}"
-        tell(f"fedfm: {text}: a double-blind run refuses this student; distil it longer", sys.stderr)
+        tell(f"fedfm: {text}: a double-blind run refuses this student; train it longer", sys.stderr)
     return say(args, result, table(result))
 
 
@@ -42,25 +42,25 @@ def predict_remote(path: Path, file: Path, progress: Progress) -> dict[str, Any]
 
 _DISTIL_EXAMPLES = """examples:
   fedfm distil student.toml --out student              compares teacher and student on held-out rows, block by block
-  fedfm distil student.toml --out student              the same command again continues after a kill, with the same bits
-  fedfm run exp.toml --set model.name=student          the student is a model as any other, with every adaptation
+  fedfm distil student.toml --out student              the same command continues after a kill, with the same bits
+  fedfm run exp.toml --set model.name=student          the student is a model like any other, with every adaptation
   fedfm run exp.toml --set method.foundation=student   blindfed computes it on encrypted rows
 
 a distillation:
   [data]
-  path = "auxiliary.npz"                               # of any domain; all rows in one place
+  path = "auxiliary.npz"                               # of any domain; all rows on one machine
   [model]
   name = "nano-vit"                                    # a ViT, DeiT, I-JEPA or BERT: built in, a folder, a hub id
   [distil]
-  epochs = [3, 15, 15]                                 # exact functions but tame; then polynomials: states, outputs
+  epochs = [3, 15, 15]                                 # tame with exact functions; states, outputs with polynomials
 
-A polynomial student has polynomials in place of softmax, LayerNorm and GELU. Its scores, variances and row sums have to
-stay in intervals where a polynomial of low degree is accurate: the first stage trains for that, and an interval that is
-too wide is refused. The folder holds config.json with the polynomials and their intervals, model.safetensors, the image
-processor or tokenizer, and distil.json, which says how it was made. A head that is new for these classes is not kept.
+A polynomial student has polynomials in place of softmax, LayerNorm and GELU. Its scores, variances and row sums must
+stay in intervals where a polynomial of low degree is accurate. The first stage trains for that, and an interval that is
+too wide is refused. The folder has config.json with the polynomials and their intervals, model.safetensors, the image
+processor or tokenizer, and distil.json, which records how it was made. A new head for these classes is not kept.
 
 If model.name is a polynomial student already, epochs = [0, 0, 0] trains nothing: it measures the intervals again on the
-rows of [data]. That is for rows of another kind than those of the distillation.
+rows of [data]. Use it for rows that differ from those of the distillation.
 """
 
 COMMANDS = (

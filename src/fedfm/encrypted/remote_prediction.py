@@ -1,6 +1,6 @@
-"""Predictions of a run whose model stays with its owner, where the rows are: one silo and a SuperLink on loopback.
+"""Predict where the rows are, with a model that stays at its owner: one silo and a SuperLink on loopback.
 
-Between real sites the owner submits the same experiment to their SuperLink, and a silo's file names the rows.
+Between real sites the owner submits the same experiment to the SuperLink, and a silo's file names the rows.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ SILO = "holder"  # the silo's name
 
 
 def asking(run: Run) -> Experiment:
-    """The experiment that lets silos predict by a finished run of BlindFed.
+    """The experiment in which silos predict with a finished run of BlindFed.
 
     Raises:
-        InputError: the run is of another method, or its rows did not pass encrypted.
+        InputError: the run has another method, or it did not encrypt rows.
     """
     experiment, method = run.experiment, run.experiment.method
     if not isinstance(method, HiddenModel) or experiment.method.needs.local:
         raise InputError(
-            f"{run.path}: --engine deployment predicts at a silo without the model, by runs of blindfed with "
+            f"{run.path}: --engine deployment predicts at a silo without the model, with runs of blindfed under "
             f'encryption = "ckks"; this one is of {run.experiment.method_name}: drop it'
         )
     own: dict[str, Any] = dict.fromkeys(("superlink", "folder", "roster", "identity"))  # the nodes are on loopback
@@ -44,7 +44,7 @@ def asking(run: Run) -> Experiment:
 
 
 def predict_remote(path: str | Path, file: str | Path, progress: Progress | None = None) -> dict[str, Any]:
-    """As :func:`fedfm.api.predict.predict`: the rows are at a node of its own, the model at the SuperLink's.
+    """As :func:`fedfm.api.predict.predict`, but the rows are at a separate node, and the model is at the SuperLink.
 
     Raises:
         InputError: the run cannot predict in this way, or there are no such rows.

@@ -1,1 +1,1 @@
-"""How requests reach clients: in this process, in worker processes, over Flower, and as files in a folder."""
+"""Engines deliver requests to clients: in this process, in worker processes, over Flower, or as files in a folder."""

@@ -1,4 +1,4 @@
-"""What a client's reply says: the envelope with a value or a fault, and the answer to a hello."""
+"""Parse a client's reply: the envelope with a value or a fault, and the answer to a hello."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Envelope(NamedTuple):
     """A reply's envelope.
 
     Attributes:
-        body: the value; None where there is a fault.
-        fault: what the client reports instead.
+        body: the value; None if there is a fault.
+        fault: the fault that the client reports instead.
     """
 
     round: int
@@ -38,12 +38,12 @@ def parse_envelope(value: Any) -> Envelope:
     """The parts of a reply's envelope.
 
     Raises:
-        ClientFault: E_FORMAT, it is none.
+        ClientFault: E_FORMAT, it is not an envelope.
     """
     if not isinstance(value, Mapping) or not {"round", "call"} < value.keys():
         raise ClientFault(E_FORMAT, "the reply is not an envelope")
     if type(value["round"]) is not int or type(value["call"]) is not int:
-        raise ClientFault(E_FORMAT, "the reply's round and call are not whole numbers")
+        raise ClientFault(E_FORMAT, "the reply's round and call are not integers")
     at = value["round"], value["call"]
     if "fault" in value:
         return Envelope(*at, None, _parse_fault(value["fault"]))
@@ -56,8 +56,8 @@ def _parse_fault(value: Any) -> ClientFault:
     """The fault that a client reports."""
     code, reason = (value.get("code"), value.get("reason")) if isinstance(value, Mapping) else (None, None)
     if not isinstance(code, str) or not isinstance(reason, str):
-        return ClientFault(E_FORMAT, "the reply's fault is not one")
-    # Only the server itself can find these three: a second reply, a foreign reply, a write to shared memory.
+        return ClientFault(E_FORMAT, "the reply's fault is malformed")
+    # Only the server can detect these three: a second reply, a foreign reply, a write to shared memory.
     if not code.startswith("E_") or len(code) > 20 or code in (E_READONLY, E_DUPLICATE, E_CLIENT):
         code = E_EXCEPTION
     return ClientFault(code, reason[:400])
@@ -70,7 +70,7 @@ def parse_hello(
 
     Args:
         identity: of the server's model; None: any model will do.
-        expected: names that the experiment gives; others have the form of a silo's.
+        expected: the experiment's names of clients; other names must have the form of a silo's name.
 
     Raises:
         ClientFault: E_FORMAT, the answer has no such name.
@@ -79,7 +79,7 @@ def parse_hello(
     if not isinstance(name, str) or not name:
         raise ClientFault(E_FORMAT, "its hello has no name")
     if name not in expected and not is_name(name):
-        raise ClientFault(E_FORMAT, f"its hello has a name of another form than {NAME_WORDS}")
+        raise ClientFault(E_FORMAT, f"its hello has an invalid name; expected {NAME_WORDS}")
     ours = {"fedfm": __version__, "wire": flower_records.WIRE}
     for key, mine in ours.items():
         if value.get(key) != mine:
@@ -88,7 +88,8 @@ def parse_hello(
     if identity and theirs and theirs != identity:
         if str(theirs).partition("/")[0] == identity.partition("/")[0]:
             return name, ClientFault(
-                E_VERSION, "prepares rows otherwise than the server: the tokenizer or image processor of its model"
+                E_VERSION,
+                "prepares rows differently from the server: see the tokenizer or image processor of its model",
             )
         return name, ClientFault(E_VERSION, f"holds model {str(theirs)[:12]}, the server {identity[:12]}")
     return name, None

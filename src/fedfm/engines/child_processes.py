@@ -1,4 +1,4 @@
-"""Child processes, which do not outlive this process; each program of a deployment leads its own process group."""
+"""Child processes that end with this process; each program of a deployment leads its own process group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-_GRACE = 3.0  # seconds between the request to end and the end
+_GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 
 
 class Children:
@@ -117,7 +117,7 @@ def cause(status: int) -> str:
 
 
 def watch_parent() -> None:
-    """End this process soon after the process that FEDFM_PARENT names, even if that one is a zombie."""
+    """End this process soon after the process in FEDFM_PARENT ends, even if that one becomes a zombie."""
     parent = int(os.environ.get("FEDFM_PARENT", "0"))
 
     def watch() -> None:
@@ -155,7 +155,7 @@ def is_locked(path: Path) -> bool:
 def main() -> None:
     """``PARENT COMMAND...``: replace this process by COMMAND, which ends with PARENT.
 
-    This is a program, since a function between fork and exec would not be safe with threads in the parent.
+    It is a program, since code between fork and exec is unsafe if the parent has threads.
     """
     parent, command = int(sys.argv[1]), sys.argv[2:]
     os.umask(0o077)

@@ -1,7 +1,7 @@
-"""What an engine raises when the user stops a run."""
+"""The exception that an engine raises when the user stops a run."""
 
 from __future__ import annotations
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user stopped the run; commits stay, and the clients that had started have finished."""
+    """The user stopped the run; commits stay, and clients that had started have finished."""

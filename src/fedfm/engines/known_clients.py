@@ -1,4 +1,4 @@
-"""The clients that a run can have, where files say so before anybody connects: a kit's silos, or a roster."""
+"""The clients of a run that files list before anybody connects: a kit's silos, or a roster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedfm.errors import InputError
 
 
 def known_clients(experiment: Experiment) -> tuple[list[str], str] | None:
-    """(names, where they stand), or None where only the clients' own hello tells.
+    """(names, their source), or None if only the clients' own hellos tell them.
 
     Raises:
         InputError: the file or the kit cannot be read.
@@ -32,7 +32,7 @@ def known_clients(experiment: Experiment) -> tuple[list[str], str] | None:
 
 
 def dealt_clients(experiment: Experiment) -> list[str]:
-    """Names of the clients among which the experiment deals its own rows; reads them.
+    """Names of the clients to which the experiment distributes its own rows; reads the rows.
 
     Raises:
         InputError: data or partition are wrong.
@@ -49,10 +49,10 @@ def dealt_clients(experiment: Experiment) -> list[str]:
 
 
 def check_known(experiment: Experiment) -> None:
-    """Check the rules on the number of clients, where their names are known.
+    """Check the rules on the number of clients, if their names are known.
 
     Raises:
-        InputError: the federation has too few silos, with what would be right.
+        InputError: the federation has too few silos; it names what would be right.
     """
     if (found := known_clients(experiment)) is not None and found[0]:
         enough(experiment, *found)

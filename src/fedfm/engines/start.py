@@ -31,7 +31,7 @@ def start(
     """Run ``run`` on the engine that its experiment names; returns the result line.
 
     Args:
-        population: gives rows and model where they are in memory (local engine only).
+        population: returns rows and model if they are in memory (local engine only).
         silos: files of silos, by name, for nodes on loopback (deployment engine only).
     """
     # Set before the libraries are imported: no telemetry, no update checks.

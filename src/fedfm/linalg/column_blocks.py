@@ -1,7 +1,7 @@
 """Splits the columns of many vectors into pieces of work, and assigns threads and memory to them.
 
 The layout and the number of vectors alone determine how a layer's columns are cut into stretches. One thread computes a
-stretch, window after window: it copies or reads the vectors' entries into the rows of one matrix and multiplies a fixed
+stretch, window by window: it copies or reads the vectors' entries into the rows of one matrix and multiplies a fixed
 number of its columns at once. While one thread waits for the disk another one computes. With files, windows take at
 most 1 GiB of memory, or two blocks for each thread if that is more.
 """
@@ -22,8 +22,8 @@ from fedfm.linalg.out_of_core import SECTOR, location_of
 from fedfm.linalg.params import Layout, Params
 from fedfm.linalg.threads import one_thread, torch_threads
 
-BLOCK = 8192  # fewest columns in a block
-MOST = 1 << 15  # most columns in a block: torch widens so many on one thread
+BLOCK = 8192  # smallest number of columns in a block
+MOST = 1 << 15  # largest number of columns in a block: torch widens up to this many on one thread
 PIECE = 1 << 16  # columns of a read: reading 128 KiB from a disk takes as long as 256 KiB
 ENTRIES = 1 << 18  # entries in a block of few vectors: they fit the caches
 STRETCH = 1 << 18  # columns in one thread's sum

@@ -25,7 +25,7 @@ _ranges: dict[int, int] = {}  # address -> bytes of mapped files
 
 
 def register(memory: np.ndarray) -> None:
-    """Register the bytes (n,) of a mapped file that nobody writes to any more."""
+    """Register the bytes (n,) of a mapped file that will not be written to again."""
     address = memory.ctypes.data
     _ranges[address] = memory.nbytes
     weakref.finalize(memory, _ranges.pop, address, None).atexit = False

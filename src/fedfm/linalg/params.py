@@ -229,7 +229,7 @@ class Params(Mapping[str, Tensor]):
         return Params({name: self[name] for name in names})
 
     def replace(self, other: Mapping[str, Tensor]) -> Params:
-        """A copy with the tensors of ``other`` in place of its own.
+        """A copy in which the tensors of ``other`` replace its own.
 
         Raises:
             KeyError: ``other`` has a name that self lacks.

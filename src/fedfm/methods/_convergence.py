@@ -1,4 +1,4 @@
-"""Heads that did not reach their optimum: clients report them, and the run's notices say so."""
+"""Count heads that did not reach their optimum, for the run's notices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tell(fed: Federation, who: str, metrics: Mapping[str, float]) -> None:
 
 
 def tell_mean(fed: Federation) -> None:
-    """The same from ``fed.metrics``, the means of the metrics of updates that hold one head each."""
+    """As :func:`tell`, from ``fed.metrics``: means of the metrics of updates with one head each."""
     share = fed.metrics.get(_HEADS, 0.0)  # of the weights
     if share > 0:
         gradient, steps = (fed.metrics.get(key, 0.0) / share for key in (_GRADIENT, _STEPS))

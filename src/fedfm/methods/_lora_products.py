@@ -26,7 +26,7 @@ from fedfm.training import SGD, Local
 
 
 class Term(NamedTuple):
-    """A client's part in the aggregate: p_k (they sum to 1) and its trained parameters, of rank r_k."""
+    """A client's part in the aggregate: its weight p_k (weights sum to 1) and its trained parameters of rank r_k."""
 
     p: float
     w: Params
@@ -36,8 +36,8 @@ class Term(NamedTuple):
 class ExactLora(Predictor, Method[S]):
     """A global model whose round adds Delta W = sum_k p_k s_k B_k A_k, s_k = alpha / r_k, to every adapted module.
 
-    Clients may have different ranks, in one model of the largest. The result may be LoRA of a larger rank than the
-    model's: that of all updates so far.
+    Clients may have different ranks; the model has the largest. The result may be LoRA of a rank above the model's,
+    since the ranks of all updates add up.
     """
 
     asks: ClassVar[tuple[str, ...]] = ("train",)
@@ -52,11 +52,11 @@ class ExactLora(Predictor, Method[S]):
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]
-        """LoRA with room for the largest rank."""
+        """LoRA whose rank is at least the clients' largest rank."""
         return Needs(adaptations=("lora",), ranks=self.ranks)
 
     def weight(self, client: Client) -> int:
-        """Client half: p_k is proportional to it."""
+        """Client half: the value to which p_k is proportional."""
         return weight_of(client, self.weighting)
 
     def ranks_of(self, fed: Federation) -> dict[ClientId, int]:
@@ -70,8 +70,8 @@ class ExactLora(Predictor, Method[S]):
         ranks = self.ranks or (most,)
         if max(ranks) > most:
             raise InputError(
-                f"method.ranks = {list(ranks)}: {max(ranks)} is above model.adaptation.rank = {most}, the largest that "
-                "the model has room for; raise that one, and set alpha",
+                f"method.ranks = {list(ranks)}: {max(ranks)} is above model.adaptation.rank = {most}, the largest "
+                "rank of the model; raise model.adaptation.rank, and set alpha",
                 key="method.ranks",
             )
         return {c: ranks[i % len(ranks)] for i, c in enumerate(fed.clients)}
@@ -95,8 +95,8 @@ class Merged:
 
     Attributes:
         w: trainable parameters of the model: its adapter, and its head if it has a new one.
-        shift: what was added to the frozen weights so far, as factors (:func:`as_params`); empty at the start.
-        alpha: of LoRA.
+        shift: sum of the changes to the frozen weights so far, as factors (:func:`as_params`); empty at the start.
+        alpha: LoRA's alpha.
     """
 
     w: Params
@@ -119,7 +119,7 @@ class Merging(ExactLora[Merged]):
 
 
 def terms(fed: Federation, handler: Any, starts: Mapping[ClientId, Params], **payload: Any) -> list[Term]:
-    """Ask clients to train from ``starts``; a reply of another shape excludes its client from the round."""
+    """Ask clients to train from ``starts``; a reply of a wrong shape excludes its client from the round."""
     like = each({c: start.layout for c, start in starts.items()})
     replies: dict[ClientId, Update] = fed.ask(handler, of=starts, like=like, **payload)
     n = sum(update.weight for update in replies.values())
@@ -138,7 +138,7 @@ def average(found: Sequence[Term], names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def add(shift: Params, more: Mapping[str, Factors]) -> Params:
-    """The exact sum of a shift and ``more``, as factors that do not show one client's columns."""
+    """The exact sum of a shift and ``more``, refactored so that no columns belong to one client."""
     before = as_factors(shift)
     sums = {path: low_rank.stack([(1.0, before[path]), (1.0, x)] if before else [(1.0, x)]) for path, x in more.items()}
     return as_params({path: low_rank.compress(x) for path, x in sums.items()})

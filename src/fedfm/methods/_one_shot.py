@@ -1,4 +1,4 @@
-"""Base of the methods with one round on frozen features: features, heads, and several heads as one vector."""
+"""Base of the methods with one round on frozen features; also packs several heads into one vector."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class OwnHeads(OneShot):
 
     @on_client
     def fit(self, client: Client) -> Update:
-        """The client's own head w_k and n_k; the bias of a class without rows is NOBODY."""
+        """The client's own head w_k, with the weight n_k; the bias of a class without rows is NOBODY."""
         x, y = rows_of(client)
         missed = Missed()
         w, b = fit_rows(x, y, len(client.model.classes), self.head, client.seed, missed)
@@ -73,7 +73,7 @@ def need_head(model: Model, *, bias: bool = True) -> None:
     """Refuse a model whose trainable part is not a linear head, by default one with a bias.
 
     Raises:
-        InputError: with what is expected.
+        InputError: it names the expected model.
     """
     head = getattr(model, "head", None)
     if getattr(model, "adaptation", None) != "head" or head is None:
@@ -97,7 +97,7 @@ def tensors_of(head: Params) -> tuple[Tensor, Tensor]:
 
 
 def zeros_for_unseen(head: Params) -> Params:
-    """NOBODY replaced by 0, the value of a class without rows in training from zero: such heads can be averaged."""
+    """Replace NOBODY by 0, as in training from zero, so that heads can be averaged."""
     return Params({name: torch.where(tensor <= NOBODY / 2, 0.0, tensor) for name, tensor in head.items()})
 
 
@@ -119,7 +119,7 @@ def each_head(w: Params) -> list[tuple[Tensor, Tensor]]:
 
 
 def combine(heads: Sequence[tuple[Tensor, Tensor]], x: Tensor, how: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """(n, C): the log-probabilities of x under each head, folded by ``how``; in float64, where ties are rare."""
+    """Combine the log-probabilities of x under each head by ``how``: (n, C), in float64 so that ties are rare."""
     x = x.double()
     logp = (torch.log_softmax(torch.addmm(b.double(), x, w.double().T), 1) for w, b in heads)
     return functools.reduce(how, logp)

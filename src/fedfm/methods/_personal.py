@@ -1,4 +1,4 @@
-"""Base of FedALA, FedPer, FedPGP and FedRep: FedAvg whose clients keep models that the server never has."""
+"""Base of FedALA, FedPer, FedPGP and FedRep: FedAvg with client models that the server never gets."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class KeepingFedAvg(Personal, FedAvg):
         return start
 
     def start_models(self, state: Any) -> dict[ClientId, Params]:
-        return {"": self.params_for(state, "")}  # of clients that were never asked
+        return {"": self.params_for(state, "")}  # for clients that were never asked
 
     def validate(self) -> None:
         if self.local.personal:
             raise InputError(
-                "method.local.name: every client has a model of its own already; take a plain optimiser, e.g. sgd",
+                "method.local.name: this method gives each client its own model; take a plain optimiser, e.g. sgd",
                 key="method.local.name",
             )

@@ -6,7 +6,7 @@ from fedfm.core.client import Client
 from fedfm.errors import InputError
 
 WEIGHTINGS = ("size", "uniform", "tokens")
-WORDS = "size (n_k), uniform, or tokens: of a language model, how many the loss counts, e.g. those of answers"
+WORDS = "size (n_k), uniform, or tokens: the number that a language model's loss counts, e.g. those of answers"
 
 
 def weight_of(client: Client, weighting: str) -> int:

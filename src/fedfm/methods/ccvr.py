@@ -2,9 +2,9 @@
 
 Luo, Chen, Hu, Zhang, Liang, Feng. NeurIPS 2021. arXiv:2106.05001, Algorithm 1; equations by their numbers there.
 
-The last round calibrates; the rounds before it are FedAvg's. If only a head is trained, the features never change and
-earlier rounds have no effect on the calibrated head: one round, the default, is enough. Left out: Tukey's transform of
-the features, which needs them non-negative. The server sees what its aggregator shows of the class sums.
+The last round calibrates; the rounds before it are FedAvg's. If only a head is trained, the features never change, so
+earlier rounds do not affect the calibrated head: one round, the default, is enough. Left out: Tukey's transform of
+the features, which needs non-negative features. The server sees only what its aggregator discloses of the class sums.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class CCVR(FedAvg):
 
     needs: ClassVar[Needs] = Needs("head", bias=True)
     paper: ClassVar[Mapping[str, Paper]] = {
-        "method.covariance": Paper("full", "as in FedPFT's comparison: of few rows a full covariance is singular"),
+        "method.covariance": Paper("full", "as in FedPFT's comparison: a full covariance of few rows is singular"),
         "method.virtual": Paper(100),  # of FedPFT's comparison
     }
 
-    rounds: int = setting(1, "the last one calibrates, those before it are FedAvg's", ge=0)
+    rounds: int = setting(1, "the last round calibrates; earlier rounds are FedAvg's", ge=0)
     covariance: str = setting("diag", "of a class: diag or full", choices=("diag", "full"))
     virtual: int = setting(100, "M_c, virtual features of each class", ge=1)
     head: HeadSpec = setting(HeadSpec(), "how the head is trained on them")
 
     @property
     def means(self) -> tuple[str, ...]:  # type: ignore[override]
-        """FedAvg's before the last round, and the last one's own."""
+        """FedAvg's means before the last round, and the calibration's in the last round."""
         return ("train", "moments") if self.rounds > 1 else ("moments",)
 
     def init(self, fed: Federation) -> Params:
@@ -98,7 +98,7 @@ def _head_names(model: Model) -> list[str]:
     names = [live.get(id(getattr(head, part, None)), "") for part in ("weight", "bias")]
     if not all(names):
         raise InputError(
-            "model: ccvr calibrates a linear head with a bias that is trained, and this model has none; with "
+            "model: ccvr calibrates a trained linear head with a bias, and this model has none; with "
             'model.adaptation = { name = "head" } a head gets one'
         )
     return names

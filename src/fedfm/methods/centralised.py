@@ -1,4 +1,4 @@
-"""Centralised: one model trained on the pooled rows of all clients, which no federation may do. The upper baseline.
+"""Centralised: one model trained on the pooled rows of all clients. The upper baseline; no federation may do this.
 
 The pooled comparison of McMahan et al., AISTATS 2017, arXiv:1602.05629; Algorithm 1 with a single client.
 """
@@ -18,7 +18,7 @@ from fedfm.methods.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class Centralised(FedAvg):
-    """E epochs a round on the pooled rows, as many as the clients of a federated run train together."""
+    """E epochs per round on the pooled rows, the same computation as all clients of a federated run together."""
 
     needs: ClassVar[Needs] = Needs(pooled=True)
     means: ClassVar[tuple[str, ...]] = ()

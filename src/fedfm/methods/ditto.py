@@ -28,7 +28,9 @@ class Ditto(Personal, FedAvg):
 
     traits: ClassVar[Traits] = Traits(server_needs_weights_only=True)
 
-    local: Local = setting(DittoOptimiser(), "ditto, with its lambda; sgd, adam or adamw of both models, lambda 0.1")
+    local: Local = setting(
+        DittoOptimiser(), "ditto, with its lambda; or sgd, adam, adamw for both models, with lambda 0.1"
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "local", DittoOptimiser.of(self.local))
@@ -39,6 +41,6 @@ class Ditto(Personal, FedAvg):
     def validate(self) -> None:
         if not isinstance(self.local, DittoOptimiser):
             raise InputError(
-                'method.local.name: ditto takes "ditto", "sgd", "adam" or "adamw"; it has a pull already',
+                'method.local.name: ditto takes "ditto", "sgd", "adam" or "adamw"; it has its own proximal term',
                 key="method.local.name",
             )

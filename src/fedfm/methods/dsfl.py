@@ -3,10 +3,10 @@
 Beitollahi, Liu, Lu. ICCSPA 2022; no arXiv number. As in FedPFT's comparison (arXiv:2402.01862, Section 6): clients
 send the half of their change that is largest in magnitude. The rest is kept and added to the next change, as in Stich,
 Cordonnier, Jaggi: Sparsified SGD with Memory, NeurIPS 2018, arXiv:1809.07599, Algorithm 1; ``feedback = false`` drops
-it. Left out: DSFL's choice of each client's share by its connection; one ``keep`` holds for all.
+it. Left out: DSFL's choice of each client's share by its connection; all clients have the same ``keep``.
 
-Entries that are not sent travel as zeros, because an aggregator can hide a mean of dense vectors only: ``bytes_up``
-counts them, and ``details`` gives the bytes of values and positions alone.
+Omitted entries are sent as zeros, because an aggregator can only hide a mean of dense vectors. ``bytes_up`` counts
+these zeros; ``details`` has the bytes of the values and positions alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DSFL(FedAvg):
 
     needs: ClassVar[Needs] = Needs("head", ("head",))
 
-    keep: float = setting(0.5, "the share of coordinates that is sent", gt=0, le=1)
+    keep: float = setting(0.5, "the share of coordinates to send", gt=0, le=1)
     feedback: bool = setting(True, "add what is not sent to the client's next change")
 
     @on_client

@@ -5,8 +5,8 @@ clients selected; combined by the largest probability over the clients, as in Fe
 Section 6), or by their mean.
 
 The server sees every client's head, and the result contains all heads. A head gives a class that its client has not
-seen the probability 0. A head that has seen one class gives it probability 1 on every row and would win every maximum:
-such heads are ignored if another head has seen two classes.
+seen the probability 0. A head that has seen only one class gives it probability 1 on every row and would win every
+maximum: such heads are ignored if another head has seen two classes.
 """
 
 from __future__ import annotations

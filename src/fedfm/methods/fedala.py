@@ -32,16 +32,18 @@ MOST = 100  # passes: with clipping W may oscillate forever
 class FedALA(KeepingFedAvg):
     """FedAvg whose clients start from an entry-wise mixture of the shared model and their own.
 
-    A client's first round starts from the shared model, because the client has no own model yet. The server sees what
-    FedAvg's does, and the number of passes that the mixture took.
+    A client's first round starts from the shared model, because the client has no own model yet. The server sees the
+    same as FedAvg's server, and the number of passes for the mixture.
     """
 
     traits: ClassVar[Traits] = Traits(server_needs_weights_only=True)
 
-    p: int = setting(1, "top layers that are mixed (a block, the final norm, the head); the others are shared", ge=1)
+    p: int = setting(
+        1, "number of top layers that are mixed (a block, the final norm, the head); the others are shared", ge=1
+    )
     eta: float = setting(1.0, "learning rate of the weights W", gt=0)
-    share: float = setting(0.8, "share of a client's rows that W is learnt from; drawn each round", gt=0, le=1)
-    threshold: float = setting(0.1, "a client's second round learns W until 10 passes' losses deviate by less", gt=0)
+    share: float = setting(0.8, "share of a client's rows for learning W; drawn in each round", gt=0, le=1)
+    threshold: float = setting(0.1, "a client's second round learns W until the last 10 losses deviate by less", gt=0)
 
     def init(self, fed: Federation) -> Params:
         if self.p > (count := len(layers(fed.model, "layer"))):
@@ -61,7 +63,7 @@ class FedALA(KeepingFedAvg):
         """Client half: theta_hat = theta_i + (theta - theta_i) * W in the top layers, theta below; theta is ``w``.
 
         Returns:
-            (theta_hat, passes over the client's rows that W took, for the ledger of computation).
+            (theta_hat, passes over the client's rows for learning W, for the ledger of computation).
         """
         model, memory, size = client.model, client.memory, self.local.batch_size
         top = [name for layer in list(layers(model, "layer").values())[-self.p :] for name in layer]
@@ -87,7 +89,7 @@ class FedALA(KeepingFedAvg):
                 total += float(loss.detach()) * len(index)
             losses.append(total / len(rows))
             converged = len(losses) > LOSSES and np.std(losses[-LOSSES:]) < self.threshold
-            if learnt or converged or len(losses) >= MOST:  # W that was learnt before takes one pass
+            if learnt or converged or len(losses) >= MOST:  # after the first time W takes one pass
                 break
         memory["W"] = Params(dict(zip(top, W, strict=True)))
         return model.params(), len(losses) * len(rows) / n

@@ -32,7 +32,7 @@ class Clouds:
     Attributes:
         w: w_i, every client's own model: the result of its last local pass.
         u: u_i, the cloud model that this pass started from.
-        xi: ``xi`` (1, K, K), the last round's weights; zero in the rows of clients that were not asked.
+        xi: ``xi`` (1, K, K), the last round's weights; rows of clients that were not asked are zero.
     """
 
     w: dict[ClientId, Params]
@@ -44,14 +44,16 @@ class Clouds:
 class FedAMP(Personal, Method[Clouds]):
     """Attentive message passing: each client is pulled towards a mean of all models, weighted by their proximity.
 
-    A client that a round does not ask keeps its w_i, which still counts for the others.
+    A client that is not asked in a round keeps its w_i, which still counts for the others.
     """
 
     traits: ClassVar[Traits] = Traits(server_needs_weights_only=True)
     asks: ClassVar[tuple[str, ...]] = ("train",)
     state_type: ClassVar[Any] = Clouds
     paper: ClassVar[Mapping[str, Paper]] = {
-        "method.sigma": Paper("a constant", "models lie close together, so that one constant fits no other data"),
+        "method.sigma": Paper(
+            "a constant", "distances of models differ between data sets, so that no constant fits all"
+        ),
         "method.alpha": Paper("a constant", "above sigma / (K - 1) a client's own weight is negative"),
     }
 
@@ -67,7 +69,7 @@ class FedAMP(Personal, Method[Clouds]):
         if self.alpha is not None and self.sigma is not None and self.alpha * (K - 1) > self.sigma:
             raise InputError(
                 f"method.alpha = {self.alpha}: with {K} clients and sigma = {self.sigma} a client's own weight, xi_ii, "
-                f"is negative where models are alike; expected at most {self.sigma / (K - 1):.6g}",
+                f"is negative if models are similar; expected at most {self.sigma / (K - 1):.6g}",
                 key="method.alpha",
             )
         start = dict.fromkeys(fed.clients, fed.initial)
@@ -75,7 +77,7 @@ class FedAMP(Personal, Method[Clouds]):
 
     def step(self, fed: Federation, s: Clouds, t: int) -> Clouds:
         cohort, w_0 = fed.sample(self.fraction), fed.initial
-        # Subtract w_0: what all models have in common would cancel their differences.
+        # Subtract w_0: the common part of all models would cancel their differences in float32.
         apart = list(Vectors({i: s.w[i] for i in fed.clients}).less(w_0).values())
         G = gram(apart, list(layers(fed.model, "model").values()))[0]
         xi = weights(squared_distances(G), self.sigma, self.alpha)
@@ -118,7 +120,7 @@ def weights(d: np.ndarray, sigma: float | None = None, alpha: float | None = Non
     """Weights xi (K, K) from squared distances d (K, K): xi_ij = alpha A'(d_ij), xi_ii = 1 - the others."""
     K, others = len(d), ~np.eye(len(d), dtype=bool)
     if sigma is None:
-        apart = d[others & (d > 0)]  # clients that were not asked yet have equal models: no information on the scale
+        apart = d[others & (d > 0)]  # clients that were never asked have equal models, without information on the scale
         sigma = float(np.median(apart)) if apart.size else 1.0  # all equal: any weights give the same
     if alpha is None:
         alpha = sigma / K

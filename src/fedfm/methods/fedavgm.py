@@ -43,8 +43,8 @@ class FedAvgM(FedAvg):
         if self.server_momentum <= _LATE_MOMENTUM:
             return []
         return [
-            f"asynchronous rounds: with answers that are late, server_momentum = {self.server_momentum:g} can make the "
-            f"model swing; {_LATE_MOMENTUM:g} did well in docs/how-to/slow-silos.md"
+            f"asynchronous rounds: with stale updates, server_momentum = {self.server_momentum:g} can make the "
+            f"model oscillate; {_LATE_MOMENTUM:g} works well in docs/how-to/slow-silos.md"
         ]
 
     def init(self, fed: Federation) -> Momentum:  # type: ignore[override]

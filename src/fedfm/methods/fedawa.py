@@ -20,12 +20,12 @@ from fedfm.linalg.params import Params
 from fedfm.methods.fedavg import FedAvg
 from fedfm.models.layers import layers
 
-EPSILON = 1e-8  # of Adam, and the least product of norms in a cosine: torch's defaults
+EPSILON = 1e-8  # Adam's, and the smallest product of norms in a cosine; torch's defaults
 
 
 @dataclass(frozen=True)
 class Weighted:
-    """Server state: the model w and a logit a_k of every client that has been asked; lambda is their softmax."""
+    """Server state: the model w and a logit a_k for every client asked so far; lambda is their softmax."""
 
     w: Params
     a: dict[ClientId, float]
@@ -33,7 +33,7 @@ class Weighted:
 
 @dataclass(frozen=True)
 class FedAWA(FedAvg):
-    """The weights of the mean are learnt: large for vectors close to their mean and models close to the shared one."""
+    """The weights of the mean are learnt: large for updates near the mean update, and models near the shared one."""
 
     traits: ClassVar[Traits] = Traits(server_needs_weights_only=True, rows_by_optimiser=True)
     means: ClassVar[tuple[str, ...]] = ()
@@ -50,7 +50,7 @@ class FedAWA(FedAvg):
         replies = fed.ask(self.train, of=cohort, like=fed.initial.layout, w=s.w)
         tau = [update.delta for update in replies.values()]  # client vectors w_k - w
         n = sum(update.weight for update in replies.values())
-        # A client's first logit is n_k/n, its share of the rows of its first cohort.
+        # A client's initial logit is n_k/n, its share of the rows in its first cohort.
         a = np.array([s.a.get(k, update.weight / n) for k, update in replies.items()])
         G = gram([s.w, *tau], list(layers(fed.model, "model").values()))[0]  # (1 + K, 1 + K)
         (w,) = mix(softmax(a)[None, None], tau, None, [s.w])  # with the lambda before the step
@@ -73,7 +73,7 @@ def step(a: np.ndarray, G: np.ndarray, eta: float) -> np.ndarray:
     sum_k lambda_k (1 - cos(w, w_k)) + sum_k lambda_k ||tau_k - sum_j lambda_j tau_j||.
 
     Args:
-        G: inner products (1 + K, 1 + K) of w, tau_1 ... tau_K: the objective depends on nothing else.
+        G: inner products (1 + K, 1 + K) of w, tau_1 ... tau_K; the objective depends only on these.
         eta: learning rate. Adam's first step is eta g / (|g| + epsilon), whatever its betas.
     """
     ww, wt, tt = G[0, 0], G[0, 1:], torch.from_numpy(G[1:, 1:])
@@ -82,7 +82,9 @@ def step(a: np.ndarray, G: np.ndarray, eta: float) -> np.ndarray:
     logits = torch.from_numpy(a).requires_grad_(True)
     lambda_ = torch.softmax(logits, 0)
     square = torch.diagonal(tt) - 2 * tt @ lambda_ + lambda_ @ tt @ lambda_  # ||tau_k - sum_j lambda_j tau_j||^2
-    least = 1e-14 * max(float(torch.diagonal(tt).max()), 1e-300)  # below it is rounding; a root of 0 has no gradient
+    least = 1e-14 * max(
+        float(torch.diagonal(tt).max()), 1e-300
+    )  # smaller values are rounding; a root of 0 has no gradient
     distance = torch.where(square > least, square.clamp_min(least).sqrt(), 0.0)
     (g,) = torch.autograd.grad(lambda_ @ (apart + distance), logits)
     return np.asarray(a - eta * (g / (g.abs() + EPSILON)).numpy())

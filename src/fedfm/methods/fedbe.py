@@ -3,9 +3,9 @@
 Chen, Chao. ICLR 2021. arXiv:2009.01974, Algorithm 1 with one round; equations by their numbers there.
 
 The paper distils the ensemble into one model on the server's unlabelled rows. Here the server has no rows, so the
-ensemble itself predicts, by the Bayesian mean of probabilities that distillation would teach (eq. 5); the result
-contains all heads of the ensemble. These are the clients' heads, their mean and the draws; ``members = "sampled"``
-keeps the draws only, as eq. (5) is printed. The server sees every client's head.
+ensemble itself predicts, by the Bayesian mean of probabilities that distillation would teach (eq. 5). The result
+contains all heads of the ensemble: the clients' heads, their mean and the draws. ``members = "sampled"`` keeps only
+the draws, as eq. (5) is printed. The server sees every client's head.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FedBE(Predictor, OwnHeads):
     asks: ClassVar[tuple[str, ...]] = ("fit",)
     paper: ClassVar[Mapping[str, Paper]] = {  # of FedPFT's comparison
         "method.draws": Paper(15),
-        "method.head.optimizer": Paper("adam", "newton reaches the optimum, which Adam at 0.0001 does not come near"),
+        "method.head.optimizer": Paper("adam", "newton reaches the optimum; Adam at 0.0001 stays far from it"),
         "method.head.learning_rate": Paper(1e-4),
     }
 

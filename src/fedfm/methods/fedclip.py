@@ -35,7 +35,7 @@ from fedfm.training.update_rules import Rule
 class FedCLIP(Predictor, FedAvg):
     """FedAvg of an attention adapter: V * softmax(W_2 tanh(W_1 V)), normalised, in the place of CLIP's V."""
 
-    needs: ClassVar[Needs] = Needs(adaptations=("lora",), tasks=("zero_shot",))  # as it is drawn it adds nothing
+    needs: ClassVar[Needs] = Needs(adaptations=("lora",), tasks=("zero_shot",))  # an untrained LoRA adds nothing
 
     local: Local = setting(AdamW(learning_rate=2e-4, weight_decay=0.05, decay_of="all"), "client optimiser: E, B, eta")
 
@@ -85,7 +85,7 @@ class FedCLIP(Predictor, FedAvg):
     def validate(self) -> None:
         if self.local.personal:
             raise InputError(
-                "method.local.name: fedclip trains one adapter for all; take a plain optimiser, e.g. adamw",
+                "method.local.name: fedclip trains one adapter for all clients; take a plain optimiser, e.g. adamw",
                 key="method.local.name",
             )
 

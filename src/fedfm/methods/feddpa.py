@@ -19,7 +19,7 @@ from fedfm.methods.fedavg import FedAvg
 from fedfm.training import Local
 from fedfm.training.personal import DualAdapter
 
-_EVERY = "every method of averages has these defaults, so that methods are compared alike"
+_EVERY = "all averaging methods have the same defaults, so that comparisons are fair"
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,15 @@ class FedDPA(Personal, FedAvg):
         "method.local.lambda": Paper(0.5),
         "method.local.instances": Paper(5),
         "method.local.to": Paper(
-            "global", "a row that is like the client's rows then gets less of the client's adapter"
+            "global", "otherwise a row similar to the client's rows would get less of the client's adapter"
         ),
         "model.adaptation.rank": Paper(8),
         "model.adaptation.dropout": Paper(0.05, "[model.adaptation] has the same defaults for every method"),
     }
 
-    local: Local = setting(DualAdapter(), "dual_adapter; sgd, adam or adamw of both adapters, else as its defaults")
+    local: Local = setting(
+        DualAdapter(), "dual_adapter; or sgd, adam, adamw for both adapters, with its other defaults"
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "local", DualAdapter.of(self.local))

@@ -25,7 +25,7 @@ from fedfm.training import any_rank
 
 @dataclass(frozen=True)
 class FedExLoRA(Merging):
-    """Factors are averaged; the mean of products less the product of means is added to the frozen weights.
+    """Factors are averaged; the mean of products minus the product of means is added to the frozen weights.
 
     The paper has one rank for all. With different ranks, the mean pads smaller factors with zeros, and a client's
     frozen weights include the part of the averaged adapter beyond its rank: all clients start from one model.
@@ -51,7 +51,7 @@ class FedExLoRA(Merging):
 
 
 def frozen_part(state: Merged, rank: int) -> Params:
-    """What a client of this rank adds to its frozen weights: W_res of all rounds, and the averaged adapter from row
+    """The shift of the frozen weights of a client of this rank: W_res of all rounds, and the averaged adapter from row
     and column ``rank`` on.
     """
     rest = {path: (u[:, rank:], v[rank:]) for path, (u, v) in lora.factors(state.w, state.alpha).items()}

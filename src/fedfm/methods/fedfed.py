@@ -109,7 +109,9 @@ class FedFed(FedAvg):
 
     @on_client
     def share(self, client: Client, theta: Params) -> Labelled:
-        """x_p = x_s + N(0, sigma_s^2). The noise follows from x_s, too: who knows the seed alone cannot subtract it."""
+        """x_p = x_s + N(0, sigma_s^2). The noise also depends on x_s, so the seed alone does not allow its
+        subtraction.
+        """
         x, y = rows_of(client)
         x_s = sensitive(theta["encode"], theta["decode"], x)
         draw = seeds.generator(client.seed, "share", digest(x_s.numpy(), y.numpy(), repr(self.noise)))
@@ -134,7 +136,7 @@ def sensitive(encode: Tensor, decode: Tensor, x: Tensor) -> Tensor:
 
 
 def others(shared: Mapping[ClientId, Labelled], client: ClientId, dim: int, seed: int) -> Labelled:
-    """A sample of the rows that other clients shared, as many as the client has itself."""
+    """A sample of the rows that other clients shared, of the client's own size."""
     theirs = [s for c, s in shared.items() if c != client]
     if not theirs or client not in shared:
         return Labelled(torch.zeros(0, dim), torch.zeros(0, dtype=torch.int64))

@@ -3,7 +3,7 @@
 Li, He, Song. IJCAI 2021. arXiv:2010.01017, Algorithm 1 without differential privacy (FedKT-L0).
 
 The paper needs public unlabelled rows. Here each client publishes the features of a share ``public`` of its rows,
-without their labels: they reach every other client. If that reveals too much, do not use FedKT (a silo's policy
+without their labels; every other client gets them. If that reveals too much, do not use FedKT (a silo's policy
 without ``reply`` refuses it). The server also sees each client's students.
 """
 
@@ -48,12 +48,12 @@ class FedKT(OwnHeads):
 
     asks: ClassVar[tuple[str, ...]] = ("publish", "students")
     paper: ClassVar[Mapping[str, Paper]] = {
-        "method.public": Paper("a public data set", "nobody has one here, so that clients give features of their rows"),
+        "method.public": Paper("a public data set", "there is none here, so clients publish features of their rows"),
         "method.partitions": Paper(2),
         "method.subsets": Paper(5),
     }
 
-    public: float = setting(0.1, "share of each client's features that everybody gets", gt=0, le=1)
+    public: float = setting(0.1, "share of each client's features that all parties get", gt=0, le=1)
     partitions: int = setting(2, "s, of a client's rows: one student each", ge=1)
     subsets: int = setting(5, "t, of a partition: one teacher each", ge=1)
 
@@ -80,7 +80,7 @@ class FedKT(OwnHeads):
             [torch.stack([F.linear(d_aux, *tensors_of(s)).argmax(1) for s in r.heads]) for r in replies.values()]
         )
         v = consistent_votes(labels, classes)
-        known = v.sum(1) > 0  # a row on which no client's students agree has no label
+        known = v.sum(1) > 0  # a row without an agreement in any client has no label
         if not known.any():
             v, known = F.one_hot(labels, classes).sum((0, 1)), ~known
         missed = Missed()
@@ -111,7 +111,7 @@ class FedKT(OwnHeads):
 
 
 def majority(labels: Sequence[Tensor], classes: int) -> Tensor:
-    """(n,): the class with most votes of the teachers; the first of equals."""
+    """(n,): the class with the most votes of the teachers; the first one in a tie."""
     return F.one_hot(torch.stack(list(labels)), classes).sum(0).argmax(1)
 
 

@@ -34,7 +34,7 @@ class FedNCM(OneShot):
     def step(self, fed: Federation, w: Params, t: int) -> Params:
         classes, dim = len(fed.model.classes), fed.model.feature_dim
         like = Params({"count": torch.zeros(classes), "total": torch.zeros(classes, dim)}).layout
-        mean = fed.mean(self.sums, like=like)  # 1/K of the sums over all clients: the factor cancels
+        mean = fed.mean(self.sums, like=like)  # 1/K of the sums over all clients; the factor 1/K cancels
         return head_of(fed.model, *nearest_mean(mean["count"], mean["total"], self.distance))
 
     @on_client
@@ -44,7 +44,7 @@ class FedNCM(OneShot):
 
 
 def nearest_mean(count: Tensor, total: Tensor, distance: str) -> tuple[Tensor, Tensor]:
-    """(W (C, d), b (C,)) from (C,) counts and (C, d) sums, both up to one factor; a class without rows is NOBODY."""
+    """(W (C, d), b (C,)) from (C,) counts and (C, d) sums up to a common factor; a class without rows is NOBODY."""
     mu = total / torch.where(count > 0, count, 1.0)[:, None]
     if distance == "cosine":
         w, b = torch.nn.functional.normalize(mu, dim=1), torch.zeros_like(count)

@@ -24,7 +24,7 @@ class Base:
 
     Attributes:
         w: the shared body W_B, and the head's initial value, which no round changes.
-        begun: clients that have a head of their own.
+        begun: clients that have their own head.
     """
 
     w: Params
@@ -42,8 +42,8 @@ class FedPer(KeepingFedAvg):
         for half, names in zip(("body", "head"), body_and_head(fed.model), strict=True):
             if not any(name in fed.model.live() for name in names):
                 raise InputError(
-                    f"model.adaptation: nothing of this model's {half} is trained, and this method shares the body and "
-                    "leaves each client its head: take a classifier with adaptation full, lora or top_layers",
+                    f"model.adaptation: no part of this model's {half} is trained, but this method shares the body and "
+                    "gives each client its own head: take a classifier with adaptation full, lora or top_layers",
                     key="model.adaptation",
                 )
         return Base(fed.initial, ())

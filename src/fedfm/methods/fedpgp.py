@@ -33,7 +33,7 @@ from fedfm.training.local_job import Job
 from fedfm.training.loop import Flat
 from fedfm.training.update_rules import Rule
 
-DEVIATION = 0.02  # of the entries of U_i and V_i at first, as of p_G
+DEVIATION = 0.02  # standard deviation of the initial entries of U_i and V_i, as of p_G
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class FedPGP(Joinable, KeepingFedAvg):
         return Update(p_G - w, self.weight(client), client.metrics)
 
     def draw_factors(self, client: Client, w: Params) -> Params:
-        """U_i (M, b) and V_i (b, h) at first, N(0, 0.02^2)."""
+        """The initial U_i (M, b) and V_i (b, h), N(0, 0.02^2)."""
         (p_G,), b = w.values(), self.rank
         rng = torch.Generator().manual_seed(seeds.derive(client.seed, "low rank"))
         shapes = {"U": (len(p_G), b), "V": (b, p_G.shape[1])}

@@ -22,7 +22,7 @@ class FedRep(Planned, FedPer):
     """FedPer in two phases: the head on the shared representation, then the representation under the head."""
 
     weighting: str = setting("uniform", "of the mean: uniform (the paper) or size (n_k)", choices=("size", "uniform"))
-    head_epochs: int = setting(10, "tau, epochs of the head with the body frozen; local.epochs are the body's", ge=1)
+    head_epochs: int = setting(10, "tau, epochs of the head with a frozen body; local.epochs are the body's", ge=1)
 
     def update(self, client: Client, start: Params) -> Params:
         body, head = body_and_head(client.model)
@@ -36,5 +36,5 @@ class FedRep(Planned, FedPer):
 
     @property
     def passes(self) -> int:
-        """Epochs of a round: the head's, which run the frozen body, and the body's."""
+        """Epochs of a round: those of the head (on the frozen body), and those of the body."""
         return self.head_epochs + self.local.passes

@@ -68,7 +68,7 @@ class FlexLoRA(ExactLora[Cut]):
         return state.w
 
     def details(self, state: Cut, judge: Judge | None) -> dict[str, Any]:
-        """The error of the last truncation by rank: its squared Frobenius norm, and its share of Delta W's."""
+        """The error of the last truncation by rank: its squared Frobenius norm, and that as a share of Delta W's."""
         share = {r: e / state.energy if state.energy else 0.0 for r, e in state.error.items()}
         return {"cut": {"squared_error": dict(state.error), "share": share}}
 
@@ -84,7 +84,9 @@ def cut(dW: Mapping[str, Factors], like: Params, alpha: float) -> tuple[dict[str
         r = len(a)
         x, values = low_rank.truncate(dW[path], r)
         u, v = low_rank.pad(x, r)
-        if (k := len(x[1])) < r:  # a cohort of small ranks: orthonormal rows in A, or they would never train
+        if (
+            k := len(x[1])
+        ) < r:  # for a cohort of small ranks fill A with orthonormal rows, since zero rows would never train
             whole = torch.linalg.qr(torch.cat([x[1].T, a.double().T], 1)[:, :r])[0].T  # (min(r, d_in), d_in)
             v[k : len(whole)] = whole[k:]
         found[path] = v, u * (r / alpha)
@@ -93,5 +95,5 @@ def cut(dW: Mapping[str, Factors], like: Params, alpha: float) -> tuple[dict[str
 
 
 def truncation_error(sigma: Sequence[Tensor], rank: int) -> float:
-    """Squared singular values from ``rank`` on, over all modules: the least error (Eckart and Young 1936)."""
+    """Sum over all modules of squared singular values after ``rank``: the smallest error (Eckart and Young 1936)."""
     return sum(float(values[rank:].square().sum()) for values in sigma)

@@ -4,8 +4,8 @@ Wang, Shen, He, Sun, Wang, Lyu, Li. NeurIPS 2024. arXiv:2409.05976. Algorithm: s
 
 Each round's stack is merged into the frozen weights, and adapters restart: a new random A, equal for all clients, and
 B = 0. Clients keep nothing between rounds: they receive the sum of all stacks so far, so an absent or late client has
-the same weights as the others. In the paper, clients merge by themselves and receive the last stack only; here round t
-sends t - 1 stacks, at most twice the dense matrices.
+the same weights as the others. In the paper clients merge by themselves and receive only the last stack; here round t
+sends t - 1 stacks, or at most twice the size of the dense matrices.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FLoRA(Merging):
 def fresh(layout: Layout, head: Params, rank: int, seed: int) -> Params:
     """An untrained adapter of this rank: A uniform in +-1/sqrt(d_in), as in PEFT, and B = 0.
 
-    Adapters of smaller rank have the first rows of those of larger rank, of every expert too.
+    An adapter of smaller rank has the first rows of one with larger rank; so it is for every expert.
     """
     at, found = lora.layout_at(layout, rank), {}
     a = {name for name, _ in lora.pairs(layout.slots).values()}

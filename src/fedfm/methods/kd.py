@@ -3,7 +3,7 @@
 Hinton, Vinyals, Dean. NIPS 2014 workshop on deep learning. arXiv:1503.02531, Section 2 (no Algorithm is printed), as
 in FedPFT's comparison for two clients (arXiv:2402.01862, Section 6): the second client trains on its rows, then learns
 from the first one's head on its own features, which it does not send. More clients form a chain in order of names; the
-last head is the result. The server carries heads only, and sees each.
+last head is the result. The server forwards only heads, and sees each head.
 
 The comparison chooses the temperature by test accuracy. Here a client chooses it on its validation rows, or on a fifth
 of its training rows, which the final distillation also uses. The comparison's Adam has the learning rate 1e-4, which
@@ -33,18 +33,18 @@ Head = tuple[Tensor, Tensor]  # (C, d), (C,)
 
 @dataclass(frozen=True)
 class KD(OneShot):
-    """Along a chain of clients, each head teaches the next client's."""
+    """Clients form a chain, in which each client's head teaches the next one's."""
 
     asks: ClassVar[tuple[str, ...]] = ("learn",)
     paper: ClassVar[Mapping[str, Paper]] = {  # of FedPFT's comparison
         "method.temperatures": Paper((1.0, 5.0, 10.0)),
         "method.local_epochs": Paper(100),
         "method.epochs": Paper(50),
-        "method.learning_rate": Paper(1e-4, "on few rows it hardly moves a head"),
+        "method.learning_rate": Paper(1e-4, "with few rows it hardly changes a head"),
     }
 
     temperatures: tuple[float, ...] = setting((1.0, 5.0, 10.0), "candidates for T", gt=0, least=1)
-    alpha: float = setting(0.5, "share of the teacher in the loss; the labels have the rest", ge=0, le=1)
+    alpha: float = setting(0.5, "weight of the teacher in the loss; the labels get the rest", ge=0, le=1)
     local_epochs: int = setting(100, "on the labels alone", ge=1)
     epochs: int = setting(50, "of distillation", ge=1)
     learning_rate: float = setting(0.001, "Adam's; 0.0001 in FedPFT's comparison", gt=0)
@@ -68,7 +68,7 @@ class KD(OneShot):
         return head_of(client.model, *head)
 
     def _choose(self, client: Client, head: Head, x: Tensor, y: Tensor, target: Tensor) -> float:
-        """The T with the best accuracy on rows that it did not train on; the first of equals."""
+        """The T with the best accuracy on rows outside the training; the first one in a tie."""
         val, held = client.data.val, torch.zeros(len(y), dtype=torch.bool)
         if len(val) and val.labels is not None:
             val_x, val_y = client.model.features(val), val.labels

@@ -20,9 +20,9 @@ from fedfm.methods.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class LDAWA(FedAvg):
-    """w_l = 1/K sum_k cos(w_kl, w_l) w_kl: a tensor that has turned away from the shared model counts less.
+    """w_l = 1/K sum_k cos(w_kl, w_l) w_kl: a tensor whose direction differs from the shared model's counts less.
 
-    A client knows both vectors of its cosine, so it sends cos(w_kl, w_l) w_kl and the server needs a mean only.
+    A client knows both vectors of its cosine, so it sends cos(w_kl, w_l) w_kl, and the server only needs a mean.
     """
 
     traits: ClassVar[Traits] = Traits(server_needs_weights_only=True, rows_by_optimiser=True)

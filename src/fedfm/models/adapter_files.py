@@ -30,11 +30,11 @@ WEIGHING = {MIX: "mix.safetensors", GATE: "gate.safetensors"}  # of two adapters
 def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | None = None) -> Path:
     """Write the trained tensors: LoRA of any rank as ``adapter_config.json`` and ``adapter_model.safetensors``, others
     as ``model.safetensors``. ``fedfm.json`` names the model and the classes. Two adapters are written as ``global/``
-    and ``local/``, and their weights as ``mix.safetensors`` or ``gate.safetensors``; a pair is also written as one
-    adapter (by their mean if rows have own weights). ``head_takes``: the transform of features before the head.
+    and ``local/``, and their weights as ``mix.safetensors`` or ``gate.safetensors``. A pair is also written as one
+    adapter (their mean if rows have own weights). ``head_takes``: the transform of features before the head.
 
     Raises:
-        KeyError, ValueError: ``w`` is not of this model.
+        KeyError, ValueError: ``w`` does not belong to this model.
     """
     folder = folder_at(folder)
     if (part := weighed_by(w)) is not None:
@@ -59,15 +59,15 @@ def save_adapter(model: Model, w: Params, folder: Path | str, head_takes: str | 
             model.module.save_pretrained(str(folder), save_embedding_layers=False)  # type: ignore[operator]
         (folder / "README.md").unlink(missing_ok=True)  # an empty model card
     else:
-        with holding(model, w):  # raises if w is not of this model
+        with holding(model, w):  # raises if w does not belong to this model
             write_tensors(w, folder / WEIGHTS)
     write_about(model, folder, head_takes)
     return folder
 
 
 def save(model: Model, w: Params, folder: Path | str, head_takes: str | None = None) -> Path:
-    """Write a method's final parameters: the model's own tensors or a pair of adapters as :func:`save_adapter` does,
-    others, such as the heads of an ensemble, as plain tensors with ``fedfm.json``.
+    """Write a method's final parameters: the model's own tensors or a pair of adapters as :func:`save_adapter` does;
+    other parameters, e.g. an ensemble's heads, as plain tensors with ``fedfm.json``.
     """
     if set(w) == set(model.names) or weighed_by(w) is not None:
         return save_adapter(model, w, folder, head_takes)
@@ -79,7 +79,7 @@ def save(model: Model, w: Params, folder: Path | str, head_takes: str | None = N
 
 @contextmanager
 def holding(model: Model, w: Params) -> Iterator[None]:
-    """Context manager: the model has the weights ``w``; restores its own afterwards."""
+    """Context manager: the model has the weights ``w``; it restores its own afterwards."""
     own = model.params()
     model.load(w)
     try:
@@ -94,7 +94,7 @@ def is_lora(model: Model) -> bool:
 
 
 def _save_lora(model: Model, w: Params, rank: int, folder: Path) -> None:
-    """Write an adapter of another rank than the model's, with the model's alpha."""
+    """Write an adapter whose rank differs from the model's, with the model's alpha."""
     from fedfm.models.adapters import lora
 
     w.check_like(lora.layout_at(model.layout, rank))
@@ -102,12 +102,12 @@ def _save_lora(model: Model, w: Params, rank: int, folder: Path) -> None:
 
 
 def _lora_state(model: Model) -> dict[str, Tensor]:
-    """All tensors of the adapter, also those that are not trained, such as A of ffa_lora."""
+    """All tensors of the adapter, including untrained ones such as A of ffa_lora."""
     return {name: t for name, t in model.module.state_dict().items() if ".lora_" in name or name in model.names}
 
 
 def _write_lora(model: Model, tensors: Mapping[str, Tensor], rank: int | None, folder: Path) -> None:
-    """PEFT's two files; of two encoders, those for the model of transformers. ``rank``: None is the model's."""
+    """Write PEFT's two files; for a dual encoder those of the transformers model. ``rank``: None is the model's."""
     config = copy.deepcopy(_config(model))
     if is_dual_model(model):
         _name_paths(config, model.module)
@@ -127,9 +127,9 @@ def _config(model: Model) -> Any:
 
 
 def _name_paths(config: Any, module: nn.Module) -> None:
-    """Name what is adapted by paths of the model of transformers, each with its own rank and alpha.
+    """Name the adapted modules by their paths in the transformers model, each with its own rank and alpha.
 
-    Here all paths begin with ``clip.``, there none does: a name or a pattern that begins so would fit nothing there.
+    Here all paths begin with ``clip.``, there none does: a name or pattern with this prefix would match nothing there.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -162,7 +162,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     found, places = dict[str, Tensor](), set[int]()
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
-        if tensor.data_ptr() in places:  # the format does not allow tensors that share memory, as tied ones do
+        if tensor.data_ptr() in places:  # the format forbids tensors that share memory, such as tied ones
             tensor = tensor.clone()
         places.add(tensor.data_ptr())
         found[name] = tensor

@@ -1,4 +1,4 @@
-"""Batches of users' own modules: tensors by name, and what their collate functions put beside or around tensors."""
+"""Batches for users' own modules: tensors by name, in any nesting that a collate function returns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """The value with all its tensors on the device, as transformers' Trainer moves a batch."""
+    """The value with all its tensors on the device; transformers' Trainer moves a batch in the same way."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
@@ -30,5 +30,5 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def rows_of(batch: Mapping[str, Any]) -> int:
-    """How many rows a batch has: the length of its first tensor or list."""
+    """The number of rows of a batch: the length of its first tensor or list."""
     return next((len(x) for x in batch.values() if (isinstance(x, Tensor) and x.dim()) or isinstance(x, list)), 0)

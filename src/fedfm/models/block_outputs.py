@@ -1,4 +1,4 @@
-"""What enters and leaves each block of a model, for all rows."""
+"""The inputs and outputs of each block of a model, for all rows."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def blocks(model: Network, rows: Rows) -> list[Tensor]:
     Rows of unequal length are padded to the longest; outputs of convolutions (n, d, H, W) have T = H W.
 
     Raises:
-        ValueError: the blocks of this architecture are unknown, or share their weights.
+        ValueError: the blocks of this architecture are unknown, or one of them runs more than once.
     """
     if not model.parts.blocks:
-        raise ValueError("no blocks are known of this architecture")
+        raise ValueError("the blocks of this architecture are unknown")
     caught: list[list[Tensor]] = [[] for _ in range(len(model.parts.blocks) + 1)]
 
     def keep(level: int, x: Any) -> None:

@@ -1,7 +1,7 @@
-"""Compares a checkpoint with the module that it was loaded into: what it lacks, leaves over, or has in another shape.
+"""Compare a checkpoint with the module that it was loaded into: missing, extra and misshapen tensors.
 
-transformers draws at random what a file lacks, and drops what it has too much. Here that is an error, but for what is
-new by rule: the head of the task, and modules that the class which wrote the file does not have.
+transformers draws missing tensors at random and drops extra ones. Here both are an error, except for parts that are new
+by rule: the head of the task, and modules that the class which wrote the file does not have.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 _FIRST = 3  # names in a message
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")  # of torch: parallel, compiled, sharded
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a block
-_TRIED = 20  # missing names that are looked for under another prefix
+_TRIED = 20  # missing names to look up under another prefix
 
 
 @dataclass
 class Difference:
-    """What transformers reports of a load.
+    """The differences that transformers reports after a load.
 
     Attributes:
-        module: that was loaded.
-        path: of the checkpoint, a folder or hub id.
+        module: the loaded module.
+        path: folder or hub id of the checkpoint.
         missing: names of the tensors that the checkpoint lacks.
-        leftovers: names of its tensors for which the module has no place.
-        shapes: shapes in the checkpoint and in the module, by name, where they differ.
+        leftovers: names of the checkpoint's tensors that the module does not have.
+        shapes: by name: the shapes in the checkpoint and in the module, if they differ.
     """
 
     module: Any
@@ -51,7 +51,7 @@ class Difference:
 
     @classmethod
     def of_load(cls, module: Any, path: Path | str, info: Mapping[str, Any]) -> Difference:
-        """From the loading info of ``from_pretrained``."""
+        """Make it from the loading info of ``from_pretrained``."""
         shapes = {name: (tuple(theirs), tuple(ours)) for name, theirs, ours in info["mismatched_keys"]}
         missing = set(info["missing_keys"]) - shapes.keys()
         found = cls(module, path, {n for n in missing if _is_weight(module, n)}, set(info["unexpected_keys"]), shapes)
@@ -59,13 +59,13 @@ class Difference:
         return found
 
     def judge(self, *, head: bool) -> tuple[set[str], list[str]]:
-        """Names of the tensors that are new for the task, and notices about what is guessed.
+        """Names of the tensors that are new for the task, and notices about guesses.
 
         Args:
-            head: whether the task may bring a head of its own.
+            head: whether the task may add a new head.
 
         Raises:
-            InputError: other tensors are missing, left over or misshapen.
+            InputError: other tensors are missing, extra or misshapen.
         """
         free = self._head if head else set()
         odd = {n: s for n, s in self.shapes.items() if not any(within(n, f) for f in free)}
@@ -78,14 +78,15 @@ class Difference:
         return (self.missing | self.shapes.keys()), notices
 
     def surplus(self) -> list[str]:
-        """Names of weights that are left over of a part which the module has."""
+        """Names of extra weights that belong to a part which the module has."""
         return sorted(n for n in self.leftovers if self._is_inside(n) and not self._saved_has(n) and self._is_weight(n))
 
     def _hidden_leftovers(self) -> set[str]:
-        """Names that are left over, and that a pattern of the class hides by chance.
+        """Names of extra tensors that a pattern of the class hides by chance.
 
-        A pattern means whole parts of a name: GPT-2's ``attn.bias``, a mask of older releases, is found in
-        ``c_attn.bias``, too. What it hides by chance has the name of a parameter of the module, but for numbers.
+        A pattern should match complete parts of a name: GPT-2's pattern ``attn.bias``, for a mask of older releases,
+        also matches ``c_attn.bias``. A tensor hidden by chance has the name of one of the module's parameters, up to
+        numbers.
         """
         found = self._under_patterns()
         if not found:
@@ -111,7 +112,7 @@ class Difference:
 
     @cached_property
     def _head(self) -> set[str]:
-        """The modules that a task brings: those of the last map, and of output maps that the file does not fit."""
+        """The modules that a task adds: the last map, and output maps that the file does not fit."""
         odd = self.missing | self.shapes.keys()
         if self.module.get_output_embeddings() is not None:
             return set()
@@ -139,20 +140,20 @@ class Difference:
 
     @cached_property
     def _saved_class(self) -> str:
-        """Name of the class that wrote the checkpoint, by its configuration; "" if that does not say."""
+        """Name of the class that wrote the checkpoint, from its configuration; "" if that does not name it."""
         from transformers import AutoConfig
 
         found = AutoConfig.from_pretrained(self.path, trust_remote_code=False).architectures
         return str(found[0]) if found else ""
 
     def _saved_has(self, name: str) -> bool:
-        """Whether the class that wrote the checkpoint has this tensor, with or without the name of a base before it."""
+        """Whether the class that wrote the checkpoint has this tensor, with or without a base's name as prefix."""
         names = self._saved_names
         return names is not None and any(local in names for local in self._aliases(name))
 
     def _is_weight(self, name: str) -> bool:
-        """Whether a tensor that is left over can be a weight: it is no single number, no mask, no table of positions,
-        and nothing that the module computes by itself, which older releases of transformers saved.
+        """Whether an extra tensor can be a weight. It cannot be a single value, a mask or a table of positions, nor a
+        tensor that the module computes by itself and that older releases of transformers saved.
         """
         leaf = name.rpartition(".")[2]
         if name in self._weights:
@@ -176,7 +177,7 @@ class Difference:
         return {name, *(name.removeprefix(f"{p}.") for p in prefixes), *(f"{p}.{name}" for p in prefixes)}
 
     def _units(self, names: Iterable[str]) -> set[str]:
-        """The parts in which these tensors lie: children of a base, or of the module around it."""
+        """The parts that contain these tensors: children of a base, or of the module around it."""
         found = set[str]()
         for name in names:
             base = next((b for b in self._bases if b and within(name, b)), "")
@@ -187,8 +188,8 @@ class Difference:
         return found
 
     def _optional(self, unit: str) -> bool:
-        """Whether a part that the checkpoint lacks may be new: it lacks all of it, and the class that wrote it has no
-        such part, or builds its base without it.
+        """Whether a part that the checkpoint lacks may be new: the checkpoint has none of its tensors, and the class
+        that wrote the file has no such part, or builds its base without it.
         """
         own = {n for n in self.module.state_dict() if within(n, unit) and _is_weight(self.module, n)}
         if self._bases == ("",) or not own <= self.missing:
@@ -201,7 +202,7 @@ class Difference:
         return all(n.removeprefix(f"{base}.") not in _without_pooler(self.module.get_submodule(base)) for n in own)
 
     def _is_inside(self, name: str) -> bool:
-        """Whether a tensor that is left over would lie in a base: in a part that the base has."""
+        """Whether an extra tensor belongs to a part that the base has."""
         for base in self._bases:
             part = self.module.get_submodule(base)
             prefixes = [p for p in {base, self.module.base_model_prefix} if p and name.startswith(f"{p}.")]
@@ -223,15 +224,15 @@ class Difference:
                 *self.module.named_buffers(remove_duplicate=False),
             )
         }
-        total = sum(n in own for n in self.module.state_dict())  # not the scales of quantised weights
+        total = sum(n in own for n in self.module.state_dict())  # without the scales of quantised weights
         text = f"lacks {len(names)} of the {total} tensors of a {type(self.module).__name__}: {some(names)}"
         if prefix := self._prefix(names):
-            text += f". Its names begin with {prefix!r} in front of the model's: save the module inside that wrapper"
+            text += f". Its names have the prefix {prefix!r} before the model's: save the module inside that wrapper"
         return [text]
 
     def _prefix(self, names: list[str]) -> str:
-        """The prefix of the checkpoint under which most of the missing names are found; "" if there is none. Names that
-        transformers changes on the way are not found, but those of torch's wrappers are known.
+        """The prefix in the checkpoint under which most of the missing names are found; "" if there is none. Names that
+        transformers changes while loading are not found, but those of torch's wrappers are known.
         """
         tried = names[:_TRIED]
         found = Counter(
@@ -250,10 +251,10 @@ class Difference:
         if not new:
             return []
         parts = sorted({name.rpartition(".")[0] for name in new})
-        return [f"model.name: {self.path} has no {some(parts)}, which is new here and untrained"]
+        return [f"model.name: {self.path} has no {some(parts)}, which is therefore new and untrained"]
 
     def _guessed_heads(self) -> list[str]:
-        """A notice of what is left out of a file that names no other class than the module's."""
+        """A notice about tensors that are left out of a file which names no class other than the module's."""
         left = sorted(name for name in self.leftovers if self._is_weight(name))
         if not left or self._saved_class not in ("", type(self.module).__name__):
             return []
@@ -279,7 +280,7 @@ class Difference:
 
 
 def _is_weight(module: nn.Module, name: str) -> bool:
-    """Whether a tensor was learned: it is no counter and no table of positions."""
+    """Whether a tensor was learned: it is neither a counter nor a table of positions."""
     try:
         tensor: Tensor = module.get_buffer(name)
     except AttributeError:
@@ -295,7 +296,7 @@ def _is_mask(tensor: Tensor) -> bool:
 
 
 def _without_pooler(base: Any) -> frozenset[str]:
-    """Names of the tensors of a base that is built without its pooler; all of its names where it cannot be."""
+    """Names of the tensors of a base that is built without its pooler; all names if it cannot be built so."""
     if "add_pooling_layer" not in inspect.signature(type(base).__init__).parameters:
         return frozenset(base.state_dict())
     with torch.device("meta"):
@@ -303,11 +304,11 @@ def _without_pooler(base: Any) -> frozenset[str]:
 
 
 def shape_faults(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> list[str]:
-    """The fault of tensors whose shapes in the file and in the model differ; [] if there are none."""
+    """The fault text for tensors whose shapes in file and model differ; [] if there are none."""
     if not shapes:
         return []
     named = [f"{name} is {theirs}, expected {ours}" for name, (theirs, ours) in sorted(shapes.items())]
-    return [f"has {tensors(len(shapes))} of another shape than its configuration says: {some(named)}"]
+    return [f"has {tensors(len(shapes))} with a shape that differs from its configuration: {some(named)}"]
 
 
 def _surplus(names: list[str]) -> list[str]:
@@ -317,7 +318,7 @@ def _surplus(names: list[str]) -> list[str]:
 
 
 def tensors(count: int) -> str:
-    """So many of them, in words."""
+    """The count in words, e.g. "3 tensors"."""
     return "a tensor" if count == 1 else f"{count} tensors"
 
 

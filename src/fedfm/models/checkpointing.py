@@ -1,8 +1,8 @@
 """Gradient checkpointing: keep the input of each block, and compute the block again in the backward pass.
 
-Training Deep Nets with Sublinear Memory Cost. Chen, Xu, Zhang, Guestrin. 2016. arXiv:1604.06174. A third more
-computation for activations of one block instead of all. transformers' own checkpointing happens in training mode alone,
-which would switch the foundation model's dropout on.
+Training Deep Nets with Sublinear Memory Cost. Chen, Xu, Zhang, Guestrin. 2016. arXiv:1604.06174. It stores the
+activations of one block instead of all, for a third more computation. transformers' own checkpointing is active only in
+training mode, which would switch on the foundation model's dropout.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 
 
 def check(parts: Parts, adaptation: str) -> None:
-    """Raise an InputError where it would do nothing."""
+    """Raise an InputError if checkpointing would do nothing."""
     if adaptation in ("head", "side_adapter"):
         raise InputError(
             f'model.gradient_checkpointing: with adaptation "{adaptation}" no gradient passes the blocks; drop it'
         )
     if not any(parts.encoders):
-        raise InputError("model.gradient_checkpointing: no blocks are known of this architecture; drop it")
+        raise InputError("model.gradient_checkpointing: the blocks of this architecture are unknown; drop it")
 
 
 def begin(parts: Parts) -> None:
-    """From now on the blocks compute again in backward passes."""
+    """From now on the backward pass computes each block again."""
     for block in _blocks(parts):
         vars(block)["forward"] = partial(_twice, type(block).forward.__get__(block))
 
 
 def end(parts: Parts) -> None:
-    """Undo :func:`begin`. What is left behind would be copied with the module, and call the original's blocks."""
+    """Undo :func:`begin`. Otherwise a copy of the module would call the original's blocks."""
     for block in _blocks(parts):
         vars(block).pop("forward", None)
 

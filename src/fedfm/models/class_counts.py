@@ -1,4 +1,4 @@
-"""What a model takes for what, of more classes than a confusion matrix is kept for."""
+"""Sparse confusion counts, for more classes than a confusion matrix is kept for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-LISTED = 20  # pairs of classes that are most often taken for each other
+LISTED = 20  # most frequent confusions of two classes
 
 
 class ClassCounts(NamedTuple):
@@ -36,12 +36,12 @@ def count(logits: Tensor, labels: Tensor) -> ClassCounts:
 
 
 def summary(counted: Sequence[ClassCounts]) -> dict[str, list[object]]:
-    """Counts of one or more models, added up, as plain values of a length that grows with C alone.
+    """Summed counts of one or more models, as plain values whose length depends only on C.
 
     Returns:
-        ``rows``, ``predicted`` and ``right``: (C,) rows of each class, that the models take for it, and of both;
-        ``taken_for``: (C,) the class that its rows are most often taken for with their number, or None; ``confused``:
-        the :data:`LISTED` most frequent mistakes, each as true class, predicted class, rows.
+        ``rows``, ``predicted`` and ``right``: (C,) rows of each class, rows predicted as the class, and rows in both;
+        ``taken_for``: (C,) the most frequent wrong class for the rows of each class, with its count, or None;
+        ``confused``: the :data:`LISTED` most frequent mistakes, each as true class, predicted class, rows.
     """
     classes = counted[0].classes
     cells = sum((c.cells for c in counted), Counter[tuple[int, int]]())

@@ -1,8 +1,7 @@
-"""torch.compile of a model's blocks, one after the other: blocks of one shape share what is compiled.
+"""torch.compile of a model's blocks, one by one: blocks of the same shape share the compiled code.
 
-Fused operations round otherwise: results equal those without it within rounding, not in their bits. What hangs on a
-block from outside, such as a method's shift of its weights, is a hook, and a compiled block looks at its hooks only if
-it is told to.
+Fused operations round differently: results agree with uncompiled ones up to rounding, not bit by bit. A method's shift
+of a block's weights is a hook, and a compiled block checks its hooks only if an option says so.
 """
 
 from __future__ import annotations
@@ -24,25 +23,27 @@ if TYPE_CHECKING:
 
 
 def check(spec: ModelSpec, parts: Parts) -> None:
-    """Refuse where it would do nothing, or where two changes of a block meet.
+    """Refuse compilation if it would do nothing, or conflict with another change of the blocks.
 
     Raises:
-        InputError: no blocks are known, or they are computed twice.
+        InputError: the blocks are unknown, or gradient checkpointing computes them twice.
     """
     if not any(parts.encoders):
-        raise InputError("model.compile: no blocks are known of this architecture; drop it")
+        raise InputError("model.compile: the blocks of this architecture are unknown; drop it")
     if spec.gradient_checkpointing:
-        raise InputError("model.compile: compiled blocks keep what they need; drop it or model.gradient_checkpointing")
+        raise InputError(
+            "model.compile: compiled blocks keep their own activations; drop it or model.gradient_checkpointing"
+        )
 
 
 def compile_blocks(parts: Parts, mode: str, device: torch.device) -> str:
-    """Compile the blocks at their first calls; returns why not, "" if they are."""
+    """Let the blocks compile at their first call; returns the reason if they cannot, else ""."""
     if reason := _missing(device):
         return (
             f'model.compile = "{mode}": there is no compiler for {device.type} here ({reason}); the model runs as it is'
         )
     torch._dynamo.config.skip_nnmodule_hook_guards = False
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # as it traces
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # during tracing
     for blocks in parts.encoders:
         for _, block in blocks:
             block.compile(mode=None if mode == "default" else mode)
@@ -51,7 +52,7 @@ def compile_blocks(parts: Parts, mode: str, device: torch.device) -> str:
 
 @cache
 def _missing(device: torch.device) -> str:
-    """Why this device's compiler does not work, "" if it does: it compiles one sum."""
+    """Why this device's compiler does not work, "" if it works; the test compiles one sum."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its pool of processes would not survive a fork
 
     def one_more(x: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ def _missing(device: torch.device) -> str:
         with warnings.catch_warnings(), contextlib.redirect_stderr(None):
             warnings.simplefilter("ignore")
             torch.compile(one_more)(torch.ones(8, device=device))
-    except Exception as error:  # no C++ compiler, no headers of Python, no Triton: each has errors of its own
+    except Exception as error:  # a missing C++ compiler, Python header or Triton raises its own error class
         torch._dynamo.reset()
         return first_line(error)
     return ""

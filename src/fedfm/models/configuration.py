@@ -1,4 +1,4 @@
-"""A model's configuration as its folder says, and as fedfm computes with it."""
+"""A model's configuration: as its folder states it, and as fedfm uses it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _OUTPUT = {"return_dict": True, "output_attentions": False, "output_hidden_state
 
 
 def read(path: Path | str, spec: ModelSpec) -> Any:
-    """The configuration of a model, with ``model.options``. What its calls return is set to what fedfm reads.
+    """The configuration of a model with ``model.options``. Its output flags are set to the values that fedfm needs.
 
     Raises:
-        InputError: it cannot be read, it is that of an adapter, or the options do not fit.
+        InputError: the file cannot be read, it belongs to an adapter, or the options do not fit.
     """
     from transformers import AutoConfig
 
     if _is_preact_resnet(path):
         import fedfm.models.architectures.preact_resnet  # noqa: F401 - registers it with transformers
 
-    # transformers would read the adapter's base in place of the weights beside it, and put the adapter into the model,
-    # where no adaptation of ours knows of it
+    # transformers would read the adapter's base instead of the weights next to it, and would put the adapter into the
+    # model, unknown to our own adaptation
     if spec.weights != "random" and stored_file(path, ADAPTER) is not None:
         raise no_whole_model(spec.name)
     try:
@@ -52,8 +52,8 @@ def _is_preact_resnet(path: Path | str) -> bool:
 def name_classes(config: Any, classes: Sequence[str], problem_type: str | None) -> None:
     """Make the configuration that of a classifier of these classes.
 
-    A checkpoint may say that its head was a regression, or gives each class a probability of its own: pipelines of
-    transformers would read the new head so, too.
+    A checkpoint may state that its head was a regression, or that classes have independent probabilities: pipelines of
+    transformers would then interpret the new head in this way, too.
 
     Args:
         problem_type: what the task says of the head, e.g. that each row is of one class; None: nothing.
@@ -73,7 +73,7 @@ def keep_weights(config: Any) -> None:
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    """A configuration and those inside it, such as of a text and of a vision encoder."""
+    """A configuration and the configurations inside it, e.g. of a text and a vision encoder."""
     yield config
     for name in getattr(config, "sub_configs", ()):
         if (part := getattr(config, name, None)) is not None:
@@ -81,10 +81,10 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def _with_options(config: Any, options: Mapping[str, Any]) -> Any:
-    """A new configuration with these keys changed, and with the values that it derives from them.
+    """A new configuration with these keys changed, and with all values that depend on them derived again.
 
     Raises:
-        InputError: it has no such key, or refuses the value.
+        InputError: the configuration has no such key, or refuses the value.
     """
     table = config.to_dict()
     known = sorted(k for k in table if not k.startswith("_") and k not in ("model_type", "architectures"))

@@ -1,4 +1,4 @@
-"""Which parameters weight decay spares: biases and norms, by the rule of transformers' ``Trainer``."""
+"""The parameters without weight decay: biases and norms, by the rule of transformers' ``Trainer``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 
 from torch import nn
 
-# As in transformers.Trainer.get_decay_parameter_names; batch norms of other names are shrunk there, too.
+# As in transformers.Trainer.get_decay_parameter_names, which also decays batch norms under other names.
 _SPARED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
 def no_weight_decay(module: nn.Module) -> frozenset[str]:
-    """Names of the parameters that keep their size: all of an ``nn.LayerNorm``, and those whose path says so.
+    """Names of the parameters without decay: all of an ``nn.LayerNorm``, and those whose path has a word of the rule.
 
     Example:
         >>> sorted(no_weight_decay(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))))

@@ -1,8 +1,8 @@
-"""Derived modules: those of transformers in which a wing has replaced parts, as a table in ``config.json`` says.
+"""Derived modules: transformers modules with parts that a wing replaces, by a table in ``config.json``.
 
-A derived model is a folder like any other of transformers with one more key in its configuration. The wing's module
-that knows the key is imported when a model has it, so that no other model pays for it. What is put into a module and
-holds for a bounded range of arguments alone is a :class:`Bounded`.
+A derived model is a transformers folder with one more key in its configuration. The wing's module that knows the key is
+imported only if a model has the key, so that other models do not pay for the import. A replaced function that is valid
+only for a bounded range of arguments is a :class:`Bounded`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ INSTALLERS = {  # key of config.json -> the module whose ``install(module, confi
 
 
 class Bounded(nn.Module):
-    """A function that holds on an interval: in training its arguments are clamped, in evaluation they are counted.
+    """A function that is valid on an interval: training clamps its arguments, evaluation counts those outside.
 
     Attributes:
-        hinged: add up ``penalty`` in training mode. It holds all that it came from, until it is dropped.
-        penalty: mean squared excess of the arguments over the part of their intervals where no penalty grows.
-        outside, total: arguments outside their interval, and all, of evaluation mode.
+        hinged: sum ``penalty`` in training mode. The sum keeps its autograd graph alive until it is dropped.
+        penalty: mean squared excess of the arguments over the inner part of their intervals, which has no penalty.
+        outside, total: in evaluation mode, the numbers of arguments outside their interval and of all arguments.
     """
 
     def __init__(self) -> None:
@@ -38,18 +38,18 @@ class Bounded(nn.Module):
 
 
 def _key(module: Any) -> str:
-    """The key of its configuration that says how this module, also under PEFT, is derived; empty if it is not."""
+    """The configuration key by which this module (also under PEFT) is derived; empty if it is not."""
     config = getattr(families.unwrap(module), "config", None)
     return next((key for key in INSTALLERS if getattr(config, key, None) is not None), "")
 
 
 def is_derived(module: Any) -> bool:
-    """Whether parts of a module, also under PEFT, are replaced as its ``config.json`` says."""
+    """Whether ``config.json`` replaces parts of this module (also under PEFT)."""
     return bool(_key(module))
 
 
 def install(module: nn.Module) -> None:
-    """Put the parts of its ``config.json`` into a module that was loaded with the usual ones; others stay as they are.
+    """Replace parts of a loaded module as its ``config.json`` says; other modules stay unchanged.
 
     Raises:
         InputError: the table is damaged, or is of another model.
@@ -59,18 +59,18 @@ def install(module: nn.Module) -> None:
 
 
 def table(module: Any) -> Mapping[str, Any]:
-    """What ``config.json`` says of a module that :func:`is_derived`."""
+    """The table in ``config.json`` of a module that :func:`is_derived`."""
     return getattr(families.unwrap(module).config, _key(module))  # type: ignore[no-any-return]
 
 
 def hinge(modules: Collection[Bounded]) -> None:
-    """Begin to add up penalties, from zero."""
+    """Start summing penalties from zero."""
     for module in modules:
         module.penalty, module.hinged = None, True
 
 
 def penalties(modules: Collection[Bounded]) -> Tensor:
-    """The sum of what was added up since :func:`hinge`, a scalar; the modules drop it, and what it came from."""
+    """The sum of penalties since :func:`hinge`, a scalar; the modules drop it with its autograd graph."""
     found = [module.penalty for module in modules if module.penalty is not None]
     for module in modules:
         module.penalty = None
@@ -78,5 +78,5 @@ def penalties(modules: Collection[Bounded]) -> Tensor:
 
 
 def violations(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Path of each bounded function -> (arguments outside its interval, all), in evaluation since the last count."""
+    """Path of each bounded function -> (arguments outside its interval, all arguments) since the last count."""
     return {name: (m.outside, m.total) for name, m in module.named_modules() if isinstance(m, Bounded)}

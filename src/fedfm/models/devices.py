@@ -1,4 +1,4 @@
-"""Devices: which one a model is on, how clients share several, and what of a device decides a result's bits."""
+"""Devices: where a model is, how clients share several GPUs, and which facts of a device affect a result's bits."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 from fedfm.errors import InputError
 
-MAP = "auto-map"  # layers over all GPUs of this machine, by accelerate
-_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS takes the same sums in the same order only with a workspace of its own
+MAP = "auto-map"  # accelerate spreads the layers over all GPUs of this machine
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS sums in a fixed order only with a fixed workspace
 
 
 def pick(name: str) -> torch.device:
-    """The device that ``model.device`` names; of several the first.
+    """The device that ``model.device`` names; if it names several, the first one.
 
     Raises:
-        InputError: it is not available here.
+        InputError: the device is not available here.
     """
     if name in ("auto", MAP):
         mps = torch.backends.mps.is_available() and name != MAP
@@ -38,7 +38,7 @@ def placement(name: str) -> dict[str, Any]:
 
 
 def about(device: torch.device) -> dict[str, Any]:
-    """For the manifest: what of this device decides the bits of a result."""
+    """For the manifest: the facts of this device that affect the bits of a result."""
     name = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else device.type
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -64,6 +64,6 @@ def restore_determinism() -> Iterator[None]:
     try:
         yield
     finally:
-        if torch.are_deterministic_algorithms_enabled() != before[0]:  # the call imports torch's compiler
+        if torch.are_deterministic_algorithms_enabled() != before[0]:  # this call imports torch's compiler, so avoid it
             torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]

@@ -1,8 +1,8 @@
-"""A Model of two encoders, and what a mixture of experts on it computes once.
+"""A Model of two encoders, and the states that a mixture of experts on it computes only once.
 
-FedMS (Wu, Li, Wang, Wang) has a frozen global expert and a local one, LoRA of one base. Below the lowest layer whose
-local LoRA is trained both are alike: the hidden states there come from the global expert, once, and the local one
-resumes from them.
+FedMS (Wu, Li, Wang, Wang) has a frozen global expert and a local one, both LoRA on one base. Below the lowest layer in
+which the local LoRA is trained, both compute the same. The hidden states there come from the global expert, once, and
+the local expert resumes from them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DualModel(Model):
 
     Attributes:
         dual: the module below PEFT's wrapper.
-        images_fixed: nothing before the pictures' features is trained: :meth:`encode` gives the features.
+        images_fixed: nothing before the images' features is trained, so :meth:`encode` gives the features.
     """
 
     def __init__(self, module: nn.Module, **about: Any) -> None:
@@ -43,7 +43,7 @@ class DualModel(Model):
             self.dual.fix_texts()
 
     def encode(self, rows: Rows) -> Rows:
-        """The rows as they are, or their ``features`` V (n, d) where nothing before them is trained."""
+        """The rows unchanged, or their ``features`` V (n, d) if nothing before them is trained."""
         if not self.images_fixed or "features" in rows.tensors:
             return rows
         return Rows({"features": self.features(rows)}, labels=rows.labels)
@@ -63,7 +63,7 @@ class DualModel(Model):
         return super().logits(batch)
 
     def written_texts(self) -> Tensor:
-        """T (C, d), norm 1: of the prompts that ``model.templates`` writes, also where words are learned.
+        """T (C, d), norm 1, from the prompts of ``model.templates``, also if context vectors are learned.
 
         Raises:
             InputError: a prompt is too long for the text encoder.
@@ -76,12 +76,12 @@ class DualModel(Model):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """As of any model; the texts are encoded once."""
+        """As for any model; the texts are encoded once."""
         with super().evaluating(), reduced_precision(self.spec.dtype, self.device), self.dual.keeping_texts():
             yield
 
     def by_batches(self, rows: Rows, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """``function`` of the pictures, (n, ...), on the CPU; it sees 32 rows at a time, always."""
+        """``function`` of the images, (n, ...), on the CPU; always on 32 rows at a time."""
         done = [function(batch["pixel_values"].to(self.device))[:n].cpu() for batch, n in fixed_batches(rows)]
         return torch.cat(done) if done else torch.zeros(0, self.dual.texts().shape[-1])
 
@@ -90,7 +90,7 @@ def need(model: Model) -> DualModel:
     """The model, if it has two encoders.
 
     Raises:
-        InputError: it has not; says what would be right.
+        InputError: it has not; the error names a setting that works.
     """
     if isinstance(model, DualModel):
         return model
@@ -101,12 +101,12 @@ def need(model: Model) -> DualModel:
 
 
 def active_layers(model: Model, k: int) -> tuple[str, ...]:
-    """Paths of the top k blocks of both encoders; all of an encoder that has fewer."""
+    """Paths of the top k blocks of both encoders; all blocks of an encoder with fewer."""
     return tuple(path for blocks in model.parts.encoders for path, _ in _split(blocks, k)[1])
 
 
 def expert_features(model: Model, w: Params, rows: Rows) -> Tensor:
-    """V (n, d), norm 1, on the CPU: the pictures' features with the LoRA tensors w, in evaluation mode."""
+    """V (n, d), norm 1, on the CPU: the images' features with the LoRA tensors w, in evaluation mode."""
     with install(model, w) as own:
         return own.by_batches(rows, own.dual.images)
 
@@ -118,13 +118,13 @@ def expert_texts(model: Model, w: Params) -> Tensor:
 
 
 def boundary_images(model: DualModel, rows: Rows, k: int) -> Tensor:
-    """(n, T, h), on the CPU: the pictures' states below the top k blocks; the model is as :func:`install` leaves it."""
+    """(n, T, h), on the CPU: the images' states below the top k blocks. Call it within :func:`install`."""
     return model.by_batches(rows, lambda x: _entering(model.parts.blocks, k, lambda: model.dual.images(x)))
 
 
 def images_with_states(model: DualModel, rows: Rows, k: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(V (b, d), the states (b, T, h) below the top k blocks), at most 32 rows at a time, on the CPU; the model is as
-    :func:`install` leaves it.
+    """(V (b, d), the states (b, T, h) below the top k blocks), on the CPU, for at most 32 rows at a time. Call it
+    within :func:`install`.
     """
     caught: list[Tensor] = []
     hook = _split(model.parts.blocks, k)[1][0][1].register_forward_pre_hook(lambda _, args: caught.append(args[0]))
@@ -137,24 +137,24 @@ def images_with_states(model: DualModel, rows: Rows, k: int) -> Iterator[tuple[T
 
 
 def boundary_texts(model: DualModel, k: int) -> Tensor:
-    """(P, C, L, h): the prompts' states below the top k blocks; the model is as :func:`install` leaves it."""
+    """(P, C, L, h): the prompts' states below the top k blocks. Call it within :func:`install`."""
     run, blocks = model.dual.template_features, model.parts.text_blocks
     return torch.stack([_entering(blocks, k, lambda p=p: run(p)) for p in range(len(model.dual.input_ids))])  # type: ignore[misc]
 
 
 def top_images(model: Model, states: Tensor, k: int, *, train: bool) -> Tensor:
-    """V (b, d), norm 1: the pictures' features with the model's own tensors, from the states (b, T, h) below the top k
+    """V (b, d), norm 1: the images' features with the model's own tensors, from the states (b, T, h) below the top k
     blocks.
 
-    Equal to the whole forward in every bit if the states are those of the same batch and no block below has a dropout.
+    It equals the complete forward pass in every bit if the states are of the same batch and no lower block has dropout.
 
     Args:
-        train: with gradients and LoRA's dropout; else as in evaluation.
+        train: with gradients and LoRA's dropout; else in evaluation mode.
     """
     own = need(model)
     states = states.to(own.device)
     with _mode(own, train), _resume(own.dual.clip.vision_model.embeddings, own.parts.blocks, k, states):
-        return own.dual.images(states)  # the embedding, which would read pictures, does not run
+        return own.dual.images(states)  # the embedding is skipped, so no pixels are read
 
 
 def top_texts(model: Model, states: Tensor, k: int, *, train: bool) -> Tensor:
@@ -170,7 +170,7 @@ def top_texts(model: Model, states: Tensor, k: int, *, train: bool) -> Tensor:
 
 
 def image_trunk(model: Model) -> dict[str, Tensor]:
-    """Copies of the frozen weights of the last image block and of the final norm, for a trunk of its own."""
+    """Copies of the frozen weights of the last image block and of the final norm, as a separate trunk."""
     last, norm = _trunk(need(model))
     named = [(f"block.{n}", p) for n, p in last.named_parameters() if ".lora_" not in n]
     named += [] if norm is None else [(f"norm.{n}", p) for n, p in norm.named_parameters()]
@@ -178,7 +178,7 @@ def image_trunk(model: Model) -> dict[str, Tensor]:
 
 
 def trunk_paths(model: Model) -> dict[str, str]:
-    """Paths in the model of transformers of what :func:`image_trunk` copies, by its parts, ``block`` and ``norm``."""
+    """Paths in the transformers model of the parts that :func:`image_trunk` copies: ``block`` and ``norm``."""
     own = need(model)
     paths = {module: name for name, module in own.dual.clip.named_modules()}
     last, norm = _trunk(own)
@@ -186,8 +186,8 @@ def trunk_paths(model: Model) -> dict[str, str]:
 
 
 def trunk_images(model: Model, w: Params, trunk: Mapping[str, Tensor], states: Tensor) -> Tensor:
-    """V (b, d), norm 1, with gradients of the ``trunk``: its weights and the LoRA tensors w in the last image block and
-    the final norm, from the states (b, T, h) that enter this block. LoRA has no dropout here.
+    """V (b, d), norm 1, with gradients for the ``trunk``. Its weights and the LoRA tensors w compute the last image
+    block and the final norm, from the states (b, T, h) that enter this block. LoRA has no dropout here.
     """
     own = need(model)
     last, norm = _trunk(own)
@@ -216,7 +216,7 @@ def _trunk(model: DualModel) -> tuple[nn.Module, nn.Module | None]:
 
 
 def _split(blocks: Blocks, k: int) -> tuple[Blocks, Blocks]:
-    """(those below, the top k).
+    """(the blocks below, the top k blocks).
 
     Raises:
         ValueError: k is below 1.
@@ -229,7 +229,7 @@ def _split(blocks: Blocks, k: int) -> tuple[Blocks, Blocks]:
 
 @contextmanager
 def install(model: Model, w: Params) -> Iterator[DualModel]:
-    """Context manager: w is installed in the model, which evaluates; afterwards it has its own tensors again."""
+    """Context manager: the model has the parameters w in evaluation mode; afterwards it has its own again."""
     own, before = need(model), model.params()
     try:
         with lora.apply(own, w), own.evaluating():
@@ -239,7 +239,7 @@ def install(model: Model, w: Params) -> Iterator[DualModel]:
 
 
 def _mode(model: DualModel, train: bool) -> Any:
-    """Context manager: evaluation, or training as it stands."""
+    """Context manager: evaluation mode, or with ``train`` the present mode."""
     if not train:
         return model.evaluating()
     if not any(module.training for module in model.train_too):
@@ -248,7 +248,7 @@ def _mode(model: DualModel, train: bool) -> Any:
 
 
 def _entering(blocks: Blocks, k: int, run: Callable[[], Tensor]) -> Tensor:
-    """What enters the lowest of the top k blocks when an encoder runs; these blocks pass it on as it is."""
+    """The input of the lowest of the top k blocks when an encoder runs; these blocks return it unchanged."""
     caught: list[Tensor] = []
     upper = [block for _, block in _split(blocks, k)[1]]
 
@@ -263,7 +263,7 @@ def _entering(blocks: Blocks, k: int, run: Callable[[], Tensor]) -> Tensor:
 
 @contextmanager
 def _resume(embedding: nn.Module, blocks: Blocks, k: int, state: Tensor) -> Iterator[None]:
-    """Context manager: an encoder skips what is below its top k blocks and enters them with the state."""
+    """Context manager: an encoder skips all below its top k blocks and starts there with the given state."""
     lower, upper = _split(blocks, k)
     hook = upper[0][1].register_forward_pre_hook(lambda _, args: (state, *args[1:]))
     try:
@@ -279,7 +279,7 @@ def _pass(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 @contextmanager
 def _replace_forwards(forwards: dict[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
-    """Context manager: these modules compute these functions."""
+    """Context manager: replaces the forward functions of these modules."""
     with ExitStack() as stack:
         for module, forward in forwards.items():
             vars(module)["forward"] = forward

@@ -1,4 +1,4 @@
-"""What a model of an encoder and a decoder can be used for: it classifies texts; it is no causal language model."""
+"""Encoder-decoder models: they may classify texts, but they are not causal language models."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _START = "decoder_start_token_id"
 
 
 def prepare(config: Any, path: Path | str, name: str, task: ModelTask) -> None:
-    """Give the configuration of an encoder-decoder the token with which its decoder starts; others stay unchanged.
+    """Set the decoder's start token in the configuration of an encoder-decoder; other models stay unchanged.
 
     Raises:
-        InputError: it does not fit the task, or no file names the token.
+        InputError: the model does not fit the task, or no file names the token.
     """
     if not getattr(config, "is_encoder_decoder", False):
         return
     what = f"model.name: {name!r} is of type {config.model_type!r}, an encoder-decoder"
     if task.is_language_model:
         raise InputError(
-            f'{what}, whose decoder reads what its encoder makes of a text: model.task = "{task}" needs a causal '
+            f'{what}, whose decoder needs its encoder\'s output: model.task = "{task}" needs a causal '
             "model, such as a llama or a gpt2"
         )
     if getattr(config, _START, None) is not None:
@@ -34,7 +34,7 @@ def prepare(config: Any, path: Path | str, name: str, task: ModelTask) -> None:
     start = json.loads(file.read_text(encoding="utf-8")).get(_START) if file.is_file() else None
     if not isinstance(start, int):
         raise InputError(
-            f"{what}, and its config.json does not say with which token the decoder starts: put {_START} there, "
-            "as its makers do (of a T5 the id of the padding token)"
+            f"{what}, and its config.json does not name the decoder's start token: put {_START} there, "
+            "with its makers' value (for a T5 the id of the padding token)"
         )
     config.decoder_start_token_id = start

@@ -21,7 +21,7 @@ from fedfm.models.model import Model
 from fedfm.models.quiet import quiet
 
 Target = Literal["peft", "hf", "torch"]
-_NO_CLASS = "an encoder of pictures with a linear head on what it pools is no class of transformers"
+_NO_CLASS = "transformers has no class for an image encoder with a linear head on its pooled output"
 
 
 def save_module(model: Model, out: Path | str) -> None:
@@ -36,29 +36,30 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
     Args:
         model: on any device.
         w: trained tensors of this model.
-        to: ``peft``: an adapter for ``PeftModel.from_pretrained``, of a classifier with what ``AutoPeftModel...``
-            needs beside it (see :mod:`fedfm.models.export_base`); ``hf``: the whole model with the adapter merged into
-            it, for ``AutoModelFor....from_pretrained(out)``; ``torch``: the same tensors as safetensors, and a json.
+        to: ``peft``: an adapter for ``PeftModel.from_pretrained``; an adapter of a classifier gets the files that
+            ``AutoPeftModel...`` needs in addition (see :mod:`fedfm.models.export_base`). ``hf``: the complete model
+            with the adapter merged into it, for ``AutoModelFor....from_pretrained(out)``. ``torch``: the same tensors
+            as safetensors, and a json.
         out: created if it does not exist.
         head_takes: the transform of features before the head, which ``fedfm.json`` names.
 
     Raises:
-        InputError: this form does not support the model.
+        InputError: the format does not support the model.
     """
     if to not in ("peft", "hf", "torch"):
         raise InputError(f"--to: unknown {to!r}, expected peft, hf or torch")
     if to != "peft" and weighed_by(w) == GATE:
-        raise InputError(f"--to {to}: two experts and a gate are no one model: use peft, which writes each")
+        raise InputError(f"--to {to}: two experts and a gate are not a single model: use peft, which writes each")
     if to == "peft":
         if not is_lora(model):
             other = "torch" if model.added_bias or _of_transformers(model.module) is None else "hf or torch"
             raise InputError(f"--to peft: adaptation {model.adaptation!r} makes no PEFT adapter: use {other}")
         if model.spec.weights == "random":
             raise InputError(
-                "--to peft: the adapter is for the run's own random weights, which no file holds: use hf or torch"
+                "--to peft: the adapter needs the run's own random weights, and no file has them: use hf or torch"
             )
         if is_pooled_encoder(unwrap(model.module)):
-            raise InputError(f"--to peft: {_NO_CLASS}, onto which an adapter could be put: use torch")
+            raise InputError(f"--to peft: {_NO_CLASS}, so that an adapter could not be loaded: use torch")
         save_adapter(model, w, out)
         export_base.complete(model, Path(out))
     elif to == "hf":
@@ -68,14 +69,14 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
                 raise InputError("--to hf: a model of transformers has no place for learned context vectors: use torch")
             if model.task.two_encoders:
                 other = "peft, whose adapter goes onto the CLIPModel, or torch" if is_lora(model) else "torch"
-                raise InputError(f"--to hf: a zero-shot classifier is no class of transformers: use {other}")
+                raise InputError(f"--to hf: transformers has no class for a zero-shot classifier: use {other}")
             if is_pooled_encoder(unwrap(model.module)):
                 raise InputError(f"--to hf: {_NO_CLASS}: use torch")
-            raise InputError(f"--to hf: {model.spec.name!r} is no transformers model: use torch")
-        if head_takes is not None:  # the folder would load, and predict something else
+            raise InputError(f"--to hf: {model.spec.name!r} is not a transformers model: use torch")
+        if head_takes is not None:  # the folder would load, but predict something else
             raise InputError(
-                f"--to hf: this head takes {head_takes}, which no transformers model does: use `fedfm predict`, or "
-                "torch and do it yourself"
+                f"--to hf: this head needs {head_takes}, which no transformers model computes: use `fedfm predict`, or "
+                "torch and compute it yourself"
             )
         _without_added_bias(model, module)
         with quiet():
@@ -93,11 +94,11 @@ def export(model: Model, w: Params, to: Target, out: Path | str, head_takes: str
 def merge(model: Model, w: Params) -> Any:
     """A copy of the module with weights ``w``, on the CPU, with LoRA merged.
 
-    Of a quantised base it has the weights that the bits stand for, in ``model.dtype``: it computes what the run has
-    trained and judged, at the original's size.
+    For a quantised base the copy has the dequantised weights in ``model.dtype``. It computes what the run trained and
+    evaluated, at the size of the original.
 
     Raises:
-        InputError: a layer computes something else with merged weights, as :func:`merging.merge` tells.
+        InputError: a layer computes something else with merged weights, as :func:`merging.merge` reports.
     """
     with holding(model, w):
         module: Any = copy.deepcopy(model.module)
@@ -112,7 +113,7 @@ def merge(model: Model, w: Params) -> Any:
 
 
 def _untie(module: Any) -> None:
-    """Give embeddings and head a weight each where they share one and LoRA is on one of them alone."""
+    """Separate the weight that embeddings and head share, if LoRA is on only one of them."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     whole = module.get_base_model()
@@ -127,10 +128,10 @@ def _untie(module: Any) -> None:
 
 
 def _without_added_bias(model: Model, module: Any) -> None:
-    """Take a bias of zeros out of the head of a class that has none.
+    """Remove a bias of zeros from a head whose class has no bias.
 
     Raises:
-        InputError: the bias is not zero, and transformers would leave it out as it loads.
+        InputError: the bias is not zero, and transformers would drop it while loading.
     """
     if not model.added_bias:
         return
@@ -138,13 +139,13 @@ def _without_added_bias(model: Model, module: Any) -> None:
     if head.bias.any():
         raise InputError(
             f"--to hf: the run gave the head a bias, and {type(module).__name__} has no place for it: use `fedfm "
-            "predict`, or torch, or a method that trains the head as it is, such as fedavg"
+            "predict`, or torch, or a method that trains the head without a bias, such as fedavg"
         )
     head.bias = None
 
 
 def _of_transformers(module: Any) -> Any:
-    """What ``save_pretrained`` writes for transformers; None where that is not all of the model."""
+    """The module that ``save_pretrained`` writes for transformers; None if that is not the complete model."""
     if is_dual_encoder(module):
         return module.clip if module.context is None else None
     return module if hasattr(module, "save_pretrained") else None
@@ -152,7 +153,7 @@ def _of_transformers(module: Any) -> Any:
 
 def _save_tools(model: Model, folder: Path) -> None:
     tools = [tool for tool in (model.tools.processor, model.tools.tokenizer) if tool is not None]
-    if not tools:  # of a head on features: it needs no transformers
+    if not tools:  # a head on features needs no transformers
         return
     with quiet():
         for tool in tools:

@@ -1,9 +1,9 @@
-"""What an exported adapter needs beside it: its base, which loads under the new classes, wherever the folder lies.
+"""The base of an exported adapter, in the same folder: it loads with the new classes wherever the folder is moved.
 
-An adapter's file names its base, and a base's own ``config.json`` says nothing of new classes. So the folder gets the
-configuration with the names of the classes, and a folder ``base/`` of that configuration and the base's weights, as
-hard links. A head of another size is left out of these: the adapter brings the new one. Experts that the run held in 4
-bits stay whole in bitsandbytes, so that ``base/`` then has the numbers that all bits of the run stand for.
+An adapter's file names its base, and the base's own ``config.json`` does not know the new classes. So the folder gets
+the configuration with the names of the classes, and a folder ``base/`` with that configuration and the base's weights,
+as hard links. A head of another size is left out of the weights: the adapter has the new head. bitsandbytes does not
+quantise experts that the run held in 4 bits, so ``base/`` then has the dequantised values of all quantised weights.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _INDEX = "model.safetensors.index.json"
 
 
 def complete(model: Model, folder: Path) -> bool:
-    """Write ``config.json`` and ``base/`` beside the adapter, or the two, of a model of transformers.
+    """Write ``config.json`` and ``base/`` next to the adapter, or the two adapters, of a transformers model.
 
-    Where ``model.quantization`` rounds the weights of whole files, ``base/quantization.json`` says how.
+    If ``model.quantization`` rounds weights while loading, ``base/quantization.json`` says how.
 
     Returns:
-        Whether ``base/`` is there: it needs weights in files, or experts in bits.
+        Whether ``base/`` was written: it needs weights in files, or quantised experts.
     """
     whole: Any = unwrap(model.module)
     module = whole.clip if isinstance(whole, DualEncoder) else whole
@@ -54,7 +54,7 @@ def complete(model: Model, folder: Path) -> bool:
     files = [] if in_bits else _weights(model.spec.name)
     about: dict[str, Any] = {}
     if (of := model.task.peft_type("image" if model.tools.tokenizer is None else "text")) is not None:
-        about["task_type"] = of  # else PEFT would look for a class by its name
+        about["task_type"] = of  # else PEFT would search a class by its name
     if files:
         (folder / BASE).mkdir()
         with quiet():
@@ -74,7 +74,7 @@ def complete(model: Model, folder: Path) -> bool:
 
 
 def _write_numbers(model: Model, folder: Path) -> None:
-    """Write the base with the numbers for which its bits stand, in ``model.dtype``."""
+    """Write the base with its dequantised values, in ``model.dtype``."""
     base: Any = copy.deepcopy(model.module)
     with quiet(), peft_alone():
         base = base.unload()
@@ -83,7 +83,7 @@ def _write_numbers(model: Model, folder: Path) -> None:
 
 
 def _plain(config: Any, *, rounded: bool) -> tuple[Any, dict[str, Any] | None]:
-    """The configuration of the weights in the files, and how they are rounded as they are loaded, if they are so."""
+    """The configuration of the weights in the files, and the rounding that loading applies, if any."""
     found = quantised.of_folder(config) if rounded else None
     if found is None:
         return config, None
@@ -93,7 +93,7 @@ def _plain(config: Any, *, rounded: bool) -> tuple[Any, dict[str, Any] | None]:
 
 
 def _weights(name: str) -> list[Path]:
-    """The files of weights of a model's name, and what goes with them; none if it has no folder."""
+    """The files of weights for a model's name, with their index; none if it has no folder."""
     place = locate(name)
     if isinstance(place, str):
         from transformers.utils import cached_file
@@ -119,7 +119,7 @@ def _shapes_of_new(model: Model, module: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _link_all(files: list[Path], folder: Path, new: Mapping[str, tuple[int, ...]]) -> None:
-    """Put all files there, as links where they hold no new module's tensor in another shape."""
+    """Put all files into the folder; a file is linked unless it has a new module's tensor in another shape."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -140,7 +140,7 @@ def _link_all(files: list[Path], folder: Path, new: Mapping[str, tuple[int, ...]
     if dropped and index.exists():
         table = json.loads(index.read_text(encoding="utf-8"))
         table["weight_map"] = {n: f for n, f in table["weight_map"].items() if n not in dropped}
-        index.unlink()  # a link: its text is the base's
+        index.unlink()  # a link, so its text must not be overwritten
         index.write_text(to_json(table, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,6 +1,6 @@
 """The parts of a model: embedding, blocks (of one encoder or of two), final norm, pooler, head.
 
-A table by ``config.model_type`` lists the tested families; the parts of other models are read from their modules.
+A table by ``config.model_type`` lists the tested families; the parts of other models are found in their modules.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """Paths inside the base model (``module.<base_model_prefix>``), or inside the whole module if it has none.
+    """Paths inside the base model (``module.<base_model_prefix>``), or inside the complete module if it has none.
 
     Attributes:
         embedding: maps the model's input to b_0.
         blocks: the ModuleLists of the blocks, in order.
         norm: final normalisation and other modules between the blocks and the pooler.
-        pooler: maps (n, T, d) to (n, d) with weights of its own.
-        head: the last linear layer; a path inside the whole module.
-        text: the ModuleList of a text encoder; the other paths are then those of the picture encoder.
+        pooler: maps (n, T, d) to (n, d) with its own weights.
+        head: the last linear layer; a path inside the complete module.
+        text: the ModuleList of a text encoder; the other paths then belong to the image encoder.
     """
 
     embedding: str
@@ -90,11 +90,11 @@ class Parts:
         norm: final norm, or None.
         pooler: or None.
         head: path of the last linear layer; "" if the model has none.
-        text_blocks: of a text encoder; the other parts are then those of the picture encoder.
-        unread: paths that the rows do not pass, such as the vision tower of a model that reads texts: nothing there
-            is trained.
-        whole: the model, whose parts LoRA adapts where no blocks were found.
-        side_by_side: in place of blocks, of each its modules, which are entries of several lists.
+        text_blocks: blocks of a text encoder; the other parts then belong to the image encoder.
+        unread: paths that the forward pass does not use, e.g. the vision tower of a model that reads texts: nothing
+            there is trained.
+        whole: the model, whose modules LoRA adapts if no blocks were found.
+        side_by_side: for models with several parallel lists: for each block its modules, one from each list.
     """
 
     embedding: nn.Module | None
@@ -108,30 +108,30 @@ class Parts:
     side_by_side: tuple[tuple[Place, ...], ...] = ()
 
     def reads(self, path: str) -> bool:
-        """Whether the rows pass the module of this path."""
+        """Whether the forward pass uses the module of this path."""
         return not any(f"{path}.".startswith(f"{other}.") for other in self.unread)
 
     @property
     def encoders(self) -> tuple[tuple[tuple[str, nn.Module], ...], ...]:
-        """(path, module) of the blocks of each encoder; pictures before texts."""
+        """(path, module) of the blocks of each encoder; images before texts."""
         return (self.blocks, self.text_blocks) if self.text_blocks else (self.blocks,)
 
     @property
     def stages(self) -> tuple[tuple[tuple[Place, ...], ...], ...]:
-        """Of each encoder the blocks, of each block its modules: one, or one of each of several lists."""
+        """For each encoder its blocks, and for each block its modules: one, or one from each of several lists."""
         if self.side_by_side:
             return (self.side_by_side,)
         return tuple(tuple((place,) for place in blocks) for blocks in self.encoders)
 
     @property
     def adaptable(self) -> tuple[tuple[str, nn.Module], ...]:
-        """(path, module) in which LoRA's default targets are looked for."""
+        """(path, module) of the modules that are searched for LoRA's default targets."""
         blocks = tuple(place for encoder in self.encoders for place in encoder)
         return blocks if blocks or self.whole is None else (("", self.whole),)
 
 
 def find(module: nn.Module, model_type: str) -> Parts:
-    """The parts of ``module``, which has no adapter yet."""
+    """Find the parts of ``module``, which has no adapter yet."""
     prefix = getattr(module, "base_model_prefix", "")
     family = FAMILIES.get(model_type)
     if family is None:
@@ -154,7 +154,7 @@ def type_of(module: Any) -> str:
 
 
 def check_alike(name: str, model_type: str, mine: str) -> None:
-    """Raise an InputError if the two types are not of one family, whose parts have the same names."""
+    """Raise an InputError if the two types are not of one family, in which parts have the same names."""
     if mine != model_type and (mine not in FAMILIES or FAMILIES.get(mine) is not FAMILIES.get(model_type)):
         raise InputError(f"{name}: a model of type {model_type!r} does not match one of type {mine!r}")
 
@@ -165,9 +165,9 @@ def unwrap(module: Any) -> Any:
 
 
 def default_targets(parts: Parts) -> tuple[str, ...]:
-    """The default targets of LoRA: the query and value projections (all of a fused one), in a convolutional network
-    the convolutions without groups and the linear maps, which are convolutions of one pixel, in two encoders the paths
-    of both maps of each MLP; () if there are none.
+    """The default targets of LoRA: the query and value projections (of a fused projection all). In a convolutional
+    network they are the convolutions without groups and the linear maps, which equal convolutions of one pixel. In two
+    encoders they are the paths of both maps of each MLP. () if there are none.
     """
     if parts.text_blocks:
         blocks = [(path, dict(block.named_modules())) for encoder in parts.encoders for path, block in encoder]
@@ -200,7 +200,7 @@ def default_targets(parts: Parts) -> tuple[str, ...]:
 
 
 def strides_are_read(parts: Parts) -> bool:
-    """Whether transformers reads the strides of this model's convolutions, which PEFT's wrapper lacks."""
+    """Whether transformers reads the strides of this model's convolutions; PEFT's wrapper has none."""
     return any(type(block).__name__.startswith("MobileNet") for _, block in parts.blocks)
 
 
@@ -239,8 +239,8 @@ def _resolve(module: nn.Module, prefix: str, path: str) -> str:
 
 
 def _guess(module: nn.Module) -> Parts:
-    """The blocks as :mod:`fedfm.models.stages` finds them; the head is what transformers says, else the last linear
-    layer.
+    """Find the blocks by :mod:`fedfm.models.stages`; the head is the one that transformers names, else the last
+    linear layer.
     """
     from fedfm.models.stages import find_blocks, in_parallel_lists, unread_by_text
 

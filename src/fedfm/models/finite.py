@@ -1,4 +1,4 @@
-"""Weights that are no numbers, told with their tensor and file: later they would look like training that diverged."""
+"""Refuse NaN and infinity in weights, with tensor and file: later they would look like diverged training."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _INDEX = "model.safetensors.index.json"
 
 
 class Finite:
-    """Refuses a weight or a statistic of a batch norm with NaN or infinity, and another buffer with NaN.
+    """Refuses NaN and infinity in weights and batch-norm statistics, and NaN in other buffers.
 
     Args:
         name: of the model.
-        weights: names of its parameters; a buffer, e.g. a mask, may hold infinity.
+        weights: names of its parameters; a buffer, e.g. a mask, may contain infinity.
     """
 
     def __init__(self, name: str, weights: Collection[str]) -> None:
@@ -39,7 +39,7 @@ class Finite:
         """Check one tensor.
 
         Raises:
-            InputError: with its name, the first place and its file.
+            InputError: with the tensor's name, the first place and the file.
         """
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             return
@@ -56,13 +56,13 @@ class Finite:
         where = f"{name}{list(first)}" if first else name
         raise InputError(
             f"{_file(self._name, name)}: {where} is {float(tensor[first])}"
-            f"{f', and {len(place) - 1:,} more of its numbers are not finite' if len(place) > 1 else ''}: the weights "
-            "are damaged; take a sound copy"
+            f"{f', and {len(place) - 1:,} more of its values are not finite' if len(place) > 1 else ''}: the weights "
+            "are damaged; use an undamaged copy"
         )
 
 
 def _file(name: str, tensor: str) -> str:
-    """The file of a model's tensor as far as its folder tells it, else the model."""
+    """The file of a model's tensor if the folder's index names it, else the model."""
     place = locate(name)
     if not isinstance(place, Path) or place.is_file():
         return str(place)

@@ -18,7 +18,7 @@ class Ends:
 
     Attributes:
         entrance: parameters of the first layer.
-        output: path of the last layer, below PEFT's wrapper; "": the module itself; None: unknown.
+        output: path of the last layer inside PEFT's wrapper; "": the module itself; None: unknown.
     """
 
     entrance: tuple[nn.Parameter, ...]
@@ -26,7 +26,7 @@ class Ends:
 
     @classmethod
     def of(cls, parts: Parts) -> Ends:
-        """Of known parts: the embedding and the head."""
+        """The ends of known parts: the embedding and the head."""
         inside = () if parts.embedding is None else tuple(parts.embedding.parameters())
         return cls(inside, parts.head.partition(".")[0] or None)
 
@@ -51,14 +51,14 @@ def _inside(path: str, container: str) -> bool:
 
 @dataclass
 class LayerCalls:
-    """The executed layers in order: paths of modules with parameters of their own, with their outputs."""
+    """The executed layers in order: paths of modules with own parameters, and their outputs."""
 
     root: nn.Module
     calls: list[tuple[str, Any]] = field(default_factory=list)
 
     def ends(self, output: Any = None) -> Ends:
-        """The first layer, with parameters of its containers (class token, positions), and the layer with this output;
-        the last one if none has it.
+        """The first layer with the parameters of its containers (class token, positions), and the layer with this
+        output, or the last layer if none has it.
         """
         if not self.calls:
             return Ends((), None)

@@ -1,8 +1,8 @@
-"""One look at a model with two rows before the first round: whether it computes what its description says.
+"""A check of the model on two rows before the first round: whether it computes what its description says.
 
-Its head gives its logits from one vector a row, where the head is trained alone. A language model does not see the
-words that it predicts. Its blocks run in their order. Every trained tensor gets a gradient. The look changes nothing:
-no statistics, no generators, no gradients.
+A head that is trained alone must compute its logits from one vector per row. A language model must not see the words
+that it predicts. The blocks must run in their order. Every trained tensor must get a gradient. The check changes
+nothing: no statistics, no generators, no gradients.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _NAMED = 2  # tensors that a notice names
 
 
 def look(model: Model, rows: Rows) -> list[str]:
-    """Notices about the model: which trained tensors no gradient reaches; that rows of a batch change each other.
+    """Notices about the model: trained tensors without a gradient; rows of a batch that affect each other.
 
     Args:
-        rows: a few training rows, from :meth:`Model.prepare`; of them the two shortest are read, of a language model
+        rows: a few training rows, from :meth:`Model.prepare`. The two shortest are computed; for a language model
             also the longest.
 
     Raises:
-        InputError: the model has no features before its head where they are needed, sees the words that it is to
-            predict, or trains its last blocks, and they are not the last that run.
+        InputError: the model has no features before its head although they are needed, or sees the words that it
+            predicts, or its trained last blocks are not the last that run.
     """
     if model.hollow or not len(rows) or "features" in rows.tensors:
         return []
@@ -65,18 +65,18 @@ def look(model: Model, rows: Rows) -> list[str]:
 
 
 def notice_of_idle(names: Sequence[str], trained: int) -> str:
-    """The notice of trained tensors, of so many, that get no gradient."""
+    """The notice about trained tensors without a gradient; ``trained`` is the number of all."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return (
-        f"{len(names)} of {trained} trained tensors get no gradient, and stay as they are: "
+        f"{len(names)} of {trained} trained tensors get no gradient, and do not change: "
         f"{', '.join(names[:_NAMED])}{more}"
     )
 
 
 def _with_gradient(loss: Tensor, live: Mapping[str, Tensor]) -> set[str]:
-    """Names of the tensors that get a gradient, by a backward pass only where the graph does not tell.
+    """Names of the tensors that get a gradient; a backward pass runs only if the graph does not show them.
 
-    A machine with a GPU cannot fork workers for a model on the CPU once a backward pass has started torch's threads.
+    After a backward pass has started torch's threads, a machine with a GPU cannot fork workers for a CPU model.
     """
     if not is_opaque(loss):
         return reach(loss, live)
@@ -96,7 +96,7 @@ def _cuda(model: Model) -> list[torch.device]:
 
 @contextmanager
 def _at_rest(model: Model) -> Iterator[None]:
-    """Context manager: evaluation mode, in which nothing is drawn and no statistics are kept; restores the mode."""
+    """Context manager: evaluation mode, without random draws and statistics; it restores the mode."""
     modes = [(m, m.training) for m in model.module.modules()]
     model.module.eval()
     model.forget()
@@ -109,7 +109,7 @@ def _at_rest(model: Model) -> Iterator[None]:
 
 @contextmanager
 def _calls(model: Model) -> Iterator[list[str]]:
-    """Context manager: paths of the modules of blocks in the order of their calls."""
+    """Context manager: records the paths of the blocks' modules in the order of their calls."""
     called = list[str]()
     hooks = [
         block.register_forward_pre_hook(lambda _, __, path=path: called.append(path))
@@ -125,7 +125,7 @@ def _calls(model: Model) -> Iterator[list[str]]:
 
 
 def _idle(model: Model, names: Sequence[str], moved: set[str]) -> list[str]:
-    """Tensors that no gradient reaches, but those of parts of which each batch uses some, such as experts."""
+    """Tensors without a gradient, except in parts of which a batch uses only some, such as experts."""
     blocks = [path for stages in model.parts.stages for places in stages for path, _ in places]
 
     def place(name: str) -> tuple[str, str]:
@@ -137,7 +137,7 @@ def _idle(model: Model, names: Sequence[str], moved: set[str]) -> list[str]:
 
 
 def _check_order(model: Model, called: Sequence[str], idle: Sequence[str]) -> None:
-    """Refuse to train the last blocks where others run after them, or where the loss does not depend on one."""
+    """Refuse to train the last blocks if others run after them, or if the loss does not depend on one of them."""
     adapt = model.adaptation_spec
     if adapt.name != "top_layers" and adapt.layers is None:
         return
@@ -151,7 +151,7 @@ def _check_order(model: Model, called: Sequence[str], idle: Sequence[str]) -> No
             raise InputError(f"model.adaptation.layers: no gradient reaches block {dead}: use lora, head or full")
         if order != sorted(order):
             raise InputError(
-                f"model.adaptation.layers: the blocks of {model.spec.name!r} run in another order than they stand "
+                f"model.adaptation.layers: the blocks of {model.spec.name!r} run in another order than they are listed "
                 "in the model, so that the last ones are unknown: use lora, head or full"
             )
 

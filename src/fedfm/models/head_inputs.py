@@ -1,4 +1,4 @@
-"""What a model's head reads of its rows: one vector a row."""
+"""The inputs of a model's head: one vector per row."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fedfm.models.row_batches import LARGE, by_length, fixed_batches
 if TYPE_CHECKING:
     from fedfm.models.network import Network
 
-UNIT_NORM = "features divided by their Euclidean norm"  # a transform before the head, as exports name it
+UNIT_NORM = "features divided by their Euclidean norm"  # the name in exports of a transform before the head
 
 
 def head_inputs(model: Network, head: nn.Linear, rows: Rows) -> Tensor:
     """The inputs of this layer (n, d), on the CPU.
 
     Raises:
-        InputError: the head of a classifier does not give its logits from one vector a row.
+        InputError: a classifier's head does not compute its logits from one vector per row.
     """
     rows, back = by_length(rows)
     large = sum(p.numel() for p in model.module.parameters()) >= LARGE
@@ -42,7 +42,7 @@ def head_inputs(model: Network, head: nn.Linear, rows: Rows) -> Tensor:
 
 
 def _pool(model: Network, head: nn.Linear, x: Tensor, batch: Batch, rows: Rows) -> Tensor:
-    """(b, T, d) -> (b, d), if the head reads every token: as the classifier pools, of a language model the last."""
+    """(b, T, d) -> (b, d), if the head reads every token: pooled as the classifier does, or a language model's last."""
     if x.dim() != 3:
         return x
     if head is not model.head:

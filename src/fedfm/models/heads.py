@@ -1,8 +1,8 @@
-"""Where a model of transformers ends: the pretrained models inside it, and the map to its outputs.
+"""The pretrained models inside a transformers model, and the map to its outputs.
 
-By what transformers says, not by the order of modules: a pretrained model has a ``base_model_prefix``, a language model
-names its output embeddings, and a classifier's outputs are ``num_labels`` numbers, computed outside of what was
-pretrained.
+They are found by transformers' attributes, not by the order of modules: a pretrained model has a
+``base_model_prefix``, a language model names its output embeddings, and a classifier has ``num_labels`` outputs,
+computed outside the pretrained part.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from torch import nn
 
 
 def bases(module: nn.Module) -> tuple[str, ...]:
-    """Paths of the pretrained models in ``module``; ("",) if it is one itself."""
+    """Paths of the pretrained models in ``module``; ("",) if the module itself is one."""
     inside = (name for name, m in module.named_children() if hasattr(m, "base_model_prefix"))
     return tuple(inside) or ("",)
 
 
 def within(path: str, outer: str) -> bool:
-    """Whether the module or tensor of this path is, or lies in, the module ``outer``."""
+    """Whether the module or tensor of this path is the module ``outer`` or inside it."""
     return not outer or path == outer or path.startswith(f"{outer}.")
 
 
 def output_maps(module: nn.Module) -> list[str]:
-    """Paths of the linear maps to as many outputs as the model has labels, outside of what was pretrained."""
+    """Paths of the linear maps with one output per label, outside the pretrained part."""
     count = getattr(getattr(module, "config", None), "num_labels", None)
     inside = [b for b in bases(module) if b]
     return [
@@ -35,7 +35,7 @@ def output_maps(module: nn.Module) -> list[str]:
 
 
 def head_of(module: Any) -> str:
-    """Path of the last linear map of a model of transformers; "" if it has none."""
+    """Path of the last linear map of a transformers model; "" if it has none."""
     if (out := module.get_output_embeddings()) is not None:
         return next((path for path, m in module.named_modules() if m is out and isinstance(m, nn.Linear)), "")
     return next(reversed(output_maps(module)), "")

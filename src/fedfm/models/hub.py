@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _TEXT_HEADS = ("SequenceClassification", "CausalLM", "MaskedLM")
 _HEADS = ("ImageClassification", "SequenceClassification", "CausalLM")
-_TWO_HEADS = ("deit",)  # saved with a classifier and a distillation head, whose mean is the output
+_TWO_HEADS = ("deit",)  # saved with a classifier and a distillation head; the output is their mean
 
 
 def load_pretrained(
@@ -43,7 +43,7 @@ def load_pretrained(
     """The model for the task, with a new head for ``classes`` unless it is a language model.
 
     Args:
-        hollow: as of :func:`fedfm.models.load.load_model`.
+        hollow: see :func:`fedfm.models.load.load_model`.
     """
     import transformers
 
@@ -101,7 +101,7 @@ def load_pretrained(
 
 
 def _is_encoder(config: Any) -> bool:
-    """Whether transformers has an encoder of pictures alone for this configuration, and no classifier."""
+    """Whether transformers has only an image encoder for this configuration, and no classifier."""
     import transformers
 
     if type(config) in transformers.AutoModelForImageClassification._model_mapping:
@@ -115,7 +115,7 @@ def architecture(spec: ModelSpec, tokenizer: Any) -> Any:
     """The configuration of the model in ``spec`` with the vocabulary of another tokenizer.
 
     Raises:
-        InputError: it cannot be read, or has no vocabulary.
+        InputError: the configuration cannot be read, or has no vocabulary.
     """
     with quiet():
         config = configuration.read(locate(spec.name), spec)
@@ -131,7 +131,7 @@ def architecture(spec: ModelSpec, tokenizer: Any) -> Any:
 
 
 def _check_kind(config: Any, name: str, kind: str, task: ModelTask) -> None:
-    """Refuse a picture model for text, a text model for pictures, and a masked model for running text."""
+    """Refuse an image model for text, a text model for images, and a masked model for running text."""
     import transformers
 
     reads = {
@@ -140,7 +140,7 @@ def _check_kind(config: Any, name: str, kind: str, task: ModelTask) -> None:
     }
     needs, other = ("image", "text") if kind == "image" else ("text", "image")
     if reads[other] and not reads[needs]:
-        words = {"image": "pictures", "text": "text"}
+        words = {"image": "images", "text": "text"}
         raise InputError(
             f"model.name: {name!r} is of type {config.model_type!r}, which reads {words[other]}: it does not fit data "
             f"of kind {kind}",

@@ -28,7 +28,7 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 
 def load_pooled_encoder(path: Path | str, spec: ModelSpec, config: Any, classes: tuple[str, ...], seed: int) -> Loaded:
-    """A classifier of an encoder for which transformers has none: with a new linear head on what it pools."""
+    """A classifier for an encoder without a classification class: a new linear head reads the pooled output."""
     import transformers
     from PIL import Image
 
@@ -38,8 +38,8 @@ def load_pooled_encoder(path: Path | str, spec: ModelSpec, config: Any, classes:
 
     if quantised.describe(spec, config):
         raise InputError(
-            f"model.quantization: transformers has no classifier of type {config.model_type!r}, and encoders of "
-            "pictures are read whole; drop it",
+            f"model.quantization: transformers has no classifier of type {config.model_type!r}, and image "
+            "encoders are only read unquantised; drop it",
             key="model.quantization",
         )
     about = config.to_diff_dict()
@@ -56,7 +56,7 @@ def load_pooled_encoder(path: Path | str, spec: ModelSpec, config: Any, classes:
 
 
 def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], task: ModelTask, seed: int) -> Loaded:
-    """A model of two encoders that compares pictures with the class names.
+    """A model of two encoders that compares images with the class names.
 
     With adaptation ``head`` the text embeddings of the names become a linear head, and the text encoder is dropped.
     """
@@ -78,29 +78,29 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], task:
             )
         if quantised.describe(spec, config):
             raise InputError(
-                "model.quantization: models of two encoders are read whole; drop it, or take a classifier with "
-                'model.task = "classification"',
+                "model.quantization: models of two encoders are only read unquantised; drop it, or take a classifier "
+                'with model.task = "classification"',
                 key="model.quantization",
             )
         tools = tools_of(path, spec, config.text_config, "text", task)
         read = weights.load(transformers.AutoModel, path, spec, config, seed, DTYPES[spec.dtype], head=False)
         tools = positions.fit(tools, spec, read.module, config.text_config)
         siglip = config.model_type == "siglip"
-        if siglip and tools.positions:  # all its texts have this length, also in an export
+        if siglip and tools.positions:  # all its texts have this length, in an export too
             tools = dataclasses.replace(tools, max_length=tools.positions)
         prompts = tokenise(
             tools.tokenizer,
             classes,
             task.class_templates,
             length=tools.max_length,
-            whole=siglip,  # SigLIP was trained so, and reads the last place
+            whole=siglip,  # SigLIP was trained with full-length texts, and reads the last position
             context=adapt.tokens if adapt.name == "prompt" else 0,
         )
         dual = DualEncoder(read.module, prompts)
         processor, guess = image_processor(path, spec, config)
     if not families.find(dual, config.model_type).text_blocks:
         raise InputError(
-            f"model.name: no layers are known of the text encoder of {spec.name!r}, of type "
+            f"model.name: the layers of the text encoder of {spec.name!r} are unknown; its type is "
             f"{config.text_config.model_type!r}; expected a BERT or RoBERTa",
             key="model.name",
         )

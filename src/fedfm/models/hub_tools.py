@@ -29,15 +29,15 @@ class Loaded:
     Attributes:
         module: on the CPU.
         model_type: the key of :data:`fedfm.models.families.FAMILIES`.
-        config: the architecture as JSON; for transformers only differences from the defaults, so that a new field of
-            another version changes nothing.
+        config: the architecture as JSON; for transformers models only differences from the defaults, so that a new
+            field of another version does not change it.
         new: paths of the modules that were created for this task.
         tools: preprocessing of its rows.
-        missing: names of the weights that the checkpoint lacks, or has in another shape, since they are new here.
-        stored: the weights as the checkpoint has them, where the module has others: a quantised base; else None.
+        missing: names of the new weights: those that the checkpoint lacks or has in another shape.
+        stored: for a quantised base the checkpoint's own weights, since the module's differ; else None.
         placed: whether the module is on its devices already.
-        hollow: whether its weights are zeros that take no memory.
-        notices: what was guessed.
+        hollow: whether its weights are placeholders (zeros) that take no memory.
+        notices: guesses that the user should know.
     """
 
     module: nn.Module
@@ -85,8 +85,8 @@ def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, task: Mo
 
 
 def image_processor(path: Path | str, spec: ModelSpec, config: Any) -> tuple[Any, tuple[str, ...]]:
-    """The model's own processor, on Pillow: the same pixels whether or not torchvision is installed; and a notice if
-    it is guessed for weights that were trained with one.
+    """The model's own processor, on Pillow, so that pixels do not depend on torchvision; and a notice if the processor
+    is a guess although the weights were trained with one.
 
     Raises:
         InputError: its file cannot be read.
@@ -119,6 +119,6 @@ def image_processor(path: Path | str, spec: ModelSpec, config: Any) -> tuple[Any
         return processor, ()
     shape = " x ".join(str(n) for n in dict(processor.size).values() if n)
     return processor, (
-        f"model.name: {why}: pictures are resized to {shape} and normalised with mean {list(processor.image_mean)} and "
-        f"standard deviation {list(processor.image_std)}, which may be others than the model was trained with",
+        f"model.name: {why}: images are resized to {shape} and normalised with mean {list(processor.image_mean)} and "
+        f"standard deviation {list(processor.image_std)}, which may differ from the model's training",
     )

@@ -1,4 +1,4 @@
-"""Pictures of a table that each batch decodes and prepares."""
+"""Images of a table that each batch decodes and prepares."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from torch import Tensor
 from fedfm.data.pixels import rgb_of
 from fedfm.linalg.out_of_core import limit
 
-CHUNK = 256  # pictures decoded at a time
-AT_ONCE = 1 << 30  # most bytes of prepared pictures of a client that stay in memory, and at most a quarter of limit()
+CHUNK = 256  # images decoded at a time
+AT_ONCE = 1 << 30  # bytes: a client's prepared images stay in memory up to this size and a quarter of limit()
 
-Preprocess = Callable[[list[Any]], Tensor]  # PIL pictures -> (n, 3, H, W)
+Preprocess = Callable[[list[Any]], Tensor]  # PIL images -> (n, 3, H, W)
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Rows of a table's pictures; see :class:`fedfm.core.rows.Deferred`.
+    """Rows of a table's images; see :class:`fedfm.core.rows.Deferred`.
 
     Attributes:
-        inputs: of the table: uint8 (N, H, W, C), or N paths or encoded pictures.
+        inputs: the table's inputs: uint8 (N, H, W, C), or N paths or encoded images.
         index: (n,) the rows.
-        preprocess: of the model.
-        loaders: processes that compute batches ahead.
+        preprocess: the model's.
+        loaders: number of processes that compute batches in advance.
     """
 
     inputs: Any
@@ -49,7 +49,7 @@ class Pictures:
         return pixels(Chosen(self.inputs, self.index), self.preprocess)
 
     def sources(self) -> Iterator[bytes]:
-        """The bytes of each picture as it is stored, or its pixels with their shape."""
+        """The stored bytes of each image, or its pixels with their shape."""
         for item in Chosen(self.inputs, self.index):
             if isinstance(item, bytes):
                 yield item
@@ -60,7 +60,7 @@ class Pictures:
                 yield f"{pixels.dtype.str}{pixels.shape}".encode() + pixels.tobytes()
 
     def exceed(self, most: float | None) -> bool:
-        """Whether the prepared rows have more bytes; None: than may stay in memory."""
+        """Whether the prepared rows have more than ``most`` bytes; None: more than may stay in memory."""
         if len(self) < 2 or most == math.inf:
             return False
         most = min(AT_ONCE, limit() // 4) if most is None else most
@@ -97,7 +97,7 @@ def pixels(pictures: Any, preprocess: Preprocess) -> Tensor:
 
 
 def _rgb_chunks(pictures: Any) -> Iterator[list[Any]]:
-    """Chunks of RGB pictures."""
+    """Chunks of RGB images."""
     for start in range(0, len(pictures), CHUNK):
         yield [_rgb(x) for x in pictures[start : start + CHUNK]]
 

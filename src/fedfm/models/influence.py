@@ -1,7 +1,7 @@
 """Which places of a text a model's outputs depend on, by the gradient in what its embedding gives.
 
-Numbers alone do not tell: a matrix product of other rows rounds otherwise. The gradient at a place that an output does
-not depend on is exactly zero.
+Values alone do not show it: a matrix product of other rows rounds differently. The gradient at a place that an
+output does not depend on is exactly zero.
 """
 
 from __future__ import annotations

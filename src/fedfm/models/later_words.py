@@ -1,8 +1,8 @@
-"""Whether a model that is trained to predict the next word sees it: then its loss is low and it has learnt nothing.
+"""Check that a language model does not see the words that it predicts; else its loss is low without learning.
 
-Some classes of transformers have a head for words and attend in both directions, and no setting tells them all. So the
-model is asked: where only the last word of a text differs, the logits before it must not. A server that has not loaded
-the weights asks the first block, with other ones.
+Some classes of transformers have a language head and attend in both directions, and no setting reveals all of them. So
+the check computes: if only the last word of a text changes, the logits before it must not change. A server that
+has not loaded the weights checks the first block, with other ones.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from fedfm.models.families import unwrap
 if TYPE_CHECKING:
     from fedfm.models.model import Model
 
-_LONGEST = 32  # tokens that are read: enough to see, and cheap
+_LONGEST = 32  # tokens; enough for the check, and cheap
 _FEW = 6  # tokens that a model without its weights reads
 _SIZE = 0.1  # standard deviation of the weights that it computes with
 
 
 def refuse(model: Model, rows: Rows) -> None:
-    """Refuse a language model whose logits for a place depend on the words behind it.
+    """Refuse a language model whose logits at a position depend on later words.
 
     Args:
-        rows: a few training rows; of them the longest is read, at most its first 32 tokens.
+        rows: a few training rows; at most 32 tokens of the longest are computed.
 
     Raises:
-        InputError: they do.
+        InputError: the logits depend on later words.
     """
     if rows.tokens is None or rows.longest < 2:
         return
@@ -130,15 +130,15 @@ def _logits(model: Model, ids: Tensor) -> Tensor:
 
 
 def _ends_otherwise(ids: Tensor) -> Tensor:
-    """The same tokens with another one at the end, which the model knows: of the row itself, else a neighbour."""
+    """The same tokens with another last one that the model knows: one of the row, else a neighbouring id."""
     others = ids[ids != ids[-1]]
     end = others[0] if len(others) else (ids[-1] - 1).abs()
     return torch.cat([ids[:-1], end[None]])
 
 
 def _depend(model: Model, ids: Tensor) -> bool:
-    """Whether the logits before the last token have a gradient in its embedding: experts that take other tokens
-    together round the earlier ones otherwise, so that numbers alone do not tell.
+    """Whether the logits before the last token have a gradient in its embedding: experts that compute other
+    tokens together round the earlier ones differently, so that values alone do not show it.
     """
     with model.evaluating():
         found = influence.of_places(model.module, lambda: _logits(model, ids)[:-1])

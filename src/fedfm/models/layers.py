@@ -1,4 +1,4 @@
-"""Groups a model's trainable tensors by layer, to compare and mix task vectors layer by layer."""
+"""Group a model's trainable tensors by layer, to compare and mix task vectors layer by layer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def layers(model: Model, granularity: str) -> dict[str, tuple[str, ...]]:
     """Layer -> names of its trainable tensors, in the model's order.
 
     Args:
-        model: without known blocks (``model.parts``) a layer is a module.
+        model: if its blocks are unknown (``model.parts``), each module is a layer.
         granularity: ``model``: one layer; ``layer``: a transformer block (all modules before the first one are the
             layer ``embeddings``; final norm, pooler and head are one layer each); ``module``: one adapted module. A
-            module's A and B of LoRA are in one layer. Running statistics are in none, since they are not trained.
+            module's A and B of LoRA are in one layer. Running statistics are in no layer, since they are not trained.
     """
     trained = tuple(name for name in model.names if name in model.live())
     if granularity == "model":
@@ -36,7 +36,7 @@ def layers(model: Model, granularity: str) -> dict[str, tuple[str, ...]]:
 
 
 def body_and_head(model: Model) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(names of the body, names of the head) among a model's tensors, with running statistics.
+    """(names of the body, names of the head) of a model's tensors, including running statistics.
 
     The head is the last linear layer and the modules that PEFT trains in full (``modules_to_save``).
     """

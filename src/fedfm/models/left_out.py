@@ -1,7 +1,7 @@
-"""What a chat template leaves out of rows, or shows otherwise in a prompt than in training.
+"""Find the words of rows that a chat template leaves out, or shows differently in a prompt than in training.
 
-A template may drop the thoughts of an answer, what stands beside calls of tools, or what a role says that it does not
-know. So each word of a row is replaced by one that stands nowhere else, and is looked up in the text that is trained.
+A template may drop the thoughts of an answer, text next to tool calls, or the messages of a role that it does not know.
+So the check replaces each word of a row by a unique mark, and searches the mark in the text for training.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from fedfm.models.language.chat_templates import messages_of_row, prompts_differ
 from fedfm.models.language.tool_calls import CALLS, has_calls
 
 _TAG = re.compile(r"<(/?)([^<>\s/]+)>")
-_PART = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]|[^\s<\[]+|[<\[]")  # a mark that a template may look for, or a word
+_PART = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]|[^\s<\[]+|[<\[]")  # a tag that a template may search for, or a word
 _LETTER = re.compile(r"\w")
-_MARK = "Wzxk{}q"  # stands nowhere else
+_MARK = "Wzxk{}q"  # occurs nowhere else
 _RETOLD = "retold"
-Words = dict[str, tuple[str, str]]  # mark -> (the word that it stands for, whose it is)
+Words = dict[str, tuple[str, str]]  # mark -> (the word that it replaces, whose word it is)
 
 
 def count(rows: Iterable[Sequence[Any]], template: str | None, tokenizer: Any) -> Counter[str]:
-    """What is left out of how many rows, in words; under "retold" the rows of :func:`retold`.
+    """For each kind of omission, in words, the number of rows; "retold" counts rows whose prompts differ.
 
     Args:
-        rows: of each what was said, and its answers.
-        template: as of :func:`fedfm.models.language.chat_templates.text_of`.
+        rows: for each row its messages and its answers.
+        template: from :func:`fedfm.models.language.chat_templates.text_of`.
 
     Raises:
         InputError: the chat template refuses a row.
@@ -48,10 +48,10 @@ def count(rows: Iterable[Sequence[Any]], template: str | None, tokenizer: Any) -
 
 
 def notices(parts: dict[str, tuple[Counter[str], int]]) -> list[str]:
-    """Notices of what :func:`count` has found.
+    """Notices about the results of :func:`count`.
 
     Args:
-        parts: "training" or "test" -> what was found, and the number of rows.
+        parts: "training" or "test" -> (the counts, the number of rows).
     """
 
     def rows(what: str) -> str:
@@ -59,21 +59,21 @@ def notices(parts: dict[str, tuple[Counter[str], int]]) -> list[str]:
 
     kinds = sorted({what for of, _ in parts.values() for what in of if what != _RETOLD})
     found = [
-        f"the chat template leaves out {what} in {rows(what)}, so that nobody learns or reads it: set another "
+        f"the chat template leaves out {what} in {rows(what)}, so it is neither trained nor read: set another "
         "model.template, or remove it from the rows"
         for what in kinds
     ]
     if any(of[_RETOLD] for of, _ in parts.values()):
         found.append(
-            f"the chat template shows earlier answers otherwise in a prompt than it writes the last one, in "
-            f"{rows(_RETOLD)}: each answer is trained in the form of the last, so that later ones follow what a prompt "
-            "does not show"
+            f"the chat template writes earlier answers of a prompt differently from the last answer, in "
+            f"{rows(_RETOLD)}: training shows each answer in the form of the last one, so that later answers follow a "
+            "text that no prompt has"
         )
     return found
 
 
 def left_out(turns: Sequence[Turn], tokenizer: Any) -> set[str]:
-    """Whose words the text of a row lacks; the last message is the answer, unless nobody has answered yet.
+    """The owners of words that a row's text lacks; the last message is the answer, unless there is none yet.
 
     Raises:
         InputError: the chat template refuses the conversation.
@@ -81,7 +81,7 @@ def left_out(turns: Sequence[Turn], tokenizer: Any) -> set[str]:
     marked, words = _with_marks(turns)
     try:
         text = _text(marked, tokenizer)
-    except InputError:  # it looks at the words; then they stand for themselves
+    except InputError:  # the template depends on the words, so the original words stay
         text = _text(turns, tokenizer)
         return {whose for word, whose in words.values() if word not in text}
     return {whose for mark, (_, whose) in words.items() if mark not in text}
@@ -94,7 +94,7 @@ def _text(turns: Sequence[Turn], tokenizer: Any) -> str:
 
 
 def _with_marks(turns: Sequence[Turn]) -> tuple[list[Turn], Words]:
-    """The same conversation with a mark for each word, also in the arguments of calls."""
+    """The same conversation with a mark for each word, including the arguments of calls."""
     words: Words = {}
 
     def mark(word: str, whose: str) -> str:
@@ -117,7 +117,7 @@ def _with_marks(turns: Sequence[Turn]) -> tuple[list[Turn], Words]:
     out: list[Turn] = []
     for turn in turns:
         role, content, *more = turn
-        if role == TOOLS:  # check_tools looks at them
+        if role == TOOLS:  # check_tools covers them
             out.append(turn)
             continue
         called = has_calls(turn)
@@ -136,7 +136,7 @@ def _with_marks(turns: Sequence[Turn]) -> tuple[list[Turn], Words]:
 
 
 def _parts(role: str, content: str, *, beside_calls: bool) -> Iterator[tuple[str, str]]:
-    """The content in pieces, and whose words each is; "" for space, and for marks that a template may look for."""
+    """The pieces of a content, each with its owner; the owner is "" for space and for tags of templates."""
     closed = {name for slash, name in _TAG.findall(content) if slash}
     within: list[str] = []
     end = 0

@@ -1,7 +1,7 @@
-"""What a text model can read: how many tokens of a row it has positions for, and which tokens its embedding knows.
+"""The limits of a text model: the number of its positions, and the tokens that its embedding has.
 
-Both are read from the loaded module, not from names of families: a position embedding with a padding index begins
-behind it (RoBERTa, MPNet, Longformer), and an embedding may have fewer rows than the tokenizer has tokens.
+Both are read from the loaded module, not from a family's name: a position embedding with a padding index begins after
+that index (RoBERTa, MPNet, Longformer), and an embedding may have fewer rows than the tokenizer has tokens.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 
 
 RESIZE = (
-    "tokens were added to the tokenizer alone: give the model rows for them by "
+    "tokens were added only to the tokenizer: give the model rows for them by "
     "model.resize_token_embeddings(len(tokenizer)), and save both"
 )
 
 
 def notice(spec: ModelSpec, tools: Tools) -> tuple[str, ...]:
-    """A line if a ``model.max_length`` that was asked for is more than the model has positions for."""
-    asked = spec.max_length != type(spec).max_length  # the default is for all models, such as CLIP of 77 positions
+    """A line if the user's ``model.max_length`` exceeds the model's number of positions."""
+    asked = (
+        spec.max_length != type(spec).max_length
+    )  # the default applies to all models, such as CLIP with 77 positions
     if tools.tokenizer is None or not tools.positions or spec.max_length <= tools.positions or not asked:
         return ()
     return (
@@ -40,10 +42,10 @@ def check(tools: Tools, tokens: Tokens, where: str, rows: np.ndarray | None = No
 
     Args:
         where: the file.
-        rows: (n,) the numbers of these rows in the file, from 0; None: unknown.
+        rows: (n,) indexes of these rows in the file, from 0; None: unknown.
 
     Raises:
-        InputError: with the first row, its token, and both sizes.
+        InputError: there is one; it names the first row, its token, and both sizes.
     """
     limit = tools.vocabulary
     if limit is None or not len(tokens):
@@ -57,11 +59,11 @@ def check(tools: Tools, tokens: Tokens, where: str, rows: np.ndarray | None = No
     name = tools.tokenizer.convert_ids_to_tokens(token)
     place = where if rows is None else f"{where}, row {int(rows[row]) + 1}"
     raise InputError(
-        f"{place}: the token {name!r} has the number {token}; the tokenizer has {len(tools.tokenizer)} tokens, and the "
-        f"embedding of model.name {limit} rows ({RESIZE})"
+        f"{place}: the token {name!r} has the id {token}; the tokenizer has {len(tools.tokenizer)} tokens, and the "
+        f"embedding of model.name has {limit} rows ({RESIZE})"
     )
 
 
 def exceeds(tools: Tools) -> bool:
-    """Whether the tokenizer has tokens that the embedding lacks, so that only the rows tell whether it matters."""
+    """Whether the tokenizer has tokens that the embedding lacks; only the rows show whether they occur."""
     return tools.tokenizer is not None and tools.vocabulary is not None and len(tools.tokenizer) > tools.vocabulary

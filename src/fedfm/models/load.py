@@ -1,7 +1,7 @@
-"""load_model: from the [model] table to a Model.
+"""load_model: make a Model from the [model] table.
 
-A name is, in this order: built in, "features", a folder in the format of ``save_pretrained``, a .safetensors file of
-a CIFAR ResNet, a Hugging Face hub id. Weights are read from safetensors only; code of a model is not executed.
+A name is, in this order: a built-in model, "features", a folder in the format of ``save_pretrained``, a .safetensors
+file of a CIFAR ResNet, a Hugging Face hub id. Weights are read only from safetensors; a model's code is not executed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LinearSoftmax(nn.Module):
 
 
 def _naming_the_model(load: Callable[Concatenate[ModelSpec, P], Model]) -> Callable[Concatenate[ModelSpec, P], Model]:
-    """A library's error in loading a model as a refusal of its name."""
+    """Decorator: turn a library's error while loading a model into a refusal of the model's name."""
 
     def load_or_refuse(spec: ModelSpec, /, *args: P.args, **settings: P.kwargs) -> Model:
         with refuse(f"model.name: {spec.name!r} cannot be made the model of this task"):
@@ -85,15 +85,15 @@ def load_model(
         classes: class names; () for language models.
         kind: of the data: image, text, features, instruction, preference or passages.
         task: overrides ``spec.task``; None: implied by the data.
-        seed: the new head, LoRA's A and random weights derive from it, so that they are the same everywhere.
+        seed: seeds the new head, LoRA's A and random weights, so that they are the same everywhere.
         feature_dim: d, for kind "features".
-        keep_head: do not draw a saved head with as many outputs as classes again.
-        head_bias: with adaptation "head", give a head without a bias one of zeros; the fingerprint is without it.
-        hollow: where possible, without the frozen weights, on the CPU: for a server that handles parameters and
-            computes no outputs. Trained tensors and fingerprint are those of the whole model.
+        keep_head: keep a saved head with as many outputs as classes, instead of drawing a new one.
+        head_bias: with adaptation "head", add a bias of zeros to a head without one; the fingerprint ignores it.
+        hollow: if possible, do not load the frozen weights, and stay on the CPU: for a server that handles parameters
+            and computes no outputs. Trained tensors and fingerprint equal those of the complete model.
 
     Raises:
-        InputError: no such model, or it does not fit the data, the task or the adaptation.
+        InputError: there is no such model, or it does not fit the data, the task or the adaptation.
 
     Example:
         >>> model = load_model(ModelSpec("features"), classes=("a", "b"), kind="features", feature_dim=3)
@@ -209,8 +209,8 @@ def load_model(
 
 
 def _weights(loaded: Loaded) -> set[str]:
-    """Names of what must be finite: parameters, in a quantised folder with or without the name of the base before
-    them, and what scales their bits.
+    """Names of the tensors that must be finite: parameters (in a quantised folder with or without the base's name as
+    prefix), and the scales of quantised values.
     """
     own, stored = {name for name, _ in loaded.module.named_parameters()}, loaded.stored
     if stored is None:
@@ -224,7 +224,7 @@ def _weights(loaded: Loaded) -> set[str]:
 
 
 def _notices(loaded: Loaded, parts: families.Parts, spec: ModelSpec) -> Iterator[str]:
-    """What of a loaded model is not as its name alone would say."""
+    """Notices about properties of a loaded model that its name does not show."""
     yield from (*loaded.notices, *loaded.tools.notices, *lengths.notice(spec, loaded.tools))
     if is_pooled_encoder(loaded.module):
         yield (
@@ -236,18 +236,18 @@ def _notices(loaded: Loaded, parts: families.Parts, spec: ModelSpec) -> Iterator
 
 
 def _of_head(loaded: Loaded, head: str, spec: ModelSpec) -> Iterator[str]:
-    """That a trained head is left aside, and that the adaptation leaves a part of the new one as it was drawn."""
+    """Notices: a trained head is replaced; the adaptation leaves a part of the new head at its random start."""
     plain = not hasattr(loaded.module, "config") or is_pooled_encoder(loaded.module)
     if plain or spec.weights == "random" or spec.name in BUILT_IN:
         return
     made = {name for name, _ in loaded.module.named_parameters() if any(within(name, new) for new in loaded.new)}
     if head and any(within(name, head) and name not in loaded.missing for name in made):
-        yield f"model.name: {spec.name} has a head {head} for as many classes, trained elsewhere: it is drawn anew"
+        yield f"model.name: {spec.name} has a head {head} for as many classes, trained elsewhere: a new head is drawn"
     rest = sorted({name.rpartition(".")[0] for name in made if not within(name, head)})
     if rest and spec.adaptation is not None and spec.adaptation.name == "head":
         yield (
-            f'model.adaptation.name = "head" trains {head} alone: {", ".join(rest)} before it is new here and stays as '
-            "it was drawn; lora, top_layers and full train it"
+            f'model.adaptation.name = "head" trains only {head}: {", ".join(rest)} before it is new and keeps its '
+            "random start; lora, top_layers and full train it"
         )
 
 
@@ -257,10 +257,10 @@ def fingerprint(
     new: Iterable[str] = (),
     look: Callable[[str, Tensor], None] = lambda name, tensor: None,
 ) -> str:
-    """sha256 of the configuration and of the weights, in order of names, without the new modules.
+    """SHA-256 of the configuration and of the weights in order of names, without the new modules.
 
     Args:
-        look: sees each of these weights, which are read once.
+        look: is called with each of these weights; each is read only once.
     """
     digest = hashlib.sha256(json.dumps(_stable(config), sort_keys=True, default=str).encode())
     for name in sorted(state):
@@ -323,7 +323,7 @@ def _load(
 
 
 def _draw_head(module: nn.Module, new: list[str], seed: int) -> None:
-    """Initialise the new modules: weights N(0, 0.02^2) from a stream for each name, biases zero, norms one."""
+    """Initialise the new modules: weights N(0, 0.02^2) from one stream per name, biases zero, norms one."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for path in new:
             for name, parameter in module.get_submodule(path).named_parameters():

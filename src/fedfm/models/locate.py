@@ -10,7 +10,7 @@ import torch
 
 from fedfm.errors import InputError, close
 
-BUILT_IN = {  # folders in this package; those below architectures have no weights
+BUILT_IN = {  # folders in this package; those in architectures/ have no weights
     "nano-vit": "nano_vit",
     "nano-vit-fhe": "nano_vit_fhe",
     "nano-clip": "nano_clip",
@@ -29,7 +29,7 @@ def locate(name: str) -> Path | str:
     """Folder or file of a model name; a hub id as a str.
 
     Raises:
-        InputError: it is none of these.
+        InputError: the name is none of these.
     """
     if not name:
         raise InputError(f"model.name: missing, {_EXPECTED}", key="model.name")
@@ -41,7 +41,7 @@ def locate(name: str) -> Path | str:
             for command in ("pretrain", "distil"):
                 if (path / f"{command}.json").exists():
                     raise InputError(
-                        f"model.name: {path} is not finished: the `fedfm {command}` that began it goes on",
+                        f"model.name: {path} is not finished: continue the `fedfm {command}` that began it",
                         key="model.name",
                     )
             if (path / ADAPTER).exists():
@@ -52,7 +52,7 @@ def locate(name: str) -> Path | str:
                     key="model.name",
                 )
             raise InputError(
-                f"model.name: {path} has no config.json, expected a folder as save_pretrained writes it",
+                f"model.name: {path} has no config.json, expected a folder in the format of save_pretrained",
                 key="model.name",
             )
         return path
@@ -71,9 +71,9 @@ def locate(name: str) -> Path | str:
 
 
 def no_whole_model(name: Path | str) -> InputError:
-    """The error of a model with an adapter of PEFT in its folder."""
+    """The error for a folder that has an adapter of PEFT."""
     return InputError(
-        f"model.name: {name} has an adapter of PEFT ({ADAPTER}), expected a whole model: merge the adapter into its "
+        f"model.name: {name} has an adapter of PEFT ({ADAPTER}), expected a complete model: merge the adapter into its "
         "base, by `fedfm export --to hf` of its run or by PEFT's merge_and_unload, and name the merged model's folder; "
         f"or, to start without the adapter, a folder without {ADAPTER}",
         key="model.name",
@@ -81,7 +81,7 @@ def no_whole_model(name: Path | str) -> InputError:
 
 
 def stored_file(place: Path | str, name: str) -> Path | None:
-    """A file of a model's folder or of an id of the hub; None if there is none, or the hub does not answer."""
+    """A file of a model's folder or hub id; None if there is none, or if the hub does not answer."""
     from transformers.utils import cached_file
 
     try:

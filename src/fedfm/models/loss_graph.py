@@ -1,4 +1,4 @@
-"""On which trained tensors a loss depends, told by its graph: without a backward pass, and without its memory."""
+"""The trained tensors on which a loss depends, read from its graph, without a backward pass and its memory."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ T = TypeVar("T")
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """Context manager: graphs are made, and keep nothing for a backward pass, which would fail."""
+    """Context manager: graphs store no values, so that a backward pass would fail."""
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: None, _never):
         yield
 
 
 def with_graph(compute: Callable[[], T]) -> T:
-    """What ``compute`` returns, with a graph :func:`without_values`; without a graph if it fails so."""
+    """The result of ``compute``, with a graph :func:`without_values`; without a graph if that fails."""
     try:
         with without_values():
             return compute()
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # any error of the user's code: compute raises it again, or needs a backward pass of its own
+    except Exception:  # any error of the user's code: compute raises it again, or needs its own backward pass
         return compute()
 
 
 def _never(_: Any) -> Tensor:
-    raise RuntimeError("this graph keeps no values for a backward pass")
+    raise RuntimeError("this graph stores no values for a backward pass")
 
 
 def reach(loss: Any, live: Mapping[str, Tensor]) -> set[str]:
@@ -43,7 +43,7 @@ def reach(loss: Any, live: Mapping[str, Tensor]) -> set[str]:
 
 
 def is_opaque(loss: Any) -> bool:
-    """Whether the graph has functions written in Python, such as checkpoints, which may hide what they compute with."""
+    """Whether the graph has functions written in Python, such as checkpoints, which may hide their inputs."""
     return any(isinstance(node, BackwardCFunction) for node in _nodes(loss))
 
 

@@ -1,4 +1,4 @@
-"""Work on many rows in parts that fit the memory: by a budget of tokens, and after an error in halves."""
+"""Process many rows in parts that fit into memory: by a budget of tokens, and in halves after an error."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
-TOKENS = 1 << 15  # of a batch without gradients: 64 rows of 512
+TOKENS = 1 << 15  # tokens of a batch without gradients, e.g. 64 rows of 512
 
 
 def warn(text: str) -> None:
-    """Say it as a warning."""
+    """Issue the text as a warning."""
     warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
@@ -22,8 +22,8 @@ def by_tokens(longest: int, most: int, each: int = 1, budget: int = TOKENS) -> i
     """Rows of a batch, a power of two from 1 to ``most``, or ``most`` itself.
 
     Args:
-        longest: tokens of a row.
-        each: units of the budget that a token takes.
+        longest: tokens of the longest row.
+        each: units of the budget per token.
 
     Example:
         >>> by_tokens(128, 64), by_tokens(2048, 64), by_tokens(100_000, 64)
@@ -34,11 +34,11 @@ def by_tokens(longest: int, most: int, each: int = 1, budget: int = TOKENS) -> i
 
 
 def in_halves(most: int, work: Callable[[int], T], say: Callable[[str], None]) -> tuple[T, int]:
-    """``work(size)`` with the largest size of most, most / 2, ... 1 for which the device has memory; and that size.
+    """(``work(size)``, size) for the largest size of most, most / 2, ... 1 that fits into the device's memory.
 
     Args:
-        work: starts afresh at every call.
-        say: gets one line for each halving.
+        work: starts again at every call.
+        say: is called with one line for each halving.
 
     Raises:
         torch.OutOfMemoryError: one row is too much.
@@ -53,7 +53,7 @@ def in_halves(most: int, work: Callable[[int], T], say: Callable[[str], None]) -
         except torch.OutOfMemoryError:
             if most <= 1:
                 raise
-        # Outside of the handler, whose traceback keeps the tensors of the failed call alive.
+        # Outside the handler: its traceback keeps the tensors of the failed call alive.
         most //= 2
         gc.collect()
         if torch.cuda.is_available():

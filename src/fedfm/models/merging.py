@@ -1,4 +1,4 @@
-"""Merges LoRA into the weights it was trained beside, where the layers then compute the same."""
+"""Merge LoRA into the base's weights, if the layers then still compute the same."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.nn.modules.conv import _ConvNd
 from fedfm.errors import InputError
 
 _ROWS = 2  # of a probe
-_ALIKE = 0.01  # of the largest output: above what bfloat16 rounds off
+_ALIKE = 0.01  # of the largest output; the rounding of bfloat16 is smaller
 
 
 def merge(module: Any) -> Any:
-    """The module of a PeftModel, with its adapters in its weights. The PeftModel is used up.
+    """The module of a PeftModel with its adapters merged into its weights. The PeftModel must not be used afterwards.
 
     Raises:
-        InputError: a layer does not compute with its weight as it is, such as a convolution that standardises it, so
-            that its outputs with the merged weight are others.
+        InputError: a layer does not compute with its raw weight (e.g. a convolution standardises it), so that merged
+            weights would give other outputs.
     """
     module = module.eval()
     for name, layer in _layers(module):
@@ -36,7 +36,7 @@ def merge(module: Any) -> Any:
             kind = type(layer.get_base_layer()).__name__
             raise InputError(
                 f"--to hf and torch: LoRA cannot be merged into {name}, since a {kind} does not compute with its "
-                "weights as they are: use peft"
+                "raw weights: use peft"
             )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All adapters are already merged")  # here, layer by layer
@@ -52,7 +52,7 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _probe(layer: Any) -> Tensor | None:
-    """Inputs of a layer, drawn with a fixed seed; None for a kind that is not known here."""
+    """Inputs of a layer, drawn with a fixed seed; None for an unknown kind of layer."""
     weight: Any = getattr(layer, "weight", None)
     generator = torch.Generator().manual_seed(0)
     if isinstance(layer, nn.Linear):

@@ -25,8 +25,8 @@ def evaluate(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
     Returns:
         ``n`` (rows), ``accuracy``, ``balanced_accuracy``, ``macro_f1``, ``loss``, ``perplexity``, ``tokens``, the
         task's own figures and the sums over rows from which they are made. ``loss`` is the mean over rows. For language
-        models it is the mean over predicted tokens, ``perplexity`` = exp(loss), and ``accuracy`` is that of the next
-        token. For instructions the accuracy is the exact match of the answers.
+        models it is the mean over predicted tokens, ``perplexity`` = exp(loss), and ``accuracy`` is the share of
+        right next tokens. For instructions the accuracy is the exact match of the answers.
 
     Example:
         >>> from fedfm.models.wrap import wrap
@@ -41,7 +41,7 @@ def evaluate(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
 
 
 def confusion(logits: Tensor, labels: Tensor) -> list[list[int]]:
-    """Numbers of rows by true class and predicted class (C, C), of logits (n, C) and labels (n,).
+    """Numbers of rows by true class and predicted class (C, C), from logits (n, C) and labels (n,).
 
     Example:
         >>> confusion(torch.tensor([[2.0, 1.0], [0.0, 1.0], [3.0, 0.0]]), torch.tensor([0, 0, 1]))
@@ -80,8 +80,8 @@ def scores(logits: Tensor, labels: Tensor) -> Scores:
 
 
 def base_and_new(logits: Tensor, labels: Tensor, base: int) -> Scores:
-    """Accuracies of logits (n, C) on base rows among the base classes, the first ``base``, and on new rows among the
-    others, with their harmonic mean; None without rows of either.
+    """Accuracy of base rows among the first ``base`` classes, accuracy of new rows among the other classes, and their
+    harmonic mean, from logits (n, C); None without rows of either kind.
 
     Conditional Prompt Learning for Vision-Language Models (CoCoOp). Zhou, Yang, Loy, Liu. CVPR 2022. arXiv:2203.05557.
     Section 4.1.

@@ -41,7 +41,7 @@ class Model:
 
     Attributes:
         spec: its [model] table with the defaults filled in.
-        task: what it does with rows: their targets, its loss and its scores; with the values of its own keys.
+        task: defines targets, loss and scores; it has the values of its own keys.
         classes: class names in the order of the logits; () for language models.
         adaptation_spec, adaptation: the trainable part, and its name.
         module: the torch module (Hugging Face, PEFT or our own), on ``device``.
@@ -50,17 +50,17 @@ class Model:
         fingerprint: sha256 of the starting weights without new heads, and of the configuration.
         head: the live linear head; None if the model has none.
         names: the trainable tensors that clients send, in the module's order.
-        layout: of :meth:`params`.
+        layout: names, shapes and dtypes of :meth:`params`.
         train_too: modules in training mode during training; the others stay in evaluation mode.
         kernels: how cohorts train: ``exact``, ``fast`` or ``fast_bf16`` (see ``fedfm.training.packed``).
-        predictor: faster logits of rows, None of rows that it does not support; None: there is none.
-        loaders: processes that prepare pictures ahead of a batch, where they are not prepared at once.
-        notices: what was guessed about its files, and what of its table does nothing on this machine.
-        compiled: its blocks are compiled at their first calls.
-        hollow: its frozen weights were not loaded, so that it computes no outputs.
-        added_bias: its head has a bias that the architecture has no place for.
+        predictor: computes logits faster; it returns None for rows that it does not support. None: there is none.
+        loaders: number of processes that prepare deferred images in advance.
+        notices: guesses about its files, and settings that do nothing on this machine.
+        compiled: its blocks compile at their first call.
+        hollow: its frozen weights are not loaded, so it cannot compute outputs.
+        added_bias: its head has a bias that the architecture does not have.
         no_weight_decay: names of tensors without weight decay, see :mod:`fedfm.models.decay`.
-        weigh: a batch's parts -> (part, factor of its loss); None: by the targets that they count.
+        weigh: maps a batch's parts to (part, factor of its loss); None: by their numbers of targets.
     """
 
     kernels: str = "exact"
@@ -71,7 +71,7 @@ class Model:
     hollow: bool = False
     added_bias: bool = False
     weigh: Callable[[Sequence[Batch]], Iterable[tuple[Batch, float]]] | None = None
-    pool: Pool | None = None  # how a classifier pools what its head reads of each token, once it was looked at
+    pool: Pool | None = None  # how a classifier pools its head's token inputs, once it is known
     weights_overridden: int = 0  # above 0: its modules do not compute what its weights define
     share: Tensor | None = None  # (b,) of the current batch: the weight of the model's own adapter of a pair
     new: tuple[str, ...] = ()  # paths of modules that were created for the task, before its adaptation
@@ -120,8 +120,8 @@ class Model:
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
-        """What all parties of a run have alike: ``model``, its weights and configuration, and ``preparation``, how it
-        takes rows, see :mod:`fedfm.models.preparation`.
+        """The fingerprints that all parties of a run share: ``model``, of weights and configuration, and
+        ``preparation``, of the way in which rows are prepared, see :mod:`fedfm.models.preparation`.
         """
         return {"model": self.fingerprint, "preparation": preparation.fingerprint(self.tools)}
 
@@ -132,12 +132,12 @@ class Model:
 
     @property
     def feature_dim(self) -> int:
-        """d, the length of the head's input; a ValueError without a head."""
+        """The length d of the head's input. Raises a ValueError without a head."""
         return self._existing_head().in_features
 
     @property
     def last_layer(self) -> nn.Linear | None:
-        """The head, also a language model's."""
+        """The head, including a language model's."""
         return self.head or live_head(self.module, self.parts.head)
 
     # --- weights ------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class Model:
             pages.release(flat)
 
     def forget(self) -> None:
-        """Forget what modules keep of other weights, see :mod:`fedfm.models.kept_outputs`."""
+        """Clear caches that modules computed from other weights, see :mod:`fedfm.models.kept_outputs`."""
         for module in self._keepers:
             kept_outputs.forget(module)
 
@@ -181,11 +181,11 @@ class Model:
         """Rows ``index`` of the table as tensors or tokens of this model, on the CPU.
 
         Args:
-            most: bytes of pictures that are prepared at once; more are prepared by each batch. None: see
+            most: bytes of images that are prepared now; beyond that each batch prepares its own. None: see
                 :mod:`fedfm.models.images`.
 
         Raises:
-            InputError: the model does not take this kind of data.
+            InputError: the model does not accept this kind of data.
         """
         return preprocessing.prepare(
             table,
@@ -204,18 +204,20 @@ class Model:
     def encode(self, rows: Rows) -> Rows:
         """With adaptation ``head`` the features (n, d) of the rows under the frozen backbone; else the rows unchanged.
 
-        Each batch of the backbone has 32 rows, so that a row's bits depend on these rows alone.
+        Each batch of the backbone has 32 rows, so that a row's bits depend only on these rows.
         """
         rows = self.task.encode(self, rows)
         if self.adaptation != "head" or self.head is None or "features" in rows.tensors:
             return rows
         features = self.features(rows)
-        if any(isinstance(m, Bounded) for m in self.train_too):  # outside its intervals a twin has no numbers
+        if any(
+            isinstance(m, Bounded) for m in self.train_too
+        ):  # activations of a polynomial student overflow outside its intervals
             features = torch.where(features.isfinite().all(1, keepdim=True), features, 0.0)
         return Rows({"features": features}, labels=rows.labels)
 
     def features(self, rows: Rows) -> Tensor:
-        """The head's inputs (n, d), on the CPU; in causal models at the last token that is no padding.
+        """The head's inputs (n, d), on the CPU; in causal models at the last token before padding.
 
         Raises:
             ValueError: the model has no head.
@@ -227,8 +229,8 @@ class Model:
         return head_inputs(self, self._existing_head(), rows)
 
     def last_states(self, rows: Rows) -> Tensor:
-        """The inputs of :attr:`last_layer` (n, d): in causal models the last token's final hidden state, for
-        instructions that of the prompt's last token.
+        """The inputs of :attr:`last_layer` (n, d): in causal models the final hidden state of the last token, for
+        instructions of the prompt's last token.
 
         Raises:
             ValueError: the model has no head.
@@ -267,12 +269,12 @@ class Model:
         return self.task.targets(self, logits, batch)
 
     def count_targets(self, batch: Batch) -> int:
-        """Over how many targets the loss of this batch is a mean."""
+        """The number of targets in the mean loss of this batch."""
         return self.task.count_targets(batch)
 
     @property
     def mixes_rows(self) -> str:
-        """Why the loss of a batch is no mean over its rows; empty if it is one."""
+        """Why the loss of a batch is not a mean over its rows; empty if it is one."""
         if any(isinstance(m, BATCH_NORMS) for m in self.train_too):
             return "the model's batch norm takes its statistics from a whole batch"
         return self.task.mixes_rows
@@ -283,7 +285,7 @@ class Model:
         return self.task.is_language_model
 
     def predict(self, rows: Rows, batch_size: int = 64) -> Tensor:
-        """Logits of all rows without gradients, float32 on the CPU, from its ``predictor`` if that supports them,
+        """Logits of all rows without gradients, float32 on the CPU, from its ``predictor`` if that supports the rows,
         else by the task.
         """
         if self.predictor is not None and (found := self.predictor(self, rows)) is not None:
@@ -291,7 +293,7 @@ class Model:
         return self.task.predict(self, rows, batch_size)
 
     def in_batches(self, rows: Rows, batch_size: int = 64) -> Tensor:
-        """Logits of all rows without gradients, float32 on the CPU; rows of like length share a batch."""
+        """Logits of all rows without gradients, float32 on the CPU; rows of similar length share a batch."""
         from fedfm.models.memory_budget import by_tokens, in_halves, warn
         from fedfm.models.row_batches import by_length
 
@@ -306,7 +308,7 @@ class Model:
         return torch.cat(done)[back] if done else torch.zeros(0, len(self.classes))
 
     def evaluate(self, rows: Rows, logits: Tensor | None = None) -> dict[str, Any]:
-        """Scores as of :func:`fedfm.models.metrics.evaluate`, of ``logits`` (n, C) if given."""
+        """Scores as in :func:`fedfm.models.metrics.evaluate`, from ``logits`` (n, C) if given."""
         if logits is None:
             return metrics.evaluate(self, rows)
         return self.task.scores_of(self, rows, logits)
@@ -335,7 +337,7 @@ class Model:
     def outputs(self, batch: Batch) -> Tensor:
         """The module's logits of a batch."""
         if self.hollow:
-            raise RunError("this server has not loaded the model's weights, since it has no test rows to judge it on")
+            raise RunError("this server has not loaded the model's weights, since it has no test rows for it")
         device, self.share = self.device, batch.get(LOCAL_SHARE)
         fixed = {"use_cache": False} if "use_cache" in self._arguments else {}
         given = {k: v.to(device) for k, v in batch.items() if k in self._arguments and k != "labels"}
@@ -359,7 +361,7 @@ class Model:
 
 
 def _travelling(module: nn.Module, *, running_statistics: bool) -> Iterator[tuple[str, Tensor]]:
-    """Parameters that require a gradient, and on demand running means and variances, in module order."""
+    """Parameters that require a gradient, and optionally running means and variances, in module order."""
     seen: set[int] = set()
     for prefix, m in module.named_modules():
         dot = f"{prefix}." if prefix else ""

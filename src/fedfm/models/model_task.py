@@ -82,7 +82,7 @@ class ModelTask(RowTask, Protocol):
         """Logits and targets of the cross-entropy."""
 
     def count_targets(self, batch: Batch) -> int:
-        """Over how many targets the loss of this batch is a mean."""
+        """The number of targets in the mean loss of this batch."""
 
     def loss(self, model: Network, batch: Batch) -> Tensor:
         """The mean loss."""

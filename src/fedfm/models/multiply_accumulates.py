@@ -1,6 +1,6 @@
 """Multiply-accumulates (MACs) of the clients' training, after FedBaF's Appendix B (arXiv:2410.18352).
 
-TMAC = T E m n MACs, with T rounds to a target accuracy, E epochs, m clients a round, n the median number of training
+TMAC = T E m n MACs, with T rounds to a target accuracy, E epochs, m clients per round, n the median number of training
 samples of a client, and the MACs of one sample's forward pass. The paper's MACS_k covers all of a client's data and is
 multiplied by n once more; here a sample counts once. As in the paper's figures, the backward pass (about twice the
 forward pass) is not counted: ratios between runs do not depend on it.
@@ -30,7 +30,7 @@ class Macs:
 
     Attributes:
         training: in each epoch.
-        once: of the frozen backbone, whose features are computed once (adaptation head); else 0.
+        once: of a frozen backbone whose features are computed once (adaptation head); else 0.
     """
 
     training: int
@@ -40,12 +40,12 @@ class Macs:
 def per_sample(model: Model, rows: Rows, batch_size: int = 1) -> Macs | None:
     """MACs of one row's forward pass: matrix products, convolutions and attention; None without rows.
 
-    The row of a text has the median length of the first 64. All layers count, also those that a fast kernel skips
-    because nothing below them is trained.
+    A text row has the median length of the first 64. All layers count, even if a fast kernel skips them because
+    nothing below them is trained.
 
     Args:
         rows: from :meth:`Model.prepare`, not encoded.
-        batch_size: rows that share one pass over the class names if the model has a text encoder for them.
+        batch_size: rows that share one pass over the class names, if a text encoder computes these.
     """
     if not len(rows):
         return None
@@ -66,7 +66,7 @@ def per_sample(model: Model, rows: Rows, batch_size: int = 1) -> Macs | None:
 
 
 def _count(model: Model, batch: Batch) -> int:
-    hollow, model.hollow = model.hollow, False  # numbers do not count
+    hollow, model.hollow = model.hollow, False  # only shapes matter here
     try:
         return _count_forward(model, batch)
     finally:
@@ -80,7 +80,7 @@ def _count_forward(model: Model, batch: Batch) -> int:
 
 
 def _names(model: Model) -> int:
-    """Of one pass over the class names; 0 where there is none, or it is done once for all."""
+    """MACs of one pass over the class names; 0 if there is none, or if it runs only once."""
     if not is_dual_model(model):
         return 0
     with model.evaluating(), torch.random.fork_rng(devices=[]), _Counter() as counter:
@@ -112,18 +112,24 @@ def _macs(name: str, args: Any, kwargs: Any, out: Any) -> int:
         return int(out.numel() * _argument(args, kwargs, 1, "weight")[0].numel())
     if name in _FIRST:
         return int(out.numel() * _argument(args, kwargs, 0, "self", "input", "mat1").shape[-1])
-    if name in _SECOND:  # the method's own tensor, its bias, is the first argument
+    if name in _SECOND:  # the first argument is the bias, the method's own tensor
         return int(out.numel() * _argument(args, kwargs, 1, "mat1", "batch1").shape[-1])
     return 0
 
 
 _GROUPED = ("grouped_mm", "_grouped_mm")  # of the chosen experts
-_FIRST = ("matmul", "__matmul__", "mm", "bmm", *_GROUPED)  # products by what is summed over in their first factor
-_SECOND = ("addmm", "baddbmm")  # that have the sum's other term before it
+_FIRST = (
+    "matmul",
+    "__matmul__",
+    "mm",
+    "bmm",
+    *_GROUPED,
+)  # products: the last axis of their first factor is summed over
+_SECOND = ("addmm", "baddbmm")  # products after another term of the sum
 
 
 def _argument(args: Sequence[Any], kwargs: Any, at: int, *words: str) -> Any:
-    """An argument by its place, or by one of its names."""
+    """An argument, by position or by one of its names."""
     return args[at] if len(args) > at else next(kwargs[word] for word in words if word in kwargs)
 
 
@@ -157,8 +163,8 @@ class Costs:
         """MACs of the rounds of these cohorts; a frozen backbone counts once for each client.
 
         Args:
-            beside: for each round, passes over a client's rows beside the optimiser's epochs (FedALA trains its weights
-                W), a mean over the cohort weighted like its updates.
+            beside: for each round, passes over a client's rows in addition to the optimiser's epochs (FedALA trains its
+                weights W); a mean over the cohort, weighted like its updates.
         """
         visits = sum(map(len, cohorts))
         more = sum(len(cohort) * passes for cohort, passes in zip(cohorts, beside, strict=False))

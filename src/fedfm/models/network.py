@@ -46,7 +46,7 @@ class Network(Protocol):
 
     @property
     def last_layer(self) -> nn.Linear | None:
-        """The head, also a language model's."""
+        """The head, including a language model's."""
 
     @property
     def is_language_model(self) -> bool:
@@ -65,7 +65,7 @@ class Network(Protocol):
         """Logits (m, C) and targets (m,) of the cross-entropy."""
 
     def count_targets(self, batch: Batch) -> int:
-        """Over how many targets the loss of this batch is a mean."""
+        """The number of targets in the mean loss of this batch."""
 
     def predict(self, rows: Rows, batch_size: int = 64) -> Tensor:
         """Logits of all rows."""

@@ -1,7 +1,7 @@
-"""How much of a model is drawn anew for a task, and whether that is more than a head.
+"""Check that the newly drawn part of a model is no larger than a head.
 
-Which parts are new is told by structure (:mod:`.heads`, :mod:`.checkpoint`). Here the result is measured: whatever
-the way on which a part came to be new, an encoder among the new parts is refused.
+Structure decides which parts are new (:mod:`.heads`, :mod:`.checkpoint`). This module measures the result: an encoder
+among the new parts is refused, whatever made it new.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from fedfm.models.checkpoint import some
 from fedfm.models.heads import output_maps, within
 from fedfm.models.quantised_maps import maps
 
-FEW = 0.05  # of the model's numbers
-_DENSE = 2  # matrices of a head in transformers before its last map: a dense layer, and that of a pooler
+FEW = 0.05  # of the model's parameters
+_DENSE = 2  # matrices before a head's last map in transformers: a dense layer, and a pooler's
 
 
 def notice(module: nn.Module, new: Collection[str], head: str, name: str) -> tuple[str, ...]:
-    """A line if more than a few per cent of the numbers are new.
+    """A line if more than a few per cent of the parameters are new.
 
     Args:
         module: a classifier before its adaptation.
@@ -29,14 +29,14 @@ def notice(module: nn.Module, new: Collection[str], head: str, name: str) -> tup
         name: of the model, for messages.
 
     Raises:
-        InputError: they are, and the last maps with a dense layer or two before them are not all of it.
+        InputError: they are, and there is more than last maps with one or two dense layers before them.
     """
     total, made = _numbers(module), {path: _numbers(module.get_submodule(path)) for path in new}
     count = sum(made.values())
     if count <= FEW * total:
         return ()
     parts = some(sorted(made, key=lambda path: -made[path]))
-    share = f"{100 * count / total:.0f} % of the numbers of {name!r}, {count:,} of {total:,},"
+    share = f"{100 * count / total:.0f} % of the parameters of {name!r}, {count:,} of {total:,},"
     if count - _of_a_head(module, new, head) > FEW * total:
         raise InputError(
             f"model.name: {share} would be new and untrained, which is more than a head: {parts}; expected weights "
@@ -47,9 +47,9 @@ def notice(module: nn.Module, new: Collection[str], head: str, name: str) -> tup
 
 
 def _of_a_head(module: nn.Module, new: Collection[str], head: str) -> int:
-    """Numbers of the new parts that a head accounts for: vectors, last maps, and dense layers of the last map's width.
+    """Number of new values that belong to a head: vectors, last maps, and dense layers of the last map's width.
 
-    Where the model is no base with a head beside it, its last map is the only one that is known.
+    If the model is not a base with a separate head, only its last map is known.
     """
     outputs = {head, *output_maps(module)}
     width = getattr(module.get_submodule(head), "in_features", 0) if head else 0
@@ -68,7 +68,7 @@ def _leaves(module: nn.Module, new: Collection[str]) -> Iterator[tuple[str, nn.M
 
 
 def _numbers(module: nn.Module) -> int:
-    """Numbers of a module, of quantised maps those that their bits stand for."""
+    """Number of values of a module; quantised maps count after dequantisation."""
     bits = [(m, m.in_features * m.out_features) for _, m in maps(module)]
     packed = sum(m.weight.numel() for m, _ in bits)
     return int(sum(p.numel() for p in module.parameters()) - packed + sum(size for _, size in bits))

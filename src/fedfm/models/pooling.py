@@ -1,7 +1,7 @@
-"""How a classifier makes one vector a row out of the states of its tokens: found by comparing it with its own logits.
+"""How a classifier pools its tokens' states into one vector per row, found by comparison with its own logits.
 
 Classes of transformers that apply the head to each token pool afterwards, each in its own way: the last token, the one
-behind it, the mean of all. The right way is the one after which the head gives the model's own logits.
+after it, the mean of all. The right way is the one for which the head reproduces the model's own logits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROUGHLY = 0.05  # in 16 bits
 
 
 def last(x: Tensor, batch: Batch, pad: int | None) -> Tensor:
-    """At the last token that is no padding; of rows that are no tokens at the last place."""
+    """The state of the last token before padding; for rows without tokens the last position's."""
     return _at(x, _last_index(x, batch, pad))
 
 
@@ -29,12 +29,12 @@ def _whole(x: Tensor, _: Batch, __: int | None) -> Tensor:
 
 
 def _behind_last(x: Tensor, batch: Batch, pad: int | None) -> Tensor:
-    """At the place behind it, as where a decoder reads its text shifted by one."""
+    """The state one position later, for a decoder that reads its text shifted by one."""
     return _at(x, (_last_index(x, batch, pad) + 1).clamp(max=x.shape[1] - 1))
 
 
 def _mean(x: Tensor, batch: Batch, pad: int | None) -> Tensor:
-    """Over the tokens that attention reads."""
+    """The mean over the tokens in the attention mask."""
     if "attention_mask" not in batch:
         return x.mean(1)
     weight = batch["attention_mask"].to(x).unsqueeze(-1)  # (b, T, 1)
@@ -56,12 +56,12 @@ def _last_index(x: Tensor, batch: Batch, pad: int | None) -> Tensor:
 
 
 def way_of(model: Network, head: nn.Linear, rows: Rows) -> Pool:
-    """How this model pools the states (b, T, d) that its head reads; states (b, d) are taken as they are.
+    """How this model pools its head's inputs (b, T, d); inputs (b, d) are used unchanged.
 
-    Rows of tokens are made up, so that all parties find the same; the head's numbers do not count.
+    Token rows are invented, so that all parties find the same way; the head's values do not matter.
 
     Raises:
-        InputError: in no way that is known, or what it gives for a text depends on the texts beside it.
+        InputError: no known way fits, or a text's result depends on the other texts of its batch.
     """
     made = probe_rows(model, rows)
     batch = made.to_padded().batch(range(2))
@@ -82,7 +82,7 @@ def way_of(model: Network, head: nn.Linear, rows: Rows) -> Pool:
         hook.remove()
     if not _agree(model, alone, logits[:1]):
         raise InputError(
-            f"model.name: {_of_padding(model)}, so that a text has no features of its own: expected another model, or "
+            f"model.name: {_of_padding(model)}, so that a text alone has no fixed features: expected another model, or "
             "a method and an adaptation that train through the whole model, such as fedavg with lora or full"
         )
     states = caught[0]
@@ -93,27 +93,27 @@ def way_of(model: Network, head: nn.Linear, rows: Rows) -> Pool:
 
 
 def of_padding(model: Network) -> list[str]:
-    """Of a classifier of texts: a notice if its logits depend on the texts beside it."""
+    """A notice if a text classifier's logits depend on the other texts of a batch."""
     made = made_texts(model)
     with model.evaluating():
         both, alone = (model.outputs(made.take(i).to_padded().batch(range(len(i)))) for i in ([0, 1], [0]))
     if _agree(model, alone, both[:1]):
         return []
-    return [f"{_of_padding(model)}: predictions differ with the texts of a batch, also those of an export"]
+    return [f"{_of_padding(model)}: predictions, also an export's, depend on the other texts of a batch"]
 
 
 def _of_padding(model: Network) -> str:
-    return f"the logits of {model.spec.name!r} for a text depend on the padding behind it"
+    return f"the logits of {model.spec.name!r} for a text depend on the padding after it"
 
 
 def padding(model: Network) -> int | None:
-    """The padding token of the model's rows; None for rows that are no tokens."""
+    """The padding token of the model's rows; None for rows without tokens."""
     tokenizer = model.tools.tokenizer
     return None if tokenizer is None else tokenizer.pad_token_id
 
 
 def check_agrees(model: Network, head: nn.Linear, pooled: Tensor, logits: Tensor) -> None:
-    """Raise an InputError if the head of pooled states (b, d) does not give the model's logits (b, C)."""
+    """Raise an InputError if the head does not map the pooled states (b, d) to the model's logits (b, C)."""
     with torch.no_grad():
         ours = head(pooled.to(head.weight.dtype))
     if not _agree(model, ours, logits):
@@ -121,7 +121,7 @@ def check_agrees(model: Network, head: nn.Linear, pooled: Tensor, logits: Tensor
 
 
 def _agree(model: Network, ours: Tensor, theirs: Tensor) -> bool:
-    """Whether two tensors of logits are equal within rounding; what is no number in both is equal."""
+    """Whether two tensors of logits are equal within rounding; NaN in both counts as equal."""
     if ours.shape != theirs.shape:
         return False
     ours, theirs = ours.float(), theirs.float()
@@ -133,7 +133,7 @@ def _agree(model: Network, ours: Tensor, theirs: Tensor) -> bool:
 
 def _no_features(model: Network) -> InputError:
     return InputError(
-        f"model.name: the logits of {model.spec.name!r} are no linear map of one vector a row, so that it has no "
-        "features before a head: expected another model, or a method and an adaptation that train through the whole "
+        f"model.name: the logits of {model.spec.name!r} are not a linear map of one vector per row, so that it has no "
+        "features before a head: expected another model, or a method and an adaptation that train through the entire "
         "model, such as fedavg with lora or full"
     )

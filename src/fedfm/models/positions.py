@@ -16,10 +16,10 @@ from fedfm.models.lengths import RESIZE
 
 
 def fit(tools: Tools, spec: ModelSpec, module: nn.Module, config: Any) -> Tools:
-    """The tools with the lengths and tokens that this module takes.
+    """The tools with this module's limits of lengths and tokens.
 
     Args:
-        config: of the text encoder.
+        config: the text encoder's configuration.
 
     Raises:
         InputError: the padding token has no row in the embedding.
@@ -29,8 +29,8 @@ def fit(tools: Tools, spec: ModelSpec, module: nn.Module, config: Any) -> Tools:
     pad = tools.tokenizer.pad_token_id
     if rows is not None and pad is not None and pad >= rows:
         raise InputError(
-            f"model.name: the padding token {tools.tokenizer.pad_token!r} of {spec.name!r} has the number {pad}, and "
-            f"the model's embedding {rows} rows ({RESIZE})"
+            f"model.name: the padding token {tools.tokenizer.pad_token!r} of {spec.name!r} has the id {pad}, and "
+            f"the model's embedding has only {rows} rows ({RESIZE})"
         )
     positions = _positions(module, words, config)
     length = min(spec.max_length, positions) if positions else spec.max_length
@@ -38,7 +38,7 @@ def fit(tools: Tools, spec: ModelSpec, module: nn.Module, config: Any) -> Tools:
 
 
 def embedding(module: nn.Module) -> Any:
-    """The embedding of the tokens; None where the model has none that is a table (CANINE hashes characters)."""
+    """The token embedding; None if the model has no table for it (CANINE hashes characters)."""
     try:
         found = module.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError, KeyError):
@@ -48,7 +48,7 @@ def embedding(module: nn.Module) -> Any:
 
 
 def _positions(module: nn.Module, words: Any, config: Any) -> int | None:
-    """How many tokens the model has positions for; None without a limit."""
+    """The number of positions of the model; None without a limit."""
     keys = ("max_position_embeddings", "n_positions")
     stated = next((n for key in keys if isinstance(n := getattr(config, key, None), int) and n > 0), None)
     if stated is None:  # XLNet says -1: its positions are relative
@@ -59,6 +59,6 @@ def _positions(module: nn.Module, words: Any, config: Any) -> int | None:
 
 
 def _rows(module: Any) -> int | None:
-    """Rows of a table of vectors; None of other modules."""
+    """The number of rows of a table of vectors; None for other modules."""
     weight = getattr(module, "weight", None) if hasattr(module, "padding_idx") else None
     return None if weight is None else int(weight.shape[0])

@@ -1,4 +1,4 @@
-"""Half precision: the frozen weights are half, what is trained is float32, the forward pass runs under autocast.
+"""Half precision: frozen weights are half, trained ones float32, and the forward pass runs under autocast.
 
 Mixed Precision Training. Micikevicius et al. ICLR 2018: small steps vanish in a half-precision weight (bfloat16 has 8
 bits), so the weights that an optimiser changes are float32, and every forward pass rounds a copy of them.
@@ -20,9 +20,9 @@ NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 
 
 def train_in_single(module: nn.Module) -> None:
-    """Make what is trained float32, and norms with their statistics; other frozen parts keep their dtype.
+    """Make trained tensors float32, and also norms with their statistics; other frozen parts keep their dtype.
 
-    Norms have few numbers, and one of half precision refuses the float32 that a trained layer below it may give.
+    Norms have few values, and a half-precision norm refuses the float32 output of a trained layer below it.
     """
     for part in module.modules():
         own = dict(part.named_parameters(recurse=False))
@@ -36,7 +36,7 @@ def train_in_single(module: nn.Module) -> None:
 
 @contextmanager
 def reduced_precision(dtype: str, device: torch.device) -> Iterator[None]:
-    """Context manager of a forward pass: products in this dtype; nothing changes for float32."""
+    """Context manager of a forward pass: products use this dtype; float32 changes nothing."""
     if dtype == "float32":
         yield
         return
@@ -45,10 +45,10 @@ def reduced_precision(dtype: str, device: torch.device) -> Iterator[None]:
 
 
 def check_trainable(spec: ModelSpec) -> None:
-    """Refuse to train through a network of float16.
+    """Refuse to train through a float16 network.
 
     Raises:
-        InputError: its gradients would underflow: float16 ends at 6e-8, and losses are not scaled here.
+        InputError: gradients would underflow: float16 ends at 6e-8, and losses are not scaled here.
     """
     if spec.dtype == "float16" and spec.adaptation and spec.adaptation.name not in ("head", "side_adapter"):
         raise InputError(

@@ -1,8 +1,8 @@
 """A fingerprint of how a model's rows are prepared: its tokenizer, chat template and image processor.
 
-Two copies of a model with the same weights and another tokenizer compute other numbers from the same rows. The
-fingerprint is taken of what the tools do and are told, not of their files, which differ between releases of
-transformers for the same tools.
+Two copies of a model with the same weights and different tokenizers compute different values from the same rows. The
+fingerprint covers the results and settings of the tools, not their files: these differ between releases of transformers
+for the same tools.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ASIDE = ("auto_map", "data_format", "device", "input_data_format", "return_tens
 
 
 def fingerprint(tools: Tools) -> str:
-    """SHA-256 of how rows become the model's inputs; that of nothing for feature vectors."""
+    """SHA-256 of the way in which rows become the model's inputs; for feature vectors the hash of nothing."""
     said: dict[str, Any] = {}
     if tools.processor is not None:
         said["image"] = _of_processor(tools.processor)
@@ -38,7 +38,7 @@ def fingerprint(tools: Tools) -> str:
 
 
 def _of_processor(processor: Any) -> dict[str, Any]:
-    """Its class and settings; a setting of None counts as absent, as newer releases have more of them."""
+    """The class and settings; a setting of None counts as absent, since newer releases have more settings."""
     told = {key: value for key, value in processor.to_dict().items() if value is not None and not key.startswith("_")}
     return {key: value for key, value in told.items() if key not in _ASIDE and not key.endswith("_type")} | {
         "kind": type(processor).__name__.removesuffix("Pil").removesuffix("Fast")
@@ -46,7 +46,7 @@ def _of_processor(processor: Any) -> dict[str, Any]:
 
 
 def _of_tokenizer(tokenizer: Any) -> list[Any]:
-    """Its words, its numbers for some texts, its special tokens, its chat template and what it writes beside tokens."""
+    """The vocabulary, the ids of some texts, the special tokens, the chat template and the other token arguments."""
     with quiet():
         texts = [tokenizer(text)["input_ids"] for text in _PROBES]
         words = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))

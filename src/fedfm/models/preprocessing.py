@@ -1,4 +1,4 @@
-"""Preprocessing of rows into tensors by the model's own image processor or tokenizer."""
+"""Preprocess rows into tensors with the model's own image processor or tokenizer."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from fedfm.core.task_facts import TaskFacts
     from fedfm.data.table import Table
 
-CHUNK = 1024  # texts tokenised at a time: a tokenizer's own records of a text take kilobytes
+CHUNK = 1024  # texts tokenised at a time: a tokenizer's records of a text take kilobytes
 IGNORE = -100  # the target that F.cross_entropy ignores
 LOCAL_SHARE = "local_share"  # tensor of rows, (n,): the weight of the model's own adapter in a row's output
 
 
 def bare(table: Table, index: Sequence[int] | np.ndarray) -> Rows:
-    """Rows for a party without a model: ``features`` (n, d), ``pixels`` uint8 (n, H, W, C), or pictures in files.
+    """Rows for a party without a model: ``features`` (n, d), ``pixels`` uint8 (n, H, W, C), or image files.
 
     Raises:
-        InputError: rows of another kind.
+        InputError: the rows are of another kind.
     """
     part = table.take(np.asarray(index, dtype=np.int64))
     labels = labels_of(part, table.classes)
@@ -42,7 +42,7 @@ def bare(table: Table, index: Sequence[int] | np.ndarray) -> Rows:
         if isinstance(part.inputs, np.ndarray):
             return Rows({"pixels": torch.from_numpy(part.inputs)}, labels=labels)
         return Rows(pictures=tuple(part.inputs), labels=labels)
-    raise InputError(f"{_source(table)} holds {table.kind}: a client without a model takes vectors or pictures")
+    raise InputError(f"{_source(table)} holds {table.kind}: a client without a model takes vectors or images")
 
 
 def prepare(
@@ -59,18 +59,18 @@ def prepare(
     loaders: int = 0,
     check: Callable[[Tokens, str, np.ndarray | None], None] = lambda tokens, where, rows: None,
 ) -> Rows:
-    """Rows ``index`` of ``table`` as a model takes them.
+    """Rows ``index`` of ``table``, prepared for a model.
 
-    Passages become blocks, so the number of rows differs from that of the indexes: see :func:`passages`.
+    Passages become blocks, so the number of rows can differ from the number of indexes: see :func:`passages`.
 
     Args:
-        task: of the model; None: as the rows imply.
-        most: bytes of prepared pictures that may stay in memory, more are deferred; None: see :mod:`.pictures`.
-        loaders: processes that compute deferred pictures ahead.
-        check: refuses tokens (of the rows with these numbers) that the model does not know.
+        task: the model's; None: implied by the rows.
+        most: bytes of prepared images that may stay in memory; the others are deferred. None: see :mod:`.images`.
+        loaders: number of processes that compute deferred images in advance.
+        check: called with tokens and the rows' indexes; it refuses tokens that the model does not know.
 
     Raises:
-        InputError: the model does not take this kind of data, or a label is none of ``classes``.
+        InputError: the model does not accept this kind of data, or a label is not in ``classes``.
     """
     index = np.asarray(index, dtype=np.int64)
     if table.kind == "image":
@@ -90,7 +90,7 @@ def prepare(
     tools = Tools(tokenizer=tokenizer, max_length=max_length, template=template)
     rows = reader.rows(part, tools, classes)
     if rows.tokens is not None:
-        check(rows.tokens, _source(table), None if reader.packs(table.kind) else index)  # a block is no row
+        check(rows.tokens, _source(table), None if reader.packs(table.kind) else index)  # a block is not a row
     return rows
 
 
@@ -99,10 +99,10 @@ def _source(table: Table) -> str:
 
 
 def labels_of(table: Table, classes: tuple[str, ...], index: np.ndarray | None = None) -> Tensor | None:
-    """Labels (n,) of the rows ``index``, by default of all, as indexes of ``classes``; None without labels.
+    """Labels (n,) of the rows ``index`` (by default all) as indexes into ``classes``; None without labels.
 
     Raises:
-        InputError: a label is none of them.
+        InputError: a label is not in ``classes``.
     """
     if table.labels is None:
         return None
@@ -116,21 +116,21 @@ def labels_of(table: Table, classes: tuple[str, ...], index: np.ndarray | None =
     return torch.from_numpy(labels.copy())
 
 
-_PIXELS = {"pixel_values", "pixel_mask"}  # a mask of places that are all there tells nothing
+_PIXELS = {"pixel_values", "pixel_mask"}  # a mask without missing pixels has no information
 
 
 def check_pixels_alone(processor: Any, name: str) -> None:
-    """Refuse an image processor that gives the model more than pixels, as of pictures that keep their sizes.
+    """Refuse an image processor that gives the model more than pixels, e.g. for images of different sizes.
 
     Raises:
-        InputError: it does.
+        InputError: the processor does.
     """
     given = set(getattr(processor, "model_input_names", None) or _PIXELS)
     if "pixel_values" in given and given <= _PIXELS:
         return
     raise InputError(
         f"model.name: the image processor of {name!r}, a {type(processor).__name__}, gives the model "
-        f"{', '.join(sorted(given))}, and only pixel_values are passed on: take a model that reads pictures of one size"
+        f"{', '.join(sorted(given))}, and only pixel_values are passed on: take a model that reads images of one size"
     )
 
 
@@ -164,7 +164,7 @@ def check_scale(processor: Any, name: str) -> tuple[str, ...]:
 
 
 def processor_call(processor: Any) -> Preprocess:
-    """A transformers image processor as a function of PIL pictures."""
+    """A transformers image processor as a function of PIL images."""
 
     def call(pictures: list[Any]) -> Tensor:
         with quiet():
@@ -181,15 +181,15 @@ _TOLD = (
 
 
 def image_settings(processor: Any) -> dict[str, Any]:
-    """What a party without the model needs to prepare pictures as ``processor`` does.
+    """The settings with which a party without the model can prepare images like ``processor``.
 
     Raises:
-        InputError: it does more than to resize, rescale and normalise.
+        InputError: the processor does more than resize, rescale and normalise.
     """
     kind = type(processor).__name__
     if not kind.startswith("ViTImageProcessor"):
         raise InputError(
-            f"a party without the model cannot prepare pictures as a {kind} does: expected a ViT's processor"
+            f"a party without the model cannot prepare images as a {kind} does: expected a ViT's processor"
         )
     found = {key: value for key, value in processor.to_dict().items() if key in _TOLD and value is not None}
     return {key: dict(value) if key == "size" else value for key, value in found.items()}
@@ -225,8 +225,8 @@ def texts(strings: Sequence[str], tokenizer: Any, max_length: int) -> Tokens:
 
 
 def encode(strings: Sequence[str], tokenizer: Any, max_length: int) -> tuple[Tokens, dict[str, Tokens]]:
-    """As :func:`texts`, and what else the tokenizer writes for each token, by the model's argument."""
-    empty = [tokenizer.pad_token_id or 0]  # no model takes a row of length 0
+    """As :func:`texts`, with the tokenizer's other values for each token, by the model's argument."""
+    empty = [tokenizer.pad_token_id or 0]  # no model accepts a row of length 0
     names = token_argument_names(tokenizer)
 
     def chunk(start: int) -> tuple[list[list[int]], ...]:
@@ -242,10 +242,10 @@ def encode(strings: Sequence[str], tokenizer: Any, max_length: int) -> tuple[Tok
 
 
 def token_argument_names(tokenizer: Any) -> tuple[str, ...]:
-    """Arguments besides ids and mask for which a tokenizer writes numbers of each token, and not zeros alone.
+    """Arguments other than ids and mask for which a tokenizer writes nonzero values per token.
 
-    Zeros are what models take by default. XLNet and Funnel have a kind of their own for the token that classifies,
-    RoCBert the shapes and sounds of characters.
+    Models use zeros by default. XLNet and Funnel have a separate kind for the classifying token; RoCBert has the shapes
+    and sounds of characters.
     """
     with quiet():
         found = dict(tokenizer("a"))
@@ -261,10 +261,10 @@ def token_argument_names(tokenizer: Any) -> tuple[str, ...]:
 
 
 def reader_of(kind: str, task: TaskFacts | None) -> ModelTask:
-    """The task that makes tensors of rows of this kind for a model of ``task``: the kind's own, else the model's."""
+    """The task that converts rows of this kind for a model of ``task``: the kind's own, else the model's."""
     return model_task(tasks.owner(kind) or task or tasks.implied_task(kind))
 
 
 def packs(kind: str, task: TaskFacts | None) -> bool:
-    """Whether rows of this kind become blocks of their joined text, so that blocks and rows differ in number."""
+    """Whether rows of this kind are joined and cut into blocks, so that blocks and rows differ in number."""
     return reader_of(kind, task).packs(kind)

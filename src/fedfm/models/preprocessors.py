@@ -1,4 +1,4 @@
-"""Tools: what prepares the rows of a model."""
+"""Tools: the preprocessors of a model's rows."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Tools:
     """Preprocessing of rows.
 
     Attributes:
-        image: PIL pictures -> (n, 3, H, W), or None.
+        image: PIL images -> (n, 3, H, W), or None.
         processor: the transformers image processor of ``image``, which an export saves, or None.
         tokenizer: or None.
-        tokenizer_class: of transformers, which reads it from its files.
-        max_length: tokens.
-        positions: most tokens that the model has positions for, or None without a limit.
-        vocabulary: rows of the model's embedding of tokens, or None if it has no such table.
-        template: how instructions are written, a text with {instruction}; None: by the tokenizer's chat template.
-        notices: which of these are guessed, and what of a template is written otherwise than it says.
+        tokenizer_class: the class of transformers that reads the tokenizer from its files.
+        max_length: largest number of tokens of a row.
+        positions: number of positions of the model, or None without a limit.
+        vocabulary: rows of the model's token embedding, or None if it has no such table.
+        template: a text with {instruction} for instructions; None: the tokenizer's chat template.
+        notices: guesses about these tools, and changes to a template.
     """
 
     image: Preprocess | None = None

@@ -1,4 +1,4 @@
-"""Two rows that are made up for one look at a model: the same at every party, whatever its rows are."""
+"""Two invented rows for a check of a model: the same at every party, whatever its own rows are."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _WORDS = (3, 7)  # of each of the two texts
 
 
 def probe_rows(model: Network, rows: Rows) -> Rows:
-    """Two texts of other lengths with other tokens, framed as the tokenizer frames texts; other rows: the first two."""
+    """Two texts that differ in length and tokens, with the tokenizer's special tokens; without texts the first rows."""
     if model.tools.tokenizer is None or rows.tokens is None:
         return rows.take([0, len(rows) - 1])
     return made_texts(model)
 
 
 def made_texts(model: Network) -> Rows:
-    """Two texts of other lengths with other tokens, for a model with a tokenizer."""
+    """Two texts that differ in length and tokens, for a model with a tokenizer."""
     tokenizer = model.tools.tokenizer
     special = {i for i in tokenizer.all_special_ids if i != tokenizer.unk_token_id}
     words = itertools.cycle([i for i in range(_vocabulary(model)) if i not in special])

@@ -7,8 +7,8 @@ import logging
 import warnings
 from collections.abc import Iterator
 
-# PEFT imports it where it is installed. It then warns of a kernel for CPUs that fedfm does not use, and at products in
-# 8 bits of the rounding.
+# PEFT imports bitsandbytes if it is installed. It then warns about a CPU kernel that fedfm does not use, and about
+# rounding in 8-bit products.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 

@@ -26,7 +26,7 @@ def load_resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...] | None, ki
         raise InputError(f"model.name: {path} reads images, the data are of kind {kind}", key="model.name")
     if spec.options:
         raise InputError(
-            f"model.options: {path} is one file of weights, which says the architecture; drop it", key="model.options"
+            f"model.options: {path} is one file of weights, which fixes the architecture; drop it", key="model.options"
         )
     try:
         state = load_file(path)
@@ -43,7 +43,7 @@ def load_resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...] | None, ki
     config = {"model_type": "cifar_resnet", "blocks": net.config.blocks}
     image = preprocessing.plain_call(resnet.SIZE, resnet.IMAGE_MEAN, resnet.IMAGE_STD)
     guess = (
-        f"model.name: {path} does not say how pictures are prepared: they are resized to {resnet.SIZE} x {resnet.SIZE} "
+        f"model.name: {path} does not say how images are prepared: they are resized to {resnet.SIZE} x {resnet.SIZE} "
         f"and normalised with mean {list(resnet.IMAGE_MEAN)} and standard deviation {list(resnet.IMAGE_STD)}, those of "
         "ImageNet"
     )

@@ -1,4 +1,4 @@
-"""Rows in the batches in which a model reads them, and back: of a fixed size, or sorted by length."""
+"""Split rows into batches for a model, of a fixed size or sorted by length, and restore their order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from fedfm.core.rows import Batch, Rows
 
 FIXED = 32  # rows in one batch of the frozen backbone
-LARGE = 100_000_000  # numbers of a model; from here on copies of a row cost more than the last bits are worth
+LARGE = 100_000_000  # parameters; for larger models copies of a row cost too much for the sake of the last bits
 
 
 def fixed_batches(rows: Rows, *, large: bool = False) -> Iterator[tuple[Batch, int]]:
     """(batch of FIXED rows, number of valid ones); copies of the last row fill the last batch.
 
-    So a row has the same bits whatever rows come with it. Of a ``large`` model the last batch is filled to the next
-    multiple of 8 only.
+    So a row has the same bits whatever rows share its batch. For a ``large`` model the last batch is only filled to the
+    next multiple of 8.
     """
     starts = range(0, len(rows), FIXED)
     valid = [min(FIXED, len(rows) - start) for start in starts]

@@ -25,11 +25,11 @@ def as_saved(name: str, like: Any) -> tuple[nn.Module, str, set[str]]:
     """(module, model type, names that its weights lack) of a model with its saved head and labels.
 
     Args:
-        name: built in, a folder, a file of a CIFAR ResNet, or a hub id.
-        like: the module to compare it with; it determines the kind of the head.
+        name: a built-in model, a folder, a file of a CIFAR ResNet, or a hub id.
+        like: the module for comparison; it determines the kind of the head.
 
     Raises:
-        InputError: it cannot be read, or is of another family.
+        InputError: the model cannot be read, or is of another family.
     """
     path = locate(name)
     if isinstance(path, Path) and path.is_file():
@@ -49,7 +49,9 @@ def _of_folder(path: Path | str, name: str, like: Any) -> tuple[nn.Module, str, 
     with quiet():
         config = configuration.read(path, spec)
         if of_folder(config) is not None:
-            raise InputError(f"{name}: its weights are quantised, and are compared with a model's; name the originals")
+            raise InputError(
+                f"{name}: its weights are quantised, and an exact comparison needs the originals; name these"
+            )
         families.check_alike(name, config.model_type, families.type_of(like))
         read = weights.load(_class_for(like, config), path, spec, config, 0, torch.float32, head=True)
         module, drawn = read.module, read.new
@@ -64,7 +66,7 @@ def _of_folder(path: Path | str, name: str, like: Any) -> tuple[nn.Module, str, 
 
 
 def _class_for(like: Any, config: Any) -> Any:
-    """The class for a model of this configuration with the kind of head that ``like`` has."""
+    """The class for a model of this configuration with a head of the same kind as ``like``."""
     import transformers
 
     for auto in (getattr(transformers, f"AutoModelFor{name}") for name in _HEADS):

@@ -1,9 +1,9 @@
-"""The blocks of a model, in order of execution, and the parts that its rows do not pass: read from its modules.
+"""Find a model's blocks in order of execution, and the parts that its forward pass does not use, from its modules.
 
 Blocks are entries of lists of modules: layers of a transformer, of a stage, or of an encoder and then of a decoder. An
-entry counts as a block if it normalises, which experts of a layer do not, and has weight matrices. A stage is replaced
-by the blocks in it. Few models, such as XLM, have a list for each part of a block: a block is then one entry of each.
-:mod:`fedfm.models.first_batch` looks whether they run in this order.
+entry counts as a block if it has a norm (experts of a layer have none) and weight matrices. A stage is replaced by the
+blocks in it. Few models, such as XLM, have one list for each part of a block: a block then has one entry of each list.
+:mod:`fedfm.models.first_batch` checks that they run in this order.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any
 from torch import nn
 
 Place = tuple[str, nn.Module]  # a path from the model's root, and its module
-_STAGE = 0.5  # share of a stage's numbers that is in its blocks; below it the stage is one block
+_STAGE = 0.5  # share of a stage's parameters that is in its blocks; below it the stage is one block
 
 
 def find_blocks(module: nn.Module, leave_out: Collection[str] = ()) -> tuple[Place, ...]:
     """(path, module) of the blocks in order; empty if none were found.
 
     Args:
-        leave_out: paths that the rows do not pass, such as the vision tower of a model that reads texts.
+        leave_out: paths outside the forward pass, such as the vision tower of a model that reads texts.
     """
-    for matrices in (2, 1):  # one is the convolution of an embedding, or a block of the plainest networks
+    for matrices in (2, 1):  # one matrix: an embedding's convolution, or a block of the simplest networks
         if found := tuple(_within(module, "", frozenset(leave_out), matrices, inside=False)):
             return found
     return ()
 
 
 def in_parallel_lists(module: nn.Module) -> tuple[tuple[Place, ...], ...]:
-    """Of each block its modules: the entries of one number in all lists of a module; empty if its lists are no such
-    parts, or hold less than half of the numbers beside embeddings.
+    """For each block its modules: the entries with one index in all lists of a module. Empty if its lists do not have
+    that form, or contain less than half of the parameters outside embeddings.
     """
     embeddings = _numbers(m for m in module.modules() if isinstance(m, nn.Embedding))
     for path, owner in module.named_modules():
@@ -48,8 +48,8 @@ def in_parallel_lists(module: nn.Module) -> tuple[tuple[Place, ...], ...]:
 
 
 def unread_by_text(module: Any) -> tuple[str, ...]:
-    """Paths of the parts of a transformers model that no text passes: towers for pictures or sound, and what else
-    stands beside the language part of a model of several kinds of rows. They do not nest.
+    """Paths of the parts of a transformers model that no text uses: towers for images or sound, and other parts next to
+    the language part of a multimodal model. No path is inside another.
     """
     if getattr(module, "main_input_name", None) != "input_ids":
         return ()
@@ -59,7 +59,7 @@ def unread_by_text(module: Any) -> tuple[str, ...]:
 
 
 def _beside_language(module: Any) -> Iterator[str]:
-    """Paths beside the decoder, but those directly below the root, which are heads."""
+    """Paths next to the decoder, without those directly below the root, which are heads."""
     if getattr(module.config, "text_config", None) is None:
         return
     decoder = module.get_decoder()
@@ -72,7 +72,7 @@ def _beside_language(module: Any) -> Iterator[str]:
 
 
 def _within(module: nn.Module, path: str, leave_out: frozenset[str], matrices: int, *, inside: bool) -> Iterator[Place]:
-    """The blocks below a module; ``inside`` an entry of a list, only lists of one class are looked at."""
+    """The blocks below a module; ``inside`` an entry of a list, only lists of one class count."""
     if isinstance(module, nn.ModuleList | nn.Sequential):
         entries = [(f"{path}.{name}", m) for name, m in module.named_children() if _numbers([m])]
         if _are_blocks([m for _, m in entries], matrices, alike=inside):
@@ -91,7 +91,7 @@ def _within(module: nn.Module, path: str, leave_out: frozenset[str], matrices: i
 
 
 def _are_blocks(entries: list[nn.Module], matrices: int, *, alike: bool) -> bool:
-    if not entries or (alike and len({type(m) for m in entries}) > 1):  # the parts of one block differ
+    if not entries or (alike and len({type(m) for m in entries}) > 1):  # the parts of one block have different classes
         return False
     return 2 * sum(_is_block(m, matrices) for m in entries) >= len(entries)
 
@@ -103,7 +103,7 @@ def _is_block(module: nn.Module, matrices: int) -> bool:
 
 
 def _differ(entries: Iterable[nn.Module]) -> bool:
-    """Whether a list may be one of stages: their widths or depths differ, which those of layers do not."""
+    """Whether a list may be one of stages: stages differ in width or depth, layers do not."""
     shapes = [[(name, p.shape) for name, p in m.named_parameters()] for m in entries]
     return len(shapes) == 1 or any(s != shapes[0] for s in shapes)
 

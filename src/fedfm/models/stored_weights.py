@@ -23,8 +23,8 @@ from fedfm.models.weights import Read, load, new_modules
 def hollow(
     auto: Any, path: Path | str, spec: ModelSpec, config: Any, *, head: bool
 ) -> tuple[Read, Mapping[str, Tensor]] | None:
-    """As :func:`module_of`, with one zero in place of all numbers of each weight; None if the files have other names
-    than the module, so that only a whole load tells what is missing.
+    """As :func:`module_of`, with a single zero in place of each weight's values. None if the names in the files differ
+    from the module's: then only a complete load shows what is missing.
     """
     from accelerate import init_empty_weights
 
@@ -56,8 +56,8 @@ def module_of(
 ) -> tuple[Read, Mapping[str, Tensor] | None]:
     """The module, and the checkpoint's weights if it is quantised.
 
-    The fingerprint needs the weights as they were, which a large model has no room for beside the quantised ones: they
-    are read from the files one by one where the files have the module's names, as those of most language models do.
+    The fingerprint needs the original weights, and a large model has no memory for them next to the quantised ones.
+    They are read from the files one by one if the files use the module's names, as for most language models.
     """
     dtype = DTYPES[spec.dtype]
     where = devices.placement(spec.device)
@@ -83,7 +83,7 @@ def module_of(
     new = new_modules(skeleton, config.model_type, missing) if head else []
     out = skeleton.get_output_embeddings()
     keep = [*new, *(name for name, m in skeleton.named_modules() if m is out and out is not None)]
-    keep += quantised.odd_maps(skeleton, spec) if stored is None else []  # a folder's bits are as they are
+    keep += quantised.odd_maps(skeleton, spec) if stored is None else []  # a quantised folder is not changed
     bits = quantised.settings(spec, stored, keep)
     with_bits = copy.deepcopy(config)
     if stored is not None:
@@ -94,7 +94,7 @@ def module_of(
         where = where | {"device_map": {"": devices.pick(spec.device)}}
     try:
         read = load(auto, path, spec, with_bits, seed, dtype, head=head, **where)
-    except (InputError, AttributeError):  # transformers cannot draw bits that lack, and does not name them
+    except (InputError, AttributeError):  # transformers cannot draw missing quantised values, and does not name them
         if stored is not None:
             surplus = {n for n in lazily.leftovers if not stored_bits.is_companion(n)}
             Difference(skeleton, path, missing, surplus, {}).judge(head=head)
@@ -104,7 +104,7 @@ def module_of(
 
 
 def _skeleton(auto: Any, path: Path | str, spec: ModelSpec, config: Any) -> Any:
-    """The module of a configuration, on the device of the context.
+    """The module for a configuration, on the context's device.
 
     Raises:
         InputError: transformers has no such model.

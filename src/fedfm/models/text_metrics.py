@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def likelihood(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
-    """Loss of a language model for each predicted token, with perplexity and accuracy; for instructions over the
+    """Loss of a language model per predicted token, with perplexity and accuracy; for instructions over the
     answers' tokens.
     """
     found = of_tokens(count_tokens(model, rows, batch_size))
@@ -82,7 +82,7 @@ def compare_texts(said: Sequence[Answer], right: Sequence[str]) -> dict[str, flo
 def of_answers(sums: Mapping[str, float]) -> Scores:
     """``exact_match``, ``rouge_1`` and ``answers_cut`` of these sums, see :func:`compare_texts`; None without answers.
 
-    ``answers_cut`` is the share of answers that end at the limit: a longer one might match.
+    ``answers_cut`` is the share of answers that end at the limit of tokens: a longer answer might match.
     """
     names = {"exact_match": "exact_answers", "rouge_1": "rouge_of_answers", "answers_cut": "cut_answers"}
     return {figure: sums[name] / sums["answers"] if sums["answers"] else None for figure, name in names.items()}
@@ -173,14 +173,14 @@ def _first(order: list[int], lengths: list[int], most: int) -> list[int]:
 
 
 def _text(tokens: Sequence[int], called: bool, ends: set[int], model: Network) -> str:
-    """A generated answer as text, without special tokens; where it may call a tool, of these only without the end."""
+    """A generated answer as text without special tokens; if it may call a tool, only the end token is removed."""
     kept = [token for token in tokens if token not in ends] if called else tokens
     text = model.tools.tokenizer.decode(kept, skip_special_tokens=not called)
     return chat_templates.answer_of(text, model.tools.template, model.tools.tokenizer, special=called)
 
 
 def _ends(model: Network, called: bool) -> set[int]:
-    """The tokens that end an answer: the model's own, the tokenizer's, and those which end the answers in training.
+    """The tokens that end an answer: the model's, the tokenizer's, and those that end answers in training.
 
     Args:
         called: whether an answer may be a call of a tool.
@@ -191,19 +191,19 @@ def _ends(model: Network, called: bool) -> set[int]:
     tokenizer, template = model.tools.tokenizer, model.tools.template
     taught = {tokenizer.eos_token_id, truncation.end_token(template, tokenizer)}
     if called:
-        with suppress(InputError):  # it takes tools, whose calls are texts
+        with suppress(InputError):  # the template accepts tools, and writes calls as text
             taught.add(truncation.end_token(template, tokenizer, (one_call(ASSISTANT, "f", {"a": "b"}),)))
     return own | (taught - {None})
 
 
 def _until(ids: list[int], ends: set[int]) -> list[int]:
-    """The tokens up to the first end token, with it; padding follows."""
+    """The tokens up to and including the first end token; padding follows them."""
     stop = next((i for i, token in enumerate(ids) if token in ends), len(ids))
     return ids[: stop + 1]
 
 
 def references(model: Network, rows: Rows) -> list[str]:
-    """The whole right answers of instruction rows, which training may cut; calls of tools as the model writes them."""
+    """The uncut reference answers of instruction rows; tool calls are in the form that the model writes."""
     pairs = rows.pairs or ()
     called = any(not isinstance(output, str) for _, output in pairs)
     ends: set[int] = _ends(model, True) if called else set()

@@ -1,7 +1,7 @@
-"""Reads a model's tokenizer as its own file says.
+"""Read a model's tokenizer with the rules of its own file.
 
-For some types of models transformers builds a tokenizer of the type's class with the words of ``tokenizer.json``, and
-leaves its rules: words of a WordLevel become those of a BPE without merges, which finds none of them in a text.
+For some types of models transformers builds a tokenizer of the type's class with the words of ``tokenizer.json`` but
+ignores its rules: the words of a WordLevel become those of a BPE without merges, which finds none of them in a text.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 from fedfm.models.locate import stored_file
 from fedfm.models.preprocessors import AUTO
 
-PLAIN = "PreTrainedTokenizerFast"  # builds what tokenizer.json says
+PLAIN = "PreTrainedTokenizerFast"  # follows tokenizer.json
 _FILE = "tokenizer.json"
 _KIND = re.compile(r'"model"\s*:\s*\{\s*"type"\s*:\s*"(\w+)"')
 
 
 def read(path: Path | str, name: str) -> tuple[Any, str, tuple[str, ...]]:
-    """(tokenizer, the class of transformers that reads it so, notices) of a folder or an id of the hub.
+    """(tokenizer, the class of transformers that reads it, notices) of a folder or a hub id.
 
     Args:
         name: of the model, for notices.
 
     Raises:
-        OSError, ValueError, KeyError: transformers reads none.
+        OSError, ValueError, KeyError: transformers cannot read a tokenizer.
     """
     import transformers
 
@@ -40,7 +40,7 @@ def read(path: Path | str, name: str) -> tuple[Any, str, tuple[str, ...]]:
         PLAIN,
         (
             f"model.name: {_FILE} of {name!r} is of the kind {stored}, and transformers' {AUTO} makes a {own} of the "
-            f"kind {built} of it, which splits texts otherwise: it is read as it says, and an export needs {PLAIN}",
+            f"kind {built} of it, which splits texts differently: fedfm follows the file, and an export needs {PLAIN}",
         ),
     )
 
@@ -57,13 +57,13 @@ def cls_notice(tokenizer: Any, name: str) -> tuple[str, ...]:
 
 
 def _stored_kind(path: Path | str) -> str:
-    """The kind of model that the file names, such as "BPE"; empty without a file that names one."""
+    """The kind of tokenizer that the file names, such as "BPE"; empty if no file names one."""
     file = stored_file(path, _FILE)
     found = None if file is None else _KIND.search(file.read_text(encoding="utf-8"))
     return "" if found is None else found[1]
 
 
 def _built_kind(tokenizer: Any) -> str:
-    """The kind of model that transformers has built; empty if it is in Python."""
+    """The kind of tokenizer that transformers builds; empty if it is written in Python."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return "" if backend is None else type(backend.model).__name__

@@ -1,4 +1,4 @@
-"""Loads a module's weights: whole, quantised, or not at all; from files in Hugging Face's format."""
+"""Load a module's weights from Hugging Face's files: complete, quantised, or only as placeholders."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Read:
     """A module with the weights of a checkpoint.
 
     Attributes:
-        module: as transformers loads it.
-        new: names of the tensors that were drawn, since they are new for the task.
-        notices: what was guessed.
+        module: the module, loaded by transformers.
+        new: names of the tensors that are new for the task and were drawn.
+        notices: guesses that the user should know.
     """
 
     module: nn.Module
@@ -47,11 +47,11 @@ def load(
     """The module with the checkpoint's weights, or with those of ``model.weights = "random"``.
 
     Args:
-        head: whether the checkpoint may lack the head of the task.
+        head: whether the checkpoint may lack the task's head.
         where: ``device_map`` and ``quantization_config`` of transformers' ``from_pretrained``; none: on the CPU.
 
     Raises:
-        InputError: it cannot be read, or has not what the module has.
+        InputError: it cannot be read, or lacks tensors of the module.
     """
     if spec.weights == "random":
         with torch.random.fork_rng(devices=[]):
@@ -86,7 +86,7 @@ def load(
         if widened:
             stored_formats.check(stored_files.checkpoint_of(path, spec.name), spec.name)
     try:
-        # It draws the missing weights, which must neither depend on the global generator nor change it.
+        # transformers draws missing weights; this must neither depend on the global generator nor change it.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seeds.derive(seed, "adaptation"))
             module, info = auto.from_pretrained(
@@ -116,11 +116,11 @@ def load(
 
 
 def new_modules(module: nn.Module, model_type: str, missing: set[str]) -> list[str]:
-    """Paths of the modules that were created for this task: the whole head, and modules that the checkpoint lacks.
-    They do not nest.
+    """Paths of the modules that were created for this task: the complete head, and modules that the checkpoint lacks.
+    No path is inside another.
 
     Raises:
-        InputError: there is no head beside the pretrained model.
+        InputError: there is no head next to the pretrained model.
     """
     head = families.find(module, model_type).head
     if not head:
@@ -133,16 +133,16 @@ def new_modules(module: nn.Module, model_type: str, missing: set[str]) -> list[s
     for base in (b for b in bases(module) if b):
         if whole := next((p for p in top if within(base, p)), None):
             raise InputError(
-                f"model.name: the head of a model of type {model_type!r} would be {whole}, which holds the pretrained "
-                f"{base}; expected a head beside it",
+                f"model.name: the head of a model of type {model_type!r} would be {whole}, which contains the "
+                f"pretrained {base}; expected a separate head",
                 key="model.name",
             )
     return [p for p in top if p]
 
 
 def _failed_tensors(error: Exception) -> set[str]:
-    """The model's tensors that transformers could not make of those of a file. Its error does not name them, but for
-    a report of many lines in the log.
+    """The model's tensors that transformers could not make from a file's tensors. Its error does not name them; only a
+    long report in the log does.
     """
     trace, found = error.__traceback__, set[str]()
     while trace is not None:

@@ -1,4 +1,4 @@
-"""Sentences that are lists of words as tokens, and where the words are among them."""
+"""Tokenise sentences that are lists of words, and find the words among the tokens."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fedfm.models.quiet import quiet
 
 @dataclass(frozen=True)
 class WordTokens:
-    """n sentences as a tokenizer writes them.
+    """n tokenised sentences.
 
     Attributes:
-        tokens: of each sentence.
-        token_arguments: what else the tokenizer writes for each token, by the model's argument.
-        places: of each sentence word -> the place of its first token; words without one are missing.
+        tokens: for each sentence its token ids.
+        token_arguments: the tokenizer's other values for each token, by the model's argument.
+        places: for each sentence: word -> position of its first token; words without a token are missing.
     """
 
     tokens: Tokens
@@ -32,10 +32,10 @@ class WordTokens:
 def of(sentences: Sequence[Sequence[str]], tools: Tools) -> WordTokens:
     """The sentences in at most ``max_length`` tokens each.
 
-    The words are joined by blanks, so that a model reads them as running text, in training and behind a pipeline alike.
+    The words are joined by blanks, so that a model reads them as running text, in training and in a pipeline.
 
     Raises:
-        InputError: the tokenizer does not say which characters a token is.
+        InputError: the tokenizer does not report the characters of a token.
     """
     tokenizer = tools.tokenizer
     if not getattr(tokenizer, "is_fast", False):
@@ -56,7 +56,7 @@ def of(sentences: Sequence[Sequence[str]], tools: Tools) -> WordTokens:
                 max_length=tools.max_length,
                 return_offsets_mapping=True,
             )
-        ids += [row or [tokenizer.pad_token_id or 0] for row in written["input_ids"]]  # no model takes length 0
+        ids += [row or [tokenizer.pad_token_id or 0] for row in written["input_ids"]]  # no model accepts length 0
         for name in names:
             token_arguments[name] += [row or [0] for row in written[name]]
         for i, words in enumerate(some):
@@ -67,11 +67,11 @@ def of(sentences: Sequence[Sequence[str]], tools: Tools) -> WordTokens:
 def _first_tokens(
     words: Sequence[str], offsets: Sequence[tuple[int, int]], sentence: Sequence[int | None]
 ) -> dict[int, int]:
-    """Word -> the place of its first token, of the words joined by blanks.
+    """Word -> position of its first token, for words joined by blanks.
 
     Args:
-        offsets: of each token, its characters.
-        sentence: of each token, None for one that the tokenizer adds.
+        offsets: for each token its characters [start, end).
+        sentence: for each token its sentence; None for a token that the tokenizer adds.
     """
     text, starts = " ".join(words), list(accumulate((len(word) + 1 for word in words[:-1]), initial=0))
     found: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Wraps a torch module and its loss as a Model."""
+"""Wrap a torch module and its loss as a Model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WrappedModel(Model):
     """A :class:`Model` with functions for the loss, the logits and the preparation of rows."""
 
     softmax = False
-    ends: Ends | None = None  # if known otherwise than by ``parts``
+    ends: Ends | None = None  # if not determined by ``parts``
     loss_function: Callable[[nn.Module, Batch], Tensor]
     logits_function: Callable[[nn.Module, Batch], Tensor] | None = None
     prepare_function: Callable[[Table, np.ndarray], Rows] | None = None
@@ -36,17 +36,17 @@ class WrappedModel(Model):
         return self.loss_function(self.module, self._to_device(batch))
 
     def logits(self, batch: Batch) -> Tensor:
-        """The given logits, else the module's output for the batch without its labels."""
+        """The result of the given function, else the module's output for the batch without its labels."""
         batch = self._to_device(batch)
         if self.logits_function is not None:
             return self.logits_function(self.module, batch)
         inputs = {name: x for name, x in batch.items() if name != "labels"}
-        if len(inputs) == 1:  # a module of one argument may call it as it likes
+        if len(inputs) == 1:  # a module with one argument may use any name for it
             return self.module(*inputs.values())  # type: ignore[no-any-return]
         return self.module(**inputs)  # type: ignore[no-any-return]
 
     def prepare(self, table: Table, index: Sequence[int] | np.ndarray, most: float | None = None) -> Rows:
-        """The given preparation, else that of feature vectors."""
+        """Prepare rows by the given function, else as feature vectors."""
         if self.prepare_function is not None:
             return self.prepare_function(table, np.asarray(index, dtype=np.int64))
         return super().prepare(table, index, most)
@@ -92,7 +92,7 @@ def wrap(
         name: for messages and manifests.
 
     Raises:
-        KeyError: a name in ``trainable`` is no parameter.
+        KeyError: a name in ``trainable`` is not a parameter.
         ValueError: ``head`` is not a linear layer.
 
     Example:
@@ -123,7 +123,7 @@ def wrap(
         fingerprint=print_,
         head=found,
     )
-    model.train_too = list(module.modules())  # unlike a foundation model's, its dropout is meant for this training
+    model.train_too = list(module.modules())  # unlike a foundation model, it trains with its own dropout
     model.loss_function, model.logits_function, model.prepare_function = loss, logits, prepare
     model.ends = Ends((), head or None)
     return model

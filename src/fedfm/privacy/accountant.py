@@ -1,4 +1,4 @@
-"""The privacy ledger: the epsilon of each release, and of all together."""
+"""The privacy ledger: the epsilon of each release and of all releases together."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Spent:
 
     Attributes:
         mechanism: e.g. ``"Gaussian, analytic"``.
-        unit: whose presence is hidden: ``"record"``, a row of one client's data set.
+        unit: what the guarantee hides: ``"record"``, the presence of a row of one client's data set.
         relation: which data sets are neighbours: ``"add_remove"``, ``"replace"`` or ``"replace_any"``.
         epsilon: infinite if nothing is guaranteed.
         delta: fixed before the data are seen.
         sensitivity: largest L2 distance between the statistics of neighbours.
         sigma: standard deviation of the noise on these statistics; None: they are not one Gaussian release, e.g. the
             sampled steps of DP-SGD, and do not compose with other entries.
-        composition: of the cells and rounds of the release.
+        composition: how the cells and rounds of the release compose.
         note: further assumptions.
     """
 

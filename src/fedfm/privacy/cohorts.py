@@ -28,7 +28,7 @@ def by_coins(key: bytes, round: int, names: Sequence[str], rate: float) -> list[
 
 
 def rotation(seed: int, names: Sequence[str], period: int, known: Mapping[str, int]) -> dict[str, int]:
-    """A group 0, ..., period - 1 for each name, of sizes that differ by one at most; known ones keep theirs.
+    """A group 0, ..., period - 1 for each name. Group sizes differ by at most one; known names keep their groups.
 
     The experiment's seed determines the order in which groups are filled: groups are not secret.
     """

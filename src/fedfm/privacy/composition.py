@@ -18,8 +18,8 @@ import numpy as np
 from fedfm.errors import InputError
 from fedfm.privacy import gaussian
 
-LARGEST = 1e4  # noise multiplier; more noise is useless
-LITTLE = 0.1  # noise multiplier; with less noise the grid takes minutes, and a release spends an epsilon of dozens
+LARGEST = 1e4  # noise multiplier; with more noise a model learns nothing
+LITTLE = 0.1  # noise multiplier; with less noise the grid takes minutes, and one release spends dozens of epsilon
 STEP = 1.25  # of the search for one
 FINE, COARSE = 1e-4, 1e-3  # step of the losses' grid in the search: every grid gives an upper bound
 

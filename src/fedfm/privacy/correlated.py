@@ -15,12 +15,12 @@ the columns. All entries of C are at least 0, so the Frobenius norm is largest i
 left out: it is the norm of the sum of the columns b apart. With p <= b bands these columns are orthogonal
 (Choquette-Choo et al. (Amplified) Banded Matrix Factorization. NeurIPS 2023, arXiv:2306.08153).
 
-*How good*. The noise of the last model is at most 4 % above that of the best Toeplitz matrix that a numerical search
+*Quality*. The noise of the last model is at most 4 % above that of the best Toeplitz matrix that a numerical search
 found for (T, b) = (12, 3), (24, 6), (30, 5) and (16, 16).
 
-*No gain with b = 1*. Let 1_s be the indicator of the first s rounds. Then s = (1_s^T C^-1) (C 1_s) is at most the
-deviation of model s times the sensitivity, for every C. Independent noise has s at s = T: for the last model it is best
-if all clients are in every round.
+*No gain for b = 1*. Let 1_s be the indicator of the first s rounds. Then s = (1_s^T C^-1) (C 1_s) is at most the
+deviation of model s times the sensitivity, for every C. Independent noise attains s at s = T: if all clients
+are in every round, it is the best noise for the last model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-_EVERY = 64  # all numbers of bands up to this are tried; beyond it a geometric grid with ratio 1.1
+_EVERY = 64  # all numbers of bands up to this one are tried, then a geometric grid with ratio 1.1
 
 
 @dataclass(frozen=True)

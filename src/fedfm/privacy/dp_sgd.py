@@ -1,7 +1,7 @@
 """The guarantee of DP-SGD at one client: the noise that its steps need, its secret coins and its noise.
 
 Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar, Zhang. Deep Learning with Differential Privacy. CCS 2016.
-arXiv:1607.00133, Algorithm 1. Each step takes every row by a coin of its own with probability q (Poisson sampling), so
+arXiv:1607.00133, Algorithm 1. Each step takes every row by a separate coin with probability q (Poisson sampling), so
 the number of rows in a batch is random, and may be 0. Neighbours differ by one row; the number of rows n_k is public:
 a missing row counts as one that adds nothing to any sum. Floats that carry noise lie on a lattice (Mironov 2012).
 """
@@ -64,17 +64,17 @@ class DescentPlan:
 
 
 class PrivateSteps:
-    """A client's steps under a plan: each is taken once, from one start.
+    """A client's steps under a plan. Each step is taken only once, from a single start.
 
     The first training of a round fixes its place among the steps of the run, and its start: everything that determines
     a gradient, with rows and seed. Coins are a function of that start; the noise of a step also depends on the sum that
     it covers: two sums that differ in a bit share no noise. A repeated round takes the same steps with the same noise.
-    Another start of that round is refused, and so is an earlier round: with other noise they would be further
-    releases, which are not accounted.
+    A different start in that round and an earlier round are refused: they would be further releases with
+    different noise, which are not accounted.
 
     The records are in :attr:`Client.write_once`, which has no versions: neither a resume, nor a repeated message, nor
-    the order of rounds undoes them. The client's memory, which has versions, says only at which place the search
-    begins: that of the last round that it knows.
+    the order of rounds undoes them. The client's memory, which has versions, only says where the search begins: at the
+    last round that it knows.
 
     Args:
         steps: in one round.
@@ -132,7 +132,7 @@ class PrivateSteps:
             if found["round"] > t:
                 raise _refusal(f"round {t} comes after round {found['round']}, which was trained already")
             place += found["steps"]  # an entry of an earlier round
-        raise _refusal(f"{place} of {of} private steps are taken; {self._steps} more exceed")
+        raise _refusal(f"{place} of {of} private steps are taken; {self._steps} more would exceed")
 
     def batch(self, step: int) -> NDArray[np.int64]:
         """Indexes of the rows of this round's step 0, 1, ...: each row by its own coin."""
@@ -158,7 +158,7 @@ class PrivateSteps:
         released = self._released.hexdigest().encode()
         if self._client.write_once(f"{MEMORY}-released-{self._place}", released) != released:
             raise _refusal(
-                f"round {self._client.round} was trained before, and its repetition did not come to the same bits, as "
+                f"round {self._client.round} was trained before, and its repetition did not give the same bits, as "
                 "with another processor or a GPU's sums; a second answer would spend privacy that is not accounted"
             )
 

@@ -104,7 +104,7 @@ def _least(holds: Callable[[float], bool], low: float, high: float) -> float:
 def epsilon_of(sigma: float, sensitivity: float, delta: float) -> float:
     """The smallest epsilon for which noise of standard deviation ``sigma`` is (epsilon, delta)-private.
 
-    Infinite without noise, 0 if delta alone suffices.
+    It is infinite without noise, and 0 if delta alone suffices.
 
     Raises:
         InputError: sigma or the sensitivity is negative, or delta is not in (0, 1).

@@ -1,4 +1,5 @@
-"""Normal noise from a secret key: noise that protects records must not come from a generator with a guessable state.
+"""Normal noise from a secret key. Noise that protects records must not come from a generator whose state can be
+guessed.
 
 HKDF-SHA256 derives a subkey for each purpose, ChaCha20 its stream, Box-Muller the normals. The same key, purpose and
 shape give the same numbers, so an interrupted run repeats its noise instead of averaging it away.
@@ -120,7 +121,7 @@ def unpack(lower: Array, d: int) -> Array:
 def on_grid(values: Array, sigma: float | Array) -> Array:
     """Round ``values`` to a lattice whose step, a power of two, depends on sigma alone.
 
-    The last bits of (float + float noise) reveal the float (Mironov 2012); each lattice point stands for many floats.
+    The last bits of (float + float noise) reveal the float (Mironov 2012); each lattice point represents many floats.
     """
     step = np.ldexp(1.0, np.frexp(sigma)[1] - _GRID_BITS)
     return np.asarray(np.round(values / step) * step)

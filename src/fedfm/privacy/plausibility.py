@@ -8,14 +8,14 @@ MOST = 20.0  # epsilon, above which the odds of an attacker may change by more t
 
 
 def of_delta(delta: float, count: int, what: str) -> str | None:
-    """A notice if delta is so large that a mechanism satisfies it that publishes what it should protect.
+    """A notice if delta is so large that a mechanism may satisfy it and publish what it should protect.
 
     A mechanism that publishes each of n rows with probability delta spends epsilon = 0 at this delta. It publishes
     n delta rows on average.
 
     Args:
         count: n, number of protected rows or clients.
-        what: these, in words, e.g. ``"training rows"``.
+        what: name of the rows or clients, e.g. ``"training rows"``.
 
     Example:
         >>> of_delta(1e-5, 1000, "training rows") is None
@@ -26,13 +26,13 @@ def of_delta(delta: float, count: int, what: str) -> str | None:
     better = 10.0 ** math.floor(math.log10(0.1 / count))
     return (
         f"privacy.delta = {delta:g} with {count} {what}: a mechanism that publishes each of them with this probability "
-        f"keeps to any epsilon, so epsilon says next to nothing; set privacy.delta well below 1 / {count}, e.g. "
+        f"satisfies any epsilon, so epsilon guarantees almost nothing; set privacy.delta well below 1 / {count}, e.g. "
         f"{better:g}"
     )
 
 
 def of_epsilon(epsilon: float | None) -> str | None:
-    """A notice if epsilon bounds next to nothing.
+    """A notice if epsilon guarantees almost nothing.
 
     Args:
         epsilon: None if no epsilon is claimed.
@@ -40,6 +40,6 @@ def of_epsilon(epsilon: float | None) -> str | None:
     if epsilon is None or epsilon <= MOST:
         return None
     return (
-        f"epsilon = {epsilon:.4g} bounds next to nothing: what is told of one row or client may make an attacker "
-        f"e^{epsilon:.3g} times as sure of it; it takes more noise, or fewer rounds or passes"
+        f"epsilon = {epsilon:.4g} guarantees almost nothing: what the run discloses about a row may make an attacker "
+        f"e^{epsilon:.3g} times as certain; use more noise, or fewer rounds or passes"
     )

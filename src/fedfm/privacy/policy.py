@@ -50,7 +50,7 @@ class Policy:
 
     @property
     def words(self) -> set[str]:
-        """All words that some method may use; without words the silo takes part in nothing."""
+        """All words that some method may use; a silo without words takes part in nothing."""
         return {*self.allow, *(word for words in self.allow_by_method.values() for word in words)}
 
 
@@ -94,7 +94,7 @@ def _check(key: str, words: Sequence[str]) -> None:
 
 
 def _words_of(pattern: str) -> list[str]:
-    """The words that a pattern of handler names, e.g. ``query.*_evaluate``, stands for; empty if it is none."""
+    """The words that a pattern of handler names, e.g. ``query.*_evaluate``, represents; empty for other texts."""
     kind, dot, rest = pattern.partition(".")
     if pattern in WORDS:
         return [pattern]

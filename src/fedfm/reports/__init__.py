@@ -1,1 +1,1 @@
-"""HTML and tables, from the files of a run directory alone."""
+"""HTML pages and tables from the files of a run directory."""

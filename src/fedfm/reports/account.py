@@ -68,13 +68,13 @@ def messages(run: RunFiles) -> str:
     ]
     head = ["handler", "direction", "form", "messages", "total", "mean", "seconds", "clients", "counted"]
     listing = table(head, rows, "Messages by handler, direction and form", words=(1, 2))
-    listing += note("Seconds: what a mean message takes on a client's link of 0.1, 1 and 10 MB/s.")
+    listing += note("Seconds: time of an average message on a client's link of 0.1, 1 and 10 MB/s.")
     if any(not t.counted for t in run.exposure.traffic):
         listing += note(
-            "Not counted: the hello and evaluation, and messages that only let one program train clients alone."
+            "Not counted: hello and evaluation, and messages with which one program trains several clients."
         )
     sentences = "".join(f"<li>{_sentence(t)}</li>" for t in run.exposure.traffic)
-    meaning = note("In the clear: to the receiver. In a deployment TLS hides every message from all others.")
+    meaning = note("In the clear: for the receiver. In a deployment TLS hides every message from all others.")
     listing += f'<h3>Who saw what</h3><ul class="plain">{sentences}</ul>{note(esc(smallest_sum(run)))}{meaning}'
     return note(text + _operations(run)) + listing + _traffic_by_form(run)
 
@@ -85,18 +85,18 @@ def smallest_sum(run: RunFiles) -> str:
     if least == 1:
         return "The smallest sum that the server saw has 1 update: it could read what each client sent."
     if least is not None:
-        return f"The smallest sum that the server saw has {count(least)} updates; it read no client's update by itself."
+        return f"The smallest sum that the server saw has {count(least)} updates; it read no single client's update."
     replies = any(t.direction == "up" and t.form == "masked" for t in run.exposure.traffic)
     return "This log does not say how many updates are in each sum." if replies else "The server could read no update."
 
 
 def _traffic_by_form(run: RunFiles) -> str:
-    """Bytes that the server and each client received, by form; folded."""
+    """Bytes that the server and each client received, by form, in a folded section."""
     receivers = sorted(run.exposure.received.items(), key=lambda item: (item[0] != SERVER, item[0]))
     forms = [*_FORMS, *sorted({form for _, by in receivers for form in by} - {*_FORMS})]
     rows = [[name, *(size(by[form]) if form in by else "" for form in forms)] for name, by in receivers]
     listing = table(["receiver", *forms], rows, "Bytes that each receiver got, by form")
-    return details(f"What each of {plural(len(rows), 'receiver')} got", listing)
+    return details(f"Bytes of each of {plural(len(rows), 'receiver')}", listing)
 
 
 def _operations(run: RunFiles) -> str:
@@ -105,7 +105,9 @@ def _operations(run: RunFiles) -> str:
     sample, each = numeric(found.get("macs_per_sample")), numeric(found.get("macs_per_client_round"))
     if sample is None or each is None:
         return ""
-    text = f" Computation: {number(sample)} multiply-accumulates a sample forward, {number(each)} a client and round"
+    text = (
+        f" Computation: {number(sample)} multiply-accumulates per sample forward, {number(each)} per client and round"
+    )
     text += " (median)."
     target, rounds = numeric(found.get("target_accuracy")), numeric(found.get("rounds_to_target"))
     if target is None:
@@ -159,7 +161,7 @@ def privacy_claim(run: RunFiles) -> tuple[str, list[str]]:
 
 
 def manifest(run: RunFiles) -> str:
-    """Experiment, versions and fingerprints, to repeat the run."""
+    """Experiment, versions and fingerprints, for repeating the run."""
     m = run.manifest
     facts: list[list[str]] = [["directory", run.path.resolve().name], ["created", _plain(m.get("created"))]]
     facts += [["finished", _plain(m.get("finished"))], ["fedfm", _plain(m.get("fedfm"))]]
@@ -187,7 +189,7 @@ def result(run: RunFiles) -> str:
     rows += [[k, _plain(v)] for k, v in run.result.items() if k not in known]
     text = json.dumps(finite(run.result), indent=2, ensure_ascii=False, sort_keys=True)
     listing = table(["field", "value"], rows, "Fields of the result", words=(1,))
-    return listing + details("The whole result as JSON", code(text, "Result line as JSON"))
+    return listing + details("The complete result as JSON", code(text, "Result line as JSON"))
 
 
 def share_box(run: RunFiles) -> str:
@@ -197,7 +199,9 @@ def share_box(run: RunFiles) -> str:
     counted = " and shows their rows per class" if read and not private else ""
     items.append(f"This report names the clients{counted}; ask them before you share it.")
     if (run.path / WEIGHTS).exists():
-        items.append("Its map of who learns from whom says whose rows resemble whose, and audit.json names the pairs.")
+        items.append(
+            "Its map of who learns from whom shows which clients have similar rows, and audit.json names the pairs."
+        )
     return aside("What must not be shared", items, ' id="share"')
 
 
@@ -210,5 +214,5 @@ def _plain(value: Any) -> str:
         return number(value)
     if isinstance(value, Mapping | list):
         text = to_json(value)
-        return text if len(text) < 4000 else text[:4000] + " … (whole in manifest.json)"
+        return text if len(text) < 4000 else text[:4000] + " … (complete in manifest.json)"
     return str(value)

@@ -22,7 +22,7 @@ def findings(run: RunFiles) -> list[Mapping[str, Any]] | None:
 
 
 def is_outdated(run: RunFiles) -> bool:
-    """Whether the run went on after its audit: the findings are then about earlier parameters."""
+    """Whether the run continued after its audit, so that the findings are about earlier parameters."""
     return not findings_file.is_about(findings_file.read(run.path) or {}, run.result.get("params_sha256"))
 
 
@@ -30,7 +30,7 @@ def section(run: RunFiles) -> str:
     """A table of verdicts, then a paragraph for each finding; nothing without an audit."""
     found = findings(run)
     if found is None:
-        return note("The run went on after its audit: <code>fedfm audit</code> again.") if is_outdated(run) else ""
+        return note("The run continued after its audit: repeat <code>fedfm audit</code>.") if is_outdated(run) else ""
     if not found:
         return note("The run has an audit.json that is not a file of <code>fedfm audit</code>.")
     from fedfm.audits.finding import cells
@@ -38,7 +38,7 @@ def section(run: RunFiles) -> str:
     rows = [[str(f.get("name")), *cells(f)] for f in found]
     listing = table(["finding", "verdict", "estimate", "interval", "bound"], rows, "Findings", words=(1, 3))
     text = "Attacks on a replay of this run, with the knowledge that each question names. The rule of each verdict "
-    text += "stands below its question, with its numbers."
+    text += "is below its question, with its numbers."
     refuted = [str(f.get("name")) for f in found if f.get("contradicts") is True]
     alarm = aside("This run's claims do not hold", refuted, ' role="alert"')
     return alarm + note(esc(text)) + listing + _extraction(found) + "".join(map(_paragraph, found))
@@ -58,7 +58,7 @@ def _extraction(found: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return ""
     most = max([line, *(r.value or 0.0 for r in rows), *(s[1] for s in spans if s)])
-    label = "Relative error of the foundation model that clients compute, with the range over coalitions."
+    label = "Relative error of the foundation model that coalitions of clients compute, with its range."
     return figure(lambda w: bars(w, rows, label, most, (line, "bound"), spans)) + note(esc(label))
 
 

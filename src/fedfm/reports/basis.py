@@ -11,17 +11,17 @@ from fedfm.reports.text import finite
 
 ROWS = {
     GLOBAL_ACCURACY: "on all test rows",
-    LOCAL_ACCURACY: "of each client on its own test rows, in the mean",
+    LOCAL_ACCURACY: "averaged over the clients, each on its own test rows",
     ACCURACY: "as each run states it",
 }
 
 
 class Basis(NamedTuple):
-    """A figure that all runs have.
+    """A score that all runs have.
 
     Attributes:
         key: of a run's metrics.
-        rows: the rows that it was measured on, in words.
+        rows: the rows on which it was measured, in words.
         mixed: the meaning of ``accuracy`` differs among the runs.
     """
 

@@ -51,12 +51,10 @@ def section(run: RunFiles) -> str:
         return _from_counts(names, lists, counts, text)
     known = sequence(mapping(run.manifest.get("model")).get("classes"))
     if known and run.value(GLOBAL_ACCURACY) is None and run.value(LOCAL_ACCURACY) is not None:
-        return note(
-            "The server judged no test rows of its own, and silos send no counts: there are no scores of classes."
-        )
+        return note("The server has no test rows, and silos send no counts: there are no scores of classes.")
     if len(known) > _KEPT and run.value(GLOBAL_ACCURACY) is not None:
         return note(
-            f"Scores of single classes are kept for up to {count(_KEPT)} classes; these are {count(len(known))}."
+            f"Scores of single classes are kept for up to {count(_KEPT)} classes; this run has {count(len(known))}."
         )
     return ""
 
@@ -89,7 +87,7 @@ def _from_matrix(names: Sequence[str], cells: list[list[float]], text: str) -> s
     label = f"Confusion matrix of {len(names)} classes, as shares of each true class."
     drawn = figure(lambda w: heat(w, shares, names, label, 1.0))
     counts = [[name, *(count(int(n)) for n in row)] for name, row in zip(names, cells, strict=True)]
-    text = f"Global test rows; a line is a true class, a column what the model says. {text}"
+    text = f"Global test rows; a row is a true class, a column the predicted class. {text}"
     return (
         note(esc(text))
         + drawn

@@ -19,10 +19,10 @@ FILE = WEIGHTS
 MOST_CLIENTS = 60  # rows of a map; more are grouped
 GROUPS = 40  # rows of a grouped map
 SMALL = 24  # rows of a small map
-FEW = 5  # layers, and rounds, with a map of their own
+FEW = 5  # layers, and rounds, with their own map
 MOST_WORDS = 12  # clients in the terminal's text
 REVEALS = (
-    "The map says who resembles whom: who knows the data of one client knows something of those of its neighbours. "
+    "The map shows which clients are alike: the data of one client disclose something about those of its neighbours. "
     "fedfm audit measures this on this run. The server "
     "computes the map and sends it to no client: share it only with readers whom all clients trust."
 )
@@ -101,7 +101,7 @@ def section(run: RunFiles) -> str:
 
 
 def words(path: Path) -> str:
-    """The map as text for the terminal: one line a client; "" without weights."""
+    """The map as text for the terminal, with one line per client; "" without weights."""
     try:
         w = load(path)
     except ValueError:
@@ -109,10 +109,12 @@ def words(path: Path) -> str:
     if w is None:
         return ""
     p = w.last.mean(0)
-    out = [f"who learns from whom ({FILE}; it says who resembles whom):"]
+    out = [f"who learns from whom ({FILE}; it shows which clients are alike):"]
     for i, (k, share) in enumerate(_most(p)[:MOST_WORDS]):
         name = shorten(w.clients[i], 40)
-        most = f", learns most from {shorten(w.clients[k], 40)} ({percent(share)})" if k >= 0 else ", from nobody else"
+        most = (
+            f", learns most from {shorten(w.clients[k], 40)} ({percent(share)})" if k >= 0 else ", from no other client"
+        )
         out.append(f"  {name} keeps {percent(p[i, i])}{most}")
     if len(p) > MOST_WORDS:
         out.append(f"  and {count(len(p) - MOST_WORDS)} more: all in the report")
@@ -213,7 +215,7 @@ def _own_by_layer(w: Weights) -> str:
     series = [_line(f"mean of {len(w.layers)} layers", w, map(_mean, own), 1)]
     for colour, layer in enumerate(shown, start=2):
         series.append(_line(w.layers[layer], w, map(_mean, own[:, layer]), colour))
-    text = "Mean over clients. The lower a layer's line, the more it takes from others."
+    text = "Mean over clients. The lower the line of a layer, the more it takes from other clients."
     if len(shown) < len(w.layers):
         text += f" {len(shown)} of {len(w.layers)} layers, evenly from the first to the last; all are in {FILE}."
     return note(esc(text)) + _plot(series, "Lines of a client's weight of itself, by layer and round.")
@@ -248,5 +250,5 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _spread(n: int, most: int) -> list[int]:
-    """At most ``most`` of n places, evenly from the first to the last."""
+    """At most ``most`` of n positions, evenly spaced from the first to the last."""
     return sorted({round(i) for i in np.linspace(0, n - 1, min(n, most)).tolist()})

@@ -1,4 +1,4 @@
-"""Runs side by side: a table for the terminal, a page, and a section of a report with baselines."""
+"""Comparison of runs: a table for the terminal, a page, and a section of a report with baselines."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _PLAIN = ("perplexity", "local loss")  # metrics that are not fractions
 
 
 def table(run_dirs: Sequence[Path]) -> str:
-    """The runs as an aligned text table, one a line, in the given order.
+    """The runs as an aligned text table, one per line, in the given order.
 
     Accuracies are fractions. If ``accuracy`` is measured on all test rows in some runs and on each client's own rows
-    in others, it is left out, and a last line names the figure for comparison. ``spread`` is the standard deviation
+    in others, it is left out, and a last line names the score for comparison. ``spread`` is the standard deviation
     over the clients' accuracies. For language models the table has ``perplexity`` and ``local loss`` (mean on the
-    clients' own test rows), and no column that all runs lack. If a run is unfinished, ``state`` is added.
+    clients' own test rows), but no column that all runs lack. If a run is unfinished, ``state`` is added.
 
     Raises:
         InputError: no run is given, or a file is missing or invalid.
@@ -61,7 +61,7 @@ def _compared_by(runs: Sequence[RunFiles]) -> list[str]:
         return []
     own = [name for name, run in zip(labels(runs), runs, strict=True) if meaning(run) == LOCAL_ACCURACY]
     return [
-        f"compared by the accuracy {by.rows}; the accuracy that {', '.join(own)} states is of each client's own rows"
+        f"compared by the accuracy {by.rows}; the accuracy of {', '.join(own)} is measured on each client's own rows"
     ]
 
 
@@ -85,7 +85,7 @@ def _listing(
 
 
 def _figures(runs: Sequence[RunFiles]) -> dict[str, list[float | None]]:
-    """Metrics: column -> a value a run; for language models without the columns that all runs lack."""
+    """Metrics: column -> one value per run; for language models without the columns that all runs lack."""
     shares = {} if basis(runs).mixed else {"accuracy": [run.value("accuracy") for run in runs]}
     shares |= {
         "global": [run.value(GLOBAL_ACCURACY) for run in runs],
@@ -135,7 +135,7 @@ def section(runs: Sequence[RunFiles]) -> str:
 
     names = labels(runs)
     incomplete = [f"{name}: {text}" for name, run in zip(names, runs, strict=True) for text in run.missing]
-    warning = aside("Records that are not whole", incomplete) + aside("Not like for like", differences(runs))
+    warning = aside("Incomplete records", incomplete) + aside("Not like for like", differences(runs))
 
     def show(column: str, value: float | None) -> str:
         if column in _PLAIN or value is None:
@@ -217,11 +217,11 @@ def differences(runs: Sequence[RunFiles]) -> list[str]:
 def other_data(runs: Sequence[RunFiles]) -> list[str]:
     """Sentences if the runs' data differ or may differ, by the fingerprints of all rows.
 
-    Under [privacy] each run has a fingerprint with a key of its own, so that two runs cannot be compared.
+    Under [privacy] each run has a fingerprint with its own key, so that two runs cannot be compared.
     """
     out, public = [], _not_private(runs)
     if others := _unlike(public, lambda run: mapping(run.manifest.get("fingerprints")).get("data")):
-        text = f"The figures are of different data: the rows (fingerprint) of {', '.join(others)} are not "
+        text = f"The scores are of different data: the rows (fingerprint) of {', '.join(others)} are not "
         out.append(f"{text}{next(iter(public))}'s.")
     if (keyed := [n for n in labels(runs) if n not in public]) and len(runs) > 1:
         out.append(f"The data of {', '.join(keyed)} cannot be compared: [privacy] keys the fingerprint.")

@@ -166,7 +166,7 @@ def _analysis(run: RunFiles) -> str:
             ("Result", f"{model}; params_sha256 {run.result.get('params_sha256') or 'not in the manifest'}"),
             ("Deviations", "; ".join(lost) or "none is recorded"),
             *([("Clients that attacked on purpose", attackers)] if attackers else []),
-            *([("Joined after training, with a model of its own each", ", ".join(late))] if late else []),
+            *([("Joined after training, each with its own model", ", ".join(late))] if late else []),
             ("Audit of the code and of its design; review", None),
         ]
     )
@@ -186,7 +186,7 @@ def _attacks(run: RunFiles, found: Sequence[Any], unfit: str) -> str:
     head = ["attack", "question", "verdict", "estimate", "interval", "bound"]
     listing = table(head, rows, "Attacks", words=(1, 2, 4)) + note(esc(_rules(shown)))
     more = f"{plural(len(found) - _MOST, 'finding')} more: see report.html. " if len(found) > _MOST else ""
-    more += "The run went on after its audit: audit it again. " if is_outdated(run) else ""
+    more += "The run continued after its audit: audit it again. " if is_outdated(run) else ""
     text = "Leaks: an attacker learns something. An attack that finds nothing proves nothing."
     return (
         listing + note(esc(more + text + (f" {unfit}." if unfit else ""))) + _facts([("Tests outside of fedfm", None)])
@@ -221,7 +221,7 @@ def _risk(run: RunFiles, found: Sequence[Any]) -> str:
         lines.append("Each client's model is fitted to its rows; clients/ holds those that clients revealed.")
     if late := newcomers_of(run):
         lines.append(f"{', '.join(late)} joined after training: the model in clients/ is fitted to their rows alone.")
-    lines += [f"Not whole: {text}." for text in run.missing]
+    lines += [f"Incomplete: {text}." for text in run.missing]
     items = "".join(f"<li>{esc(line)}</li>" for line in dict.fromkeys(lines))
     return f'<ul class="plain">{items}</ul>' + _facts(
         [

@@ -7,7 +7,7 @@ from fedfm.reports.read import RunFiles
 from fedfm.reports.svg import Series, lines
 from fedfm.reports.text import count, duration, number
 
-_HEAD = ["round", "parameters trained, all clients", "mean per client", "mean active layers", "rows that decide"]
+_HEAD = ["round", "parameters trained, all clients", "mean per client", "mean active layers", "rows for the decision"]
 
 
 def section(run: RunFiles) -> str:

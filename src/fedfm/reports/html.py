@@ -57,7 +57,7 @@ def write(run_dir: Path, baselines: Sequence[Path] | None = None) -> Path:
     ]
     version = esc(run.manifest.get("fedfm") or "")
     head = f'<p class="eyebrow">fedfm {version} · run report</p><h1>{esc(run.name)}</h1>'
-    missing = aside("This record is not whole", run.missing, ' id="missing" role="alert"')
+    missing = aside("This record is incomplete", run.missing, ' id="missing" role="alert"')
     head += f'<p class="lead">{sentence(run)}</p>{_status(run)}{missing}{_tiles(run)}{account.share_box(run)}'
     made = f"Written by fedfm {version} from manifest.json, metrics.jsonl and messages.jsonl of this run."
     return save(page(f"{run.name} · fedfm", head, [p for p in parts if p[2]], made), Path(run_dir) / "report.html")

@@ -8,7 +8,7 @@ from fedfm.reports.text import esc, percent
 
 
 def section(run: RunFiles) -> str:
-    """A line for each newcomer; nothing without any."""
+    """A line for each newcomer; empty without newcomers."""
     joined = mapping(run.manifest.get("newcomers"))
     rows = []
     for name, about in joined.items():
@@ -19,6 +19,6 @@ def section(run: RunFiles) -> str:
     if not rows:
         return ""
     head = ["newcomer", "its start", "its model", "alone", "made mostly of"]
-    text = "Clients that came after training, on their own test rows: the start that the federation gives, the model "
-    text += "after their own local pass, and as many passes without the federation."
+    text = "Clients that joined after training, on their own test rows: the start weights of the federation, the model "
+    text += "after their own local pass, and the same number of passes without the federation."
     return note(esc(text)) + table(head, rows, "Newcomers", words=(4,))

@@ -43,15 +43,15 @@ def reading(run: RunFiles) -> str:
     delta, factor = numeric(found["delta"]) or 0.0, math.exp(min(epsilon, _LARGEST))
     twice = f"epsilon = {number(2 * epsilon)}"
     twice += f" at delta = {number(min((1 + factor) * delta, 1.0))}" if delta else ""
-    but = f", but for a probability of about {number(delta)}" if delta else ""
+    but = f", except with a probability of about {number(delta)}" if delta else ""
     if found["unit"] == "client":
         what = "all rows of one client"
-        more = f"A person whose rows lie at k clients spends k times as much as one at a single client (two: {twice})"
+        more = f"A person with rows at k clients spends k times as much as a person at one client (two: {twice})"
     else:
         what = "one given row"
-        more = f"A person with k rows spends k times as much as one with a single row (two rows: {twice})"
+        more = f"A person with k rows spends k times as much as a person with one row (two rows: {twice})"
     return (
-        f"Whoever sees all that the run released can change the odds that {what} took part by at most a factor of "
+        f"Anyone who sees all that the run released can change the odds that {what} took part by at most a factor of "
         f"e^epsilon = {number(factor)}{but}. {more}, and test rows, names of clients and classes, times, and other "
         "runs on the same rows are not covered."
     )
@@ -69,10 +69,10 @@ def present(run: RunFiles, sentence: str) -> str:
     if there[0] == "private/" and (claim := _MEMORIES.match(rest)):
         held = _content_of(run.path / "private")
         if not held and "private/data.json" not in rest:
-            return "private/ holds a lock and no clients' memories or keys."
+            return "private/ holds a lock, but no clients' memories or keys."
         rest = " holds " + (_enumerate_words(held) if held else "no memories or keys") + rest[claim.end() :]
     if not (run.path / "dossier.html").exists():
-        rest = rest.replace("report.html and dossier.html tell", "report.html tells")
+        rest = rest.replace("report.html and dossier.html state", "report.html states")
     *first, last = there
     glue = ", " if rest.startswith(" and ") else " and "
     return (glue.join([", ".join(first), last]) if first else last) + rest

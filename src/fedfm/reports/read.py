@@ -124,7 +124,7 @@ class RunFiles:
 
     @property
     def silos_own_rows(self) -> bool:
-        """Whether clients have rows of their own, without a partition of common rows."""
+        """Whether clients have their own rows, without a partition of common rows."""
         at_sites = self.manifest.get("clients") and self.manifest.get("split", "") is None  # of a deployment
         return bool(mapping(self.experiment.get("data")).get("clients") or at_sites)
 

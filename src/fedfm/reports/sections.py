@@ -13,7 +13,7 @@ from fedfm.reports.read import Round, RunFiles, mapping, numeric, sequence, whol
 from fedfm.reports.svg import COLOURS, ChartBar, Format, Series, bars, heat, lines, neighbours
 from fedfm.reports.text import count, duration, esc, finite, number, numbers, percent, plural
 
-MOST_BARS = 40  # clients with a bar of their own; more are averaged in groups of neighbours
+MOST_BARS = 40  # clients with their own bar; more are averaged in groups of neighbours
 MOST_COLUMNS = 100
 MOST_CELLS = 20_000  # of the table of class counts
 
@@ -129,7 +129,7 @@ def clients(run: RunFiles) -> str:
     body = figure(lambda w: bars(w, drawn, f"Bars. {text}.", max(known) if as_loss else 1.0, line))
     listing = table(["client", name], [[r.label, r.text] for r in rows], f"{name.capitalize()} per client")
     body += _before_and_after(run, final, order, as_loss) or details("All clients", listing)
-    grouped = "Sorted and gathered into groups of neighbours; a bar is a group's mean." if many else ""
+    grouped = "Sorted and averaged in groups of neighbours; each bar is a group's mean." if many else ""
     return note(f"{esc(text)}. {grouped}") + body
 
 

@@ -51,7 +51,9 @@ class Scale:
 
 @dataclass(frozen=True)
 class ChartBar:
-    """A row of a bar chart. ``text`` stands after the bar, ``value`` None draws none; ``title`` shows on hover."""
+    """A row of a bar chart. ``text`` is shown after the bar; without ``value`` there is no bar; ``title`` is shown on
+    hover.
+    """
 
     label: str
     value: float | None

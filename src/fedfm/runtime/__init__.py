@@ -1,1 +1,1 @@
-"""One run: its directory, its server loop, its clients, evaluation, and what is kept and checked between rounds."""
+"""One run: its directory, its server loop, its clients, its evaluation, and the checks between rounds."""

@@ -1,4 +1,4 @@
-"""What a finished run's own metrics say about it, as notices."""
+"""Notices about a finished run, from its own metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def overfitting_notices(lines: Sequence[Mapping[str, Any]], experiment: Experime
     if len(known) < 3:
         return []
     last, trained = known[-1], known[1:]
-    # A start that knows nothing has a low loss, which says nothing of the rounds after it.
+    # An untrained start has a low loss (uniform predictions), so later rounds cannot be compared with it.
     lows = [min(points, key=lambda point: point[1]) for points in (known, trained)]
     worse = [low for low in lows if last[1] >= _RISE * low[1] and last[2] <= low[2] - _FALL]
     if not worse:
@@ -36,7 +36,7 @@ def overfitting_notices(lines: Sequence[Mapping[str, Any]], experiment: Experime
 
 
 def _cure(experiment: Experiment) -> str:
-    """What this experiment can take against it."""
+    """The settings of this experiment that can prevent it."""
     run, data, found = experiment.run, experiment.data, ["fewer rounds"]
     if isinstance(experiment.method, TrainsLocally):
         found.append("a smaller method.local.learning_rate")
@@ -50,13 +50,13 @@ def _cure(experiment: Experiment) -> str:
 
 
 def outside(module: nn.Module) -> list[str]:
-    """A notice if arguments of a twin's polynomials left their intervals, of the rows that this process has seen."""
+    """A notice if arguments of a student's polynomials left their intervals, on the rows that this process computed."""
     counts = derived_modules.violations(module).values()
     if not (far := sum(n for n, _ in counts)):
         return []
     return [
         f"{far:,} of {sum(total for _, total in counts):,} arguments of the model's polynomials were outside their "
-        "intervals: of a row far outside there are no numbers, and a head takes it as a row of which nothing is known; "
+        "intervals: activations of a row far outside overflow, and a head treats such a row as unknown; "
         "distil the model on rows like these"
     ]
 

@@ -1,7 +1,7 @@
-"""Scores between asynchronous rounds of a deployment: each silo's, of the model that it was last sent.
+"""Scores between asynchronous rounds of a deployment: each client scores the model that it last received.
 
-To ask for them after each round would wait for whoever trains. So a silo scores the model that it is sent, before it
-trains, and tells it in the metrics of its update. The server keeps the newest scores of each.
+A request for scores after each round would wait for the clients that train. So a client scores the received model
+before it trains, and reports the scores in the metrics of its update. The server keeps each client's newest scores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedfm.runtime.predictions import PARTS, scores, seen_by
 
 FAILED = f"{SENT}failed"  # 1 in the metrics of an update whose client could not score the model that it was sent
 _NEWEST = "newest_scores"  # in the server's memory: client -> {"round": of the model, part: metrics}
-_SLACK = 2  # times the usual age: a client that is slower holds the mean back, as its scores tell of former models
+_SLACK = 2  # times the usual age: older scores are left out of the mean, since they belong to former models
 
 
 def of_sent(
@@ -28,12 +28,12 @@ def of_sent(
     payload: Mapping[str, Any],
     as_told: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda found: found,
 ) -> dict[str, float]:
-    """Client half: scores on its own rows of the model in a request for training, as metrics of the update.
+    """Client half: scores of the received model on the client's own rows, as metrics of its update.
 
-    They are none if the request has several vectors of parameters, of which only the method knows the model.
+    There are none if the request has several parameter vectors: only the method knows which of them is the model.
 
     Args:
-        as_told: makes of scores what may leave.
+        as_told: reduces scores to what may leave the silo.
     """
     sent = [value for value in payload.values() if isinstance(value, Params)]
     if len(sent) != 1:
@@ -57,21 +57,21 @@ class Newest:
 
     def __init__(self, fed: Federation, every: int, buffer: int) -> None:
         self._fed, self._start = fed, dict[ClientId, dict[str, Any]]()
-        # n equally fast clients, K a round: each answers every n/K rounds, to a model of n/K rounds before.
+        # With n equally fast clients and K updates a round, a client answers every n/K rounds.
         self._oldest = every + _SLACK * 2 * len(fed.clients) / buffer
 
     def begin(self, part: str, told: Mapping[ClientId, Mapping[str, Any]]) -> None:
-        """Take in the scores of the start model, which clients are asked for: later lines have the same clients."""
+        """Record the requested scores of the start model, so that later lines have the same clients."""
         for client, found in told.items():
             if found:
                 known = {key: value for key, value in found.items() if value is not None}
                 self._start.setdefault(client, {"round": 0})[part] = known
 
     def hear(self) -> list[ClientId]:
-        """Take in what came with this round's updates; before the commit, so that a resumed run has it too.
+        """Record the scores that came with this round's updates; before the commit, so that a resumed run has them too.
 
         Returns:
-            The clients that could not score what they were sent.
+            The clients that could not score the model that they were sent.
         """
         known = {**self._start, **self._fed.memory.get(_NEWEST, {})}
         for client, metrics in self._fed.client_metrics.items():
@@ -87,11 +87,11 @@ class Newest:
         return sorted(client for client, metrics in self._fed.client_metrics.items() if metrics.get(FAILED))
 
     def rounds(self) -> dict[ClientId, int]:
-        """The rounds of the models that were scored, without those of long ago."""
+        """The rounds of the scored models, without rounds that are too old."""
         known = self._fed.memory.get(_NEWEST, {})
         return {c: told["round"] for c, told in known.items() if self._fed.round - told["round"] <= self._oldest}
 
     def of(self, part: str) -> dict[ClientId, dict[str, Any]]:
-        """Metrics on the ``test`` or ``val`` rows of each client; {} for one that has told none lately."""
+        """Metrics on the ``test`` or ``val`` rows of each client; empty if the client has reported none recently."""
         known, lately = self._fed.memory.get(_NEWEST, {}), self.rounds()
         return {c: dict(known[c].get(part, {})) if c in lately else {} for c in self._fed.clients}

@@ -1,8 +1,8 @@
-"""What rows, model and libraries tell before the first round, so that it costs no client its part in the run.
+"""Checks of rows, model and libraries before the first round, so that a mistake costs no client its part in the run.
 
-The widths of feature vectors are looked at, tokens are compared with the embedding, and the model computes a few rows
-(that pictures and cells can be read, reading has told already). What is wrong is refused with its place;
-what may be wrong is a notice.
+They compare the columns of feature vectors, compare tokens with the embedding, and compute the model on a few rows.
+(The reader has already checked that images and cells can be read.) A fault is refused with its place; a probable
+fault is a notice.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.training import TrainsLocally
 from fedfm.training.optimisers import joins_last
 
-_FEW = 8  # rows to choose the two shortest of, whose loss is computed
+_FEW = 8  # rows; the loss of the two shortest is computed
 _PAIR = 2
 
 
 def check(method: Method[Any], population: Partitioned) -> list[str]:
-    """Refuse what would fail in a client; returns notices about the model.
+    """Refuse an experiment that would fail in a client; returns notices about the model.
 
     Raises:
         InputError: with the file, the row, the client or the key.
@@ -83,7 +83,7 @@ def _rows(population: Partitioned) -> np.ndarray:
 
 
 def _try(method: Method[Any], population: Partitioned) -> list[str]:
-    """The model computes what it sends or trains on, of the first client's first rows; notices of :func:`look`."""
+    """Compute features or a loss on the first client's first rows; returns the notices of :func:`look`."""
     model, table = population.model, population.federated.table
     clients = (population.federated.clients[name] for name in population.clients)
     first = next((of.train[:_FEW] for of in clients if len(of.train)), None)

@@ -1,4 +1,4 @@
-"""The client side of a run: each request calls a method's client half in one silo.
+"""The client side of a run: each request calls a method's client half for one client.
 
 All engines share this code: the local engine calls :meth:`Silos.answer` directly; a Flower ClientApp decodes a message,
 calls it, and encodes the result.
@@ -71,22 +71,22 @@ class Silos:
 
     Args:
         memory: folder of clients' memories, one subfolder each.
-        attack: runs a client half in place of the client, given the half, the client and the payload (see
+        attack: replaces the client half of some clients; it is called with the half, the client and the payload (see
             :class:`fedfm.attacks.attackers.Attackers`); None: all clients are honest.
-        allow: the silo's policy, words of :mod:`fedfm.privacy.policy`; ``("mean",)`` shows the server no single reply.
+        allow: the silo's policy, in words of :mod:`fedfm.privacy.policy`; ``("mean",)`` shows no single reply.
         on_error: receives the traceback of a handler's exception, which stays at the client.
-        local_scores: an update for a mean also carries the accuracy of the client's model on the client's own test
+        local_scores: an update for a mean also contains the accuracy of the client's model on the client's own test
             rows before aggregation.
-        scores_sent: after how many rounds an update carries scores of the model that the client was sent, if the policy
-            allows scores; 0: never (see :mod:`fedfm.runtime.async_scores`).
-        reveal: the server receives why a client half failed, a text that may hold paths and values; else the code, and
-            a sentence that is the same for all rows.
+        scores_sent: number of rounds between updates with scores of the received model, if the policy allows scores;
+            0: never (see :mod:`fedfm.runtime.async_scores`).
+        reveal: the server receives the text of a client half's failure, which may contain paths and values; else it
+            receives the code and a sentence that is the same for all rows.
         transport: precision of the Params in messages, ``run.transport``.
-        own: what a silo's file says of each :class:`~fedfm.core.client.Client`: ``smallest_cohort``, ``identity``,
-            ``roster``, ``log``; None if the clients hold parts of the server's own table.
+        own: attributes of each :class:`~fedfm.core.client.Client` from a silo's file: ``smallest_cohort``,
+            ``identity``, ``roster``, ``log``; None if the clients hold parts of the server's own table.
 
     Attributes:
-        blanks: codes of the failures in whose place the last call of :meth:`answer` gave an empty update.
+        blanks: codes of the failures that the last call of :meth:`answer` replaced by an empty update.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Silos:
             from fedfm.core.transport import Coding
 
             self._coding = Coding(transport, _existing(population.client_model))
-        self._rebuilt: tuple[Any, Any] = (None, None)  # the last payload, as it came and rebuilt
+        self._rebuilt: tuple[Any, Any] = (None, None)  # the last payload: as received, and decoded
         self.population, self.aggregator, self.attack, self.allow = population, aggregator, attack, tuple(allow)
         self._memory, self._seed, self._on_error = memory, seed, on_error
         self.method, self._reveal, self._local_scores = method, reveal, local_scores
@@ -158,7 +158,7 @@ class Silos:
         ]
 
     def _payload(self, payload: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A payload without coded Params: of one that several clients share, one object."""
+        """The payload with its Params decoded; several clients that share a payload get one object."""
         if self._coding is None:
             return payload
         if self._rebuilt[0] is not payload:
@@ -196,7 +196,7 @@ class Silos:
             raise ClientFault(E_REFUSED, why)
 
     def _fault(self, client: ClientId, error: BaseException) -> ClientFault:
-        """A failure as the server is told it; what it is not told stays in the errors' log."""
+        """The fault that the server receives; all other detail stays in the client's error log."""
         if isinstance(error, ClientFault):
             if self._reveal or error.code in OF_NO_ROW:
                 return error
@@ -205,7 +205,7 @@ class Silos:
         self._on_error(client, "".join(traceback.format_exception(error)))
         text = first_line(error)
         if isinstance(error, Lost):
-            return ClientFault(E_LOST, text if self._reveal else f"what it keeps is damaged or missing: {UNTOLD}")
+            return ClientFault(E_LOST, text if self._reveal else f"its stored state is damaged or missing: {UNTOLD}")
         if not self._reveal:
             return ClientFault(E_EXCEPTION, SENTENCES[E_EXCEPTION])
         return ClientFault(E_EXCEPTION, f"{type(error).__name__}: {text}" if text else type(error).__name__)
@@ -246,7 +246,7 @@ class Silos:
         return reply
 
     def _part(self, client: Client, request: Request, payload: Mapping[str, Any], call_half: Callable[[], Any]) -> Any:
-        """The client's part of a mean: its update with what goes along, as the aggregation sends it."""
+        """The client's part of a mean: its update and metrics in the aggregation's form."""
         of_sent = self._of_sent(client, payload) if self._scores_due(request) else {}
         reply = call_half()
         if self._local_scores and isinstance(reply, Update):
@@ -256,12 +256,12 @@ class Silos:
         return self.aggregator.protect(client, reply)
 
     def _blank(self, client: Client, error: Exception) -> Any:
-        """An empty part in place of a refusal, where the server sees sums: whether a part failed depends on rows.
+        """An empty part in place of a failure, where the server sees sums: whether a part failed depends on the rows.
 
-        Where all clients hold parts of the server's own table, it is told the failure, since nobody reads silos' logs.
+        If all clients hold parts of the server's table, the server gets the fault, since there are no silos' logs.
 
         Raises:
-            Exception: the error, where the server sees single updates or the refusal tells of no row.
+            Exception: the error, if the server sees single updates or the refusal does not depend on rows.
         """
         of_no_row = isinstance(error, Lost) or (isinstance(error, ClientFault) and error.code in OF_NO_ROW)
         reply = None if of_no_row or not self._own else self.aggregator.blank(client)
@@ -278,14 +278,14 @@ class Silos:
         """Reason to refuse a request, or None. The silo itself looks up what a handler exposes."""
         if f"{kind}.{name}" not in self._handlers:
             own = [k for k in EXPOSES if f"{k}.{name}" in self._handlers]
-            none = f"{name} is no handler of this run, or its method declares it in neither means nor asks"
+            none = f"{name} is not a handler of this run, or its method declares it in neither means nor asks"
             return f"{name} answers {' and '.join(own)}, not {kind}" if own else none
         if (exposed := EXPOSES.get(kind, kind)) not in self.allow:
             return f'this silo\'s policy does not allow {kind}.{name}: "{exposed}" is not in allow'
         return None
 
     def _scores_due(self, request: Request) -> bool:
-        """Whether the client is to score the model that it was sent; a process that was started anew begins anew."""
+        """Whether the client must score the received model now; a restarted process starts the count again."""
         if not self._scores_sent or EXPOSES["scores"] not in self.allow:
             return False
         last = self._scored.get(request.client)
@@ -295,7 +295,7 @@ class Silos:
         return True
 
     def _of_sent(self, client: Client, payload: Mapping[str, Any]) -> dict[str, float]:
-        """Scores of the model that the client was sent; what prevents them prevents no training, and is told."""
+        """Scores of the received model; a failure here is reported and does not prevent training."""
         from fedfm.runtime import async_scores
 
         try:
@@ -305,7 +305,7 @@ class Silos:
             return {async_scores.FAILED: 1.0}
 
     def _before_aggregation(self, client: Client) -> dict[str, float]:
-        """Accuracy and loss of the client's trained model, and 1, whose mean is the share of clients with test rows."""
+        """Accuracy and loss of the client's trained model, and a 1: its mean is the share of clients with test rows."""
         if client.trained is None or not len(client.data.test):
             return {}
         seen = seen_by(self.method, client)
@@ -315,11 +315,11 @@ class Silos:
         return known | {JUDGED: 1.0} if known else {}
 
     def _as_told(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Scores as they may leave: of a silo's own rows with few digits."""
+        """Scores in the form that may leave: rounded if they are of a silo's own rows."""
         return coarse(found) if self._own else found
 
     def client(self, request: Request) -> Client:
-        """The client in its state at this request."""
+        """The client with its state at this request."""
         plan, data = self.aggregator.mechanism.plan, self.population.data(request.client)
         descent: Descent | None = None
         if plan is not None:
@@ -343,7 +343,7 @@ class Silos:
         )
 
     def _span(self, t: int) -> tuple[float, float]:
-        """The part of the run that round t is; what a method asks before or after its rounds is at the ends."""
+        """The part of the run that round t covers; requests before or after the rounds are at the ends 0 and 1."""
         total = max(self.method.rounds, 1)
         return min(max(t - 1, 0), total) / total, min(t, total) / total
 
@@ -355,7 +355,7 @@ def _existing(model: Model | None) -> Model:
 
 
 def _kinds(fn: Callable[..., Any]) -> tuple[str, ...]:
-    """The kinds of message that a client half answers: that of its mark, else those that its method declares."""
+    """The kinds of message that a client half answers: its decorator's kind, else those that its method declares."""
     of: Any = fn.__self__  # type: ignore[attr-defined]
     if fn.kind or not isinstance(of, Method):  # type: ignore[attr-defined]
         return (fn.kind or "query",)  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""Memory of a client between messages, on the client's own disk, and of the server between rounds.
+"""Memory of a client between messages, on the client's own disk, and memory of the server between rounds.
 
-Each (round, call) that writes makes a version of its own, and reads see the newest version before it. A server that was
+Each (round, call) that writes makes its own version, and reads see the newest version before it. A server that was
 killed and repeats a round therefore finds each client in its earlier state, without any rollback.
 """
 
@@ -22,7 +22,7 @@ from fedfm.runtime.file_integrity import SECRET, version_name, version_of
 ROUNDS, CALLS = 10**7 - 1, 10**5 - 1  # the largest of each that fits into a version's name
 BACK = 2  # rounds that a resume may go back: to the newest checkpoint, or to the one before if it is damaged
 
-FIRSTS, STORES = "+first", "+store"  # never a party's folder, as kept_files.LISTS
+FIRSTS, STORES = "+first", "+store"  # never a party's folder, like LISTS of file_integrity
 
 entropy = os.urandom  # tests replace it
 
@@ -30,7 +30,7 @@ entropy = os.urandom  # tests replace it
 def secret(root: Path, client: str, name: str) -> bytes:
     """32 bytes, drawn once and kept with the client's memory.
 
-    They have no versions: a round that is repeated after a crash must release the same noise, not a second sample.
+    A secret has no versions: a round that is repeated after a crash must release the same noise, not a second sample.
 
     Raises:
         Lost: their file is damaged or missing; a second draw would be a second release.
@@ -57,9 +57,9 @@ def secret_file(root: Path, client: str, name: str) -> Path:
 
 
 def first(root: Path, client: str, name: str, value: bytes) -> bytes:
-    """The first value of a name; it is on the disk, without versions, when this returns.
+    """Store a name's first value, and return it; later values are ignored. It is on the disk when this returns.
 
-    Of several processes that give a value at the same time one is the first, and all get its value.
+    If several processes store a value at the same time, one wins, and all get its value.
 
     Raises:
         Lost: its file is damaged.
@@ -79,7 +79,7 @@ def first(root: Path, client: str, name: str, value: bytes) -> bytes:
 
 
 class Store(MutableMapping[str, bytes]):
-    """Values that are on the disk when an assignment returns, without versions: no resume undoes them.
+    """Values without versions: each is on the disk when its assignment returns, and no resume undoes it.
 
     Args:
         root: folder of all stores; each party has a subfolder, made on the first write.
@@ -132,7 +132,7 @@ def of_server(private: Path) -> Callable[[int], MutableMapping[str, Any]]:
 
 
 class DiskMemory(MutableMapping[str, Any]):
-    """A memory that is loaded on first use and written by :meth:`commit` if it changed. A failed handler never commits.
+    """A memory, loaded on first use. :meth:`commit` writes it if it changed; a failed handler never commits.
 
     Reading raises :class:`~fedfm.errors.Lost` if the required version is damaged or missing: an older version would
     silently continue from another state.

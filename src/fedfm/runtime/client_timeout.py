@@ -1,7 +1,7 @@
-"""How long the server waits for a client: ``run.timeout``, unless the measured time of its steps says more.
+"""How long the server waits for a client: ``run.timeout``, or longer if measured steps are slow.
 
-A step is measured before the first round if a client's work could take minutes: what a client has trained must not be
-thrown away because nobody had guessed that its steps are slow.
+One step is measured before the first round if a client's work could take minutes. Without it, a short timeout would
+discard the work of slow clients.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.training import TrainsLocally
 
 _SLACK = 4.0  # a client's machine may be slower, and busy
-_WORK = 1e12  # parameters times positions times rows of a client's round; less takes seconds on any processor
-_POSITIONS = 256  # of a picture
+_WORK = 1e12  # parameters x positions x rows of a client's round; less work takes seconds on any processor
+_POSITIONS = 256  # of an image
 
 
 def patience(method: Method[Any], population: Partitioned, spec: RunSpec, notice: Callable[[str], None]) -> float:
-    """Seconds that a client may take: ``run.timeout``, and more if ``run.extend_timeout`` and a measured step say so.
+    """Seconds that a client may take: ``run.timeout``, or more if ``run.extend_timeout`` allows it and steps are slow.
 
     Args:
-        notice: gets a line if a client's round may take longer than ``run.timeout``. It tells the number of a client's
-            steps, so it belongs on the screen of who has all rows, and not into the run.
+        notice: gets a line if a client's round may take longer than ``run.timeout``. The line contains the client's
+            number of steps, so it belongs on the operator's screen, and not in the run.
     """
     work = _work(method, population)
     seconds = None if work is None else step_seconds(population.model, *work[:2])
@@ -40,7 +40,7 @@ def patience(method: Method[Any], population: Partitioned, spec: RunSpec, notice
     told = f"the largest client's round takes about {expected:,.0f} s here, {work[2]:,} steps of {seconds:.2g} s"
     if not spec.extend_timeout:
         if expected > spec.timeout:
-            notice(f"run.timeout = {spec.timeout:g}: {told}; what comes later than run.timeout is thrown away")
+            notice(f"run.timeout = {spec.timeout:g}: {told}; later updates are discarded")
         return spec.timeout
     most = spec.timeout + _SLACK * expected
     if _SLACK * expected > spec.timeout:
@@ -49,7 +49,7 @@ def patience(method: Method[Any], population: Partitioned, spec: RunSpec, notice
 
 
 def _work(method: Method[Any], population: Partitioned) -> tuple[Rows, int, int] | None:
-    """(rows of the largest client, rows of a step, its steps in a round); None if they take seconds or are unknown."""
+    """(rows of the largest client, rows per step, its steps per round); None if these take seconds or are unknown."""
     if population.client_model is None or not isinstance(method, TrainsLocally) or not method.rounds:
         return None
     if method.needs.pooled or population.federated.table.kind == "own":
@@ -69,7 +69,7 @@ def _work(method: Method[Any], population: Partitioned) -> tuple[Rows, int, int]
 
 
 def step_seconds(model: Model, rows: Rows, size: int) -> float | None:
-    """Seconds of a forward and a backward pass of the first ``size`` rows; None if the memory is too small for them."""
+    """Seconds of a forward and a backward pass over the first ``size`` rows; None if memory is too small for them."""
     batch, began = rows.batch(range(size)), time.perf_counter()
     model.train_mode()
     try:

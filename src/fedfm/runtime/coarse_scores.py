@@ -1,7 +1,7 @@
-"""Scores as a silo tells them: what a result is made of, and no finer than it needs.
+"""The scores that a silo reports, no more precise than a result needs.
 
-A server chooses the model that is scored, so a loss with all its digits would carry numbers of single rows. An accuracy
-is a number of right answers, which can be pooled over silos only if it is exact.
+A server chooses the model that is scored, so a loss with all its digits would reveal values of single rows. An accuracy
+stays exact: it is a count of right answers, which must be exact to be pooled over silos.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 from fedfm.core import tasks
 
-FIGURES = tasks.figures()  # of single tasks
+FIGURES = tasks.figures()  # scores that only some tasks have
 _SUMS = tasks.sums_to_tell()  # told where the task has them
 DIGITS, PLACES, MOST = 4, 4, 1e9  # significant digits of a figure, its last decimal place, its largest magnitude
 
 
 def coarse(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Number of rows, accuracy, loss and the like: counts of the rows exact, all else to four significant digits.
+    """Keep counts of rows (and shares made of them) exact; round all other scores to four significant digits.
 
     Example:
         >>> coarse({"n": 3, "accuracy": 2 / 3, "loss": 0.6931471805599453, "macro_f1": 0.5})
@@ -32,14 +32,14 @@ def coarse(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _round(value: Any) -> Any:
-    """To :data:`DIGITS` significant digits, none behind the last of :data:`PLACES`, at most :data:`MOST`."""
+    """Round to :data:`DIGITS` significant digits and :data:`PLACES` decimal places, and limit to :data:`MOST`."""
     if not isinstance(value, float) or not math.isfinite(value):
         return value
     return round(float(f"{min(max(value, -MOST), MOST):.{DIGITS - 1}e}"), PLACES)
 
 
 def _counts(share: Any, n: Any) -> bool:
-    """Whether a share of n rows is a whole number of them."""
+    """Whether a share of n rows is an integer count of rows."""
     if not isinstance(share, (int, float)) or not isinstance(n, (int, float)) or not math.isfinite(share * n):
         return False
     return 0 <= share <= 1 and share == round(share * n) / max(n, 1)

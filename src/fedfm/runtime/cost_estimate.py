@@ -27,23 +27,23 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.training import TrainsLocally
 from fedfm.training.scheduler import by_autograd, compiles, train_client
 
-_WHOLE = 10.0  # seconds: a client's round that should take less is trained for the estimate, of a longer one a step
-_LOAD = 0.3  # seconds: to load compiled loops takes longer, and so do those of a client's round, than torch's steps
-_BRIEF = 5.0  # seconds of all rounds: of a run that ends sooner a bound is enough
+_WHOLE = 10.0  # seconds: the estimate trains a complete client's round if that takes less, else one step of it
+_LOAD = 0.3  # seconds: compiled loops and a client's round in them take longer to load than torch's steps
+_BRIEF = 5.0  # seconds of all rounds: for a shorter run an upper bound is enough
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Estimates; None for what follows from the rows, as with mixtures and other statistics.
+    """Estimates; a field is None if it depends on the rows, as with mixtures and other statistics.
 
     Attributes:
         rows: client -> its training, validation and test rows.
         counts: client -> class -> training rows; empty without labels.
-        bytes_up, bytes_down: of a client's messages in a round.
-        client_seconds: of the largest client's local training in a round, on this machine, in one process.
-        run_seconds: of the local training of all rounds in one process.
-        at_most: whether these seconds are a bound: they are torch's, and the run will use compiled loops.
-        memory: bytes at the peak of this process, which has read rows and model and trained for the estimate.
+        bytes_up, bytes_down: of one client's messages in a round.
+        client_seconds: local training of the largest client in a round, on this machine, in one process.
+        run_seconds: local training of all rounds, in one process.
+        at_most: whether these seconds are an upper bound, measured with torch, while the run uses compiled loops.
+        memory: peak bytes of this process, which has read rows and model and trained for the estimate.
     """
 
     rows: dict[ClientId, tuple[int, int, int]]
@@ -62,7 +62,7 @@ class Forecast:
 
 
 def forecast(experiment: Experiment, population: Partitioned) -> Forecast:
-    """Estimates for a run on this machine; trains a client's round, or one step of it where that would take long."""
+    """Estimates for a run on this machine; trains one client's round, or one step of it if a round takes long."""
     method, federated = experiment.method, population.federated
     clients = {name: federated.clients[name] for name in population.clients}
     table = federated.table
@@ -91,7 +91,7 @@ def forecast(experiment: Experiment, population: Partitioned) -> Forecast:
 
 
 def _bytes(experiment: Experiment, population: Partitioned) -> tuple[int | None, int | None]:
-    """(up, down) by what the client halves take and return; None if that is no vector of the model's parameters."""
+    """(up, down), from the types that the client halves take and return; None if those are not the parameters."""
     model, needs, halves = population.client_model, experiment.method.needs, halves_of(experiment.method)
     if needs.pooled or experiment.run.transport != EXACT or model is None or not halves:
         return None, None
@@ -109,7 +109,7 @@ def _bytes(experiment: Experiment, population: Partitioned) -> tuple[int | None,
 
 
 def _client_seconds(experiment: Experiment, population: Partitioned, times: float) -> tuple[float | None, bool]:
-    """Seconds of the largest client's round, and whether they are a bound; the run takes ``times`` as long."""
+    """Seconds of the largest client's round, and whether they are an upper bound; the run takes ``times`` as long."""
     method, model = experiment.method, population.client_model
     if model is None or not isinstance(method, TrainsLocally) or population.federated.table.kind == "own":
         return None, False
@@ -122,7 +122,7 @@ def _client_seconds(experiment: Experiment, population: Partitioned, times: floa
     passes = (method.passes if has(method, Planned, "passes") else method.local.passes) / max(method.local.epochs, 1)
     with refuse(f"model.name: {model.spec.name!r} cannot be trained on these rows"):
         each = step_seconds(model, data.train, size)
-    if each is not None and each < 5:  # the first one loads what it needs
+    if each is not None and each < 5:  # the first step also loads libraries
         each = step_seconds(model, data.train, size)
     if each is None:
         return None, False
@@ -139,12 +139,12 @@ def _client_seconds(experiment: Experiment, population: Partitioned, times: floa
         trainer=train_client,
     )
     w, spent = model.params(), math.inf
-    with by_autograd() if at_most else nullcontext():  # what is slower bounds what the run takes
+    with by_autograd() if at_most else nullcontext():  # torch is slower, so its time bounds the run's
         for _ in range(2):
             began = time.perf_counter()
             method.local(client, w)
             spent = min(spent, time.perf_counter() - began)
-            if 1 < spent < 3 * seconds:  # else the first pass compiled what it needs
+            if 1 < spent < 3 * seconds:  # else the first pass included compilation
                 break
     model.load(w)
     return spent * passes, at_most

@@ -38,19 +38,19 @@ _ALWAYS = (
 )
 _BY_UNIT = {
     "record": "A person has one row at one client: a person with several rows, or at several clients, spends more.",
-    "client": "A person's rows lie at one client: a person at several clients spends more.",
+    "client": "A person's rows are at one client: a person at several clients spends more.",
 }
 
 
 def guarantee(ledger: Mapping[str, Any], privacy: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The differential privacy that a run's ledger claims; None if it claims none.
+    """The differential privacy that a run's ledger states; None if it states none.
 
     Args:
         privacy: the experiment's table.
 
     Returns:
         ``epsilon`` (None: infinite), ``delta``, ``unit``, ``relation``, ``mechanism``, ``composition``,
-        ``notes`` of the releases, and ``assumptions``: what else must be true.
+        ``notes`` of the releases, and ``assumptions``: the conditions under which the epsilon holds.
     """
     listed = ledger.get("entries")
     entries = [e for e in listed if isinstance(e, dict)] if isinstance(listed, list) else []
@@ -86,8 +86,8 @@ def fingerprints(run: Run, table: Table, model: Model) -> dict[str, str]:
         if began and not (path := secret_file(private, *_KEY)).is_file():
             if str(path.relative_to(run.path)) not in {mark["file"] for mark in run.manifest.get("lost", ())}:
                 raise InputError(
-                    f"{path} is missing: it keys the fingerprint of the data, and without it nobody can tell whether "
-                    "they are those that this run began with; put the file back"
+                    f"{path} is missing: it keys the fingerprint of the data, and without it nobody can check whether "
+                    "these data are those that this run began with; put the file back"
                 )
             began.pop("data", None)  # the run continues without the key, and is marked
         data = hmac.new(secret(private, *_KEY), data.encode(), hashlib.sha256).hexdigest()
@@ -95,10 +95,10 @@ def fingerprints(run: Run, table: Table, model: Model) -> dict[str, str]:
 
 
 def check_same(run: Run, now: Mapping[str, str], why: str) -> None:
-    """Compare fingerprints with those of the run; one whose key was lost is not compared.
+    """Compare fingerprints with those of the run; a fingerprint whose key was lost is not compared.
 
     Args:
-        why: what needs the originals.
+        why: the reason why the originals are needed.
 
     Raises:
         InputError: one differs.
@@ -133,7 +133,7 @@ def private_notices(run: Run) -> list[str]:
 
 
 def rows_of(run: Run) -> list[int] | None:
-    """The clients' numbers of training rows; None if the server does not know them, or knew them no more."""
+    """The clients' numbers of training rows; None if the server does not know them, or their file is missing."""
     try:
         split = run.manifest["split"]
         if split is not None and split.get("counts") == FILE:

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from fedfm.runtime.async_scores import Newest
 
 T = TypeVar("T")
-CONFUSION, _TABLED = "confusion", 50  # rows by true and predicted class, and most classes for which they are kept
-CLASS_COUNTS, _COUNTED = "class_counts", 1000  # of more classes: a few counts of each
+CONFUSION, _TABLED = "confusion", 50  # the confusion matrix, and the largest number of classes for it
+CLASS_COUNTS, _COUNTED = "class_counts", 1000  # a few counts of each class, and the largest number of classes
 UNSCORED = "it could not score the model that it was sent; errors.log at the client has the traceback"
 
 
 class Evaluation:
-    """Client half of the evaluation; a silo's policy may refuse each of its messages."""
+    """Client half of the evaluation; a silo's policy may refuse any of its messages."""
 
     def __init__(self, method: Method[Any]) -> None:
         self.method = method
@@ -67,10 +67,10 @@ class Evaluation:
 
 
 def check_scores(found: Mapping[str, Any]) -> None:
-    """Check a client's scores, so that means can be taken of them.
+    """Check that a client's scores can be averaged.
 
     Raises:
-        ClientFault: E_FIELD, the number of rows or a score is no number; E_NONFINITE, it is NaN or infinity.
+        ClientFault: E_FIELD, the row count or a score is not a number; E_NONFINITE, it is NaN or infinity.
     """
     if conform(found.get("n"), float, "n") < 0:
         raise ClientFault(E_FIELD, f"n is {found['n']}: expected a number of rows")
@@ -85,14 +85,14 @@ def _rows(client: Client, part: str) -> Rows:
 
 
 class Evaluator:
-    """Server half of the evaluation: metrics from the clients and from the global test rows, as one line.
+    """Server half of the evaluation: one line of metrics from the clients and from the global test rows.
 
     Args:
         judge: metrics of one model on the global test rows (see ``models.metrics.evaluate``); None if the server has no
             test rows.
 
     Attributes:
-        missing: clients that gave no scores, or not the model that they keep, each with the reason.
+        missing: clients that did not give their scores, or the model that they keep, each with the reason.
     """
 
     def __init__(self, run: Run, fed: Federation, judge: Judge | None) -> None:
@@ -107,7 +107,7 @@ class Evaluator:
             from fedfm.runtime.async_scores import Newest
 
             self._newest = Newest(fed, every, late.buffer)
-        self._by_updates = False  # whether clients have told scores with their updates, and none is asked
+        self._by_updates = False  # whether scores come with the updates, so that no client is asked
         self._revealed: tuple[Any, dict[ClientId, Params]] | None = None
 
     def models(self, state: Any) -> dict[ClientId, Params]:
@@ -119,7 +119,7 @@ class Evaluator:
     def collect_models(self, state: Any) -> dict[ClientId, Params]:
         """The final models, with the parts that clients keep; a client that refuses is left out.
 
-        Under [privacy] no client is asked for what it keeps: the server is to see sums, or what the ledger covers.
+        Under [privacy] no client is asked for what it keeps: the server may see only sums, or what the ledger covers.
         """
         models = self.models(state)
         if not keeps_parts(self._method):
@@ -140,8 +140,8 @@ class Evaluator:
     def scores(self, state: Any, thorough: bool) -> dict[str, Any]:
         """Metrics of the state: each client on its own test rows, the server's models on the global test rows.
 
-        Between asynchronous rounds of a deployment nobody is asked: a client's metrics are those that it has told last,
-        of the model after round ``client_scored_round``.
+        Between asynchronous rounds of a deployment clients are not asked: a client's metrics are the last that it
+        reported, for the model after round ``client_scored_round``.
 
         Args:
             thorough: also the costly metrics of the last round.
@@ -155,7 +155,7 @@ class Evaluator:
         line: dict[str, Any] = {"client_accuracy": own, LOCAL_ACCURACY: local, "local_loss": loss}
         if self._newest is not None and self._by_updates:
             line["client_scored_round"] = self._newest.rounds()
-        if local is None and loss is not None:  # for language models the loss is the only metric of a client
+        if local is None and loss is not None:  # for language models the loss is a client's only metric
             line["client_loss"] = {c: m.get("loss") for c, m in tested.items()}
         pooled = self._pooled_scores(tested.values())
         for key in FIGURES:
@@ -198,7 +198,7 @@ class Evaluator:
         return line
 
     def _pooled_scores(self, scores: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Scores on the clients' rows together; those of a client that told none are not among them."""
+        """Scores on all clients' rows together; those for a client that told none are not among them."""
         return model_task(self._fed.model.task).join_scores([m for m in scores if m])
 
     @property
@@ -227,13 +227,13 @@ class Evaluator:
         return {client: replies.get(client, {}) for client in self._fed.clients}
 
     def _aside(self, handler: Callable[..., Any], **payload: Any) -> dict[ClientId, Any]:
-        """Ask outside of the method: not counted, and no client is excluded from the round for its reply. Whoever can
-        be judged is; training goes on without any.
+        """Ask outside the method: the messages are not counted, and a failed reply excludes no client from the round.
+        A client that fails here is left out of the scores only.
         """
         return self._set_aside(lambda: self._fed.ask(handler, counted=False, least=0, **payload))
 
     def _set_aside(self, call: Callable[[], T]) -> T:
-        """Keep what a call excludes apart from the round's exclusions."""
+        """Keep the exclusions of a call apart from the round's own."""
         excluded, cohort = list(self._fed.excluded), self._fed.cohort
         found = call()
         self.missing += self._fed.excluded[len(excluded) :]
@@ -255,21 +255,22 @@ def judge(
 ) -> Judge | None:
     """Metrics of a method's parameters on the global test rows; None if there are no such rows.
 
-    If logits are cached (see :mod:`fedfm.training.packed.predictor`), the rows are evaluated in the clients' pieces: a
-    process that has evaluated its clients with the same parameters has the logits already, with the same bits. So are
-    those of language models, whose scores are sums over rows or tokens: an engine that has the clients' scores of these
-    parameters gives them as ``told``, and no row is judged twice. All engines go by pieces, so that bits are the same.
+    If logits are cached (see :mod:`fedfm.training.packed.predictor`), the rows are evaluated in the clients' pieces.
+    A process that has evaluated its clients with the same parameters then has the logits already, with the same bits.
+    Language models go by pieces too, since their scores are sums over rows or tokens: an engine that has the clients'
+    scores for these parameters passes them as ``told``, and no row is computed twice. All engines use pieces, so that
+    bits are the same.
 
-    Two kinds of rows are judged a second time, since their clients' scores do not determine the global ones. Running
-    text: each client's texts are joined and cut into blocks of their own, so that most tokens follow other ones than in
-    the blocks of all test texts. Classes by several clients without cached logits: ``balanced_accuracy`` and
-    ``macro_f1`` are no means over rows, and clients tell no logits. One client's scores are the global ones, but for
-    the counts by class.
+    Two kinds of rows are computed a second time, since their clients' scores do not determine the global ones. Running
+    text: each client's texts are joined and cut into blocks, which differ from the blocks of all test texts. Classes
+    at several clients without cached logits: ``balanced_accuracy`` and ``macro_f1`` are not means over rows, and
+        clients
+    do not report logits. The scores of a sole client are the global ones, except for the counts by class.
 
     Args:
         ask: returns cached logits of pieces; pieces that it leaves out are computed here.
-        told: returns the clients' own scores under these very parameters, of those that were asked and answered.
-        base: ``data.base_classes``; with it there are the metrics of :func:`fedfm.models.metrics.base_and_new`, too.
+        told: returns the clients' own scores for exactly these parameters, if clients were asked and answered.
+        base: ``data.base_classes``; it adds the metrics of :func:`fedfm.models.metrics.base_and_new`.
     """
     if not len(population.federated.test):
         return None
@@ -288,7 +289,7 @@ def judge(
         return {CLASS_COUNTS: class_counts.count(said, labels)}
 
     def valid_scores(w: Params) -> Mapping[ClientId, Mapping[str, Any]]:
-        honest = population.attackers is None  # what an attacker answers is not taken over
+        honest = population.attackers is None  # an attacker's answer is not used
         return client_scores(w) if client_scores is not None and alike and honest else {}
 
     def whole(w: Params, by_class: bool) -> dict[str, Any]:
@@ -327,7 +328,7 @@ def judge(
     elif by_pieces(population, method):
         judged = judge_by_logits
     elif alike and not own_scores and population.model.is_language_model and not population.trains_on_blocks:
-        judged = judge_by_sums  # texts that are joined and cut are other rows in each client's piece
+        judged = judge_by_sums  # in each client's piece joined texts form different blocks
 
     def judge_with_trigger(w: Params, /, *, by_class: bool = True) -> dict[str, Any]:
         found = judged(w, by_class)
@@ -342,17 +343,19 @@ def judge(
 
 
 def _has_own_predictions(method: Method[Any]) -> bool:
-    """Whether predictions are not those of the model with its parameters installed."""
+    """Whether the method predicts in its own way, not by the model with its parameters installed."""
     return has(method, Predictor, "logits") or has(method, Predictor, "install")
 
 
 def by_pieces(population: Partitioned, method: Method[Any]) -> bool:
-    """Whether :func:`judge` works piece by piece: the model caches logits, and the method predicts from them alone."""
+    """Whether :func:`judge` works piece by piece: the model caches logits, and the method only needs them to
+    predict.
+    """
     plain = not _has_own_predictions(method) and population.client_model is not None
     return plain and population.federated.table.labels is not None and packed.applies(population.model, "exact")
 
 
 def _clients_score_alike(population: Partitioned, method: Method[Any]) -> bool:
-    """Whether clients judge one model for all by the same computation as the server."""
+    """Whether all clients score the same model by the same computation as the server."""
     other = _has_own_predictions(method) or isinstance(method, HiddenModel) or personal(method)
     return not other and population.client_model is not None

@@ -1,4 +1,4 @@
-"""Who received what, in which form: the crossings of ``messages.jsonl``, summed."""
+"""What each party received, in which form: a sum over the crossings of ``messages.jsonl``."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Exposure:
     Attributes:
         traffic: largest first.
         received: bytes by party and form.
-        smallest_sum: the number of updates of which the server saw at least the sum: 1 if it saw one client's reply
-            alone; None if it saw no reply made of rows, or the log does not say to which call one belongs.
+        smallest_sum: the smallest number of updates in a sum that the server saw; 1 if it saw a single client's reply;
+            None if it saw no reply made of rows, or if the log does not say to which call a reply belongs.
     """
 
     traffic: tuple[Traffic, ...]
@@ -45,7 +45,7 @@ class Exposure:
     smallest_sum: int | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Values for the manifest. Parties are the server and the clients together; the log has each client."""
+        """Values for the manifest. The parties are the server and all clients together; the log has each client."""
         by = {"up": ("clients", SERVER), "down": (SERVER, "clients"), "across": ("clients", "clients")}
         rows = []
         for t in self.traffic:

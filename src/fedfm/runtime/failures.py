@@ -1,7 +1,7 @@
-"""What a run passed over: clients that were left out of rounds, of scores, or of the models that the server asked for.
+"""Clients that were left out of rounds, of scores, or of the models that the server asked for.
 
-A run goes on without a client that fails. So its end says who was left out, how often and why, also where only the
-scores failed, which no round needs.
+A run goes on without a client that fails. So its end states who was left out, how often and why. It includes failed
+scores, which no round needs.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from fedfm.core.messages import MISSING, ROUND, Excluded
 from fedfm.errors import E_CLIENT, E_DUPLICATE, E_ROUND
 
-_EXTRA = (E_DUPLICATE, E_CLIENT, E_ROUND)  # of a reply beside the expected one, which may have come all the same
+_EXTRA = (E_DUPLICATE, E_CLIENT, E_ROUND)  # of an extra reply; the expected one may have come too
 _SHOWN = 10  # clients by name
 
 
 def entry(excluded: Excluded) -> dict[str, Any]:
-    """As a line of ``metrics.jsonl`` has it, under its round."""
+    """An exclusion in the form of ``metrics.jsonl``, whose line has the round."""
     return {
         "client": excluded.client,
         "code": excluded.code,
@@ -39,16 +39,16 @@ def whole(
     """All exclusions of a run, each once.
 
     Args:
-        of_rounds: from the rounds themselves, as they were committed.
-        lines: of ``metrics.jsonl``, which have those of scores and of models.
-        more: of messages after the last line.
+        of_rounds: from the committed rounds.
+        lines: of ``metrics.jsonl``, with the exclusions from scores and models.
+        more: exclusions from messages after the last line.
     """
     beside = [e for line in lines for e in of_line(line) if e.part != ROUND]
     return [*of_rounds, *dict.fromkeys([*beside, *more])]
 
 
 def sentences(excluded: Sequence[Excluded], rounds: int) -> list[str]:
-    """One line for each client and part, the most frequent first: how often it was left out, and why at last.
+    """One line for each client and part, the most frequent first: how often it was left out, and the last reason.
 
     Args:
         rounds: number of rounds of the run.

@@ -29,8 +29,8 @@ def _wide_column(table: Table) -> list[str]:
         return []
     more = f", and {len(wide) - 1} more columns as wide" if len(wide) > 1 else ""
     return [
-        f"{table.source}: column x[:, {wide[0]}] has numbers up to {widths[wide[0]]:.3g}, the usual column up to "
-        f"{usual:.3g}{more}: it alone decides the steps of training; give it in other units, or set data.scale"
+        f"{table.source}: column x[:, {wide[0]}] has values up to {widths[wide[0]]:.3g}, the median column up to "
+        f"{usual:.3g}{more}: it alone determines the steps of training; give it in other units, or set data.scale"
     ]
 
 
@@ -60,13 +60,13 @@ def check_columns(table: Table) -> None:
     j = int(widths.argmax())
     if widths[j] > MAX_NORM:
         raise InputError(
-            f"{table.source}: column x[:, {j}] has numbers up to {widths[j]:.3g}, beyond what training in single "
-            f"precision takes ({MAX_NORM:g}): give it in other units, leave it out, or set data.scale"
+            f"{table.source}: column x[:, {j}] has values up to {widths[j]:.3g}, beyond what training in single "
+            f"precision allows ({MAX_NORM:g}): give it in other units, leave it out, or set data.scale"
         )
 
 
 def _widths(table: Table) -> np.ndarray:
-    """The largest absolute number of each column (d,)."""
+    """The largest absolute value of each column (d,)."""
     x: np.ndarray = table.inputs
     widths: np.ndarray = np.maximum(x.max(0), -x.min(0)).astype(np.float64)
     return widths

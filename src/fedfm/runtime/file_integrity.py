@@ -1,8 +1,8 @@
-"""Integrity of files that a party cannot make again: its secrets and its memory.
+"""Integrity of the files that a party cannot make again: its secrets and its memory.
 
 The files of a party are in ``ROOT/<party>/``. Each has a checksum, which detects damage, and an entry in the list
 ``ROOT/+kept/<party>/list``, which detects its loss. The list is written after a new file and before the removal of an
-old one: a process that is killed in between leaves a file too many, never one too few.
+old one: a process that is killed in between leaves a file too many in the list or the folder, never one too few.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def read_list(path: Path) -> set[str] | None:
 def write_list(path: Path, names: Iterable[str], sync: bool = False) -> None:
     """Replace a list atomically.
 
-    An existing list is overwritten in place by one write within one page: to replace a file by a renamed one takes a
-    few milliseconds on common file systems, which write the new file to the disk first.
+    An existing list is overwritten in place by one write within one page: replacing a file by a renamed one takes a
+    few milliseconds on common file systems, which first write the new file to the disk.
     """
     sealed = storage.seal("\n".join(sorted(names)).encode().ljust(_ROOM, b"\n"))
     try:
@@ -101,7 +101,7 @@ def read_secret(path: Path) -> bytes | None:
 def loss_error(path: Path, how: str, list_file: Path) -> Lost:
     """The error for the owner of a damaged or missing file."""
     remove = f"remove {path} and {list_file}" if path != list_file else "remove it"
-    return Lost(f"{path} {how}: put back a copy of it; to go on without what it held, {remove}")
+    return Lost(f"{path} {how}: put back a copy of it; to continue without its content, {remove}")
 
 
 # --- all parties of a folder -----------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class Loss:
 
 
 def roots(private: Path) -> list[Path]:
-    """Parents of the parties' folders below a run's ``private/``: of server, clients, and sites on loopback."""
+    """Parents of the parties' folders below a run's ``private/``: server, clients, and sites on loopback."""
     return [private, private / "memory", *sorted(private.glob("deployment/sites/*/*/memory"))]
 
 
@@ -147,7 +147,7 @@ def losses(private: Path, until: int, wanted: Iterable[str]) -> Iterator[Loss]:
     """Damaged and missing files below a run's ``private/``.
 
     Args:
-        until: the round after which the run continues; files of later rounds will be written again.
+        until: the round after which the run continues; files of later rounds are written again.
         wanted: the value of :func:`parties` at that round.
     """
     for place in (private / name for name in wanted):

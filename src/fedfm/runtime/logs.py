@@ -1,7 +1,7 @@
-"""The two logs of a run directory: JSON Lines, appended, and cut back to the last commit when a run is resumed.
+"""The two logs of a run directory, in JSON Lines. A resume cuts them back to the last commit.
 
-``metrics.jsonl`` gets a line when a committed round has been evaluated, ``messages.jsonl`` the round's crossings just
-before its commit. The readable lines of a damaged log are used, and :func:`gaps` lists the missing ones. Only
+``metrics.jsonl`` gets a line after a committed round is evaluated; ``messages.jsonl`` gets the round's crossings
+before its commit. If a log is damaged, its readable lines are used, and :func:`gaps` lists the missing ones. Only
 ``run.patience``, which reads validation losses, depends on a log.
 """
 
@@ -40,7 +40,7 @@ def to_bytes(text: str) -> bytes:
 
 
 def lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, bool]]:
-    """(number from 1, object or None if damaged, whether it ends with a line feed) of each line that is not empty.
+    """For each line that is not empty: (number from 1, object or None if damaged, whether it ends with a line feed).
 
     Raises:
         InputError: the file cannot be read.
@@ -75,15 +75,15 @@ def best_round(found: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def val_losses(found: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
-    """(validation loss, round) of the rounds that have one, without round 0.
+    """(validation loss, round) of each round that has one, without round 0.
 
-    The loss of its uniform predictions may be below that of an accurate but overconfident model.
+    The uniform predictions of round 0 may have a lower loss than an accurate but overconfident model.
     """
     return [(m["val_loss"], m["round"]) for m in found if m["round"] and m.get("val_loss") is not None]
 
 
 def cut(folder: Path, record: Mapping[str, Any] | None) -> list[str]:
-    """Cut the logs back to a commit, or to the start; returns what they have lost before it. Damaged lines stay."""
+    """Cut the logs back to a commit, or to the start; returns losses before that point. Damaged lines stay."""
     last, length = (-1, 0) if record is None else (record["round"], record["messages"])
     found = gaps(folder, last - 1)
     messages = folder / MESSAGES
@@ -102,7 +102,7 @@ def _cut_messages(path: Path, length: int, last: int, evaluated: bool) -> None:
         return
     with open(path, "rb") as file:
         file.seek(max(length - 1, 0))
-        if length and file.read(1) != b"\n":  # the file was changed since: keep the lines up to the last round
+        if length and file.read(1) != b"\n":  # the file has changed: keep the lines up to the last round
             file.seek(0)
             kept = [line for line in file if (found := _object(line)) is None or found["round"] <= last]
             storage.write_atomic(path, b"".join(line.removesuffix(b"\n") + b"\n" for line in kept))
@@ -128,7 +128,7 @@ def _cut_metrics(path: Path, last: int) -> None:
 
 
 def gaps(folder: Path, last: int, finished: Mapping[str, Any] | None = None) -> list[str]:
-    """Sentences on what the logs have lost.
+    """Sentences about lines that the logs have lost.
 
     Args:
         last: the last round that must have a line; -1: none.
@@ -138,7 +138,7 @@ def gaps(folder: Path, last: int, finished: Mapping[str, Any] | None = None) -> 
 
 
 def gaps_of_metrics(path: Path, last: int, finished: Mapping[str, Any] | None = None) -> list[str]:
-    """As :func:`gaps`, for ``metrics.jsonl`` alone."""
+    """As :func:`gaps`, only for ``metrics.jsonl``."""
     found = list(lines(path))
     damaged = [number for number, line, ended in found if line is None and (ended or finished)]
     known = {line["round"] for _, line, ended in found if line is not None and (ended or finished)}

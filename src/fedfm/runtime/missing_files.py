@@ -1,4 +1,4 @@
-"""Check before a resume: whether all files that the run needs are intact, and how to continue without them."""
+"""Check before a resume that all files that the run needs are intact, or mark the run as one that lost some."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def settle(run: Run, accept: bool = False) -> list[str]:
     """Refuse a run with damaged or missing files; returns new notices.
 
     Args:
-        accept: continue without these files instead, and mark that permanently in the manifest.
+        accept: continue without these files, and record that permanently in the manifest.
 
     Raises:
         Lost: a file is damaged or missing; the run is unchanged.
@@ -38,7 +38,7 @@ def settle(run: Run, accept: bool = False) -> list[str]:
         file, how = _key(run, loss)
         after = None if record is None else record["round"]
         run.manifest.setdefault("lost", []).append({"file": file, "how": how, "after_round": after})
-        run.note(f"{file} {how}: the run went on without it")
+        run.note(f"{file} {how}: the run continued without it")
     if len(run.manifest["notices"]) > known:
         run.write_manifest()
     return list(run.manifest["notices"][known:])
@@ -59,16 +59,16 @@ def _refusal(run: Run, found: list[Loss]) -> str:
 
 def _meaning(loss: Loss) -> str:
     if loss.path.suffix == ".secret":
-        return "this run began with it, and with another secret it would release a second time what the secret protects"
+        return "the run began with this secret: another one would release a second sample of what the secret protects"
     if loss.path.name == logs.METRICS:
         return "run.patience chooses the model by its validation losses"
     if loss.root is None:
         return "without a checkpoint the run starts over, or ends with another model"
-    return "it belongs to what a client or the server keeps from round to round, and the run would end otherwise"
+    return "it is state that a client or the server keeps between rounds, and without it the result differs"
 
 
 def _losses(run: Run, record: Mapping[str, Any] | None) -> Iterator[Loss]:
-    """Files that the run needs after this checkpoint and that are damaged or missing."""
+    """Damaged or missing files that the run needs after this checkpoint."""
     private = run.path / "private"
     if record is None:
         yield from _no_checkpoint(run)
@@ -80,7 +80,7 @@ def _losses(run: Run, record: Mapping[str, Any] | None) -> Iterator[Loss]:
 
 
 def _no_checkpoint(run: Run) -> Iterator[Loss]:
-    """Checkpoints of a run that had one: a line of metrics is written after a commit."""
+    """The missing checkpoint of a run that had one: a line of metrics proves a commit."""
     _, damaged = run.newest()
     if damaged:
         yield from (Loss(path, file_integrity.DAMAGED) for path in damaged)
@@ -89,7 +89,7 @@ def _no_checkpoint(run: Run) -> Iterator[Loss]:
 
 
 def _not_judged(run: Run, record: Mapping[str, Any]) -> Iterator[Loss]:
-    """Files of early stopping: the validation losses, and the checkpoint of the best round."""
+    """Lost files of early stopping: the validation losses, and the checkpoint of the best round."""
     log, t = run.path / logs.METRICS, record["round"]
     yield from (Loss(log, gap.removeprefix(f"{logs.METRICS} ")) for gap in logs.gaps_of_metrics(log, t - 1))
     best = logs.best_round([line for line in run.metrics() if line["round"] < t])

@@ -1,4 +1,4 @@
-"""The rows that one client brings from its own file, and a model that it knows: of a silo, or of a newcomer."""
+"""The rows and the model that one client, a silo or a newcomer, reads from its own files."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class OwnRows:
-    """What a client says of its rows and models.
+    """A client's settings for its rows and models.
 
     Attributes:
         name: the client.
-        data: file or folder of its rows; or "module:function" of its own, which brings rows and module.
-        classes: names that the federation agreed on, in order; None: those of the rows.
-        models: folders and hub ids that experiments may name, besides the built-in models.
+        data: file or folder of its rows; or its own "module:function", which returns rows and module.
+        classes: class names that the federation agreed on, in order; None: those of the rows.
+        models: folders and hub ids that experiments may name in addition to the built-in models.
         device: where its model is; "": as the experiment says.
         predict: rows to predict; "": none.
-        columns: of ``COLUMNS`` each name.
+        columns: the column name for each key of ``COLUMNS``.
     """
 
     name: str
@@ -66,7 +66,7 @@ def deal(rows: OwnRows, spec: DataSpec, *, seed: int, task: str | None) -> Feder
 
 
 def listed_model(rows: OwnRows, spec: ModelSpec) -> ModelSpec:
-    """The silo's copy of the model that an experiment names: a built-in model, or one that the silo lists.
+    """The silo's own spec of the model that an experiment names: a built-in model, or one that the silo lists.
 
     The last part of a folder's path suffices, since paths differ at the server. The server compares the fingerprints.
 
@@ -83,7 +83,7 @@ def listed_model(rows: OwnRows, spec: ModelSpec) -> ModelSpec:
 
 
 def populate(rows: OwnRows, experiment: Experiment, classes: Sequence[str]) -> Partitioned:
-    """The silo's rows and a model that it lists, for the classes that the server names.
+    """The silo's rows and one of its listed models, for the server's classes.
 
     Raises:
         InputError: the experiment's model, classes or task do not fit the rows.
@@ -104,11 +104,11 @@ def populate(rows: OwnRows, experiment: Experiment, classes: Sequence[str]) -> P
 
 
 def _own(rows: OwnRows, experiment: Experiment, classes: tuple[str, ...]) -> Partitioned:
-    """The module and the rows that the silo's own function brings; what the server names is never imported."""
+    """The module and rows that the silo's own function returns; the server's function is never imported."""
     if not (experiment.own_code and is_function(rows.data)):
         has, wants = ("a file", "a function") if experiment.own_code else ("a function", "a file or folder")
         raise InputError(
-            f'data = "{rows.data}": {has}, and data and model of this experiment ("{experiment.model.name}") take '
+            f'data = "{rows.data}": {has}, and data and model of this experiment ("{experiment.model.name}") need '
             f"{wants} of the silo's own"
         )
     found = user_population.of_silo(rows.name, rows.data, experiment.data, experiment.run.seed)
@@ -117,7 +117,7 @@ def _own(rows: OwnRows, experiment: Experiment, classes: tuple[str, ...]) -> Par
 
 
 def _to_predict(rows: OwnRows, classes: tuple[str, ...]) -> FederatedData:
-    """The rows that the silo wants to have predicted, as test rows of one client.
+    """The rows for which the silo wants predictions, as test rows of one client.
 
     Raises:
         InputError: its file names none.
@@ -131,7 +131,7 @@ def _to_predict(rows: OwnRows, classes: tuple[str, ...]) -> FederatedData:
 
 
 def _with_classes(rows: OwnRows, table: Table, classes: tuple[str, ...]) -> Table:
-    """The rows with labels that index the federation's classes, if the silo agreed to these classes."""
+    """The rows, with labels that index the federation's classes, if the silo agreed to these classes."""
     known = classes_of(rows, table)
     if classes != known:
         raise InputError(

@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from fedfm.attacks.attackers import Attackers
 
 REST = ""  # name of the piece of global test rows that no client holds
-_TIDY = 50  # preparations of rows between two trims of the heap
+_TIDY = 50  # number of preparations of rows after which the heap is trimmed
 
 
 class Partitioned:
-    """All clients of an experiment in one place; a client's rows are prepared on first use, and kept.
+    """All clients of an experiment in one place; a client's rows are prepared on first use, then kept.
 
     Attributes:
-        federated: the table as read, and each client's rows of it.
+        federated: the table, and each client's rows in it.
         model_or_none: the experiment's model; None at a site of clients that have none.
         attackers: the clients that attack, and their attack; None if all are honest.
         client_model: the clients' model; None if it stays at the server.
-        encode: from prepared rows to what clients train on, instead of the model's own; None: the model's.
+        encode: maps prepared rows to what clients train on; None: the model's own encoding.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Partitioned:
     def data(self, client: ClientId) -> ClientData:
         """The client's rows, ready for the model; with a frozen backbone, their features, computed once.
 
-        Prepared pictures that exceed ``FEDFM_MEMORY`` are prepared again when they are needed.
+        Prepared images beyond ``FEDFM_MEMORY`` are dropped, and prepared again on their next use.
         """
         if client not in self._data:
             self._forget_pictures()
@@ -93,7 +93,7 @@ class Partitioned:
         return self._data[client]
 
     def _forget_pictures(self) -> None:
-        """Drop those of the clients seen last until the rest fits: clients take turns, so the first stay useful."""
+        """Drop the images of the last clients until the rest fits: clients take turns, so the first are needed next."""
         if self._pictures <= limit():
             return
         sizes = {client: sum(map(_picture_bytes, data.ready)) for client, data in self._data.items()}
@@ -138,7 +138,7 @@ class Partitioned:
 
     @functools.cached_property
     def trigger_rows(self) -> Rows | None:
-        """The global test rows outside of a backdoor's target class, with its trigger; None without a backdoor."""
+        """The global test rows outside a backdoor's target class, with its trigger; None without a backdoor."""
         table, test = self.federated.table, self.federated.test
         if self.attackers is None or table.labels is None:
             return None
@@ -148,7 +148,7 @@ class Partitioned:
 
     @functools.cached_property
     def pieces(self) -> dict[ClientId, np.ndarray]:
-        """Partition of the global test rows: those of clients in order of names, then the others under ""."""
+        """Partition of the global test rows: the clients' rows in order of names, then the others under ""."""
         left = set(self.federated.test.tolist())
         found = {}
         for client in self.clients:
@@ -159,7 +159,7 @@ class Partitioned:
         return found | ({REST: np.array(sorted(left))} if left else {})
 
     def piece(self, name: ClientId) -> Rows:
-        """The rows of a piece; a client's piece is the very object that the client evaluates."""
+        """The rows of a piece; a client's piece is the same object that the client evaluates."""
         return self._rest if name == REST else self.data(name).test
 
     @functools.cached_property
@@ -174,20 +174,20 @@ class Partitioned:
         )
 
     def counts(self) -> dict[ClientId, tuple[int, int, int]]:
-        """Training, validation and test rows of each client, as it uses them.
+        """Numbers of training, validation and test rows of each client, as it uses them.
 
-        Of running text these are the blocks, which a tokenizer has to count.
+        For running text a row is a block, which a tokenizer must count.
         """
         held: Callable[[ClientId], ClientData | ClientRows]
         held = self.data if self.trains_on_blocks else self.federated.clients.__getitem__
         return {c: (len(held(c).train), len(held(c).val), len(held(c).test)) for c in self.clients}
 
     def sizes(self) -> dict[ClientId, int]:
-        """Number of rows that each client trains on, as of :meth:`counts`."""
+        """Number of rows that each client trains on, counted as in :meth:`counts`."""
         return {client: train for client, (train, _, _) in self.counts().items()}
 
     def summary(self) -> dict[str, Any]:
-        """The numbers of rows, as :func:`fedfm.data.partition.summary` has them, counted as of :meth:`counts`."""
+        """The numbers of rows in the form of :func:`fedfm.data.partition.summary`, counted as in :meth:`counts`."""
         from fedfm.data.partition import summary
 
         found = summary(self.federated)

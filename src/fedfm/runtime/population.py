@@ -22,14 +22,14 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.row_cache import encodes
 from fedfm.training import TrainsLocally, packed
 
-_LOOK = 64  # training rows prepared to count the operations per row
+_LOOK = 64  # training rows that are prepared to count the operations per row
 
 
 def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
     """Read the data, partition them, load the model.
 
     Args:
-        server: for a server without clients in this process: one that judges nothing loads no frozen weights.
+        server: this process is a server without clients; it loads no frozen weights unless it scores the model.
 
     Raises:
         InputError: with the key of the experiment or the place in the file.
@@ -66,7 +66,7 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
 
 
 def handles_parameters(experiment: Experiment) -> bool:
-    """Whether the server half declares that it computes with parameters alone, and with no output of the model."""
+    """Whether the server half declares that it computes with parameters only, never with the model's outputs."""
     method = experiment.method
     declared, keeps = method.traits.server_needs_weights_only, method.traits.keeps_foundation
     plain = isinstance(method, TrainsLocally) and not keeps and not isinstance(method, HiddenModel)
@@ -74,7 +74,7 @@ def handles_parameters(experiment: Experiment) -> bool:
 
 
 def model_of(experiment: Experiment, table: Table, *, hollow: bool = False) -> Model:
-    """The experiment's model for the rows of a table; ``hollow`` as of :func:`fedfm.models.load.load_model`."""
+    """The experiment's model for the rows of a table; for ``hollow`` see :func:`fedfm.models.load.load_model`."""
     from fedfm.models.load import load_model
 
     if experiment.run.deterministic:
@@ -96,26 +96,26 @@ def model_of(experiment: Experiment, table: Table, *, hollow: bool = False) -> M
 
 
 def augmentation(experiment: Experiment, table: Table, model: Model) -> tuple[str, ...]:
-    """``data.augment``, if the clients train on pictures.
+    """``data.augment``, if the clients train on images.
 
     Raises:
-        InputError: they do not, with the reason.
+        InputError: they do not; it gives the reason.
     """
     from fedfm.data.table import words_of
 
     names = experiment.data.augment
     if names and table.kind != "image":
-        raise InputError(f"data.augment: it changes pictures, and {table.source} holds {words_of(table.kind)}; drop it")
+        raise InputError(f"data.augment: it changes images, and {table.source} holds {words_of(table.kind)}; drop it")
     if names and encodes(model):
         raise InputError(
-            "data.augment: the frozen part of this model reads each picture once, and its features are trained on; "
-            'drop it, or train what reads pictures, e.g. model.adaptation.name = "lora"'
+            "data.augment: the frozen part of this model reads each image once, and training uses its features; "
+            'drop it, or train the part that reads images, e.g. model.adaptation.name = "lora"'
         )
     return names
 
 
 def feature_dim(table: Table) -> int | None:
-    """The width d of rows that are feature vectors (N, d); None for others."""
+    """The width d of rows that are feature vectors (N, d); None for other rows."""
     return table.inputs.shape[1] if table.kind == "features" else None
 
 
@@ -140,7 +140,7 @@ def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] |
 
 
 def record_error(folder: Path, client: ClientId, text: str) -> None:
-    """Keep a client's traceback in a file that only its owner reads; print its last line if the disk takes no more."""
+    """Write a client's traceback to a file that only its owner can read; print its last line if the disk is full."""
     try:
         storage.append(folder / "private" / "errors.log", f"--- {client}\n{text}\n")
     except NotWritten as error:

@@ -1,4 +1,4 @@
-"""Final models and their predictions, by a method's roles or their defaults."""
+"""Final models and their predictions, from a method's roles or their defaults."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _trains_locally(method: object) -> TypeGuard[TrainsLocally]:
 
 
 def personal(method: Method[Any]) -> bool:
-    """Whether every client ends with its own model, by the method or by its client optimiser."""
+    """Whether every client ends with its own model, because of the method or of its client optimiser."""
     return isinstance(method, Personal) or _optimiser_keeps(method)
 
 
@@ -51,12 +51,12 @@ def seen_by(method: Method[Any], client: Client) -> Client:
 
 
 def encode_rows(method: Method[Any], model: Model, rows: Rows) -> Rows:
-    """Prepared rows as the model gives them to whoever holds them."""
+    """Encode prepared rows into what the model's clients train on."""
     return method.encode(model, rows) if isinstance(method, HiddenModel) else model.encode(rows)
 
 
 def own(method: Method[Any], client: Client, w: Params) -> Params:
-    """Client half: the client's own model; ``w`` is the value of ``params_for`` for this client."""
+    """Client half: the client's own model, from ``w``, the value of ``params_for`` for this client."""
     if has(method, Personal, "own"):
         return method.own(client, w)
     return method.local.own(client, w) if _trains_locally(method) else w
@@ -66,7 +66,7 @@ def check_own(method: Method[Any], w: Params, model: Model) -> None:
     """Check the layout of a client's own model.
 
     Raises:
-        ClientFault: with the first tensor that differs.
+        ClientFault: a layout differs; it names the first such tensor.
     """
     if has(method, Personal, "check_own"):
         method.check_own(w, model)

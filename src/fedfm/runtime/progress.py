@@ -51,10 +51,10 @@ class AuditProgress:
     """Callbacks of an audit. Here they do nothing."""
 
     def started(self, attacks: int) -> None:
-        """The audit begins, with so many attacks."""
+        """The audit begins with this number of attacks."""
 
     def begins(self, name: str, seconds: float) -> None:
-        """An attack begins, or several on one replay; they may take so many seconds."""
+        """One attack, or several on one replay, begin; they may take this number of seconds."""
 
     def done(self) -> None:
         """An attack is done."""

@@ -19,8 +19,8 @@ _LOGGED = 20.0  # seconds between two lines of a log file
 
 
 class Bar(Progress):
-    """One bar a run: rounds done, clients of the current round, the last accuracy or perplexity. In a log file: a line
-    every 20 seconds at most.
+    """One bar per run: completed rounds, clients of the current round, the last accuracy or perplexity. A log file gets
+    a line every 20 seconds at most.
 
     Attributes:
         path: the run directory once it exists, to name it if the run stops.
@@ -52,7 +52,7 @@ class Bar(Progress):
         self._figures = {k: f"{line[k]:.3f}" for k in ("accuracy", "perplexity") if line.get(k) is not None}
         if self._bar is not None:
             self._bar.set_postfix(self._figures, refresh=False)
-            # A resumed run may evaluate its first round again.
+            # A resumed run may evaluate its first round again, so it may report a round twice.
             self._bar.update(line["round"] - self._bar.n)
         elif line["round"] == self._rounds or time.monotonic() - self._written > _LOGGED:
             self._written = time.monotonic()
@@ -64,7 +64,7 @@ class Bar(Progress):
         self.notice(str(excluded))
 
     def notice(self, text: str) -> None:
-        """Print one line above the bar; ``visible`` keeps a client's name from forging another."""
+        """Print one line above the bar; ``visible`` prevents a client's name from adding a second line."""
         from tqdm import tqdm
 
         tqdm.write(f"fedfm: {visible(text)}", file=sys.stderr)
@@ -81,7 +81,7 @@ def can_redraw() -> bool:
 
 
 def wide() -> dict[str, Any]:
-    """The bar's size: the terminal's; some, in containers and over serial lines, say that they have no columns."""
+    """The bar's size is the terminal's. Some terminals, in containers and over serial lines, report 0 columns."""
     try:
         known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
     except (OSError, ValueError):  # a notebook

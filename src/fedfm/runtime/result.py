@@ -1,4 +1,4 @@
-"""The end of a run: the result line, the last entries of the ledger, the models."""
+"""The end of a run: it writes the result line, the last entries of the ledger, and the models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from fedfm.runtime.exposure import exposure_of
 from fedfm.runtime.predictions import feature_transform, keeps_parts
 from fedfm.runtime.run_directory import Run
 
-# Metrics of the last evaluation, in the order of the result line.
+# Metrics of the last evaluation, in their order in the result line.
 _METRICS = [ACCURACY, GLOBAL_ACCURACY, LOCAL_ACCURACY, "client_accuracy", LOCAL_LOSS, BALANCED_ACCURACY]
 _METRICS += [MACRO_F1, LOSS, PERPLEXITY]
 
@@ -59,7 +59,7 @@ def finish(
 
     Args:
         aside: further entries of ``details``, from the engine.
-        rounds: (t, of): the number of rounds, and the round whose model this is.
+        rounds: (t, of): the number of rounds, and the round that the final model comes from.
     """
     t, of = rounds
     method: Method[Any] = run.experiment.method
@@ -126,7 +126,7 @@ def finish(
         run.note(text)
         notice(text)
     hindsight = overfitting_notices(lines, run.experiment) if of == t else []
-    if privacy is None:  # rows of clients are among those counted
+    if privacy is None:  # the counts include clients' rows
         hindsight += outside(fed.model.module)
     for text in hindsight:
         run.note(text)
@@ -141,20 +141,20 @@ def finish(
 
 
 def account_of(run: Run, t: int) -> Accountant:
-    """The privacy that the run spends, by its method and by its aggregation's mechanism.
+    """The privacy that the run spends, through its method and its aggregation's mechanism.
 
     Args:
-        t: rounds that are completed.
+        t: completed rounds.
     """
     again = run.experiment.aggregation.mechanism.repeat_count(Store(run.path / "private", "server"))
     return spending(run.experiment, rows_of(run), run.repeat_count(t) + again)
 
 
 def spending(experiment: Experiment, rows: Sequence[int] | None, repeated: int = 0) -> Accountant:
-    """The privacy that an experiment spends on clients with these numbers of rows; None: they are not known.
+    """The privacy that an experiment spends for clients with these numbers of rows (None: unknown).
 
     Args:
-        repeated: rounds that are releases of their own, beside those of the method.
+        repeated: repeated rounds, each of which is one release more than the method's own.
     """
     accountant, method = Accountant(), experiment.method
     if isinstance(method, Private):
@@ -164,7 +164,7 @@ def spending(experiment: Experiment, rows: Sequence[int] | None, repeated: int =
 
 
 def enter(run: Run, spent: Accountant) -> None:
-    """Enter the privacy of all rounds into the ledger before the first one; a run that ends early has spent it too."""
+    """Enter the privacy of all rounds into the ledger before the first one; it stays spent if the run ends early."""
     ledger = run.manifest["ledger"]
     entries = [*(entry for entry in ledger["entries"] if "mechanism" not in entry), *spent.entries()]
     if entries != ledger["entries"]:
@@ -199,8 +199,8 @@ def _count(run: Run, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def arrivals(run: Run, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of an asynchronous run: mean and largest staleness of its updates, and the clock where it is simulated, also as
-    it would be if every round waited for all clients.
+    """Of an asynchronous run: mean and largest staleness of its updates; if its clock is simulated, also the clock, and
+    the time that it would show if every round waited for all clients.
     """
     if run.experiment.run.asynchronous is None or not (known := [line for line in lines if "staleness" in line]):
         return {}
@@ -211,7 +211,7 @@ def arrivals(run: Run, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def write_models(run: Run, model: Model, models: Mapping[ClientId, Params], *, last: bool = False) -> None:
-    """Write the final models, or with ``last`` those of the last round where ``run.patience`` chose another's.
+    """Write the final models; with ``last`` those of the last round, if ``run.patience`` chose another round's.
 
     Raises:
         RunError: they cannot be written.

@@ -1,6 +1,6 @@
-"""What may change when a run goes on: its number of rounds, and where its files and parties are.
+"""What may change when a run continues: its number of rounds, and the places of its files and parties.
 
-It goes on from its last round, with the bits of a run that had it so from the start.
+The run continues from its last round; its bits are those of a run that started with the changed settings.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fedfm.errors import InputError
 from fedfm.runtime.run_directory import Run
 from fedfm.training import Local, TrainsLocally
 
-# Places and patience. That data and model are the same their fingerprints show.
+# Places and waiting times. Fingerprints check that data and model are the same.
 MOVABLE = (
     "data.path",
     "model.name",
@@ -32,35 +32,35 @@ MOVABLE = (
 
 
 def move(run: Run, changes: Mapping[str, Any]) -> None:
-    """Change keys of :data:`MOVABLE` for the rest of the run, which is locked.
+    """Change keys of :data:`MOVABLE` for the rest of the run; the caller has locked it.
 
     Args:
         changes: values by key ``a.b``.
 
     Raises:
-        InputError: the run is finished, a key is another one, or a value is wrong.
+        InputError: the run is finished, a key is not movable, or a value is wrong.
     """
     table = run.experiment.to_dict()
     for key in changes:
         if key not in MOVABLE:
             raise InputError(
-                f"--set {key}: a run that goes on keeps its experiment; what may change is {', '.join(MOVABLE)}"
+                f"--set {key}: a resumed run keeps its experiment; only these keys may change: {', '.join(MOVABLE)}"
             )
     for part in (table, run.manifest["experiment"]):
         for key, value in changes.items():
             put(part, key, value)
     Experiment.from_dict(table, imports=True)
     if run.manifest["result"] is not None:
-        raise InputError(f"--set: {run.path} is finished; nothing of it will run")
+        raise InputError(f"--set: {run.path} is finished, so a changed setting would have no effect")
     run.write_manifest()
     run.reload()
 
 
 def extend(run: Run, rounds: int) -> None:
-    """Set the number of rounds of the run, which is locked; a finished run is unfinished again.
+    """Set the number of rounds of the run; the caller has locked it. A finished run becomes unfinished.
 
     Raises:
-        InputError: its rounds are not free, are already done, or its earlier rounds depend on their number.
+        InputError: the number is fixed by the method, is already reached, or influenced the earlier rounds.
     """
     experiment, where = run.experiment, f"--rounds {rounds}"
     method, name = experiment.method, experiment.method_name
@@ -69,7 +69,7 @@ def extend(run: Run, rounds: int) -> None:
     if not method.rounds:
         raise InputError(f"{where}: {name} has no rounds to add")
     table["method"]["rounds"] = rounds
-    Experiment.from_dict(table, imports=True)  # it refuses more rounds of a method that takes one
+    Experiment.from_dict(table, imports=True)  # it refuses several rounds for a method of one round
     if rounds < done or (rounds == done and run.manifest["result"] is not None):
         raise InputError(f"{where}: {run.path} has {done} rounds; expected more")
     if experiment.privacy is not None:
@@ -79,14 +79,14 @@ def extend(run: Run, rounds: int) -> None:
     optimiser = method.local if isinstance(method, TrainsLocally) else None
     if isinstance(optimiser, Local) and (optimiser.schedule != "constant" or optimiser.warmup):
         raise InputError(
-            f"{where}: method.local.schedule and warmup set the rate by the part of the run that is done, and it is "
+            f"{where}: method.local.schedule and warmup set the rate by the completed part of the run, which is "
             f"planned for {method.rounds} rounds; start a new run"
         )
     if run.manifest["result"] is not None and run.manifest["result"]["rounds"] < method.rounds:
         raise InputError(f"{where}: {run.path} ended early, after {done} of {method.rounds} rounds (run.patience)")
     if run.manifest["result"] is not None:
-        run.manifest["notices"].append(f"it ended after {done} rounds, and went on to {rounds}")
-        run.manifest.pop("audits", None)  # verdicts on parameters that the run has no more
+        run.manifest["notices"].append(f"it ended after {done} rounds, and continued to round {rounds}")
+        run.manifest.pop("audits", None)  # they are about parameters that the run no longer has
     run.manifest |= {"result": None, "finished": None}
     run.manifest["experiment"]["method"]["rounds"] = rounds
     run.write_manifest()

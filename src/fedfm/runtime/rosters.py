@@ -1,6 +1,6 @@
-"""Files of keys that outlast a run: one's own private key, and a roster of the public keys of others.
+"""Files of keys that outlive a run: a silo's own private key, and a roster of the others' public keys.
 
-A roster is agreed without the server. A server that puts itself between the silos, or invents some, does not fit it.
+The silos agree on the roster without the server, so it exposes a server that impersonates or invents silos.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Identity:
-    """What signs for a silo, and whom it knows.
+    """The key with which a silo signs, and the silos that it knows.
 
     Attributes:
         key: private Ed25519 key; None: each run has its own.
@@ -85,7 +85,7 @@ def _keys(table: Mapping[str, Any]) -> dict[str, bytes]:
     faults = Faults()
     for name, key in table.items():
         if not is_name(name):
-            faults.say(f"{toml_value(name)} is no name of a silo: expected {NAME_WORDS}")
+            faults.say(f"{toml_value(name)} is not a name of a silo: expected {NAME_WORDS}")
         elif not isinstance(key, str) or not _KEY.fullmatch(key):
             faults.say(f"the key of {name} is not 64 hexadecimal digits; quote names with dots")
     faults.refuse()

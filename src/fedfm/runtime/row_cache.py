@@ -1,9 +1,9 @@
-"""Rows that are expensive to prepare, on this machine's disk: features of a frozen backbone, tokens of many texts.
+"""Cache on this machine's disk of rows that are expensive to prepare: features of a frozen backbone, tokens of texts.
 
-A file is named by a SHA-256 over all that its content follows from: the rows as read, the preprocessing, every frozen
+A file is named by a SHA-256 over what determines its content: the rows as read, the preprocessing, every frozen
 tensor, the device and the versions of the libraries. Runs share the folder: a second run reads what the first computed.
 Each file is replaced in one step and carries its own SHA-256, so that two runs may work at once, and a damaged file is
-computed again. Features tell of the rows as the rows themselves do; only the owner can read the files.
+computed again. Features reveal as much as the rows themselves; only the owner can read the files.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from fedfm.version import __version__
 
 FORMAT = 1
 MOST = 20e9  # bytes of the folder, unless FEDFM_CACHE_GB says otherwise
-LEAST_WORK = 2 * 10**9  # rows times frozen parameters from which features are kept: a second or two of one core
-LEAST_TEXTS = 20_000  # rows from which tokens are kept
+LEAST_WORK = 2 * 10**9  # rows x frozen parameters; for less (a second or two of one core) features are not cached
+LEAST_TEXTS = 20_000  # rows; for fewer tokens are not cached
 
 
 def folder() -> Path | None:
@@ -50,16 +50,16 @@ def folder() -> Path | None:
 
 
 def places() -> list[Path]:
-    """The folders outside of a run directory to which a run writes: the one of temporary files, and this cache."""
+    """The folders outside the run directory to which a run writes: for temporary files, and this cache."""
     cache = folder()
     return [Path(tempfile.gettempdir()), *([] if cache is None else [cache])]
 
 
 def limit() -> float:
-    """Most bytes of the folder: ``FEDFM_CACHE_GB``, else :data:`MOST`.
+    """Largest size of the folder in bytes: ``FEDFM_CACHE_GB``, else :data:`MOST`.
 
     Raises:
-        InputError: it is no number of at least 0.
+        InputError: it is not a number of at least 0.
     """
     given = os.environ.get("FEDFM_CACHE_GB", "").strip()
     try:
@@ -72,10 +72,10 @@ def limit() -> float:
 
 
 def trim(place: Path, most: float) -> None:
-    """Remove the files of a cache folder that were used least recently, until the rest has at most so many bytes.
+    """Remove the least recently used files of a cache folder until it has at most ``most`` bytes.
 
-    A run that has such a file mapped keeps it in memory, and a run that needs it again computes it. What another
-    process removes meanwhile is left alone.
+    A run that has such a file mapped keeps it in memory; a run that needs it again computes it. A file that another
+    process removes at the same time is skipped.
     """
     found = []
     for path in place.glob("*/*.safetensors"):
@@ -95,10 +95,10 @@ class RowCache:
     """The prepared rows of one model.
 
     Args:
-        model: at its start; what it trains does not matter.
+        model: at its start; its trainable parameters do not matter.
 
     Raises:
-        InputError: ``FEDFM_CACHE_GB`` is no number.
+        InputError: ``FEDFM_CACHE_GB`` is not a number.
     """
 
     def __init__(self, model: Model) -> None:
@@ -106,7 +106,7 @@ class RowCache:
         self._names: dict[bytes, str] = {}
 
     def rows(self, table: Table, index: np.ndarray, make: Callable[[], Rows]) -> Rows:
-        """The rows ``index`` from the disk, else as made and written to it."""
+        """The rows ``index`` from the disk; if they are not there, make them and write them."""
         path = self.path(table, index)
         if path is None:
             return make()
@@ -122,12 +122,12 @@ class RowCache:
             except (OSError, RunError) as error:
                 warnings.warn(f"prepared rows are not kept: {error}", RuntimeWarning, stacklevel=2)
                 return made
-            if made.tokens is not None:  # let the system drop from memory what it can read again
+            if made.tokens is not None:  # read from the file, so that the system can free the memory
                 return self._read(path, table, index) or made
         return made
 
     def path(self, table: Table, index: np.ndarray) -> Path | None:
-        """The file of these rows, whether or not it exists; None if they are not kept."""
+        """The file of these rows, whether or not it exists; None if they are not cached."""
         if self._folder is None or not len(index):
             return None
         kind = self._kind(table, len(index))
@@ -141,7 +141,7 @@ class RowCache:
         return self._folder / kind / f"{self._names[at]}.safetensors"
 
     def notices(self, table: Table, parts: Sequence[np.ndarray]) -> list[str]:
-        """What an earlier run has left of the clients' training rows, as a notice for the user."""
+        """A notice if an earlier run has cached some of the clients' training rows."""
         found = [path for path in (self.path(table, index) for index in parts) if path is not None and path.exists()]
         if not found:
             return []
@@ -149,7 +149,7 @@ class RowCache:
         return [f"{place.name} of {len(found)} of {len(parts)} clients' training rows are read from {place}"]
 
     def _kind(self, table: Table, n: int) -> str | None:
-        """What is kept of n rows of the table: features, tokens or nothing."""
+        """What is cached for n rows of the table: features, tokens or nothing."""
         model = self._model
         if not is_ours(model) or model.weights_overridden:
             return None
@@ -178,7 +178,7 @@ class RowCache:
 
     @functools.cached_property
     def _preparation(self) -> str | None:
-        """The preprocessing; None if it has no description."""
+        """A description of the preprocessing; None if it has none."""
         tools, model = self._model.tools, self._model
         said: dict[str, Any] = {"max_length": tools.max_length, "task": model.task.name}
         if tools.processor is not None:
@@ -200,7 +200,7 @@ class RowCache:
 
     @functools.cached_property
     def _of_frozen(self) -> str:
-        """SHA-256 of the frozen tensors, the configuration, and what decides on the last bits."""
+        """SHA-256 of the frozen tensors, the configuration, and everything else that affects the last bits."""
         model = self._model
         device, spec = model.device, model.spec
         where = [str(device.type), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
@@ -221,7 +221,7 @@ def encodes(model: Model) -> bool:
 
 
 def _content_of(rows: Rows) -> dict[str, Any] | None:
-    """What is written of prepared rows; labels and texts stay with their source."""
+    """The part of prepared rows that is written; labels and texts stay with their source."""
     if set(rows.tensors) == {"features"}:
         return {"features": rows.tensors["features"]}
     if rows.tokens is not None and not rows.tensors and not rows.token_arguments:

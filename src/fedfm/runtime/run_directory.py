@@ -1,8 +1,8 @@
 """A run directory: the experiment, the logs and results of a run, and everything that a resume needs.
 
 ``manifest.json`` exists before the first round. ``commit`` writes a checkpoint atomically after every round, which
-completes the round. :mod:`fedfm.runtime.logs` writes its lines before and after that. A run that was killed at any time
-resumes at its last commit, and later lines of the logs are cut off.
+completes the round. :mod:`fedfm.runtime.logs` writes its lines before and after that. A run that is killed at any time
+resumes at its last commit; later lines of the logs are cut off.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Run:
         self.path, self.manifest = path, manifest
         self.experiment = Experiment.from_dict(manifest["experiment"], imports=True)
         self.seconds = 0.0  # duration before this process
-        self._lock: Lock | None = None  # of a run that was made and not yet begun
+        self._lock: Lock | None = None  # held between creation and first use of the run
         self._within = False  # whether this process has locked the run
 
     def __repr__(self) -> str:
@@ -59,16 +59,16 @@ class Run:
 
     @classmethod
     def create(cls, experiment: Experiment, out: Path | None = None) -> Run:
-        """Make the folder and its manifest. The run stays locked until its first :meth:`lock` has ended.
+        """Make the folder and its manifest. The run stays locked until its first :meth:`lock` ends.
 
         Raises:
-            InputError: the folder holds a run already, or something else, or another process begins one here.
+            InputError: the folder holds a run or something else, or another process begins one here.
         """
         out = own_place(experiment.name) if out is None else out
         refuse_used(out)  # before anything is made in it
         lock = claim(out, experiment.run.shared)
         try:
-            refuse_used(out)  # another process may have had it since
+            refuse_used(out)  # another process may have used it in the meantime
             run = cls(out, new_manifest(experiment))
             run._lock = lock
             (out / "checkpoint").mkdir(exist_ok=True)
@@ -107,7 +107,9 @@ class Run:
         self.refuse_links()
         private = self.path / "private"
         if not private.is_dir() and self.manifest["result"] is None:
-            raise InputError(f"{private} is missing: a run cannot go on without its clients' memories and its secrets")
+            raise InputError(
+                f"{private} is missing: a run cannot continue without its clients' memories and its secrets"
+            )
         fresh = self._lock is not None
         lock, self._lock = self._lock or self._acquire_lock(wait), None
         self._within = True
@@ -120,7 +122,7 @@ class Run:
             lock.release()
 
     def _acquire_lock(self, wait: bool) -> Lock:
-        """The lock, which this process has now.
+        """Acquire the lock for this process.
 
         Raises:
             InputError: another process has it.
@@ -139,13 +141,13 @@ class Run:
         """Read the manifest again.
 
         Raises:
-            InputError: as of :meth:`open`.
+            InputError: as :meth:`open`.
         """
         self.manifest = read_manifest(self.path)
         self.experiment = Experiment.from_dict(self.manifest["experiment"], imports=True)
 
     def discard(self) -> None:
-        """Remove a run that this process has begun and locked, the lock last: then the folder is another's."""
+        """Remove a run that this process began and locked; the lock goes last, which frees the folder for others."""
         storage.discard(self.path, (MANIFEST, "checkpoint", "private"), self.path / "private" / LOCK)
 
     def refuse_links(self) -> None:
@@ -161,15 +163,13 @@ class Run:
             below = folders if here != self.path else ()
             for path in (here / name for name in (*below, *files)):
                 if path.is_symlink():
-                    raise InputError(
-                        f"{path} is a link: going on would write to {os.readlink(path)}; take the link out"
-                    )
+                    raise InputError(f"{path} is a link: the run would write to {os.readlink(path)}; remove the link")
 
     def adapter(self, client: str = "", *, last: bool = False) -> Path:
-        """Folder of the trained model: a client's own, or under "" the one for all clients.
+        """Folder of the trained model: a client's own, or for "" the one for all clients.
 
         Args:
-            last: that of the last round, where ``run.patience`` chose another round's.
+            last: the last round's model, if ``run.patience`` chose another round's.
         """
         root = self.path / "last" if last else self.path
         return root / (f"clients/{safe_name(client)}/adapter" if client else "adapter")
@@ -194,7 +194,7 @@ class Run:
 
         Args:
             extra: further entries of the checkpoint.
-            spared: a round whose checkpoint is kept besides the newest ones.
+            spared: a round whose checkpoint is kept in addition to the newest ones.
         """
         length = self.note_messages(fed)
         record = {
@@ -219,13 +219,13 @@ class Run:
                 path.unlink(missing_ok=True)
 
     def begin(self, t: int) -> None:
-        """Count round t in the ledger before its messages leave, if a repetition of it were one release more."""
+        """Count round t in the ledger before its messages leave, if a repetition would be one release more."""
         if self.experiment.aggregation.mechanism.fresh:
             self.manifest["ledger"]["begun"] = t + self.repeat_count(t - 1)
             self.write_manifest()
 
     def repeat_count(self, t: int) -> int:
-        """How many rounds were begun beside the t that are completed, and count as releases of their own."""
+        """How many begun rounds are not among the t completed ones; each counts as its own release."""
         return max(int(self.manifest["ledger"].get("begun", 0)) - t, 0)
 
     def note_messages(self, fed: Federation) -> int:
@@ -234,7 +234,7 @@ class Run:
         return logs.append(self.path / logs.MESSAGES, text)
 
     def newest(self, *, mapped: bool = False) -> tuple[dict[str, Any] | None, list[Path]]:
-        """The newest undamaged checkpoint, its state unchecked, and the damaged files of later ones. Reads only."""
+        """The newest undamaged checkpoint (its state is unchecked), and the damaged later files. Only reads."""
         damaged: list[Path] = []
         for path in reversed(self._checkpoints()):
             record = storage.load(path, mapped=mapped)
@@ -246,8 +246,8 @@ class Run:
     def restore(self, state_type: Any) -> dict[str, Any] | None:
         """The newest undamaged checkpoint; None before the first commit. Cuts later lines of the logs off.
 
-        It removes damaged checkpoints and temporary files of killed processes. The manifest gets notices on the round
-        after which the run continues, and on what the logs have lost.
+        It removes damaged checkpoints and temporary files of killed processes. The manifest gets notices of the round
+        after which the run continues, and about lost lines of the logs.
         """
         for path in (path for pattern in _PARTS for path in self.path.glob(pattern)):
             path.unlink(missing_ok=True)
@@ -268,7 +268,7 @@ class Run:
 
     def _went_back(self, names: Sequence[str], how: str, t: int) -> None:
         what = f"{' and '.join(names)} {'was' if len(names) == 1 else 'were'} {how}"
-        self.note(f"{what}: the run {f'goes on after round {t}' if t >= 0 else 'starts over'}")
+        self.note(f"{what}: the run {f'continues after round {t}' if t >= 0 else 'starts over'}")
 
     def note(self, notice: str) -> None:
         """Add a notice to the manifest, once."""
@@ -276,10 +276,10 @@ class Run:
             self.manifest["notices"].append(notice)
 
     def state(self, state_type: Any, *, mapped: bool = False) -> Any:
-        """The server's state after the last committed round; for a finished run, after its end. Reads only.
+        """The server's state after the last committed round, or of a finished run after its end. Only reads.
 
         Args:
-            mapped: as of :func:`fedfm.core.storage.load`.
+            mapped: see :func:`fedfm.core.storage.load`.
 
         Raises:
             InputError: its checkpoint is damaged or missing.
@@ -300,9 +300,9 @@ class Run:
         return None if record is None else conform(record["state"], state_type, "state")
 
     def into(self, fed: Federation, record: Mapping[str, Any]) -> None:
-        """Set a federation to a restored checkpoint."""
+        """Put a restored checkpoint's values into a federation."""
         fed.begin(record["round"])
-        fed.call = record.get("call", 0)  # the next requests read the memories that the round has left
+        fed.call = record.get("call", 0)  # the next requests read the memories that the round left
         fed.transcript.bytes_up, fed.transcript.bytes_down = record["bytes_up"], record["bytes_down"]
         fed.excluded = [Excluded(**e) for e in record["excluded"]]
         fed.cohort = tuple(record["cohort"])
@@ -319,7 +319,7 @@ class Run:
             storage.write_atomic(self.path / "arrays" / f"round-{t:06d}.npz", data.getvalue())
 
     def join_arrays(self, clients: Sequence[str]) -> dict[str, str]:
-        """Stack the rounds' arrays into one file per name, with ``rounds``, ``clients`` and the arrays of text."""
+        """Stack the rounds' arrays into one file per name, and add ``rounds``, ``clients`` and the text arrays."""
         by_round = {int(path.stem.rpartition("-")[2]): path for path in sorted(self.path.glob("arrays/round-*.npz"))}
         if not by_round:
             return {}
@@ -350,8 +350,8 @@ class Run:
 
     @property
     def _folder(self) -> Path:
-        """Folder of the checkpoints. Moments and control variates reveal the aggregate, and thereby a foundation model
-        that the server mixes in and keeps: such a state is as secret as the key.
+        """Folder of the checkpoints. A server that mixes in a foundation model keeps it secret; its moments and control
+        variates reveal the aggregate and thereby that model: then the state is as secret as the key.
         """
         method = self.experiment.method
         more_than_the_model = method.state_type is not Params and method.traits.keeps_foundation
@@ -362,5 +362,5 @@ class Run:
         return self._folder / f"round-{t:06d}.safetensors"
 
     def _checkpoints(self) -> list[Path]:
-        """Files in order of rounds."""
+        """The files of checkpoints, in order of rounds."""
         return sorted(self._folder.glob("round-*.safetensors"))

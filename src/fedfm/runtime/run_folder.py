@@ -1,4 +1,4 @@
-"""The folder of a run at its beginning: whether it is free, whose it is, its lock, and its ``manifest.json``."""
+"""Claim the folder of a new run: check that it is free, lock it, and make its ``manifest.json``."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SCHEMA = 1
 MANIFEST = "manifest.json"
 LOCK = "lock"  # in private/
 _NEEDED = {"clients", "experiment", "fingerprints", "ledger", "model", "notices", "result", "split"}  # of a manifest
-_TRIES = 100  # to make a folder while others discard theirs in this place
+_TRIES = 100  # attempts to make a folder while other processes remove theirs at the same path
 
 
 def own_place(name: str) -> Path:
-    """A folder below ``runs/`` for what begins now."""
+    """A new folder's path below ``runs/``."""
     return Path("runs") / f"{name}-{datetime.datetime.now().strftime('%Y%m%d-%H%M%S-%f')[:-3]}"
 
 
@@ -40,16 +40,16 @@ def refuse_used(out: Path) -> None:
         InputError: it does.
     """
     if (out / MANIFEST).exists():
-        raise InputError(f"{out} holds a run already: `fedfm resume {out}` goes on with it, or give another --out")
+        raise InputError(f"{out} holds a run already: `fedfm resume {out}` continues it, or give another --out")
     if not storage.free(out, MANIFEST, ("checkpoint", "private"), LOCK):
-        raise InputError(f"{out} is there and is not an empty folder; give another --out")
+        raise InputError(f"{out} exists and is not an empty folder; give another --out")
 
 
 def claim(out: Path, shared: bool) -> Lock:
     """Make the folder of a new run, and lock it before anything else is written.
 
     Args:
-        shared: others may read it, as the user's umask says; ``private/`` stays the owner's.
+        shared: others may read it, within the user's umask; ``private/`` stays the owner's.
 
     Raises:
         InputError: it cannot be made, or another process has the lock.
@@ -62,7 +62,7 @@ def claim(out: Path, shared: bool) -> Lock:
                 lock.path.parent.mkdir(mode=0o700, exist_ok=True)
                 taken = lock.take()
                 break
-            except FileNotFoundError:  # the last owner of the lock discards a run that could not begin
+            except FileNotFoundError:  # the former owner of the lock removes a run that could not begin
                 if last:
                     raise
         if not taken:
@@ -76,17 +76,17 @@ def claim(out: Path, shared: bool) -> Lock:
 
 
 def close_to_others(folder: Path) -> None:
-    """Make a folder its owner's alone.
+    """Restrict a folder to its owner.
 
     Raises:
-        InputError: it is another user's.
+        InputError: it belongs to another user.
     """
     try:
         if folder.stat().st_mode & 0o077:
             folder.chmod(0o700)
     except OSError as error:
         raise InputError(
-            f"{folder} cannot be closed to others: {error.strerror}; run.shared = true leaves it as it is"
+            f"{folder} cannot be closed to others: {error.strerror}; run.shared = true does not change it"
         ) from None
 
 
@@ -136,7 +136,7 @@ def new_manifest(experiment: Experiment) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that determine the result's bits."""
+    """Versions of Python and of the libraries that affect the result's bits."""
     names = ("fedfm", "torch", "transformers", "peft", "flwr", "numpy", "safetensors")
     installed = {name: version for name in names if (version := _version_of(name))}
     return {"python": sys.version.split()[0]} | installed

@@ -1,4 +1,4 @@
-"""What a run says before its first round: clients, split and fingerprints in the manifest, and notices."""
+"""A run's entries before its first round: clients, split and fingerprints in the manifest, and notices."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _normalise(name: str) -> str:
 
 
 def _visible(name: str) -> str:
-    """The name without characters that nobody sees: zero-width spaces, joiners, soft hyphens, byte order marks."""
+    """The name without invisible characters: zero-width spaces, joiners, soft hyphens, byte order marks."""
     return "".join(c for c in name if not is_invisible(c))
 
 
@@ -62,7 +62,7 @@ def _decode_again(name: str) -> str:
 
 
 def _number(name: str) -> Hashable:
-    """The number that the name is, else the name: tables with empty cells write 1 as 1.0."""
+    """The name as a number if it is one, else the name: tables with empty cells write 1 as 1.0."""
     try:
         found = Decimal(name.strip())
     except InvalidOperation:
@@ -71,7 +71,7 @@ def _number(name: str) -> Hashable:
 
 
 def _truth(name: str) -> Hashable:
-    """What is true or false, in words or as 1 and 0: pandas, JSON and spreadsheets write it in their own ways."""
+    """The name as a truth value if it is one, else the name: pandas, JSON and spreadsheets write true differently."""
     for number, words in enumerate((("false", "no"), ("true", "yes"))):
         if name.strip().casefold() in words or _number(name) == number:
             return number
@@ -82,7 +82,7 @@ def _without_marks(name: str) -> Hashable:
     return _normalise(name.replace("-", " ").replace("_", " ")) if isinstance(_number(name), str) else name  # -1, not 1
 
 
-# How names of classes that are probably one differ -> what they have in common; each tells what those before do not.
+# How two names of probably one class differ -> their common form. The first key that applies is reported.
 _ALIKE: dict[str, Callable[[str], Hashable]] = {
     "case or spaces": _fold_case,
     "invisible characters": lambda name: _fold_case(_visible(name)),
@@ -129,7 +129,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
 
 
 def of_delta(experiment: Experiment, population: Partitioned) -> list[str]:
-    """A notice if delta is too large for the number of training rows, where rows are protected and known."""
+    """A notice if delta is too large for the number of training rows; none if rows are not the unit, or not counted."""
     privacy = experiment.privacy
     if privacy is None or not privacy.states_epsilon or privacy.unit != "record":
         return []
@@ -138,7 +138,7 @@ def of_delta(experiment: Experiment, population: Partitioned) -> list[str]:
 
 
 def of_privacy(experiment: Experiment, spent: Accountant, clients: int) -> list[str]:
-    """Notices if the guarantee says next to nothing, by figures that are no secret."""
+    """Notices if the guarantee is nearly empty, from public values only."""
     found, privacy = [plausibility.of_epsilon(spent.epsilon)], experiment.privacy
     if privacy is not None and privacy.states_epsilon and privacy.unit == "client":
         found.append(plausibility.of_delta(privacy.delta or 0.0, clients, "clients"))
@@ -149,7 +149,7 @@ def fits(experiment: Experiment, model: Model) -> None:
     """Refuse a model that the client optimiser cannot train, or the mechanism of [privacy] cannot protect.
 
     Raises:
-        InputError: with what would be right.
+        InputError: it names a setting that would work.
     """
     _check_optimiser(experiment.method, model)
     mechanism = experiment.aggregation.mechanism
@@ -161,12 +161,12 @@ def fits(experiment: Experiment, model: Model) -> None:
 
 
 def of_method(method: Method[Any], counts: Mapping[ClientId, Sequence[int]] | None = None) -> list[str]:
-    """What the method says before its first round; ``counts`` are each client's training rows by class, if known."""
+    """The method's notices before its first round; ``counts`` are each client's training rows by class, if known."""
     return method.forewarnings(counts or {})
 
 
 def of_arrival(experiment: Experiment, clients: int) -> list[str]:
-    """What the method says before the first round of updates that may be late."""
+    """The method's notices before a run whose updates may be stale."""
     late, method = experiment.run.asynchronous, experiment.method
     if late is None or late.buffer >= clients:
         return []
@@ -174,7 +174,7 @@ def of_arrival(experiment: Experiment, clients: int) -> list[str]:
 
 
 def of_rows(method: Method[Any], population: Partitioned) -> list[str]:
-    """Notices about the rows: what is left out, and what was probably not meant so."""
+    """Notices about the rows: rows that are left out, and probable mistakes."""
     found = [*population.federated.notices, *_no_task(population), *spellings(population.federated.table.classes)]
     return [
         *found,
@@ -187,10 +187,10 @@ def of_rows(method: Method[Any], population: Partitioned) -> list[str]:
 
 
 def of_silo(method: Method[Any], population: Partitioned) -> list[str]:
-    """What a silo is told, in its log and by ``fedfm silo check``: notices about its rows, and its model on them.
+    """Notices for a silo, in its log and in ``fedfm silo check``, about its rows and about its model on them.
 
     Raises:
-        InputError: as of :func:`fedfm.runtime.beforehand.check`.
+        InputError: as :func:`fedfm.runtime.beforehand.check`.
     """
     looked = beforehand.check(method, population)
     model = population.model_or_none
@@ -199,10 +199,10 @@ def of_silo(method: Method[Any], population: Partitioned) -> list[str]:
 
 
 def row_notices(population: Partitioned) -> list[str]:
-    """Notices of how the model's template writes the rows, and of what the task says of them.
+    """Notices about how the model's template writes the rows, and the task's notices about them.
 
     Raises:
-        InputError: as of :func:`template_notices`.
+        InputError: as :func:`template_notices`.
     """
     table, model = population.federated.table, population.model_or_none
     if model is None or model.tools.tokenizer is None:
@@ -219,7 +219,7 @@ def row_notices(population: Partitioned) -> list[str]:
 
 
 def _trained_and_tested(population: Partitioned) -> dict[str, list[int]]:
-    """Rows that clients train or validate on, and rows that anyone tests on."""
+    """Rows for training and validation at clients, and rows for tests anywhere."""
     clients = population.federated.clients.values()
     trained = [int(i) for rows in clients for i in (*rows.train, *rows.val)]
     tested = {*population.federated.test.tolist(), *(int(i) for rows in clients for i in rows.test)}
@@ -227,7 +227,7 @@ def _trained_and_tested(population: Partitioned) -> dict[str, list[int]]:
 
 
 def template_notices(population: Partitioned) -> list[str]:
-    """Notices of rows that the model's template does not write as they are: cut, or with something left out.
+    """Notices about rows that the model's template shortens: it cuts them, or leaves something out.
 
     Raises:
         InputError: the model's template cannot write a row.
@@ -254,7 +254,7 @@ def template_notices(population: Partitioned) -> list[str]:
 
 
 def _on_disk(population: Partitioned) -> list[str]:
-    """A notice if an earlier run has left prepared rows of these clients; it is of this machine, not of the run."""
+    """A notice if an earlier run cached rows of these clients; it describes this machine, not the run."""
     cache, table = population.cache, population.federated.table
     if cache is None or population.encode is not None or population.client_model is None:
         return []
@@ -270,18 +270,18 @@ def _no_task(population: Partitioned) -> list[str]:
     if len(found) != 1:
         return []
     name = table.classes[found[0]] if found[0] < len(table.classes) else found[0]
-    return [f'all training rows are of one class, "{name}": there is nothing to tell apart, accuracies say nothing']
+    return [f'all training rows are of one class, "{name}": there is nothing to distinguish, accuracies mean nothing']
 
 
 def spellings(names: Sequence[str], of: str = "class") -> list[str]:
-    """Notices if names of classes differ in what is hardly seen alone (case, spaces, marks, forms), or say "none".
+    """Notices if names of classes differ only by case, spaces, marks or Unicode forms, or if a name means "none".
 
     Args:
-        of: what is named, "class" or "client".
+        of: what the names are of, "class" or "client".
 
     Example:
         >>> spellings(["sports", "Sports ", "world"])
-        ['the classes "Sports " and "sports" differ by case or spaces alone; if they are one class, spell them alike']
+        ['the classes "Sports " and "sports" differ only by case or spaces; if they are one class, spell them alike']
     """
     several = {"class": "classes"}.get(of, f"{of}s")
     found, said = [], set[tuple[str, ...]]()
@@ -293,7 +293,7 @@ def spellings(names: Sequence[str], of: str = "class") -> list[str]:
         said.update(groups)
         if groups:
             listed = "; ".join(" and ".join(map(escape, some)) for some in groups)
-            found.append(f"the {several} {listed} differ by {how} alone; if they are one {of}, spell them alike")
+            found.append(f"the {several} {listed} differ only by {how}; if they are one {of}, spell them alike")
     empty = [f'"{name}"' for name in sorted(names) if name.strip().casefold() in _NO_LABEL]
     if empty and len(names) > len(empty):
         what = f"the {of} {empty[0]} is" if len(empty) == 1 else f"the {several} {' and '.join(empty)} are"
@@ -303,39 +303,39 @@ def spellings(names: Sequence[str], of: str = "class") -> list[str]:
 
 
 def _classes_without_rows(population: Partitioned) -> list[str]:
-    """A notice of the classes without a training row; what no client has, no model can learn."""
+    """A notice about classes without a training row: no model can learn them."""
     table, clients = population.federated.table, population.federated.clients.values()
     if table.labels is None or not table.classes:
         return []
     rows = [table.labels[part.train] for part in clients]
     counts = np.bincount(np.concatenate(rows) if rows else np.zeros(0, int), minlength=len(table.classes))
     missing = [f'"{name}"' for name, n in zip(table.classes, counts, strict=False) if not n]
-    if not missing or len(missing) >= len(table.classes) - 1:  # of one class alone another notice tells
+    if not missing or len(missing) >= len(table.classes) - 1:  # another notice covers rows of one class only
         return []
     more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
     return [f"no client has a training row of {', '.join(missing[:_NAMED])}{more}"]
 
 
 def _rows_not_judged(method: Method[Any], population: Partitioned) -> list[str]:
-    """A notice if the clients' rows judge the model, and no client has some of the global test rows."""
+    """A notice if the scores come from the clients' rows, and no client has some of the global test rows."""
     if not method.traits.clients_judge or REST not in population.pieces:
         return []
     rest, total = len(population.pieces[REST]), len(population.federated.test)
-    return [f"{rest} of {total} global test rows are with no client: the accuracy is over the others"]
+    return [f"{rest} of {total} global test rows belong to no client: the accuracy is over the others"]
 
 
 def of_model(spec: RunSpec, model: Model) -> list[str]:
-    """Notices about the model: settings that do nothing for it, or ask for more than it can learn."""
+    """Notices about settings that do nothing for the model, or that exceed what it can learn."""
     return [*_idle(spec, model), *_too_wide(model)]
 
 
 def _idle(spec: RunSpec, model: Model) -> list[str]:
-    """Notices of settings that do nothing for this model on this device."""
+    """Notices about settings that do nothing for this model on this device."""
     found = [*model.notices]
     if model.spec.compile and (model.compiled or model.hollow) and trains_without(model):
         found.append(
-            f"model.compile does nothing in training here: {model.adaptation} of {model.spec.name} trains in loops of "
-            "fedfm's own, which call no block"
+            f"model.compile does nothing in training here: {model.adaptation} of {model.spec.name} trains in fedfm's "
+            "own loops, which do not call the blocks"
         )
     if spec.kernels != "exact" and not packed.packs(model):
         where = "" if model.device.type == "cpu" else f" and a model on {model.device.type}"
@@ -349,7 +349,7 @@ def _idle(spec: RunSpec, model: Model) -> list[str]:
 
 
 def _too_wide(model: Model) -> list[str]:
-    """A notice if LoRA's rank is above what a product of a layer's shape can have."""
+    """A notice if LoRA's rank is above the largest rank that a layer's shape allows."""
     rank, least = dict[str, int](), dict[str, int]()
     for name, _, shape in model.layout.entries:
         for part, at in ((".lora_A.", 0), (".lora_B.", 1)):
@@ -368,12 +368,12 @@ def _too_wide(model: Model) -> list[str]:
 
 
 def _elsewhere(run: Run, model: Model) -> list[str]:
-    """A notice if a run goes on with another device, or other settings of it, than it began with."""
+    """A notice if a run continues on another device, or with other device settings, than it began with."""
     before, now = run.manifest.get("device"), devices.about(model.device)
     if before in (None, now):
         return []
     names = (f"{d['type']} ({d['name']})" for d in (before, now))
-    return ["the run began on {} and goes on on {}: its bits are no longer those of one device".format(*names)]
+    return ["the run began on {} and continues on {}: its bits are no longer those of one device".format(*names)]
 
 
 def _check_optimiser(method: Method[Any], model: Model) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from fedfm.core.text import to_json
 from fedfm.errors import InputError
 
-STUDY = "study.json"  # beside a run and its baselines: their folders, the run itself first
+STUDY = "study.json"  # next to a run and its baselines: lists their folders, the run itself first
 _SHOWN = 8  # runs by name
 
 
@@ -19,7 +19,7 @@ def write_order(folder: Path, names: Sequence[str]) -> None:
 
 
 def order_in(folder: Path) -> list[Path]:
-    """A run and its baselines, as :func:`write_order` recorded them; none where nothing, or no such list, is there."""
+    """A run and its baselines, as :func:`write_order` recorded them; empty if there is no valid list."""
     try:
         names = json.loads((folder / STUDY).read_text(encoding="utf-8"))["runs"]
         found = [folder / Path(name).name for name in names]
@@ -29,7 +29,7 @@ def order_in(folder: Path) -> list[Path]:
 
 
 def each_run(paths: Iterable[Path]) -> list[Path]:
-    """Directories of runs: of a folder of runs all that are in it, a run before its baselines."""
+    """Directories of runs; a folder of runs becomes all runs in it, a run before its baselines."""
     found: list[Path] = []
     for path in paths:
         inner = runs_in(path)
@@ -46,7 +46,7 @@ def runs_in(path: Path) -> list[Path]:
 
 
 def no_run(path: Path) -> InputError:
-    """The error for a path that is no run directory: it names the runs below it, if there are any."""
+    """The error for a path that is not a run directory; it names the runs below it, if any."""
     if not path.exists():
         return InputError(f"{path}: no run here (no such folder)")
     if not path.is_dir():

@@ -1,4 +1,4 @@
-"""The server's side of a run: init, rounds, commits, evaluation, and the result. The same on every engine."""
+"""The server's side of a run, the same on every engine: init, rounds, commits, evaluation, and the result."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Server:
         model: the server's copy of the model.
         judge: metrics of one model on the global test rows; None if the server has no test rows.
         progress: callbacks of the run.
-        aside: entries of the result's ``details`` that only an engine with all parties in one place knows.
+        aside: entries of the result's ``details`` that only an engine with all parties in one process knows.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Server:
         if record is None:
             fed.begin(0)
             for name in secrets_of(method, aggregation):
-                fed.secret(name)  # drawn first, so that a resume without it is noticed
+                fed.secret(name)  # drawn first, so that a resume detects its loss
             state = method.init(fed)
             self._tell(fed.notices)
             state, t, of = self._commit(0, state), 0, None
@@ -118,7 +118,7 @@ class Server:
             enter(run, spent)
             self._tell(of_privacy(run.experiment, spent, len(fed.clients)))
         if again:
-            self._tell([f"rounds begun and not completed: {again}; each is one release more, and counted in epsilon"])
+            self._tell([f"rounds begun and not completed: {again}; each is one more release, and epsilon counts it"])
         while t < last and not early_stopping.patience_over(run):
             t += 1
             run.begin(t)
@@ -160,8 +160,8 @@ class Server:
         if (where := nonfinite(state, "state")) is not None:
             if not t:
                 raise RunError(
-                    f"the server's {where} has NaN or infinity before any training: the weights of model.name, or of "
-                    "what the method names besides, hold it; take a sound copy"
+                    f"the server's {where} has NaN or infinity before any training: the weights of model.name, "
+                    "or of another model that the method names, contain it; use an undamaged copy"
                 )
             raise RunError(
                 f"round {t}: the server's {where} has NaN or infinity; round {t - 1} stands as it was committed. "
@@ -179,7 +179,7 @@ class Server:
             whole = payload.size(state)[1] > limit()
             return self.run.state(self.method.state_type) if whole else state
         for flat in (flat for w in _vectors(state) for flat in w.flats.values()):
-            pages.release(flat)  # of a vector that has been in a file already
+            pages.release(flat)  # free the pages of a vector that is already in a file
         buffers.give_back()
         return self.run.state(self.method.state_type, mapped=True)
 
@@ -187,7 +187,7 @@ class Server:
         return self.run.seconds + time.perf_counter() - self._start
 
     def _evaluate(self, t: int, state: Any, last: bool) -> None:
-        """Write the metrics of round t, which is committed already."""
+        """Write the metrics of round t, after its commit."""
         every = self.run.experiment.run.evaluate_every
         line: dict[str, Any] = {"round": t, "seconds": round(self._seconds(), 3)}
         if last or (every and t % every == 0):
@@ -215,18 +215,18 @@ class Server:
         self._progress.round(line)
 
     def _before_aggregation(self, key: str) -> float | None:
-        """Mean accuracy or loss of the round's clients after local training, weighted like their updates."""
+        """Mean accuracy or loss of the round's clients after local training, with the weights of their updates."""
         judged, total = self.fed.metrics.get(JUDGED), self.fed.metrics.get(key)
         return total / judged if judged and total is not None else None
 
     def _best(self, t: int, state: Any) -> tuple[Any, int]:
-        """Final state, which becomes the last checkpoint, and its round: the best one under ``run.patience``."""
+        """The final state, which becomes the last checkpoint, and its round: under ``run.patience`` the best round."""
         best = early_stopping.best_round(self.run)
         if best is None or best == t or keeps_parts(self.method):
             return state, t
         if (found := self.run.state_of(best, self.method.state_type)) is None:
             self._progress.notice(
-                f"the checkpoint of round {best}, the best one, is gone: the model is that of round {t}"
+                f"the checkpoint of round {best}, the best one, is missing: the model is that of round {t}"
             )
             return state, t
         write_models(self.run, self.fed.model, self._evaluator.models(state), last=True)

@@ -1,4 +1,4 @@
-"""What a client asks of the site that it runs at, where a site has a file of its own: the socket of ``fedfm.sites``."""
+"""A client's view of its silo, if the silo has its own file: the socket that ``fedfm.sites`` fills."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SESSION = "fedfm.sites.silo_session"  # has the class Own
 
 @dataclass(frozen=True)
 class Question:
-    """What a server asks of the silo's rows.
+    """A server's request for an answer from the silo's rows.
 
     Attributes:
         at: round and call.
@@ -41,7 +41,7 @@ class Question:
         for piece in pieces:
             digest.update(piece)
         part = body.get("part", "")
-        return cls(handler, at, digest.hexdigest(), part if part in PARTS else "")  # no place of a server's making
+        return cls(handler, at, digest.hexdigest(), part if part in PARTS else "")  # no part that the server invented
 
 
 class SitePolicy(Protocol):
@@ -50,7 +50,7 @@ class SitePolicy(Protocol):
     Attributes:
         name: the silo's name.
         policy: what its requests may expose.
-        classes: the server's class names once a hello with them has fitted.
+        classes: the server's class names, once a hello with them is accepted.
     """
 
     name: str
@@ -59,10 +59,10 @@ class SitePolicy(Protocol):
 
     @property
     def of_client(self) -> dict[str, Any]:
-        """What the silo's file says of its :class:`~fedfm.core.client.Client`."""
+        """Attributes of :class:`~fedfm.core.client.Client` from the silo's file."""
 
     def reload(self) -> bool:
-        """Whether the silo's file was changed since it was read; it is then read again. Raises a ClientFault."""
+        """Read the silo's file again if it changed; returns whether it did. Raises a ClientFault."""
 
     def populate(self, experiment: Experiment, classes: Sequence[str]) -> Partitioned:
         """The silo's rows and model. Raises an InputError if the experiment does not fit."""
@@ -86,7 +86,7 @@ class SitePolicy(Protocol):
         """Enter a reply into the silo's ledger before it leaves. Raises a ClientFault."""
 
     def refuses(self, question: Question, fault: ClientFault, experiment: Experiment) -> ClientFault:
-        """What the silo says of a failure after its rows were read."""
+        """The fault that leaves the silo for a failure after its rows were read."""
 
     def log_refusal(self, handler: str, fault: ClientFault) -> None:
         """Log a request that was not answered."""

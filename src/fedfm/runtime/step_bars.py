@@ -11,7 +11,7 @@ from fedfm.runtime.progress import AuditProgress, EpochProgress
 
 
 class Epochs(EpochProgress):
-    """Bar of a pretraining or a distillation: its steps, and one line an epoch."""
+    """Bar of a pretraining or a distillation: its steps, and one line per epoch."""
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -54,7 +54,7 @@ class Epochs(EpochProgress):
 
 
 class Attacks(AuditProgress):
-    """Bar of an audit on a terminal: attacks done. A log file has the notices."""
+    """Bar of an audit on a terminal: completed attacks. A log file gets the notices instead."""
 
     def __init__(self) -> None:
         self._bar: Any = None

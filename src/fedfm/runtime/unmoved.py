@@ -1,7 +1,7 @@
-"""Trained tensors that a whole run has left as they were: no row gave them a gradient, and nothing else tells of it.
+"""Trained tensors that a complete run left unchanged: no row gave them a gradient, and nothing else reports it.
 
-A gradient may exist and be zero on all rows: of an expert that no row chooses, of attention that short rows do not
-need. The start is kept as checksums, since a copy would take as much memory as what is trained.
+A gradient may exist and be zero on all rows: for an expert that no row chooses, for attention that short rows do not
+need. The start is kept as checksums, since a copy would take as much memory as the trained tensors.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def checksums(w: Params) -> dict[str, int]:
 
 
 def notices(model: Model, start: Mapping[str, int], models: Iterable[Params], known: Iterable[str]) -> list[str]:
-    """A notice of the tensors that are in all final models as they were at the start.
+    """A notice about the tensors that are unchanged in all final models.
 
     Args:
-        start: of the model before the first round.
-        models: the final models; those of other tensors than the model's tell nothing.
-        known: notices of the run; one of these tensors without a gradient is not told twice.
+        start: checksums of the model before the first round.
+        models: the final models; one with other tensors than the model's is ignored.
+        known: notices of the run; a tensor that one of them names already is not repeated.
     """
     still, seen = set(start), False
     for w in models:
@@ -44,6 +44,6 @@ def notices(model: Model, start: Mapping[str, int], models: Iterable[Params], kn
         return []
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return [
-        f"{len(names)} of {len(start)} trained tensors are after the last round as they were before the first, as "
-        f"where the rows give them no gradient: {', '.join(names[:_NAMED])}{more}"
+        f"{len(names)} of {len(start)} trained tensors did not change during the run, as if "
+        f"the rows gave them no gradient: {', '.join(names[:_NAMED])}{more}"
     ]

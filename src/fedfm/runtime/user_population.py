@@ -1,4 +1,4 @@
-"""Population of a run whose module and rows a user's Python brings."""
+"""Population of a run whose module and rows come from a user's Python function."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from fedfm.config.experiment import Experiment
 
 
-START = "checkpoint/start.safetensors"  # of a run in memory: what the module held, for audits
+START = "checkpoint/start.safetensors"  # of a run in memory: the module's parameters at the start, for audits
 
 
 def of_experiment(experiment: Experiment) -> Partitioned:
-    """The population of an experiment whose ``data.name`` and ``model.name`` are a function of the user's.
+    """The population of an experiment whose ``data.name`` and ``model.name`` name a user's function.
 
     Raises:
-        InputError: the function is not admitted, fails, or what it returns does not fit.
+        InputError: the function is not admitted, it fails, or its return value does not fit.
     """
     name = str(experiment.data.name)
     return of_brought(brought_by(experiment), experiment.data, experiment.run.seed, name)
@@ -48,7 +48,7 @@ def brought_by(experiment: Experiment) -> Brought:
 
 
 def of_silo(silo: str, name: str, spec: DataSpec, seed: int) -> Partitioned:
-    """The population of one silo, by its own function: what that returns as ``train``, or as ``clients`` of its name.
+    """The population of one silo from its own function: its ``train``, or the ``clients`` entry of the silo's name.
 
     Raises:
         InputError: as :func:`of_experiment`, or the function returns no rows of this silo.
@@ -65,16 +65,16 @@ def of_silo(silo: str, name: str, spec: DataSpec, seed: int) -> Partitioned:
 
 
 def of_brought(brings: Brought, spec: DataSpec, seed: int, name: str = "") -> Partitioned:
-    """Module and rows as a population; clients with data sets of their own need no partition.
+    """Module and rows as a population; clients with their own data sets need no partition.
 
     Args:
-        name: of the function that brought them.
+        name: of the function that returned them.
 
     Raises:
         InputError: module, loss, rows and partition do not fit together.
     """
     if name and brings.clients is not None and spec.partition != PartitionSpec():
-        raise InputError(f"data.partition: {name} returns clients with rows of their own; drop it")
+        raise InputError(f"data.partition: {name} returns clients with their own rows; drop it")
     table, places = brings.given.table(brings.clients, brings.train, brings.test, spec.partition.column)
     federated = partition(table, places, spec, seed)
     model = brings.given.wrap(table, brings.classes)
@@ -83,7 +83,7 @@ def of_brought(brings: Brought, spec: DataSpec, seed: int, name: str = "") -> Pa
 
 
 def partition(table: Table, places: Places, spec: DataSpec, seed: int) -> FederatedData:
-    """Clients' rows: as given, or by the partition's rule."""
+    """Clients' rows: as given, or as the partition's rule assigns them."""
     if ("train", "") in places:
         return deal(table, spec, seed=seed)
     names = [client for split, client in places if split == "train"]

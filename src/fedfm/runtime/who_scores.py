@@ -1,4 +1,4 @@
-"""Who scores the models of a run, and where nobody does."""
+"""Which parties score the models of a run, and notices if none does."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def why_unasked(experiment: Experiment) -> str:
     """Why no client is asked for scores on its own rows; "" if they are asked.
 
-    Under an epsilon no client is asked: the ledger does not account for exact scores. Where sums hide updates, only a
-    method without one model, or without test rows at the server, needs them.
+    Under an epsilon no client is asked, since the ledger does not account for exact scores. If the server sees only
+    sums, the clients' scores are needed only if the method has no single model, or if the server has no test rows.
     """
     method, privacy = experiment.method, experiment.privacy
     if method.traits.hides_counts:
@@ -24,26 +24,26 @@ def why_unasked(experiment: Experiment) -> str:
     if method.needs.model == "server" and not isinstance(method, HiddenModel):
         return "the clients of this method have no model that they could score"
     if privacy is not None and privacy.states_epsilon:
-        return "under [privacy] no client is asked for the scores of its own rows, which no epsilon covers"
+        return "under [privacy] clients are not asked for scores of their own rows, which no epsilon covers"
     if privacy is not None and not (personal(method) or judged_by_clients(experiment)):
-        return f'under privacy.aggregator = "{privacy.aggregator}" no client is asked for the scores of its own rows'
+        return f'under privacy.aggregator = "{privacy.aggregator}" clients are not asked for scores of their own rows'
     return ""
 
 
 def judged_by_clients(experiment: Experiment) -> bool:
-    """Whether the clients' rows judge the one model for all, because the server can read none."""
+    """Whether the clients score the one model for all, because the server can read no test rows."""
     return experiment.method.traits.clients_judge
 
 
 def scoring_notices(experiment: Experiment, server_rows: int) -> list[str]:
-    """A notice if the run will end without an accuracy, or without any score.
+    """A notice if the run cannot end with an accuracy, or with any score.
 
     Args:
         server_rows: test rows at the server.
     """
     if not (why := why_unasked(experiment)):
         return []
-    hidden = keeps_parts(experiment.method) and experiment.privacy is not None  # the server has none of these models
+    hidden = keeps_parts(experiment.method) and experiment.privacy is not None  # the server has no client's model
     if server_rows and not hidden and not judged_by_clients(experiment):
         there = f"{GLOBAL_ACCURACY}, of the clients' models on the server's test rows, is there"
         return [f"accuracy and client_accuracy stay empty: {why}; {there}"] if personal(experiment.method) else []
@@ -51,6 +51,6 @@ def scoring_notices(experiment: Experiment, server_rows: int) -> list[str]:
     cure = "" if server_rows else "test rows at the server give one (data.path instead of data.classes), and so does "
     cure = cure or "a score comes from "
     return [
-        f"nobody will see an accuracy or a loss of this run: {why}, and {has_none}; {cure}`fedfm predict` at a client "
+        f"this run ends without an accuracy or a loss: {why}, and {has_none}; {cure}`fedfm predict` at a client "
         "that has labels"
     ]

@@ -12,14 +12,14 @@ from fedfm.engines.flower.loopback_keys import write_private
 from fedfm.errors import InputError
 
 YEARS = 10  # validity of the authority; the certificates that it signs end earlier
-_SKEW = datetime.timedelta(hours=2)  # a certificate is valid this long before it is made: clocks differ
+_SKEW = datetime.timedelta(hours=2)  # validity begins this long before the creation, since clocks differ
 
 
 def create(folder: Path, name: str) -> bool:
     """Make the authority ``ca.key`` (mode 0600) and ``ca.crt`` in a folder, unless it has one; returns whether it did.
 
     Raises:
-        InputError: the folder has one of the two files only.
+        InputError: the folder has only one of the two files.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes

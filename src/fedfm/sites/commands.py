@@ -1,4 +1,4 @@
-"""Subcommands of sites: kits for machines, a silo's file, a folder that carries messages."""
+"""Subcommands of sites: kits for machines, a silo's file, a folder for messages."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def silo(args: Namespace) -> int:
 def _serve(args: Namespace) -> int:
     """``fedfm silo serve``."""
     if args.folder is None:
-        raise InputError("silo serve: give the folder that carries the messages: --folder DIR")
+        raise InputError("silo serve: give the folder for the messages: --folder DIR")
     _offline(args.file)
     from fedfm.sites.folder_server import serve
 
@@ -66,14 +66,14 @@ def _serve(args: Namespace) -> int:
 
 def _offline(path: Path) -> None:
     """Keep libraries off the network unless the silo's file says otherwise; they read this when they are imported."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):  # who reads the file says what is wrong
+    with contextlib.suppress(OSError, ValueError, RecursionError):  # the later reader reports the fault
         if tomllib.loads(path.read_text(encoding="utf-8")).get("downloads") is not True:
             os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
 def _provision_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("federation", type=Path, help='TOML file: server = "host:port", silos = ["a", "b"]')
-    parser.add_argument("--out", type=Path, required=True, help="folder of the kits; keys that it has are kept")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the kits; its existing keys are kept")
     parser.add_argument("--renew", action="store_true", help="also make a new certificate for the server")
 
 
@@ -87,14 +87,14 @@ def _silo_arguments(parser: ArgumentParser) -> None:
         nargs="?",
         choices=("check", "show", "predictions", "serve"),
         default="check",
-        help="its file and rows; what left it; what runs predicted; answer a folder's requests [check]",
+        help="check file and rows; show its ledger; show predictions of runs; serve a folder's requests [check]",
     )
     parser.add_argument("file", type=Path, help="silo.toml: name, data, what it loads and answers; or a kit's folder")
     parser.add_argument(
-        "experiment", type=Path, nargs="?", help="check: what of this kit differs from what the experiment needs"
+        "experiment", type=Path, nargs="?", help="check: compare the kit with the needs of this experiment"
     )
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="serve: the folder that carries the messages")
-    parser.add_argument("--once", action="store_true", help="serve: answer what is there, and end")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="serve: the folder for the messages")
+    parser.add_argument("--once", action="store_true", help="serve: answer the present requests, and end")
 
 
 _PROVISION_EXAMPLES = """examples:
@@ -151,14 +151,14 @@ COMMANDS = (
     Command(
         "start",
         start,
-        "run a kit: the server, or a silo, until it is asked to end",
+        "run a kit (the server or a silo) until it is stopped",
         _START_EXAMPLES,
         _start_arguments,
     ),
     Command(
         "silo",
         silo,
-        "check a silo, show what left it, or answer a folder",
+        "check a silo, show its ledger, or answer requests in a folder",
         _SILO_EXAMPLES,
         _silo_arguments,
         json=True,

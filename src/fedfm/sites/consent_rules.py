@@ -1,4 +1,4 @@
-"""A silo's terms: what an experiment must promise before the silo agrees to its run."""
+"""A silo's terms: conditions that an experiment must meet before the silo agrees to its run."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fedfm.privacy.policy import TOLERANCE, Requirements
 from fedfm.sites.release_cost import ReleaseCosts
 from fedfm.sites.silo_config import Silo
 
-_MOST = 0.5  # largest share of the rows that an experiment may hold out for tests, and for validation
+_MOST = 0.5  # largest share of rows that an experiment may hold out for tests, and likewise for validation
 
 
 def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
-    """Refuse an experiment that would expose more than the silo allows, or promises less than it requires.
+    """Refuse an experiment that exposes more than the silo allows, or guarantees less than it requires.
 
     Args:
         rows: training rows of the silo; None: before they are read.
 
     Raises:
-        InputError: the terms that the experiment does not meet, each with its key in the silo's file.
+        InputError: it lists the terms that the experiment does not meet, each with its key in the silo's file.
     """
     faults = Faults()
     for key in ("test_fraction", "val_fraction"):
@@ -34,7 +34,7 @@ def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
         text = f'method.name = "{experiment.method_name}": allow_methods is {quote_names(silo.allow_methods)}'
         faults.say(text, key="method.name")
     if experiment.run.local_scores and "scores" not in silo.policy.of(experiment.method_name):
-        text = 'run.local_scores: it tells the silo\'s accuracy, and "scores" is not in allow'
+        text = 'run.local_scores: it discloses the silo\'s accuracy, and "scores" is not in allow'
         faults.say(text, key="run.local_scores")
     costs = ReleaseCosts(experiment, rows)
     for key, offer, wanted in _unmet_requirements(silo.require, experiment, costs):
@@ -48,7 +48,7 @@ def check(silo: Silo, experiment: Experiment, rows: int | None = None) -> None:
 def _unmet_requirements(
     wanted: Requirements, experiment: Experiment, costs: ReleaseCosts
 ) -> Iterator[tuple[str, str, Any]]:
-    """(key, what the experiment has, what is required) of each requirement that it does not meet."""
+    """(key, the experiment's value, the required value) of each requirement that is not met."""
     privacy, aggregation = experiment.privacy, experiment.aggregation
     release = costs.release
     hidden = isinstance(aggregation, Secure)

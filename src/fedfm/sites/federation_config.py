@@ -1,4 +1,4 @@
-"""A federation's file: where the server is, and the silos, from which ``fedfm provision`` makes a kit for each.
+"""A federation's file: the server's address and the silos; ``fedfm provision`` makes a kit for each from it.
 
 server = "fed.example.org:8443"         # port 0 on loopback: a free one
 silos = ["hospital-a", "hospital-b"]
@@ -25,7 +25,7 @@ from fedfm.data.class_names import check_list
 from fedfm.engines.flower.kit_manifest import SERVER
 from fedfm.errors import Faults
 
-PORT = 8443  # of a server whose address names none
+PORT = 8443  # default port of a server
 _HOST = r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)"
 _THIS_NETWORK = ipaddress.IPv4Network("0.0.0.0/8")
 AUTHORITY = "authority"  # folder of the keys that sign certificates
@@ -51,17 +51,17 @@ class FederationFile:
         words=f"a list of names, each of {NAME_WORDS}",
     )
     classes: tuple[str, ...] | None = setting(None, "class names as the federation agreed, in order [each silo's own]")
-    models: tuple[str, ...] = setting((), "folders and hub ids that the silos load, besides the built-in models")
+    models: tuple[str, ...] = setting((), "folders and hub ids that the silos load, in addition to the built-in models")
     allow: tuple[str, ...] = setting(
         ("mean", "scores"),
-        "what the silos' files allow at first: mean, reply, scores, reveal",
+        "initial allow of the silos' files: mean, reply, scores, reveal",
         choices=("mean", "reply", "scores", "reveal"),
     )
     days: int = setting(365, "days for which the server's certificate is valid", ge=1, le=3650)
     hosts: tuple[str, ...] = setting(
         (), "further names and addresses of the server, for its certificate", pattern=_HOST, words="host names"
     )
-    proxy: bool = setting(False, "the server listens on loopback only, behind NGINX with the server kit's nginx.conf")
+    proxy: bool = setting(False, "the server listens only on loopback, behind NGINX with the server kit's nginx.conf")
     first_port: int = setting(9194, "first port of the silos' own processes, on loopback", ge=1024, le=65000)
 
     @property
@@ -110,7 +110,7 @@ def _read(table: Mapping[str, Any]) -> FederationFile:
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that a host is written as, also in the short forms that systems understand ("0", "127.1")."""
+    """The address in a host text, including the short forms that systems accept ("0", "127.1")."""
     with contextlib.suppress(ValueError):
         found = ipaddress.ip_address(host)
         mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
@@ -126,12 +126,12 @@ def _is_local_name(host: str) -> bool:
 
 
 def _unreachable(host: str) -> str:
-    """Why no silo can connect to a host; "" if one may."""
+    """Why no silo can connect to a host; "" if it may be reachable."""
     address = _address(host)
     if address is None:
         return ""
     if address.is_unspecified or address in _THIS_NETWORK:
-        return "an address to listen on, and none to connect to"
+        return "an address for listening, not for connecting"
     if address.is_multicast or address == ipaddress.IPv4Address("255.255.255.255"):
         return "an address of many machines"
     if address.is_reserved and not address.is_loopback:
@@ -142,15 +142,15 @@ def _unreachable(host: str) -> str:
 
 
 def _faults(found: FederationFile) -> Iterator[tuple[str, str]]:
-    """(key, message) of what is wrong with values that are each within their bounds."""
+    """(key, message) of faults in values that are each within their bounds."""
     if not found.silos:
         yield "silos", 'silos is missing: expected a list of names, e.g. ["hospital-a", "hospital-b"]'
-    lower = [name.lower() for name in found.silos]  # some file systems do not tell cases apart
+    lower = [name.lower() for name in found.silos]  # some file systems ignore case
     for name in sorted({name for name in lower if lower.count(name) > 1}):
-        yield "silos", f'silos: "{name}" is there twice; each silo has a name of its own'
+        yield "silos", f'silos: "{name}" is there twice; each silo needs its own name'
     for name in (SERVER, AUTHORITY):
         if name in lower:
-            yield "silos", f'silos: "{name}" is the name of a folder that is made besides; give the silo another'
+            yield "silos", f'silos: "{name}" is the name of another folder in the output; give the silo another name'
     for key, host in (("server", found.host), *(("hosts", host.strip("[]")) for host in found.hosts)):
         if why := _unreachable(host):
             yield key, f'{key}: {host} is {why}; expected what the silos connect to, e.g. "fed.example.org"'
@@ -159,7 +159,7 @@ def _faults(found: FederationFile) -> Iterator[tuple[str, str]]:
     if found.port == 0 and not found.on_loopback:
         yield (
             "server",
-            f'server = "{found.server}": which port is free there is not known here; expected "{found.host}:{PORT}"',
+            f'server = "{found.server}": free ports of that machine are unknown here; expected "{found.host}:{PORT}"',
         )
     if found.first_port + len(found.silos) > 65536:
         yield "first_port", f"first_port = {found.first_port}: {len(found.silos)} silos need ports up to 65535"

@@ -1,7 +1,7 @@
 """A silo that answers the letters in a folder: ``fedfm silo serve``.
 
-The same code as at a SuperNode decides what it answers and what it enters into the ledger: client host, policy, budgets
-and log. The numbers of answered requests stay in the run's folder at the silo.
+The same code as at a SuperNode (client host, policy, budgets and log) decides on answers and on entries in the ledger.
+The numbers of answered requests are stored in the run's folder at the silo.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fedfm.engines.flower.client_host import ClientHost
 
 _POLL = (0.1, 2.0)  # seconds between two looks into the folder: first and longest
-_MOST = 1000  # lines on old requests
+_MOST = 1000  # largest number of lines about old requests
 _STATE = "letters.json"  # number and digest of the newest request, in the run's folder at the silo
 
 
@@ -35,11 +35,11 @@ class SiloDesk:
 
     Args:
         path: the silo's file.
-        root: the folder that carries the messages.
+        root: the folder of the messages.
         tell: receives a line for each request that was answered, and for each file that is ignored.
 
     Raises:
-        InputError: the silo's file is wrong, or has no key, or does not name the server's.
+        InputError: the silo's file is wrong, or has no key of the silo or of the server.
     """
 
     def __init__(self, path: Path, root: Path, tell: Callable[[str], None] = lambda text: None) -> None:
@@ -70,7 +70,7 @@ class SiloDesk:
         self._tell(text)
 
     def answer(self) -> int:
-        """Answer what is there; returns the number of letters that were written."""
+        """Answer the present requests; returns the number of letters written."""
         newest: dict[str, tuple[Header, Content]] = {}
         for header, content in self._requests.letters(self._fresh):
             if header.run not in newest or header.number > newest[header.run][0].number:
@@ -78,7 +78,7 @@ class SiloDesk:
         return sum(self._answer(header, content) for header, content in newest.values())
 
     def _fresh(self, header: Header) -> bool:
-        """Whether to open a request: no newer one has come, and its reply is not in the folder."""
+        """Whether to open a request: no newer one has arrived, and its reply is not in the folder."""
         number = _state(self._folder(header.run)).get("number", 0)
         old = header.run, header.number
         if header.number < number and old not in self._old and len(self._old) < _MOST:
@@ -146,11 +146,11 @@ def _state(folder: Path) -> dict[str, Any]:
 
 
 def serve(path: Path, root: Path, *, once: bool, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """Answer a folder's letters until the process is stopped or, with ``once``, until nothing is left to answer.
+    """Answer a folder's letters until the process is stopped, or with ``once`` until all are answered.
 
     Args:
         path: the silo's file.
-        tell: receives a line for what happens.
+        tell: called with a line for each event.
 
     Returns:
         ``name``, ``folder``, and ``answered``, the number of answers.

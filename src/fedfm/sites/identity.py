@@ -1,9 +1,9 @@
-"""A silo's lasting identity, and the roster of the other silos'.
+"""A silo's permanent identity, and the roster of the other silos' identities.
 
     identity = "silo.key"       # 64 hexadecimal digits; `fedfm silo check` creates the file, for its owner only
     roster = "roster.toml"      # or .json: of each silo its name and the public key that `fedfm silo check` prints
 
-The roster is agreed without the server. It detects a server that impersonates silos or invents some.
+The silos agree on the roster without the server. It detects a server that impersonates silos or invents some.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def of(silo: Signer, *, create: bool = False) -> Identity:
     """
     if not silo.identity:
         if silo.roster:
-            raise InputError("roster: the others cannot have this silo in theirs without a lasting key; set identity")
+            raise InputError("roster: without a permanent key this silo cannot be in the others' rosters; set identity")
         return Identity(None, None)
     found = Identity(key_in(Path(silo.identity), create), roster_in(Path(silo.roster)) if silo.roster else None)
     own = (found.roster or {}).get(silo.name)

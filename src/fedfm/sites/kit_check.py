@@ -1,4 +1,4 @@
-"""``fedfm silo check KIT EXPERIMENT``: compares a kit and its machine with the needs of an experiment."""
+"""``fedfm silo check KIT EXPERIMENT``: compare a kit and its machine with the needs of an experiment."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from fedfm.runtime import own_rows
 from fedfm.runtime.run_manifest import of_silo
 from fedfm.sites import certificate_authority, consent_rules, identity, kits, silo_config
 
-_SOON = 30  # days before its end at which a certificate is reported
+_SOON = 30  # days; a certificate that ends sooner is reported
 OK, DIFFERS, NOTE = "ok", "differs", "note"
 
 Line = dict[str, str]
 
 
 def examine(folder: Path, experiment: Path | None) -> dict[str, Any]:
-    """Check a kit, or a silo's file, against an experiment; without one, the kit alone.
+    """Check a kit, or a silo's file, against an experiment; without an experiment check only the kit.
 
     Returns:
         ``name``, ``fits``, and ``checks``: lines with ``what``, ``status`` (ok, differs, note) and ``found``.
 
     Raises:
-        InputError: there is no kit, or the experiment is none.
+        InputError: there is no kit, or the experiment is not valid.
     """
     needed = None if experiment is None else Experiment.load(experiment)
     if folder.is_dir():
@@ -47,7 +47,7 @@ def examine(folder: Path, experiment: Path | None) -> dict[str, Any]:
 
 
 def render(found: dict[str, Any]) -> str:
-    """The result of :func:`examine` as text, a line a check."""
+    """The result of :func:`examine` as text, one line per check."""
     lines = [f"{found['name']}: {line['status']:<7} {line['what']}: {line['found']}" for line in found["checks"]]
     count = sum(line["status"] == DIFFERS for line in found["checks"])
     verdict = "fits" if found["fits"] else f"{count} {'thing differs' if count == 1 else 'things differ'}"
@@ -108,14 +108,14 @@ def _valid(begin: datetime.datetime, end: datetime.datetime, now: datetime.datet
 
 
 def _server_seen(kit: Kit) -> Iterator[Line]:
-    """The server as this machine sees it: address, certificate, clock."""
+    """Checks of the server from this machine: address, certificate, clock."""
     found = server_seen.look(kit.server, kit.folder / "ca.crt")
     if found.problem:
         yield _line("server", DIFFERS, found.problem)
         return
     yield _line("server", OK, f"{kit.server} answers, with a certificate of this federation")
     if found.ahead is None:
-        yield _line("clock", NOTE, "the server does not tell the time")
+        yield _line("clock", NOTE, "the server does not report its time")
         return
     way = "ahead of" if found.ahead > 0 else "behind"
     off = abs(found.ahead)
@@ -195,7 +195,7 @@ def _classes(silo: silo_config.Silo, needed: Experiment) -> Line:
         return _line("rows", DIFFERS, "; ".join(lines_of(error, 500)))
     spec = needed.data
     theirs = spec.classes or None
-    if theirs is None and not needed.own_code:  # what a server names as its function is never imported
+    if theirs is None and not needed.own_code:  # a function that a server names is never imported
         with contextlib.suppress(InputError):
             theirs = load_table(spec, seed=needed.run.seed, task=needed.model.task).classes
     if theirs is None:
@@ -213,7 +213,7 @@ def _difference(theirs: tuple[str, ...], mine: tuple[str, ...]) -> str:
 
 
 def _model(silo: silo_config.Silo, needed: Experiment, notices: list[str]) -> str:
-    """The silo's copy of the model, compared with the experiment's where that is here, and with the pinned hash.
+    """Compare the silo's copy of the model with the experiment's, if that is here, and with the pinned hash.
 
     Args:
         notices: gets the notices of the silo's log.

@@ -1,4 +1,4 @@
-"""The texts of a kit's files: start script, units for systemd and containers, the silo's file, the proxy's fragment."""
+"""Texts of a kit's files: start script, systemd unit, container file, the silo's file, the proxy's configuration."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _silo(kit: Kit, federation: FederationFile) -> str:
 def _nginx(kit: Kit) -> str:
     host, _, port = kit.server.rpartition(":")
     listen = f"[::]:{port}" if host.startswith("[") else port
-    if kit.loopback:  # as the SuperLink: other machines do not reach a rehearsal
+    if kit.loopback:  # like the SuperLink: other machines cannot reach a rehearsal
         listen = kit.server
     return _NGINX.format(
         listen=listen,

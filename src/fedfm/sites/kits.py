@@ -1,4 +1,4 @@
-"""Kits: a folder for the server and one for each silo, with all that their machines need besides fedfm itself.
+"""Kits: a folder for the server and one for each silo, with all that their machines need in addition to fedfm.
 
 ``authority/`` stays on the machine that makes the kits: its key signs the server's certificate. A second call with the
 same file adds new silos, and keeps all existing keys.
@@ -24,7 +24,7 @@ from fedfm.sites.federation_config import AUTHORITY, FederationFile
 
 
 def provision(federation: FederationFile, out: Path, *, renew: bool = False) -> dict[str, Any]:
-    """Write the kits into ``out``; what is there already is kept.
+    """Write the kits into ``out``; existing files are kept.
 
     Args:
         renew: make a new certificate for the server, with the same authority and a new key.
@@ -33,7 +33,7 @@ def provision(federation: FederationFile, out: Path, *, renew: bool = False) -> 
         ``out``, ``server`` (host:port), ``valid_until``, and the names of the kits ``made`` and ``kept``.
 
     Raises:
-        InputError: ``out`` holds something else, or kits of another server; another process makes kits there.
+        InputError: ``out`` has other files or another server's kits, or another process makes kits there.
     """
     _check_folder(out)
     with alone_in(out, "making kits"):
@@ -65,7 +65,7 @@ def _write_kits(federation: FederationFile, out: Path, renew: bool) -> dict[str,
             kept.append(name)
             continue
         if folder.exists() and any(folder.iterdir()):
-            raise InputError(f"{folder} is there and has no {FILE}: move it away, or take the silo out of silos")
+            raise InputError(f"{folder} exists without a {FILE}: move it away, or remove the silo from silos")
         folder.mkdir(mode=0o700, exist_ok=True)
         own = Kit(name, address, next(ports), federation.on_loopback, False, folder)
         public = loopback_keys.write_node_key(folder / "node.key")
@@ -86,7 +86,7 @@ def _write_kits(federation: FederationFile, out: Path, renew: bool) -> dict[str,
 
 
 def render(found: dict[str, Any]) -> str:
-    """The result of :func:`provision` as text, with what comes next."""
+    """The result of :func:`provision` as text, with the next steps."""
     out, silos = Path(found["out"]), [name for name in (*found["made"], *found["kept"]) if name != SERVER]
     lines = [f"made: {', '.join(found['made']) or 'nothing'}"]
     if found["kept"]:
@@ -146,7 +146,7 @@ def _ports(federation: FederationFile, out: Path, server: int) -> Any:
 
 
 def free(port: int) -> bool:
-    """Whether nobody listens on a port of loopback."""
+    """Whether a port of loopback is free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -157,7 +157,7 @@ def free(port: int) -> bool:
 
 
 def free_ports(count: int, avoid: Sequence[int] = ()) -> list[int]:
-    """So many free ports on loopback, each another one."""
+    """``count`` different free ports on loopback."""
     probes, found = [], list[int]()
     try:
         while len(found) < count:

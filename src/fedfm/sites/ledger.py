@@ -1,8 +1,8 @@
 """A silo's ledger: everything that left it, in all runs, and the lifetime budgets that it enforces.
 
 One JSON-lines file on the silo's own disk. An entry is on the disk before its message leaves. So a crash may count a
-message that did not leave, and never the opposite. A crash within an entry leaves an incomplete last line: that message
-did not leave, and the next process removes the line.
+message that did not leave, but it never misses one that left. A crash within an entry leaves an incomplete last line:
+that message did not leave, and the next process removes the line.
 
 A refusal that depends on rows is an answer, and has a line as well. Budgets are checked before rows are read, so that a
 refusal by a budget does not show whether there would have been an answer.
@@ -29,19 +29,19 @@ from fedfm.errors import E_REFUSED, ClientFault, InputError, first_line
 from fedfm.privacy.composition import Releases, epsilon_of
 from fedfm.privacy.policy import TOLERANCE, Budget
 
-OF_ROWS = ("mean", "reply", "scores", "reveal")  # words of exposure of which an answer makes a round
-ONCE = ("scores", "reveal")  # words of which a silo answers one question for each (run, round, handler, part)
+OF_ROWS = ("mean", "reply", "scores", "reveal")  # words of exposure whose answers count as a round
+ONCE = ("scores", "reveal")  # words for which a silo answers one question per (run, round, handler, part)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The privacy that one release spends, as the silo computes it from the experiment.
+    """The privacy that one release spends; the silo computes it from the experiment.
 
     Attributes:
-        unit: whose presence is hidden, client or record; "": nobody's.
-        relation: which data sets are neighbours, as in :class:`fedfm.privacy.accountant.Spent`.
+        unit: whose presence is hidden, client or record; "": none.
+        relation: the neighbouring relation, as in :class:`fedfm.privacy.accountant.Spent`.
         noise_multiplier: z, standard deviation of the noise over the sensitivity; 0: no noise, no bound.
-        rate: probability with which a unit is in each of the ``times`` Gaussian mechanisms that the release holds.
+        rate: probability with which a unit is in each of the ``times`` Gaussian mechanisms of the release.
         by: who adds the noise: "silo", or "server", which the silo cannot check.
     """
 
@@ -54,7 +54,7 @@ class Cost:
 
 
 UNBOUNDED = Cost()
-NOTHING = Cost(times=0)  # of what does not depend on rows
+NOTHING = Cost(times=0)  # the cost of a release that does not depend on rows
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class Entry:
     Attributes:
         run, experiment: the run's folder, and the SHA-256 of its experiment's text.
         exposes: hello, mean, reply, scores or reveal.
-        part: of the rows, test or val; "": the handler has no such argument.
-        form: in which the server sees it: plain or masked.
+        part: the rows' part, test or val; "": the handler has no such argument.
+        form: its form for the server: plain or masked.
         bytes: of the message, as Flower serialises its records.
-        asked: SHA-256 of the question: handler and payload, without round and call.
+        asked: SHA-256 of the question (handler and payload, without round and call).
         sha256: of the answer without round and call.
         fault: code of a failure that may depend on rows: the answer says so, or is an empty part of a masked sum.
         epsilon: of this release alone, at the budget's delta; None: no bound.
@@ -101,10 +101,10 @@ class Totals:
         rounds: a round calls each handler once for each part of the rows. If a server repeats a round with other
             parameters, the silo counts one more round. Scores before the first round belong to the first round. The
             messages of secure aggregation make no round.
-        faults: answers that were refusals, or empty parts of a masked sum.
-        again: answers to a second question for a mean in one round. A server that follows the protocol asks it only
-            after a stop.
-        releases: how many answers had each cost.
+        faults: number of answers that were refusals, or empty parts of a masked sum.
+        again: number of answers to a second question for a mean in one round, which an honest server asks only after a
+            stop.
+        releases: number of answers by cost.
     """
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class Totals:
         self.releases[entry.cost] += 1
 
     def knows(self, entry: Entry) -> bool:
-        """Whether this answer to this question left before in its run."""
+        """Whether this answer to this question already left in its run."""
         return (entry.run, entry.asked, entry.sha256) in self._seen
 
     def knows_question(self, entry: Entry) -> bool:
@@ -142,11 +142,11 @@ class Totals:
         return (entry.run, entry.asked) in self._asked
 
     def another(self, entry: Entry) -> bool:
-        """Whether another question was answered in this place of the run."""
+        """Whether another question was answered at this position of the run."""
         return self._questions.get(_place(entry), entry.asked) != entry.asked
 
     def makes_round(self, entry: Entry) -> bool:
-        """Whether this answer would be one of another round."""
+        """Whether this answer would count as one more round."""
         if self.knows(entry) or entry.exposes not in OF_ROWS or entry.handler.startswith("aggregate."):
             return False
         return self._answers[_place(entry)] == self._most[_round(entry)]
@@ -170,7 +170,7 @@ def _place(entry: Entry) -> tuple[str, int, str, str]:
 
 
 def _round(entry: Entry) -> tuple[str, int]:
-    """The round to which an answer belongs: of the start model's scores the first one."""
+    """The round to which an answer belongs; scores of the start model belong to the first."""
     return entry.run, max(entry.round, 1) if entry.exposes == "scores" else entry.round
 
 
@@ -179,7 +179,7 @@ class Ledger:
 
     Args:
         path: the file; its folder exists.
-        budget: what the entries may add up to.
+        budget: the limits of the entries' sums.
     """
 
     def __init__(self, path: Path, budget: Budget) -> None:
@@ -188,14 +188,14 @@ class Ledger:
         self._totals = Totals()
 
     def admit(self, entry: Entry) -> None:
-        """Check before rows are read whether such an answer may leave; a repeated answer always may.
+        """Check before rows are read whether an answer may leave; a repeated answer always may.
 
         Args:
-            entry: of the answer, as far as it is known.
+            entry: the answer's entry, as far as it is known.
 
         Raises:
-            ClientFault: E_REFUSED, the entry would exceed a budget, or its place in the run has had another question,
-                or the file is damaged or cannot be read.
+            ClientFault: E_REFUSED, the entry would exceed a budget, another question was answered at its position in
+                the run, or the file is damaged or cannot be read.
         """
         with self._current():
             if self._totals.knows_question(entry):
@@ -203,13 +203,14 @@ class Ledger:
             if entry.exposes in ONCE and self._totals.another(entry):
                 of = f" on {entry.part} rows" if entry.part else ""
                 raise ClientFault(
-                    E_REFUSED, f"round {entry.round} has had its question for {entry.exposes}{of}: one is answered"
+                    E_REFUSED,
+                    f"round {entry.round} has already had its question for {entry.exposes}{of}: only one is answered",
                 )
             if (why := self._exceeded_budget(entry)) is not None:
                 raise ClientFault(E_REFUSED, why)
 
     def enter(self, entry: Entry) -> None:
-        """Put an entry on the disk; its message may leave when this returns.
+        """Write an entry to the disk; its message may leave when this returns.
 
         Raises:
             ClientFault: E_REFUSED, the entry would exceed a budget, or the file is damaged or cannot be written.
@@ -255,7 +256,7 @@ class Ledger:
         if self._file != (status.st_dev, status.st_ino) or status.st_size < self._at:
             self._file, self._at, self._totals = (status.st_dev, status.st_ino), 0, Totals()
         lines, end, torn = os.pread(file, status.st_size - self._at, self._at).rpartition(b"\n")
-        for entry in [*_entries(lines, self.path)]:  # all are right, or none is counted
+        for entry in [*_entries(lines, self.path)]:  # if one is wrong, none is counted
             self._totals.add(entry)
         self._at += len(lines) + len(end)
         if torn:
@@ -294,13 +295,13 @@ def _over(key: str, spent: float, more: float, limit: float) -> str:
 
 
 def epsilon_alone(cost: Cost, delta: float) -> float | None:
-    """What one release spends by itself; None: it has no bound."""
+    """The epsilon of one release alone; None if it has no bound."""
     epsilon = epsilon_of([Releases(cost.noise_multiplier, cost.times, cost.rate)], delta)
     return epsilon if epsilon < math.inf else None
 
 
 def entries(path: Path) -> list[Entry]:
-    """What left, in order; a last line without its end did not.
+    """The entries in order, without an incomplete last line, whose message did not leave.
 
     Raises:
         InputError: a line is damaged.
@@ -320,5 +321,5 @@ def _entries(lines: bytes, path: Path) -> Iterator[Entry]:
 
 
 def now() -> str:
-    """The time as the ledger writes it."""
+    """The present time in the ledger's form."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -1,4 +1,4 @@
-"""What left a silo, by its ledger: by run and in total, and what is left of its budgets."""
+"""Summary of a silo's ledger: what left it, by run and in total, and the rest of its budgets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _firsts(left: Sequence[Entry]) -> list[Entry]:
 
 
 def _sums(budget: Budget, left: Sequence[Entry]) -> dict[str, Any]:
-    """Sums over entries; ``epsilon`` is None if something left that has no bound."""
+    """Sums over entries; ``epsilon`` is None if some entry has no bound."""
     totals = Totals()
     for entry in left:
         totals.add(entry)
@@ -84,7 +84,7 @@ def render(found: Mapping[str, Any]) -> str:
         table += [(key, *(_number(key, of[k]) for k in table[0][1:])) for key, of in found["budget"].items()]
         lines += ["", *_columns(table)]
     if found["total"]["epsilon"] is None:
-        lines += ["", "epsilon none: nothing bounds what the answers of this run tell of single rows"]
+        lines += ["", "epsilon none: nothing bounds what the answers of this run reveal about single rows"]
     if failures := found["total"]["failures"]:
         lines += ["", f"failures {failures}: refusals, or empty parts of a masked sum; silo.log says why"]
     if again := found["total"]["asked_again"]:

@@ -1,4 +1,4 @@
-"""Predictions that runs left at a silo: in the silo's own folder, of each run's client."""
+"""Predictions of runs at a silo, in the silo's own folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RUNS = ".fedfm/runs"  # next to the silo's file: see fedfm.engines.flower.clien
 
 
 def report(path: Path) -> dict[str, Any]:
-    """Output of ``fedfm silo predictions``: by run, the oldest first, a record a row.
+    """Output of ``fedfm silo predictions``: by run, the oldest first, one record per row.
 
     Raises:
         InputError: the silo's file is wrong.

@@ -19,10 +19,10 @@ _ALMOST = 1 - 1e-6  # digits of an epsilon
 
 
 class ReleaseCosts:
-    """What the answers of a silo cost in one run.
+    """The costs of a silo's answers in one run.
 
     Attributes:
-        mechanism: "own" if the method has one whose noise the silo adds, else that of [privacy]; "": none.
+        mechanism: "own" if the method has its own, with noise added by the silo; else that of [privacy]; "": none.
         release: the cost of an answer that [privacy] covers.
 
     Args:
@@ -44,7 +44,7 @@ class ReleaseCosts:
             one = mechanism.one_round(mechanism.batch_size if rows is None else rows)
             release = Cost("record", "add_remove", one.noise_multiplier, one.rate, one.times, "silo")
         times = 1 if mine else method.rounds
-        if isinstance(mechanism, CorrelatedGaussian) and release is not None:  # answers share noise, so they cost more
+        if isinstance(mechanism, CorrelatedGaussian) and release is not None:  # answers share noise, so each costs more
             release = replace(release, noise_multiplier=mechanism.noise_of_one_answer)
             times = -(-times // mechanism.period)
         self.mechanism, self.release = mechanism_name if release else "", release or UNBOUNDED
@@ -52,14 +52,14 @@ class ReleaseCosts:
         self._hidden = isinstance(experiment.aggregation, Secure)
 
     def of(self, handler: str) -> Cost:
-        """The cost of an answer of this handler. What [privacy] does not cover has no bound."""
+        """The cost of an answer of this handler; an answer that [privacy] does not cover has no bound."""
         kind = handler.partition(".")[0]
         if kind == "train" or (kind == "query" and self._asks):
             return self.release
         return NOTHING if kind == "aggregate" and self._hidden else UNBOUNDED
 
     def epsilon(self, delta: float) -> float:
-        """What the complete experiment spends."""
+        """The epsilon of the complete experiment."""
         one = self.release
         return epsilon_of([Releases(one.noise_multiplier, one.times * self._times, one.rate)], delta)
 
@@ -72,5 +72,5 @@ def _cost(accountant: Accountant, by: str, answers: int = 1) -> Cost | None:
         return None
     z = spent.sigma / spent.sensitivity
     if epsilon_of([Releases(z)], spent.delta) < spent.epsilon * _ALMOST:
-        return None  # not a single Gaussian release: its parts cannot be composed as Gaussian ones
+        return None  # not a single Gaussian release, so its parts cannot be composed as Gaussians
     return Cost(spent.unit, spent.relation, z * math.sqrt(answers), by=by)

@@ -1,4 +1,4 @@
-"""A silo's log of servers' requests, and the limit of hellos that do not fit.
+"""A silo's log of servers' requests, and the limit on hellos that do not fit.
 
 The answer to a hello discloses whether the experiment fits the silo's rows. So after :data:`MISFITS` different hellos
 that do not fit, the silo answers no hello until its owner changes ``silo.toml``.
@@ -34,7 +34,7 @@ class SiloLog:
         self.path = folder / "silo.log"
 
     def note(self, text: str) -> None:
-        """Add a line; print it if the disk takes no more."""
+        """Add a line; print it if the disk is full."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             storage.append(self.path, f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {visible(text)}\n")

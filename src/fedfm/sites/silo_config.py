@@ -65,7 +65,7 @@ EXPOSED = {
     "scores": "scores on its own rows",
     "reveal": "its own final model",
 }
-_ENDLESS = "gives any number of answers: budget.rounds or budget.epsilon would end them"
+_ENDLESS = "has no limit of answers: budget.rounds or budget.epsilon would set one"
 
 
 def _column(name: str) -> Any:
@@ -85,7 +85,7 @@ class _File:
     )
     data: str = setting(
         "",
-        'its rows, relative to this file; or "module:function" of its own, which brings rows and module',
+        'its rows, relative to this file; or its own "module:function", which returns rows and module',
         required=True,
         words="the file or folder of this silo's rows",
     )
@@ -98,7 +98,7 @@ class _File:
     allow_by_method: dict[str, tuple[str, ...]] = setting(dict, "replaces allow for single methods", choices=WORDS)
     allow_methods: tuple[str, ...] | None = setting(None, "the only methods that experiments may name [all]")
     require: Requirements = setting(Requirements, "what every experiment must promise")
-    budget: Budget = setting(Budget, "what the silo gives in its lifetime, over all runs")
+    budget: Budget = setting(Budget, "limits of what the silo discloses in its lifetime, over all runs")
     predict: str = setting("", "rows to predict, without labels, for runs that predict; relative to this file")
     ledger: str = setting("", "the file that lists what left [next to this file, with the suffix .ledger.jsonl]")
     identity: str = setting("", "the file of the key that signs for the silo under secagg [a key of each run]")
@@ -112,11 +112,13 @@ class _File:
     classes: tuple[str, ...] | None = setting(
         None, "class names that the federation agreed on, in order [those of the rows]"
     )
-    models: tuple[str, ...] = setting((), "folders and hub ids that experiments may name, besides the built-in models")
+    models: tuple[str, ...] = setting(
+        (), "folders and hub ids that experiments may name, in addition to the built-in models"
+    )
     methods: tuple[str, ...] = setting((), 'methods and aggregations from outside fedfm, e.g. "my_methods:Cautious"')
     device: str = setting(
         "",
-        "where this silo's model is: auto, cpu, cuda, cuda:1, mps, auto-map [as the experiment says]",
+        "this silo's device for the model: auto, cpu, cuda, cuda:1, mps, auto-map [the experiment's]",
         pattern="|auto-map|(auto|cpu|cuda|mps)(:.*)?",
         words='"auto", "cpu", "cuda", "mps" or "auto-map"',
     )
@@ -129,7 +131,7 @@ class _File:
 
     @property
     def rows(self) -> OwnRows:
-        """What it says of its rows and models."""
+        """The settings of its rows and models."""
         columns = {name: getattr(self, name) for name in COLUMNS}
         return OwnRows(self.name, self.data, self.classes, self.models, self.device, self.predict, columns)
 
@@ -159,7 +161,7 @@ def _read(table: Mapping[str, Any]) -> Silo:
         check_fields(silo, "")
     with faults:
         check_list(silo.classes or (), "classes")
-    # Of words of exposure the policy says more.
+    # The policy reports more about wrong words of exposure.
     faults.found += [fault for fault in bounds.found if fault.key not in ("allow", "allow_by_method")]
     faults.refuse()
     return silo
@@ -169,7 +171,7 @@ def load(path: Path) -> Silo:
     """Read a silo's file.
 
     Raises:
-        InputError: the file is absent, not TOML, or has wrong keys or values, a line each.
+        InputError: the file is absent, not TOML, or has wrong keys or values, one line each.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -25,16 +25,16 @@ from fedfm.sites.ledger import NOTHING, Entry, Ledger, epsilon_alone, now
 from fedfm.sites.release_cost import ReleaseCosts
 from fedfm.sites.request_log import SiloLog
 
-_FRAME = '{"m":{"round":"i","call":"i","body":'  # of a reply's head, before the answer's own; see codec.envelope
-_REFUSAL = 1 << 10  # bytes of a message that refuses, at most
+_FRAME = '{"m":{"round":"i","call":"i","body":'  # start of a reply's head, before the answer; see codec.envelope
+_REFUSAL = 1 << 10  # largest number of bytes of a refusal
 
 
 class SiloSession:
     """A silo in one run.
 
     Args:
-        folder: of the run at the silo.
-        told: its ``site.json``, which names the silo's file.
+        folder: the run's folder at the silo.
+        site_file: content of ``site.json``, which names the silo's file.
 
     Raises:
         InputError: the silo's file is wrong.
@@ -42,16 +42,17 @@ class SiloSession:
     Attributes:
         name: the silo's name.
         policy: the silo's policy.
-        require: what it requires of an experiment.
+        require: its requirements on an experiment.
         log: the silo's log.
-        classes: the server's class names, after a hello with them has fitted; a restarted process reads them from disk.
+        classes: the server's class names, after a hello with them is accepted; a restarted process reads them from
+            disk.
     """
 
     def __init__(self, folder: Path, site_file: Mapping[str, Any]) -> None:
         self._path, self._folder, self._site_file = Path(site_file["silo"]), folder, site_file
         self.log = SiloLog(client_stub.silo_folder(folder), self._path)
         self._load()
-        self._rows: int | None = None  # to train on, once they are read
+        self._rows: int | None = None  # number of training rows, once they are read
         classes = site_file.get("classes")
         self.classes: tuple[str, ...] | None = None if classes is None else tuple(classes)
 
@@ -65,7 +66,7 @@ class SiloSession:
 
     @property
     def of_client(self) -> dict[str, Any]:
-        """What the silo's file says of its :class:`~fedfm.core.client.Client`."""
+        """Attributes of :class:`~fedfm.core.client.Client` from the silo's file."""
         return {
             "smallest_cohort": self.require.smallest_cohort,
             "identity": self._identity.key,
@@ -74,10 +75,10 @@ class SiloSession:
         }
 
     def reload(self) -> bool:
-        """Whether the silo's file was changed since it was read; it is then read again.
+        """Read the silo's file again if it changed; returns whether it did.
 
         Raises:
-            ClientFault: E_REFUSED, it is gone or wrong.
+            ClientFault: E_REFUSED, the file is missing or wrong.
         """
         try:
             if self._path.read_bytes() == self._bytes:
@@ -135,8 +136,8 @@ class SiloSession:
         """Check before rows are read whether the silo answers.
 
         Raises:
-            ClientFault: E_REFUSED, the experiment has no such round, the round has had its question, or a budget does
-                not allow another answer.
+            ClientFault: E_REFUSED, the experiment has no such round, the round already had its question, or a budget
+                does not allow another answer.
         """
         t, rounds = question.at[0], experiment.method.rounds
         if t > rounds:
@@ -150,7 +151,7 @@ class SiloSession:
 
         Args:
             reply: head and data.
-            fault: code of the failure in whose place it is an empty part of a masked sum.
+            fault: code of the failure that an empty part of a masked sum replaces.
 
         Raises:
             ClientFault: E_REFUSED, a budget does not allow it, or the ledger cannot be written.
@@ -165,7 +166,7 @@ class SiloSession:
         try:
             self.ledger.enter(entry)
         except ClientFault as over:
-            if question.handler != HELLO:  # this refusal shows that there was an answer, so it is one
+            if question.handler != HELLO:  # this refusal reveals that there was an answer, so it counts as one
                 with contextlib.suppress(ClientFault):
                     self._enter_refusal(question, over, experiment)
             raise

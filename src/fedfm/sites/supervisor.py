@@ -1,7 +1,7 @@
-"""``fedfm start KIT``: runs the processes of a kit and restarts those that end, until this process is stopped.
+"""``fedfm start KIT``: run the processes of a kit, and restart those that end, until this process is stopped.
 
 The server: Flower's SuperLink, whose state is in a file, and the executor of ServerApps. A silo: a SuperNode, and the
-executor of ClientApps. A new certificate in the server's kit is used from then on: the SuperLink starts again with it.
+executor of ClientApps. If the server's kit gets a new certificate, the SuperLink restarts with it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from fedfm.sites.request_log import SiloLog
 _POLL = 0.2
 _LOOK = 3.0  # seconds between looks at certificate and silos
 _PAUSES = (1.0, 30.0)  # seconds before an ended process starts again: the first, and the longest
-_NOT_ADMITTED = "[code: 2004]"  # what Flower's fleet interface says of a key that it cannot activate
+_NOT_ADMITTED = "[code: 2004]"  # Flower's error for a key that it cannot activate
 _REPEAT = 600.0  # seconds after which the end of the same process is reported again
-_STEADY = 60.0  # a process that has lived so long starts again without a longer pause
+_STEADY = 60.0  # seconds; a process that ran longer restarts without a longer pause
 
 
 def start(folder: Path, tell: Callable[[str], None], stop: Callable[[], bool] | None = None) -> None:
     """Run a kit until SIGTERM or Ctrl-C.
 
     Args:
-        tell: gets a line for people.
-        stop: asked now and then; True ends it. By default the two signals do.
+        tell: called with a line for people.
+        stop: polled; True ends the kit. By default the two signals end it.
 
     Raises:
         InputError: the kit is incomplete, or another process runs it.
@@ -104,11 +104,11 @@ def _only(kit: Kit) -> Iterator[None]:
 
 
 class _Supervisor:
-    """Starts a kit's processes, and starts again those that end."""
+    """Starts a kit's processes, and restarts those that end."""
 
     def __init__(self, kit: Kit, tell: Callable[[str], None]) -> None:
         self._kit, self._listener = kit, tell
-        self._state = kit.folder / ".fedfm"  # of a silo: also its runs and its log
+        self._state = kit.folder / ".fedfm"  # for a silo also its runs and its log
         self._state.mkdir(mode=0o700, exist_ok=True)
         self._children = Children(self._state / "logs", self._environment())
         self._commands = self._server() if kit.serves else self._silo()
@@ -146,7 +146,7 @@ class _Supervisor:
             self._tell(f"{kit.name} has ended")
 
     def _watch_server(self) -> None:
-        """Look at the server, and after the workers of runs that end there."""
+        """Watch the server, and end the workers of runs that end there."""
         kit = self._kit
         lookout = Lookout(kit.server, kit.folder / "ca.crt", self._tell)
         self._hopeful = lambda: lookout.hopeful
@@ -161,7 +161,7 @@ class _Supervisor:
             return view.over(node, run)
 
     def _tell(self, text: str) -> None:
-        """Say it, and write it into a silo's log."""
+        """Report a line, and write it into a silo's log."""
         self._listener(text)
         if not self._kit.serves:
             self._note(text)
@@ -195,7 +195,7 @@ class _Supervisor:
             self._admit()
 
     def _port_conflict(self, name: str) -> str:
-        """What to do if another program has the port of this process; else nothing."""
+        """What to do if another program uses the port of this process; "" if none does."""
         port, remedy = self._kit.port, "end it" if self._kit.serves else "end it, or change port in kit.json"
         if name not in ("superlink", "supernode") or free(port):
             return ""
@@ -220,7 +220,7 @@ class _Supervisor:
         self._children.start(name, self._commands[name])
 
     def _stamp(self) -> tuple[int, ...]:
-        """When certificate and key of the server were written; of a silo nothing."""
+        """Modification times of the server's certificate and key; empty for a silo."""
         if not self._kit.serves:
             return ()
         try:
@@ -238,7 +238,9 @@ class _Supervisor:
             return
         for name in [name for name in self._admitted if name not in files]:
             del self._admitted[name]
-            self._tell(f"{NODES}/{name}.pub is gone, and its key is admitted still: another key in its place ends that")
+            self._tell(
+                f"{NODES}/{name}.pub is missing, but its key is still admitted: another key in its place would end that"
+            )
         try:
             if self._control is None:
                 self._refuses_strangers()
@@ -259,19 +261,19 @@ class _Supervisor:
             return
         for other in [node for node in known.values() if node.name == name and _key(node.public_key) != key]:
             control.unregister(other.id)
-            self._tell(f"{name} has a new key; its old one is admitted no more")
+            self._tell(f"{name} has a new key; its old key is no longer admitted")
         if key not in known:
             control.register(key, name)
             self._tell(f"{name} may connect")
         elif known[key].name != name:
             called = known[key].name or "no name"
-            self._tell(f"{name} cannot connect: its key is registered under {called}; each silo needs a key of its own")
+            self._tell(f"{name} cannot connect: its key is registered under {called}; each silo needs its own key")
 
     def _refuses_strangers(self) -> None:
         """Make sure that the SuperLink has its gate.
 
         Raises:
-            InputError: it obeys everybody.
+            InputError: the SuperLink obeys everybody.
             RunError: it does not answer.
         """
         with tempfile.TemporaryDirectory() as folder:
@@ -320,7 +322,7 @@ class _Supervisor:
 
 
 def _key(data: bytes) -> bytes:
-    """A public key, PEM or as ssh-keygen writes it, in one form."""
+    """A public key, in PEM or ssh-keygen's format, in one normal form."""
     from cryptography.hazmat.primitives import serialization
 
     text = data.strip()

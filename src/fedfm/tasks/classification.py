@@ -11,7 +11,7 @@ from fedfm.tasks.task import LORA
 
 @dataclass(frozen=True)
 class Classification(OneClassTask):
-    """A picture, a text or a vector -> one class."""
+    """An image, a text or a vector -> one class."""
 
     name: ClassVar[str] = "classification"
     default: ClassVar[bool] = True

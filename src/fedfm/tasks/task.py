@@ -140,7 +140,7 @@ class Task:
 
     @property
     def mixes_rows(self) -> str:
-        """Why the loss of a batch is no mean over its rows; empty if it is one."""
+        """Why the loss of a batch is not a mean over its rows; empty if it is one."""
         return ""
 
     def packs(self, kind: str) -> bool:
@@ -161,7 +161,7 @@ class Task:
         raise NotImplementedError(f"{self.name}: no files of its own")
 
     def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading | None:
-        """The rows of these columns; None: the columns of pictures, texts and labels are read as those of any task.
+        """The rows of these columns; None: the columns of images, texts and labels are read as those of any task.
 
         Args:
             spec: names of the columns.

@@ -1,4 +1,4 @@
-"""Zero-shot classification: a model of two encoders compares pictures with the names of the classes."""
+"""Zero-shot classification: a model of two encoders compares images with the names of the classes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONTRASTIVE = "contrastive"
 
 @dataclass(frozen=True)
 class ZeroShotTask(OneClassTask):
-    """A picture -> the class whose name fits best; nothing is new in the model."""
+    """An image -> the class whose name fits best; nothing is new in the model."""
 
     name: ClassVar[str] = "zero_shot"
     kinds: ClassVar[tuple[str, ...]] = ("image",)
@@ -56,7 +56,7 @@ class ZeroShotTask(OneClassTask):
             from fedfm.errors import InputError
 
             raise InputError(
-                'model.loss = "contrastive" compares pictures with texts: it needs model.task = "zero_shot" and an '
+                'model.loss = "contrastive" compares images with texts: it needs model.task = "zero_shot" and an '
                 'adaptation that keeps both encoders, such as "lora"',
                 key="model.loss",
             )
@@ -66,11 +66,11 @@ class ZeroShotTask(OneClassTask):
 
 
 def contrastive(logits: Tensor, labels: Tensor) -> Tensor:
-    """CLIP's loss of a batch (Radford et al., Figure 3): each picture finds its text among the batch's, and each text
-    its picture. Pictures of one class share their text: the targets are uniform over equal labels.
+    """CLIP's loss of a batch (Radford et al., Figure 3): each image is classified among the batch's texts, and each
+    text among its images. Images of one class share their text: the targets are uniform over equal labels.
 
     Args:
-        logits: (b, C), s <V, T> of the pictures and all classes.
+        logits: (b, C), s <V, T> of the images and all classes.
         labels: (b,).
     """
     import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Client optimisers, one file each, and how they are computed: loops, packed cohorts, heads; distillation."""
+"""Client optimisers, one file each, and their computation: loops, packed cohorts, heads; distillation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local training of LoRA whose rank is not the model's."""
+"""Local training of LoRA with a rank that differs from the model's."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def fit(local: Local, client: Client, w: Params) -> Params:
 
 
 def go_on(local: Local, client: Client, w: Params, fresh: Params) -> Params:
-    """Local training from ``w``. If its LoRA has another rank than ``fresh``, it is frozen, an adapter that starts as
-    ``fresh`` is trained beside it, and both are returned as one adapter.
+    """Local training from ``w``. If its LoRA has another rank than ``fresh``, it is frozen, and an adapter that starts
+    as ``fresh`` is trained in addition; both are returned as one adapter.
     """
     if rank_of(w) in (None, rank_of(fresh)):
         return local(client, w)

@@ -1,11 +1,11 @@
-"""Random changes of training pictures, by name. Evaluation and features see the pictures as they are.
+"""Random changes of training images, by name. Evaluation and features use the unchanged images.
 
-``crop``: the picture, with a margin of an eighth of its side in the mean colour, cut to its size at a random place
+``crop``: the image, with a margin of an eighth of its side in the mean colour, cut to its size at a random place
 (He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385, Section 4.2: 4 pixels of 32). ``flip``:
 mirrored left to right with probability 1/2.
 
-What a row gets in an epoch follows from the client's seed of this round, the epoch and the row's number: it is the same
-on every engine, after a resume, and for every size of a batch.
+The changes of a row in an epoch depend on the client's seed of this round, the epoch and the row's index. So they are
+the same on every engine, after a resume, and for every batch size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MARGIN = 8  # a crop's margin is the side over this
 
 
 class Views:
-    """The random views of one client's pictures in one epoch.
+    """The random views of one client's images in one epoch.
 
     Args:
         names: of the changes.
@@ -41,7 +41,7 @@ class Views:
         self._place = draws["crop"].random((n, 2)) if "crop" in draws else None
 
     def __call__(self, x: Tensor, index: np.ndarray) -> Tensor:
-        """The pictures x (b, 3, H, W) of the rows ``index`` (b,), changed; ``x`` stays as it is."""
+        """Changed copies of the images x (b, 3, H, W) of the rows ``index`` (b,)."""
         if self._mirrored is not None:
             mirrored = torch.from_numpy(self._mirrored[index])[:, None, None, None]
             x = torch.where(mirrored, x.flip(-1), x)
@@ -51,7 +51,7 @@ class Views:
 
 
 def _crop(x: Tensor, place: np.ndarray) -> Tensor:
-    """Cut each of x (b, 3, H, W) at its place (b, 2) from 0 to 1 of what the margin leaves."""
+    """Crop each of x (b, 3, H, W) at its place (b, 2), from 0 to 1 of the range that the margin allows."""
     height, width = x.shape[-2:]
     dy, dx = height // _MARGIN, width // _MARGIN
     room = np.array([2 * dy + 1, 2 * dx + 1])
@@ -61,7 +61,7 @@ def _crop(x: Tensor, place: np.ndarray) -> Tensor:
 
 
 def views(rows: Rows, orders: Sequence[np.ndarray], seed: int, epochs: int) -> Iterator[tuple[Rows, np.ndarray]]:
-    """(rows, index into them) of each batch of ``epochs`` epochs, with computed and changed pictures."""
+    """(rows, index into them) for each batch of ``epochs`` epochs, with computed and changed images."""
     steps = len(orders) // max(epochs, 1)
     drawn, last = None, -1
     for step, (index, part) in enumerate(zip(orders, rows.parts(orders), strict=True)):

@@ -1,9 +1,9 @@
-"""Fits a head to features: softmax regression to convergence, on rows that come in blocks.
+"""Fit a head to features: softmax regression to convergence, on rows in blocks.
 
 The fit runs in float64 (:mod:`fedfm.training.newton`) and returns a float32 head. Up to 128 MiB of rows in float64 stay
 in memory. More rows are read again at each pass, a piece at a time, so that memory does not grow with their number
-(except with Adam). Features are standardised, and the returned head contains their means and scales: l2 does not depend
-on the features' units.
+(except with Adam). Features are standardised, so that l2 does not depend on their units; the returned head includes
+their means and scales.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedfm.training.newton import Blocks, Optimum, Problem, optimum
 
 Missed = Callable[[Optimum], None]
 _PIECE = 4096  # rows of one product
-_HELD = 1 << 24  # float64 numbers in memory, 128 MiB; more are converted again at each pass
+_HELD = 1 << 24  # float64 values in memory, 128 MiB; more are converted again in each pass
 NOBODY = -1e4  # the logit of a class without rows: finite, as messages must be, and never the largest
 
 
@@ -35,7 +35,7 @@ class HeadSpec:
         choices=("newton", "lbfgs", "adam"),
     )
     l2: float = setting(1e-4, "weight of ||W||^2 / 2 on standardised features", ge=0, finite=True)
-    iterations: int = setting(200, "of newton at most", ge=1)
+    iterations: int = setting(200, "largest number of newton's steps", ge=1)
     learning_rate: float = setting(1e-4, "adam's", gt=0, finite=True)
     epochs: int = setting(100, "adam's", ge=1)
     batch_size: int = setting(64, "adam's", ge=1)
@@ -53,7 +53,7 @@ def fit(
         missed: called with the result of a search that did not converge.
 
     Raises:
-        ValueError: no rows at all.
+        ValueError: there are no rows.
     """
     count, mean, present = _moments(blocks, classes, dim)
     if not count:
@@ -72,7 +72,7 @@ def _newton(
     blocks: Blocks, count: int, mean: Tensor, present: Tensor, spec: HeadSpec, missed: Missed | None
 ) -> tuple[Tensor, Tensor]:
     """W and b of the classes that occur, on the unscaled features."""
-    place = present.cumsum(0) - 1  # index of a class among those that occur
+    place = present.cumsum(0) - 1  # index of a class among the occurring ones
 
     def rows() -> Iterator[tuple[Tensor, Tensor]]:
         return _pieces(blocks, mean, place)
@@ -121,7 +121,7 @@ def _piece(parts: Sequence[tuple[Tensor, Tensor]], mean: Tensor, place: Tensor) 
 
 
 def _basis(rows: Blocks, count: int, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """(d, r) maps centred rows to uncorrelated coordinates of the standardised rows; and their variances (r,).
+    """((d, r) map from centred rows to uncorrelated coordinates of the standardised rows, their variances (r,)).
 
     The map is orthogonal on standardised features, so it keeps ||W||^2. If n < d the rows span r = n dimensions; the
     optimum is zero outside of them.

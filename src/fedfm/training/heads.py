@@ -1,4 +1,4 @@
-"""Linear heads on frozen features, trained one client after the other by compiled loops.
+"""Train linear heads on frozen features, one client after another, by compiled loops.
 
 With a frozen backbone a client trains a softmax regression on cached features. Call overhead dominates the time of a
 small head, so all steps of a client are one call (:mod:`fedfm.linalg.kernels.softmax_sgd`). Update rules other than
@@ -28,7 +28,7 @@ from fedfm.training.local_job import Job
 from fedfm.training.optimisers import SGD
 from fedfm.training.update_rules import Rule, places
 
-_FIXED = 1 << 20  # multiply-adds that take as long as the calls around the products
+_FIXED = 1 << 20  # multiply-adds that take as long as the overhead of the calls
 
 
 def pays_in_span(local: SGD, n: int, classes: int, width: int) -> bool:
@@ -38,7 +38,7 @@ def pays_in_span(local: SGD, n: int, classes: int, width: int) -> bool:
 
 
 def train(jobs: Sequence[Job]) -> list[Params]:
-    """Train one job after the other; a ValueError if labels are missing or outside the head's classes."""
+    """Train one job after another; raises a ValueError if labels are missing or outside the head's classes."""
     return [_train(job) for job in jobs]
 
 
@@ -62,7 +62,7 @@ def _train(job: Job) -> Params:
     if isinstance(job.local, SGD) and not job.local.momentum and not job.terms.mu and job.terms.correction is None:
         in_span = not _spares_bias(job) and pays_in_span(
             job.local, n, classes, width
-        )  # there the bias is one more weight
+        )  # in the span the bias is one more weight
         trained, loss = _plain(job, x, y, names, in_span)
     else:
         trained, loss = _by_rule(job, x, y, names)
@@ -75,7 +75,7 @@ def _no_weight_decay(job: Job) -> Collection[str]:
 
 
 def _spares_bias(job: Job) -> bool:
-    """Whether weight decay leaves the bias alone."""
+    """Whether weight decay does not change the bias."""
     return bool(_no_weight_decay(job)) and job.local.spares_biases
 
 

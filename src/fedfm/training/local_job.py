@@ -27,7 +27,7 @@ class Job:
     terms: Terms = NO_TERMS
 
     def epochs(self) -> np.ndarray:
-        """(E, n): the rows in the order of each epoch, a new permutation each from the client's seed."""
+        """(E, n): the row indexes in each epoch's order, permutations from the client's seed."""
         return np.array([*permutations(len(self.client.data.train), self.local.epochs, self.client.seed)])
 
     def orders(self) -> Iterator[np.ndarray]:
@@ -44,7 +44,7 @@ class Job:
         return (self.local.rate(a, b, total) for a, b in pairwise(edges))
 
     def batches(self) -> Iterator[tuple[Rows, np.ndarray]]:
-        """Each mini-batch as (rows, index into them): deferred pictures come computed, augmented ones changed."""
+        """Each mini-batch as (rows, index into them), with deferred images computed and augmentation applied."""
         rows = self.client.data.train
         if not rows.deferred and not rows.augment:
             return ((rows, index) for index in self.orders())
@@ -60,7 +60,7 @@ def permutations(n: int, epochs: int, seed: int) -> Iterator[np.ndarray]:
 
 
 def mini_batches(n: int, batch_size: int, epochs: int, seed: int, joins: bool = False) -> Iterator[np.ndarray]:
-    """Row indexes of each mini-batch; every epoch has its own order.
+    """Row indexes of each mini-batch; each epoch has its own order.
 
     Args:
         joins: a last batch of one row joins the batch before it.
@@ -72,10 +72,10 @@ def mini_batches(n: int, batch_size: int, epochs: int, seed: int, joins: bool = 
 
 
 def over_classes(model: Model, local: Local) -> None:
-    """Raise an InputError if ``absent`` is set and the loss is not the cross-entropy of one logit a class."""
+    """Raise an InputError if ``absent`` is set and the loss is not the cross-entropy of one logit per class."""
     if local.absent != "keep" and not (model.task.classifies_by_head and model.softmax):
         raise InputError(
-            f'method.local.absent = "{local.absent}" needs a classifier trained with cross-entropy, the task here is '
+            f'method.local.absent = "{local.absent}" needs a classifier with cross-entropy, but the task here is '
             f'"{model.task}"; drop it',
             key="method.local.absent",
         )

@@ -1,4 +1,4 @@
-"""Local training of one client by autograd, for every model. The result depends on this client alone."""
+"""Local training of one client by autograd, for every model. The result depends only on this client."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from fedfm.training.local_job import Job, over_classes
 from fedfm.training.optimisers import ABSENT
 from fedfm.training.update_rules import PIECE, Rule
 
-# Of the penalty on arguments outside a twin's intervals. The weight of `fedfm distil`, 10, is too small here: there the
-# intervals are measured again at the end, here they stay.
+# Weight of the penalty on arguments outside a polynomial student's intervals. The weight of `fedfm distil`, 10, is too
+# small here, since the intervals are not measured again at the end.
 PENALTY = 1000.0
 _ZERO = torch.zeros((), dtype=torch.float64)
 
@@ -45,18 +45,18 @@ class Flat:
 
     @property
     def lean(self) -> bool:
-        """Whether the gradients of so large a model have no memory of their own between two steps."""
+        """Whether the model is so large that its gradients use no memory between two steps."""
         return self.p.nbytes >= pages.LARGE
 
     def wake(self) -> None:
-        """Have gradients, all 0."""
+        """Allocate gradients of 0."""
         if len(self.g) != len(self.p):
             self.g = torch.zeros_like(self.p)
             for tensor, piece in self._pieces():
                 tensor.grad = self.g[piece].view(tensor.shape)
 
     def clear(self) -> None:
-        """Set the gradients to 0; those of a large model take no memory until a backward pass makes them."""
+        """Set the gradients to 0; a large model's are freed until a backward pass makes them."""
         if not self.lean:
             self.wake()
             self.g.zero_()
@@ -66,7 +66,7 @@ class Flat:
             tensor.grad = None
 
     def collect(self) -> None:
-        """Have the gradients of the last backward passes in ``g``; those of single tensors are freed one by one."""
+        """Collect the gradients of the last backward passes in ``g``; each tensor's own gradient is freed."""
         if len(self.g) != len(self.p):
             self.g = torch.zeros_like(self.p)
             for tensor, piece in self._pieces():
@@ -75,7 +75,7 @@ class Flat:
                     tensor.grad = None
 
     def pieces(self, size: int) -> Iterator[tuple[slice, Tensor]]:
-        """Places and gradients of ``size`` entries each, the same memory again and again; what is passed is freed."""
+        """(place, gradient) pieces of ``size`` entries in reused memory; passed gradients are freed."""
         stage, at, filled = torch.empty(size, dtype=self.p.dtype, device=self.p.device), 0, 0
         for tensor, piece in self._pieces():
             gradient = None if tensor.grad is None else tensor.grad.reshape(-1)
@@ -107,7 +107,7 @@ class Flat:
         return torch.cat([w[name].reshape(-1) for name in self.names]).to(self.p.device)
 
     def places(self, names: Collection[str]) -> list[slice]:
-        """Where those of these tensors stand that are here."""
+        """The places of these tensors, without those that are not trained here."""
         return [piece for name, (_, piece) in zip(self.names, self._pieces(), strict=True) if name in names]
 
     def bound(self, live: dict[str, Tensor]) -> bool:
@@ -149,11 +149,11 @@ def _train(job: Job) -> Params:
     values = [p.detach().clone() for p in frozen.values()]
     seen, total = 0, torch.zeros((), dtype=torch.float64, device=flat.p.device)
     flat.clear()
-    # Nothing but the rule sees the gradients, which then take no memory beside those of single tensors.
+    # Only the rule reads the gradients, so they need no memory in addition to single tensors'.
     alone = flat.lean and start is None and correction is None and not frozen and job.local.max_grad_norm is None
     backward, rates = _Backward(job, flat), job.rates()
     model.train_mode()
-    # LoRA's dropout draws from torch's global generator: give it this client's own stream.
+    # LoRA's dropout draws from torch's global generator, so seed that with this client's own stream.
     with torch.random.fork_rng(devices=[]), _without_gradients(frozen.values()):
         torch.manual_seed(job.client.seed)
         for rows, index in job.batches():
@@ -184,7 +184,7 @@ def _train(job: Job) -> Params:
 
 
 class _Backward:
-    """Adds the gradient of a batch's mean loss to the parameters', in parts if the optimiser or the memory says so."""
+    """Adds the gradient of a batch's mean loss to the parameters' gradients, in parts if settings or memory need it."""
 
     def __init__(self, job: Job, flat: Flat) -> None:
         self.model, self.note = job.client.model, job.client.log
@@ -192,7 +192,7 @@ class _Backward:
         self.flat, self.most = flat, job.local.micro_batch
 
     def __call__(self, rows: Rows, index: np.ndarray) -> Tensor:
-        """The mean loss over these rows, float64, where it was computed: to read it would have a GPU waited for."""
+        """The mean loss over these rows, float64, kept on its device; reading it would synchronise the GPU."""
         size = min(self.most or len(index), len(index))
         if getattr(self.model, "mixes_rows", ""):
             return self._add(rows, index, size)
@@ -206,7 +206,7 @@ class _Backward:
         return loss
 
     def _say(self, text: str) -> None:
-        """In the silo's log, and as a warning to whoever started this process."""
+        """Write into the silo's log, and warn the user who started this process."""
         self.note(text)
         warn(text)
 
@@ -241,10 +241,10 @@ def _without_gradients(parameters: Collection[Tensor]) -> Iterator[None]:
 
 
 def _loss(job: Job) -> Callable[[Batch], Tensor]:
-    """The local objective without proximal term; logits of absent classes are replaced as the optimiser says.
+    """The local objective without proximal term; the optimiser's ``absent`` replaces logits of absent classes.
 
     Raises:
-        InputError: ``absent`` is set and the rows have no labels, or the model's loss is no cross-entropy.
+        InputError: ``absent`` is set and the rows have no labels, or the model's loss is not a cross-entropy.
     """
     model, labels = job.client.model, job.client.data.train.labels
     value = ABSENT[job.local.absent]
@@ -267,9 +267,9 @@ def _loss(job: Job) -> Callable[[Batch], Tensor]:
 
 
 def _within_intervals(model: Model, loss: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-    """The loss and, of a twin whose blocks are trained, a penalty that keeps their arguments in the intervals.
+    """The loss; if a polynomial student's blocks are trained, plus a penalty on arguments outside their intervals.
 
-    Outside them a polynomial is no number soon, and encrypted numbers cannot be clamped.
+    Outside the intervals polynomials overflow soon, and encrypted values cannot be clamped.
     """
     replaced = [m for m in getattr(model, "train_too", ()) if isinstance(m, Bounded)]
     if not replaced:

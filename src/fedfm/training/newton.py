@@ -1,8 +1,8 @@
 """The optimum of a softmax regression in float64, by Newton's method with a check of convergence.
 
 L(W, b) = 1/n sum_i -log p_i(y_i) + l2/2 ||W||^2, p_i = softmax(W z_i + b) over rows z_i (r,). If classes are separable,
-the optimum is far from zero, and the curvature there differs by orders of magnitude between directions: first-order
-methods stop thousands of steps before it. A Newton step solves H d = -g by conjugate gradients, with products H v that
+the optimum is far from zero, and the curvature there differs by orders of magnitude between directions, so first-order
+methods would need thousands more steps. A Newton step solves H d = -g by conjugate gradients, with products H v that
 cost as much as a gradient. If they converge slowly and H is small, H is computed and factorised.
 """
 
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Blocks = Callable[[], Iterable[tuple[Tensor, Tensor]]]  # called once a pass: (z (b, k) float64, y (b,) int64), ...
+Blocks = Callable[[], Iterable[tuple[Tensor, Tensor]]]  # called once per pass: (z (b, k) float64, y (b,) int64), ...
 
 GRADIENT = 1e-8  # converged: the gradient's norm is below this share of the norm at zero,
 GAP = 1e-13  # and the loss would fall by less than this share of itself (half the squared Newton decrement)
 _ROUNDING = 1e-14  # a gradient below it counts as zero
 _NOTHING = 1e-13  # nats: without l2 the loss of separable classes approaches 0 and has no optimum
-_KEPT = 1 << 24  # probabilities kept between passes, at most: 128 MiB
-_FACTORISED = 2048  # unknowns of a factorised Hessian, at most: 32 MiB
-_PRODUCTS = 1000  # products H v of one step, at most, if H is not factorised
+_KEPT = 1 << 24  # largest number of probabilities kept between passes: 128 MiB
+_FACTORISED = 2048  # largest number of unknowns of a factorised Hessian: 32 MiB
+_PRODUCTS = 1000  # largest number of products H v per step if H is not factorised
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Optimum:
         bias: (C,), of sum zero.
         gradient: norm of L's gradient, as a share of the norm at zero.
         iterations: Newton steps.
-        converged: by :data:`GRADIENT` and :data:`GAP`.
+        converged: whether it meets :data:`GRADIENT` and :data:`GAP`.
     """
 
     weight: Tensor
@@ -49,7 +49,7 @@ class Problem:
     """Rows and labels of all C classes, each of which occurs.
 
     Attributes:
-        blocks: the rows, of k numbers each.
+        blocks: the rows, with k values each.
         basis: (k, r): z = x basis, so that L's coordinates are uncorrelated; None: the rows are z.
         spread: (r,) mean of z^2.
     """
@@ -132,11 +132,13 @@ class _Search:
         found, solved = self._conjugate_gradients(point, share)
         if solved or not self.factorises:
             return found
-        self.most = 0  # later steps are no better conditioned
+        self.most = 0  # the condition of later steps does not improve
         return self._cholesky_step(point)
 
     def descend(self, point: _Point, direction: Tensor, slope: float) -> _Point | None:
-        """The first of the steps 1, 1/2, 1/4, ... that decreases L (Armijo's rule, up to rounding); None: none does."""
+        """The point after the first of the steps 1, 1/2, 1/4, ... that decreases L (Armijo's rule); None if none
+        does.
+        """
         step = 1.0
         while step > 1e-10:
             further = self.at(point.theta + step * direction)
@@ -158,7 +160,7 @@ class _Search:
                 return found, True
             curved = self._product(point, along)
             bend = float((along * curved).sum())
-            if bend <= 0:  # rounding: the rest is flat
+            if bend <= 0:  # only rounding is left
                 return found, bool(found.any())
             found = found + size / bend * along
             r = r - size / bend * curved
@@ -195,7 +197,7 @@ class _Search:
             h[i, i].diagonal().add_(self.ridge)
             for j in range(i):
                 h[j, i] = h[i, j]
-        # A shift of all classes changes no probability: H is singular along it, and the gradient has no such part.
+        # A shift of all classes changes no probability: H is singular in that direction, where the gradient is 0.
         h += torch.diag(self.spread * float(point.curvature.mean()) / c)
         whole = h.permute(0, 2, 1, 3).reshape(c * r, c * r)
         size = float(whole.diagonal().mean())
@@ -245,5 +247,5 @@ def _complement(p: Tensor, rest: Tensor, y: Tensor) -> Tensor:
 
 
 def _centre(v: Tensor) -> Tensor:
-    """Minus the mean over the classes, which changes no probability."""
+    """Subtract the mean over the classes, which changes no probability."""
     return v - v.mean(0)

@@ -1,4 +1,4 @@
-"""Client optimisers: what a client does with w between two messages. They are fields of methods.
+"""Client optimisers: a client's local training of w between two messages. They are fields of methods.
 
 ``SGD``, ``Adam``, ``AdamW`` and ``Proximal`` describe local training. :func:`fedfm.training.scheduler.train` chooses
 how it is computed.
@@ -26,8 +26,8 @@ from fedfm.models import precision
 from fedfm.models.model import Model
 
 SCHEDULES = ("constant", "linear", "cosine", "steps")
-DROPS = (0.5, 0.8)  # schedule "steps": parts of the run after which eta is a tenth of what it was
-DECAYS = ("weights", "all")  # what weight decay shrinks
+DROPS = (0.5, 0.8)  # schedule "steps": parts of the run after which eta is divided by ten
+DECAYS = ("weights", "all")  # the parameters that weight decay affects
 ABSENT = {"keep": None, "zero": 0.0, "exclude": -math.inf}  # replaces the logit of an absent class
 
 
@@ -38,13 +38,13 @@ class Local:
     adaptations: ClassVar[tuple[str, ...]] = ()  # the supported ones; empty: all
 
     learning_rate: float = setting(0.1, "eta", gt=0, finite=True)
-    epochs: int = setting(1, "E, passes over the client's rows a round", ge=1)
+    epochs: int = setting(1, "E, passes over the client's rows per round", ge=1)
     batch_size: int = setting(32, "B", ge=1)
     weight_decay: float = setting(0.0, "L2 (sgd, adam) or decoupled (adamw)", ge=0, finite=True)
     decay_of: str = setting(
         "weights",
-        "what weight_decay shrinks: weights, as transformers' Trainer does, which spares biases and norms; or all, as "
-        "torch.optim does",
+        "parameters with weight_decay: weights (all except biases and norms, as in transformers' Trainer), or all, as "
+        "in torch.optim",
         choices=DECAYS,
     )
     absent: str = setting(
@@ -54,7 +54,7 @@ class Local:
         choices=tuple(ABSENT),
     )
     micro_batch: int = setting(
-        0, "rows at once on the device: the gradients of a batch's parts are added up; 0: the whole batch", ge=0
+        0, "rows on the device at once: the gradients of a batch's parts are summed; 0: the complete batch", ge=0
     )
     max_grad_norm: float | None = setting(
         None, "the loss's gradient is shortened to this norm if it is longer [never]", gt=0, finite=True
@@ -65,10 +65,10 @@ class Local:
         "rounds, a hundredth after four fifths)",
         choices=SCHEDULES,
     )
-    warmup: float = setting(0.0, "the first part of all steps, in which eta rises from 0", ge=0, lt=1)
+    warmup: float = setting(0.0, "the first share of all steps, in which eta rises from 0", ge=0, lt=1)
     warmup_steps: float = setting(
         0.0,
-        "in place of warmup, as transformers counts: so many steps of a client over all rounds, below 1 a part of "
+        "in place of warmup, in transformers' way: number of steps of a client over all rounds, or below 1 a share of "
         "them; the first has eta = 0",
         ge=0,
         finite=True,
@@ -93,7 +93,7 @@ class Local:
 
     @property
     def personal(self) -> bool:
-        """Whether each client keeps a model of its own (see :meth:`own`)."""
+        """Whether each client keeps its own model (see :meth:`own`)."""
         return False
 
     @property
@@ -103,21 +103,21 @@ class Local:
 
     @property
     def stepwise(self) -> bool:
-        """Whether its steps differ in rate, or look at a whole gradient: then clients do not train as one batch."""
+        """Whether steps differ in rate or need a complete gradient: then clients cannot train as one batch."""
         varies = self.warmup or self.warmup_steps or self.schedule != "constant"
         return self.looks or bool(varies)
 
     @property
     def looks(self) -> bool:
-        """Whether a step looks at a whole gradient, or adds one up from parts."""
+        """Whether a step needs a complete gradient, or sums it from parts."""
         return bool(self.micro_batch or self.max_grad_norm)
 
     def rate(self, begin: float, end: float, steps: int = 0) -> float:
-        """Eta of the step that is this part of all ``steps`` of the run, 0 <= begin < end <= 1.
+        """Eta of the step that covers this part of all ``steps`` of the run, 0 <= begin < end <= 1.
 
         It rises linearly to the end of the warm-up, and then falls as in Loshchilov and Hutter's SGDR without restarts
-        (cosine), linearly, by a tenth at each of :data:`DROPS` (steps), or not at all. It depends on round and step
-        alone.
+        (cosine), linearly, to a tenth at each of :data:`DROPS` (steps), or not at all. It depends only on round and
+        step.
         """
         warmup, at = self.warmup, end
         if self.warmup_steps:  # as transformers.get_linear_schedule_with_warmup: step k of w has k / w
@@ -135,7 +135,7 @@ class Local:
         return self.learning_rate * shares[self.schedule]
 
     def shorten(self, *parts: Tensor) -> None:
-        """Shorten the gradient of one loss, whole or in parts, to :attr:`max_grad_norm` in place, if it is longer."""
+        """Clip the gradient of one loss, complete or in parts, to the norm :attr:`max_grad_norm` in place."""
         if self.max_grad_norm is not None:
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
             factor = (self.max_grad_norm / whole.norm()).clamp(max=1)
@@ -144,12 +144,12 @@ class Local:
 
     @property
     def spares_biases(self) -> bool:
-        """Whether :attr:`weight_decay` leaves biases and norms alone."""
+        """Whether :attr:`weight_decay` leaves out biases and norms."""
         return bool(self.weight_decay) and self.decay_of != "all"
 
     @property
     def plain(self) -> Local:
-        """The optimiser of w alone."""
+        """The optimiser that only trains w."""
         return self
 
     def own(self, client: Client, w: Params) -> Params:
@@ -172,16 +172,16 @@ class Local:
             )
 
     def check_own(self, w: Params, model: Model) -> None:
-        """Raise a ClientFault, with the first tensor that differs, if w is not a client's own model of this kind."""
+        """Raise a ClientFault with the first differing tensor if w is not a client's own model of this kind."""
         match(w, model.layout, "model")
 
     def steps(self, n: int, model: Model | None = None) -> int:
-        """Number of optimiser steps over n rows; ``model``: that trains, None: one without batch norm."""
+        """Number of optimiser steps over n rows; ``model``: the trained model, None: one without batch norm."""
         return self.epochs * batches(n, self.batch_size, joins_last(model))
 
 
 def joins_last(model: Model | None) -> bool:
-    """Whether a last batch of one row joins the batch before it: batch norm has no variance of one value."""
+    """Whether a last batch of one row joins the batch before it: batch norm needs more than one row."""
     return any(isinstance(m, _BatchNorm) for m in getattr(model, "train_too", ()))
 
 

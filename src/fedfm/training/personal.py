@@ -1,4 +1,4 @@
-"""Client optimisers with which each client keeps a model of its own: Ditto, and a second adapter beside LoRA."""
+"""Client optimisers with which each client keeps its own model: Ditto, and a second adapter in addition to LoRA."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class DualAdapter(TwoModels):
 
     Dual-Personalizing Adapter for Federated Foundation Models. Yang, Long, Shen, Jiang, Blumenstein. NeurIPS 2024.
     The own adapter starts as the first w that the client receives. It is trained with the output W x + 1/2 of the
-    frozen w's output + 1/2 of its own; w is trained alone. The own adapter's share a in the output of a row is lambda
+    frozen w's output + 1/2 of its own; only w is trained. The own adapter's share a in the output of a row is lambda
     times the mean cosine of the row's last hidden state to those of some training rows, all under the own adapter, cut
     at 0; the share of w is 1 - a. A head beside LoRA is mixed in the same way.
 

@@ -37,7 +37,7 @@ class Descent:
 
 
 class Counted:
-    """Training rows of which a client half sees the number; the local optimiser alone sees the rows."""
+    """Training rows, of which a client half only sees the number. Only the local optimiser sees the rows."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows

@@ -1,9 +1,9 @@
-"""Sums of clipped gradients of single rows by one backward pass a batch; a row at a time where that is not known.
+"""Sums of clipped gradients of single rows, by one backward pass per batch if possible, else by one per row.
 
-One forward pass notes the inputs of every layer that owns a trained parameter, one backward pass finds the gradients of
-their outputs and of no weight; :mod:`fedfm.training.row_terms` makes norms and weighted sums of them. That is right
-for models that compute each row by itself. What a batch shows of it is checked: :func:`agrees` compares with rows
-alone, and tensors whose rows may lie in another place than the first are never taken for rows.
+A forward pass records the inputs of every layer with a trained parameter. A backward pass computes only the gradients
+of their outputs, not of weights. :mod:`fedfm.training.row_terms` computes norms and weighted sums from them. This is
+right for models that compute each row independently. The batch is checked for that: :func:`agrees` compares it with
+single rows, and tensors in which rows may not be the first axis are never treated as rows.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fedfm.models.model import Model
 from fedfm.training.row_terms import Gradient, Term, Use, fit, has_closed_form, terms
 
 _MARGIN = 1 - 1e-4  # rows are clipped to this times C: the rounding of a float32 sum stays within C
-_SAME = 1e-3  # relative difference of a row's gradient in a batch and alone, at most
+_SAME = 1e-3  # largest relative difference of a row's gradient in a batch from its gradient alone
 
 Live = dict[str, Tensor]
 
 
 class Ambiguous(Exception):
-    """A tensor has the batch's size in a second place: which of the two are the rows?"""
+    """A tensor has the batch's size on a second axis, so the axis of rows is ambiguous."""
 
 
 def factors(squared: Tensor, clip_norm: float) -> Tensor:
@@ -46,7 +46,7 @@ def clipped_sum(
         rows: the client's.
         index: (b,) rows of the sum.
         live: the trained parameters.
-        by_layers: whether one backward pass for all rows may do; False: one for each.
+        by_layers: whether one backward pass may serve all rows; False: one pass per row.
     """
     if by_layers:
         try:
@@ -67,9 +67,9 @@ def clipped_sum(
 
 
 def agrees(model: Model, rows: Rows, index: np.ndarray, live: Live) -> bool:
-    """Whether the first row's gradient in a batch of these is that of the row alone, in evaluation mode.
+    """Whether the first row's gradient is the same in this batch and alone, in evaluation mode.
 
-    It is not if the model mixes the rows of a batch, or uses a parameter past the layer that owns it.
+    It differs if the model mixes the rows of a batch, or uses a parameter outside the layer that owns it.
     """
     training = [m for m in model.module.modules() if m.training]
     model.module.eval()
@@ -95,7 +95,7 @@ def _alone(model: Model, rows: Rows, i: int, live: Live) -> Tensor:
 
 
 def _losses(model: Model, batch: Batch) -> Tensor:
-    """The sum of the losses of the rows, each as if it were alone: a language model's is a mean over its own tokens."""
+    """The sum of the losses of the single rows; a language model's row loss is the mean over its own tokens."""
     sums, counts = model.task.row_losses(model, batch)
     return (sums / counts.clamp_min(1)).sum()
 
@@ -118,10 +118,10 @@ class _Call:
 
 
 def _of_layers(model: Model, batch: Batch, live: Live, b: int) -> list[Gradient] | None:
-    """For each parameter its gradients of all rows; None if that is not known.
+    """For each parameter its gradients of all rows; None if they are unknown.
 
     Raises:
-        Ambiguous: which numbers belong to a row.
+        Ambiguous: it is unclear which values belong to a row.
     """
     if type(model).loss is not Model.loss or not model.softmax:
         return None
@@ -152,15 +152,15 @@ def _of_layers(model: Model, batch: Batch, live: Live, b: int) -> list[Gradient]
 
 
 def _by_rows(call: _Call, g: Tensor, b: int) -> bool:
-    """Whether the first place of the layer's input and output counts the rows.
+    """Whether the first axis of the layer's input and output is the axis of rows.
 
     Raises:
-        Ambiguous: another place could.
+        Ambiguous: another axis has the same size.
     """
     if not call.tensor_inputs or len(call.tensor_inputs[0]) != b or len(g) != b:
         return False
     x = call.tensor_inputs[0]
-    if b > 1 and not isinstance(call.layer, nn.Conv2d | nn.GroupNorm):  # these ask for rows in the first place
+    if b > 1 and not isinstance(call.layer, nn.Conv2d | nn.GroupNorm):  # these require rows on the first axis
         places = x.shape[1:-1] if x.is_floating_point() else x.shape[1:]
         if b in places or b in g.shape[1:-1]:
             raise Ambiguous
@@ -185,7 +185,7 @@ def _watch(module: nn.Module, wanted: set[int], b: int) -> Iterator[list[_Call]]
         seen.append(call)
 
     def spread(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Positions are often looked up once for all rows, (1, T), and broadcast: look them up for each row."""
+        """Expand positions, which are often looked up once for all rows, (1, T), to one look-up per row."""
         return tuple(ids.expand(b, *ids.shape[1:]) if ids.dim() > 1 and len(ids) == 1 else ids for ids in args)
 
     layers = [m for m in module.modules() if any(id(p) in wanted for p in m.parameters(recurse=False))]

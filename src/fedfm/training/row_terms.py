@@ -1,4 +1,4 @@
-"""What the parameters of one layer get of each row of a batch, without one gradient a row where that is cheaper.
+"""Gradients of one layer's parameters by row, without storing one gradient per row if that is cheaper.
 
 A linear layer's gradient for one row is G^T A, with the row's inputs A (T, i) and output gradients G (T, o). Its
 squared norm is sum(A A^T * G G^T) (Goodfellow 2015, arXiv:1510.01799; Li, Tramer, Liang, Hashimoto. Large Language
@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Terms of one row may cancel: the rounding of their float32 products is relative to the terms, not to what is left.
-# Norms are therefore bounds from above: a row may be clipped a little too much, never too little.
+# Terms of one row may cancel, and rounding of their float32 products is relative to the terms, not to the result. So
+# norms are upper bounds: a row may be clipped slightly too much, never too little.
 _ROUNDING = 1e-6
-_MOST = 2**25  # numbers of the gradients of all rows of a layer of an unknown kind
+_MOST = 2**25  # largest number of values in all rows' gradients of a layer of unknown kind
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Use:
     """One call of a layer.
 
     Attributes:
-        args, kwargs: what it was called with; tensors without their history.
-        out: a copy of its output, of layers of unknown kinds.
-        g: the loss by the output, which has a row's numbers in its place b.
+        args, kwargs: the call's arguments; tensors are detached.
+        out: a copy of its output, only for layers of unknown kinds.
+        g: the gradient of the loss by the output; its first axis b counts the rows.
     """
 
     layer: nn.Module
@@ -75,10 +75,10 @@ class Use:
 
 
 class Gradient:
-    """Of one parameter, of all rows (b,) of a batch.
+    """The gradients of one parameter for all rows (b,) of a batch.
 
     Args:
-        terms: that :func:`fit` together.
+        terms: terms for which :func:`fit` holds.
 
     Attributes:
         squared: (b,) squared norms, each rounded up.
@@ -131,7 +131,7 @@ def fit(terms: Sequence[Term]) -> bool:
 
 
 def _merge(terms: Sequence[Term]) -> tuple[Outer | None, Picked | None, Tensor | None]:
-    """Their sum, as few terms; one gradient a row if that is less work, or if one of them is such already."""
+    """Merge terms into as few as possible; into one gradient per row if that is less work or one is so already."""
     outer = [t for t in terms if isinstance(t, Outer)]
     picked = [t for t in terms if isinstance(t, Picked)]
     whole = [t.rows for t in terms if isinstance(t, Whole)]
@@ -163,7 +163,7 @@ def has_closed_form(layer: nn.Module) -> bool:
 
 
 def terms(use: Use) -> Terms | None:
-    """What each of the layer's own parameters gets of one call; None if that is not known."""
+    """The terms of each of the layer's own parameters from one call; None if they are unknown."""
     return _KINDS[_name(use.layer)](use.layer, use.x, use.g) if has_closed_form(use.layer) else _recompute(use)
 
 
@@ -172,13 +172,13 @@ def _name(layer: nn.Module) -> str:
 
 
 def _linear(layer: Any, x: Tensor, g: Tensor) -> Terms:
-    """Of a weight (o, i) with gradient sum_t g_t x_t^T, and a bias; x (b, ..., i), g (b, ..., o)."""
+    """Terms of a weight (o, i) with gradient sum_t g_t x_t^T, and of a bias; x (b, ..., i), g (b, ..., o)."""
     x, g = (t.float().reshape(len(t), -1, t.shape[-1]) for t in (x, g))
     return [(layer.weight, Outer(g, x)), *_shift(layer.bias, g.sum(1))]
 
 
 def _conv1d(layer: Any, x: Tensor, g: Tensor) -> Terms:
-    """The same of a weight (i, o), as GPT-2 has it."""
+    """Terms of a transposed weight (i, o), as in GPT-2."""
     x, g = (t.float().reshape(len(t), -1, t.shape[-1]) for t in (x, g))
     return [(layer.weight, Outer(x, g)), *_shift(layer.bias, g.sum(1))]
 
@@ -213,9 +213,9 @@ def _group_norm(layer: Any, x: Tensor, g: Tensor) -> Terms:
 
 
 def _recompute(use: Use) -> Terms | None:
-    """Of any other layer, from its own parameters alone, one row beside the other by torch.func.vmap.
+    """Terms of any other layer: compute it again for each row with torch.func.vmap.
 
-    None if it does not compute the same again for a row alone: it draws at random, or mixes rows, or hides its inputs.
+    None if a row alone does not give the same result: the layer is random, mixes rows, or hides its inputs.
     """
     own = {name: p for name, p in use.layer.named_parameters(recurse=False) if p.requires_grad}
     params = {name: p.detach() for name, p in own.items()}

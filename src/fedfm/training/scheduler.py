@@ -1,7 +1,7 @@
-"""Schedules local training: one client at a time, or all clients of a chunk as one batch.
+"""Schedule local training: one client at a time, or all clients of a chunk as one batch.
 
-A method's client handler is written for one client and calls ``self.local(client, w)``. If a chunk of clients is
-trained as one batch, each handler runs in a greenlet. It stops at :attr:`fedfm.core.client.Client.trainer`, all jobs
+A method's client handler is written for one client and calls ``self.local(client, w)``. If a chunk of clients trains
+as one batch, each handler runs in a greenlet. The greenlet stops at :attr:`fedfm.core.client.Client.trainer`; all jobs
 are trained together, and each handler continues with its own result.
 """
 
@@ -22,9 +22,11 @@ from fedfm.training import cached_head, packed
 from fedfm.training.local_job import Job
 from fedfm.training.optimisers import Local
 
-_HEADS = (64, 4)  # clients in a chunk of heads, at most and at least: a message costs as much as several heads
+_HEADS = (64, 4)  # largest and smallest chunk of heads, since a message costs as much as several heads
 
-_autograd: ContextVar[bool] = ContextVar("autograd", default=False)  # whether the loop trains what compiled loops could
+_autograd: ContextVar[bool] = ContextVar(
+    "autograd", default=False
+)  # whether autograd also trains what compiled loops could
 
 Trainer = Callable[[Sequence[Job]], list[Params]]
 
@@ -34,14 +36,14 @@ class _Chunk(greenlet.greenlet):  # type: ignore[misc]
 
 
 def train_client(client: Client, w: Params, local: Local, terms: Terms) -> Params:
-    """The trainer of every client: as :func:`train`, of the job with these fields."""
+    """The trainer of every client: :func:`train` with the job's fields as arguments."""
     return train(Job(client, w, local, terms))
 
 
 def train(job: Job) -> Params:
     """Train with the rest of the chunk if there is one, else alone."""
     current = greenlet.getcurrent()
-    # Overridden weights belong to this client: no other handler may run meanwhile.
+    # Overridden weights belong to this client, so no other handler may run now.
     if isinstance(current, _Chunk) and not getattr(job.client.model, "weights_overridden", 0):
         return current.parent.switch(job)  # type: ignore[no-any-return]
     return _train_alone(job)
@@ -72,17 +74,17 @@ def _is_plain(local: Any) -> bool:
 
 
 def trains_without(model: Model) -> bool:
-    """Whether the model's training calls no module: it has a trainer of its own."""
+    """Whether the model has its own trainer, whose training calls no module."""
     return cached_head.applies(model) or packed.applies(model, getattr(model, "kernels", "exact"))
 
 
 def width(model: Model | None) -> int:
-    """Most clients in a chunk."""
+    """Largest number of clients in a chunk."""
     return _HEADS[0] if cached_head.applies(model) else packed.width(model)
 
 
 def least(model: Model | None) -> int:
-    """Fewest clients in a chunk."""
+    """Smallest number of clients in a chunk."""
     return _HEADS[1] if cached_head.applies(model) else -(-packed.width(model) // 2)
 
 
@@ -93,7 +95,7 @@ def compiles(model: Model, local: Local | None = None) -> bool:
 
 @contextmanager
 def by_autograd() -> Iterator[None]:
-    """Train without compiled loops meanwhile, in more time; the results are equal within rounding."""
+    """Context manager: train without compiled loops, which is slower; results are equal within rounding."""
     token = _autograd.set(True)
     try:
         yield
@@ -102,7 +104,7 @@ def by_autograd() -> Iterator[None]:
 
 
 def prepare(model: Model | None) -> None:
-    """Load the kernels of its training before the process forks, so that its children share them."""
+    """Load the kernels of the model's training before the process forks, so that children share them."""
     if cached_head.applies(model):
         import fedfm.linalg.kernels.softmax_sgd  # noqa: F401
     else:

@@ -12,11 +12,11 @@ from torch import Tensor
 from fedfm.linalg.params import Layout
 from fedfm.training.optimisers import SGD, AdamW, Adaptive, Local
 
-PIECE = 1 << 20  # entries of one step of Adam, whose roots take memory of their own; whole vectors of the processor
+PIECE = 1 << 20  # entries per step of Adam, whose roots need extra memory; a multiple of the processor's vectors
 
 
 def places(layout: Layout, names: Iterable[str]) -> list[slice]:
-    """Where these tensors stand in the float32 vector (P,) of a layout."""
+    """The places of these tensors in the float32 vector (P,) of a layout."""
     return [slice(*layout.slots[name][1:3]) for name in names]
 
 
@@ -24,7 +24,7 @@ class Rule:
     """The optimiser's state for vectors of one shape; ``step`` updates them in place, at the rate ``eta``.
 
     Args:
-        no_weight_decay: where biases and norms stand in a vector (P,), which weight decay spares unless it is of all.
+        no_weight_decay: places of biases and norms in a vector (P,); they get no weight decay unless it applies to all.
     """
 
     def __init__(self, local: Local, like: Tensor, no_weight_decay: Sequence[slice] = ()) -> None:
@@ -40,7 +40,7 @@ class Rule:
         self.v = torch.zeros_like(like) if self.adam else None
 
     def narrow(self, count: int) -> None:
-        """Keep the state of the first ``count`` rows: the others have no batches left."""
+        """Keep the state of the first ``count`` rows; the other clients have no batches left."""
         if self.m is not None:
             self.m = self.m[:count]
         if self.v is not None:
@@ -63,7 +63,9 @@ class Rule:
                 self._step(*pieces)
 
     def step_by(self, p: Tensor, gradients: Iterable[tuple[slice, Tensor]]) -> None:
-        """One step on a vector (P,) by (place, gradient there) of :data:`PIECE` entries each, but the last."""
+        """One step on a vector (P,), from pieces (place, gradient there) of :data:`PIECE` entries; the last may be
+        shorter.
+        """
         self.t += 1
         for at, g in gradients:
             m, v, decay = (None if x is None else x[at] for x in (self.m, self.v, self.decay))

@@ -1,4 +1,4 @@
-"""Requests and replies as records of Flower messages, and their sizes in bytes."""
+"""Convert requests and replies to records of Flower messages, and compute their sizes in bytes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def with_texts(head: str, more: Mapping[str, Sequence[str]]) -> str:
 
 
 def weigh(body: Any) -> int:
-    """Bytes of a message with this body as Flower serialises its records, computed from structure and shapes.
+    """Bytes of a message with this body in Flower's serialised records, computed from structure and shapes.
 
     Flower stores equal chunks of one array once; this counts every chunk, so that the size does not depend on values.
     It is the same for every round and call.
@@ -59,7 +59,7 @@ def _object(kind: str, children: int, body: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def envelope_size(head: int, data: int) -> int:
-    """As :func:`weigh`, for a body whose head and data have these lengths."""
+    """As :func:`weigh`, for a body with these lengths of head and data."""
     head, data = len('{"m":{"round":"i","call":"i","body":}}') + head, 16 + data
     chunks = -(-data // CHUNK)
     # {"dtype": "uint8", "shape": [N], "stype": "fedfm.packed", "arraychunk_ids": [0, 1, ...]}

@@ -10,11 +10,11 @@ import numpy as np
 from fedfm.errors import E_FORMAT, E_SIZE, ClientFault
 from fedfm.linalg.params import Layout
 
-MAX_BYTES = 4 << 30  # of one payload's data, beside the vectors that the receiver's model lets it expect
-VECTORS = 16  # of the model's parameters in one message; methods send up to three
+MAX_BYTES = 4 << 30  # of one payload's data, in addition to parameter vectors of the receiver's model
+VECTORS = 16  # parameter vectors allowed in one message; methods send up to three
 MAX_HEAD = 2 << 20  # characters of its head: enough for names and shapes of 16,384 tensors
 MAX_VALUES = 1 << 16  # JSON values in a head: enough for 16,384 matrices, or numbers and texts of 65,536 classes
-MAX_NODES = 1 << 12  # values that are built one by one: all but the numbers or the texts of one list or mapping
+MAX_NODES = 1 << 12  # values that are built one by one; numbers or texts of one list or mapping are built together
 MAX_ARRAYS = 1 << 10  # tensors and Params; more tensors travel as one Params
 MAX_TENSORS = 1 << 14  # of one Params
 MAX_DEPTH = 32
@@ -38,7 +38,7 @@ def check_size(head: str, data: int, most: int | None = None) -> None:
 
     Args:
         data: number of bytes without the head.
-        most: of them, from :func:`room`; None: of a party without a model.
+        most: largest number of these bytes, from :func:`room`; None: for a party without a model.
 
     Raises:
         ClientFault: E_SIZE.
@@ -53,7 +53,7 @@ def check_size(head: str, data: int, most: int | None = None) -> None:
 
 
 def count_keys(head: str) -> int:
-    """Total number of keys in the JSON objects of a head, counted without building anything and without recursion.
+    """Total number of keys in the JSON objects of a head, counted without parsing and without recursion.
 
     Raises:
         ClientFault: E_SIZE, more values than :data:`MAX_VALUES`; E_FORMAT, nested deeper than :data:`MAX_DEPTH`.

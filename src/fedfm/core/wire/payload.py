@@ -44,7 +44,7 @@ Sizer = Callable[[Any], tuple[int, int]]  # of a value: lengths of its head and 
 
 
 def encode(value: Any) -> tuple[str, Pieces]:
-    """The head, and the pieces of the data in order (views if possible: join or write them before they change).
+    """(head, pieces of the data in order); pieces are views if possible, so join or write them before they change.
 
     Raises:
         TypeError: the value holds a type that cannot travel.
@@ -58,7 +58,7 @@ def encode(value: Any) -> tuple[str, Pieces]:
 
 @functools.lru_cache(maxsize=512)
 def _encoder(kind: type) -> Encoder:
-    """The encoder for a type, cached: to find it for each value would cost more than to encode."""
+    """The encoder for a type, cached, since a search for each value would cost more than the encoding."""
     if kind is type(None):
         return lambda value, pieces: "null"
     for kinds, encoder, _ in _KINDS:
@@ -259,7 +259,7 @@ def decode(
     Args:
         data: copied, unless it is an array (n,) of uint8: tensors are then views of it.
         trusted: written by this program, so that the limits of :mod:`fedfm.core.wire.limits` do not apply.
-        most: bytes of data, as of :func:`fedfm.core.wire.limits.check_size`.
+        most: largest number of bytes of data, as in :func:`fedfm.core.wire.limits.check_size`.
 
     Raises:
         ClientFault: the payload is malformed, too large, or does not fit ``hint``; no other error occurs.

@@ -1,4 +1,4 @@
-"""Parser of a message's head: position and decoder of each value in the data. The grammar is that of the wire format.
+"""Parse a message's head into position and decoder of each value in the data, by the wire format's grammar.
 
 A head is parsed once and read many times, since the clients of a cohort send the same one.
 """
@@ -24,7 +24,7 @@ from fedfm.linalg.kernels import buffers
 from fedfm.linalg.params import Params, layout_of, layout_sent
 
 _SMALL = 1 << 16  # longest head that is cached
-_MANY = 8  # from this number of numbers or texts on, they are read together
+_MANY = 8  # smallest number of numbers or texts that are read together
 _FLOAT, _INT = struct.Struct("<d"), struct.Struct("<q")
 
 
@@ -73,7 +73,7 @@ class _Plan:
     def node(self, node: Any) -> Read:
         self.nodes += 1
         if self.nodes > MAX_NODES and not self._trusted:
-            raise ClientFault(E_SIZE, f"a message of more than {MAX_NODES} values that are built one by one")
+            raise ClientFault(E_SIZE, f"a message with more than {MAX_NODES} separate values")
         if node is None or node is True or node is False:
             return lambda data: node
         if node == "f" or node == "i":
@@ -160,7 +160,7 @@ def _tensor(data: memoryview | np.ndarray, dtype: torch.dtype, count: int) -> Te
 
 def _dtype(name: Any) -> torch.dtype:
     if not isinstance(name, str) or name not in DTYPES:
-        raise ClientFault(E_DTYPE, f"dtype {_short(name)} does not travel")
+        raise ClientFault(E_DTYPE, f"dtype {_short(name)} cannot be sent")
     return DTYPES[name]
 
 

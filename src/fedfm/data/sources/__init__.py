@@ -1,1 +1,1 @@
-"""Sources: one file each, with a function ``read`` that returns a Table."""
+"""Sources of rows: one file each, with a function ``read`` that returns a Table."""

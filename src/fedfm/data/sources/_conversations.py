@@ -1,7 +1,7 @@
-"""Instructions, conversations and preferences from columns.
+"""Read instructions, conversations and preferences from columns.
 
-A conversation is a list of messages {"role": ..., "content": ...}. It is read as what was said before the last answer,
-and that answer, so that a pair of instruction and output is the same as a conversation of two messages.
+A conversation is a list of messages {"role": ..., "content": ...}. It is split into the messages before the last
+answer, and that answer, so that a pair of instruction and output equals a conversation of two messages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedfm.data.spec import DataSpec
 from fedfm.errors import InputError, close, quote_names
 
 if TYPE_CHECKING:
-    from fedfm.core.rows import Asked, Output, Turn  # whose module loads torch
+    from fedfm.core.rows import Asked, Output, Turn  # imported here, since its module loads torch
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
@@ -36,13 +36,13 @@ Columns = Mapping[str, Sequence[Any]]
 
 
 def conversations(values: Sequence[Any], name: str, at: At, *, answered: bool) -> list[tuple[Asked, Output]]:
-    """(what was said, the last answer) of each conversation.
+    """(messages before the last answer, the last answer) of each conversation.
 
     Args:
-        answered: whether a conversation has to end with an answer; else the answer of one that does not is "".
+        answered: whether a conversation must end with an answer; else a missing answer is "".
 
     Raises:
-        InputError: a cell is no list of messages, or the messages are in no order that could be answered.
+        InputError: a cell is not a list of messages, or the order of messages is invalid.
     """
     found: list[tuple[Asked, Output]] = []
     for row, value in enumerate(values):
@@ -51,7 +51,7 @@ def conversations(values: Sequence[Any], name: str, at: At, *, answered: bool) -
             found.append((turns[:-1], _last(turns)))
         elif answered:
             raise InputError(
-                f'{at(row)}: column "{name}" ends with a message of the {turns[-1][0]}, which nobody answers: end with '
+                f'{at(row)}: column "{name}" ends with an unanswered message of the {turns[-1][0]}: end with '
                 "the assistant's, or remove the row"
             )
         else:
@@ -60,15 +60,15 @@ def conversations(values: Sequence[Any], name: str, at: At, *, answered: bool) -
 
 
 def pairs(columns: Columns, spec: DataSpec, source: str, at: At, *, answered: bool) -> list[tuple[Asked, Output]]:
-    """(instruction, output) of each row; an ``input`` stands below its instruction, as in Alpaca's form.
+    """(instruction, output) of each row; an ``input`` is added below its instruction, as in Alpaca's form.
 
-    Both may be lists of messages: what was said, and the assistant's answer.
+    Both may be lists of messages: the prompt, and the assistant's answer.
 
     Args:
-        answered: whether each row has to have an output; else one that is missing is "".
+        answered: whether each row must have an output; else a missing output is "".
 
     Raises:
-        InputError: a column is missing; a cell is empty, or has another form.
+        InputError: a column is missing, or a cell is empty or has another form.
     """
     asked = column(columns, spec.column("instruction"), "data.instruction", source)
     nothing = [None] * len(asked)
@@ -103,8 +103,10 @@ def _with_input(asked: Asked, more: Any, name: str, where: str) -> Asked:
     if not isinstance(more, str):
         raise InputError(f'{where}: column "{name}" holds {type(more).__name__} {more!r:.40}: text is expected')
     if not isinstance(asked, str):
-        raise InputError(f'{where}: an input (data.input = "{name}") goes with a text, not with a list of messages')
-    from fedfm.core.rows import INPUT  # whose module loads torch
+        raise InputError(
+            f'{where}: an input (data.input = "{name}") needs an instruction that is a text, not a list of messages'
+        )
+    from fedfm.core.rows import INPUT  # imported here, since its module loads torch
 
     return asked + INPUT + more
 
@@ -123,7 +125,7 @@ def doubts_of_inputs(columns: Columns, spec: DataSpec, source: str) -> tuple[str
 
 
 def _after(asked: Asked, answer: str | tuple[Turn, ...]) -> tuple[Asked, Output]:
-    """A row whose answer may be a message, with others before it."""
+    """A row whose answer may be a message with others before it."""
     if isinstance(answer, str):
         return asked, answer
     said = (("user", asked),) if isinstance(asked, str) else asked
@@ -140,13 +142,13 @@ def _last(turns: tuple[Turn, ...]) -> Output:
 def preferences(
     columns: Columns, spec: DataSpec, source: str, at: At
 ) -> tuple[list[tuple[Asked, Output, Output]], tuple[str, ...]]:
-    """(what was said, the better answer, the worse one) of each row, and notices.
+    """((prompt, better answer, worse answer) of each row, notices).
 
-    Answers are texts, or lists with the assistant's message. Without a prompt of its own a row has whole conversations,
-    whose common beginning is the prompt.
+    Answers are texts, or lists with the assistant's message. A row without a prompt column has two complete
+    conversations, whose common beginning is the prompt.
 
     Raises:
-        InputError: a column is missing; a cell is empty, or has another form.
+        InputError: a column is missing, or a cell is empty or has another form.
     """
     names, prompt_name = (spec.column("chosen"), spec.column("rejected")), spec.column("prompt")
     chosen = column(columns, spec.column("chosen"), "data.chosen", source)
@@ -164,7 +166,7 @@ def preferences(
             asked, good, bad = _split(asked, good, bad, spec, where)
         elif asked is None:
             raise InputError(
-                f'{where}: no prompt (data.prompt = "{prompt_name}"): the answers are texts, without what was asked'
+                f'{where}: no prompt (data.prompt = "{prompt_name}"): the answers are texts without a question'
             )
         alike += good == bad
         found.append((asked, good, bad))
@@ -173,7 +175,7 @@ def preferences(
 
 
 def prompts(columns: Columns, spec: DataSpec, source: str, at: At) -> list[tuple[Asked, Output]]:
-    """What a model of preferences has to answer: prompts, else conversations or instructions.
+    """The prompts for a preference model: from the prompt column, else conversations or instructions.
 
     Raises:
         InputError: the file has none of these columns; a cell is empty, or has another form.
@@ -221,18 +223,20 @@ def _split(asked: Asked | None, good: Any, bad: Any, spec: DataSpec, where: str)
     prompt_name = spec.column("prompt")
     names = '"{}" and "{}"'.format(spec.column("chosen"), spec.column("rejected"))
     if isinstance(good, str) or isinstance(bad, str):
-        raise InputError(f"{where}: columns {names} hold a text and a list of messages: both have one form")
+        raise InputError(f"{where}: columns {names} hold a text and a list of messages: expected the same form in both")
     if good[:-1] != bad[:-1]:
-        raise InputError(f"{where}: columns {names} differ in more than the last message: one answer is compared")
+        raise InputError(
+            f"{where}: columns {names} differ in more than the last message: only one answer can be compared"
+        )
     before: tuple[Turn, ...] = good[:-1]
     if asked is None:
         if not before:
             raise InputError(
-                f'{where}: no prompt (data.prompt = "{prompt_name}"): columns {names} hold the answers alone'
+                f'{where}: no prompt (data.prompt = "{prompt_name}"): columns {names} hold only the answers'
             )
         asked = before
     elif before and before != asked and not (isinstance(asked, str) and before[-1][1] == asked):
-        raise InputError(f'{where}: columns {names} begin otherwise than column "{prompt_name}"')
+        raise InputError(f'{where}: columns {names} begin differently from column "{prompt_name}"')
     elif before:
         asked = before
     return asked, _last(good), _last(bad)
@@ -253,7 +257,7 @@ def _turns(value: Any, name: str, where: str, *, first: bool = False) -> tuple[T
 
 
 def _text_of_parts(content: Any) -> Any:
-    """The text of a content in parts, [{"type": "text", "text": ...}], as templates join them; others unchanged."""
+    """Join a content in parts, [{"type": "text", "text": ...}], as templates do; return others unchanged."""
     parts = content if isinstance(content, list) else []
     texts = [p.get("text") for p in parts if isinstance(p, dict) and p.get("type", "text") == "text"]
     if not parts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):

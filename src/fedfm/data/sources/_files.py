@@ -1,4 +1,4 @@
-"""Reads files for all sources, with errors that describe a wrong content."""
+"""Read files for all sources, with errors that describe wrong content."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedfm.data.spec import BUILT_IN
 from fedfm.errors import InputError, close
 
 T = TypeVar("T")
-At = Callable[[int], str]  # index of a data row -> "silo.csv, row 7", as a user counts
+At = Callable[[int], str]  # index of a data row -> e.g. "silo.csv, row 7", in a user's numbering
 
 FORMATS = (
     f"{', '.join(('.csv', '.tsv', '.json', '.jsonl', *tasks.endings()))} or .txt (each also .gz), .parquet, .npz, an "
@@ -23,9 +23,9 @@ FORMATS = (
 )
 
 _SIGNATURES = (
-    (b"\x89PNG", "a PNG picture"),
-    (b"\xff\xd8\xff", "a JPEG picture"),
-    (b"GIF8", "a GIF picture"),
+    (b"\x89PNG", "a PNG image"),
+    (b"\xff\xd8\xff", "a JPEG image"),
+    (b"GIF8", "a GIF image"),
     (b"PAR1", "a Parquet file"),
     (b"PK\x03\x04", "a zip archive (as .npz and .xlsx files are)"),
     (b"PK\x05\x06", "an empty zip archive"),
@@ -39,25 +39,25 @@ _SIGNATURES = (
 
 
 def content_of(data: bytes) -> str:
-    """A description of these bytes by their first bytes."""
+    """A description of a file's content, from its first bytes."""
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        return "a WebP picture"
+        return "a WebP image"
     return next((words for start, words in _SIGNATURES if data.startswith(start)), "something else")
 
 
-# Relative paths of an experiment's file that were not found in its folder, with that folder: for messages alone.
+# Relative paths that were not found in the folder of the experiment's file, with that folder; only for messages.
 _missed: dict[str, Path] = {}
 
 
 def remember_missing(path: str, folder: Path) -> None:
-    """Remember that a relative path was looked up in the folder of an experiment's file, and is not there."""
+    """Remember that a relative path was not found in the folder of an experiment's file."""
     _missed[path] = folder
 
 
 def existing(path: str | Path, key: str = "data.path") -> Path:
-    """The path if it exists; else an InputError with the names in its folder.
+    """The path if it exists; else raise an InputError with the names in its folder.
 
-    The folder of a relative path of an experiment's file is that of the file, and else the working directory.
+    A relative path in an experiment's file is relative to that file's folder, else to the working directory.
     """
     given, path = str(path), Path(path).expanduser()
     try:
@@ -75,7 +75,7 @@ def existing(path: str | Path, key: str = "data.path") -> Path:
         names = sorted(p.name for p in parent.iterdir() if not p.name.startswith("."))
     except OSError:
         names = []
-    # The first missing part of the path: b of a/b/c.csv if only a exists.
+    # The first missing part of the path: b in a/b/c.csv if only a exists.
     wanted = path.parts[len(parent.parts)] if len(path.parts) > len(parent.parts) else path.name
     beside = f'"{parent}" holds {listing(names) or "nothing"}{close(wanted, names)}'
     if given in BUILT_IN:
@@ -84,7 +84,7 @@ def existing(path: str | Path, key: str = "data.path") -> Path:
 
 
 def read_bytes(path: Path, holds: str) -> bytes:
-    """Content of a non-empty file; ``holds`` says what is expected."""
+    """Content of a non-empty file; ``holds`` describes the expected content."""
     if path.is_dir():
         raise InputError(f"{path} is a folder, and {holds} is a file")
     try:
@@ -125,7 +125,7 @@ def decode(data: bytes, path: Path, holds: str) -> str:
         text = data.decode("utf-16" if utf16 else "utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        expected = "UTF-16, with which its first bytes say that it is written" if utf16 else "UTF-8"
+        expected = "UTF-16, which its first bytes announce" if utf16 else "UTF-8"
         raise InputError(
             f"{path}, line {line}: byte 0x{data[error.start]:02x} at offset {error.start} is not {expected}: "
             "save the file as UTF-8"
@@ -146,7 +146,7 @@ def listing(names: Iterable[str], most: int = 12) -> str:
 
 
 def str_array(values: Sequence[str]) -> np.ndarray:
-    """Strings as an array (N,); of objects if one is long, since a fixed width pads each entry to the longest."""
+    """Strings as an array (N,), of dtype object if one is long: a fixed width would pad each entry to the longest."""
     if values and max(map(len, values)) > 100:
         array = np.empty(len(values), dtype=object)
         array[:] = values
@@ -155,7 +155,7 @@ def str_array(values: Sequence[str]) -> np.ndarray:
 
 
 def column(columns: Mapping[str, T], name: str, key: str, source: str) -> T:
-    """One column; an InputError with the existing ones if it is missing."""
+    """One column; raises an InputError with the existing names if it is missing."""
     if name in columns:
         return columns[name]
     found = listing(columns) or "none"

@@ -1,7 +1,7 @@
-"""Layouts of instructions in other names than ours: which columns hold what, where only one answer is possible.
+"""Recognise common layouts of instructions with other column names, if only one reading is possible.
 
-ShareGPT's conversations, prompt and completion, and Dolly's context and response. A name that the user has set is
-never replaced.
+These are ShareGPT's conversations, prompt and completion, and Dolly's context and response. A name that the user set
+is never replaced.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from fedfm.core import tasks
 from fedfm.data.spec import DataSpec
 
-# key of the [data] table -> other names of such a column, the first of which that is there is taken
+# key of the [data] table -> other names of such a column; the first existing one is used
 _OTHER_NAMES = {
     "messages": ("conversations", "conversation"),
     "instruction": ("prompt",),
@@ -24,7 +24,7 @@ _DEFAULTS = {field.name: field.default for field in fields(DataSpec)}
 
 
 def resolve(columns: Mapping[str, Any], spec: DataSpec, task: str | None) -> tuple[DataSpec, tuple[str, ...]]:
-    """The names of the columns of instructions and conversations, and a notice of those that were found by a layout."""
+    """The settings with the column names of a recognised layout, and a notice about them."""
     of = tasks.task_named(task)
     if (of is not None and not of.answers) or (of is None and spec.text in columns):
         return spec, ()
@@ -39,13 +39,13 @@ def resolve(columns: Mapping[str, Any], spec: DataSpec, task: str | None) -> tup
 
 
 def _of_preferences(columns: Mapping[str, Any], spec: DataSpec) -> dict[str, str]:
-    """Of two answers: an instruction is a prompt."""
+    """The layout of preferences: an instruction is a prompt."""
     missing = spec.column("prompt") == _DEFAULTS["prompt"] and spec.column("prompt") not in columns
     return {"prompt": spec.column("instruction")} if missing and spec.column("instruction") in columns else {}
 
 
 def _of_answers(columns: Mapping[str, Any], spec: DataSpec, task: str | None) -> dict[str, str]:
-    """Of conversations, or of instructions and their answers, which rows to predict lack."""
+    """The layout of conversations, or of instructions with answers; rows to predict have no answers."""
     asked = {spec.column("messages"), spec.column("instruction")} & columns.keys()
     if not asked and (found := _other(columns, spec, "messages")):
         return found
@@ -59,7 +59,7 @@ def _of_answers(columns: Mapping[str, Any], spec: DataSpec, task: str | None) ->
 
 
 def _other(columns: Mapping[str, Any], spec: DataSpec, key: str) -> dict[str, str]:
-    """The key with another name of its column, if the default's is not there."""
+    """The key with another name of its column, if the default column does not exist."""
     if getattr(spec, key) != _DEFAULTS[key] or _DEFAULTS[key] in columns:
         return {}
     return next(({key: name} for name in _OTHER_NAMES[key] if name in columns), {})

@@ -1,4 +1,4 @@
-"""Rows of other tasks than the columns' names say, known by the form of their columns."""
+"""Recognise rows of another task by the form of their columns."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from fedfm.data.pictures import Pictured
 from fedfm.data.sources._files import listing
 from fedfm.errors import InputError
 
-_LOOK = 20  # values of a column that are looked at
+_LOOK = 20  # values of a column that are examined
 WAY = "fedfm.federate with a Trainer or a module of your own trains them (docs: how-to/hugging-face-script.md)"
 
 Columns = Mapping[str, Sequence[Any]]
 
 
 def other_task(columns: Columns, label: str) -> str | None:
-    """A sentence that names the task of these columns and the way that has it; None: no such task is known.
+    """A sentence that names the task of these columns and how to train it; None if no task is recognised.
 
     Args:
         label: name of the column of labels.
@@ -37,24 +37,24 @@ def other_task(columns: Columns, label: str) -> str | None:
             break
     texts = tuple(n for n, values in some.items() if n != label and all(_phrase(v) for v in values))
     if not names and len(pictures) > 1 and label not in some:
-        names, what = tuple(pictures), "several pictures a row (segmentation, or one picture made of another)"
+        names, what = tuple(pictures), "several images per row (segmentation, or one image made from another)"
     elif not names and label in some and all(isinstance(v, bool) for v in some[label]) and "completion" in some:
         names, what = ("completion", label), "answers, each of which is good or bad (KTO)"
     elif not names and label in some and len(texts) == 2:
-        names, what = texts, "two texts a row (pairs of texts; joined in one column they would be one text)"
+        names, what = texts, "two texts per row (pairs of texts; joined in one column they would be one text)"
     if not names:
         return None
-    return f"columns {listing(names)} hold {what}, a task that an experiment file does not have; {WAY}"
+    return f"columns {listing(names)} hold {what}, a task that experiment files do not support; {WAY}"
 
 
 def refuse_other(columns: Columns, label: str, source: str, needed: str) -> None:
-    """Raise an InputError if the needed column is missing, and the others are those of another task."""
+    """Raise an InputError if the needed column is missing and the others belong to another task."""
     if needed not in columns and (words := other_task(columns, label)):
         raise InputError(f'{source}: no column "{needed}"; {words}')
 
 
 def _tags(some: Columns) -> tuple[str, str] | None:
-    """A column of lists of words and one of as many tags in every row."""
+    """The names of a column with lists of words and one with equally many tags in each row."""
     for words in some:
         for tags in some:
             pairs = list(zip(some[words], some[tags], strict=False))
@@ -84,7 +84,7 @@ def _numbers(value: Any) -> bool:
 
 
 _FORMS: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (_has("answer_start"), "questions whose answers are places in a text (extractive question answering)"),
+    (_has("answer_start"), "questions whose answers are spans of a text (extractive question answering)"),
     (_has("bbox", "boxes"), "boxes around objects (object detection)"),
     (_has("sampling_rate"), "sound"),
     (_languages, "a text in several languages (translation)"),

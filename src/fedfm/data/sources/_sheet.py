@@ -1,4 +1,4 @@
-"""A sheet: the columns of one file, before anything is known of their meaning."""
+"""A sheet: the columns of one file, without an interpretation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedfm.data.sources._files import At
 from fedfm.errors import InputError
 
 _HALF = re.compile("[\ud800-\udfff]")  # half of a pair of UTF-16
-ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON writes it; of a whole pair, too
+ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # JSON's escape of one; complete pairs have it, too
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Sheet:
 
     Attributes:
         columns: name -> N values.
-        at: names a row in messages.
-        notices: for the user, on how the file was read.
-        names: column of whole numbers -> the class names that they index, where the file says so.
+        at: maps a row's index to its name in messages.
+        notices: for the user, about how the file was read.
+        names: column of integers -> the class names that they index, if the file has these.
     """
 
     columns: Mapping[str, Sequence[Any]]
@@ -42,14 +42,14 @@ def of_rows(rows: Sequence[Mapping[str, Any]], at: At, *, repairs: Sequence[int]
     """The sheet of JSON objects; a missing key of a row is None.
 
     Args:
-        repairs: the rows in which halves of characters were replaced.
+        repairs: indexes of the rows in which halves of characters were replaced.
     """
     keys = dict.fromkeys(key for row in rows for key in row)
     columns = {key: [row.get(key) for row in rows] for key in keys}
     more = f" and in {len(repairs) - 1} more rows" if len(repairs) > 1 else ""
     note = (
-        f"{at(repairs[0])}{more}: half a character (a lone surrogate, which another program has cut) is replaced by "
-        "U+FFFD, the mark of what cannot be read"
+        f"{at(repairs[0])}{more}: half a character (a lone surrogate, from a text that was cut) is replaced by "
+        "U+FFFD, the mark of an unreadable character"
         if repairs
         else ""
     )
@@ -70,7 +70,7 @@ def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def whole(value: Any) -> Any:
-    r"""A JSON value with U+FFFD in place of each half of a pair of UTF-16, which no tokenizer reads.
+    r"""A JSON value with U+FFFD in place of each lone half of a UTF-16 pair, since tokenizers cannot read these.
 
     Example:
         >>> whole({"text": "a\ud83d b"}) == {"text": "a\ufffd b"}
@@ -86,7 +86,7 @@ def whole(value: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value of Arrow without its null fields: Arrow gives every object the fields of all objects of a column.
+    """A value from Arrow without null fields: Arrow gives each object the fields of all objects in a column.
 
     Example:
         >>> without_nulls([{"a": 1, "b": None}, {"a": None, "b": {"c": None}}])
@@ -114,9 +114,11 @@ def join(sheets: Mapping[str, Sheet]) -> Sheet:
             name for name in (*head.columns, *sheet.columns) if (name in head.columns) != (name in sheet.columns)
         ]:
             has, lacks = (first, file) if missing[0] in head.columns else (file, first)
-            raise InputError(f'{lacks} has no column "{missing[0]}", which {has} has: files of one set have one form')
+            raise InputError(f'{lacks} has no column "{missing[0]}", which {has} has: files of one set must agree')
         if dict(sheet.names) != dict(head.names):
-            raise InputError(f"{file} and {first} name their classes differently: files of one set have one form")
+            raise InputError(
+                f"{file} and {first} name their classes differently: files of one set must have the same columns"
+            )
     parts = list(sheets.values())
     columns: dict[str, Sequence[Any]] = {}
     for name, values in head.columns.items():

@@ -10,7 +10,7 @@ SPLIT_NAMES = {
 
 
 def with_test(marks: list[str], source: str) -> tuple[list[str], tuple[str, ...]]:
-    """The splits of rows, and a notice: without test rows the validation rows are the test rows."""
+    """The splits of rows; without test rows the validation rows become test rows, and there is a notice."""
     if set(marks) != {"train", "val"}:
         return marks, ()
     note = f"{source} has no test split with labels: its validation rows are the test rows"

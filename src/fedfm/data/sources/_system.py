@@ -1,4 +1,4 @@
-"""The column of what the system says before a conversation, as beside ShareGPT's conversations and Alpaca's forms."""
+"""The column of system messages, as some sets in ShareGPT's or Alpaca's form have it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FEW = 2  # words; a prompt of the system has more
 
 
 def system_column(columns: Mapping[str, Sequence[Any]], spec: DataSpec) -> str | None:
-    """The name of the column; None if no cell of one says anything."""
+    """The name of the column; None if there is none, or if all its cells are empty."""
     key = spec.column("system")
     names = (key, *((_OTHER,) if key == _DEFAULT else ()))
     found = next((name for name in names if name in columns), None)
@@ -24,14 +24,14 @@ def system_column(columns: Mapping[str, Sequence[Any]], spec: DataSpec) -> str |
 
 
 def with_system(rows: Sequence[tuple[Any, ...]], values: Sequence[Any], name: str, at: At) -> list[tuple[Any, ...]]:
-    """The rows with the system's message of their cells before all that was said.
+    """Put the system messages of the cells before the rows' other messages.
 
     Args:
-        rows: of each what was said, and answers to it.
+        rows: for each row its prompt and answers.
         values: cells, each a text or nothing.
 
     Raises:
-        InputError: a cell is no text, or a conversation begins with another message of the system.
+        InputError: a cell is not a text, or a conversation begins with a different system message.
     """
     found: list[tuple[Any, ...]] = []
     for row, ((said, *answers), value) in enumerate(zip(rows, values, strict=True)):
@@ -48,8 +48,7 @@ def with_system(rows: Sequence[tuple[Any, ...]], values: Sequence[Any], name: st
             turns = (("system", value), *turns)
         elif turns[0][1].strip() != value.strip():
             raise InputError(
-                f'{at(row)}: column "{name}" and the first message say different things of the system: keep one; '
-                f"{other}"
+                f'{at(row)}: column "{name}" and the first message are different system messages: keep one; {other}'
             )
         found.append((turns, *answers))
     return found

@@ -1,7 +1,7 @@
-"""Tables from named columns, of files and of hub sets.
+"""Make tables from the named columns of files and hub sets.
 
-Labels are class names or integers. The classes are the sorted distinct values, also of integers: 1..5 and 0..4 both
-give five classes; a column of class names (``label_name``) renames them. Names sort by code point.
+Labels are class names or integers. The classes are the sorted distinct values, so the integers 1..5 and 0..4 both
+give five classes. A column of class names (``label_name``) renames them. Names sort by code point.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fedfm.errors import InputError
 SPLITS = ("train", "val", "test")
 _ALIASES = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test", "eval": "test"}
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")
-_WHOLE = re.compile(r"(-?[0-9]+)(?:[.]0+|,(?!000$)0+)")  # a fraction of zero after a point or a comma; 1,000 is 1000
+_WHOLE = re.compile(r"(-?[0-9]+)(?:[.]0+|,(?!000$)0+)")  # a zero fraction after a point or a comma; 1,000 is 1000
 
 Columns = Mapping[str, Sequence[Any]]
 Labels = tuple[np.ndarray | None, tuple[str, ...], tuple[str, ...]]  # (N,) int64, class names, notices
@@ -39,17 +39,17 @@ UNLABELLED: Labels = None, (), ()
 
 
 def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = None, labelled: bool = True) -> Table:
-    """Table of a sheet's columns.
+    """Make a table from a sheet's columns.
 
     Args:
         spec: names of the columns.
         source: name of the file in messages.
-        task: decides which columns are read, and how; without one the columns decide.
-        labelled: False for rows to predict: label and split are ignored, each row is a test row, and an output may be
-            missing (""); of preferences only what was asked is read, as instructions.
+        task: determines which columns are read, and how; None: the columns determine the task.
+        labelled: False for rows to predict. Then label and split are ignored, each row is a test row, and an output may
+            be missing (""); for preferences only the prompts are read, as instructions.
 
     Raises:
-        InputError: a column is missing; a cell is empty or of another type; the rows are of another task.
+        InputError: a column is missing, a cell is empty or of another type, or the rows belong to another task.
     """
     columns, at, length = sheet.columns, sheet.at, len(sheet)
     if length == 0:
@@ -69,7 +69,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
     elif (picture := _picture_column(columns, spec)) is not None:
         kind = "image"
         if picture != spec.image:
-            notices += (f'pictures are read from column "{picture}", the only one that holds pictures',)
+            notices += (f'images are read from column "{picture}", the only one that holds images',)
         inputs, more = arrange(columns[picture], at, source)
         notices += more
         used |= {picture}
@@ -106,7 +106,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
 
 
 def _reader(columns: Columns, spec: DataSpec, task: str | None) -> RowTask | None:
-    """The task that is named, else the one whose rows these columns are; texts and pictures are of no single task."""
+    """The named task, else the task to which these columns belong; texts and images belong to several."""
     if task is not None or spec.text in columns:
         named = tasks.task_named(task)
         return None if named is None else row_task(named)
@@ -114,21 +114,21 @@ def _reader(columns: Columns, spec: DataSpec, task: str | None) -> RowTask | Non
 
 
 def _picture_column(columns: Columns, spec: DataSpec) -> str | None:
-    """The column of pictures: ``data.image``, or the only one, unless there are texts."""
+    """The column of images: ``data.image``, or the only image column if there are no texts."""
     found = [name for name, values in columns.items() if isinstance(values, Pictured)]
     if not found or (spec.text in columns and spec.image not in found):
         return None
     if spec.image in found:
         return spec.image
     if len(found) > 1:
-        column(dict.fromkeys(found, ()), spec.image, "data.image", "pictures")
+        column(dict.fromkeys(found, ()), spec.image, "data.image", "images")
     return found[0]
 
 
 def labels_of(
     columns: Columns, spec: DataSpec, *, source: str, at: At, classes: tuple[str, ...] | None = None
 ) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
-    """Labels (N,) int64, class names (of the column ``label_name`` if there is one) and notices of the label column."""
+    """(labels (N,) int64, class names (from the column ``label_name`` if it exists), notices about the labels)."""
     values = column(columns, spec.label, "data.label", source)
     if classes is not None:
         names = names_of(classes, source)
@@ -144,20 +144,20 @@ def labels_of(
         if class_name(written[known]) != class_name(name):
             raise InputError(
                 f'{at(row)}: label "{keys[label]}" is named "{name}" here and "{written[known]}" in {at(known)}: '
-                "every label has one name"
+                "every label must have one name"
             )
         of = owner.setdefault(class_name(name), label)
         if of != label:
             raise InputError(
                 f'{at(row)}: "{name}" names label "{keys[label]}" here and label "{keys[of]}" '
-                f"in {at(first[of])}: every name belongs to one label"
+                f"in {at(first[of])}: every name must belong to one label"
             )
     found = tuple(class_name(written[first[label]]) for label in range(len(keys)))
     return labels, found, notices_of(written, spec.label_name)
 
 
 def codes_of(values: Sequence[Any], name: str, at: At) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
-    """Labels (N,) int64, class names and notices of raw label values."""
+    """(labels (N,) int64, class names, notices), from raw label values."""
     cleaned, written = _whole_numbers([_label(value, name, at, row) for row, value in enumerate(values)], name)
     distinct = set(cleaned)
     integers = all(isinstance(v, int) or _INTEGER.fullmatch(v) for v in distinct)
@@ -166,23 +166,23 @@ def codes_of(values: Sequence[Any], name: str, at: At) -> tuple[np.ndarray, tupl
     notices = (*notices_of((v for v in values if isinstance(v, str)), name), *written)
     if integers and keys != list(range(len(keys))):
         shown = listing([str(k) for k in keys], 5)
-        notices += (f'the integers in column "{name}" are not 0..{len(keys) - 1}: taken as class names {shown}',)
+        notices += (f'the integers in column "{name}" are not 0..{len(keys) - 1}: they become the class names {shown}',)
     return np.array([code[str(v)] for v in cleaned], dtype=np.int64), tuple(map(str, keys)), notices
 
 
 def _whole_numbers(labels: list[int | str], name: str) -> tuple[list[int | str], tuple[str, ...]]:
-    """The labels as integers, and a notice, if all are whole numbers and some have a fraction of zero, as "1,0"."""
+    """The labels as integers, with a notice, if all are integers and some have a zero fraction, such as "1,0"."""
     texts = {v for v in labels if isinstance(v, str) and not _INTEGER.fullmatch(v)}
     whole: dict[int | str, int] = {v: int(found[1]) for v in texts if (found := _WHOLE.fullmatch(v))}
     if not texts or len(whole) < len(texts):
         return labels, ()
     first = min(texts)
-    note = f'the labels in column "{name}" are read as whole numbers: "{first}" as {whole[first]}'
+    note = f'the labels in column "{name}" are read as integers: "{first}" as {whole[first]}'
     return [whole.get(v, v) for v in labels], (note,)
 
 
 def codes_within(values: Sequence[Any], classes: tuple[str, ...], name: str, at: At) -> np.ndarray:
-    """Labels (N,) int64 from indexes of ``classes`` or from their names."""
+    """Labels (N,) int64, from indexes into ``classes`` or from class names."""
     code: dict[Any, int] = {known: index for index, known in enumerate(classes)}
     labels = np.empty(len(values), dtype=np.int64)
     for row, value in enumerate(values):
@@ -232,7 +232,7 @@ def _cell(value: Any) -> str:
 
 
 def _texts(columns: Columns, name: str, key: str, source: str, at: At) -> Sequence[str]:
-    """A column of non-empty strings; texts that stay in a file stay there."""
+    """A column of non-empty strings; texts in a memory-mapped file stay there."""
     values = column(columns, name, key, source)
     for row, value in enumerate(values):
         if value is None or not _text(value, name, at, row).strip():
@@ -255,9 +255,9 @@ def _label(value: Any, name: str, at: At, row: int) -> int | str:
     elif isinstance(value, bool | np.bool_):
         return str(bool(value))
     elif isinstance(value, int | np.integer) or (isinstance(value, float) and value.is_integer()):
-        return int(value)  # pandas writes integers as floats where one is missing
+        return int(value)  # pandas writes integers as floats if one is missing
     elif value is not None and not (isinstance(value, float) and math.isnan(value)):
         what = f"{type(value).__name__} {value!r:.40}"
-        of = "several labels a row" if isinstance(value, list | dict) else "a quantity, as regression predicts,"
+        of = "several labels per row" if isinstance(value, list | dict) else "a quantity, as regression predicts,"
         raise InputError(f'{at(row)}: column "{name}" holds {what}: labels are class names or integers; of {of} {WAY}')
     raise InputError(f'{at(row)}: column "{name}" is empty: give a label, or remove the row')

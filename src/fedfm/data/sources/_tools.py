@@ -10,21 +10,24 @@ from fedfm.data.sources._files import At
 from fedfm.errors import InputError
 
 CALLS = "tool_calls"
-CALLING = "function_call"  # ShareGPT's role of a message that is nothing but a call, in JSON
-KEYS = {"assistant": (CALLS,), "tool": ("name", "tool_call_id")}  # what is read of a message besides role and content
+CALLING = "function_call"  # ShareGPT's role of a message that is only a call, in JSON
+KEYS = {
+    "assistant": (CALLS,),
+    "tool": ("name", "tool_call_id"),
+}  # keys of a message that are read in addition to role and content
 _LIKE_CALL = '{"type": "function", "function": {"name": "...", "arguments": {...}}}'
 _LIKE_TOOL = '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
 
 
 def with_tools(rows: Sequence[tuple[Any, ...]], values: Sequence[Any], name: str, at: At) -> list[tuple[Any, ...]]:
-    """The rows with the tools of their cells before all that was said.
+    """Put the tools of the cells before the rows' messages.
 
     Args:
-        rows: of each what was said, and answers to it.
+        rows: for each row its prompt and answers.
         values: cells, each a list of schemas, such a list in JSON, or nothing.
 
     Raises:
-        InputError: a cell holds something else.
+        InputError: a cell has another form.
     """
     from fedfm.core.rows import TOOLS  # whose module loads torch
 
@@ -54,7 +57,7 @@ def _schemas(value: Any, name: str, where: str) -> list[dict[str, Any]]:
 
 
 def _parse(value: Any) -> Any:
-    """A value, or what a text of JSON holds."""
+    """A value; a text in JSON is parsed."""
     if not isinstance(value, str):
         return value
     try:
@@ -64,7 +67,7 @@ def _parse(value: Any) -> Any:
 
 
 def calls_in(content: Any, at: str) -> list[Any]:
-    """The calls that stand in JSON where a message has its text.
+    """The calls in a message whose content is JSON.
 
     Raises:
         InputError: there is none.

@@ -1,4 +1,4 @@
-"""Columns that hold texts and are not read, which a user should know of."""
+"""Notices about columns of texts that nothing reads."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from fedfm.data.pictures import Pictured
 from fedfm.data.sources._files import listing
 from fedfm.data.spec import DataSpec
 
-_LOOK = 1000  # rows that are looked at
-_WORDS = 3  # from which a value is a text and no name
+_LOOK = 1000  # rows that are examined
+_WORDS = 3  # smallest number of words of a text; shorter values are names
 
 
 def notice_of_unread(
     columns: Mapping[str, Sequence[Any]], used: set[str], spec: DataSpec, source: str, *, labelled: bool
 ) -> tuple[str, ...]:
-    """A notice of the columns of texts, messages, lists and pictures that nothing reads.
+    """A notice about columns of texts, messages, lists and images that nothing reads.
 
     Args:
-        labelled: whether the rows have classes; of rows without, a text that is alike in all of them is named, too,
-            since it may be what every one of them was told.
+        labelled: whether the rows have classes. If not, a column with the same text in all rows is named, too, since it
+            may be a common system message.
     """
     chosen = {spec.partition.column, *(spec.where or ())}
     found = [n for n, values in columns.items() if n and n not in used | chosen and _tells(values, alike=not labelled)]
@@ -31,7 +31,7 @@ def notice_of_unread(
 
 
 def _tells(values: Sequence[Any], *, alike: bool) -> bool:
-    """Whether a column holds what a model could be meant to read: pictures, lists, or mostly different texts."""
+    """Whether a column may be meant as input: images, lists, or mostly different texts."""
     if isinstance(values, Pictured):
         return True
     some = [v for v in values[:_LOOK] if v not in (None, "", [], {})]

@@ -1,4 +1,4 @@
-"""Tables of text, column names in the first row, quotes as in RFC 4180: CSV with commas, semicolons or tabs; TSV."""
+"""Read CSV (commas, semicolons or tabs) and TSV: column names in the first row, quotes as in RFC 4180."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from fedfm.errors import InputError
 
 Columns = dict[str, list[str]]
 _NAMES = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}
-_STATED = re.compile(r'"?sep=(.)"?[ \t]*\r?\n', re.IGNORECASE)  # a first line of Excel, which is no row
+_STATED = re.compile(r'"?sep=(.)"?[ \t]*\r?\n', re.IGNORECASE)  # Excel's first line, which is not a row
 _FORM = 2  # fields from which a line has the form of a row
 _LINES = (
     '{at} has lines inside a field that look like rows of their own{more}: was a quote (") opened there by mistake?'
 )
-_MARKS = (";", "\t", "|")  # that part fields where no comma does
+_MARKS = (";", "\t", "|")  # separators of fields if there is no comma
 
 
 def sheet_of(data: bytes, path: Path) -> Sheet:
-    """The sheet of a CSV file. Its fields are parted by commas, or by what parts its column names.
+    """The sheet of a CSV file. Fields are separated by commas, or by the separator of the column names.
 
     Raises:
-        InputError: neither UTF-8 nor UTF-16, an open quote, or rows of unequal length.
+        InputError: the file is neither UTF-8 nor UTF-16, a quote is not closed, or rows differ in length.
     """
     text = decode(data, path, "a CSV file")
     if stated := _STATED.match(text):
@@ -45,10 +45,10 @@ def sheet_of(data: bytes, path: Path) -> Sheet:
 
 
 def sheet_of_tabs(data: bytes, path: Path) -> Sheet:
-    """The sheet of a TSV file. Quotes are part of the text if the file is not well-formed with quoted fields.
+    """The sheet of a TSV file. If it is not well-formed with quoted fields, quotes are part of the text.
 
     Raises:
-        InputError: as of :func:`sheet_of`.
+        InputError: as :func:`sheet_of`.
     """
     text = decode(data, path, "a TSV file")
     note = f'the quotes (") in {path} are read as text'
@@ -71,8 +71,8 @@ def _and_more(rows: list[int]) -> str:
 
 
 def _mark_of(head: str) -> str:
-    """What parts the column names: a comma, unless there is none and another mark is there."""
-    bare = "".join(head.split('"')[::2])  # what stands between quotes parts nothing
+    """The separator of the column names: a comma, or another mark if there is no comma."""
+    bare = "".join(head.split('"')[::2])  # text between quotes has no separators
     found = [mark for mark in _MARKS if mark in bare]
     return found[0] if "," not in bare and len(found) == 1 else ","
 
@@ -118,13 +118,13 @@ def _rows_with_lines(columns: Columns, mark: str) -> list[int]:
 
 
 def _columns_of(text: str, path: Path, mark: str, *, quotes: bool = True, blanks: bool = True) -> tuple[Columns, At]:
-    """The columns by name, and a function that names a row in messages (the row of names is row 1).
+    """(columns by name, function that names a row in messages); the row of names is row 1.
 
     Args:
         quotes: whether quotes are marks, not text.
         blanks: whether blanks at the beginning of a field are part of it.
     """
-    # Python's reader, not a faster one: only it says in which record a quote is open or a field is missing.
+    # Python's reader is slow, but only it reports the record with an open quote or a missing field.
     quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
     reader = csv.reader(
         io.StringIO(text, newline=""), strict=True, delimiter=mark, quoting=quoting, skipinitialspace=not blanks
@@ -145,7 +145,7 @@ def _columns_of(text: str, path: Path, mark: str, *, quotes: bool = True, blanks
                 'close it, and write a quote inside a field as ""'
             ) from None
         raise InputError(
-            f'{where}: {error}: a field with a {_NAMES[mark]} or a quote stands between quotes, a quote inside it as ""'
+            f"{where}: {error}: put a field with a {_NAMES[mark]} or a quote between quotes, and double quotes inside"
         ) from None
     finally:
         csv.field_size_limit(limit)
@@ -178,5 +178,5 @@ def _columns_of(text: str, path: Path, mark: str, *, quotes: bool = True, blanks
 
 
 def _where(path: Path, row: int, line: int) -> str:
-    """The row as in a spreadsheet, with the line if quoted line breaks change its number."""
+    """The row number as in a spreadsheet, with the line if quoted line breaks make it differ."""
     return f"{path}, row {row}" + (f" (line {line})" if line != row else "")

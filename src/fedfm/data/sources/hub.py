@@ -24,14 +24,14 @@ from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 
-LISTED = 100_000  # texts from which they stay in the data set's Arrow files
+LISTED = 100_000  # texts; with more they stay in the data set's Arrow files
 
 
 def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
-    """Table of a hub data set, with pictures or text.
+    """Table of a hub data set, with images or text.
 
     Raises:
-        InputError: the set cannot be loaded, a column is missing, or as of ``to_table``.
+        InputError: the set cannot be loaded, a column is missing, or as in ``to_table``.
     """
     import datasets
 
@@ -43,7 +43,7 @@ def read(hub: str, spec: DataSpec, *, task: str | None = None) -> Table:
         raise InputError(f'data.hub: "{hub}" has no splits')
     named = {name: SPLIT_NAMES.get(name.lower()) for name in parts}
     for name, split in named.items():
-        why = "is no train, validation or test split" if split is None else ""
+        why = "is not a train, validation or test split" if split is None else ""
         if not why and _has_withheld_labels(parts[name], spec.label):
             why = "has no labels (-1)"
         if why:
@@ -139,22 +139,22 @@ def _has_withheld_labels(part: Any, label: str) -> bool:
 
 
 def _picture_column(features: Any, spec: DataSpec, notices: list[str]) -> str | None:
-    """The column of pictures: ``data.image``, or the only one."""
+    """The column of images: ``data.image``, or the only one."""
     import datasets
 
     found = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
     if spec.image in found:
         return spec.image
     if len(found) == 1 and spec.text not in features:
-        notices.append(f'pictures are read from column "{found[0]}", the only one that holds pictures')
+        notices.append(f'images are read from column "{found[0]}", the only one that holds images')
         return str(found[0])
     if found and spec.text not in features:
-        column(dict.fromkeys(found, ()), spec.image, "data.image", "pictures")
+        column(dict.fromkeys(found, ()), spec.image, "data.image", "images")
     return None
 
 
 def _text_column(parts: Sequence[Any], spec: DataSpec, task: str | None) -> str | None:
-    """The column of texts if it stays in its Arrow files, since the texts are many; else None."""
+    """The column of texts if they are too many for memory and stay in Arrow files; else None."""
     if ((named := tasks.task_named(task)) is not None and named.answers) or sum(map(len, parts)) < LISTED:
         return None
     plain = all(
@@ -165,10 +165,10 @@ def _text_column(parts: Sequence[Any], spec: DataSpec, task: str | None) -> str 
 
 
 class Encoded(Sequence[str | bytes], Pictured):
-    """The pictures of several data sets, one after the other, as paths or encoded; each is read when it is asked for.
+    """The images of several data sets in sequence, as paths or encoded; each is read on access.
 
     Args:
-        parts: data sets with this column, not decoded.
+        parts: data sets with this column, undecoded.
     """
 
     decoded = True

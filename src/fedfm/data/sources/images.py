@@ -1,4 +1,4 @@
-"""Image folders, as Hugging Face's ``imagefolder`` has them.
+"""Read image folders in the layout of Hugging Face's ``imagefolder``.
 
 ``train/<class>/*.png`` and ``test/<class>/*.png`` (also ``val``), or ``<class>/*.png`` without splits; optionally
 ``metadata.csv``, ``metadata.jsonl`` or ``metadata.parquet`` in any of these folders, with
@@ -31,15 +31,15 @@ SUFFIXES = (
     *(".apng", ".avif", ".dib", ".jfif", ".jpe", ".jp2", ".j2k", ".pbm", ".pnm", ".tga"),
 )
 _SCANS = (".dcm", ".dicom", ".ima", ".nii", ".nii.gz")
-_MASKS = ("mask", "segm", "annot", "label", "ground")  # how folders of masks begin
+_MASKS = ("mask", "segm", "annot", "label", "ground")  # beginnings of names of folders with masks
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
 def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool = True) -> Table:
-    """Table of an image folder: ``inputs`` are paths, each of which was opened once as a check.
+    """Table of an image folder: ``inputs`` are paths; each file is opened once as a check.
 
     Raises:
-        InputError: no pictures, no classes, a picture that does not open, metadata that does not match the files.
+        InputError: there are no images or no classes, an image does not open, or metadata do not match the files.
     """
     parts = _parts(path) if labelled else {}
     files: list[Path] = []
@@ -50,9 +50,9 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         files += found
         splits += [split or "train"] * len(found)
     if not files:
-        wanted = "train/<class>/*.png, test/<class>/*.png, or a file of rows for each split" if labelled else "pictures"
+        wanted = "train/<class>/*.png, test/<class>/*.png, or a file of rows for each split" if labelled else "images"
         raise InputError(
-            f"{path}: no pictures ({', '.join(SUFFIXES[:4])}, ...) in this folder; expected {wanted}{_scans(strange)}"
+            f"{path}: no images ({', '.join(SUFFIXES[:4])}, ...) in this folder; expected {wanted}{_scans(strange)}"
         )
     notices: tuple[str, ...] = ()
     meta = _metadata(path, list(parts), files)
@@ -79,10 +79,10 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     strange = [name for name in strange if name not in hollow]
     if hollow:
         holds = "holds no file and is" if len(hollow) == 1 else "hold no file and are"
-        notices += (f"{listing(hollow, 4)} {holds} no class: where it was meant to be one, its pictures are missing",)
+        notices += (f"{listing(hollow, 4)} {holds} not a class: if it should be one, its images are missing",)
     if strange:
         notices += (
-            f"{len(strange)} files of {path} do not end as pictures do that are read, and were left out "
+            f"{len(strange)} files of {path} have endings of no readable image, and were left out "
             f"({_endings(strange)}), e.g. {strange[0]}{_scans(strange)}",
         )
     return Table(
@@ -98,7 +98,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
 
 
 def _look_at(files: Sequence[Path]) -> list[Look]:
-    """Each file, opened once as a check."""
+    """Open each file once as a check."""
     with ThreadPoolExecutor(4) as pool:  # Pillow decodes outside the interpreter's lock
         looks = list(pool.map(look, map(str, files)))
     wrong = [(file, one.fault) for file, one in zip(files, looks, strict=True) if one.fault]
@@ -109,21 +109,21 @@ def _look_at(files: Sequence[Path]) -> list[Look]:
 
 
 def _endings(files: Sequence[str]) -> str:
-    """How many files have which ending, the commonest first."""
+    """The numbers of files by ending, the most common first."""
     found = Counter(Path(file).suffix.lower() or "no ending" for file in files).most_common()
     more = f" and {sum(n for _, n in found[4:])} others" if len(found) > 4 else ""
     return ", ".join(f"{n} {ending}" for ending, n in found[:4]) + more
 
 
 def _scans(files: Sequence[str]) -> str:
-    """A hint if some of these files are scans, which need a window before they are pictures."""
+    """A hint if some of these files are scans, which need a window to become images."""
     if not any(file.lower().endswith(_SCANS) for file in files):
         return ""
-    return "; DICOM and NIfTI files are converted first, with a window (docs: how-to/own-data.md)"
+    return "; convert DICOM and NIfTI files first, with a window (docs: how-to/own-data.md)"
 
 
 def _masks(files: Sequence[Path]) -> tuple[str, ...]:
-    """A notice if one class seems to hold the masks of another: the same file names in a folder of such a name."""
+    """A notice if one class seems to be the masks of another: same file names, and a folder name that says so."""
     stems: dict[Path, set[str]] = {}
     for file in files:
         stems.setdefault(file.parent, set()).add(file.stem)
@@ -131,7 +131,7 @@ def _masks(files: Sequence[Path]) -> tuple[str, ...]:
         of = [other for other, theirs in stems.items() if other != folder and names <= theirs]
         if of and folder.name.lower().startswith(_MASKS):
             return (
-                f"{folder} and {of[0]} hold pictures of the same names and are read as two classes: if the first holds "
+                f"{folder} and {of[0]} hold images of the same names and are read as two classes: if the first holds "
                 f"masks of the second, that is segmentation; {WAY}",
             )
     return ()
@@ -142,7 +142,7 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def _parts(path: Path) -> dict[Path, str | None]:
-    """Folder -> its split; the path itself -> None if there are no splits."""
+    """Folder -> its split; without splits the path itself -> None."""
     folders = [p for p in _visible(path) if p.is_dir()]
     named = {p: SPLIT_NAMES[p.name.lower()] for p in folders if p.name.lower() in SPLIT_NAMES}
     if not named:
@@ -150,15 +150,15 @@ def _parts(path: Path) -> dict[Path, str | None]:
     for folder in folders:
         if folder not in named:
             hint = close(folder.name, SPLIT_NAMES)
-            raise InputError(f"{folder} stands beside {listing(p.name for p in named)} and is no split{hint}")
+            raise InputError(f"{folder} is next to {listing(p.name for p in named)} and is not a split{hint}")
     for file in _visible(path):
         if file.suffix.lower() in SUFFIXES and file.is_file():
-            raise InputError(f"{file} stands outside {listing(p.name for p in named)}: move it into a class folder")
+            raise InputError(f"{file} is outside {listing(p.name for p in named)}: move it into a class folder")
     return dict(named)
 
 
 def _pictures(folder: Path, strange: list[str], *, deep: bool) -> list[Path]:
-    """Pictures in the folder and in its class folders, by name."""
+    """The images in the folder and in its class folders, sorted by name."""
     found = []
     for entry in _visible(folder):
         inside = _visible(entry) if entry.is_dir() else [entry]
@@ -169,8 +169,8 @@ def _pictures(folder: Path, strange: list[str], *, deep: bool) -> list[Path]:
                 found += _pictures(file, strange, deep=True)
             elif file.is_dir():
                 raise InputError(
-                    f"{file} is a folder inside the class folder {entry.name}, where only pictures are expected; "
-                    "a further property, such as the domain, is a column of metadata.csv"
+                    f"{file} is a folder inside the class folder {entry.name}, where only images are expected; "
+                    "put a further property, such as the domain, into a column of metadata.csv"
                 )
             elif file.suffix.lower() in SUFFIXES:
                 found.append(file)
@@ -180,7 +180,7 @@ def _pictures(folder: Path, strange: list[str], *, deep: bool) -> list[Path]:
 
 
 def _metadata(path: Path, folders: Sequence[Path], files: Sequence[Path]) -> dict[str, list[Any]]:
-    """Columns of all metadata in the order of ``files``; an InputError for a file without a row."""
+    """Columns of all metadata in the order of ``files``; raises an InputError for a file without a row."""
     rows: dict[Path, dict[str, Any]] = {}
     homes = {path, *folders, *(file.parent for file in files)}
     for home in sorted(homes, key=lambda folder: (-len(folder.parts), folder)):  # a deeper one comes first
@@ -188,17 +188,17 @@ def _metadata(path: Path, folders: Sequence[Path], files: Sequence[Path]) -> dic
         if not there:
             continue
         if len(there) > 1:
-            raise InputError(f"{there[0]} stands beside {there[1].name}: one of them describes the pictures")
+            raise InputError(f"{there[0]} is next to {there[1].name}: keep the one that describes the images")
         table = there[0]
         sheet = tables.sheet_of(table)
         known = {file for file in files if home in file.parents}
         for index, name in enumerate(column(sheet.columns, "file_name", "file_name", str(table))):
             if not isinstance(name, str):
-                raise InputError(f"{sheet.at(index)}: file_name is {name!r:.40}: the name of a picture is expected")
+                raise InputError(f"{sheet.at(index)}: file_name is {name!r:.40}: the name of an image is expected")
             file = home / name.strip()
             if file not in known:
                 hint = close(name, [str(f.relative_to(home)) for f in known])
-                raise InputError(f'{sheet.at(index)}: there is no picture "{name}" below {home}{hint}')
+                raise InputError(f'{sheet.at(index)}: there is no image "{name}" below {home}{hint}')
             if file in rows:
                 raise InputError(f'{sheet.at(index)}: "{name}" has a row already')
             rows[file] = {key: cells[index] for key, cells in sheet.columns.items() if key != "file_name"}

@@ -18,7 +18,7 @@ def sheet_of(data: bytes, path: Path) -> Sheet:
     """The sheet of a JSON file.
 
     Raises:
-        InputError: it is not JSON, or holds no list of objects.
+        InputError: it is not JSON, or has no list of objects.
     """
     text = decode(data, path, "a JSON file")
     try:
@@ -44,7 +44,7 @@ def sheet_of(data: bytes, path: Path) -> Sheet:
 
 
 def _begins_with_object(text: str) -> bool:
-    """Whether the first line is an object of its own, as in JSON lines."""
+    """Whether the first line is a complete object, as in JSON lines."""
     try:
         return isinstance(json.loads(text.lstrip().partition("\n")[0]), dict)
     except (ValueError, RecursionError):

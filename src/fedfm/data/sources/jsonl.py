@@ -11,21 +11,21 @@ from fedfm.data.sources._files import decode
 from fedfm.data.sources._sheet import ESCAPED_HALF, Sheet, each_once, of_rows, whole
 from fedfm.errors import InputError
 
-_LIKE = 'one object a line, such as {"text": "...", "label": "..."}'
+_LIKE = 'one object per line, such as {"text": "...", "label": "..."}'
 
 
 def sheet_of(data: bytes, path: Path) -> Sheet:
     """The sheet of JSON lines.
 
     Raises:
-        InputError: neither UTF-8 nor UTF-16, or a line that is not a JSON object.
+        InputError: the file is neither UTF-8 nor UTF-16, or a line is not a JSON object.
     """
-    # Not splitlines(): it would also cut at U+2028 and other marks that JSON allows inside strings.
+    # splitlines() would also cut at U+2028 and other marks that JSON allows inside strings.
     return of_lines(decode(data, path, "JSON lines").split("\n"), path)
 
 
 def of_lines(lines: Iterable[str], path: Path) -> Sheet:
-    """The sheet of these lines; blank ones are left out."""
+    """The sheet of these lines, without blank ones."""
     rows: list[dict[str, Any]] = []
     numbers: list[int] = []
     repairs: list[int] = []

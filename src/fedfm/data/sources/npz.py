@@ -1,4 +1,4 @@
-"""NumPy archives: pictures or feature vectors.
+"""NumPy archives: images or feature vectors.
 
 ``x`` uint8 or uint16 (N, H, W, C) or float (N, d), ``y`` integers (N,); optionally ``classes`` strings (C,),
 ``split`` strings (N,), ``domain`` strings (N,), and further string or integer arrays (N,), which become columns.
@@ -21,16 +21,16 @@ from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError, close
 
-MAPPED = 1 << 28  # bytes of a file from which its pictures or vectors stay in it, if they are not compressed
+MAPPED = 1 << 28  # bytes; uncompressed images or vectors of a larger file stay in it
 _PIECE = 1 << 22  # bytes read at a time
-_EXPECTED = "uint8 or uint16 (N, H, W, C) pictures with C = 1 or 3, or float (N, d) feature vectors"
+_EXPECTED = "uint8 or uint16 (N, H, W, C) images with C = 1 or 3, or float (N, d) feature vectors"
 
 
 def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool = True) -> Table:
     """Table of an npz file; messages index its rows from 0, as NumPy does.
 
     Raises:
-        InputError: not an npz file, an array missing, of another type or length, NaN or infinity, pickled objects.
+        InputError: it is not an npz file, an array is missing or wrong, or there are NaN, infinity or pickled objects.
     """
     arrays = _arrays(path)
     x = _array(arrays, "x", path)
@@ -99,16 +99,16 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def _memory_map(path: Path, member: zipfile.ZipInfo) -> np.ndarray | None:
-    """An array that lies uncompressed in the archive, memory-mapped; None if it is compressed or small.
+    """An uncompressed array of the archive, memory-mapped; None if it is compressed or small.
 
     Raises:
-        ValueError: its bytes are not those that were written.
+        ValueError: the checksum of its bytes is wrong.
     """
     if member.compress_type != zipfile.ZIP_STORED or member.file_size < MAPPED:
         return None
     with path.open("rb") as file:
         file.seek(member.header_offset + 26)
-        lengths = file.read(4)  # of the name and of a further field, after which the array's file begins
+        lengths = file.read(4)  # lengths of the name and of a further field; the array's file follows them
         start = member.header_offset + 30 + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
         file.seek(start)
         version = np.lib.format.read_magic(file)
@@ -136,7 +136,7 @@ def _array(arrays: dict[str, np.ndarray], name: str, path: Path) -> np.ndarray:
 
 
 def _hint(x: np.ndarray) -> str:
-    """What would make pictures of an array of another form."""
+    """A hint how to convert an array of another form into images."""
     if x.ndim == 3:
         return ": x[..., None] adds the channel"
     if x.ndim != 4 or not x.size or x.dtype.kind not in "uifb":
@@ -149,8 +149,8 @@ def _hint(x: np.ndarray) -> str:
     if not (low >= 0 and high <= (1 if x.dtype.kind in "fb" else 65535)):
         return f", from {low:g} to {high:g}: scale x to 0..255, with one window for all rows, and round it to uint8"
     if x.dtype.kind in "fb":
-        return ', from 0 to 1: (x * 255).round().astype("uint8") makes pictures of it'
-    return f': x.astype("{"uint8" if high <= 255 else "uint16"}") makes pictures of it'
+        return ', from 0 to 1: (x * 255).round().astype("uint8") converts it to images'
+    return f': x.astype("{"uint8" if high <= 255 else "uint16"}") converts it to images'
 
 
 def _finite(x: np.ndarray, path: Path) -> np.ndarray:

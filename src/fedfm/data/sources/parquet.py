@@ -1,4 +1,4 @@
-"""Parquet files, also as the Hub of Hugging Face serves them: pictures in the file, and names of classes."""
+"""Read Parquet files, including those of the Hugging Face Hub with images and class names inside."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fedfm.errors import InputError
 
 
 def sheet_of(data: bytes, path: Path) -> Sheet:
-    """The sheet of a Parquet file; rows count from 1. Pictures stay encoded, in Arrow's memory.
+    """The sheet of a Parquet file; rows count from 1. Images stay encoded, in Arrow's memory.
 
     Raises:
-        InputError: not a Parquet file, or a damaged one.
+        InputError: it is not a Parquet file, or it is damaged.
     """
     import pyarrow
     import pyarrow.parquet
@@ -44,7 +44,7 @@ def sheet_of(data: bytes, path: Path) -> Sheet:
 
 
 def _values(column: Any, path: Path) -> Sequence[Any]:
-    """The values of a column; pictures stay where they are."""
+    """The values of a column; images stay in Arrow's memory."""
     import pyarrow
     import pyarrow.compute
 
@@ -53,12 +53,12 @@ def _values(column: Any, path: Path) -> Sequence[Any]:
         encoded = pyarrow.compute.struct_field(column, "bytes")
         if encoded.null_count == column.null_count:
             return ArrowPictures(encoded)
-        items = ((v or {}) for v in column.to_pylist())  # some are paths, relative to the file
+        items = ((v or {}) for v in column.to_pylist())  # some are paths relative to the file
         found = (v.get("bytes") or (str(path.parent / v["path"]) if v.get("path") else None) for v in items)
         return ListedPictures(found)
     if pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind):
         first = next((chunk[0].as_py() for chunk in column.chunks if len(chunk)), None)
-        if first is not None and content_of(first).endswith("picture"):
+        if first is not None and content_of(first).endswith("image"):
             return ArrowPictures(column)
     plain: list[Any] = column.to_pylist()
     return [without_nulls(value) for value in plain] if pyarrow.types.is_nested(kind) else plain
@@ -70,7 +70,7 @@ def _class_names(metadata: Any, path: Path) -> tuple[dict[str, tuple[str, ...]],
         features = json.loads((metadata or {})[b"huggingface"])["info"]["features"]
         kinds = {column: kind for column, kind in features.items() if isinstance(kind, dict)}
     except (KeyError, TypeError, ValueError, AttributeError):
-        return {}, ()  # of another program
+        return {}, ()  # metadata of another program
     found, notices = dict[str, tuple[str, ...]](), list[str]()
     for column, kind in kinds.items():
         if kind.get("_type") != "ClassLabel" or not (names := kind.get("names")):

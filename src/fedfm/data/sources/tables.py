@@ -1,4 +1,4 @@
-"""Files of rows with named columns, by the endings of their names, and folders with a file for each split."""
+"""Read files of rows by the endings of their names, and folders with a file for each split."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedfm.data.table import Table
 from fedfm.data.task_rows import row_task
 from fedfm.errors import InputError
 
-# ending -> (module, its function, what is expected)
+# ending -> (module, its function, the expected content in words)
 _READERS = {
     ".csv": ("csv", "sheet_of", "a CSV file"),
     ".tsv": ("csv", "sheet_of_tabs", "a TSV file"),
@@ -27,14 +27,14 @@ _READERS = {
     ".json": ("json", "sheet_of", "a JSON file"),
     ".parquet": ("parquet", "sheet_of", "a Parquet file"),
 }
-_TEXT = ".txt"  # a table for tasks that have files of their own
+_TEXT = ".txt"  # a table only for tasks that read such files
 _ASIDE = re.compile(r"metadata\.|dataset_infos?\.|dataset_dict\.|config\.", re.IGNORECASE)  # about rows, not rows
 _WORD = re.compile(r"[a-z]+")
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?=\.)")
 
 
 def endings(task: str | None = None) -> tuple[str, ...]:
-    """Of the names of files of rows, also of those that single tasks read; of plain text if the named task does."""
+    """Endings of files of rows, including those of single tasks; plain text only if the named task reads it."""
     named = tasks.task_named(task)
     found = [*_READERS, *tasks.endings(), *((_TEXT,) if named is not None and named.endings else ())]
     return (*found, *(f"{ending}.gz" for ending in found if ending != ".parquet"))
@@ -44,10 +44,10 @@ def sheet_of(path: Path, task: str | None = None) -> Sheet:
     """The columns of a file.
 
     Args:
-        task: that is named; it may read plain text.
+        task: the named task; it may read plain text.
 
     Raises:
-        InputError: the file is empty, damaged, or not what its name says.
+        InputError: the file is empty, damaged, or not of the kind that its name says.
     """
     name = path.name.lower()
     packed = name.endswith(".gz")
@@ -70,19 +70,19 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     """Table of a file.
 
     Raises:
-        InputError: as of :func:`sheet_of` and of ``to_table``.
+        InputError: as :func:`sheet_of` and ``to_table``.
     """
     sheet = sheet_of(path, task)
     table = to_table(sheet, spec, source=str(path), task=task, labelled=labelled)
     shard = _SHARD.search(path.name)
     if shard is None or int(shard[2]) < 2:
         return table
-    note = f"{path} is one of {int(shard[2])} parts: a folder with all of them is read as a whole"
+    note = f"{path} is one of {int(shard[2])} parts: name a folder with all of them to read the complete set"
     return replace(table, notices=(note, *table.notices))
 
 
 def files_of(folder: Path, task: str | None = None) -> list[Path]:
-    """The files of rows in a folder, or in its folder ``data``, if it has neither pictures nor folders of classes."""
+    """The files of rows in a folder or in its folder ``data``; none if it has images or folders of classes."""
     for home in (folder, folder / "data"):
         if not home.is_dir():
             continue
@@ -97,17 +97,17 @@ def files_of(folder: Path, task: str | None = None) -> list[Path]:
 
 
 def read_folder(folder: Path, files: list[Path], spec: DataSpec, *, task: str | None, labelled: bool) -> Table:
-    """Table of all files of a folder; the names of the files say the split, as in the Hub's ``train-00000-of-00002``.
+    """Table of all files of a folder; file names give the split, as in the Hub's ``train-00000-of-00002``.
 
     Raises:
-        InputError: some files name a split and others do not; their columns differ; as of :func:`read`.
+        InputError: only some files name a split, their columns differ, or as :func:`read`.
     """
     _complete(files)
     splits = {file: split_in(file.name) for file in files}
     unknown = [file.name for file, split in splits.items() if split is None]
     if unknown and len(unknown) < len(files) and labelled:
         raise InputError(
-            f"{folder}: {listing(unknown, 4)} names no split, and other files there do: expected names with train, "
+            f"{folder}: {listing(unknown, 4)} names no split, but other files there do: expected names with train, "
             "validation or test"
         )
     sheets = {file: sheet_of(file, task) for file in files}
@@ -140,12 +140,12 @@ def _notices_of_files(folder: Path, splits: Mapping[Path, str]) -> tuple[str, ..
 
 
 def _has_withheld_labels(sheet: Sheet, label: str) -> bool:
-    """Whether all labels are -1, the mark of withheld labels in the Hub's sets."""
+    """Whether all labels are -1, which marks withheld labels in the Hub's sets."""
     return len(sheet) > 0 and set(map(str, sheet.columns.get(label, ()))) == {"-1"}
 
 
 def split_in(name: str) -> str | None:
-    """The split that a file's name begins or ends with, among its words.
+    """The split in a file's name, as its first or last word.
 
     Example:
         >>> split_in("cats-validation-00000-of-00001.parquet"), split_in("cats.csv")

@@ -17,7 +17,7 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     """The file's text as consecutive passages of at most 2,000 characters.
 
     Raises:
-        InputError: empty, not UTF-8, not text, or damaged gzip.
+        InputError: the file is empty, not UTF-8, not text, or damaged gzip.
     """
     data = read_bytes(path, "a text file")
     data = gunzip(data, path) if path.name.lower().endswith(".gz") else data

@@ -1,1 +1,1 @@
-"""CKKS: the ring, ciphertexts, SEAL, products of matrices, a transformer block, refresh by the key holder."""
+"""CKKS: the ring, ciphertexts, SEAL, matrix products, a transformer block, refresh by the key holder."""

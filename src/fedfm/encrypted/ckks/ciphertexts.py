@@ -1,7 +1,7 @@
-"""Arrays of CKKS ciphertexts as residues, with arithmetic that looks after levels and scales.
+"""Arrays of CKKS ciphertexts as residues, with arithmetic that manages levels and scales.
 
-Sums, products with numbers and matrices, and the tensor product of two ciphertexts are computed here on the residues.
-What needs keys or a division by a prime comes from an :class:`KeyOperations`.
+This module computes sums, products with constants and matrices, and tensor products of ciphertexts, directly on the
+residues. Operations that need keys or a division by a prime come from an :class:`KeyOperations`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from fedfm.encrypted.ckks import modular_kernels
 from fedfm.encrypted.ckks.ring import Residues, Ring
 from fedfm.errors import InputError
 
-SCALE_TOLERANCE = 2.0**-10  # of sums: the relative error that two scales in one sum may add
-_EXACT_FACTOR = 16  # whole numbers up to here multiply without a level
-_LEAST_BITS = 16  # a factor keeps at least so many bits at the scale of a narrow prime
+SCALE_TOLERANCE = 2.0**-10  # of sums: largest relative error from two different scales in one sum
+_EXACT_FACTOR = 16  # a product with an integer up to here costs no level
+_LEAST_BITS = 16  # smallest number of bits of a factor at the scale of a narrow prime
 
 Refresh = Callable[["Ciphertexts"], "Ciphertexts"]
 
@@ -28,8 +28,8 @@ class KeyOperations(Protocol):
     """Operations with public keys.
 
     Attributes:
-        floor: primes that a ciphertext must keep: the least with which it can still be refreshed.
-        refresh: gives fresh ciphertexts of the same numbers; None where there is no client to ask.
+        floor: primes that a ciphertext must keep; with fewer it cannot be refreshed.
+        refresh: returns fresh ciphertexts of the same values; None if there is no client to ask.
     """
 
     ring: Ring
@@ -37,13 +37,13 @@ class KeyOperations(Protocol):
     refresh: Refresh | None
 
     def relinearise(self, x: Ciphertexts) -> Ciphertexts:
-        """Three polynomials to two."""
+        """Reduce three polynomials to two."""
 
     def rescale(self, x: Ciphertexts) -> Ciphertexts:
         """Divide by the last prime and drop it."""
 
     def rotate(self, x: Ciphertexts, steps: int) -> Ciphertexts:
-        """Slot i + steps to slot i."""
+        """Move slot i + steps to slot i."""
 
     def zeros(self, count: int, limbs: int) -> Residues:
         """Fresh encryptions of zero, (count, 2, limbs, N)."""
@@ -52,20 +52,20 @@ class KeyOperations(Protocol):
 class Ciphertexts:
     """``count`` ciphertexts of one level and one scale.
 
-    Numbers and other ciphertexts (as many, or one) are added, subtracted and multiplied; a product of two is
-    relinearised and rescaled. The operand with more levels drops some. An operand without the levels that a product
-    needs is refreshed first, in place, where the evaluator can ask for it.
+    Operands are numbers and other ciphertexts (equally many, or one); they can be added, subtracted and multiplied. A
+    product of two is relinearised and rescaled. The operand with more levels drops some. An operand without the levels
+    for a product is first refreshed, in place, if the evaluator can ask for it.
 
-    *Guarantee*: scales are followed exactly. In a sum they may differ by 2^-10 of their value; that is then the largest
-    relative error of the second operand.
+    *Guarantee*: scales are tracked exactly. In a sum they may differ by 2^-10 of their value; this bounds the relative
+    error of the second operand.
 
     Attributes:
         limbs: residues in evaluation form, (count, polynomials, primes, N), uint64.
-        scale: the encrypted polynomial is the encoded one times this number.
-        evaluator: whose keys they need.
+        scale: the encrypted polynomial is the encoded one times this factor.
+        evaluator: has the keys for them.
 
     Raises:
-        InputError: shapes, scales or evaluators that do not go together, or no level is left.
+        InputError: shapes, scales or evaluators do not fit together, or no level is left.
     """
 
     __slots__ = ("evaluator", "limbs", "scale")
@@ -82,30 +82,30 @@ class Ciphertexts:
             raise InputError(f"scale {scale}: expected a finite number of at least 1")
         self.limbs, self.scale, self.evaluator = limbs, float(scale), evaluator
 
-    # --- what they are ---------------------------------------------------------------------------------------------
+    # --- properties ------------------------------------------------------------------------------------------------
 
     @property
     def level(self) -> int:
-        """Rescalings that are left: the number of primes minus one."""
+        """Remaining rescalings: the number of primes minus one."""
         return int(self.limbs.shape[2]) - 1
 
     @property
     def residues(self) -> Residues:
-        """The limbs as int64, the same memory."""
+        """The limbs as int64, in the same memory."""
         return self.limbs.view(np.int64)
 
     def __len__(self) -> int:
         return int(self.limbs.shape[0])
 
     def __getitem__(self, which: slice | Sequence[int]) -> Ciphertexts:
-        """Some of them."""
+        """Select some of the ciphertexts."""
         return self._like(self.residues[which])
 
     def __repr__(self) -> str:
         return f"Ciphertexts({len(self)}, level {self.level}, scale 2^{math.log2(self.scale):.2f})"
 
     def transparent(self) -> bool:
-        """Whether anyone can read one of them: all polynomials but the first are zero."""
+        """Whether one of them is readable without a key: all its polynomials but the first are zero."""
         return not bool(self.limbs[:, 1:].any(axis=(1, 2, 3)).all())
 
     # --- arithmetic ------------------------------------------------------------------------------------------------
@@ -139,11 +139,11 @@ class Ciphertexts:
     __rmul__ = __mul__
 
     def square(self) -> Ciphertexts:
-        """Each times itself: one level."""
+        """The square of each; it costs one level."""
         return self * self
 
     def plus(self, numbers: NDArray[np.floating[Any]]) -> Ciphertexts:
-        """Add a number of its own to each, (count,)."""
+        """Add one number to each ciphertext, (count,)."""
         if numbers.shape != (len(self),):
             raise InputError(f"{numbers.shape} numbers for {len(self)} ciphertexts")
         shift = [self.evaluator.ring.constant(round(float(v) * self.scale), self.level + 1) for v in numbers]
@@ -153,11 +153,11 @@ class Ciphertexts:
         return self._like(out)
 
     def times(self, numbers: NDArray[np.floating[Any]]) -> Ciphertexts:
-        """Multiply each by a number of its own, (count,): one level."""
+        """Multiply each ciphertext by one number, (count,); it costs one level."""
         if numbers.shape != (len(self),):
             raise InputError(f"{numbers.shape} numbers for {len(self)} ciphertexts")
         if not (np.isfinite(numbers).all() and numbers.all()):
-            raise InputError("a product with zero or infinity would show its result to everyone")
+            raise InputError("a product with zero or infinity would be readable without a key")
         x = self.for_plain(float(np.abs(numbers).min()))
         scale = x.plain_scale()
         factors = np.array([round(float(v) * scale) for v in numbers], object)
@@ -166,17 +166,17 @@ class Ciphertexts:
         return x.evaluator.rescale(x._scale_by(factors, scale))
 
     def at(self, limbs: int) -> Ciphertexts:
-        """The same numbers with fewer primes."""
+        """The same values with fewer primes."""
         if limbs > self.level + 1:
-            raise InputError(f"{self.level + 1} primes are left, {limbs} are wanted; refresh the ciphertexts")
+            raise InputError(f"{self.level + 1} primes are left, but {limbs} are needed; refresh the ciphertexts")
         return self if limbs == self.level + 1 else self._like(self.residues[:, :, :limbs])
 
     def rotate(self, steps: int) -> Ciphertexts:
-        """Slot i + steps to slot i, round the end."""
+        """Move slot i + steps to slot i, cyclically."""
         return self.evaluator.rotate(self, steps) if steps % (self.evaluator.ring.degree // 2) else self
 
     def total(self) -> Ciphertexts:
-        """Their sum, one ciphertext."""
+        """The sum of all ciphertexts, one ciphertext."""
         parts = self.residues
         while len(parts) > 1:
             half = len(parts) // 2
@@ -188,17 +188,19 @@ class Ciphertexts:
         return self._like(parts)
 
     def refresh(self) -> Ciphertexts:
-        """Fresh ciphertexts of the same numbers.
+        """Fresh ciphertexts of the same values.
 
         Raises:
             InputError: the evaluator has no client to ask.
         """
         if self.evaluator.refresh is None:
-            raise InputError(f"level {self.level} is too low for the next product, and nobody refreshes")
+            raise InputError(f"level {self.level} is too low for the next product, and no client can refresh it")
         return self.evaluator.refresh(self._usual().at(self.evaluator.floor))
 
     def for_plain(self, smallest: float = 1.0) -> Ciphertexts:
-        """At the highest level where a plaintext fits, a narrow prime if it keeps enough bits; refreshed if needed."""
+        """Drop to the highest level for a product with a plaintext (a narrow prime if it has enough bits); refresh if
+        needed.
+        """
         parameters, least = self.evaluator.ring.parameters, max(self.evaluator.floor, 1)
         for attempt in range(2):
             able = range(self.level + 1, least, -1)
@@ -217,14 +219,14 @@ class Ciphertexts:
         raise InputError("the parameters have no level for a product with numbers")
 
     def plain_scale(self) -> float:
-        """Of a plaintext, such that the product has the parameters' scale once it is rescaled."""
+        """The scale of a plaintext such that the rescaled product has the parameters' scale."""
         parameters = self.evaluator.ring.parameters
         return parameters.scale * parameters.primes[self.level] / self.scale
 
     def renew_with(self, *others: Ciphertexts) -> None:
         """Refresh these and others in one message, in place, if one of them has no level for a product of two.
 
-        Those that have all levels stay out of it. The client keeps the whole numbers of a polynomial as they are, so
+        Arrays with all levels are left out. The client does not change the integer coefficients of a polynomial, so
         each array keeps its own scale.
         """
         parts = list({id(part): part for part in (self, *others)}.values())
@@ -240,9 +242,9 @@ class Ciphertexts:
             start += len(part)
 
     def over(self, number: float) -> Ciphertexts:
-        """Divided by a positive number, without a level: the scale takes it up.
+        """Divide by a positive number without using a level, by a change of the scale.
 
-        The next factor by numbers is rounded at a scale that is as much smaller, and brings the usual scale back.
+        The next product with numbers is rounded at an equally smaller scale, which restores the usual scale.
         """
         return self._like(self.residues, self.scale * number)
 
@@ -259,19 +261,19 @@ class Ciphertexts:
         if abs(a.scale / b.scale - 1) > SCALE_TOLERANCE:
             raise InputError(f"scales 2^{math.log2(a.scale):.4f} and 2^{math.log2(b.scale):.4f} in one sum")
         if a.limbs.shape[1] != b.limbs.shape[1]:
-            raise InputError("a product that is not relinearised in a sum with one that is")
+            raise InputError("a sum of a relinearised product and one that is not relinearised")
         x, y = (np.ascontiguousarray(np.broadcast_to(c.residues, _larger(a, b))) for c in (a, b))
         return a._like(self.evaluator.ring.add(x, y, sign))
 
     def _scale_by(self, factors: NDArray[np.object_], scale: float) -> Ciphertexts:
-        """Times whole numbers, (count,), that stand for numbers at a scale."""
+        """Multiply by integers (count,), which encode numbers at a scale."""
         ring = self.evaluator.ring
         rows = np.stack([ring.constant(int(f), self.level + 1) for f in factors])
         rows = np.repeat(rows, self.limbs.shape[1], axis=0)
         return self._like(ring.affine(self.residues, rows, np.zeros((), np.int64)), self.scale * scale)
 
     def _usual(self) -> Ciphertexts:
-        """At the parameters' scale, if a narrow prime is left to bring it there: a mask covers as much as its bound."""
+        """Return to the parameters' scale if a narrow prime is left: a mask covers values only up to its bound."""
         parameters, limbs = self.evaluator.ring.parameters, self.level + 1
         if abs(self.scale / parameters.scale - 1) <= SCALE_TOLERANCE or limbs <= self.evaluator.floor:
             return self
@@ -281,7 +283,7 @@ class Ciphertexts:
         return self.evaluator.rescale(self._scale_by(np.full(len(self), round(scale), object), round(scale)))
 
     def _for_product(self) -> int:
-        """The most primes with which this can be multiplied by ciphertexts; refreshed if there are none."""
+        """The largest number of primes for a product of ciphertexts; refreshes if there is none."""
         if not self._able():
             self._become(self.refresh())
         if not (able := self._able()):
@@ -289,27 +291,27 @@ class Ciphertexts:
         return able[0]
 
     def _able(self) -> list[int]:
-        """The numbers of primes, the most first, with which this can be multiplied by ciphertexts."""
+        """The numbers of primes that allow a product of ciphertexts, in descending order."""
         parameters, least = self.evaluator.ring.parameters, max(self.evaluator.floor, 1)
         return [n for n in range(self.level + 1, least, -1) if parameters.wide(n)]
 
     def _become(self, fresh: Ciphertexts) -> None:
-        """Hold fresh ciphertexts of the same numbers: whoever uses this array again needs no second refresh."""
+        """Replace the content by fresh ciphertexts of the same values, so that later uses need no second refresh."""
         self.limbs, self.scale = fresh.limbs, fresh.scale
 
 
 def align_levels(a: Ciphertexts, b: Ciphertexts) -> tuple[Ciphertexts, Ciphertexts]:
-    """Both with the primes that both have."""
+    """Both operands at their common primes."""
     if a.evaluator is not b.evaluator:
         raise InputError("ciphertexts of two evaluators")
     if len(a) != len(b) and 1 not in (len(a), len(b)):
-        raise InputError(f"{len(a)} and {len(b)} ciphertexts: expected as many, or one")
+        raise InputError(f"{len(a)} and {len(b)} ciphertexts: expected equally many, or one")
     limbs = min(a.level, b.level) + 1
     return a.at(limbs), b.at(limbs)
 
 
 def products(a: Ciphertexts, b: Ciphertexts) -> Ciphertexts:
-    """Products, one by one, of three polynomials each; :func:`relinearise_and_rescale` makes it a usual ciphertext."""
+    """Elementwise products of three polynomials each; :func:`relinearise_and_rescale` makes them usual ciphertexts."""
     x, y = _factors(a, b)
     count, _, limbs, degree = _larger(x, y)
     out = np.empty((count, 3, limbs, degree), np.int64)
@@ -321,7 +323,7 @@ def products(a: Ciphertexts, b: Ciphertexts) -> Ciphertexts:
 
 
 def inner(a: Ciphertexts, b: Ciphertexts) -> Ciphertexts:
-    """The sum of a_i b_i, of three polynomials: one ciphertext."""
+    """The sum of a_i b_i: one ciphertext of three polynomials."""
     if len(a) != len(b):
         raise InputError(f"{len(a)} and {len(b)} ciphertexts in an inner product")
     x, y = _factors(a, b)
@@ -336,7 +338,7 @@ def relinearise_and_rescale(product: Ciphertexts) -> Ciphertexts:
 
 
 def concatenate(parts: Sequence[Ciphertexts]) -> Ciphertexts:
-    """Several arrays one after another; they have the scale of the first."""
+    """Concatenate several arrays; the result has the scale of the first."""
     limbs = min(part.level for part in parts) + 1
     if any(abs(part.scale / parts[0].scale - 1) > SCALE_TOLERANCE for part in parts):
         raise InputError("arrays of several scales")
@@ -345,7 +347,7 @@ def concatenate(parts: Sequence[Ciphertexts]) -> Ciphertexts:
 
 def _factors(a: Ciphertexts, b: Ciphertexts) -> tuple[Ciphertexts, Ciphertexts]:
     limbs = min(a._for_product(), b._for_product())
-    if not a.evaluator.ring.parameters.wide(limbs):  # pragma: no cover - both numbers are of wide primes
+    if not a.evaluator.ring.parameters.wide(limbs):  # pragma: no cover - both have wide primes
         raise InputError("no common level")
     x, y = align_levels(a.at(limbs), b.at(limbs))
     if x.limbs.shape[1] != 2 or y.limbs.shape[1] != 2:

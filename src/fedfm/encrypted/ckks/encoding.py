@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from fedfm.encrypted.ckks.ring import Residues, Ring
 from fedfm.errors import InputError
 
-_LARGEST = 2.0**62  # coefficients: they are held as int64
+_LARGEST = 2.0**62  # bound of coefficients, which are stored as int64
 
 
 @lru_cache(maxsize=4)
 def _places(degree: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.complex128]]:
-    """For each slot the place of its root among the odd powers of zeta, and of the conjugate; powers of zeta."""
+    """For each slot the index of its root among the odd powers of zeta, that of the conjugate, and powers of zeta."""
     exponent, exponents = 1, []
     for _ in range(degree // 2):
         exponents.append(exponent)
@@ -33,7 +33,7 @@ def encode(values: NDArray[np.floating[Any]], scale: float, degree: int) -> NDAr
     """Real slots (count, N / 2) -> whole coefficients (count, N) of ``scale`` times the polynomial.
 
     Raises:
-        InputError: another number of slots, a value that is not finite, or a coefficient of 2^62 or more.
+        InputError: the number of slots is wrong, a value is not finite, or a coefficient is 2^62 or more.
     """
     if values.ndim != 2 or values.shape[1] != degree // 2:
         raise InputError(f"values of shape {values.shape}: expected (count, {degree // 2})")
@@ -75,7 +75,7 @@ def to_coefficients(residues: Residues, ring: Ring) -> NDArray[np.int64]:
     """Evaluation form (count, limbs, N) -> centred whole coefficients (count, N).
 
     Raises:
-        InputError: one is 2^63 or more: the key is wrong, or the values have outgrown the modulus.
+        InputError: a coefficient is 2^63 or more: the key is wrong, or the values exceed the modulus.
     """
     limbs = residues.shape[1]
     x = ring.backward(residues.copy())
@@ -83,11 +83,11 @@ def to_coefficients(residues: Residues, ring: Ring) -> NDArray[np.int64]:
         q = int(ring.primes[0])
         return np.where(x[:, 0] > q // 2, x[:, 0] - q, x[:, 0])
     before, half, digits = ring.mixed_radix(x)
-    # Modulo 2^64, where the sum is exact if the result fits: if it does, its residues are those given.
+    # Sums are modulo 2^64, which is exact if the result fits; it fits if its residues are the given ones.
     whole = np.full(digits[:, 0].shape, (-half) % 2**64, np.uint64)
     for k in range(limbs):
         whole += digits[:, k].view(np.uint64) * np.uint64(before[k] % 2**64)
     found = whole.view(np.int64)
     if not all(np.array_equal(found % q, x[:, k]) for k, q in enumerate(ring.primes[:limbs])):
-        raise InputError("decrypted numbers are out of range: another key, or values that have outgrown the modulus")
+        raise InputError("decrypted values are out of range: the key is wrong, or the values exceed the modulus")
     return found

@@ -1,4 +1,4 @@
-"""Products of matrices with arrays of ciphertexts, on their residues."""
+"""Products of matrices with arrays of ciphertexts, computed on residues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedfm.encrypted.ckks.ciphertexts import Ciphertexts
 from fedfm.encrypted.ckks.ring import Residues, Ring
 from fedfm.errors import InputError
 
-_COLUMNS = 2048  # at a time: the pieces stay in the cache
+_COLUMNS = 2048  # columns at a time, so that the pieces stay in the cache
 
 
 def linear(
@@ -21,12 +21,12 @@ def linear(
 ) -> Ciphertexts:
     """W x + b over an array of n ciphertexts: (m, n), (n,), (m,) -> (m,), rescaled.
 
-    The entries of W are rounded at the scale of a narrow prime. The residues, cut into pieces of so many bits that a
-    float64 product of matrices is exact, are multiplied by W. A row that is zero gets an encryption of zero: without,
-    anyone could read that ciphertext.
+    The entries of W are rounded at the scale of a narrow prime. The residues are cut into pieces of so few bits that a
+    float64 matrix product with W is exact. A zero row of W gets an encryption of zero: without it, anyone could read
+    that ciphertext.
 
     Raises:
-        InputError: shapes that do not fit, or an entry that is not finite.
+        InputError: the shapes do not fit, or an entry is not finite.
     """
     if weight.ndim != 2 or weight.shape[1] != len(x) or (bias is not None and bias.shape != weight.shape[:1]):
         raise InputError(f"a matrix {weight.shape} for {len(x)} ciphertexts")

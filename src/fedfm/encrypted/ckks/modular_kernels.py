@@ -1,8 +1,8 @@
-"""Compiled loops over residues: sums, products, number-theoretic transforms, matrix products cut into float64 pieces.
+"""Compiled loops over residues: sums, products, number-theoretic transforms, matrix products in float64 pieces.
 
 Residues are int64 in [0, q) of primes below 2^50. A quotient comes from float64: it is wrong by one at most, since the
 product of two residues divided by q is below 2^50, and three roundings of 2^-53 shift it by less than one half.
-Arrays of residues have the shape (..., primes, N); what is here takes them as (rows, primes, N).
+Arrays of residues have the shape (..., primes, N); the functions here expect (rows, primes, N).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 from fedfm.linalg.kernels.jit import compile_cached, part
 
-LARGEST = 1 << 50  # primes must be below
+LARGEST = 1 << 50  # upper bound of primes
 _PLAIN: set[str] = set()  # no relaxed floating point: quotients must not be off by more than one
 _INT, _UINT, _FLOAT = np.int64, np.uint64, np.float64
 
@@ -52,7 +52,7 @@ def _add(a, b, sign, out, primes):  # type: ignore[no-untyped-def]
 
 
 def _affine(a, factor, shift, out, primes):  # type: ignore[no-untyped-def]
-    """``factor`` (rows, primes) times a, plus ``shift`` (rows, primes), in each of the N places."""
+    """``factor`` (rows, primes) times a, plus ``shift`` (rows, primes), for each of the N coefficients."""
     for row in range(a.shape[0]):
         for limb in range(a.shape[1]):
             q, w, c = primes[limb], factor[row, limb], shift[row, limb]
@@ -64,7 +64,7 @@ def _affine(a, factor, shift, out, primes):  # type: ignore[no-untyped-def]
 
 
 def _dyadic(a, b, c, out, primes):  # type: ignore[no-untyped-def]
-    """The product of a and b plus c, place by place."""
+    """The elementwise product of a and b, plus c."""
     for row in range(a.shape[0]):
         for limb in range(a.shape[1]):
             q = primes[limb]
@@ -163,7 +163,7 @@ def _backward(x, roots, ratios, shrink, primes):  # type: ignore[no-untyped-def]
 
 
 def _split(x, start, shift, out):  # type: ignore[no-untyped-def]
-    """Columns from ``start`` of x (rows, N), cut into pieces of ``shift`` bits: out (pieces, rows, width), float64."""
+    """Cut columns of x (rows, N) from ``start`` into pieces of ``shift`` bits: out (pieces, rows, width), float64."""
     low = (_INT(1) << shift) - 1
     for row in range(x.shape[0]):
         for piece in range(out.shape[0]):
@@ -173,7 +173,7 @@ def _split(x, start, shift, out):  # type: ignore[no-untyped-def]
 
 
 def _join(products, start, shift, q, out):  # type: ignore[no-untyped-def]
-    """Matrix products of pieces (pieces, rows, width), put together modulo q into columns of out (rows, N)."""
+    """Combine matrix products of pieces (pieces, rows, width) modulo q into columns of out (rows, N)."""
     inverse = 1.0 / _FLOAT(q)
     step = (_INT(1) << shift) % q
     ratio = _FLOAT(step) * inverse
@@ -192,7 +192,7 @@ def _join(products, start, shift, q, out):  # type: ignore[no-untyped-def]
 
 
 def _residues(words, bits, shift, out, primes):  # type: ignore[no-untyped-def]
-    """Whole numbers in words of ``bits`` bits (rows, words, N), least first, minus ``shift`` (primes,): residues."""
+    """Residues of integers in words of ``bits`` bits (rows, words, N), least first, minus ``shift`` (primes,)."""
     for row in range(out.shape[0]):
         for limb in range(out.shape[1]):
             q, o = primes[limb], out[row, limb]
@@ -234,7 +234,7 @@ def _digits(x, half, products, inverses, primes):  # type: ignore[no-untyped-def
 
 
 def _from_digits(digits, half, products, out, primes):  # type: ignore[no-untyped-def]
-    """The number of these digits minus ``half``, modulo other primes: out (rows, other primes, N)."""
+    """The number with these digits minus ``half``, modulo other primes: out (rows, other primes, N)."""
     for row in range(out.shape[0]):
         for limb in range(out.shape[1]):
             q, o = primes[limb], out[row, limb]
@@ -249,7 +249,7 @@ def _from_digits(digits, half, products, out, primes):  # type: ignore[no-untype
 
 
 def _pack(x, bits, out):  # type: ignore[no-untyped-def]
-    """Residues (primes, N) of ``bits[l]`` bits each, one after another, into words of 64 bits."""
+    """Pack residues (primes, N) of ``bits[l]`` bits each, one after another, into words of 64 bits."""
     at, room, word = 0, _UINT(64), _UINT(0)
     for limb in range(x.shape[0]):
         width = _UINT(bits[limb])

@@ -1,14 +1,14 @@
-"""Refresh: the client renews ciphertexts that have no level left, without learning their content.
+"""Refresh: the client encrypts ciphertexts without levels again, without learning their content.
 
-The server adds to the encrypted polynomial v, whose coefficients are whole numbers, a mask r of whole numbers. The
-client decrypts v + r, keeps the whole numbers as they are, and encrypts them with all primes. The server subtracts r.
-Nothing is rounded: slots are never decoded.
+The server adds a mask r to the encrypted polynomial v; both have integer coefficients. The client decrypts v + r, keeps
+the integers unchanged, and encrypts them with all primes. The server subtracts r. Nothing is rounded: slots are never
+decoded.
 
-*Guarantee*: what the client decrypts is v + r, which differs from r alone by a statistical distance of at most
-sqrt(N) * bound * scale / M a ciphertext, with r uniform over M whole numbers; distances of all ciphertexts add up. For
-the distance of one coefficient is at most |v_j| / M, and sum |v_j| <= sqrt(N) |v|_2 <= sqrt(N) max |slot| * scale
-(Cauchy and Schwarz; the embedding is an isometry up to sqrt(N)). The rest of the ciphertext says nothing more: a fresh
-encryption of zero under the client's public key hides what the server's weights left in it.
+*Guarantee*: the client decrypts v + r, with r uniform over M integers. For one ciphertext it differs from r alone by a
+statistical distance of at most sqrt(N) * bound * scale / M; the distances of all ciphertexts add up. Proof: the
+distance of one coefficient is at most |v_j| / M, and sum |v_j| <= sqrt(N) |v|_2 <= sqrt(N) max |slot| * scale (Cauchy
+and Schwarz; the embedding is an isometry up to sqrt(N)). The rest of the ciphertext discloses nothing more: a fresh
+encryption of zero under the client's public key hides the traces of the server's weights.
 
 *Assumes*: slots are at most ``bound`` in magnitude, and ring learning with errors is hard.
 """
@@ -31,17 +31,17 @@ from fedfm.encrypted.ckks.seal import ClientKeys
 from fedfm.errors import InputError, RunError
 from fedfm.privacy.crypto import keys
 
-MOST = 2.0**-40  # statistical distance of all that one client decrypts in a run
-# Stands wherever the figure does: nobody sees the slots of a ciphertext, so no code can make it hold.
+MOST = 2.0**-40  # largest statistical distance of everything that one client decrypts in a run
+# The condition is printed with each figure: the slots of a ciphertext cannot be read, so no code can enforce it.
 HOLDS_WHILE = "as long as every value stays within the intervals of the model's polynomials"
-_AT_A_TIME = 64  # ciphertexts: their masks take little memory compared with the ciphertexts
+_AT_A_TIME = 64  # ciphertexts, whose masks take little memory compared with all ciphertexts
 
 
 def mask_bits(parameters: Parameters, limbs: int, scale: float, bound: float) -> int:
-    """B of the masks in [-2^(b-1), 2^(b-1)): the most for which v + r never reaches half the modulus.
+    """Bits b of masks in [-2^(b-1), 2^(b-1)): the most for which v + r stays below half the modulus.
 
     Raises:
-        InputError: not one bit fits.
+        InputError: not even one bit fits.
     """
     room = parameters.modulus(limbs) // 2 - math.ceil(bound * scale)
     if room < 1:
@@ -56,7 +56,7 @@ def distance(parameters: Parameters, limbs: int, scale: float, bound: float) -> 
 
 
 def least_limbs(parameters: Parameters, ciphertexts: int, bound: float, most: float = MOST) -> int:
-    """The fewest primes at which so many ciphertexts can be refreshed within the distance ``most``.
+    """The fewest primes with which this number of ciphertexts can be refreshed within the distance ``most``.
 
     Raises:
         InputError: there are not enough primes.
@@ -71,22 +71,22 @@ def least_limbs(parameters: Parameters, ciphertexts: int, bound: float, most: fl
 
 
 class Spending(Protocol):
-    """Where statistical distance is entered."""
+    """A ledger of statistical distance."""
 
     def spend(self, count: int, each: float) -> None:
-        """Enter so many ciphertexts, ``each`` of this distance, before they are sent."""
+        """Enter ``count`` ciphertexts of the distance ``each`` before they are sent."""
 
 
 @dataclass
 class DistanceLedger:
-    """What the masks of one client's run have spent.
+    """The statistical distance that masks have spent in one client's run.
 
     Attributes:
-        most: the distance that the run may not exceed.
+        most: the largest distance of the run.
         spent: upper bound of the statistical distance so far.
-        ciphertexts: refreshed so far.
-        keep: writes the ledger where it outlives the process; called after every entry, before anything is sent, so
-            that a resumed run has forgotten nothing.
+        ciphertexts: number of ciphertexts that were refreshed so far.
+        keep: writes the ledger to permanent storage; called after every entry and before anything is sent, so that a
+            resumed run knows all entries.
     """
 
     most: float = MOST
@@ -95,7 +95,7 @@ class DistanceLedger:
     keep: Callable[[DistanceLedger], None] | None = field(default=None, repr=False, compare=False)
 
     def spend(self, count: int, each: float) -> None:
-        """Enter so many ciphertexts before they are sent.
+        """Enter ``count`` ciphertexts before they are sent.
 
         Raises:
             RunError: the run would exceed ``most``; nothing is entered.
@@ -117,7 +117,7 @@ class DistanceLedger:
 
 @dataclass
 class Mask:
-    """A secret mask for one array of ciphertexts; it unmasks once."""
+    """A secret mask for one array of ciphertexts; it can unmask only once."""
 
     key: bytes = field(repr=False)
     bits: int
@@ -126,10 +126,10 @@ class Mask:
     used: bool = False
 
     def residues(self, start: int, stop: int, limbs: int, ring: Ring) -> Residues:
-        """Of the ciphertexts start to stop, in evaluation form: (stop - start, limbs, N)."""
+        """The mask's residues for ciphertexts start to stop, in evaluation form: (stop - start, limbs, N)."""
         words, degree = -(-self.bits // WORD), ring.degree
         size = 4 * words * degree
-        counter = (start * size // 16).to_bytes(16, "big")  # N is a multiple of 4: each begins with a block
+        counter = (start * size // 16).to_bytes(16, "big")  # N is a multiple of 4, so each mask begins at a block
         stream = Cipher(AES256(self.key), CTR(counter)).encryptor().update(bytes(size * (stop - start)))
         numbers = np.frombuffer(stream, "<u4").reshape(stop - start, words, degree).astype(np.int64)
         numbers &= (1 << WORD) - 1
@@ -138,10 +138,10 @@ class Mask:
 
 
 class Masking:
-    """The server's half: hides what it sends to one client, and enters it into the ledger.
+    """The server's half: masks ciphertexts for one client, and enters their distance into the ledger.
 
     Attributes:
-        bound: of the magnitude of every slot; the ranges stored with the model give it.
+        bound: largest magnitude of any slot, from the ranges stored with the model.
     """
 
     def __init__(self, bound: float, ledger: Spending | None = None) -> None:
@@ -164,13 +164,13 @@ class Masking:
         return Ciphertexts(out.view(np.uint64), x.scale, x.evaluator), mask
 
     def reveal(self, fresh: Ciphertexts, mask: Mask) -> Ciphertexts:
-        """The client's answer without the mask.
+        """Remove the mask from the client's answer.
 
         Raises:
-            InputError: another number of ciphertexts, another scale, or a mask that has served before.
+            InputError: the number of ciphertexts or the scale is wrong, or the mask was used before.
         """
         if mask.used or len(fresh) != mask.count or fresh.scale != mask.scale:
-            raise InputError(f"{len(fresh)} ciphertexts for a mask of {mask.count}, or a mask that has served before")
+            raise InputError(f"{len(fresh)} ciphertexts for a mask of {mask.count}, or a mask that was used before")
         mask.used = True
         out = fresh.residues.copy()
         _apply(mask, out, -1, fresh.evaluator.ring)
@@ -178,7 +178,7 @@ class Masking:
 
 
 def renew(client: ClientKeys, masked: Residues, second: Residues | None = None) -> Residues:
-    """The client's half: fresh ciphertexts of the same whole numbers, with all primes.
+    """The client's half: fresh ciphertexts of the same integers, with all primes.
 
     Args:
         masked: (count, 2, limbs, N).
@@ -195,7 +195,7 @@ def renew(client: ClientKeys, masked: Residues, second: Residues | None = None) 
 
 
 def _apply(mask: Mask, residues: Residues, sign: int, ring: Ring) -> None:
-    """Add the mask to the first polynomials, or subtract it, in place."""
+    """Add the mask to the first polynomials in place; ``sign`` -1 subtracts it."""
     for start in range(0, len(residues), _AT_A_TIME):
         piece = slice(start, min(start + _AT_A_TIME, len(residues)))
         noise = mask.residues(piece.start, piece.stop, residues.shape[2], ring)

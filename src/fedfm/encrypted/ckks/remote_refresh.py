@@ -1,4 +1,4 @@
-"""The refresh between two processes: what the server asks, and what the client answers."""
+"""The refresh between two processes: the server's request and the client's answer."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from fedfm.privacy.crypto import keys
 
 
 class RemoteRefresh:
-    """The server's side, to be an evaluator's ``refresh``.
+    """The server's side; it serves as an evaluator's ``refresh``.
 
     Args:
         masking: with the bound of the values and the client's ledger.
         channel: to the client, as sender "server".
-        exchange: carries a message to the client and brings its answer.
+        exchange: sends a message to the client and returns its answer.
 
     Attributes:
-        messages, bytes_down, bytes_up: so far; down is to the client.
+        messages, bytes_down, bytes_up: totals so far; down means to the client.
     """
 
     def __init__(self, masking: Masking, channel: Channel, exchange: Callable[[bytes], bytes]) -> None:
@@ -33,11 +33,11 @@ class RemoteRefresh:
         self.messages = self.bytes_down = self.bytes_up = 0
 
     def __call__(self, x: Ciphertexts) -> Ciphertexts:
-        """Fresh ciphertexts of the same numbers.
+        """Fresh ciphertexts of the same values.
 
         Raises:
-            RunError: the masks' statistical distance is spent.
-            ClientFault: the answer is not what was asked for.
+            RunError: the run would exceed its statistical distance.
+            ClientFault: the answer does not fit the request.
         """
         hidden, mask = self.masking.hide(x)
         asked = self._channel.pack(hidden.residues, x.scale)
@@ -51,13 +51,13 @@ class RemoteRefresh:
 
 
 def answer_refresh(client: ClientKeys, channel: Channel, message: bytes, limbs: int) -> bytes:
-    """The client's side of one refresh: renewed ciphertexts, with a seed in place of their second polynomials.
+    """The client's side of one refresh: fresh ciphertexts, with a seed in place of their second polynomials.
 
     Args:
-        limbs: primes of what the server sends, agreed on before.
+        limbs: agreed number of primes in the server's message.
 
     Raises:
-        ClientFault: the message is not what was agreed on.
+        ClientFault: the message does not have the agreed form.
     """
     residues, scale = channel.unpack(message, limbs=limbs)
     seed = keys.entropy(keys.KEY)
@@ -68,7 +68,7 @@ def answer_refresh(client: ClientKeys, channel: Channel, message: bytes, limbs: 
 def encrypt_message(
     client: ClientKeys, channel: Channel, values: NDArray[np.floating[Any]], limbs: int | None = None
 ) -> bytes:
-    """Real slots (count, N / 2), encrypted with so many primes (None: all), as the client's next message."""
+    """Encrypt real slots (count, N / 2) with ``limbs`` primes (None: all), as the client's next message."""
     parameters = client.parameters
     limbs = parameters.limbs if limbs is None else limbs
     plain = encoding.encode(np.asarray(values, np.float64), parameters.scale, parameters.degree)

@@ -1,4 +1,4 @@
-"""Rings of CKKS: parameters with their security, primes, number-theoretic transforms, exact changes of the modulus.
+"""Rings of CKKS: parameters with their security, primes, number-theoretic transforms, exact changes of modulus.
 
 A polynomial modulo X^N + 1 is an array (primes, N) of residues. It is in *evaluation form* (transformed, bit-reversed)
 unless a function says *coefficients*. Cheon, Kim, Kim, Song. Homomorphic encryption for arithmetic of
@@ -21,25 +21,25 @@ from fedfm.errors import InputError
 
 Residues = NDArray[np.int64]
 
-# Largest bits of all primes together at 128-bit security with a ternary secret. Albrecht et al. Homomorphic Encryption
+# Largest total bits of all primes at 128-bit security with a ternary secret. Albrecht et al. Homomorphic Encryption
 # Standard. HomomorphicEncryption.org, 2018, Table 1.
 SECURE_BITS = {1024: 27, 2048: 54, 4096: 109, 8192: 218, 16384: 438, 32768: 881}
-WORD = 30  # bits of a word of a whole number
+WORD = 30  # bits of one word of an integer
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """What client and server must agree on.
+    """Parameters on which client and server must agree.
 
     Attributes:
         degree: N; a ciphertext has N / 2 slots.
-        bits: of the primes, in order; rescaling drops the last one.
-        special: bits of the prime for switching keys, at least as many as the others have.
-        scale_bits: log2 of the scale of fresh ciphertexts; a prime of at least that many bits is *wide*, other primes
-            are for products with plaintexts.
+        bits: size of each prime, in order; rescaling drops the last prime.
+        special: bits of the prime for key switching, at least as many as the others have.
+        scale_bits: log2 of the scale of fresh ciphertexts; a prime of at least this number of bits is *wide*, the other
+            primes serve products with plaintexts.
 
     Raises:
-        InputError: less than 128-bit security, or primes that do not exist or are too large.
+        InputError: security is below 128 bits, or primes do not exist or are too large.
     """
 
     degree: int = 8192
@@ -63,28 +63,28 @@ class Parameters:
 
     @cached_property
     def primes(self) -> tuple[int, ...]:
-        """All primes, the special one last: of each size the largest below 2^bits, the smaller ones first."""
+        """All primes, the special one last. For each size they are the largest below 2^bits, in ascending order."""
         sizes = (*self.bits, self.special)
         found = {b: iter(sorted(_primes(b, sizes.count(b), 2 * self.degree))) for b in set(sizes)}
         return tuple(next(found[b]) for b in sizes)
 
     @property
     def slots(self) -> int:
-        """Numbers in a ciphertext."""
+        """Number of slots in a ciphertext."""
         return self.degree // 2
 
     @property
     def scale(self) -> float:
-        """Of fresh ciphertexts."""
+        """Scale of fresh ciphertexts."""
         return 2.0**self.scale_bits
 
     @property
     def limbs(self) -> int:
-        """Primes of a fresh ciphertext."""
+        """Number of primes of a fresh ciphertext."""
         return len(self.bits)
 
     def wide(self, limbs: int) -> bool:
-        """Whether the last of so many primes can follow a product of two ciphertexts."""
+        """Whether the last of this number of primes can rescale a product of two ciphertexts."""
         return self.bits[limbs - 1] >= self.scale_bits
 
     def modulus(self, limbs: int) -> int:
@@ -147,7 +147,7 @@ class Ring:
         self._shrink = np.array([pow(self.degree, -1, int(q)) for q in self.primes], np.int64)
 
     def forward(self, x: Residues, first: int = 0) -> Residues:
-        """Coefficients to evaluation form, in place; the primes of x begin with number ``first``."""
+        """Transform coefficients to evaluation form, in place; the primes of x begin with index ``first``."""
         rows, at = self._rows(x), slice(first, first + x.shape[-2])
         modular_kernels.forward(rows, self._roots[at], self._ratios[at], self.primes[at])
         return x
@@ -167,7 +167,7 @@ class Ring:
         return out
 
     def affine(self, a: Residues, factor: Residues, shift: Residues) -> Residues:
-        """Multiply by ``factor``, add ``shift`` in all places: (primes,) or (rows, primes), rows all leading axes."""
+        """Multiply by ``factor`` and add ``shift``, each (primes,) or (rows, primes); rows are all leading axes."""
         rows = self._rows(a)
         out = np.empty(rows.shape, np.int64)
         wide = (rows.shape[0], rows.shape[1])
@@ -177,25 +177,25 @@ class Ring:
         return out.reshape(a.shape)
 
     def dyadic(self, a: Residues, b: Residues, plus: Residues) -> Residues:
-        """Product a b plus ``plus``, place by place."""
+        """Elementwise product a b, plus ``plus``."""
         out = np.empty(a.shape, np.int64)
         modular_kernels.dyadic(*(self._rows(x) for x in (a, b, plus, out)), self.primes)
         return out
 
     def constant(self, value: int, limbs: int) -> Residues:
-        """A whole number modulo each prime, (limbs,)."""
+        """An integer modulo each prime, (limbs,)."""
         return np.array([value % int(q) for q in self.primes[:limbs]], np.int64)
 
     def whole(self, words: Residues, minus: int, limbs: int) -> Residues:
-        """Coefficients of whole numbers given in words of 30 bits: (rows, words, N) -> (rows, limbs, N)."""
+        """Residues of integer coefficients in words of 30 bits: (rows, words, N) -> (rows, limbs, N)."""
         out = np.empty((len(words), limbs, self.degree), np.int64)
         modular_kernels.residues(words, WORD, self.constant(minus, limbs), out, self.primes)
         return out
 
     def lift(self, x: Residues, limbs: int) -> Residues:
-        """Centred whole numbers modulo the primes that follow: coefficients (rows, l, N) -> (rows, limbs - l, N).
+        """Centred integers modulo the next primes: coefficients (rows, l, N) -> (rows, limbs - l, N).
 
-        With q the product of the first l primes, each number is the one in [-q/2, q/2).
+        With q the product of the first l primes, each integer is the representative in [-q/2, q/2).
         """
         have = x.shape[-2]
         before, half, digits = self.mixed_radix(x)
@@ -205,7 +205,7 @@ class Ring:
         return out
 
     def mixed_radix(self, x: Residues) -> tuple[list[int], int, Residues]:
-        """Centred whole numbers, plus h = floor(q / 2), as sums of digits: coefficients (rows, l, N).
+        """Centred integers plus h = floor(q / 2), as sums of digits: coefficients (rows, l, N).
 
         Returns the weights of the digits (1, q_1, q_1 q_2, ...), h, and the digits (rows, l, N).
         """
@@ -222,7 +222,7 @@ class Ring:
     def _rows(x: Residues) -> Any:
         """A view (rows, primes, N)."""
         if not x.flags.c_contiguous:
-            raise ValueError("residues must lie in one piece")
+            raise ValueError("residues must be contiguous")
         return x.reshape(-1, *x.shape[-2:])
 
 

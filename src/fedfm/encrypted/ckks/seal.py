@@ -1,10 +1,12 @@
 """CKKS with SEAL's keys and key switching, through ``tenseal.sealapi``: the only module that imports it.
 
-The client makes all keys and alone holds the secret one (:class:`ClientKeys`). The server gets the others as bytes and
-computes with them (:class:`ServerKeys`). Both show ciphertexts as residues (:mod:`~fedfm.encrypted.ckks.ciphertexts`).
+The client makes all keys, and only the client has the secret one (:class:`ClientKeys`). The server gets the other keys
+as bytes and computes with them (:class:`ServerKeys`). Both expose ciphertexts as residues
+(:mod:`~fedfm.encrypted.ckks.ciphertexts`).
 
-SEAL's own checks are few: a wrong key decrypts and a flipped bit is a ciphertext. Bytes from outside come through
-:mod:`~fedfm.encrypted.ckks.wire`, never straight to this module.
+SEAL checks little: a wrong key decrypts, and a ciphertext with a flipped bit is still a ciphertext. So bytes from
+    outside
+go through :mod:`~fedfm.encrypted.ckks.wire` first, never directly to this module.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from fedfm.encrypted.ckks.ring import Parameters, Residues, Ring
 from fedfm.errors import InputError, MissingExtra, RunError
 from fedfm.privacy.crypto import keys
 
-_SIZE_AT, _DATA_AT = 13 * 8, 14 * 8  # of a ciphertext's numbers, in SEAL 4.1's object
-_MAGIC, _HEADER = 0xA15E, "<HBBBBHQ"  # of SEAL's streams: mark, header's size, version (2), compression, 0, length
-_AT_A_TIME = 64  # ciphertexts: the temporary arrays take little memory compared with them
+_SIZE_AT, _DATA_AT = 13 * 8, 14 * 8  # offsets of a ciphertext's data in SEAL 4.1's object
+_MAGIC, _HEADER = 0xA15E, "<HBBBBHQ"  # SEAL's streams: mark, header's size, version (2), compression, 0, length
+_AT_A_TIME = 64  # ciphertexts, so that temporary arrays take little memory
 _KEYS = "<4sQQQ"  # mark, sizes of the public, relinearisation and Galois keys
 
 
@@ -48,12 +50,12 @@ def _seal() -> Any:
 
 @lru_cache(maxsize=4)
 def ring_of(parameters: Parameters) -> Ring:
-    """The ring of these parameters; its tables are made once."""
+    """The ring of these parameters; its tables are computed once."""
     return Ring(parameters)
 
 
 class _Library:
-    """A SEAL context with room for ciphertexts, read and written as residues."""
+    """A SEAL context with buffers for ciphertexts, which are read and written as residues."""
 
     def __init__(self, parameters: Parameters) -> None:
         s = _seal()
@@ -62,7 +64,7 @@ class _Library:
         settings.set_poly_modulus_degree(parameters.degree)
         settings.set_coeff_modulus([s.Modulus(q) for q in parameters.primes])
         self.context = s.SEALContext(settings, True, s.SEC_LEVEL_TYPE.TC128)
-        if not self.context.parameters_set():  # SEAL raises nothing itself
+        if not self.context.parameters_set():  # SEAL itself raises no error
             raise InputError(f"SEAL refuses these parameters: {self.context.parameters_error_message()}")
         self.evaluator = s.Evaluator(self.context)
         self.ids: dict[int, list[int]] = {}
@@ -74,7 +76,7 @@ class _Library:
         self.direct = False
 
     def check_access(self, encryptor: Any) -> None:
-        """Find out whether residues can be reached by a pointer; else streams are used, which take longer."""
+        """Check whether a pointer can access the residues; otherwise slower streams are used."""
         ciphertext = self.s.Ciphertext(self.context)
         encryptor.encrypt_zero(self.ids[2], ciphertext)
         self._version = self._stream_version(ciphertext)
@@ -85,7 +87,7 @@ class _Library:
         return self.s.Ciphertext(self.context)
 
     def read(self, ciphertext: Any) -> Residues:
-        """A copy of its residues, (polynomials, primes, N)."""
+        """A copy of the ciphertext's residues, (polynomials, primes, N)."""
         shape = (ciphertext.size(), ciphertext.coeff_modulus_size(), ciphertext.poly_modulus_degree())
         if self.direct:
             return _view(ciphertext).copy()
@@ -93,7 +95,7 @@ class _Library:
         return np.array([numbers.at(i) for i in range(numbers.size())], np.uint64).view(np.int64).reshape(shape)
 
     def write(self, residues: Residues, scale: float) -> Any:
-        """A SEAL ciphertext of these residues; it lasts until the next one of this shape."""
+        """A SEAL ciphertext of these residues; it is valid until the next call with this shape."""
         key = residues.shape[:2]
         if key not in self._templates:
             self._templates[key] = self._from_stream(residues, scale)
@@ -123,14 +125,14 @@ class _Library:
 
 
 class ServerKeys:
-    """What the server computes with: the client's public, relinearisation and Galois keys. It can decrypt nothing.
+    """The server's keys: the client's public, relinearisation and Galois keys. They cannot decrypt.
 
     Attributes:
-        floor: primes that ciphertexts keep; one without a refresh.
+        floor: number of primes that ciphertexts must keep; one without a refresh.
         refresh: asks the client for fresh ciphertexts.
 
     Raises:
-        InputError: the bytes are no keys for these parameters.
+        InputError: the bytes are not keys for these parameters.
     """
 
     def __init__(self, parameters: Parameters, keys: bytes, *, floor: int = 1, refresh: Refresh | None = None) -> None:
@@ -148,7 +150,7 @@ class ServerKeys:
                     load(key, keys[at : at + size], library.context)
                 at += size
         except (struct.error, ValueError, RuntimeError):
-            raise InputError("these bytes are no public keys for the parameters") from None
+            raise InputError("these bytes are not public keys for the parameters") from None
         self._rotates = bool(sizes[2])
         library.check_access(s.Encryptor(library.context, public))
         self._public = library.read(public.data())
@@ -162,7 +164,7 @@ class ServerKeys:
         return out
 
     def encrypt(self, values: NDArray[np.floating[Any]], limbs: int | None = None) -> Ciphertexts:
-        """Real slots (count, N / 2) under the public key."""
+        """Encrypt real slots (count, N / 2) under the public key."""
         limbs = self.parameters.limbs if limbs is None else limbs
         plain = encoding.encode(np.asarray(values, np.float64), self.parameters.scale, self.parameters.degree)
         out = self.zeros(len(plain), limbs)
@@ -177,7 +179,7 @@ class ServerKeys:
         return self._each(x, lambda a, b: evaluator.relinearize(a, keys, b), x.level + 1, x.scale)
 
     def rescale(self, x: Ciphertexts) -> Ciphertexts:
-        """Divide by the last prime, and drop it."""
+        """Divide by the last prime and drop it."""
         if not x.level:
             raise InputError("no level is left for a rescaling")
         scale = x.scale / self.parameters.primes[x.level]
@@ -191,7 +193,7 @@ class ServerKeys:
         """Slot i + steps to slot i.
 
         Raises:
-            InputError: the client sent no key for this rotation.
+            InputError: the client did not send a key for this rotation.
         """
         slots = self.parameters.slots
         if not self.can_rotate(steps):
@@ -204,11 +206,11 @@ class ServerKeys:
         return self._each(x, apply, x.level + 1, x.scale)
 
     def _each(self, x: Ciphertexts, apply: Any, limbs: int, scale: float) -> Ciphertexts:
-        """One of SEAL's operations on each ciphertext."""
+        """Apply one of SEAL's operations to each ciphertext."""
         out = np.empty((len(x), 2, limbs, self.parameters.degree), np.int64)
         target, residues = self._library.empty(), x.residues
         for i in range(len(x)):
-            # The scale that SEAL sees only has to fit the modulus; ours is kept in Ciphertexts.
+            # SEAL's scale only has to fit the modulus; the true scale is in Ciphertexts.
             apply(self._library.write(residues[i], 2.0), target)
             out[i] = self._library.read(target)
         return Ciphertexts(out.view(np.uint64), scale, self)
@@ -218,11 +220,11 @@ class ClientKeys:
     """All keys of one client.
 
     Args:
-        parameters: agreed with the server.
-        secret: what :attr:`secret` gave before; None makes new keys from the system's entropy.
+        parameters: agreed on with the server.
+        secret: an earlier value of :attr:`secret`; None makes new keys from the system's entropy.
 
     Raises:
-        InputError: the bytes are no secret key for these parameters.
+        InputError: the bytes are not a secret key for these parameters.
     """
 
     def __init__(self, parameters: Parameters, secret: bytes | None = None) -> None:
@@ -237,7 +239,7 @@ class ClientKeys:
             try:
                 load(self._secret, secret, library.context)
             except (RuntimeError, ValueError):
-                raise InputError("these bytes are no secret key for the parameters") from None
+                raise InputError("these bytes are not a secret key for the parameters") from None
             self._generator = s.KeyGenerator(library.context, self._secret)
         public = s.PublicKey()
         self._generator.create_public_key(public)
@@ -249,21 +251,21 @@ class ClientKeys:
 
     @property
     def secret(self) -> bytes:
-        """The secret key, for a file that only the client can read."""
+        """The secret key as bytes, for a file that only the client can read."""
         return dump(self._secret)
 
     def public(self, rotations: Iterable[int] = ()) -> bytes:
-        """Public, relinearisation and Galois keys, sent to the server once; without the secret key."""
+        """Public, relinearisation and Galois keys, which go to the server once; without the secret key."""
         elements = sorted({galois_element(r, self.parameters.degree) for r in rotations} - {1})
         parts = [self._public, dump(self._generator.create_relin_keys())]
         parts.append(dump(self._generator.create_galois_keys(elements)) if elements else b"")
         return struct.pack(_KEYS, b"FFK1", *map(len, parts)) + b"".join(parts)
 
     def encrypt_polynomials(self, coefficients: Residues, second: Residues | None = None) -> Residues:
-        """Fresh ciphertexts of whole polynomials: coefficients (count, limbs, N) -> (count, 2, limbs, N).
+        """Fresh ciphertexts of integer polynomials: coefficients (count, limbs, N) -> (count, 2, limbs, N).
 
-        ``second`` (count, limbs, N) becomes the second polynomial: uniform numbers that the receiver can make itself,
-        never used twice.
+        ``second`` (count, limbs, N) becomes the second polynomial: uniform values that the receiver can generate
+        itself; they must never be used twice.
         """
         count, limbs, degree = coefficients.shape
         if second is None:
@@ -287,11 +289,11 @@ class ClientKeys:
         return out
 
     def decrypt(self, residues: Residues, scale: float) -> NDArray[np.float64]:
-        """Slots, (count, 2 or 3, limbs, N) -> (count, N / 2)."""
+        """Decrypt to slots, (count, 2 or 3, limbs, N) -> (count, N / 2)."""
         return encoding.decode(encoding.to_coefficients(self.decrypt_polynomials(residues), self.ring), scale)
 
     def decrypt_complex(self, residues: Residues, scale: float) -> NDArray[np.complex128]:
-        """Slots with their imaginary parts, as :meth:`decrypt`."""
+        """As :meth:`decrypt`, for slots with imaginary parts."""
         return encoding.decode_complex(encoding.to_coefficients(self.decrypt_polynomials(residues), self.ring), scale)
 
     def _key_like(self, x: Residues) -> Residues:
@@ -299,7 +301,7 @@ class ClientKeys:
 
 
 def galois_element(steps: int, degree: int) -> int:
-    """Of the automorphism that rotates by so many slots."""
+    """The Galois element of the automorphism that rotates by ``steps`` slots."""
     return pow(3, steps % (degree // 2), 2 * degree)
 
 
@@ -315,7 +317,7 @@ def load(thing: Any, data: bytes, context: Any) -> None:
     """The inverse of :func:`dump`; SEAL checks that the content fits the context.
 
     Raises:
-        ValueError, RuntimeError: it does not.
+        ValueError, RuntimeError: the content does not fit.
     """
     with tempfile.TemporaryFile() as file:
         file.write(data)
@@ -324,7 +326,7 @@ def load(thing: Any, data: bytes, context: Any) -> None:
 
 
 def _path(file: Any) -> str:
-    """A name for an unnamed file: SEAL opens files by name, and secrets should leave none behind."""
+    """A name for an unnamed file: SEAL opens files by name, and secrets should leave no file behind."""
     path = f"/proc/self/fd/{file.fileno()}"
     if not os.path.exists(path):
         raise RunError("encrypted inference needs /proc, to pass keys to SEAL without naming a file")
@@ -332,7 +334,7 @@ def _path(file: Any) -> str:
 
 
 def _pointer_fits(ciphertext: Any) -> bool:
-    """Whether the object lies in memory as expected: its size first, then numbers compared with SEAL's own access."""
+    """Whether the object has the expected memory layout: compares its size, then values with SEAL's own access."""
     try:
         count = ciphertext.size() * ciphertext.coeff_modulus_size() * ciphertext.poly_modulus_degree()
         base = ctypes.c_void_p.from_address(id(ciphertext) + 16).value or 0
@@ -346,11 +348,11 @@ def _pointer_fits(ciphertext: Any) -> bool:
 
 
 def _view(ciphertext: Any) -> Residues:
-    """The residues in SEAL's memory, valid while the ciphertext lives and keeps its shape."""
+    """A view of the residues in SEAL's memory, valid while the ciphertext exists and keeps its shape."""
     base = ctypes.c_void_p.from_address(id(ciphertext) + 16).value or 0
     address = ctypes.c_uint64.from_address(base + _DATA_AT).value
     shape = (ciphertext.size(), ciphertext.coeff_modulus_size(), ciphertext.poly_modulus_degree())
     if ctypes.c_uint64.from_address(base + _SIZE_AT).value != shape[0] * shape[1] * shape[2]:
-        raise RunError("a ciphertext of SEAL does not lie in memory as expected")
+        raise RunError("a ciphertext of SEAL does not have the expected memory layout")
     view: Residues = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_int64)), shape=shape)
     return view

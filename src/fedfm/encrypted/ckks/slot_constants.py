@@ -1,4 +1,4 @@
-"""Numbers of their own for every slot: sums and products of ciphertexts with encoded plaintexts."""
+"""Sums and products of ciphertexts with plaintexts that have a different value in each slot."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fedfm.errors import InputError
 
 
 def encode_slots(values: NDArray[np.floating[Any]], limbs: int, scale: float, ring: Ring) -> Residues:
-    """Real slots (count, N / 2) as polynomials in evaluation form, (count, limbs, N)."""
+    """Encode real slots (count, N / 2) as polynomials in evaluation form, (count, limbs, N)."""
     return encoding.to_residues(encoding.encode(np.asarray(values, np.float64), scale, ring.degree), limbs, ring)
 
 
 def plus_slots(x: Ciphertexts, values: NDArray[np.floating[Any]]) -> Ciphertexts:
-    """Add a number of its own to each slot of each ciphertext: (count,), (count, N / 2) -> (count,).
+    """Add a separate value to each slot of each ciphertext: (count,), (count, N / 2) -> (count,).
 
     Raises:
-        InputError: another number of ciphertexts or slots.
+        InputError: the number of ciphertexts or slots is wrong.
     """
     if len(values) != len(x):
-        raise InputError(f"{len(values)} rows of numbers for {len(x)} ciphertexts")
+        raise InputError(f"{len(values)} rows of values for {len(x)} ciphertexts")
     ring = x.evaluator.ring
     out = x.residues.copy()
     plain = encode_slots(values, x.level + 1, x.scale, ring)
@@ -34,12 +34,12 @@ def plus_slots(x: Ciphertexts, values: NDArray[np.floating[Any]]) -> Ciphertexts
 
 
 def weighted_sum(x: Ciphertexts, plains: Residues, scale: float) -> Ciphertexts:
-    """The sum over i of x_i times plaintext i, slot by slot: (count,), (count, primes, N) -> one ciphertext.
+    """The slotwise sum over i of x_i times plaintext i: (count,), (count, primes, N) -> one ciphertext.
 
-    The result is not rescaled: its scale is that of x times ``scale``, of the plaintexts.
+    The result is not rescaled: its scale is that of x times ``scale``, the scale of the plaintexts.
 
     Raises:
-        InputError: shapes that do not fit.
+        InputError: the shapes do not fit.
     """
     ring, (_, polynomials, limbs, degree) = x.evaluator.ring, x.limbs.shape
     if plains.shape != (len(x), limbs, degree):

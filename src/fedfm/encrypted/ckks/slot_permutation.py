@@ -1,16 +1,16 @@
-"""Encrypted samples in another order: the same order in the slots of every token.
+"""Reorder encrypted samples, in the same way in the slots of every token.
 
-Slot t B + s holds token t of sample s (:class:`~fedfm.encrypted.ckks.transformer_block.Packing`). With sample order[j]
-at place j, place j takes its number from order[j] - j slots further. So the result is a sum over the shifts k of
+Slot t B + s has token t of sample s (:class:`~fedfm.encrypted.ckks.transformer_block.Packing`). If position j gets
+sample order[j], its value comes from order[j] - j slots further. So the result is a sum over the shifts k of
 
-    mask_k * (x rotated by k),   mask_k 1 in the slots of places j with order[j] - j = k, else 0,
+    mask_k * (x rotated by k),   mask_k 1 in the slots of positions j with order[j] - j = k, else 0,
 
 with shifts as k = g b + i in baby steps i and giant steps g (Halevi, Shoup. Algorithms in HElib. CRYPTO 2014). Baby
-steps are taken one after another, giant steps by Horner's rule, so that three rotation keys do for all orders. What is
-computed depends on the number of samples, not on their order. Slots of places beyond the samples become zero.
+steps are computed one after another, giant steps by Horner's rule, so that three rotation keys suffice for all orders.
+The operations depend on the number of samples, not on their order. Slots beyond the samples become zero.
 
 Two features share a ciphertext: one in the real parts of the slots, the other, times sqrt(2), in the imaginary ones.
-X^(N/4) + X^(3N/4) is i sqrt(2) in every slot, so that this takes no level.
+X^(N/4) + X^(3N/4) is i sqrt(2) in every slot, so this costs no level.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def baby(layout: Packing) -> int:
 
 
 def rotations(layout: Packing) -> set[int]:
-    """Steps for which the client has to send keys."""
+    """Steps for which the client must send keys."""
     slots, b = layout.parameters.slots, baby(layout)
     return {1 % slots, b % slots, -b % slots} - {0}
 
@@ -52,7 +52,7 @@ def giants(samples: int, layout: Packing) -> range:
 
 
 def pair_features(x: Ciphertexts) -> Ciphertexts:
-    """Two by two: (count,) -> (count / 2, rounded up,), a + i sqrt(2) b."""
+    """Combine features in pairs: (count,) -> (count / 2, rounded up,), a + i sqrt(2) b."""
     ring, limbs = x.evaluator.ring, x.level + 1
     units = np.zeros((2, ring.degree), np.int64)
     units[0, 0] = units[1, ring.degree // 4] = units[1, 3 * ring.degree // 4] = 1
@@ -68,10 +68,10 @@ def unpair_features(slots: NDArray[np.complex128], count: int) -> NDArray[np.flo
 
 
 def masks(order: Order, layout: Packing, limbs: int, scale: float, ring: Ring) -> dict[int, Residues]:
-    """Plaintexts of an order by giant step, each (baby steps, limbs, N).
+    """The plaintext masks of an order by giant step, each (baby steps, limbs, N).
 
     Raises:
-        InputError: it is no order, or of more samples than a ciphertext has.
+        InputError: it is not an order, or it has more samples than a ciphertext.
     """
     places, b = np.asarray(order), baby(layout)
     if places.ndim != 1 or len(places) > layout.samples or not np.array_equal(np.sort(places), np.arange(len(places))):
@@ -81,16 +81,16 @@ def masks(order: Order, layout: Packing, limbs: int, scale: float, ring: Ring) -
         run = np.zeros((b, layout.samples))
         here = np.flatnonzero(shifts // b == g)
         run[shifts[here] % b, here] = 1
-        # The giant step comes after the product: the mask is rotated back beforehand.
+        # The giant step follows the product, so the mask is rotated back first.
         out[g] = encode_slots(np.tile(np.roll(run, g * b, axis=1), layout.tokens), limbs, scale, ring)
     return out
 
 
 def weighing(plains: dict[int, Residues], scale: float, keys: KeyOperations) -> Weigh:
-    """What :func:`permute_samples` needs, with the plaintexts of :func:`masks`.
+    """The ``weigh`` function for :func:`permute_samples`, with the plaintexts of :func:`masks`.
 
-    To each sum an encryption of zero is added: where an order has no shift, there is nothing else, and SEAL computes
-    with no ciphertext that anyone can read.
+    It adds an encryption of zero to each sum: if an order has no such shift, the sum would otherwise be a ciphertext
+    that anyone can read, and SEAL refuses these.
     """
     zero = keys.zeros(1, next(iter(plains.values())).shape[1])
 
@@ -102,7 +102,7 @@ def weighing(plains: dict[int, Residues], scale: float, keys: KeyOperations) -> 
 
 
 def permute_samples(x: Ciphertexts, samples: int, layout: Packing, weigh: Weigh) -> Ciphertexts:
-    """All of them in another order, of so many samples; not rescaled."""
+    """Reorder the samples of all ciphertexts; the result is not rescaled."""
     rotate, b = x.evaluator.rotate, baby(layout)
     below, above = [g for g in giants(samples, layout) if g < 0], [g for g in giants(samples, layout) if g >= 0]
     done = []

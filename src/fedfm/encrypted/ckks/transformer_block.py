@@ -1,11 +1,11 @@
-"""A pre-norm transformer block on encrypted tokens of many samples at once.
+"""A pre-norm transformer block on encrypted tokens, for many samples at once.
 
-A ciphertext holds one feature: slot t B + s is token t of sample s, with B = N / 2 / T samples. So a linear layer is a
-product of its matrix with the array of ciphertexts, and token t + j moves to token t by a rotation of j B slots, which
-wraps round since T B is the number of slots. Attention takes the T diagonals j of the score matrix as g b + i in baby
+A ciphertext has one feature: slot t B + s is token t of sample s, with B = N / 2 / T samples. So a linear layer is a
+product of its matrix with the array of ciphertexts. A rotation by j B slots moves token t + j to token t, cyclically,
+since T B is the number of slots. Attention computes the T diagonals j of the score matrix as g b + i in baby
 steps i and giant steps g (Halevi, Shoup. Algorithms in HElib. CRYPTO 2014, for matrices).
 
-The block takes centred tokens: the means of both norms are folded into the weights before them.
+The block expects centred tokens: the means of both norms are folded into the weights before them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Matrix = NDArray[np.floating[Any]]
 
 
 class Folding(Protocol):
-    """A polynomial: ``folded(a x + b)`` for (a, b) = ``fold``, of sums, products, products with numbers and squares."""
+    """A polynomial, computed as ``evaluate_folded(a x + b)`` with (a, b) = ``fold``, by sums, products and squares."""
 
     @property
     def fold(self) -> tuple[float, float]:
-        """(a, b), which weights take up."""
+        """(a, b), which is folded into the weights."""
 
     def evaluate_folded(self, u: Any, /) -> Any:
         """The value."""
@@ -42,7 +42,7 @@ class Packing:
     """Tokens and samples of a ciphertext.
 
     Raises:
-        InputError: the tokens are no power of two: rotations would not wrap.
+        InputError: the number of tokens is not a power of two, so rotations would not be cyclic.
     """
 
     parameters: Parameters
@@ -54,12 +54,12 @@ class Packing:
 
     @property
     def samples(self) -> int:
-        """B, samples of a ciphertext."""
+        """B, the number of samples in a ciphertext."""
         return self.parameters.slots // self.tokens
 
     @property
     def baby(self) -> int:
-        """Baby steps; there are tokens / baby giant steps."""
+        """Number of baby steps; there are tokens / baby giant steps."""
         return 1 << (self.tokens.bit_length() - 1) // 2
 
     @property
@@ -90,17 +90,17 @@ class EncryptedBlock:
 
     Attributes:
         weights: ``query``, ``key``, ``value``, ``output`` (d, d), ``up`` (m, d), ``down`` (d, m), and each with
-            ``_bias``. The query holds the factor 1 / sqrt(d / heads), query, key, value and up hold the scales and
-            shifts of the norms, output and down subtract the mean over the features.
-        norms: 1 / sqrt of the variance, before the attention and before the MLP.
-        exponential: in place of exp.
-        inverse: 1 / x of a row's sum times ``inverse_scales``.
+            ``_bias``. The query includes the factor 1 / sqrt(d / heads); query, key, value and up include the scales
+            and shifts of the norms; output and down subtract the mean over the features.
+        norms: polynomials for 1 / sqrt of the variance, before the attention and before the MLP.
+        exponential: polynomial for exp.
+        inverse: polynomial for 1 / x of a row's sum times ``inverse_scales``.
         inverse_scales: (heads,).
-        gelu: in place of GELU.
-        centred_keys: whether the mean over the tokens is subtracted from the keys, which leaves the softmax as it is.
+        gelu: polynomial for GELU.
+        centred_keys: whether the mean over the tokens is subtracted from the keys, which does not change the softmax.
 
     Raises:
-        InputError: a matrix is missing or of another shape.
+        InputError: a matrix is missing or has a wrong shape.
     """
 
     layout: Packing
@@ -133,12 +133,12 @@ class EncryptedBlock:
     def __call__(self, x: Ciphertexts) -> Ciphertexts:
         """Encrypted features (d,) -> (d,)."""
         if len(x) != self.features:
-            raise InputError(f"{len(x)} ciphertexts: expected {self.features}, one a feature")
+            raise InputError(f"{len(x)} ciphertexts: expected {self.features}, one per feature")
         z = x + linear(self.weights["output"], self.attention(self.norm(x, 0)), self.weights["output_bias"])
         return z + self.mlp(self.norm(z, 1))
 
     def norm(self, x: Ciphertexts, which: int) -> Ciphertexts:
-        """X over its standard deviation, of centred x."""
+        """Centred x divided by its standard deviation."""
         a, b = self.norms[which].fold
         variance = relinearise_and_rescale(inner(x, x)).over(len(x) / a)
         inverse: Ciphertexts = self.norms[which].evaluate_folded(variance + b if b else variance)
@@ -151,7 +151,7 @@ class EncryptedBlock:
         return linear(self.weights["down"], self.gelu.evaluate_folded(hidden), self.weights["down_bias"])
 
     def attention(self, y: Ciphertexts) -> Ciphertexts:
-        """The heads' outputs, one after another: (d,) -> (d,)."""
+        """The concatenated outputs of the heads: (d,) -> (d,)."""
         a, b = self.exponential.fold
         tokens = self.layout.tokens
         query = linear(self.weights["query"] * a, y, self.weights["query_bias"] * a)
@@ -168,10 +168,10 @@ class EncryptedBlock:
         powers = self.exponential.evaluate_folded(self._scores(query, key) + b)
         sums = self._row_sums(powers).times(self.inverse_scales)
         inverses = self.inverse.evaluate_folded(sums).times(self.inverse_scales)
-        # Refreshed here: the rotated copies are many.
+        # Refresh here, before the many rotated copies are made.
         return self._mix_values(self._attention_weights(powers, inverses.refresh()).refresh(), value)
 
-    # Diagonal g b + i of head k is number k T + g b + i. It lies rotated by -g b tokens until rows are summed.
+    # Diagonal g b + i of head k has index k T + g b + i. It stays rotated by -g b tokens until rows are summed.
 
     @property
     def _giants(self) -> range:
@@ -222,7 +222,7 @@ class EncryptedBlock:
 
 
 def _times_whole(x: Ciphertexts, factor: int) -> Ciphertexts:
-    """By a power of two, in factors that cost no level."""
+    """Multiply by a power of two, in factors that cost no level."""
     for _ in range(round(math.log2(factor))):
         x = x * 2
     return x

@@ -1,8 +1,8 @@
-"""Ciphertexts as bytes between one client and the server, checked before anything is computed with them.
+"""Ciphertexts as bytes between one client and the server, with checks before any computation.
 
-CKKS has no integrity of its own: another key decrypts to noise, and every flipped bit is another ciphertext. So a
-message carries what it is for, and a tag (HMAC-SHA-256) of the key that both sides share; the receiver says what it
-expects. Residues take as many bits as their prime has. A seed replaces the second polynomials of fresh ciphertexts.
+CKKS has no integrity check: another key decrypts to noise, and a flipped bit gives another ciphertext. So a message
+states its purpose and has a tag (HMAC-SHA-256) under the key that both sides share; the receiver states what it
+expects. A residue takes as many bits as its prime has. A seed replaces the second polynomials of fresh ciphertexts.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Channel:
     """One side of a session. Messages are numbered in each direction; each is accepted once and in order.
 
     Args:
-        parameters: that both sides agreed on.
-        key: 32 bytes that both sides and nobody else have, e.g. of :func:`fedfm.privacy.crypto.keys.agree`.
+        parameters: agreed on by both sides.
+        key: 32 bytes that only both sides have, e.g. from :func:`fedfm.privacy.crypto.keys.agree`.
         session: 16 bytes, new for each session.
         sender: this side.
-        most: ciphertexts in a message.
+        most: largest number of ciphertexts in a message.
 
     Raises:
-        InputError: a key or session of another length.
+        InputError: the key or the session has a wrong length.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Channel:
         self.sent = self.received = 0
 
     def pack(self, residues: Residues, scale: float, seed: bytes | None = None, note: bytes = b"") -> bytes:
-        """Ciphertexts (count, 2, limbs, N) as the next message; with a seed their second polynomials are left out.
+        """Pack ciphertexts (count, 2, limbs, N) as the next message; a seed replaces their second polynomials.
 
         The second polynomials must then be :func:`fedfm.encrypted.ckks.zero_encryptions.uniform` of that seed. A note
-        travels behind the ciphertexts (:func:`note_of`).
+        follows the ciphertexts (:func:`note_of`).
         """
         count, polynomials, limbs, degree = residues.shape
         if polynomials != 2 or degree != self.parameters.degree or not 1 <= count <= self._most:
@@ -70,7 +70,7 @@ class Channel:
         return self._seal(kind, count, limbs, scale, seed or bytes(32), words.astype("<u8").tobytes() + note)
 
     def pack_keys(self, data: bytes) -> bytes:
-        """Public keys as the next message."""
+        """Pack public keys as the next message."""
         return self._seal(_BYTES, 1, 1, 1.0, bytes(32), data)
 
     def unpack_keys(self, data: bytes) -> bytes:
@@ -88,13 +88,13 @@ class Channel:
     def unpack(
         self, data: bytes, *, limbs: int, count: int | None = None, scale: float | None = None, note: int = 0
     ) -> tuple[Residues, float]:
-        """Ciphertexts of the next message, (count, 2, limbs, N), and their scale. None: whatever the message says.
+        """Ciphertexts of the next message, (count, 2, limbs, N), and their scale. None: accept the message's value.
 
-        ``note`` is the size of the note behind them, in bytes.
+        ``note`` is the size of the note after them, in bytes.
 
         Raises:
-            ClientFault: the message is damaged, altered, of another session, step or sender, for other parameters, of
-                another count, level or scale, or has residues that are none or ciphertexts that anyone can read.
+            ClientFault: the message is damaged or altered; it is of another session, step or sender; its parameters,
+                count, level or scale are not the expected ones; or it has invalid residues or readable ciphertexts.
         """
         kind, got_count, got_limbs, got_scale, seed = self._unseal(data)
         if kind == _BYTES:
@@ -128,7 +128,7 @@ class Channel:
         return out, got_scale
 
     def _bytes(self, limbs: int) -> int:
-        """Of a polynomial; N is a multiple of 64."""
+        """Bytes of a polynomial; N is a multiple of 64."""
         return sum(self.parameters.bits[:limbs]) * self.parameters.degree // 8
 
     def _seal(self, kind: int, count: int, limbs: int, scale: float, seed: bytes, content: bytes) -> bytes:
@@ -141,22 +141,22 @@ class Channel:
         return body + hmac.digest(self._key, body, "sha256")
 
     def _unseal(self, data: bytes) -> tuple[int, int, int, float, bytes]:
-        """Kind, count, limbs, scale and seed of a message that is the next one."""
+        """Check that a message is the next one; returns kind, count, limbs, scale and seed."""
         if len(data) < _HEADER.size + _TAG:
             raise ClientFault(E_SIZE, f"a message of {len(data)} bytes is cut off")
         mark, version, kind, side, session, step, count, limbs, polynomials, scale, digest, seed = _HEADER.unpack_from(
             data
         )
         if mark != _MARK:
-            raise ClientFault(E_FORMAT, "this is no message with ciphertexts")
+            raise ClientFault(E_FORMAT, "this is not a message with ciphertexts")
         if version != _VERSION:
             raise ClientFault(E_VERSION, f"a message of version {version} came, {_VERSION} was expected")
         if not hmac.compare_digest(hmac.digest(self._key, data[:-_TAG], "sha256"), data[-_TAG:]):
-            raise ClientFault(E_FORMAT, "a message was altered, cut off, or is of another key")
+            raise ClientFault(E_FORMAT, "a message was altered, cut off, or has another key")
         if digest != self.parameters.digest:
             raise ClientFault(E_VERSION, "the other side uses other encryption parameters")
         if session != self._session or side == self._side:
-            raise ClientFault(E_ROUND, "a message of another session, or one's own, came")
+            raise ClientFault(E_ROUND, "a message of another session, or of this side, came")
         if step != self.received + 1:
             raise ClientFault(E_ROUND, f"message {step} came, {self.received + 1} was expected")
         if kind not in (_FULL, _SEEDED, _BYTES) or polynomials != 2:
@@ -170,7 +170,7 @@ def note_of(data: bytes, size: int) -> bytes:
 
 
 def session_of(data: bytes) -> bytes:
-    """The session that a message names, unchecked: to find the channel that checks it.
+    """The session that a message names, unchecked: it selects the channel that checks the message.
 
     Raises:
         ClientFault: the message is too short.

@@ -1,8 +1,8 @@
-"""Fresh encryptions of zero, from small random polynomials of our own: SEAL's take several times as long.
+"""Fresh encryptions of zero, from our own small random polynomials, since SEAL's take several times as long.
 
 Errors are centred binomial sums of 42 bits, as in SEAL (standard deviation 3.24, above the 3.2 of the Homomorphic
-Encryption Standard), the public key's factor is ternary. All bits are an AES-256-CTR stream of a key that is drawn from
-the system's entropy and used once.
+Encryption Standard); the public key's factor is ternary. All bits come from an AES-256-CTR stream; its key is drawn
+from the system's entropy and used once.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def errors(count: int, degree: int) -> NDArray[np.int64]:
 
 
 def ternary(count: int, degree: int) -> NDArray[np.int64]:
-    """Coefficients -1, 0 and 1, (count, N); 2^64 is one more than a multiple of three, a bias of 2^-64."""
+    """Coefficients -1, 0 and 1, (count, N). Their bias is 2^-64, since 2^64 is not a multiple of three."""
     return (words(count, degree) % np.uint64(3)).astype(np.int64) - 1
 
 
 def spread(small: NDArray[np.int64], limbs: int, ring: Ring) -> Residues:
-    """Small whole coefficients (count, N) in evaluation form, (count, limbs, N)."""
+    """Small integer coefficients (count, N) in evaluation form, (count, limbs, N)."""
     negative = small < 0
     rows = [np.where(negative, small + q, small) for q in ring.primes[:limbs]]
     return ring.forward(np.stack(rows, axis=1))
@@ -67,9 +67,9 @@ def add_errors(coefficients: Residues, error: NDArray[np.int64], ring: Ring) -> 
 
 
 def uniform(seed: bytes, count: int, limbs: int, parameters: Parameters) -> Residues:
-    """Uniform residues that sender and receiver make from 32 public bytes, (count, limbs, N); use a seed once.
+    """Uniform residues (count, limbs, N) that sender and receiver make from 32 public bytes; use a seed only once.
 
-    Words of the AES-256-CTR stream with as many bits as the prime; those that are not below it are left out.
+    They are words of an AES-256-CTR stream with as many bits as the prime; words that are not below it are skipped.
     """
     out = np.empty((count, limbs, parameters.degree), np.int64)
     for i in range(count):

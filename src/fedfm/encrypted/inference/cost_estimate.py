@@ -1,4 +1,4 @@
-"""What an encrypted run costs, before it starts: counted operations, times seconds that this machine takes for each."""
+"""Estimate the cost of an encrypted run before it starts: count operations, and time each on this machine."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from fedfm.encrypted.inference.operation_count import Count, count_operations
 from fedfm.encrypted.inference.released_states import Released
 from fedfm.errors import InputError
 
-_AGAIN = 4  # ciphertexts and turns of a timed operation
-_WIDE = 32  # ciphertexts of a timed product; larger refreshes are timed once
+_AGAIN = 4  # ciphertexts and repetitions of a timed operation
+_WIDE = 32  # ciphertexts of a timed product; a larger refresh is timed only once
 _SIDES: tuple[Sender, Sender] = ("client", "server")
 
 
@@ -37,22 +37,22 @@ class EncryptedPlan:
 
     Attributes:
         ring_dimension: N.
-        log_q: bits of all primes, with the special one.
-        security_bits: of the largest security of HomomorphicEncryption.org's tables that log_q reaches.
-        depth: multiplications one after another in the deepest block.
+        log_q: bits of all primes, including the special one.
+        security_bits: the largest security level in HomomorphicEncryption.org's tables that log_q allows.
+        depth: sequential multiplications in the deepest block.
         levels: rescalings between two refreshes.
-        batch: rows of a ciphertext.
-        batches: of all clients.
-        ciphertext_bytes: to the owner (seeded, all primes), back (primes of a refresh), and released (one prime).
+        batch: rows in a ciphertext.
+        batches: number of batches of all clients.
+        ciphertext_bytes: to the owner (seeded, all primes), back (primes of a refresh), and disclosed (one prime).
         key_bytes: of a client's evaluation keys, sent once.
-        wide, narrow: refreshes a block of at least d ciphertexts, and of fewer; the largest of all blocks.
-        refreshed: ciphertexts a batch, of all blocks.
-        messages: a batch, of all blocks, with rows and releases.
-        bytes_per_batch: of all messages; a batch of few rows takes as many as a full one.
-        bytes_per_sample: of all messages of the run, by its rows.
-        statistical_distance: of the client with most rows; it has to be at most 2^-40.
-        seconds_per_block: of a batch, on one core of this machine: owner, and a client on the same machine.
-        seconds: of all batches one after another on one core, owner and clients.
+        wide, narrow: refreshes per block with at least d ciphertexts, and with fewer; the maximum over the blocks.
+        refreshed: refreshed ciphertexts per batch, over all blocks.
+        messages: messages per batch over all blocks, including rows and disclosures.
+        bytes_per_batch: bytes of all messages; a batch of few rows takes as many as a full one.
+        bytes_per_sample: bytes of all messages of the run, divided by its rows.
+        statistical_distance: for the client with the most rows; it must be at most 2^-40.
+        seconds_per_block: for a batch, on one core of this machine: (owner, client on the same machine).
+        seconds: for all batches in sequence on one core, owner and clients together.
     """
 
     ring_dimension: int
@@ -75,7 +75,7 @@ class EncryptedPlan:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """By name, with the condition of the statistical distance."""
+        """The fields by name, and the condition of the statistical distance."""
         return asdict(self) | {"statistical_distance_holds": HOLDS_WHILE}
 
     def table(self) -> str:
@@ -83,20 +83,20 @@ class EncryptedPlan:
         up, down, out = (f"{b / 1e3:,.0f} kB" for b in self.ciphertext_bytes)
         shown = f"2^{math.log2(self.statistical_distance):.1f}" if self.statistical_distance else "0"
         owner, client = self.seconds_per_block
-        each = f"{self.bytes_per_sample / 1e6:,.2f} MB a row of this run"
+        each = f"{self.bytes_per_sample / 1e6:,.2f} MB per row of this run"
         lines = [
             ("ring", f"degree {self.ring_dimension}, {self.log_q} bits, {self.security_bits}-bit security"),
-            ("depth", f"{self.depth} a block, {self.levels} between refreshes"),
-            ("refreshes a block", f"{self.wide} wide, {self.narrow} narrow"),
-            ("ciphertext", f"{up} to the owner, {down} back, {out} released"),
-            ("keys", f"{self.key_bytes / 1e6:,.1f} MB a client, once"),
+            ("depth", f"{self.depth} per block, {self.levels} between refreshes"),
+            ("refreshes per block", f"{self.wide} wide, {self.narrow} narrow"),
+            ("ciphertext", f"{up} to the owner, {down} back, {out} disclosed"),
+            ("keys", f"{self.key_bytes / 1e6:,.1f} MB per client, once"),
             ("batches", f"{self.batches} of up to {self.batch} rows"),
             (
                 "messages",
-                f"{self.messages} a batch, {self.bytes_per_batch / 1e6:,.0f} MB with any number of rows: {each}",
+                f"{self.messages} per batch, {self.bytes_per_batch / 1e6:,.0f} MB for any number of rows: {each}",
             ),
             ("statistical distance", f"at most {shown}, of the 2^{math.log2(MOST):.0f} allowed, {HOLDS_WHILE}"),
-            ("seconds a block", f"{owner:,.1f} owner, {client:,.1f} client, one core"),
+            ("seconds per block", f"{owner:,.1f} owner, {client:,.1f} client, one core"),
             ("all batches", f"{_span(self.seconds)} on one core"),
         ]
         width = max(len(name) for name, _ in lines)
@@ -112,15 +112,15 @@ def plan(
     permuted: int = 0,
     parameters: Parameters = messages.SETS[0],
 ) -> EncryptedPlan:
-    """Costs of passing so many rows of each client.
+    """Costs of the encrypted forward pass for these numbers of rows.
 
     Args:
-        rows: of each client, or of each of its parts, if they pass one after the other.
+        rows: numbers of rows of each client, or of each of its parts if parts have separate batches.
         projection: p of ``tokens``.
-        permuted: classes of the labels in the "permuted" protocol; 0: "masked".
+        permuted: number of classes in the "permuted" protocol; 0: "masked".
 
     Raises:
-        InputError: parameters of less than 128-bit security, or a run that would exceed the statistical distance.
+        InputError: the parameters have less than 128-bit security, or the run would exceed the statistical distance.
     """
     tokens, d = folded.positions.shape
     layout, floor = Packing(parameters, tokens), messages.floor_of(parameters)
@@ -184,9 +184,9 @@ def _depth(folded: FoldedModel, number: int) -> int:
 def _seconds(
     folded: FoldedModel, counts: Sequence[Count], layout: Packing, rotations: set[int], again: int
 ) -> tuple[tuple[float, float], int]:
-    """(owner, client) of a mean block, from timed operations; bytes of the evaluation keys.
+    """((owner, client) seconds of an average block, from timed operations; bytes of the evaluation keys).
 
-    ``again``: ciphertexts that the client returns, of all blocks.
+    ``again``: ciphertexts that the client returns, over all blocks.
     """
     parameters, (tokens, d) = layout.parameters, folded.positions.shape
     floor = messages.floor_of(parameters)
@@ -228,10 +228,10 @@ def _seconds(
 def _refreshes(
     client: seal.ClientKeys, x: Ciphertexts, floor: int, bound: float, sizes: Mapping[int, int]
 ) -> tuple[float, float]:
-    """(client, owner) seconds of a ciphertext in refreshes of these sizes, which occur so often.
+    """(client, owner) seconds per ciphertext in refreshes of these sizes and frequencies.
 
-    A message of hundreds of ciphertexts takes up to twice the time a ciphertext of a small one: it does not fit the
-    cache, and the system has to clear its memory first.
+    In a message of hundreds of ciphertexts each takes up to twice as long as in a small one: the message does not fit
+    into the cache, and the system has to clear its memory first.
     """
     parameters, masking = client.parameters, Masking(bound)
     theirs = ours = 0.0
@@ -262,7 +262,7 @@ def _refreshes(
 
 
 def _returns(client: seal.ClientKeys) -> tuple[float, float]:
-    """(client, owner) seconds of a ciphertext that the client encrypts afresh and sends."""
+    """(client, owner) seconds for a fresh ciphertext that the client sends."""
     parameters = client.parameters
     here, there = (Channel(parameters, bytes(32), bytes(16), side) for side in _SIDES)
 
@@ -280,8 +280,8 @@ def _returns(client: seal.ClientKeys) -> tuple[float, float]:
 
 
 def _measure_seconds(work: Callable[[], object], count: int = _AGAIN, turns: int = _AGAIN) -> float:
-    """CPU seconds of one of ``count`` ciphertexts: the least of some turns."""
-    work()  # compiles, and makes tables
+    """CPU seconds per ciphertext (of ``count``): the minimum of several repetitions."""
+    work()  # the first call compiles and makes tables
     best = math.inf
     for _ in range(turns):
         start = time.process_time()

@@ -1,4 +1,4 @@
-"""What encrypted inference needs of a model: every affine map folded, polynomials with their intervals."""
+"""Interfaces of a model for encrypted inference: affine maps are folded, polynomials have their intervals."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class FoldedLayer(Protocol):
 
     @property
     def heads(self) -> int:
-        """Of the attention."""
+        """Number of attention heads."""
 
     @property
     def norms(self) -> tuple[Folding, Folding]:
-        """1 / sqrt, before the attention and before the MLP."""
+        """Polynomials for 1 / sqrt, before the attention and before the MLP."""
 
     @property
     def exponential(self) -> Folding:
-        """In place of exp."""
+        """The polynomial for exp."""
 
     @property
     def inverse(self) -> Folding:
-        """In place of 1 / x."""
+        """The polynomial for 1 / x."""
 
     @property
     def inverse_scales(self) -> Numbers:
@@ -38,15 +38,15 @@ class FoldedLayer(Protocol):
 
     @property
     def gelu(self) -> Folding:
-        """In place of GELU."""
+        """The polynomial for GELU."""
 
     @property
     def centred_keys(self) -> bool:
-        """Whether keys lose their mean over the tokens."""
+        """Whether the mean over the tokens is subtracted from the keys."""
 
 
 class FoldedModel(Protocol):
-    """Embedding, blocks, and the ranges of what they give."""
+    """Embedding, blocks, and the ranges of their outputs."""
 
     @property
     def embedding(self) -> Numbers:
@@ -62,15 +62,15 @@ class FoldedModel(Protocol):
 
     @property
     def blocks(self) -> Sequence[FoldedLayer]:
-        """L of them."""
+        """The L blocks."""
 
     @property
     def scales(self) -> Numbers:
-        """(L,): the states of a block are released over its scale."""
+        """(L,): the disclosed activations of a block are divided by its scale."""
 
     @property
     def ranges(self) -> Numbers:
-        """(L,): largest magnitude of a block's states, before the scale."""
+        """(L,): largest magnitude of a block's states, before the division by the scale."""
 
     @property
     def bound(self) -> float:
@@ -78,11 +78,11 @@ class FoldedModel(Protocol):
 
     @property
     def class_token(self) -> bool:
-        """Whether token 0 is one."""
+        """Whether token 0 is a class token."""
 
 
 def block_of(layer: FoldedLayer, layout: Packing) -> EncryptedBlock:
-    """The block on ciphertexts of this layout."""
+    """The block that computes on ciphertexts of this layout."""
     return EncryptedBlock(
         layout,
         layer.heads,

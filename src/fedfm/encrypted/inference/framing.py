@@ -1,4 +1,4 @@
-"""Frames between the owner's process and those that compute for it: a kind, a length, bytes."""
+"""Frames between the owner's process and its worker processes: a kind, a length, bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIZE = struct.Struct("<Q")
 
 
 def write(pipe: BinaryIO, kind: int, *parts: bytes) -> None:
-    """Send one frame; several parts are told apart by their sizes."""
+    """Send one frame; the sizes of its parts separate them."""
     sizes = b"".join(_SIZE.pack(len(p)) for p in parts)
     pipe.write(_HEAD.pack(kind, len(parts)) + sizes)
     for part in parts:
@@ -26,12 +26,12 @@ def read(pipe: BinaryIO) -> tuple[int, list[bytes]]:
     """The next frame.
 
     Raises:
-        EOFError: the other side is gone.
-        RunError: what came is no frame.
+        EOFError: the other side has closed the pipe.
+        RunError: the received bytes are not a frame.
     """
     kind, count = _HEAD.unpack(_exactly(pipe, _HEAD.size))
     if kind > BROKEN or count > 16:
-        raise RunError("something else than a frame came from a process of the encrypted computation")
+        raise RunError("a process of the encrypted computation sent something that is not a frame")
     sizes = [_SIZE.unpack(_exactly(pipe, _SIZE.size))[0] for _ in range(count)]
     return kind, [_exactly(pipe, size) for size in sizes]
 

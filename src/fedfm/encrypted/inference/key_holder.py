@@ -1,4 +1,4 @@
-"""Encrypted inference, the key holder's half: it has the rows, makes all keys, encrypts, refreshes and decrypts."""
+"""The key holder's half of encrypted inference: it has the rows, makes all keys, encrypts, refreshes and decrypts."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from fedfm.linalg.kernels import buffers
 
 
 class OutOfRange(ClientFault):
-    """Released states are not what the model can give."""
+    """Disclosed activations exceed the values that the model can produce."""
 
 
 class KeyHolder:
-    """The side with the rows: makes all keys, encrypts, refreshes, decrypts the released states.
+    """The side with the rows: it makes all keys, encrypts, refreshes, and decrypts the disclosed activations.
 
-    It may hold several sessions at once; a message finds its own by the name in its header. A process that has lost
-    its sessions answers with a ``ClientFault``, and the owner begins another.
+    It may have several open sessions; a message finds its session by the name in its header. A process that has lost
+    its sessions answers with a ``ClientFault``, and the owner begins another session.
 
     Args:
         tokens: T of a sample.
-        parameters: of the encryption.
-        secret: the key of an earlier holder; None makes a new one from the system's entropy.
+        parameters: of the encryption scheme.
+        secret: the key of an earlier key holder; None makes a new one from the system's entropy.
     """
 
     def __init__(self, tokens: int, parameters: Parameters, secret: bytes | None = None) -> None:
@@ -44,10 +44,10 @@ class KeyHolder:
 
     @classmethod
     def new(cls, tokens: int, parameters: Parameters = messages.SETS[0]) -> Self:
-        """With new keys.
+        """Make a key holder with new keys.
 
         Raises:
-            InputError: the tokens are no power of two.
+            InputError: the number of tokens is not a power of two.
         """
         return cls(tokens, parameters)
 
@@ -56,48 +56,48 @@ class KeyHolder:
         """The inverse of :meth:`to_bytes`.
 
         Raises:
-            ClientFault, InputError: these bytes are no saved key holder.
+            ClientFault, InputError: these bytes are not a saved key holder.
         """
         parameters, tokens, secret = messages.parse_header(messages.SECRET, data)
         return cls(tokens, parameters, secret)
 
     def to_bytes(self) -> bytes:
-        """The secret key with its layout, for the holder's own storage: never to be sent."""
+        """The secret key with its layout, for the key holder's own storage; it must never be sent."""
         return messages.make_header(messages.SECRET, self.layout.parameters, self.layout.tokens) + self._keys.secret
 
     def public(self) -> bytes:
-        """Evaluation keys, to be sent once; every call makes others that fit as well."""
+        """Evaluation keys, to be sent once; every call makes different ones, which are all valid."""
         head = messages.make_header(messages.PUBLIC, self.layout.parameters, self.layout.tokens)
         return head + self._keys.public(self.rotations)
 
     @property
     def rotations(self) -> set[int]:
-        """Steps of the rotation keys that it sends."""
+        """Steps of the rotation keys that the key holder sends."""
         return self.layout.rotations
 
     def begin(self, session: bytes, key: bytes, counts: tuple[int, int] = (0, 0)) -> None:
-        """Open a session: 16 bytes, and the key that both sides agreed on.
+        """Open a session, given its name (16 bytes) and the key that both sides agreed on.
 
-        ``counts`` of :meth:`counts` continue a session in another process.
+        ``counts`` from :meth:`counts` continue a session in another process.
         """
         channel = Channel(self.layout.parameters, key, session, "client")
         channel.sent, channel.received = counts
         self._channels[session] = self._current = channel
 
     def counts(self, session: bytes) -> tuple[int, int]:
-        """Messages of a session that were sent and received."""
+        """(sent, received) messages of a session."""
         channel = self._channel(session)
         return channel.sent, channel.received
 
     def end(self, session: bytes) -> None:
-        """Forget a session."""
+        """Close a session."""
         self._channels.pop(session, None)
 
     def rows(self, x: Numbers) -> bytes:
-        """Encrypted rows (n, T, F), n up to N / 2 / T, in the session begun last.
+        """Encrypt rows (n, T, F), n up to N / 2 / T, in the session that was opened last.
 
         Raises:
-            InputError: another shape, or numbers that are not finite.
+            InputError: the shape is wrong, or values are not finite.
         """
         if self._current is None:
             raise InputError("encrypted rows need a session: begin one")
@@ -105,7 +105,7 @@ class KeyHolder:
         return encrypt_message(self._keys, self._current, self.layout.pack(np.asarray(x, np.float64)), limbs)
 
     def refresh(self, message: bytes) -> bytes:
-        """The same masked numbers, encrypted again.
+        """The same masked values, encrypted again.
 
         Raises:
             ClientFault: the message is not the next one of an open session.
@@ -113,21 +113,23 @@ class KeyHolder:
         return answer_refresh(self._keys, self._channel(session_of(message)), message, self._floor)
 
     def decrypt_released(self, message: bytes, samples: int) -> NDArray[np.float32]:
-        """Released states of a block, (samples, P, width), over the block's scale; zeros for rows out of range.
+        """Disclosed activations of a block, (samples, P, width), over the block's scale; zeros for rows out of range.
 
         Raises:
             ClientFault: the message is not the next one of an open session.
-            OutOfRange: all rows of the first block are out of range: the keys are not those of this key holder.
+            OutOfRange: all rows of the first block are out of range; the keys are not this key holder's.
         """
         tokens = self.layout.tokens
         channel = self._channel(session_of(message))
         residues, scale = channel.unpack(message, limbs=messages.RELEASE_LIMBS - 1, note=messages.NOTE.size)
         kind, block, width, largest = messages.NOTE.unpack(note_of(message, messages.NOTE.size))
         if kind >= len(KINDS) or not (math.isfinite(largest) and largest > 0):
-            raise ClientFault(E_FORMAT, "released states of an unknown kind came")
+            raise ClientFault(E_FORMAT, "disclosed activations of an unknown kind came")
         shape = Released.for_receiver(KINDS[kind], tokens, width)
         if len(residues) != shape.ciphertexts or not 1 <= samples <= self.layout.samples:
-            raise ClientFault(E_SHAPE, f"{len(residues)} ciphertexts of released states: expected {shape.ciphertexts}")
+            raise ClientFault(
+                E_SHAPE, f"{len(residues)} ciphertexts of disclosed activations: expected {shape.ciphertexts}"
+            )
         states = shape.from_slots(self._keys.decrypt(residues, scale), samples)
         return zero_out_of_range(states, largest, block).astype(np.float32)
 
@@ -138,19 +140,21 @@ class KeyHolder:
 
 
 def zero_out_of_range(states: NDArray[np.float64], largest: float, block: int) -> NDArray[np.float64]:
-    """States (samples, P, width), zeros for rows that are not finite or larger than the model's.
+    """States (samples, P, width) with zeros for rows that are not finite or exceed the model's largest value.
 
-    An argument of such a row left its interval, or its batch has overflowed.
+    An argument of such a row left its interval, or its batch overflowed.
 
     Raises:
-        OutOfRange: this concerns all rows of the first block: the keys are others, or the batch has overflowed.
+        OutOfRange: it affects all rows of the first block; the keys are wrong, or the batch overflowed.
     """
     worst = np.abs(states).max(axis=(1, 2))
     bad = np.flatnonzero(~(worst <= largest))
     if len(bad) == len(states) and block == 0:
         finite = bool(np.isfinite(worst).all())
-        reason = f"released states of all rows of block 1: up to {worst.max():.4g}, expected at most {largest:.4g}"
-        why = "a row that is far outside the model's intervals has spoilt its batch, or the keys are others"
+        reason = (
+            f"disclosed activations of all rows of block 1: up to {worst.max():.4g}, expected at most {largest:.4g}"
+        )
+        why = "a row far outside the model's intervals has made its batch overflow, or the keys are wrong"
         raise OutOfRange(E_NORM if finite else E_NONFINITE, f"{reason}: {why}")
     out = states.copy()
     out[bad] = 0

@@ -1,4 +1,4 @@
-"""Constants of key holder and model owner: parameter sets, primes of a message, notes, checkpoints."""
+"""Constants that key holder and model owner share: parameter sets, primes of messages, notes, checkpoints."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from fedfm.encrypted.ckks import modular_kernels
 from fedfm.encrypted.ckks.ring import SLOW_LINK, Parameters, Residues
 from fedfm.errors import E_FORMAT, E_VERSION, ClientFault, InputError, Lost
 
-SETS = (Parameters(), SLOW_LINK)  # their numbers go into keys; new sets are added at the end
-FLOORS = (3, 4)  # primes of ciphertexts that are refreshed: 2^-40 for 10^5 ciphertexts needs as many
-RELEASE_LIMBS = 2  # primes with which released states are picked; the message has one less
-SECRET, PUBLIC = b"FFHS", b"FFHP"  # what keys begin with
-_OPENING = struct.Struct("<4sBI")  # mark, number of the parameters, tokens
+SETS = (Parameters(), SLOW_LINK)  # their indexes go into keys; add new sets at the end
+FLOORS = (3, 4)  # numbers of primes of refreshed ciphertexts, as 2^-40 for 10^5 ciphertexts requires
+RELEASE_LIMBS = 2  # primes with which disclosed activations are selected; the message has one less
+SECRET, PUBLIC = b"FFHS", b"FFHP"  # marks at the start of keys
+_OPENING = struct.Struct("<4sBI")  # mark, index of the parameter set, tokens
 NOTE = struct.Struct("<BHHd")  # kind, block, features, largest magnitude
-PERMUTED_STATES, LABELS = 16, 17  # kinds of notes of the "permuted" protocol, in addition to those of released states
+PERMUTED_STATES, LABELS = 16, 17  # kinds of notes that only the "permuted" protocol has
 _CHECKPOINT = struct.Struct("<4sBHIBd")  # mark, parameters, blocks, count, primes, scale
 
 
 def number_of(parameters: Parameters) -> int:
-    """The number of a parameter set.
+    """The index of a parameter set.
 
     Raises:
-        InputError: it is none of :data:`SETS`.
+        InputError: it is not in :data:`SETS`.
     """
     if parameters not in SETS:
         raise InputError("encryption parameters: expected those of degree 8192 or SLOW_LINK")
@@ -39,12 +39,12 @@ def parameters_of(ring: int) -> Parameters:
 
 
 def floor_of(parameters: Parameters) -> int:
-    """Primes of ciphertexts that are refreshed."""
+    """Number of primes of refreshed ciphertexts."""
     return FLOORS[number_of(parameters)]
 
 
 def rows_limbs(parameters: Parameters) -> int:
-    """Primes of encrypted rows: the embedding needs one narrow prime and no more."""
+    """Number of primes of encrypted rows: the embedding needs only one narrow prime."""
     return max(n for n in range(1, parameters.limbs + 1) if not parameters.wide(n))
 
 
@@ -54,16 +54,16 @@ def make_header(mark: bytes, parameters: Parameters, tokens: int) -> bytes:
 
 
 def parse_header(mark: bytes, data: bytes) -> tuple[Parameters, int, bytes]:
-    """Parameters, tokens and the rest of what begins with :func:`make_header`.
+    """Parse the header of :func:`make_header`; returns parameters, tokens and the rest of the bytes.
 
     Raises:
-        ClientFault: it begins with something else.
+        ClientFault: the bytes begin with another header.
     """
     if len(data) < _OPENING.size:
         raise ClientFault(E_FORMAT, "keys are cut off")
     found, number, tokens = _OPENING.unpack_from(data)
     if found != mark:
-        raise ClientFault(E_FORMAT, "these bytes are no keys")
+        raise ClientFault(E_FORMAT, "these bytes are not keys")
     if number >= len(SETS):
         raise ClientFault(E_VERSION, "the other side uses other encryption parameters")
     return SETS[number], tokens, data[_OPENING.size :]
@@ -71,10 +71,10 @@ def parse_header(mark: bytes, data: bytes) -> tuple[Parameters, int, bytes]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where a later session goes on: the states after so many blocks, still under the client's key.
+    """The point where a later session continues: the states after some blocks, still under the client's key.
 
     Attributes:
-        blocks: that are done and released.
+        blocks: number of blocks that are computed and disclosed.
         scale: of the ciphertexts.
         residues: (d, 2, primes, N).
     """
@@ -85,7 +85,7 @@ class Checkpoint:
     parameters: Parameters
 
     def to_bytes(self) -> bytes:
-        """With a checksum against damage; nobody but the owner can do without it or with it."""
+        """The checkpoint as bytes, with a checksum against damage; only the owner reads it."""
         count, _, limbs, _ = self.residues.shape
         bits = np.array(self.parameters.bits[:limbs], np.int64)
         words = np.empty((count, 2, int(bits.sum()) * self.parameters.degree // 64), np.uint64)

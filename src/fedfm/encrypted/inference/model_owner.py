@@ -1,16 +1,16 @@
 """Encrypted inference between a key holder, who has the rows, and a model owner. No engine, no federation.
 
-*Protocol* (masked): the key holder sends encrypted rows. The model owner computes block after block, asks the holder to
-refresh masked ciphertexts, and sends the released states of every block. Rows and secret key stay with the holder,
-weights with the owner. Both semi-honest.
+*Protocol* (masked): the key holder sends encrypted rows. The model owner computes one block after another, asks the
+holder to refresh masked ciphertexts, and sends the disclosed activations of every block. Rows and secret key stay with
+the holder, weights with the owner. Both are semi-honest.
 
-*What leaves the owner*: masked ciphertexts (:mod:`~fedfm.encrypted.ckks.refresh`, with a statistical distance that the
-ledger adds up), and released states. The owner adds to a released ciphertext an encryption of zero under the holder's
+*What leaves the owner*: masked ciphertexts (:mod:`~fedfm.encrypted.ckks.refresh`; the ledger sums their statistical
+distance), and disclosed activations. To a disclosed ciphertext the owner adds an encryption of zero under the holder's
 public key, and uniform noise on every coefficient. The encryption of zero hides the second polynomial, which otherwise
-shows a linear layer's weights exactly; it relies on ring learning with errors. The noise gives **no** useful
-statistical distance: precision of 1e-3 allows noise of 2^-14 a slot (rms), about as much as the computation has itself,
-where a distance of 2^-40 would need 2^40 times that. So a holder sees the released numbers with the computation's
-rounding, which depends on the weights as the released numbers themselves do.
+reveals a linear layer's weights exactly; it relies on ring learning with errors. The noise gives **no** useful
+statistical distance. A precision of 1e-3 allows noise of 2^-14 per slot (rms), about the computation's own rounding; a
+distance of 2^-40 would need 2^40 times as much. So a holder sees the disclosed values with the computation's rounding,
+which depends on the weights just like the disclosed values themselves.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fedfm.privacy.crypto import keys
 
 __all__ = ["FLOOD", "Checkpoint", "KeyHolder", "ModelOwner", "OutOfRange"]
 
-FLOOD = 2.0**-14  # rms of the noise in a released slot
+FLOOD = 2.0**-14  # rms of the noise in a disclosed slot
 
 
 class ModelOwner:
@@ -52,12 +52,12 @@ class ModelOwner:
         public: the holder's evaluation keys.
         session: 16 bytes, new for this session.
         key: 32 bytes, agreed on with the holder.
-        ledger: of the masks' statistical distance, one for all sessions with this holder.
+        ledger: of the masks' statistical distance; one ledger for all sessions with this holder.
         projection: (p, d), for ``tokens``.
 
     Raises:
-        ClientFault: the keys are damaged, or for other parameters or tokens.
-        InputError: a model that cannot run encrypted, or a kind that it does not allow.
+        ClientFault: the keys are damaged, or belong to other parameters or tokens.
+        InputError: the model cannot run encrypted, or does not allow this kind of disclosure.
     """
 
     def __init__(
@@ -98,18 +98,18 @@ class ModelOwner:
         start: Checkpoint | None = None,
         save: Callable[[Checkpoint], None] | None = None,
     ) -> None:
-        """All blocks of one batch.
+        """Compute all blocks of one batch.
 
         Args:
-            rows: of :meth:`KeyHolder.rows`; not looked at if there is a checkpoint.
-            exchange: carries a refresh to the holder and brings its answer.
-            release: sends the released states of block 0, 1, ...
-            start: where an earlier session of this batch ended.
-            save: keeps a checkpoint, after the states of its last block were sent.
+            rows: from :meth:`KeyHolder.rows`; ignored if there is a checkpoint.
+            exchange: sends a refresh to the holder and returns its answer.
+            release: sends the disclosed activations of block 0, 1, ...
+            start: the checkpoint of an earlier session of this batch.
+            save: stores a checkpoint, after the states of its last block are sent.
 
         Raises:
             ClientFault: the holder's answer does not fit the request.
-            RunError: the run's statistical distance is spent.
+            RunError: the run would exceed its statistical distance.
         """
         self.link = self.keys.refresh = RemoteRefresh(self._masking, self._channel, exchange)
         first = 0 if start is None else start.blocks
@@ -122,13 +122,13 @@ class ModelOwner:
                 save(Checkpoint(number + 1, x.scale, x.residues, self.layout.parameters))
 
     def release(self, block: int, x: Ciphertexts) -> bytes:
-        """The message with the released states of a block, of its encrypted states (d,)."""
+        """The message with the disclosed activations of a block, from its encrypted states (d,)."""
         largest = float(self.folded.ranges[block] / self.folded.scales[block]) * self.kind.gain()
         chosen = self._select_released(x.at(RELEASE_LIMBS), float(self.folded.scales[block]), largest)
         return self._clean(chosen, messages.NOTE.pack(KINDS.index(self.kind.kind), block, self.kind.width, largest))
 
     def _clean(self, chosen: Ciphertexts, note: bytes) -> bytes:
-        """The message of ciphertexts that the holder may decrypt, with an encryption of zero and noise."""
+        """A message of ciphertexts that the holder may decrypt; it adds an encryption of zero and noise."""
         out = chosen.residues.copy()
         ring = self.keys.ring
         out = ring.add(out, self.keys.zeros(len(out), out.shape[2]))
@@ -136,7 +136,7 @@ class ModelOwner:
         return self._channel.pack(out, chosen.scale, note=note)
 
     def _embed(self, rows: bytes) -> Ciphertexts:
-        """Encrypted tokens, with their positions."""
+        """Embed encrypted tokens, with their positions."""
         parameters, folded = self.layout.parameters, self.folded
         limbs = messages.rows_limbs(parameters)
         residues, scale = self._channel.unpack(
@@ -149,11 +149,11 @@ class ModelOwner:
     def _resume(self, start: Checkpoint) -> Ciphertexts:
         parameters, features = self.layout.parameters, self.folded.positions.shape[1]
         if start.parameters != parameters or len(start.residues) != features or start.blocks > len(self._blocks):
-            raise InputError("a checkpoint of another model or of other encryption parameters")
+            raise InputError("the checkpoint belongs to another model or to other encryption parameters")
         return Ciphertexts(start.residues.view(np.uint64), start.scale, self.keys)
 
     def _select_released(self, x: Ciphertexts, over: float, largest: float) -> Ciphertexts:
-        """The released numbers, over the block's scale, at one prime; all other slots are zero."""
+        """Select the disclosed values, over the block's scale, at one prime; all other slots are zero."""
         ring, step, factor = self.keys.ring, self.layout.samples, self._factor(x, largest)
         if self.kind.projection is not None:
             rounded = np.rint(self.kind.projection * (factor / over))
@@ -172,14 +172,16 @@ class ModelOwner:
         return self.keys.rescale(Ciphertexts(released, x.scale * factor, self.keys))
 
     def _factor(self, x: Ciphertexts, largest: float) -> float:
-        """The scale of a plaintext with which the products, slots of at most this magnitude, fit the last prime."""
+        """A plaintext scale such that products with slots up to ``largest`` fit into the last prime."""
         parameters = self.layout.parameters
-        # Half the last modulus has to exceed every coefficient, which no slot's magnitude times the scale falls below.
+        # Every coefficient must stay below half the last modulus; slots bound coefficients, up to the scale.
         target = min(parameters.scale, 2.0 ** math.floor(math.log2(parameters.primes[0] / 4 / largest)))
         return target * parameters.primes[RELEASE_LIMBS - 1] / x.scale
 
     def _rotate_and_sum(self, sums: dict[int, Ciphertexts]) -> Ciphertexts:
-        """The sum of ciphertexts, each rotated by its number of tokens: by one bit of all numbers after another."""
+        """The sum of ciphertexts, each rotated by its key's number of tokens; rotations go bit by bit for all at
+        once.
+        """
         for bit in range(self.layout.tokens.bit_length() - 1):
             halves: dict[int, Ciphertexts] = {}
             for j, x in sorted(sums.items()):
@@ -189,10 +191,10 @@ class ModelOwner:
         return sums[0]
 
     def _noise(self, count: int, scale: float) -> NDArray[np.int64]:
-        """Uniform coefficients whose slots have the rms :data:`FLOOD`, in evaluation form (count, 1, N)."""
+        """Uniform random coefficients whose slots have the rms :data:`FLOOD`, in evaluation form (count, 1, N)."""
         parameters = self.layout.parameters
         reach = FLOOD * scale * math.sqrt(3 / parameters.degree)
-        bits = max(1, round(math.log2(reach)) + 1)  # of uniform numbers in [-2^(bits - 1), 2^(bits - 1))
+        bits = max(1, round(math.log2(reach)) + 1)  # for uniform integers in [-2^(bits - 1), 2^(bits - 1))
         words = np.frombuffer(keys.entropy(8 * count * parameters.degree), "<u8") & np.uint64((1 << bits) - 1)
         noise = words.astype(np.int64).reshape(count, -1) - (1 << (bits - 1))
         return encoding.to_residues(noise, RELEASE_LIMBS - 1, self.keys.ring)

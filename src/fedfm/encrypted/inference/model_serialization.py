@@ -1,4 +1,4 @@
-"""A folded model as bytes, for the processes that compute with it: arrays of numpy, polynomials by name, no pickle."""
+"""A folded model as bytes for worker processes: numpy arrays, and polynomials by name; no pickle."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class DecodedModel:
 
 
 def model_bytes(folded: FoldedModel) -> bytes:
-    """All of a folded model.
+    """Serialise a complete folded model.
 
     Raises:
-        InputError: a polynomial of another kind than those of :mod:`fedfm.encrypted.student.polynomials`.
+        InputError: a polynomial's class is not in :mod:`fedfm.encrypted.student.polynomials`.
     """
     arrays = {name: np.asarray(getattr(folded, name)) for name in _ARRAYS}
     blocks = []
@@ -95,7 +95,7 @@ def model_of(data: bytes) -> DecodedModel:
 def _fields_of(recipe: Folding) -> dict[str, Any]:
     kind = type(recipe).__name__
     if _KINDS.get(kind) is not type(recipe):
-        raise InputError(f"a polynomial {kind}: processes take {', '.join(_KINDS)}")
+        raise InputError(f"a polynomial {kind}: worker processes accept {', '.join(_KINDS)}")
     fields = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}  # type: ignore[arg-type]
     return {"kind": kind} | {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
 

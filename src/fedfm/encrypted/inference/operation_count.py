@@ -1,4 +1,4 @@
-"""Operations of an encrypted block, counted by running it on ciphertexts of a few coefficients, without keys."""
+"""Count the operations of an encrypted block: run it without keys on ciphertexts of few coefficients."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class _Short:
 
 @dataclass
 class Count:
-    """An evaluator that computes nothing and counts, in place of ``ServerKeys``.
+    """An evaluator that only counts operations; it replaces ``ServerKeys``.
 
     Attributes:
-        operations: (name, primes) -> how often; names are ``relinearise``, ``rescale``, ``rotate``, and ``weigh`` for a
+        operations: (name, primes) -> count; names are ``relinearise``, ``rescale``, ``rotate``, and ``weigh`` for a
             product with a plaintext in a sum.
-        refreshes: ciphertexts of each refresh, in order.
+        refreshes: number of ciphertexts of each refresh, in order.
     """
 
     ring: Ring
@@ -42,17 +42,17 @@ class Count:
     refreshes: list[int] = field(default_factory=list)
 
     def relinearise(self, x: Ciphertexts) -> Ciphertexts:
-        """Three polynomials to two."""
+        """Count relinearisations."""
         if x.limbs.shape[1] == 2:
             return x
         return self._like("relinearise", x, x.level + 1, x.scale)
 
     def rescale(self, x: Ciphertexts) -> Ciphertexts:
-        """One prime less."""
+        """Count rescalings, and drop a prime."""
         return self._like("rescale", x, x.level, x.scale / self.ring.parameters.primes[x.level])
 
     def rotate(self, x: Ciphertexts, steps: int) -> Ciphertexts:
-        """As many ciphertexts."""
+        """Count rotations."""
         return self._like("rotate", x, x.level + 1, x.scale)
 
     def zeros(self, count: int, limbs: int) -> Residues:
@@ -67,7 +67,7 @@ class Count:
         return self.ones(len(x), self.ring.parameters.limbs, x.scale)
 
     def ones(self, count: int, limbs: int, scale: float) -> Ciphertexts:
-        """Ciphertexts of ones."""
+        """Placeholder ciphertexts."""
         return Ciphertexts(self.zeros(count, limbs).view(np.uint64), scale, self)
 
     def _like(self, name: str, x: Ciphertexts, limbs: int, scale: float) -> Ciphertexts:
@@ -78,10 +78,10 @@ class Count:
 def count_operations(
     layer: FoldedLayer, tokens: int, parameters: Parameters, first: bool = False, fresh: bool = False
 ) -> Count:
-    """Operations of a block; the first one's input has the primes that the embedding leaves.
+    """Operations of a block; the first block's input has the primes that the embedding leaves.
 
     Args:
-        fresh: "permuted": the other ones' inputs have all primes, and what a block gives comes in another order.
+        fresh: "permuted": the inputs of other blocks have all primes, and a block's outputs are reordered.
     """
     short = cast(Parameters, _Short(parameters, tokens))
     ring = Ring.__new__(Ring)
@@ -97,7 +97,7 @@ def count_operations(
 
 
 def count_permutation(count: Count, features: int, layout: Packing) -> None:
-    """Count what it takes to bring so many features of a full batch to another order, two by two."""
+    """Count the operations that reorder this number of features of a full batch, in pairs."""
 
     def weigh(turned: Ciphertexts, giant: int) -> Ciphertexts:
         count.operations["weigh", turned.level + 1] += len(turned)

@@ -1,4 +1,4 @@
-"""Encrypted inference by the paper's protocol of BlindFed ("permuted"), the key holder's half."""
+"""The key holder's half of BlindFed's own protocol ("permuted")."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedfm.encrypted.inference.key_holder import KeyHolder, zero_out_of_range
 from fedfm.encrypted.inference.released_states import Numbers
 from fedfm.errors import E_FORMAT, E_NORM, E_SHAPE, ClientFault
 
-_OFF = 0.1  # of a number of an encrypted label: 0 or 1
+_OFF = 0.1  # largest error of a decrypted label's entry, which is 0 or 1
 
 
 class PermutedKeyHolder(KeyHolder):
@@ -23,21 +23,21 @@ class PermutedKeyHolder(KeyHolder):
 
     @property
     def rotations(self) -> set[int]:
-        """With those that move samples."""
+        """The rotation steps, including those that move samples."""
         return self.layout.rotations | slot_permutation.rotations(self.layout)
 
     def labels(self, session: bytes, labels: NDArray[np.integer], classes: int) -> bytes:
-        """Encrypted labels (n,), one number a class: class k T + t in token t of ciphertext k."""
+        """Encrypt labels (n,) as one-hot vectors: class k T + t is token t of ciphertext k."""
         count, tokens = -(-classes // self.layout.tokens), self.layout.tokens
         ones = np.eye(count * tokens)[labels].reshape(-1, count, tokens).transpose(0, 2, 1)
         return encrypt_message(self._keys, self._channel(session), self.layout.pack(ones), messages.RELEASE_LIMBS)
 
     def states_of(self, message: bytes, samples: int) -> NDArray[np.float64]:
-        """States of a block, (samples, T, d), in the owner's order; zeros for rows out of range.
+        """Decrypt the states of a block, (samples, T, d), in the owner's order; zeros for rows out of range.
 
         Raises:
             ClientFault: the message is not the next one of an open session.
-            OutOfRange: all rows of the first block are out of range: the keys are not those of this key holder.
+            OutOfRange: all rows of the first block are out of range; the keys are not this key holder's.
         """
         states, block, largest = self._decrypt(message, messages.PERMUTED_STATES, samples)
         return zero_out_of_range(states, largest, block)
@@ -47,10 +47,10 @@ class PermutedKeyHolder(KeyHolder):
         return encrypt_message(self._keys, self._channel(session), self.layout.pack(states))
 
     def labels_of(self, message: bytes, samples: int, classes: int) -> NDArray[np.int64]:
-        """Labels (samples,) in the owner's order.
+        """Decrypt labels (samples,) in the owner's order.
 
         Raises:
-            ClientFault: the message is not the next one of an open session, or holds no labels.
+            ClientFault: the message is not the next one of an open session, or has no labels.
         """
         found, *_ = self._decrypt(message, messages.LABELS, samples)
         ones = found.transpose(0, 2, 1).reshape(samples, -1)
@@ -60,12 +60,12 @@ class PermutedKeyHolder(KeyHolder):
         return np.asarray(labels, np.int64)
 
     def _decrypt(self, message: bytes, kind: int, samples: int) -> tuple[NDArray[np.float64], int, float]:
-        """Numbers (samples, T, features), the number of the block, and the largest that is expected."""
+        """(values (samples, T, features), index of the block, largest expected magnitude)."""
         channel = self._channel(session_of(message))
         residues, scale = channel.unpack(message, limbs=messages.RELEASE_LIMBS - 1, note=messages.NOTE.size)
         came, block, features, largest = messages.NOTE.unpack(note_of(message, messages.NOTE.size))
         if came != kind or not (math.isfinite(largest) and largest > 0):
-            raise ClientFault(E_FORMAT, "states or labels of an unknown kind came")
+            raise ClientFault(E_FORMAT, "a message with states or labels has an unknown kind")
         if len(residues) != -(-features // 2) or not 1 <= samples <= self.layout.samples:
             raise ClientFault(E_SHAPE, f"{len(residues)} ciphertexts of {features} features: expected half as many")
         slots = slot_permutation.unpair_features(self._keys.decrypt_complex(residues, scale), features)

@@ -1,13 +1,13 @@
-"""Encrypted inference by the paper's protocol of BlindFed ("permuted"), the model owner's half.
+"""The model owner's half of BlindFed's own protocol ("permuted").
 
-After block l the key holder gets E(B_l) Pi_l: the states of all tokens, its samples in a secret order. It returns fresh
-encryptions of them in that order, with all primes, which takes the place of the refresh between two blocks. Blocks
-compute each sample by itself, so the owner goes on in the order Pi_l and brings the next states from there to
-Pi_{l+1}; nothing is ever undone. In the end the encrypted labels, which the holder sent in its own order, go back in
-order Pi_{L+1}.
+After block l the key holder gets E(B_l) Pi_l: the states of all tokens, with its samples in a secret order. It returns
+fresh encryptions of them in that order with all primes; this replaces the refresh between two blocks. A block computes
+each sample separately, so the owner continues in the order Pi_l and reorders the next states from Pi_l to Pi_{l+1};
+no order is ever undone. At the end the encrypted labels, which the holder sent in its own order, go back in the order
+Pi_{L+1}.
 
-What leaves the owner is cleaned as released states are (:mod:`~fedfm.encrypted.inference.model_owner`). Here the noise
-comes back with the states, so that errors of later blocks are a little larger.
+Everything that leaves the owner is cleaned like disclosed activations (:mod:`~fedfm.encrypted.inference.model_owner`).
+The added noise comes back with the states, so errors of later blocks are slightly larger.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class PermutedModelOwner(ModelOwner):
     """As :class:`~fedfm.encrypted.inference.model_owner.ModelOwner`, for one batch.
 
     Args:
-        orders: Pi_1 ... Pi_{L+1}, each (n,): at place j stands sample order[j] of the holder's own order.
+        orders: Pi_1 ... Pi_{L+1}, each (n,): position j has sample order[j] of the holder's own order.
 
     Raises:
-        ClientFault: the keys are damaged, for other parameters, or too few.
-        InputError: a model that cannot run encrypted, or another number of orders.
+        ClientFault: the keys are damaged, belong to other parameters, or are too few.
+        InputError: the model cannot run encrypted, or the number of orders is wrong.
     """
 
     def __init__(self, *about: Any, orders: Sequence[Order]) -> None:
@@ -54,20 +54,20 @@ class PermutedModelOwner(ModelOwner):
         start: Checkpoint | None = None,
         save: Callable[[Checkpoint], None] | None = None,
     ) -> None:
-        """All blocks of one batch.
+        """Compute all blocks of one batch.
 
         Args:
-            rows: of :meth:`PermutedKeyHolder.rows` and :meth:`~PermutedKeyHolder.labels`, joined by
+            rows: from :meth:`PermutedKeyHolder.rows` and :meth:`~PermutedKeyHolder.labels`, joined by
                 :func:`join_messages`; with a checkpoint the rows are empty.
-            exchange: carries a refresh to the holder and brings its answer.
-            release: sends the states of block 0, 1, ... and brings the holder's fresh encryptions of them (after the
-                last block: anything); as block L it sends the labels.
-            start: where an earlier session of this batch ended.
-            save: keeps a checkpoint, after every block but the last.
+            exchange: sends a refresh to the holder and returns its answer.
+            release: sends the states of block 0, 1, ... and returns the holder's fresh encryptions of them (after the
+                last block the value is ignored); as block L it sends the labels.
+            start: the checkpoint of an earlier session of this batch.
+            save: stores a checkpoint, after every block but the last.
 
         Raises:
             ClientFault: the holder's answer does not fit the request.
-            RunError: the run's statistical distance is spent.
+            RunError: the run would exceed its statistical distance.
         """
         self.link = self.keys.refresh = RemoteRefresh(self._masking, self._channel, exchange)
         first, own = 0 if start is None else start.blocks, np.arange(len(self.orders[0]))
@@ -87,9 +87,9 @@ class PermutedModelOwner(ModelOwner):
         release(last + 1, self.permute(last + 1, known, self.orders[-1]))
 
     def permute(self, block: int, x: Ciphertexts, order: Order) -> bytes:
-        """The message with the states of a block, of its encrypted states (d,), brought to another order.
+        """The message with the reordered states of a block, from its encrypted states (d,).
 
-        As block L: encrypted labels.
+        For block L these are the encrypted labels.
         """
         states = block < len(self._blocks)
         largest = float(self.folded.ranges[block]) if states else 1.0
@@ -108,7 +108,7 @@ class PermutedModelOwner(ModelOwner):
 
 
 def order_bytes(orders: Sequence[Order]) -> bytes:
-    """Orders as bytes, for the processes that compute; :func:`orders_of` is the inverse."""
+    """Orders as bytes, for the worker processes; :func:`orders_of` is the inverse."""
     return len(orders).to_bytes(8, "little") + np.stack(orders).astype("<i8").tobytes()
 
 
@@ -118,7 +118,7 @@ def orders_of(data: bytes) -> list[Order]:
 
 
 def join_messages(rows: bytes, labels: bytes) -> bytes:
-    """Two messages in one; :func:`split_messages` is the inverse."""
+    """Join two messages into one; :func:`split_messages` is the inverse."""
     return len(rows).to_bytes(8, "little") + rows + labels
 
 

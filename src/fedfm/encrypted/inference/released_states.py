@@ -1,11 +1,12 @@
-"""Released states: which numbers of a block's output a holder of rows may see, in the clear and as ciphertexts.
+"""Disclosed activations: the values of a block's output that a key holder may see, in the clear and encrypted.
 
-Of every block's states (tokens, d): ``class`` is the mean over the tokens, or the class token; ``grid`` is that mean
-and those of the four quadrants of a square grid of patches; ``tokens`` is every token, projected by a secret matrix.
+They are made from a block's states (tokens, d). ``class`` is the class token, or without one the mean over the tokens.
+``grid`` is that value and the means of the four quadrants of a square grid of patches. ``tokens`` is every token,
+projected by a secret matrix.
 
-Encrypted, features share a ciphertext: slot t B + s (token t, sample s) of its inputs becomes the slot of another
-token, by products with encoded 0/1 slots and rotations. Slots that belong to no released number are multiplied by
-zero. The mean over all tokens is not sent with ``grid``: it is the mean of the four others.
+Encrypted features share a ciphertext: products with encoded 0/1 slots and rotations move slot t B + s (token t, sample
+s) of an input to the slot of another token. Slots without a disclosed value are multiplied by zero. With ``grid`` the
+mean over all tokens is not sent: it is the mean of the four others.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ KINDS = ("class", "grid", "tokens")
 
 
 def projection_matrix(secret: bytes, rows: int, features: int) -> NDArray[np.float64]:
-    """Orthonormal rows, (rows, d), that whoever does not know the secret cannot make again.
+    """Orthonormal rows (rows, d), derived from a secret; without the secret they cannot be reproduced.
 
     Raises:
-        InputError: more rows than features.
+        InputError: there are more rows than features.
     """
     if not 1 <= rows <= features:
         raise InputError(f"a projection to {rows} of {features} features: expected 1 to {features}")
@@ -39,17 +40,17 @@ def projection_matrix(secret: bytes, rows: int, features: int) -> NDArray[np.flo
 
 @dataclass(frozen=True)
 class Released:
-    """What is released of a block.
+    """The disclosed activations of a block.
 
     Attributes:
         kind: ``class``, ``grid`` or ``tokens``.
         tokens: T, a power of two.
         features: d of the model.
         projection: (p, d) for ``tokens``; else None.
-        class_token: whether token 0 is one; then ``class`` is that token.
+        class_token: whether token 0 is a class token; then ``class`` is that token.
 
     Raises:
-        InputError: a kind that the tokens do not allow.
+        InputError: the tokens do not allow this kind.
     """
 
     kind: str
@@ -73,35 +74,35 @@ class Released:
 
     @classmethod
     def for_receiver(cls, kind: str, tokens: int, width: int) -> Released:
-        """As its receiver knows it: without the projection, whose results are features like others."""
+        """The receiver's view: without the projection, since projected values are ordinary features."""
         return cls(kind, tokens, width, np.eye(width) if kind == "tokens" else None)
 
     @property
     def positions(self) -> int:
-        """P of the released states (samples, P, width)."""
+        """P, for disclosed activations (samples, P, width)."""
         return {"class": 1, "grid": 5, "tokens": self.tokens}[self.kind]
 
     @property
     def width(self) -> int:
-        """Features of a released state."""
+        """Features of one disclosed position."""
         return self.features if self.projection is None else len(self.projection)
 
     @property
     def together(self) -> int:
-        """Features of one ciphertext."""
+        """Number of features in one ciphertext."""
         return {"class": self.tokens, "grid": self.tokens // 4, "tokens": 1}[self.kind]
 
     @property
     def ciphertexts(self) -> int:
-        """Of one block and batch."""
+        """Number of ciphertexts for one block and batch."""
         return -(-self.width // self.together)
 
     def gain(self) -> float:
-        """Largest magnitude of a released number, of states of at most 1 in magnitude."""
+        """Largest magnitude of a disclosed value, if states are at most 1 in magnitude."""
         return 1.0 if self.projection is None else float(np.abs(self.projection).sum(axis=1).max())
 
     def clear(self, states: Numbers) -> NDArray[np.float64]:
-        """By the definition: (..., T, d) -> (..., P, width)."""
+        """Compute them in the clear, by their definition: (..., T, d) -> (..., P, width)."""
         x = np.asarray(states, np.float64)
         if self.projection is not None:
             return np.asarray(x @ self.projection.T, np.float64)
@@ -144,5 +145,5 @@ class Released:
         return [[(r + i) * side + c + k for i in range(half) for k in range(half)] for r, c in corners]
 
     def _targets(self) -> list[list[int]]:
-        """Of each sent mean: the token whose slots take it, by feature of the ciphertext."""
+        """For each sent mean the token whose slots receive it, by feature of the ciphertext."""
         return [list(range(self.tokens))] if self.kind == "class" else self._groups()

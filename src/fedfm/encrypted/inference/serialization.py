@@ -1,4 +1,4 @@
-"""Bytes as messages carry them, and values as bytes for the store."""
+"""Convert bytes to tensors for messages, and values to bytes for the store."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fedfm.core.wire import payload
 
 
 def of_bytes(data: bytes) -> Tensor:
-    """Bytes as a message carries them, uint8 (n,)."""
+    """Bytes as a tensor for a message, uint8 (n,)."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
 
 
 def to_bytes(tensor: Tensor | None) -> bytes:
-    """The inverse of :func:`of_bytes`; nothing for None."""
+    """The inverse of :func:`of_bytes`; empty bytes for None."""
     return b"" if tensor is None else tensor.contiguous().numpy().tobytes()
 
 

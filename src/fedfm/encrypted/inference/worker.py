@@ -1,6 +1,6 @@
-"""A process of the owner's encrypted computation: jobs come on its standard input, questions go to its output.
+"""A worker process of the owner's encrypted computation: it reads jobs from stdin and writes questions to stdout.
 
-Started by :mod:`~fedfm.encrypted.inference.worker_pool`. It ends with the process that started it.
+:mod:`~fedfm.encrypted.inference.worker_pool` starts it. It ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from fedfm.linalg.kernels import buffers
 
 
 class Questions:
-    """Questions to the process that talks to clients, each answered before the next.
+    """Questions to the process that communicates with clients; each is answered before the next.
 
-    Also the ledger of a job: distance is entered there, where it is kept.
+    It is also the ledger of a job: it forwards entries to that process, which stores them.
     """
 
     def __init__(self, source: BinaryIO, target: BinaryIO) -> None:
         self._source, self._target = source, target
 
     def ask(self, kind: int, *parts: bytes) -> bytes:
-        """The answer.
+        """Ask a question; returns the answer.
 
         Raises:
-            ClientFault: the client failed; the job is given up.
+            ClientFault: the client failed; the job ends.
         """
         framing.write(self._target, kind, *parts)
         answer, found = framing.read(self._source)
@@ -42,12 +42,12 @@ class Questions:
         return found[0]
 
     def spend(self, count: int, each: float) -> None:
-        """Enter a distance; an answer means that it is kept."""
+        """Enter a distance; the answer confirms that it is stored."""
         self.ask(framing.SPEND, framing.SPENT.pack(count, each))
 
 
 def serve(source: BinaryIO, target: BinaryIO) -> None:
-    """Work until the source ends."""
+    """Process jobs until the source ends."""
     link = Questions(source, target)
     model: DecodedModel | None = None
     projection: Numbers | None = None
@@ -63,7 +63,7 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
                 projection = np.frombuffer(parts[2], "<f8").reshape(-1, model.positions.shape[1]) if parts[2] else None
                 continue
             if kind != framing.JOB or model is None:
-                raise RunError("a process of the encrypted computation was asked for something unknown")
+                raise RunError("a process of the encrypted computation got a frame of an unknown kind")
             public, session, key, rows, start, orders = parts
             owner: ModelOwner = (
                 PermutedModelOwner(model, released, public, session, key, link, orders=orders_of(orders))
@@ -91,7 +91,7 @@ def _unit(answer: bytes) -> None:
 
 
 def main() -> None:
-    """Frames get the standard output for themselves; whatever else prints goes to the error output."""
+    """Reserve stdout for frames; all other prints go to stderr."""
     buffers.keep_all_freed()
     with os.fdopen(os.dup(1), "wb") as target:
         os.dup2(2, 1)

@@ -1,9 +1,9 @@
 """The owner's encrypted computation in several processes: SEAL's binding holds the GIL, so threads do not help.
 
-Each job, one batch of one client, runs in a process of its own (:mod:`~fedfm.encrypted.inference.worker`). Processes
-are started afresh, never forked, and exchange bytes over pipes. Only this process talks to clients, keeps checkpoints,
-and enters distances into ledgers. Refreshes of several clients that are wanted at the same time travel together: on a
-network a message takes longer than the computation between two of them.
+Each job, one batch of one client, runs in its own process (:mod:`~fedfm.encrypted.inference.worker`). Processes are
+started fresh, never forked, and exchange bytes over pipes. Only this process communicates with clients, stores
+checkpoints, and enters distances into ledgers. Simultaneous refreshes of several clients go out together: on a network
+a message takes longer than the computation between two of them.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from fedfm.encrypted.inference.model_serialization import model_bytes
 from fedfm.encrypted.inference.released_states import Numbers
 from fedfm.errors import ClientFault, RunError
 
-_WAIT = 10.0  # seconds for a process to end
-_PATIENCE = 0.25  # how long a refresh waits for others, as a share of the time that the last exchange took
+_WAIT = 10.0  # seconds that a process gets to end
+_PATIENCE = 0.25  # a refresh waits this share of the last exchange's duration for other refreshes
 
 
 @dataclass(frozen=True)
 class EncryptedBatch:
-    """One batch of one client, in a session of its own.
+    """One batch of one client, in its own session.
 
     Attributes:
-        client, batch: which.
+        client, batch: the client's name and the batch's index.
         public: the client's evaluation keys.
         session: 16 bytes.
         key: 32 bytes, agreed on with the client.
-        ledger: the client's; it is used in this process only.
-        start: where an earlier session of the batch ended.
+        ledger: the client's ledger; only this process uses it.
+        start: the checkpoint of an earlier session of the batch.
         orders: of the "permuted" protocol (see :mod:`~fedfm.encrypted.inference.permuted_model_owner`); else b"".
     """
 
@@ -56,34 +56,34 @@ class EncryptedBatch:
 
 
 class Relay(Protocol):
-    """The owner's talk with clients. A ``ClientFault`` ends the job, any other exception all of them."""
+    """The owner's communication with clients. A ``ClientFault`` ends the job, any other exception all jobs."""
 
     def rows(self, job: EncryptedBatch) -> bytes:
-        """Encrypted rows; asked for if the job has no checkpoint, else only to begin the session: it may be b""."""
+        """Encrypted rows. If the job has a checkpoint, the call only begins the session, and the value may be b""."""
 
     def refresh(self, job: EncryptedBatch, message: bytes) -> bytes:
-        """Carry a refresh to the client, and its answer back."""
+        """Send a refresh to the client; returns its answer."""
 
     def release(self, job: EncryptedBatch, block: int, message: bytes) -> bytes | None:
-        """Send the released states of block 0, 1, ...; the client's answer, if there is one."""
+        """Send the disclosed activations of block 0, 1, ...; returns the client's answer, if there is one."""
 
     def save(self, job: EncryptedBatch, checkpoint: bytes) -> None:
-        """Keep a :class:`Checkpoint` as bytes, after its states were sent."""
+        """Store a :class:`Checkpoint` as bytes, after its states are sent."""
 
 
 @runtime_checkable
 class Gathering(Relay, Protocol):
-    """A relay that asks several clients at once."""
+    """A relay that can ask several clients at once."""
 
     def refreshes(self, asked: Sequence[tuple[EncryptedBatch, bytes]]) -> list[bytes | ClientFault]:
-        """The answers to refreshes, in this order."""
+        """The answers to refreshes, in the order of the requests."""
 
 
 class _BlockProcess:
-    """A process, and the job that it has."""
+    """A worker process and its current job."""
 
     def __init__(self) -> None:
-        # A session of its own: Ctrl-C reaches the process that talks to clients, and it ends the others.
+        # In its own session: Ctrl-C reaches only the parent, which then ends the workers.
         self.process = subprocess.Popen(
             [sys.executable, "-m", "fedfm.encrypted.inference.worker"],
             stdin=subprocess.PIPE,
@@ -107,14 +107,14 @@ class _BlockProcess:
             raise self.dead() from None
 
     def dead(self) -> RunError:
-        """What to say of it."""
+        """The error for a process that ended."""
         try:
             code: int | None = self.process.wait(_WAIT)
         except subprocess.TimeoutExpired:
             code = None
         at = "" if self.job is None else f" at batch {self.job.batch} of client {self.job.client}"
         return RunError(
-            f"a process of the encrypted computation ended{at} (exit code {code}; -9 is mostly too little memory): "
+            f"a process of the encrypted computation ended{at} (exit code {code}; -9 usually means too little memory): "
             "resume the run, with fewer processes if memory is short"
         )
 
@@ -127,7 +127,7 @@ class _BlockProcess:
             try:
                 pipe.close()
             except OSError:
-                continue  # what was left in the buffer has no reader
+                continue  # the remaining buffer has no reader
 
 
 def run_all(
@@ -139,14 +139,14 @@ def run_all(
     released: str,
     projection: Numbers | None = None,
 ) -> dict[tuple[str, int], ClientFault]:
-    """All jobs; what failed, by (client, batch).
+    """Run all jobs; returns the failures by (client, batch).
 
     Args:
-        processes: at most so many at once.
-        folded, released, projection: as for :class:`~fedfm.encrypted.inference.model_owner.ModelOwner`.
+        processes: largest number of simultaneous processes.
+        folded, released, projection: as in :class:`~fedfm.encrypted.inference.model_owner.ModelOwner`.
 
     Raises:
-        RunError: a process died, or cannot go on.
+        RunError: a process died, or cannot continue.
     """
     left = list(jobs)
     failed: dict[tuple[str, int], ClientFault] = {}
@@ -176,7 +176,7 @@ def run_all(
 
 
 def _next(worker: _BlockProcess, left: list[EncryptedBatch], relay: Relay) -> dict[tuple[str, int], ClientFault]:
-    """Give a process the next job whose client answers; those whose client does not."""
+    """Give a process the next job whose client answers; record the jobs whose client does not."""
     failed: dict[tuple[str, int], ClientFault] = {}
     worker.job = None
     while left and worker.job is None:
@@ -193,7 +193,7 @@ def _next(worker: _BlockProcess, left: list[EncryptedBatch], relay: Relay) -> di
 
 
 class _Waiting:
-    """Refreshes that wait for those of other processes, to travel with them."""
+    """Refreshes that wait for those of other processes, to be sent together."""
 
     def __init__(self, relay: Relay) -> None:
         self.relay = relay
@@ -206,13 +206,13 @@ class _Waiting:
         self.asked.append((worker, job, message))
 
     def patience(self, busy: int) -> float | None:
-        """Seconds to wait for more, with so many processes at work; None: until one of them asks."""
+        """Seconds to wait for more while ``busy`` processes compute; None: until one of them asks."""
         if not self.asked:
             return None
         return max(0.0, self._since + _PATIENCE * self._took - time.monotonic()) if busy else 0.0
 
     def settle(self, jobs: int, failed: dict[tuple[str, int], ClientFault]) -> None:
-        """Exchange them, if there is nobody of ``jobs`` processes to wait for any longer."""
+        """Exchange the refreshes, unless some of the ``jobs`` processes may still add one."""
         if not self.asked or self.patience(jobs - len(self.asked)):
             return
         asked, self.asked, begun = self.asked, [], time.monotonic()
@@ -239,16 +239,18 @@ def _try_refresh(relay: Relay, job: EncryptedBatch, message: bytes) -> bytes | C
 def _fail(
     worker: _BlockProcess, job: EncryptedBatch, fault: ClientFault, failed: dict[tuple[str, int], ClientFault]
 ) -> None:
-    failed[job.client, job.batch] = fault  # itself: it may know more than its code and reason
+    failed[job.client, job.batch] = fault  # keep the object: it may have more than code and reason
     worker.write(framing.FAULT, fault.code.encode(), fault.reason.encode())
 
 
 def _answer(worker: _BlockProcess, waiting: _Waiting, failed: dict[tuple[str, int], ClientFault]) -> bool:
-    """Answer one question of a process, or let it wait; False if its job has ended."""
+    """Answer one question of a process, or let it wait; returns False if its job has ended."""
     kind, parts = worker.read()
     job, relay = worker.job, waiting.relay
     if job is None or kind == framing.BROKEN:
-        raise RunError(parts[0].decode() if parts else "a process of the encrypted computation spoke unasked")
+        raise RunError(
+            parts[0].decode() if parts else "a process of the encrypted computation sent an unexpected frame"
+        )
     if kind in (framing.DONE, framing.FAILED):
         if kind == framing.FAILED:
             failed.setdefault((job.client, job.batch), ClientFault(parts[0].decode(), parts[1].decode()))

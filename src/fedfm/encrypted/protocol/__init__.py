@@ -1,1 +1,1 @@
-"""The rounds of a run on encrypted rows: server, client, masked and permuted protocols, in the clear or under CKKS."""
+"""Server and client of a run on encrypted rows: masked and permuted protocols, in the clear or under CKKS."""

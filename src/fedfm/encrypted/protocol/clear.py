@@ -1,6 +1,6 @@
-"""The "masked" protocol of BlindFed without encryption: the same messages, in which the server sees the rows.
+"""The "masked" protocol of BlindFed without encryption: the same messages, but the server sees the rows.
 
-A simulation, of what the clients train on and how well: only the encrypted protocol hides rows.
+It simulates the clients' training data and their scores; only the encrypted protocol hides rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NOTICE = 'encryption = "clear" is a simulation: the server saw all rows; only "c
 
 
 def run(method: ProtocolMethod, fed: Federation) -> dict[str, float]:
-    """Run the forward pass of all rows: a batch of every client at a time."""
+    """Run the forward pass of all rows, one batch of every client at a time."""
     passing = ForwardPass.begin(fed, check(fed.model, method.foundation))
     fed.notice(NOTICE)
     passing.opened = fed.ask(method.open, told=passing.hello())
@@ -40,11 +40,11 @@ def run(method: ProtocolMethod, fed: Federation) -> dict[str, float]:
             lost[client] = lost.get(client, 0) + int((~with_numbers(states[client])).sum())
         kept = fed.ask(method.keep, of=rows, least=0, batch=batch, block=1, states=states)
         passing.finish_batch(kept, batch)
-        passing.tell((batch + 1) / max(batches.values()), "rows pass the server's model")
+        passing.tell((batch + 1) / max(batches.values()), "forward pass of the rows")
     for client, count in sorted(lost.items()):
         if count:
             fed.notice(
                 f"{count} of {rows_of(passing.opened[client])} rows of {client} left the intervals of the model's "
-                "polynomials: training skips them, and as test rows they count with zeros as their states"
+                "polynomials: training skips them, and test rows among them count with zeros as their activations"
             )
     return {}

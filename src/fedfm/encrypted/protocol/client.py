@@ -1,7 +1,7 @@
-"""Client half of BlindFed's encrypted forward pass: inputs for the server's model, and the released states on disk.
+"""Client half of BlindFed's encrypted forward pass: it sends inputs, and stores the disclosed activations.
 
-Released states are written to the client's own store when they arrive. So a killed run continues after the last batch
-and block, and every round trains on the same states.
+Disclosed activations go into the client's own store when they arrive. So a killed run continues after the last batch
+and block, and every round trains on the same activations.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SeenRows:
-    """A client's released states as rows, and by part the mask (n,) of :mod:`.out_of_range`."""
+    """A client's disclosed activations as rows, and by part the mask (n,) of :mod:`.out_of_range`."""
 
     data: ClientData
     finite: dict[str, Tensor]
@@ -42,7 +42,7 @@ class ClientHalf:
     """The client half, for all clients of this process.
 
     Attributes:
-        protocol, encryption: of the method.
+        protocol, encryption: the method's settings.
     """
 
     protocol: str
@@ -56,10 +56,10 @@ class ClientHalf:
         """Store the server's hello; returns the numbers of rows.
 
         Raises:
-            ClientFault: the server has no key although the experiment says that rows leave encrypted, or has one.
+            ClientFault: the server has no key although rows must leave encrypted, or has one although they must not.
         """
         if (hello.key is None) != (self.encryption == "clear"):
-            raise ClientFault(E_FIELD, f'a server that does not agree on encryption = "{self.encryption}"')
+            raise ClientFault(E_FIELD, f'the server does not use encryption = "{self.encryption}"')
         client.store["told"] = pack(hello)
         key, evaluation = None, None
         if hello.key is not None:
@@ -67,7 +67,7 @@ class ClientHalf:
         return Opened(counts(client), key, evaluation)
 
     def rows(self, client: Client, batch: int, session: Tensor | None, go_on: bool) -> Tensor:
-        """Pixel values (n, 3, H, W) of a batch; in a session ciphertexts, or nothing if its states are known."""
+        """Pixel values (n, 3, H, W) of a batch. In a session: ciphertexts, or nothing if the server has its states."""
         hello = hello_of(client)
         if session is not None and go_on:
             self.sessions.begin(client, session)
@@ -77,12 +77,12 @@ class ClientHalf:
         if session is None and hello.key is None:
             return pixels
         if session is None or hello.key is None:
-            raise ClientFault(E_FIELD, "rows leave encrypted, or not at all: a session and a key belong together")
+            raise ClientFault(E_FIELD, "rows may only leave encrypted: a session and a key belong together")
         patches = Patches((hello.patch[0], hello.patch[1]), hello.extra)
         return self.sessions.rows(client, hello.session, hello.key, session, pixels, patches)
 
     def keep(self, client: Client, batch: int, block: int, states: Tensor) -> int:
-        """Keep released states (n, k, P, d) of the blocks from ``block`` on."""
+        """Store disclosed activations (n, k, P, d) of k blocks, starting with ``block``."""
         hello = hello_of(client)
         n = len(self._batch(client, hello, batch)[0])
         if hello.key is not None:
@@ -94,20 +94,20 @@ class ClientHalf:
         if tuple(states.shape) != shape or not 1 <= block <= block + shape[1] - 1 <= hello.blocks:
             raise ClientFault(E_SHAPE, f"states {tuple(states.shape)} of block {block}: expected {shape}")
         if not bool(torch.isfinite(states).all()):
-            raise ClientFault(E_NONFINITE, f"released states of block {block} are not finite")
+            raise ClientFault(E_NONFINITE, f"disclosed activations of block {block} are not finite")
         client.store[f"states-{batch}-{block}"] = pack(states)
         self._views.pop((client.id, hello.session), None)
         return n
 
     def refresh(self, client: Client, message: Tensor) -> Tensor:
-        """Masked numbers, encrypted again."""
+        """Masked values, encrypted again."""
         hello = hello_of(client)
         if hello.key is None:
-            raise ClientFault(E_FIELD, "there is no encryption in this run")
+            raise ClientFault(E_FIELD, "this run has no encryption")
         return self.sessions.refresh(client, hello.session, hello.key, message)
 
     def rows_with_labels(self, client: Client, batch: int, session: Tensor | None, go_on: bool) -> dict[str, Tensor]:
-        """Permuted: a batch as :meth:`rows` gives it, and its labels; in a session ciphertexts."""
+        """Permuted: a batch as in :meth:`rows`, and its labels; in a session both are ciphertexts."""
         rows, hello = self.rows(client, batch, session, go_on), hello_of(client)
         _, labels = self._batch(client, hello, batch)
         if session is not None and hello.key is not None:
@@ -117,7 +117,7 @@ class ClientHalf:
         return {"rows": rows, "labels": labels}
 
     def turn(self, client: Client, batch: int, block: int, states: Tensor) -> Tensor:
-        """Permuted: keep the states (n, T, d) of a block, in the order in which they came; return them, encrypted."""
+        """Permuted: store the states (n, T, d) of a block in their received order, and return them encrypted."""
         hello = hello_of(client)
         n, answer = len(self._batch(client, hello, batch)[0]), states
         if hello.key is not None:
@@ -129,7 +129,7 @@ class ClientHalf:
         return answer
 
     def align(self, client: Client, batch: int, relative: Tensor, labels: Tensor) -> int:
-        """Permuted: keep the relative orders (L + 1, n) and the labels (n,) in the last order."""
+        """Permuted: store the relative orders (L + 1, n) and the labels (n,) in the last order."""
         hello = hello_of(client)
         n = len(self._batch(client, hello, batch)[0])
         if hello.key is not None:
@@ -144,7 +144,7 @@ class ClientHalf:
 
     @property
     def sessions(self) -> Sessions:
-        """Of the encryption; needs TenSEAL."""
+        """The sessions under encryption; needs TenSEAL."""
         from fedfm.encrypted.protocol.client_sessions import PermutedSessions, Sessions
 
         if not self._sessions:
@@ -153,15 +153,15 @@ class ClientHalf:
 
     @property
     def permuted_sessions(self) -> PermutedSessions:
-        """Of the permuted protocol."""
+        """The sessions of the permuted protocol."""
         return cast("PermutedSessions", self.sessions)
 
     # --- training -----------------------------------------------------------------------------------------------------
     def view(self, client: Client) -> Client:
-        """The client with its released states as rows, and with side adapters as its model.
+        """The client with its disclosed activations as rows and side adapters as its model.
 
         Raises:
-            ClientFault: its rows have not passed the server's model.
+            ClientFault: the forward pass of its rows is not complete.
         """
         hello = hello_of(client)
         key = client.id, hello.session
@@ -170,7 +170,7 @@ class ClientHalf:
         return replace(client, model=self._model(hello), data=self._views[key].data)
 
     def errors(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
-        """The largest difference of a released number from that in the clear; how many rows overflowed."""
+        """(largest difference between a disclosed value and the same in the clear, number of rows that overflowed)."""
         most = 0.0
         finite = next(view.finite for view in self._views.values() if view.data is seen)
         for part in PARTS:
@@ -178,7 +178,7 @@ class ClientHalf:
             states = states[finite[part]] if part == "test" else states
             if len(states):
                 true = clear(part).tensors[STATES][finite[part]]
-                if self.protocol == "permuted":  # nobody but the server knows which row is which: the closest one
+                if self.protocol == "permuted":  # only the server knows the order, so compare with the closest row
                     true = true[torch.cdist(states.flatten(1), true.flatten(1)).argmin(1)]
                 most = max(most, float((states - true).abs().max()))
         return {"max_error": most, "most_rows_left_out": float(sum(int((~mask).sum()) for mask in finite.values()))}
@@ -197,7 +197,9 @@ class ClientHalf:
             read = _permuted_rows if self.protocol == "permuted" else _masked_rows
             parts, finite = out_of_range.exclude_rows(client, read(client, hello, have))
         except KeyError as error:
-            raise ClientFault(E_LOST, f"the rows have not passed the server's model: {error} is missing") from None
+            raise ClientFault(
+                E_LOST, f"the encrypted forward pass of the rows is not complete: {error} is missing"
+            ) from None
         train, val, test = (parts[part] for part in PARTS)
         return SeenRows(ClientData(lambda: train, lambda: val, lambda: test), finite)
 
@@ -216,7 +218,7 @@ class ClientHalf:
 
 
 def counts(client: Client) -> dict[str, int]:
-    """Its numbers of rows."""
+    """The client's numbers of rows."""
     return {part: len(getattr(client.data, part)) for part in PARTS}
 
 
@@ -224,7 +226,7 @@ def hello_of(client: Client) -> Hello:
     """The server's hello.
 
     Raises:
-        ClientFault: none has come.
+        ClientFault: the server has not sent one.
     """
     if "told" not in client.store:
         raise ClientFault(E_LOST, "the server has not opened this run")
@@ -233,10 +235,10 @@ def hello_of(client: Client) -> Hello:
 
 
 def images_of(rows: Rows) -> Iterable[Any]:
-    """Images uint8 (H, W, C), or paths or encoded images.
+    """The images of rows: uint8 (H, W, C), paths or encoded images.
 
     Raises:
-        ClientFault: the rows are no images.
+        ClientFault: the rows are not images.
     """
     if rows.pictures is not None:
         return rows.pictures
@@ -246,12 +248,12 @@ def images_of(rows: Rows) -> Iterable[Any]:
 
 
 def preprocess(images: Sequence[Any], hello: Hello) -> Tensor:
-    """Images as pixel values (n, 3, H', W'), resized and normalised as the server's hello says."""
+    """Images as pixel values (n, 3, H', W'), resized and normalised by the settings in the server's hello."""
     return pixels(images, preprocessing.from_told(hello.picture))
 
 
 def _masked_rows(client: Client, hello: Hello, have: Mapping[str, int]) -> dict[str, Rows]:
-    """Masked: rows of released states, by part."""
+    """Masked: rows of disclosed activations, by part."""
     done = [torch.zeros(0, hello.blocks, hello.positions, hello.width)]
     for batch in range(len(spans(have, hello.batch))):
         levels: list[Tensor] = []
@@ -267,7 +269,7 @@ def _masked_rows(client: Client, hello: Hello, have: Mapping[str, int]) -> dict[
 
 
 def _permuted_rows(client: Client, hello: Hello, have: Mapping[str, int]) -> dict[str, Rows]:
-    """Permuted: every block's states in the last order, by the relative orders, and the labels in that order."""
+    """Permuted: every block's states and the labels, all in the last order (from the relative orders)."""
     if hello.release is None or hello.scales is None:
         raise ClientFault(E_FIELD, "release and scales are missing")
     release = Release(hello.release)

@@ -1,7 +1,7 @@
-"""Client half of BlindFed under CKKS: the key that never leaves, and the sessions of the batches.
+"""Client half of BlindFed under CKKS: the secret key, which never leaves, and the sessions of the batches.
 
-A message may reach another process of the client than the one before: the numbers of a session's messages are in the
-client's store, so that any process goes on with it and none accepts a message twice.
+Consecutive messages may reach different processes of the client. The numbers of a session's messages are in the
+client's store, so that any process can continue the session and none accepts a message twice.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class Sessions:
     """The clients' keys in this process.
 
     Attributes:
-        kind: of the holders.
+        kind: class of the key holders.
     """
 
     kind: ClassVar[type[KeyHolder]] = KeyHolder
     _holders: dict[tuple[str, str], KeyHolder] = field(default_factory=dict)
 
     def open(self, client: Client, run: str, tokens: int, ring: int, server: Tensor) -> tuple[Tensor, Tensor]:
-        """The public key for agreements, and a message with the evaluation keys; the secret key is made once and kept.
+        """(public key for agreements, message with the evaluation keys). The secret key is made once and stored.
 
         Raises:
-            ClientFault: the ring is none that fedfm has parameters of 128-bit security for.
+            ClientFault: fedfm has no parameters of 128-bit security for this ring.
         """
         if ring not in [parameters.degree for parameters in SETS]:
-            raise ClientFault(E_VERSION, f"a ring of degree {ring} is wanted, which this side does not have")
+            raise ClientFault(E_VERSION, f"a ring of degree {ring} is requested, which this side does not have")
         if _KEY not in client.store:
             client.store[_KEY] = self.kind.new(tokens, parameters_of(ring)).to_bytes()
         holder = self._holder(client, run)
@@ -56,7 +56,7 @@ class Sessions:
     def rows(
         self, client: Client, run: str, server: Tensor, session: Tensor, pixels: Tensor, patches: Patches
     ) -> Tensor:
-        """Encrypted rows of pixel values, in a new session."""
+        """Encrypt rows of pixel values in a new session."""
         self.begin(client, session)
         holder, name = self._resume(client, run, server, to_bytes(session))
         message = holder.rows(patches(pixels).double().numpy())
@@ -64,15 +64,15 @@ class Sessions:
         return of_bytes(message)
 
     def begin(self, client: Client, session: Tensor) -> None:
-        """A new session."""
+        """Open a new session."""
         client.store[_place(to_bytes(session))] = json.dumps([0, 0]).encode()
 
     def end(self, client: Client, message: Tensor) -> None:
-        """The session of this message is over."""
+        """Close the session of this message."""
         client.store.pop(_place(session_of(to_bytes(message))), None)
 
     def refresh(self, client: Client, run: str, server: Tensor, message: Tensor) -> Tensor:
-        """The same masked numbers, encrypted again."""
+        """The same masked values, encrypted again."""
         asked = to_bytes(message)
         holder, name = self._resume(client, run, server, session_of(asked))
         answer = holder.refresh(asked)
@@ -80,7 +80,7 @@ class Sessions:
         return of_bytes(answer)
 
     def decrypt_released(self, client: Client, run: str, server: Tensor, message: Tensor, samples: int) -> Tensor:
-        """Released states (n, P, d)."""
+        """Decrypt disclosed activations (n, P, d)."""
         came = to_bytes(message)
         holder, name = self._resume(client, run, server, session_of(came))
         states = holder.decrypt_released(came, samples)
@@ -94,7 +94,7 @@ class Sessions:
         return self._holders[key]
 
     def _resume(self, client: Client, run: str, server: Tensor, name: bytes) -> tuple[KeyHolder, bytes]:
-        """The holder with this session open, as far as its messages have come."""
+        """The key holder with this session open at its present message numbers."""
         if _place(name) not in client.store:
             raise ClientFault(E_ROUND, "a message of a session that is not open")
         holder, (sent, received) = self._holder(client, run), json.loads(client.store[_place(name)])
@@ -113,7 +113,7 @@ class PermutedSessions(Sessions):
     kind: ClassVar[type[KeyHolder]] = PermutedKeyHolder
 
     def labels(self, client: Client, run: str, server: Tensor, session: Tensor, labels: Tensor, classes: int) -> Tensor:
-        """Encrypted labels of a batch, in the session that its rows or :meth:`begin` opened."""
+        """Encrypt the labels of a batch in the session that its rows or :meth:`begin` opened."""
         holder, name = self._resume_permuted(client, run, server, to_bytes(session))
         message = holder.labels(name, labels.numpy(), classes)
         self._keep(client, holder, name)
@@ -122,7 +122,7 @@ class PermutedSessions(Sessions):
     def exchange_states(
         self, client: Client, run: str, server: Tensor, message: Tensor, samples: int, last: bool
     ) -> tuple[Tensor, Tensor]:
-        """States (n, T, d), and fresh encryptions of them; after the last block there is nothing to go on with."""
+        """(states (n, T, d), fresh encryptions of them); after the last block nothing is encrypted."""
         came = to_bytes(message)
         holder, name = self._resume_permuted(client, run, server, session_of(came))
         states = holder.states_of(came, samples)
@@ -133,7 +133,7 @@ class PermutedSessions(Sessions):
     def labels_of(
         self, client: Client, run: str, server: Tensor, message: Tensor, samples: int, classes: int
     ) -> Tensor:
-        """Labels (n,) in the server's last order; the session is over."""
+        """Decrypt labels (n,) in the server's last order, and close the session."""
         came = to_bytes(message)
         holder, name = self._resume_permuted(client, run, server, session_of(came))
         labels = holder.labels_of(came, samples, classes)
@@ -149,20 +149,20 @@ class PermutedSessions(Sessions):
 
 
 def keys_channel(own: bytes, other: bytes, run: str, ring: int, side: Sender) -> Channel:
-    """The channel of one message, with the evaluation keys and a tag; its session is the run's.
+    """The channel for the one message with the evaluation keys and a tag; its session is the run's.
 
     Args:
-        own, other: this side's secret and the other side's public key for agreements.
+        own, other: this side's secret key and the other side's public key, for key agreements.
         run: :attr:`~fedfm.encrypted.protocol.handshake.Hello.session`.
 
     Raises:
-        ClientFault: the other side's key is none.
+        ClientFault: the other side's key is not a valid key.
     """
     session = bytes.fromhex(run)
     try:
         return Channel(parameters_of(ring), keys.agree(own, other, session), session, side)
     except ValueError:
-        raise ClientFault(E_FORMAT, "the key for agreements is none") from None
+        raise ClientFault(E_FORMAT, "the key for agreements is not a valid key") from None
 
 
 def _place(session: bytes) -> str:

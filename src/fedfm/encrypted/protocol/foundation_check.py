@@ -16,7 +16,7 @@ def check(model: Model, name: str) -> SideModel:
     """The server's model, if it is a polynomial student with side adapters.
 
     Raises:
-        InputError: it is another one, or one that cannot compute on encrypted rows, with the reason.
+        InputError: it is not, or it cannot compute on encrypted rows; the error gives the reason.
     """
     if not isinstance(model, SideModel) or model.backbone is None or not is_polynomial_student(model.backbone.module):
         raise _refusal(name)
@@ -31,14 +31,14 @@ def check_place(name: str) -> None:
     """Check a model's name, and the configuration of a folder, without loading it.
 
     Raises:
-        InputError: there is no such model, or it is no polynomial student.
+        InputError: there is no such model, or it is not a polynomial student.
     """
     try:
         place = locate(name)
     except InputError as error:
         raise error.move("method.foundation") from None
     if not isinstance(place, Path):
-        return  # on the hub: `check` looks at what was loaded
+        return  # on the hub: `check` examines the loaded model
     try:
         config = json.loads((place / "config.json").read_text(encoding="utf-8")) if place.is_dir() else {}
     except (OSError, ValueError) as error:
@@ -51,7 +51,7 @@ def check_place(name: str) -> None:
 
 def _refusal(name: str) -> InputError:
     return InputError(
-        f'method.foundation = "{name}": its functions are no polynomials, so it cannot compute on encrypted rows; '
+        f'method.foundation = "{name}": its functions are not polynomials, so it cannot compute on encrypted rows; '
         'expected "nano-vit-fhe", or a folder that `fedfm distil` made of it',
         key="method.foundation",
     )

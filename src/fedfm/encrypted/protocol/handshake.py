@@ -1,4 +1,4 @@
-"""How BlindFed's encrypted forward pass begins, for both halves: hello, answer, and the batches of the rows."""
+"""The start of BlindFed's encrypted forward pass, for both halves: hello, answer, and the batches of rows."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ PARTS = ("train", "val", "test")
 
 @dataclass(frozen=True)
 class Hello:
-    """What the server sends a client before the forward pass.
+    """The server's message to a client before the forward pass.
 
     Attributes:
-        session: names the run at the client, hexadecimal.
-        blocks, positions, width: L, P, d of the released states.
+        session: the run's name at the client, hexadecimal.
+        blocks, positions, width: L, P, d of the disclosed activations.
         rank: r of the side adapters.
-        classes: in the order of the logits.
+        classes: class names in the order of the logits.
         kernels: of local training (see ``run.kernels``).
-        batch: rows of a batch.
+        batch: rows per batch.
         tokens, patch, extra: T of a row, (height, width) of a patch, tokens before the patches.
-        picture: how images become the model's input (see :func:`fedfm.models.preprocessing.image_settings`).
-        digest: sha256 of the model.
+        image: how images become the model's input (see :func:`fedfm.models.preprocessing.image_settings`).
+        digest: SHA-256 of the model.
         key: the server's public key, with encryption.
         ring: degree of the ciphertexts' ring, with encryption.
-        release, scales: permuted: from the tokens of a block to what the adapters read, (P, T), and what they are
-            divided by, (L,).
+        release, scales: permuted: the map from the tokens of a block to the adapters' inputs, (P, T), and the divisors
+            of the block outputs, (L,).
     """
 
     session: str
@@ -58,7 +58,7 @@ class Opened:
     """A client's answer.
 
     Attributes:
-        rows: its numbers of rows, of each of :data:`PARTS`.
+        rows: its numbers of rows, for each of :data:`PARTS`.
         key: its public key, with encryption.
         keys: a message with its evaluation keys.
     """
@@ -70,7 +70,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class RowSpan:
-    """Rows of one batch: ``start`` to ``stop`` of all rows, or of one part's."""
+    """The rows ``start`` to ``stop`` of one batch, counted over all rows or over one part."""
 
     start: int
     stop: int
@@ -78,13 +78,13 @@ class RowSpan:
 
 
 def spans(rows: Mapping[str, int], batch: int) -> list[RowSpan]:
-    """The batches of a client's rows, its parts one after the other."""
+    """The batches of a client's rows; its parts follow one another."""
     total = sum(rows[part] for part in PARTS)
     return [RowSpan(start, min(start + batch, total)) for start in range(0, total, batch)]
 
 
 def spans_by_part(rows: Mapping[str, int], batch: int) -> list[RowSpan]:
-    """Batches of one part each, of at least two rows: with one row an order hides nothing.
+    """Batches of one part each, with at least two rows, since an order of one row hides nothing.
 
     Raises:
         ClientFault: a part has one row.

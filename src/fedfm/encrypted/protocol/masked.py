@@ -1,8 +1,8 @@
-"""The "masked" protocol of BlindFed under CKKS, server half: the encrypted forward pass, batch after batch.
+"""Server half of BlindFed's "masked" protocol under CKKS: the encrypted forward pass, one batch after another.
 
-Each batch is a session of its own. After every block its encrypted states are on the server's disk, and a killed run
-continues there, in a new session with new masks. The masks' statistical distance is written before anything is sent,
-and it is never lost.
+Each batch has its own session. After every block its encrypted states are written to the server's disk; a killed run
+continues there, in a new session with new masks. The masks' statistical distance is stored before anything is sent, so
+it is never lost.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class EncryptedForwardPass:
     """The forward pass of all clients; carries the messages of the worker processes (:class:`.worker_pool.Relay`).
 
     Attributes:
-        figures: seconds, bytes, refreshes and rows so far, of this process and of killed ones before it.
-        gone: clients that gave no valid reply: they take no further part.
+        figures: seconds, bytes, refreshes and rows so far, including those of killed processes before.
+        gone: clients without a valid reply, which take no further part.
     """
 
     method: ProtocolMethod
@@ -69,7 +69,7 @@ class EncryptedForwardPass:
     _sent: int = 0
 
     def go(self) -> dict[str, float]:
-        """Every batch that has not passed yet."""
+        """Run every batch that is not complete."""
         fed, passing = self.fed, self.passing
         self._open()
         if "figures" in fed.store:
@@ -89,7 +89,7 @@ class EncryptedForwardPass:
         return self._result()
 
     def _open(self) -> None:
-        """Ask for numbers of rows and evaluation keys; a resumed run has the clients' earlier answers."""
+        """Ask for numbers of rows and evaluation keys; a resumed run already has these answers."""
         fed, passing = self.fed, self.passing
         known = {c: fed.store[f"opened-{c}"] for c in fed.clients if f"opened-{c}" in fed.store}
         passing.opened = {client: unpack(data, Opened) for client, data in known.items()}
@@ -107,10 +107,10 @@ class EncryptedForwardPass:
         self._public_keys(opened)
 
     def _public_keys(self, opened: Opened) -> bytes:
-        """A client's evaluation keys.
+        """Check a client's evaluation keys, and return them.
 
         Raises:
-            ClientFault: they, or the key for agreements, are not what it sent.
+            ClientFault: they, or the key for agreements, are not valid.
         """
         own, session = self.fed.secret("channel"), self.passing.session.hex()
         return keys_channel(own, to_bytes(opened.key), session, self.passing.ring, "server").unpack_keys(
@@ -129,19 +129,20 @@ class EncryptedForwardPass:
         start = Checkpoint.from_bytes(self.fed.store[place]) if place in self.fed.store else None
         return EncryptedBatch(client, batch, self._public_keys(opened), session, key, ledger, start)
 
-    # --- of the processes ---------------------------------------------------------------------------------------------
+    # --- the workers' relay
+    # --------------------------------------------------------------------------------------------
     def rows(self, job: EncryptedBatch) -> bytes:
-        """Begin the session; encrypted rows, unless their states are known."""
+        """Begin the session; returns encrypted rows, unless their states are known."""
         session, go_on = of_bytes(job.session), job.start is not None
         return to_bytes(self._ask(job, self.method.rows, batch=job.batch, session=session, go_on=go_on))
 
     def refresh(self, job: EncryptedBatch, message: bytes) -> bytes:
-        """Carry a refresh to the client, and its answer back."""
+        """Send a refresh to the client; returns its answer."""
         self.figures["refreshes"] = self.figures.get("refreshes", 0) + 1
         return to_bytes(self._ask(job, self.method.refresh, down="encrypted", message=of_bytes(message)))
 
     def refreshes(self, asked: Sequence[tuple[EncryptedBatch, bytes]]) -> list[bytes | ClientFault]:
-        """Carry refreshes of several batches together, one of each client in a message."""
+        """Send refreshes of several batches together, one per client and message."""
         answers: list[bytes | ClientFault] = [ClientFault(E_CLIENT, _SILENT)] * len(asked)
         left = list(range(len(asked)))
         while left:
@@ -162,7 +163,7 @@ class EncryptedForwardPass:
         return answers
 
     def release(self, job: EncryptedBatch, block: int, message: bytes) -> bytes | None:
-        """Send a block's released states; with the last block the batch has passed."""
+        """Send a block's disclosed activations; after the last block the batch is complete."""
         self._ask(job, self.method.keep, down="encrypted", batch=job.batch, block=block + 1, states=of_bytes(message))
         if block + 1 == self.passing.model.net.shape[0]:
             self._finish_batch(job)
@@ -176,17 +177,17 @@ class EncryptedForwardPass:
         self._note()
 
     def save(self, job: EncryptedBatch, checkpoint: bytes) -> None:
-        """Keep the encrypted states, with what they have cost."""
+        """Store the encrypted states and the figures so far."""
         if job.batch not in self.passing.done.get(job.client, ()):
             self.fed.store[_place(job.client, job.batch)] = checkpoint
         self._note()
         self._sent += 1
-        self.passing.tell(self._sent / self._blocks, "encrypted rows pass the server's model")
+        self.passing.tell(self._sent / self._blocks, "encrypted forward pass")
 
     def _ask(self, job: EncryptedBatch, handler: Callable[..., Any], **payload: Any) -> Any:
         client = job.client
         if client in self.gone:
-            raise ClientFault(E_CLIENT, "it gave no valid reply before")
+            raise ClientFault(E_CLIENT, "it gave no valid reply to an earlier message")
         found = self.fed.ask(handler, of=[client], least=0, form="encrypted", **payload)
         if client not in found:
             self.gone.add(client)
@@ -208,7 +209,7 @@ class EncryptedForwardPass:
         self.fed.store["figures"] = json.dumps(self.figures).encode()
 
     def _ledger(self, client: ClientId) -> DistanceLedger:
-        """The client's, as far as it was spent."""
+        """The client's ledger, with the distance spent so far."""
         place, store = f"distance-{client}", self.fed.store
         found = json.loads(store[place]) if place in store else {"spent": 0.0, "ciphertexts": 0}
 
@@ -231,7 +232,7 @@ class EncryptedForwardPass:
 
 
 def _rows_of(release: Release) -> np.ndarray | None:
-    """(p, d) of a projection."""
+    """The matrix (p, d) of a projection."""
     return None if release.projection is None else np.ascontiguousarray(release.projection.double().numpy().T)
 
 
@@ -240,10 +241,10 @@ def _place(client: ClientId, batch: int) -> str:
 
 
 def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
-    """Rows of pixel values as released states, by the complete protocol between a new key holder and the model owner.
+    """Compute disclosed activations of pixel rows by the complete protocol, with a new key holder in this process.
 
     Raises:
-        InputError: the rows are no images.
+        InputError: the rows are not images.
     """
     if "pixel_values" not in rows.names:
         raise InputError("an encrypted forward pass takes images")
@@ -265,6 +266,6 @@ def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
         owner.run(holder.rows(x), holder.refresh, release)
         holder.end(session)
         if len(states) != blocks:
-            raise InputError(f"{len(states)} of {blocks} blocks were released")
+            raise InputError(f"{len(states)} of {blocks} blocks were disclosed")
         done.append(torch.from_numpy(np.stack(states, 1)))
     return Rows({STATES: torch.cat(done)}, labels=rows.labels)

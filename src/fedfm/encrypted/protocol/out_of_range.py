@@ -36,7 +36,7 @@ def exclude_rows(client: Client, parts: Mapping[str, Rows]) -> tuple[dict[str, R
     lost = {part: int((~mask).sum()) for part, mask in finite.items()}
     if any(lost.values()):
         counts = ", ".join(f"{n} of {len(finite[part])} {part} rows" for part, n in lost.items() if n)
-        client.log(f"{counts} left the intervals of the server's model and have no states")
+        client.log(f"{counts} left the intervals of the server's model and have no activations")
     if lost["train"] and not len(found["train"]):
-        raise ClientFault(E_NONFINITE, "all rows to train on left the intervals of the server's model")
+        raise ClientFault(E_NONFINITE, "all training rows left the intervals of the server's model")
     return found, finite

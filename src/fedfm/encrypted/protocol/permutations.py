@@ -1,7 +1,7 @@
-"""Orders of a batch in BlindFed's "permuted" protocol: index vectors, order[j] = the row at place j.
+"""Orders of a batch in BlindFed's "permuted" protocol: index vectors, order[j] = the row at position j.
 
-The paper writes (B Pi)_j = b^{pi(j)}. With Pi_l the order in which block l's states are sent, the client gets the
-relative orders Pi_{l-1}^-1 Pi_l: where the rows of list l are in list l - 1.
+The paper writes (B Pi)_j = b^{pi(j)}. Block l's states are sent in the order Pi_l. The client gets the relative orders
+Pi_{l-1}^-1 Pi_l: the positions of list l's rows in list l - 1.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from fedfm.privacy.noise import stream
 
 
 def check(order: Tensor) -> None:
-    """Refuse what is no order.
+    """Refuse a vector that is not an order.
 
     Raises:
-        ClientFault: with what it is.
+        ClientFault: it is not an order.
     """
     if order.dim() != 1 or sorted(order.tolist()) != list(range(len(order))):
         raise ClientFault(E_FIELD, "an order names every row once; this one does not")
 
 
 def draw(n: int, key: bytes, purpose: str) -> Tensor:
-    """A uniform order of n rows, from a ChaCha20 stream for this purpose: a repeated batch has the same.
+    """A uniform order of n rows, from a ChaCha20 stream for this purpose, so that a repeated batch gets the same.
 
     Raises:
-        InputError: fewer than 2 rows have one order only.
+        InputError: there are fewer than 2 rows, which have only one order.
     """
     if n < 2:
         raise InputError(f'protocol = "permuted": a batch of {n} rows has no secret order; expected at least 2')
@@ -40,28 +40,28 @@ def draw(n: int, key: bytes, purpose: str) -> Tensor:
 
 
 def draw_all(key: bytes, client: str, batch: int, blocks: int, n: int) -> list[Tensor]:
-    """Pi_1 ... Pi_{L+1} of a batch; a batch that is computed again has the same."""
+    """Pi_1 ... Pi_{L+1} of a batch; a repeated batch has the same."""
     return [draw(n, key, f"{client}/{batch}/{level}") for level in range(1, blocks + 2)]
 
 
 def steps(pi: Sequence[Tensor]) -> Tensor:
-    """What the client is sent of Pi_1 ... Pi_{L+1}: Pi_{l-1}^-1 Pi_l, then Pi_L^-1 Pi_1 for H_0 = B_L: (L + 1, n)."""
+    """The relative orders for the client: Pi_{l-1}^-1 Pi_l, then Pi_L^-1 Pi_1 for H_0 = B_L: (L + 1, n)."""
     return torch.stack([*(relative(a, b) for a, b in itertools.pairwise(pi)), relative(pi[-2], pi[0])])
 
 
 def relative(before: Tensor, after: Tensor) -> Tensor:
-    """Pi_before^-1 Pi_after: for each place of the later list, the place of its row in the earlier one."""
+    """Pi_before^-1 Pi_after: for each position of the later list, its row's position in the earlier one."""
     check(before)
     check(after)
     return torch.argsort(before)[after]
 
 
 def to_last(lists: Sequence[Tensor], relatives: Sequence[Tensor] | Tensor) -> list[Tensor]:
-    """All lists in the order of the last one, Pi_{L+1}.
+    """Bring all lists into the last order, Pi_{L+1}.
 
     Args:
-        lists: L of them, list l in order Pi_l.
-        relatives: L + 1: Pi_1^-1 Pi_2, ..., Pi_L^-1 Pi_{L+1}, and Pi_L^-1 Pi_1 (which the client's chain starts with).
+        lists: L lists, list l in order Pi_l.
+        relatives: L + 1: Pi_1^-1 Pi_2, ..., Pi_L^-1 Pi_{L+1}, and Pi_L^-1 Pi_1 (the start of the client's chain).
     """
     out = []
     for level in range(len(lists)):

@@ -1,9 +1,9 @@
-"""The paper's protocol of BlindFed, Sections 3.2 and 3.3, under CKKS, server half: secret orders of encrypted rows.
+"""Server half of BlindFed's own protocol under CKKS (Sections 3.2 and 3.3): secret orders of encrypted rows.
 
-As :mod:`~fedfm.encrypted.protocol.masked`: a batch is a session, its states are on the server's disk after every block,
-and refreshes inside a block are masked. After a block the client gets its rows' states of all tokens in a secret order
-and returns fresh encryptions of them; then the relative orders, and its labels in the last order. The server sees
-neither rows nor labels.
+Like :mod:`~fedfm.encrypted.protocol.masked`: a batch has its own session, its states are stored after every block, and
+refreshes inside a block are masked. After each block the client gets the states of all tokens of its rows in a secret
+order, and returns fresh encryptions of them. At the end it gets the relative orders, and its labels in the last order.
+The server sees neither rows nor labels.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class PermutedForwardPass(EncryptedForwardPass):
     """The forward pass of all clients in secret orders."""
 
     def rows(self, job: EncryptedBatch) -> bytes:
-        """Begin the session; encrypted rows, unless their states are known, and labels."""
+        """Begin the session; returns encrypted labels and, unless their states are known, encrypted rows."""
         session, go_on = of_bytes(job.session), job.start is not None
         sent = self._ask(job, self.method.labelled, batch=job.batch, session=session, go_on=go_on)
         return join_messages(to_bytes(sent["rows"]), to_bytes(sent["labels"]))
 
     def release(self, job: EncryptedBatch, block: int, message: bytes) -> bytes | None:
-        """Send a block's states; as the last one labels and relative orders, and the batch has passed."""
+        """Send a block's states; the last call sends labels and relative orders, and completes the batch."""
         sent = of_bytes(message)
         if block < self._levels:
             answer = self._ask(job, self.method.turn, down="encrypted", batch=job.batch, block=block + 1, states=sent)
@@ -87,12 +87,12 @@ class PermutedForwardPass(EncryptedForwardPass):
 
 
 def in_one_place(model: SideModel, rows: Rows, ring: int = 8192) -> Rows:
-    """Rows of pixel values as released states, by the complete protocol between a new key holder and the model owner.
+    """Compute disclosed activations of pixel rows by the complete protocol, with a new key holder in this process.
 
     The key holder also gets the last order, so that it can match states and rows.
 
     Raises:
-        InputError: the rows are no images, or there is one: it has no secret order.
+        InputError: the rows are not images, or there is only one row, which has no secret order.
     """
     if "pixel_values" not in rows.names:
         raise InputError("an encrypted forward pass takes images")

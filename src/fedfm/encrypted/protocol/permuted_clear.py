@@ -1,9 +1,9 @@
-"""The paper's protocol of BlindFed, Sections 3.2 and 3.3, without encryption: a simulation.
+"""A simulation of BlindFed's own protocol (Sections 3.2 and 3.3) without encryption.
 
-Every batch has fresh secret orders Pi_1 ... Pi_{L+1}. The client gets block l's states of all tokens in order Pi_l,
-and the relative orders Pi_{l-1}^-1 Pi_l, with which it takes its own computation from one list to the next. As
-printed the server returns the mean loss under encryption, which has no gradient; here it returns the labels in order
-Pi_{L+1}. The states are those of a frozen model: they come once, not in every round.
+Every batch has fresh secret orders Pi_1 ... Pi_{L+1}. The client gets block l's states of all tokens in order Pi_l, and
+the relative orders Pi_{l-1}^-1 Pi_l, by which it reorders its own computation from block to block. In the paper
+the server returns the mean loss under encryption, which has no gradient; here it returns the labels in order Pi_{L+1}.
+The model is frozen, so the states are sent once, not in every round.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def run(method: ProtocolMethod, fed: Federation) -> dict[str, float]:
-    """Run the forward pass of all rows, in secret orders."""
+    """Run the forward pass of all rows in secret orders."""
     passing = ForwardPass.begin(fed, check(fed.model, method.foundation))
     fed.notice(NOTICE)
     _, released, scales = passing.model.frozen_parts
@@ -43,7 +43,7 @@ def run(method: ProtocolMethod, fed: Federation) -> dict[str, float]:
 
 
 def _batch(method: ProtocolMethod, fed: Federation, passing: ForwardPass, client: ClientId, batch: int) -> bool:
-    """One batch of one client; whether the client has answered everything."""
+    """Run one batch of one client; returns whether the client has answered everything."""
     sent = fed.ask(method.labelled, of=[client], least=0, batch=batch)
     passing.count_bytes()
     if client not in sent:

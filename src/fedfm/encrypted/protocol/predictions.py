@@ -1,6 +1,6 @@
-"""Predictions of a finished run at the clients: the encrypted forward pass gives states, the server sends the adapters.
+"""Predictions by a finished run at the clients: encrypted forward pass, then the server sends the adapters.
 
-The server sees ciphertexts and a number of rows. It sends (theta, eta) of the finished run, and each client writes its
+The server sees ciphertexts and the number of rows. It sends (theta, eta) of the finished run; each client writes its
 predictions into its own store.
 """
 
@@ -30,15 +30,13 @@ def load_trained(path: str, settings: Mapping[str, object], fed: Federation, mod
         settings: of this run, on which adapters depend; the other's have to be the same.
 
     Raises:
-        InputError: there is none, or it is of another model.
+        InputError: there is no such run, or it has another model.
     """
     folder, where = Path(path), f'method.trained = "{path}"'
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"{where}: no run can be read there ({error}); expected the folder of a finished run"
-        ) from None
+        raise InputError(f"{where}: cannot be read as a run ({error}); expected the folder of a finished run") from None
     of = manifest["experiment"]["method"]
     if manifest.get("result") is None or of.get("name") != "blindfed":
         raise InputError(f"{where}: expected a finished run of blindfed")
@@ -53,7 +51,7 @@ def load_trained(path: str, settings: Mapping[str, object], fed: Federation, mod
 
 
 def keep(client: Client, seen: Client, w: Params) -> int:
-    """Client half: write the predictions of all its rows; it tells how many."""
+    """Client half: write the predictions of all its rows; returns their number."""
     rows, model = seen.data.test, seen.model
     if not len(rows):
         raise ClientFault(E_LOST, "there are no rows to predict")

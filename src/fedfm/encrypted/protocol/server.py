@@ -1,4 +1,4 @@
-"""Server half of BlindFed's forward pass: who takes part, which batches are left, how long it takes."""
+"""Server half of BlindFed's forward pass: its clients, remaining batches, and progress."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fedfm.encrypted.student.folding import Patches, fold
 from fedfm.models import preprocessing
 from fedfm.models.adapters.side_adapter import SideModel
 
-SLOTS = 4096  # rows times tokens of a batch, with a ring of degree 8192
+SLOTS = 4096  # rows x tokens of a batch, with a ring of degree 8192
 _SESSION, _DONE, _CROSSED = "session", "done", "crossed-"  # in the server's store
-_PAGE = 64  # crossings of one entry of the store, which is written again with each message
+_PAGE = 64  # crossings per entry of the store; each message rewrites one entry
 _OFTEN = 5.0  # seconds between two reports of progress
 
 
@@ -34,9 +34,9 @@ class ForwardPass:
         fed: the federation.
         model: the student with side adapters.
         session: 16 bytes, the same after a resume.
-        ring: degree of the ciphertexts' ring; in the clear it says how many rows pass together.
-        opened: what the clients answered.
-        done: batches that have passed, by client; on the disk before the next one begins.
+        ring: degree of the ciphertexts' ring; in the clear it only determines the rows per batch.
+        opened: the clients' answers to the hello.
+        done: complete batches by client; stored on disk before the next one begins.
     """
 
     fed: Federation
@@ -51,23 +51,23 @@ class ForwardPass:
 
     @classmethod
     def begin(cls, fed: Federation, model: SideModel, ring: int = 8192) -> ForwardPass:
-        """A session, or that of the killed run that goes on."""
+        """Begin a session, or continue that of a killed run."""
         if _SESSION not in fed.store:
             fed.store[_SESSION] = os.urandom(16)
         done = json.loads(fed.store[_DONE]) if _DONE in fed.store else {}
-        for key in sorted(key for key in fed.store if key.startswith(_CROSSED)):  # before this process
+        for key in sorted(key for key in fed.store if key.startswith(_CROSSED)):  # of earlier processes
             for values in json.loads(fed.store[key]):
                 fed.transcript.add(Crossing(*values))
         return cls(fed, model, fed.store[_SESSION], ring, done=done)
 
     @property
     def tokens(self) -> int:
-        """T of a row."""
+        """T, the number of tokens of a row."""
         return len(fold(self.model.frozen_parts[0].module).positions)
 
     @property
     def batch(self) -> int:
-        """Rows that pass together."""
+        """Rows per batch."""
         return max(SLOTS * self.ring // 8192 // self.tokens, 1)
 
     def hello(self, **more: Any) -> Hello:
@@ -102,8 +102,8 @@ class ForwardPass:
         self.count_bytes()
 
     def count_bytes(self) -> None:
-        """Keep what has crossed: a killed run forgets no message that was answered."""
-        pending = self.fed.transcript.pending  # of round 0, which is not committed
+        """Store the crossings, so that a killed run loses no answered message."""
+        pending = self.fed.transcript.pending  # crossings of round 0, which is not committed yet
         while len(pending) > self._full * _PAGE:
             page = pending[self._full * _PAGE :][:_PAGE]
             self.fed.store[f"{_CROSSED}{self._full:06}"] = json.dumps(page).encode()
@@ -112,7 +112,7 @@ class ForwardPass:
             self._full += 1
 
     def tell(self, part: float, what: str) -> None:
-        """Report progress now and then, with the time that is left."""
+        """Report progress at intervals, with the remaining time."""
         now = time.monotonic()
         if part > 0 and now - self._reported > _OFTEN and now - self._begun > _OFTEN:
             self._reported = now
@@ -121,19 +121,19 @@ class ForwardPass:
 
 
 def rows_of(opened: Opened) -> int:
-    """All rows of a client."""
+    """Total number of rows of a client."""
     return sum(opened.rows[part] for part in PARTS)
 
 
 def clear_states(model: SideModel, pixels: Mapping[ClientId, Tensor]) -> each:
-    """Released states (n, L, P, d) of each client's rows, by the model in the clear."""
+    """Disclosed activations (n, L, P, d) of each client's rows, computed in the clear."""
     from fedfm.core.rows import Rows
 
     return each({client: model.states(Rows({"pixel_values": x})) for client, x in pixels.items()})
 
 
 def token_states(model: SideModel, pixels: Tensor) -> Tensor:
-    """States of all tokens of all blocks (n, L, T, d), by the model in the clear; zeros for rows beyond its ranges."""
+    """States of all tokens of all blocks (n, L, T, d), computed in the clear; zeros for rows beyond the ranges."""
     from fedfm.core.rows import Rows
 
     levels = torch.stack(model.blocks(Rows({"pixel_values": pixels}))[1:], 1)

@@ -1,11 +1,11 @@
-"""Polynomial students: models whose softmax, LayerNorm and GELU are polynomials, for computation on encrypted numbers.
+"""Polynomial students: models whose softmax, LayerNorm and GELU are polynomials, for encrypted computation.
 
-A polynomial student is a folder of transformers with one more key in ``config.json``: the polynomials and their
-measured intervals. :func:`install` puts them into the loaded module. Without this package the
-folder loads too, with the exact functions in place of their polynomials.
+A polynomial student is a transformers folder with one more key in ``config.json``: the polynomials and their measured
+intervals. :func:`install` puts them into the loaded module. Without this package the folder also loads, with the exact
+functions.
 
 Only the functions inside the blocks are replaced. The final norm and the head stay exact: whoever computes them has
-the last states in the clear. LayerNorm subtracts a mean over features. That costs nothing where the weights before it
+the last states in the clear. LayerNorm subtracts a mean over features. That costs nothing if the weights before it
 are centred, so a polynomial student has centred weights (:func:`centre`).
 """
 
@@ -51,7 +51,7 @@ __all__ = [
 
 
 def is_polynomial_student(module: Any) -> bool:
-    """Whether a module of transformers, also under PEFT, is one by its configuration."""
+    """Whether a transformers module (also under PEFT) is a polynomial student, by its configuration."""
     return getattr(getattr(families.unwrap(module), "config", None), KEY, None) is not None
 
 
@@ -59,7 +59,7 @@ def install(module: nn.Module, config: Any) -> None:
     """Put the polynomials of ``config.json`` into a module with exact functions.
 
     Raises:
-        InputError: the key is damaged, or is of another model.
+        InputError: the key is damaged, or belongs to another model.
     """
     table = getattr(config, KEY)
     try:
@@ -71,21 +71,23 @@ def install(module: nn.Module, config: Any) -> None:
         for block, entry in zip(made, table["blocks"], strict=True):
             apply(block, entry)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"model.name: {KEY} in config.json is not as `fedfm distil` writes it: {error}") from None
+        raise InputError(
+            f"model.name: {KEY} in config.json does not have the form that `fedfm distil` writes: {error}"
+        ) from None
 
 
 def prepare(module: nn.Module) -> tuple[Functions, ...]:
     """Replace the functions of every block by modules that are exact until they get a polynomial.
 
-    The functions of a polynomial student stay as they are.
+    The functions of a polynomial student are not changed.
 
     Raises:
-        InputError: a block has other functions than a softmax, two LayerNorms and a GELU.
+        InputError: a block does not have exactly one softmax, two LayerNorms and a GELU.
     """
     inner: Any = families.unwrap(module)
     blocks = families.find(inner, inner.config.model_type).blocks
     if not blocks:
-        raise InputError(f"model.name: no blocks are known of a model of type {inner.config.model_type!r}")
+        raise InputError(f"model.name: the blocks of a model of type {inner.config.model_type!r} are unknown")
     register()
     made = tuple(_prepare_block(block, inner.config.model_type) for _, block in blocks)
     inner.config._attn_implementation = ATTENTION
@@ -103,7 +105,7 @@ def _prepare_block(block: nn.Module, model_type: str) -> Functions:
     if len(attentions) != 1 or len(norms) != 2 or len(gelus) != 1 or causal:
         raise InputError(
             f"model.name: a block of type {model_type!r} has {len(attentions)} attentions, {len(norms)} LayerNorms and "
-            f"{len(gelus)} GELUs{', and is causal' if causal else ''}: polynomials stand for one softmax over all "
+            f"{len(gelus)} GELUs{', and is causal' if causal else ''}: polynomials can replace one softmax over all "
             "tokens, two LayerNorms and one GELU"
         )
     attentions[0].softmax = PolynomialSoftmax(attentions[0].num_attention_heads)
@@ -119,15 +121,15 @@ def _prepare_block(block: nn.Module, model_type: str) -> Functions:
 
 # --- weights ----------------------------------------------------------------------------------------------------------
 def pre_norm(module: Any) -> bool:
-    """Whether its blocks are those of a ViT: norm, attention, sum, norm, MLP, sum."""
+    """Whether its blocks are like a ViT's: norm, attention, sum, norm, MLP, sum."""
     return families.type_of(families.unwrap(module)) in PRE_NORM
 
 
 @torch.no_grad()
 def centre(module: nn.Module) -> None:
-    """Subtract the mean over features from all that is added to the tokens: embedding, attention output, MLP output.
+    """Subtract the mean over features from everything added to the tokens: embedding, attention output, MLP output.
 
-    LayerNorm subtracts it anyway, so no output of a pre-norm model changes. Post-norm models are left as they are.
+    LayerNorm subtracts it anyway, so no output of a pre-norm model changes. Post-norm models are not changed.
     """
     inner: Any = families.unwrap(module)
     if not pre_norm(inner):
@@ -150,15 +152,15 @@ def centre(module: nn.Module) -> None:
 
 # --- figures ----------------------------------------------------------------------------------------------------------
 def forget(module: nn.Module) -> None:
-    """Start the counts of :func:`~fedfm.models.derived_modules.violations` again."""
+    """Reset the counts of :func:`~fedfm.models.derived_modules.violations`."""
     for m in module.modules():
         if isinstance(m, Replaced):
             m.forget()
 
 
 def depth(block: Functions) -> int:
-    """Levels of one block: two norms (each with its square and its product), the maps to queries, keys and values, the
-    scores, exp, the inverse, two products after it, and the three levels of the MLP.
+    """Levels of one block: two norms (each with its square and its product), the projections to queries, keys and
+    values, the scores, exp, the inverse, two products after it, and the three levels of the MLP.
 
     Raises:
         ValueError: a function is exact.

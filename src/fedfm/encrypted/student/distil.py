@@ -1,7 +1,7 @@
-"""Distillation of a model into its twin with polynomials, into a folder that experiments can name.
+"""Distil a model into a polynomial student, in a folder that experiments can name.
 
-As a pretraining (:mod:`fedfm.api.pretrain`) it resumes with the same bits, and its folder loads only once it is
-finished. ``distil.json`` records how the twin was made.
+Like a pretraining (:mod:`fedfm.api.pretrain`) it resumes with the same bits, and its folder loads only once it is
+finished. ``distil.json`` records how the student was made.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ _TAMED, _START, _WRITTEN = "tamed.safetensors", "start", "written"  # in the che
 def distil(
     what: str | Path | Mapping[str, Any] | Distillation, out: str | Path, *, watcher: EpochProgress | None = None
 ) -> dict[str, Any]:
-    """Make the twin of a model and write its folder; resume if a killed distillation with the same tables began it.
+    """Make a model's polynomial student and write its folder; resume a killed distillation with the same tables.
 
     Args:
         what: a TOML file, nested tables, or a :class:`Distillation`.
-        out: the folder: absent, empty, or begun by this distillation.
+        out: the folder; it is absent, empty, or begun by this distillation.
 
     Returns:
         ``folder``, ``epochs``, ``parameters``, ``seconds``, ``params_sha256``; on held-out rows (the source's val rows
         if it has some, else test rows) ``teacher_accuracy``, ``accuracy``, ``agreement``, ``distance`` and ``outside``;
-        ``blocks`` with depth, polynomials and violations. A head that is new for these classes is fitted on the frozen
-        features of teacher and twin. Of a model that is a twin already: :func:`recalibrate.measure_again`.
+        ``blocks`` with depth, polynomials and violations. A new head for these classes is fitted on the frozen features
+        of teacher and student. For a model that already is a polynomial student: see :func:`recalibrate.measure_again`.
 
     Raises:
-        InputError: tables, data or model are wrong, the folder holds something else, or the arguments of some function
+        InputError: tables, data or model are wrong, the folder contains something else, or a function's arguments
             spread too far for a polynomial.
         RunError: the loss is NaN or infinite.
     """
@@ -81,15 +81,15 @@ class _DistilWork(CentralWork[Distillation]):
         self.same(table, teacher)
         index, held = table.rows("train"), held_out(table)
         if not len(index) or not len(held):
-            raise InputError(f"{table.source}: distillation needs rows to train on and rows to judge by")
+            raise InputError(f"{table.source}: distillation needs training rows and held-out rows")
         spec = self.what.spec
         if conversion.is_polynomial_student(teacher.module):
             return measure_again(self.place, spec, table, teacher, self.watcher)
         student = self._student(table)
-        if conversion.pre_norm(student.module):  # a twin of another type computes in clear alone
+        if conversion.pre_norm(student.module):  # a student of another type computes only in the clear
             check_tokens(student.parts.embedding)
         if spec.views > 1 and table.kind != "image":
-            raise InputError(f"distil.views = {spec.views}: {table.source} holds no pictures")
+            raise InputError(f"distil.views = {spec.views}: {table.source} holds no images")
         distiller = Distiller(teacher, student, spec, new_head=bool(teacher.new), low=spec.bfloat16)
         lessons = Lessons(
             self._temporary,
@@ -115,7 +115,7 @@ class _DistilWork(CentralWork[Distillation]):
         return load_model(what, classes=table.classes, kind=table.kind, seed=self.what.spec.seed, keep_head=True)
 
     def _student(self, table: Table) -> Model:
-        """The model, with other tokens if they are asked for."""
+        """The model, with other tokens if the settings ask for them."""
         spec, folder = self.what.spec, self._temporary / _START
         if spec.image_size is None and spec.class_token:
             return self._model(table)
@@ -167,13 +167,13 @@ class _DistilWork(CentralWork[Distillation]):
         index: np.ndarray,
         step: int,
     ) -> Tensor:
-        """The loss of the rows with these indices, after so many epochs of the stage and steps of this epoch."""
+        """The loss of the rows with these indices, after the given epochs of the stage and steps of this epoch."""
         part = (before + step / steps) / self.what.spec.epochs[stage]
         rule.eta = self.what.spec.rate(stage, part)
         return distiller.loss(stage, rows.batch(index), part)
 
     def _swap(self, table: Table, distiller: Distiller, lessons: Lessons) -> None:
-        """The polynomials take over, those of the killed process if it had chosen them."""
+        """Switch to polynomials; use those of the killed process if it chose them already."""
         path, student = self._temporary / _TAMED, distiller.student.model
         if "polynomials" not in self.state:
             entries = distiller.measure(lessons.calibration_batches)
@@ -182,13 +182,13 @@ class _DistilWork(CentralWork[Distillation]):
             self.place.write()
         w = storage.load(path)
         if w is None:
-            raise RunError(f"{path} is damaged: this distillation cannot go on; give another --out")
+            raise RunError(f"{path} is damaged: this distillation cannot continue; give another --out")
         tamed = self._student(table)
         tamed.load(w)
         distiller.swap(self.state["polynomials"], tamed)
 
     def _widen(self, distiller: Distiller, lessons: Lessons, stage: int) -> None:
-        """The intervals after a stage, those of the killed process if it had measured them."""
+        """Set the intervals after a stage; use those of the killed process if it measured them already."""
         spec = self.what.spec
         if not spec.widen:
             return

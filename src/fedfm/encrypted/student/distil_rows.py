@@ -1,4 +1,4 @@
-"""Rows of a distillation: views of pictures, and what the teacher says of them, computed once."""
+"""Rows of a distillation: views of images, with the teacher's outputs, which are computed once."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fedfm.errors import RunError
 from fedfm.models import preprocessing
 from fedfm.models.model import Model
 
-MEASURED = 8192  # rows of which the intervals are measured
-AT_ONCE = 64  # rows of a batch that is not trained on
-_LEAST = 0.4  # of a picture's area, in a crop
+MEASURED = 8192  # rows on which the intervals are measured
+AT_ONCE = 64  # rows of a batch without training
+_LEAST = 0.4  # of an image's area, in a crop
 
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a picture: left, top and side, from 0 to 1 of its width and height, and whether it is mirrored."""
+    """A part of an image: left, top and side, as fractions of its width and height, and whether it is mirrored."""
 
     left: float
     top: float
@@ -36,7 +36,7 @@ class Box:
     mirrored: bool
 
     def cut(self, picture: Any) -> Any:
-        """Of a PIL picture."""
+        """Cut this part out of a PIL image."""
         w, h = picture.size
         ends = (self.left * w, self.top * h, (self.left + self.side) * w, (self.top + self.side) * h)
         x0, y0, x1, y1 = (round(v) for v in ends)
@@ -45,7 +45,7 @@ class Box:
 
 
 def boxes_of(seed: int, view: int, count: int) -> list[Box]:
-    """Random boxes of a view of ``count`` pictures, the same on every machine."""
+    """Random boxes of one view of ``count`` images, the same on every machine."""
     rng = seeds.generator(seed, "distil", "view", view)
     side = np.sqrt(rng.uniform(_LEAST, 1.0, count))
     left, top = rng.uniform(size=count) * (1 - side), rng.uniform(size=count) * (1 - side)
@@ -55,7 +55,7 @@ def boxes_of(seed: int, view: int, count: int) -> list[Box]:
 
 
 def cut_rows(model: Model, table: Table, index: np.ndarray, boxes: Sequence[Box]) -> Rows:
-    """The boxes of these pictures as rows of a model."""
+    """Cut the boxes out of these images, as rows for a model."""
     left, image = iter(boxes), model.tools.image
     cut = None if image is None else lambda pictures: image([next(left).cut(p) for p in pictures])
     return preprocessing.prepare(table, index, classes=model.classes, image=cut)
@@ -63,7 +63,7 @@ def cut_rows(model: Model, table: Table, index: np.ndarray, boxes: Sequence[Box]
 
 @dataclass(frozen=True)
 class LazyBoxes:
-    """Parts of pictures, prepared batch by batch."""
+    """Parts of images, prepared batch by batch."""
 
     model: Model
     table: Table
@@ -74,17 +74,17 @@ class LazyBoxes:
         return len(self.index)
 
     def batch(self, index: np.ndarray) -> Batch:
-        """The rows ``index`` of these."""
+        """The batch of rows ``index``."""
         chosen = [self.boxes[i] for i in index]
         return cut_rows(self.model, self.table, self.index[index], chosen).batch(range(len(index)))
 
 
 @dataclass(frozen=True)
 class Taught:
-    """Rows of the student, with the teacher's outputs.
+    """Rows for the student, with the teacher's outputs.
 
     Attributes:
-        known: its logits (n, C), inputs of its head (n, d), and labels.
+        known: the teacher's logits (n, C), the inputs of its head (n, d), and labels.
     """
 
     rows: Rows | LazyBoxes
@@ -100,12 +100,12 @@ class Taught:
 
 
 class Lessons:
-    """Training rows in their views.
+    """Training rows in several views.
 
     Args:
-        folder: where the teacher's outputs are kept.
-        index: of the table's training rows.
-        views: 1: the rows as they are.
+        folder: stores the teacher's outputs.
+        index: indexes of the table's training rows.
+        views: number of views; 1: only the unchanged rows.
     """
 
     def __init__(
@@ -132,9 +132,9 @@ class Lessons:
         return self.view((epoch - 1) % self._views)
 
     def view(self, number: int) -> Taught:
-        """0: the rows as they are."""
+        """The view of this number; 0: the unchanged rows."""
         if self._last is None or self._last[0] != number:
-            self._last = None  # its rows make room
+            self._last = None  # frees the memory of its rows
             boxes = boxes_of(self._seed, number, len(self)) if number else None
             self._last = number, Taught(self._rows(boxes), self._teacher_outputs(number, boxes))
         return self._last[1]
@@ -148,7 +148,7 @@ class Lessons:
         return LazyBoxes(student, table, index, boxes)
 
     def calibration_batches(self) -> Iterator[Batch]:
-        """Rows to measure intervals on, of as many views as there have to be."""
+        """Rows for measuring intervals, from as many views as are needed."""
         left = MEASURED
         for number in range(self._views):
             rows = self.view(number)
@@ -164,7 +164,7 @@ class Lessons:
             parts = [self._ask_teacher(start, boxes) for start in range(0, len(self), AT_ONCE)]
             logits, features, labels = (torch.cat(x) for x in zip(*parts, strict=True))
             if not features.isfinite().all():
-                raise RunError("the teacher's outputs on some rows are no numbers")
+                raise RunError("the teacher's outputs on some rows are NaN or infinite")
             found = {"logits": logits, "features": features, "labels": labels}
             storage.save(path, found)
         return found["logits"], found["features"], found["labels"]

@@ -17,16 +17,18 @@ class DistilSpec(Recipe):
     """The [distil] table."""
 
     image_size: int | None = setting(
-        None, "side of the twin's pictures in pixels; positions are interpolated [the model's]", ge=1
+        None, "side of the student's images in pixels; positions are interpolated [the model's]", ge=1
     )
     class_token: bool = setting(
-        True, "false: a twin of a ViT without its class token, whose head reads the mean over the patches"
+        True, "false: a student of a ViT without a class token; its head reads the mean over the patches"
     )
     views: int = setting(
-        1, "pictures: the epochs take turns at the pictures and so many less one sets of random crops of them", ge=1
+        1,
+        "images: epochs alternate between the unchanged images and views - 1 sets of random crops of them",
+        ge=1,
     )
     bfloat16: bool = setting(
-        False, "multiply in bfloat16 in training: half the time on processors that can; the intervals are exact"
+        False, "multiply in bfloat16 in training: half the time on processors with bfloat16; the intervals are exact"
     )
     seed: int = setting(0, "seed of the split and the order of rows", ge=0)
     threads: int = setting(0, "CPU threads; 0: one per core; another number may change the last bits", ge=0)
@@ -34,7 +36,7 @@ class DistilSpec(Recipe):
 
 @dataclass(frozen=True)
 class Distillation(CentralTraining[DistilSpec]):
-    """Everything that defines a distillation, with every default filled in: [data], [model], [distil].
+    """Complete settings of a distillation, with all defaults filled in: [data], [model], [distil].
 
     Example:
         >>> d = Distillation.from_dict({
@@ -49,12 +51,10 @@ class Distillation(CentralTraining[DistilSpec]):
 
     @classmethod
     def refuse(cls, model: ModelSpec, spec: DistilSpec) -> None:
-        """Raise an InputError for an odd degree, or a model that a distillation does not take."""
+        """Raise an InputError for an odd degree, or for a model that cannot be distilled."""
         spec.validate()
         if model.weights != "pretrained":
-            raise InputError(
-                'model.weights = "random": a model without training has nothing to distil', key="model.weights"
-            )
+            raise InputError('model.weights = "random": an untrained model has nothing to distil', key="model.weights")
         if (task := tasks.task_named(model.task)) is not None and not task.classifies_by_head:
             raise InputError(
                 f'model.task = "{model.task}": expected classification, whose models read all tokens', key="model.task"

@@ -10,7 +10,7 @@ from fedfm.encrypted.student.conversion import MOST_OUTSIDE
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Teacher and twin on held-out rows, and the polynomials of each block with their measured intervals."""
+    """Teacher and student on held-out rows, and the polynomials of each block with their measured intervals."""
     again = "measured" in result
     lines = [
         *(_again(result) if again else _distillation_lines(result)),
@@ -25,9 +25,9 @@ def table(result: Mapping[str, Any]) -> str:
             f"{_ends(block['gelu']):<16}"
         )
     if not again and not math.isfinite(result["distance"]):
-        lines += ["", "some held-out rows are so far outside that the twin gives no numbers for them; train it longer"]
+        lines += ["", "some held-out rows are so far outside that the student's activations overflow; train it longer"]
     if not result["outside"] <= MOST_OUTSIDE:
-        lines += ["", f"over {MOST_OUTSIDE:.1%} are outside: this twin is refused on encrypted rows; "]
+        lines += ["", f"over {MOST_OUTSIDE:.1%} are outside: this student is refused on encrypted rows; "]
         lines[-1] += "measure it on more such rows" if again else "train it longer"
     return "\n".join(lines)
 
@@ -36,7 +36,7 @@ def _distillation_lines(result: Mapping[str, Any]) -> list[str]:
     return [
         f"{result['folder']}: {result['epochs']} epochs, {result['parameters']} parameters, {result['seconds']:.0f} s",
         "",
-        f"{'held-out rows':<34}{'teacher':>10}{'twin':>10}",
+        f"{'held-out rows':<34}{'teacher':>10}{'student':>10}",
         f"{'accuracy':<34}{result['teacher_accuracy']:>10.4f}{result['accuracy']:>10.4f}",
         f"{'same class as the teacher':<34}{'':>10}{result['agreement']:>10.4f}",
         f"{'squared distance of the features':<34}{'':>10}{result['distance']:>10.4f}",

@@ -4,18 +4,18 @@ Three stages train one student, which starts as a copy of the teacher with centr
 
 0. *Tame*, with the exact functions: keep the outputs, and penalise scores, inputs of GELU, row sums of exp and
    variances that spread too far for a polynomial. This stage is ours; without it the student of a usual ViT gives NaN.
-   Then the arguments are measured on the training rows, and the polynomials take over (:meth:`Distiller.swap`).
-1. Scores and states of every block as the tamed model's: L_a + L_h (equations 10 to 14), each a mean square over the
-   teacher's variance, summed over the blocks; H is a block's output.
-2. Outputs as the teacher's: tau^2 KL(T || S), tau = 5 (equation 15), and the cross-entropy of the labels.
+   Then the arguments are measured on the training rows, and polynomials replace the functions (:meth:`Distiller.swap`).
+1. *States*: match scores and states of every block with the tamed model: L_a + L_h (equations 10 to 14), each a mean
+   square over the teacher's variance, summed over the blocks; H is a block's output.
+2. *Outputs*: match the teacher's outputs: tau^2 KL(T || S), tau = 5 (equation 15), and the cross-entropy of the labels.
 
 A teacher whose head is new for these classes, such as a headless backbone, has no logits. Then the outputs are the
-head's inputs: their mean square over the teacher's variance, one dimension at a time, stands for the KL divergence and
-the cross-entropy, and no labels are used.
+head's inputs. Their mean square over the teacher's variance, dimension by dimension, replaces the KL divergence and the
+cross-entropy, and no labels are used.
 
-In stages 1 and 2 a penalty grows from 80 % of each interval, and arguments are clamped. After each of the two the
-arguments are measured again without clamps (:mod:`fedfm.encrypted.student.recalibrate`). The quadratic in place of GELU
-is trained as far as the maps around it are: they express every a > 0, b and c.
+In stages 1 and 2 a penalty grows from 80 % of each interval, and arguments are clamped. After each of these stages the
+arguments are measured again without clamps (:mod:`fedfm.encrypted.student.recalibrate`). The quadratic that replaces
+GELU is trained through the linear maps around it, which can express every a > 0, b and c.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from fedfm.models.quiet import quiet
 
 TAME, STATES, OUTPUTS = 0, 1, 2
 STAGES = ("tame", "states", "outputs")
-TAUGHT = ("teacher_logits", "teacher_features")  # of a batch: the teacher's outputs, if they are known
-SCORES, HIDDEN, SPREAD = 5.0, 3.5, 0.8  # of the tame stage: beyond these the penalties begin
+TAUGHT = ("teacher_logits", "teacher_features")  # keys of a batch with the teacher's outputs, if they are known
+SCORES, HIDDEN, SPREAD = 5.0, 3.5, 0.8  # thresholds of the tame stage's penalties
 _KEEP, _SOFT = 4.0, 2.0  # weight and temperature of the KL divergence in the tame stage
 _EPSILON = 1e-6
-_FAINT = 1e-3  # of the weight of penalties, where they begin to grow
+_FAINT = 1e-3  # initial share of the penalties' weight
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model becomes its polynomial student."""
+    """Settings with which a model becomes its polynomial student."""
 
     epochs: tuple[int, ...] = setting(
         (3, 15, 15),
@@ -59,7 +59,7 @@ class Recipe:
         ge=0,
         least=3,
         most=3,
-        words="three whole numbers of at least 0",
+        words="three integers of at least 0",
     )
     learning_rates: tuple[float, ...] = setting(
         (2e-3, 1e-3, 1e-5),
@@ -70,7 +70,7 @@ class Recipe:
         most=3,
         words="three finite numbers above 0",
     )
-    batch_size: int = setting(16, "rows a step", ge=1)
+    batch_size: int = setting(16, "rows per step", ge=1)
     temperature: float = setting(5.0, "tau of the outputs stage", gt=0, finite=True)
     polynomials: str = setting(
         "scaled",
@@ -80,20 +80,18 @@ class Recipe:
     )
     degree: int = setting(2, "scaled: even degree of the polynomial of exp", ge=2, le=16)
     squarings: int = setting(3, "scaled: how often the polynomial of exp is squared", ge=0, le=8)
-    decay: float = setting(
-        1.0, "share of its learning rate with which a stage ends; it falls in a straight line", gt=0, le=1
-    )
+    decay: float = setting(1.0, "final share of a stage's learning rate, which falls linearly", gt=0, le=1)
     tameness: float = setting(5.0, "weight of the penalties of the tame stage", ge=0, finite=True)
     ramp: float = setting(
         0.0,
-        "share of the tame stage over which its penalties grow a thousandfold, to tameness; from the start they can "
-        "wipe out what a large model knows",
+        "share of the tame stage in which its penalties grow a thousandfold, up to tameness; full penalties at the "
+        "start can destroy a large model's knowledge",
         ge=0,
         le=1,
     )
     forced: float = setting(
         0.0,
-        "share of the states stage in which each block starts from the tamed model's state, so that no block drives "
+        "share of the states stage in which each block starts from the tamed model's state, so that no block moves "
         "the next ones out of their intervals; for deep models",
         ge=0,
         le=1,
@@ -101,16 +99,16 @@ class Recipe:
     penalty: float = setting(10.0, "weight of the penalty from 80 % of an interval", ge=0, finite=True)
     widen: bool = setting(
         True,
-        "measure again after the states stage and at the end, and give arguments that have moved wider intervals; "
-        "1 / x and 1 / sqrt(x) may take a step more",
+        "measure again after the states stage and at the end, and widen the intervals of arguments that have moved; "
+        "1 / x and 1 / sqrt(x) may take one more step",
     )
 
     def rate(self, stage: int, part: float) -> float:
-        """The learning rate after this part of a stage, from 0 to 1."""
+        """The learning rate after ``part`` (0 to 1) of a stage."""
         return self.learning_rates[stage] * (1 - (1 - self.decay) * part)
 
     def weight(self, part: float) -> float:
-        """Of the tame stage's penalties, after this part of the stage."""
+        """The weight of the tame stage's penalties after ``part`` of the stage."""
         return self.tameness * (_FAINT ** (1 - part / self.ramp) if part < self.ramp else 1.0)
 
     def validate(self) -> None:
@@ -123,15 +121,15 @@ class Recipe:
 
 
 class Taps:
-    """A model whose block outputs, head inputs and arguments of functions can be read after each forward pass.
+    """A model that records block outputs, head inputs and functions' arguments in each forward pass.
 
     Attributes:
         functions: the replaced functions of each block.
-        states: the last outputs of the blocks, each (n, T, d), with the mean over features subtracted for pre-norm.
+        states: the last outputs of the blocks, each (n, T, d); for pre-norm without the mean over features.
         features: the last inputs of the head, (n, d).
 
     Raises:
-        InputError: the model has no head, or blocks with other functions.
+        InputError: the model has no head, or its blocks have other functions.
     """
 
     def __init__(self, model: Model) -> None:
@@ -164,7 +162,7 @@ class Taps:
 
     @contextmanager
     def starting(self, states: list[Tensor]) -> Iterator[None]:
-        """Context manager: the blocks after the first get these states (n, T, d) in place of the last block's."""
+        """Context manager: each block after the first gets the given state (n, T, d), not its predecessor's output."""
         blocks = [block for _, block in self.model.parts.blocks]
         hooks = [
             block.register_forward_pre_hook(lambda _, args, x=x: (x, *args[1:]))
@@ -178,7 +176,7 @@ class Taps:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Context manager: the functions keep their arguments."""
+        """Context manager: the functions record their arguments."""
         for module in self.modules():
             module.recording = True
         try:
@@ -189,12 +187,12 @@ class Taps:
 
 
 class Distiller:
-    """Losses of the three stages, and the swap between the first two.
+    """The losses of the three stages, and the swap to polynomials after the first.
 
     Args:
-        teacher, student: two loads of one model, adaptation ``full``; the student is changed.
-        new_head: the teacher's head is new, so that the head's inputs are kept instead of the logits.
-        low: whether the maps multiply in bfloat16 in training.
+        teacher, student: two copies of one model, adaptation ``full``; the student is changed.
+        new_head: the teacher's head is new, so the head's inputs replace the logits.
+        low: whether linear maps multiply in bfloat16 in training.
     """
 
     def __init__(self, teacher: Model, student: Model, recipe: Recipe, *, new_head: bool, low: bool = False) -> None:
@@ -207,7 +205,7 @@ class Distiller:
 
     @torch.no_grad()
     def scale_class_tokens(self, batch: Batch) -> None:
-        """Give the class tokens of the student the mean variance of its patches, if it has some."""
+        """Scale the student's class tokens, if any, to the mean variance of its patches."""
         embedding: Any = self.student.model.parts.embedding
         names = [n for n in ("cls_token", "distillation_token") if hasattr(embedding, n)]
         if not names:
@@ -229,7 +227,7 @@ class Distiller:
         """Mean loss of a batch in a stage, a scalar with gradients to the student.
 
         Args:
-            part: of the stage that is done, from 0 to 1.
+            part: completed part of the stage, from 0 to 1.
         """
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.low):
             if stage == TAME:
@@ -242,7 +240,7 @@ class Distiller:
             return self._outputs(self._teach(batch), batch, tau, tau**2) + self._hinge()
 
     def _teach(self, batch: Batch) -> Tensor:
-        """The student's logits; the teacher has seen the same rows, now or before."""
+        """The student's logits; the teacher's outputs on the same rows are computed now or were before."""
         if TAUGHT[1] in batch:
             self._target, self._kept = (
                 batch.get(name, torch.empty(0)).to(self.teacher.model.device) for name in TAUGHT
@@ -261,7 +259,7 @@ class Distiller:
         return weight * kl + F.cross_entropy(logits, batch["labels"].to(logits.device))
 
     def _tameness(self) -> Tensor:
-        """Penalties of what the functions saw."""
+        """The penalties for the functions' recorded arguments."""
         terms = []
         for block in self.student.functions:
             log_sums = block.softmax.seen["log_sums"]  # (n, heads, T, 1)
@@ -291,10 +289,10 @@ class Distiller:
     # --- the swap -----------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def measure(self, batches: Callable[[], Iterable[Batch]]) -> list[dict[str, Any]]:
-        """The polynomials of each block for the student's arguments on these rows; they are not put in yet.
+        """Choose each block's polynomials for the student's arguments on these rows, without installing them.
 
         Raises:
-            InputError: some spread too far.
+            InputError: some arguments spread too far.
         """
         conversion.centre(self.student.model.module)
         exponential = fit_polynomials.exponential_of(self.recipe.polynomials, self.recipe.degree, self.recipe.squarings)
@@ -318,19 +316,19 @@ class Distiller:
         ]
 
     def swap(self, entries: list[dict[str, Any]], tamed: Model) -> None:
-        """Put the polynomials in; ``tamed`` is a third load of the model, with the tamed weights."""
+        """Install the polynomials; ``tamed`` is a third copy of the model, which gets the tamed weights."""
         self.put(entries)
         self.tamed = Taps(tamed)
 
     def put(self, entries: list[dict[str, Any]]) -> None:
-        """Give the student's blocks these polynomials."""
+        """Install these polynomials in the student's blocks."""
         self.entries = entries
         for block, entry in zip(self.student.functions, entries, strict=True):
             fit_polynomials.apply(block, entry)
 
 
 def nearness(student: Tensor, teacher: Tensor, each: bool = False) -> Tensor:
-    """Mean square of the difference over the teacher's variance, with ``each`` of each of the last axis's entries."""
+    """Mean square difference over the teacher's variance; ``each``: separately for each entry of the last axis."""
     student, teacher = student.float(), teacher.float()
     square = (student - teacher).square()
     if not each:
@@ -340,7 +338,7 @@ def nearness(student: Tensor, teacher: Tensor, each: bool = False) -> Tensor:
 
 
 def save(model: Model, folder: Path, *, new_head: bool) -> None:
-    """Write a student as a folder of transformers, with its processor or tokenizer; without a new head."""
+    """Write a student as a transformers folder, with its processor or tokenizer; a new head is left out."""
     module: Any = model.module
     config = copy.deepcopy(module.config)
     if new_head:

@@ -1,4 +1,4 @@
-"""Polynomials for the functions of a block, from the extremes of their arguments."""
+"""Choose polynomials for a block's functions from the extremes of their arguments."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fedfm.encrypted.student.polynomials import WIDEST, Exponential, Inverse, In
 from fedfm.errors import InputError
 
 KINDS = ("scaled", "paper")
-WIDER = 1.3  # factor of measured intervals
-ROOM = 1.1  # least room around arguments that are measured again
+WIDER = 1.3  # factor by which measured intervals are widened
+ROOM = 1.1  # smallest factor of room around arguments that are measured again
 _ROUNDING = 1e-9
 _NORMS = {"first": "variances before the attention", "second": "variances before the MLP"}
 ERROR = 5e-3  # largest relative error of 1 / x and 1 / sqrt(x) in their intervals
 
 
 class Measured:
-    """Extremes of the arguments of one block's functions, over all rows that were seen.
+    """Extremes of the arguments of one block's functions, over all rows so far.
 
     Attributes:
         extremes: lows and highs (2,) of ``scores``, ``hidden``, ``first`` and ``second`` (the variances), (2, heads) of
@@ -36,7 +36,7 @@ class Measured:
         self.targets = torch.zeros(3, dtype=torch.float64)
 
     def add(self, block: Functions) -> None:
-        """Take up what the block's functions recorded of their last batch."""
+        """Add the arguments that the block's functions recorded for their last batch."""
         seen = block.softmax.seen
         self._extend("scores", seen["scores"].flatten())
         self._extend("sums", seen["sums"].transpose(0, 1).flatten(1))
@@ -62,14 +62,14 @@ class Measured:
         return a, b, c
 
     def around(self, name: str) -> tuple[float, float]:
-        """The extremes, away from their middle by the factor :data:`WIDER`."""
+        """The extremes, widened around their middle by the factor :data:`WIDER`."""
         low, high = self.extremes[name].tolist()
         middle, half = (low + high) / 2, (high - low) / 2 * WIDER
         return middle - half, middle + half
 
     def positive(self, name: str) -> Tensor:
-        """The extremes (2, ...) of positive numbers, over and times :data:`WIDER`, or less: as far as the ratio that
-        1 / x and 1 / sqrt(x) allow.
+        """The extremes (2, ...) of positive values, divided and multiplied by :data:`WIDER`; by less if the ratio would
+        exceed the one that 1 / x and 1 / sqrt(x) allow.
         """
         low, high = self.extremes[name]
         factor = (WIDEST * (1 - _ROUNDING) * low / high).clamp_min(1).sqrt().clamp_max(WIDER)
@@ -77,7 +77,7 @@ class Measured:
 
 
 def exponential_of(kind: str, degree: int, squarings: int) -> Exponential:
-    """In place of exp: the paper's T_6, or T_degree(x / 2^squarings)^(2^squarings)."""
+    """The polynomial for exp: the paper's T_6, or T_degree(x / 2^squarings)^(2^squarings)."""
     return Exponential(6, 0) if kind == "paper" else Exponential(degree, squarings)
 
 
@@ -85,7 +85,7 @@ def entry(measured: Measured, kind: str, exponential: Exponential, where: str) -
     """The polynomials of one block, for :func:`apply` and ``config.json``.
 
     Raises:
-        InputError: the arguments of 1 / x or 1 / sqrt(x) spread too far, or GELU's give no quadratic with a > 0.
+        InputError: the arguments of 1 / x or 1 / sqrt(x) spread too far, or GELU's fit gives a quadratic with a <= 0.
     """
     a, b, c = (0.125, 0.25, 0.5) if kind == "paper" else measured.quadratic()
     try:
@@ -112,15 +112,15 @@ def entry(measured: Measured, kind: str, exponential: Exponential, where: str) -
 def refit(
     entry: Mapping[str, Any], measured: Measured, kind: str, name: str, *, keep: bool = False
 ) -> dict[str, Any] | None:
-    """A block's entry with one argument's polynomials chosen again; None where its interval still has room.
+    """A block's entry with the polynomials of one argument chosen again; None if its interval still has room.
 
-    exp and GELU keep their coefficients, which were trained; only their intervals are those of the new measurement.
+    exp and GELU keep their coefficients, with which the model was trained; only their intervals change.
 
     Args:
         measured: the arguments of these polynomials.
         name: ``sums``, ``first``, ``second``, ``scores`` or ``hidden``, as in :class:`Measured`.
-        keep: the new interval holds the old one too. Where 1 / x or 1 / sqrt(x) allow no such ratio, it ends at the
-            largest argument: beyond that end the iterations diverge, below the other they only fall short.
+        keep: the new interval includes the old one, too. If 1 / x or 1 / sqrt(x) do not allow such a ratio, the
+            interval ends at the largest argument: above it the iterations diverge, below it they only lose accuracy.
 
     Raises:
         ValueError: the arguments spread too far.
@@ -151,7 +151,7 @@ def refit(
 
 
 def _union(found: Tensor, old: Tensor | None) -> Tensor:
-    """Both ranges of positive arguments (2, ...), as far as the ratio allows from the upper end."""
+    """The union of two ranges of positive arguments (2, ...), cut at the lower end if the ratio is too large."""
     if old is None:
         return found
     low, high = torch.minimum(found[0], old[0]), torch.maximum(found[1], old[1])
@@ -159,12 +159,12 @@ def _union(found: Tensor, old: Tensor | None) -> Tensor:
 
 
 def _inside(low: Tensor, high: Tensor, interval: Tensor) -> bool:
-    """Whether positive arguments are in an interval, with room for rows that were not seen."""
+    """Whether positive arguments are in an interval, with room for unseen rows."""
     return bool(interval[0] * ROOM <= low.min()) and bool(high.max() * ROOM <= interval[1])
 
 
 def _inverse(found: Tensor, kind: str) -> dict[str, Any]:
-    """1 / x of the row sums of exp, from ``found`` (2, heads): a scale for each head brings all into one interval."""
+    """1 / x for the row sums of exp, from ``found`` (2, heads): a scale per head brings all into one interval."""
     lows, highs = found
     scales = 1 / highs if kind == "paper" else 2 / (lows + highs)
     interval = (float((lows * scales).min()), float((highs * scales).max()))
@@ -184,10 +184,10 @@ def _norm(found: Tensor, kind: str, name: str) -> dict[str, Any]:
 
 
 def apply(block: Functions, entry: Mapping[str, Any]) -> None:
-    """Give one block the polynomials of its entry.
+    """Install the polynomials of an entry in a block.
 
     Raises:
-        KeyError, TypeError, ValueError: the entry is damaged, or no polynomial is near enough in its intervals.
+        KeyError, TypeError, ValueError: the entry is damaged, or a polynomial is not accurate in its interval.
     """
     exp, inverse, gelu = entry["exp"], entry["inverse"], entry["gelu"]
     scales = torch.tensor(inverse["scales"], dtype=torch.float64)

@@ -1,7 +1,7 @@
 """A polynomial student's blocks as matrices and polynomials: every affine map is folded into the matrices.
 
-This is the input of the computation on encrypted tokens: scales and shifts of the norms are in the maps after them, the
-factor of the scores is in the queries, and the mean over features is subtracted by the maps that add to the tokens.
+This is the input of the encrypted computation. The scales and shifts of the norms are in the maps after them, the
+factor of the scores is in the queries, and the maps that add to the tokens subtract the mean over features.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fedfm.models import families
 
 KEY = "fedfm_polynomials"  # of config.json
 PRE_NORM = ("vit", "deit", "ijepa")  # types whose blocks are norm, attention, sum, norm, MLP, sum
-MOST_OUTSIDE = 1e-3  # share of arguments outside their intervals in evaluation
-_GRID = 2001  # points of an interval at which the values inside a polynomial are measured
+MOST_OUTSIDE = 1e-3  # largest share of arguments outside their intervals in evaluation
+_GRID = 2001  # points of an interval at which a polynomial's intermediate values are measured
 
 Matrix = NDArray[np.float64]
 
@@ -36,11 +36,11 @@ class FoldedBlock:
 
     Attributes:
         weights: ``query``, ``key``, ``value``, ``output`` (d, d), ``up`` (m, d), ``down`` (d, m), and each with
-            ``_bias``: float64. The query holds the factor of the scores.
-        norms: in place of 1 / sqrt of the variance, before the attention and before the MLP.
-        exponential, inverse, inverse_scales, gelu: as :class:`fedfm.encrypted.student.modules.PolynomialSoftmax`;
+            ``_bias``: float64. The query includes the factor of the scores.
+        norms: polynomials for 1 / sqrt of the variance, before the attention and before the MLP.
+        exponential, inverse, inverse_scales, gelu: as in :class:`fedfm.encrypted.student.modules.PolynomialSoftmax`;
             ``inverse_scales`` (heads,) multiplies the row sums before ``inverse`` and its result.
-        centred_keys: the mean over the tokens is subtracted from the keys.
+        centred_keys: whether the mean over the tokens is subtracted from the keys.
     """
 
     weights: Mapping[str, Matrix]
@@ -59,11 +59,11 @@ class Folded:
 
     Attributes:
         embedding: (d, F), of a token's pixels; ``bias`` (d,), ``positions`` (T, d).
-        scales: (L,), b_l is released over its own: the root mean square on the data of the distillation.
-        ranges: (L,), the largest ``|b_l|`` before that; a released value outside means that the arithmetic failed.
-        bound: the largest magnitude of any number on the way, in the intervals that the student stores.
-        patch: pixel_values (n, 3, H, W) -> (n, T, F), what a client sends; a class token is zeros.
-        class_token: whether token 0 is one.
+        scales: (L,), divisors of the disclosed b_l: root mean squares on the distillation data.
+        ranges: (L,), the largest ``|b_l|`` before that; a disclosed value outside means that the arithmetic failed.
+        bound: the largest magnitude of any intermediate value, for arguments inside the student's intervals.
+        patch: pixel_values (n, 3, H, W) -> (n, T, F), the client's input; a class token is zeros.
+        class_token: whether token 0 is a class token.
     """
 
     embedding: Matrix
@@ -99,7 +99,7 @@ def check_tokens(embedding: Any) -> None:
     """Refuse an embedding of images whose number of tokens does not suit encrypted rotations.
 
     Raises:
-        InputError: it is no power of two; with the settings of `fedfm distil` that make it one.
+        InputError: it is not a power of two; names settings of `fedfm distil` that make it one.
     """
     tokens, patches = embedding.position_embeddings.shape[1], embedding.patch_embeddings
     if not tokens & (tokens - 1):
@@ -108,7 +108,7 @@ def check_tokens(embedding: Any) -> None:
     extra = tokens - count
     cure = ["distil.class_token = false"] if extra else []
     if count & (count - 1):
-        side = 1 << (math.isqrt(count).bit_length() - 1)  # patches a side, the next power of two below
+        side = 1 << (math.isqrt(count).bit_length() - 1)  # patches per side: the next smaller power of two
         cure.append(f"distil.image_size = {side * math.lcm(*patches.patch_size)}")
     raise InputError(
         f"{tokens} tokens, {extra} of them class tokens: encrypted rotations need a power of two; distil with "
@@ -120,7 +120,7 @@ def fold(module: nn.Module) -> Folded:
     """The matrices and polynomials of a polynomial student, float64.
 
     Raises:
-        InputError: the module is no polynomial student, or cannot run encrypted; with the reason.
+        InputError: the module is not a polynomial student, or cannot run encrypted; it gives the reason.
     """
     inner: Any = families.unwrap(module)
     table = getattr(inner.config, KEY, None)
@@ -134,7 +134,7 @@ def fold(module: nn.Module) -> Folded:
     if not table["outside"] <= MOST_OUTSIDE:
         raise InputError(
             f"{table['outside']:.2%} of the arguments of the model's functions were outside their intervals on "
-            f"held-out rows, over {MOST_OUTSIDE:.1%}: distil it longer"
+            f"held-out rows, over {MOST_OUTSIDE:.1%}: train it longer"
         )
     parts = families.find(inner, kind)
     embedding: Any = parts.embedding
@@ -145,7 +145,7 @@ def fold(module: nn.Module) -> Folded:
     bias = np.zeros(len(weight)) if projection.bias is None else _array(projection.bias)
     front = [getattr(embedding, name) for name in ("cls_token", "distillation_token") if hasattr(embedding, name)]
     for i, token in enumerate(front):
-        positions[i] += _array(token[0, 0]) - bias  # its pixels are zeros, to which the bias is added
+        positions[i] += _array(token[0, 0]) - bias  # its pixels are zeros, so its embedding is the bias
     blocks = tuple(fold_block(block) for _, block in parts.blocks)
     largest = max(entry["largest"] for entry in table["blocks"])
     return Folded(
@@ -162,7 +162,7 @@ def fold(module: nn.Module) -> Folded:
 
 
 def fold_block(block: Any) -> FoldedBlock:
-    """Of a block of a ViT, a DeiT or an I-JEPA with polynomials."""
+    """Fold a block of a ViT, a DeiT or an I-JEPA with polynomials."""
     functions = Functions.of(block)
     softmax, norms, gelu = functions.softmax, functions.norms, functions.gelu
     attention = block.attention
@@ -185,7 +185,7 @@ def fold_block(block: Any) -> FoldedBlock:
         if norm is None:
             w, b = _centre(w), _centre(b)
         else:
-            # folded() of 1 / x leaves the product with its scale to the weights.
+            # evaluate_folded() of 1 / x leaves the product with its scale to the weights.
             scale = norm.inverse.fold[0] if isinstance(norm.inverse, Inverse) else 1.0
             w, b = w * (_array(norm.weight) * scale), b + w @ _array(norm.bias)
         factor = attention.scaling if name == "query" else 1.0
@@ -202,7 +202,7 @@ def fold_block(block: Any) -> FoldedBlock:
 
 
 def block_states(module: nn.Module, pixel_values: Tensor) -> Tensor:
-    """b_1 .. b_L of images (n, 3, H, W), in the clear: (n, L, T, d), with the mean over features subtracted.
+    """b_1 .. b_L of images (n, 3, H, W) in the clear: (n, L, T, d), with the mean over features subtracted.
 
     Raises:
         InputError: the blocks of the model are unknown.
@@ -210,7 +210,7 @@ def block_states(module: nn.Module, pixel_values: Tensor) -> Tensor:
     inner: Any = families.unwrap(module)
     blocks = families.find(inner, inner.config.model_type).blocks
     if not blocks:
-        raise InputError(f"no blocks are known of a model of type {inner.config.model_type!r}")
+        raise InputError(f"the blocks of a model of type {inner.config.model_type!r} are unknown")
     caught: list[Tensor] = []
 
     def keep(_: nn.Module, __: Any, y: Any) -> None:
@@ -229,7 +229,7 @@ def block_states(module: nn.Module, pixel_values: Tensor) -> Tensor:
 # --- magnitudes -------------------------------------------------------------------------------------------------------
 @dataclass
 class _Watched:
-    """An array that notes the largest magnitude of all that is computed from it."""
+    """An array that records the largest magnitude of all values computed from it."""
 
     value: Matrix
     most: list[float]
@@ -248,7 +248,7 @@ class _Watched:
 
 
 def _inside(polynomial: Polynomial) -> float:
-    """The largest magnitude of a number in the recipe of a polynomial, over its interval."""
+    """The largest magnitude of an intermediate value of a polynomial, over its interval."""
     most = [0.0]
     a, b = polynomial.fold
     polynomial.evaluate_folded(_Watched(a * np.linspace(*polynomial.interval, _GRID) + b, most))
@@ -256,7 +256,7 @@ def _inside(polynomial: Polynomial) -> float:
 
 
 def largest_inside(block: FoldedBlock) -> float:
-    """The largest magnitude of a number inside a block's polynomials, of its row sums and of their inverses."""
+    """The largest magnitude inside a block's polynomials, of its row sums and of their inverses."""
     low, high = block.inverse.interval
     c = block.inverse_scales
     polynomials = (*block.norms, block.exponential, block.inverse, block.gelu)
@@ -264,9 +264,9 @@ def largest_inside(block: FoldedBlock) -> float:
 
 
 def largest_between(block: FoldedBlock, x: Tensor) -> float:
-    """The largest magnitude of the tokens and the maps of a block: centred tokens x (n, T, d), in float64.
+    """The largest magnitude of a block's tokens and linear maps, for centred tokens x (n, T, d), in float64.
 
-    These have no interval, so they are measured.
+    These values have no interval, so they are measured.
     """
     w = {name: torch.from_numpy(matrix) for name, matrix in block.weights.items()}
     n, tokens, d = x.shape
@@ -305,6 +305,6 @@ def _array(x: Tensor) -> Matrix:
 
 
 def _centre(x: Matrix) -> Matrix:
-    """Minus the mean over features, the first axis."""
+    """Subtract the mean over features, the first axis."""
     centred: Matrix = x - x.mean(0)
     return centred

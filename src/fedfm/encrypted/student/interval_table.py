@@ -15,7 +15,7 @@ from fedfm.encrypted.student.distillation_loss import Distiller, Taps
 
 
 def finish(distiller: Distiller, batches: Callable[[], Iterable[Batch]], outside: float) -> dict[str, Any]:
-    """Centre the student, and put its table into its configuration; the arguments are those of :func:`table_of`."""
+    """Centre the student, and put its table into its configuration; arguments as in :func:`table_of`."""
     model = distiller.student.model
     conversion.centre(model.module)
     table = table_of(distiller.student, distiller.entries, distiller.recipe.polynomials, batches, outside)
@@ -30,9 +30,9 @@ def table_of(
     """The table of a polynomial student, with the magnitudes of its states on these rows.
 
     Args:
-        taps: the student, centred, with the polynomials of ``entries``.
+        taps: the centred student, with the polynomials of ``entries``.
         kind: of the polynomials, as in :data:`fit_polynomials.KINDS`.
-        batches: the rows; those of which a state is no number are left out.
+        batches: the rows; rows with a state that is not finite are left out.
         outside: the share of arguments outside their intervals on held-out rows.
     """
     model = taps.model
@@ -68,6 +68,6 @@ def table_of(
 
 
 def _finite(states: list[Tensor]) -> list[Tensor]:
-    """The rows of which every number is finite in all states."""
+    """The rows with only finite values in all states."""
     kept = torch.stack([state.isfinite().flatten(1).all(1) for state in states]).all(0)
     return states if bool(kept.all()) else [state[kept] for state in states]

@@ -1,8 +1,8 @@
 """Softmax, LayerNorm and GELU as modules that compute the exact function until they have a polynomial.
 
-Each keeps the weights of what it replaces under the same names. In training mode it clamps the argument of its
-polynomial into the interval and gives a penalty from 80 % of the interval on. In evaluation nothing is clamped, as
-nothing can be on encrypted numbers; the arguments outside the interval are counted.
+Each keeps the weights of the replaced module under the same names. In training it clamps the argument of its polynomial
+into the interval and adds a penalty from 80 % of the interval. In evaluation it clamps nothing, since encrypted values
+cannot be clamped; it counts the arguments outside the interval.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSqu
 from fedfm.models.derived_modules import Bounded
 
 ATTENTION = "fedfm_polynomial"  # in transformers' registry
-HINGE = 0.8  # share of the half interval from which the penalty grows
-NO_KEY = -math.inf  # the exact score of a key that is masked
+HINGE = 0.8  # the penalty grows from this share of the half interval
+NO_KEY = -math.inf  # the exact score of a masked key
 
 
 class Replaced(Bounded):
-    """What the three have in common.
+    """Common part of the three modules.
 
     Attributes:
         recording: keep the last arguments in ``seen``, for penalties and measurements.
@@ -37,7 +37,7 @@ class Replaced(Bounded):
         self.seen: dict[str, Tensor] = {}
 
     def forget(self) -> None:
-        """Start the counts again, and drop what was recorded."""
+        """Reset the counts, and drop recorded arguments."""
         self.seen, self.penalty, self.outside, self.total = {}, None, 0, 0
 
     def _record(self, name: str, x: Tensor) -> None:
@@ -45,7 +45,7 @@ class Replaced(Bounded):
             self.seen[name] = x
 
     def _take(self, polynomial: Polynomial, x: Tensor, among: Tensor | None = None) -> Tensor:
-        """The argument of a polynomial; ``among``: those of x that count."""
+        """Clamp or count the argument of a polynomial; ``among``: mask of the entries that count."""
         if not self.training:
             outside = polynomial.outside(x.detach())
             if among is not None:
@@ -62,7 +62,7 @@ class Replaced(Bounded):
 
 
 def _place(polynomial: Polynomial, x: Tensor) -> Tensor:
-    """Distance from the middle of the interval over half its length, of positive intervals on a scale of logarithms."""
+    """Distance from the interval's middle over half its length; logarithmic for 1 / x and 1 / sqrt(x)."""
     low, high = polynomial.interval
     if isinstance(polynomial, (Inverse, InverseSquareRoot)):
         low, high, x = math.log(low), math.log(high), x.clamp_min(low * 1e-3).log()
@@ -70,13 +70,13 @@ def _place(polynomial: Polynomial, x: Tensor) -> Tensor:
 
 
 class PolynomialSoftmax(Replaced):
-    """The weights of an attention: softmax, or exp / sum(exp) by polynomials.
+    """Attention weights: softmax, or exp / sum(exp) by polynomials.
 
-    Keys are centred over the tokens, which changes no softmax: scores then spread around zero.
+    Keys are centred over the tokens, so that scores spread around zero; this does not change the softmax.
 
     Attributes:
-        exponential, inverse: the softmax is exact until it has both; the row sums of ``exponential`` are recorded.
-        scales: (heads,), of the row sums of exp before ``inverse``, and of its result.
+        exponential, inverse: without both the softmax is exact; the row sums of ``exponential`` are recorded.
+        scales: (heads,), factors of the row sums before ``inverse``, and of its result.
     """
 
     scales: Tensor
@@ -88,7 +88,7 @@ class PolynomialSoftmax(Replaced):
         self.register_buffer("scales", torch.ones(heads), persistent=False)
 
     def forward(self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-        """(n, heads, T, d / heads) twice, and which keys count, (n, 1, T or 1, T) or None -> (n, heads, T, T)."""
+        """Query and key (n, heads, T, d / heads), mask of keys (n, 1, T or 1, T) or None -> (n, heads, T, T)."""
         if mask is None:
             key = key - key.mean(-2, keepdim=True)
         else:
@@ -101,7 +101,9 @@ class PolynomialSoftmax(Replaced):
             if self.recording:
                 self._record("log_sums", masked.logsumexp(-1, keepdim=True))
             return masked.softmax(-1).to(query.dtype)
-        taken = scores if mask is None else scores.masked_fill(~mask, 0.0)  # no polynomial of a masked score overflows
+        taken = (
+            scores if mask is None else scores.masked_fill(~mask, 0.0)
+        )  # 0, so that a masked score does not overflow
         powers = self.exponential(self._take(self.exponential, taken, mask))
         if mask is not None:
             powers = powers * mask
@@ -115,7 +117,7 @@ class PolynomialSoftmax(Replaced):
 
 
 class PolynomialNorm(Replaced):
-    """LayerNorm, or with a polynomial of the variance in place of 1 / sqrt.
+    """LayerNorm, exact or with a polynomial in place of 1 / sqrt of the variance.
 
     ``Inverse`` in place of ``InverseSquareRoot`` divides by the variance itself, as BlindFed's paper does.
     """
@@ -140,7 +142,7 @@ class PolynomialNorm(Replaced):
 
 
 class PolynomialGelu(Replaced):
-    """GELU, or a quadratic."""
+    """GELU, exact or as a quadratic."""
 
     def __init__(self, exact: nn.Module) -> None:
         super().__init__()
@@ -165,7 +167,7 @@ class Functions:
 
     @classmethod
     def of(cls, block: nn.Module) -> Functions:
-        """Those in a block, which lists both norms in the order of their use."""
+        """The functions of a block; both norms are in the order of their use."""
         found = list(block.modules())
         first, second = (m for m in found if isinstance(m, PolynomialNorm))
         softmax = next(m for m in found if isinstance(m, PolynomialSoftmax))
@@ -176,7 +178,7 @@ class Functions:
 
 
 def wide(x: Tensor) -> Tensor:
-    """In at least float32: polynomials lose too many bits in half precision."""
+    """Convert to at least float32, since polynomials lose too many bits in half precision."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -190,7 +192,7 @@ def attend(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """An attention function of transformers, with the module's own :class:`PolynomialSoftmax`."""
+    """An attention function for transformers that uses the module's own :class:`PolynomialSoftmax`."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     weights = module.softmax(query, key, attention_mask, scaling)
     dropped = nn.functional.dropout(weights, p=dropout, training=module.training)
@@ -198,7 +200,7 @@ def attend(
 
 
 def register() -> None:
-    """Make :data:`ATTENTION` known to transformers; its masks say by true which keys count."""
+    """Register :data:`ATTENTION` with transformers; its masks are true for keys that count."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 

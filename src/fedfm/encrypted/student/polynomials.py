@@ -1,12 +1,12 @@
-"""Polynomials in place of exp, 1/x, 1/sqrt(x) and GELU, for models that are computed on encrypted numbers.
+"""Polynomials for exp, 1/x, 1/sqrt(x) and GELU, for models that compute on encrypted values.
 
-Each class has one recipe, of sums and products alone. It runs on tensors, and on any object with ``+``, ``*`` (by its
-own kind or by a number) and ``square()``, such as an array of ciphertexts. BlindFed (arXiv:2502.01289) names the
+Each class has one recipe that uses only sums and products. It runs on tensors, and on any object with ``+``, ``*`` (by
+its own kind or by a number) and ``square()``, such as an array of ciphertexts. BlindFed (arXiv:2502.01289) names the
 polynomials (equations 1 to 3, Algorithm 1); scaling, squaring and the start of the square root are ours.
 
-An affine map before a polynomial is free where it is folded into the weights of the layer before. So each class gives
-the map (:attr:`~Polynomial.fold`) and the rest (:meth:`~Polynomial.evaluate_folded`), whose multiplicative depth is
-:attr:`~Polynomial.depth`.
+An affine map before a polynomial is free if it is folded into the weights of the layer before. So each class has the
+map (:attr:`~Polynomial.fold`) and the remaining computation (:meth:`~Polynomial.evaluate_folded`), whose multiplicative
+depth is :attr:`~Polynomial.depth`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-WIDEST = 64.0  # largest ratio M / m of an interval of 1/x and 1/sqrt(x)
+WIDEST = 64.0  # largest ratio M / m of an interval for 1/x and 1/sqrt(x)
 
 
 class Arithmetic(Protocol):
-    """What a polynomial needs of its argument."""
+    """The operations that a polynomial needs from its argument."""
 
     def __add__(self, other: Any, /) -> Self: ...
     def __mul__(self, other: Any, /) -> Self: ...
@@ -33,10 +33,10 @@ X = TypeVar("X", bound=Arithmetic)
 
 
 class Polynomial(ABC):
-    """A polynomial with the interval for which it was made.
+    """A polynomial with its interval of validity.
 
     Attributes:
-        interval: (low, high) of the argument; outside it the polynomial may differ much from its function.
+        interval: (low, high) of the argument; outside it the polynomial may differ strongly from its function.
     """
 
     interval: tuple[float, float]
@@ -44,19 +44,19 @@ class Polynomial(ABC):
     @property
     @abstractmethod
     def depth(self) -> int:
-        """Multiplications one after another in :meth:`evaluate_folded`, with those by numbers."""
+        """Sequential multiplications in :meth:`evaluate_folded`, including those by constants."""
 
     @property
     def fold(self) -> tuple[float, float]:
-        """(a, b): :meth:`evaluate_folded` takes a x + b."""
+        """(a, b): the argument of :meth:`evaluate_folded` is a x + b."""
         return 1.0, 0.0
 
     @abstractmethod
     def evaluate_folded(self, u: X) -> X:
-        """The value at x of u = a x + b."""
+        """The value at x, given u = a x + b."""
 
     def evaluate(self, x: X) -> X:
-        """The value at x; :attr:`fold` costs one multiplication more here."""
+        """The value at x; here :attr:`fold` costs one more multiplication."""
         a, b = self.fold
         u = x if a == 1.0 else x * a
         return self.evaluate_folded(u if b == 0.0 else u + b)
@@ -66,7 +66,7 @@ class Polynomial(ABC):
         return self.evaluate(x)
 
     def outside(self, x: Tensor) -> Tensor:
-        """Which entries of x lie outside the interval or are NaN: a tensor of bool."""
+        """Mask of the entries of x that are outside the interval or NaN."""
         low, high = self.interval
         return ~((x >= low) & (x <= high))
 
@@ -107,7 +107,7 @@ class Exponential(Polynomial):
         return y
 
     def error(self) -> float:
-        """Largest relative error in the interval; it is at an end, since exp(-u) T_d(u) falls with u."""
+        """Largest relative error in the interval; it occurs at an end, since exp(-u) T_d(u) is decreasing."""
         return max(abs(self.evaluate(_Number(x)).value / math.exp(x) - 1) for x in self.interval)
 
 
@@ -139,7 +139,7 @@ class Inverse(Polynomial):
         return self._scale, 0.0
 
     def evaluate_folded(self, u: X) -> X:
-        """1 / u, of the scaled argument: the caller multiplies by the scale, or folds it too."""
+        """1 / u for the scaled argument u; the caller multiplies by the scale, or folds it, too."""
         _renew(u)
         minus = u * -1
         a, b = minus + 2.0, minus + 1.0
@@ -160,7 +160,7 @@ class Inverse(Polynomial):
 
     @classmethod
     def within(cls, error: float, interval: tuple[float, float], least: int = 1) -> Inverse:
-        """With the fewest steps, at least ``least``, whose error is at most ``error``.
+        """Choose the fewest steps, at least ``least``, with an error of at most ``error``.
 
         Raises:
             ValueError: M / m is above :data:`WIDEST`.
@@ -170,10 +170,10 @@ class Inverse(Polynomial):
 
 @dataclass(frozen=True)
 class InverseSquareRoot(Polynomial):
-    """1/sqrt(v) by Newton's iteration from a straight line.
+    """1/sqrt(v) by Newton's iteration, started from a straight line.
 
-    With z = v / m in [1, R]: y = p - q z, then ``steps`` times y <- y (3 - z y^2) / 2, then y / sqrt(m). The line makes
-    the errors of the first step equal at both ends and at the turning point between them. Levels: 1 + 2 steps.
+    With z = v / m in [1, R]: y = p - q z, then ``steps`` times y <- y (3 - z y^2) / 2, then y / sqrt(m). The line is
+    chosen so that the first step's errors are equal at both ends and at the turning point. Levels: 1 + 2 steps.
 
     Raises:
         ValueError: the interval is not positive.
@@ -187,7 +187,7 @@ class InverseSquareRoot(Polynomial):
 
     @property
     def line(self) -> tuple[float, float]:
-        """(p, q) of the start."""
+        """(p, q) of the starting line."""
         r = self.interval[1] / self.interval[0]
         s = r + math.sqrt(r) + 1
         rho = 2 / 3 * math.sqrt(s / 3) * s / (s - 1)
@@ -215,7 +215,7 @@ class InverseSquareRoot(Polynomial):
         return y
 
     def error(self) -> float:
-        """Largest relative error: that of the start after each step e <- e^2 (3 - e) / 2, the worst of three places."""
+        """Largest relative error: the start's error at three points, after ``steps`` times e <- e^2 (3 - e) / 2."""
         p, q = self.line
         r = self.interval[1] / self.interval[0]
         turn = p / (3 * q)  # where sqrt(z) (p - q z) turns
@@ -229,7 +229,7 @@ class InverseSquareRoot(Polynomial):
 
     @classmethod
     def within(cls, error: float, interval: tuple[float, float]) -> InverseSquareRoot:
-        """With the fewest steps whose error is at most ``error``.
+        """Choose the fewest steps with an error of at most ``error``.
 
         Raises:
             ValueError: M / m is above :data:`WIDEST`.
@@ -239,7 +239,7 @@ class InverseSquareRoot(Polynomial):
 
 @dataclass(frozen=True)
 class Quadratic(Polynomial):
-    """a x^2 + b x + c with a > 0, in place of GELU (equation 2: 0.125, 0.25, 0.5). One level.
+    """a x^2 + b x + c with a > 0, for GELU (equation 2: 0.125, 0.25, 0.5). One level.
 
     Raises:
         ValueError: a is not positive.
@@ -268,7 +268,7 @@ class Quadratic(Polynomial):
 
 
 def power_series(coefficients: list[float], u: X) -> X:
-    """Sum of c_i u^i for a degree d of at least 2, in ceil(log2(d + 1)) levels, by Paterson and Stockmeyer."""
+    """Sum of c_i u^i for a degree d >= 2, in ceil(log2(d + 1)) levels, by Paterson and Stockmeyer's method."""
     powers = {1: u}
     while 2 * max(powers) < len(coefficients):
         powers[2 * max(powers)] = powers[max(powers)].square()

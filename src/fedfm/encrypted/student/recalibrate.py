@@ -1,11 +1,12 @@
-"""New intervals for a student: after a stage of training, and for a trained student on other rows, without training.
+"""Set new intervals of a student: after a training stage, or without training for rows of another kind.
 
 The penalties of a distillation are means, which do not prevent rare large arguments. One argument outside the interval
-of 1 / x or 1 / sqrt(x) can drive all later ones out of theirs. So the blocks are measured one after another, and each
-block's arguments in the order of their computation: the inputs of every measurement are then in range.
+of 1 / x or 1 / sqrt(x) can drive all later ones out of their intervals. So blocks are measured one after another, and
+the arguments of a block in the order of computation. The inputs of every measurement are then in range.
 
-A student that was trained on photographs meets drawings: their arguments leave the intervals, and its features are NaN.
-With some drawings its owner measures wider intervals. The weights stay, and so does what is learned on its features.
+For example, a student that was distilled on photographs gets drawings: their arguments leave the intervals, and its
+features are NaN. With some drawings its owner can measure wider intervals. The weights do not change, so heads trained
+on its features stay valid.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from fedfm.runtime.progress import EpochProgress
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named arguments of a block
 _PRE_NORM = ("first", "scores", "sums", "second", "hidden")  # the order of a block's arguments
 _POST_NORM = ("scores", "sums", "first", "hidden", "second")
-_MOST = 1 << 30  # bytes of states before a block that are kept
-_UNCHANGED = ("scores", "hidden")  # their polynomials stay as they are
-_SIZES = ("scale", "range", "largest")  # of a block's entry, besides its polynomials
+_MOST = 1 << 30  # largest size in bytes of the stored states before a block
+_UNCHANGED = ("scores", "hidden")  # their polynomials do not change
+_SIZES = ("scale", "range", "largest")  # keys of a block's entry other than its polynomials
 
 
 @torch.no_grad()
@@ -53,13 +54,13 @@ def widen(
     keep: bool = False,
     tick: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Measure a polynomial student's arguments without clamps and renew the polynomials that have no room for them.
+    """Measure a student's arguments without clamps, and renew the polynomials whose intervals have no room for them.
 
     Args:
-        taps: the student, with the polynomials of ``entries``; it gets the new ones.
+        taps: the student with the polynomials of ``entries``; it gets the new ones.
         kind: of the polynomials, as in :data:`fit_polynomials.KINDS`.
-        batches: the rows, or so many of the first ones that their states before a block take a gigabyte.
-        keep: intervals only grow, and as far as they can, as in :func:`fit_polynomials.refit`.
+        batches: the rows; only as many are used as have states of one gigabyte before a block.
+        keep: intervals only grow, as in :func:`fit_polynomials.refit`.
         tick: called after each block.
 
     Returns:
@@ -95,7 +96,7 @@ def widen(
 def _refit_next(
     entry: dict[str, Any], measured: Measured, kind: str, names: tuple[str, ...], keep: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The entry with the first polynomial renewed that changes what follows, and the names that follow."""
+    """Renew the first polynomial that affects later arguments; returns the entry and the later arguments' names."""
     for k, name in enumerate(names, 1):
         new = refit(entry, measured, kind, name, keep=keep)
         if new is not None:
@@ -106,19 +107,19 @@ def _refit_next(
 
 
 def _pass(taps: Taps, block: nn.Module, functions: Functions, calls: list[Call]) -> tuple[Measured, list[Tensor]]:
-    """One block on all batches: its arguments, and its outputs."""
+    """Run one block on all batches; returns its arguments and its outputs."""
     measured, states = Measured(), []
     with taps.recording():
         for args, kwargs in calls:
             y = block(*args, **kwargs)
             states.append(y[0] if isinstance(y, tuple) else y)
-            taps.states.clear()  # the block's hook keeps them too
+            taps.states.clear()  # the block's hook also stores them
             measured.add(functions)
     return measured, states
 
 
 def _calls(taps: Taps, first: nn.Module, batches: Iterable[Batch]) -> list[Call]:
-    """What the first block gets for each batch, as long as there is room."""
+    """The first block's inputs for each batch, up to the memory limit."""
     calls: list[Call] = []
     held = 0
     hook = first.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
@@ -133,23 +134,23 @@ def _calls(taps: Taps, first: nn.Module, batches: Iterable[Batch]) -> list[Call]
     return calls
 
 
-# --- a ready twin on other rows ------------------------------------------------------------------------------------
+# --- a finished student on other rows---------------------------------------------------------------------------------
 
 
 def measure_again(
     place: ModelFolder, spec: DistilSpec, table: Table, student: Model, watcher: EpochProgress
 ) -> dict[str, Any]:
-    """Widen a polynomial student's intervals where the training rows need it, and write the student into the folder.
+    """Widen a student's intervals where the training rows need it, and write the student into the folder.
 
     Intervals only grow. Those of 1 / x and 1 / sqrt(x) grow to the ratio that their polynomials allow.
 
     Returns:
         ``folder``, ``epochs`` (0), ``parameters``, ``measured`` (rows), ``seconds``, ``params_sha256``, and ``blocks``
-        as of a distillation. On held-out rows: ``judged`` (their number), ``accuracy`` (None with a new head),
+        as in a distillation. On held-out rows: ``judged`` (their number), ``accuracy`` (None with a new head),
         ``outside``, and ``without_numbers`` (rows whose features overflow), the last three also with ``_before``.
 
     Raises:
-        InputError: the settings ask for epochs, tokens or views, which need a training.
+        InputError: the settings ask for epochs, tokens or views, which need training.
     """
     began = time.perf_counter()
     _check(spec, student)
@@ -168,10 +169,10 @@ def measure_again(
     before = _scores_of(taps, table, held)
     entries = widen(taps, entries, known["kind"], batches, keep=True, tick=watcher.step)
     after = _scores_of(taps, table, held)
-    shares = [outside([block]) for block in taps.functions]  # of the held-out rows
+    shares = [outside([block]) for block in taps.functions]  # shares on the held-out rows
     new = table_of(taps, entries, known["kind"], batches, after["outside"])
     for block, old in zip(new["blocks"], known["blocks"], strict=True):
-        block["scale"] = old["scale"]  # heads are trained on features over it
+        block["scale"] = old["scale"]  # heads were trained on features divided by this scale
         block |= {name: max(block[name], old[name]) for name in ("range", "largest")}
     setattr(config, conversion.KEY, new)
     save(student, place.half(), new_head=bool(student.new))
@@ -207,7 +208,7 @@ def _check(spec: DistilSpec, student: Model) -> None:
 
 
 def _scores_of(taps: Taps, table: Table, held: np.ndarray) -> dict[str, Any]:
-    """Figures on held-out rows."""
+    """Metrics on held-out rows."""
     conversion.forget(taps.model.module)
     logits, features, labels = outputs(taps, taps.model.prepare(table, held), len(held))
     finite = torch.isfinite(features).all(1)

@@ -1,4 +1,4 @@
-"""A polynomial student compared with its teacher on held-out rows, and the share of arguments out of range."""
+"""Compare a polynomial student with its teacher on held-out rows, and count arguments outside their intervals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedfm.training.fit_head import HeadSpec, fit
 
 _AT_ONCE = 64
 Outputs = tuple[Tensor, Tensor, Tensor]
-PROBED = 8192  # training rows to which a head is fitted
+PROBED = 8192  # training rows on which a head is fitted
 _L2 = 1e-2
 
 
@@ -46,7 +46,7 @@ def outputs(taps: Taps, rows: RowSource, most: int) -> Outputs:
 
 
 def quick(distiller: Distiller, theirs: Outputs, judged: Rows) -> dict[str, Any]:
-    """``accuracy`` (None with a new head), ``distance`` and ``outside``, as :func:`compare`.
+    """``accuracy`` (None with a new head), ``distance`` and ``outside``, as in :func:`compare`.
 
     Args:
         theirs: the teacher's outputs on the same rows.
@@ -63,10 +63,10 @@ def quick(distiller: Distiller, theirs: Outputs, judged: Rows) -> dict[str, Any]
 def compare(distiller: Distiller, rows: RowSource, judged: Rows, theirs: Outputs, known: Outputs) -> dict[str, Any]:
     """``teacher_accuracy``, ``accuracy``, ``agreement``, ``distance`` and ``outside`` on held-out rows, and ``blocks``.
 
-    With a new head each model gets a softmax regression on its own features of training rows; the agreement is that of
-    the teacher's regression on the features of both. ``distance`` is the mean square of the difference of the head's
-    inputs over the teacher's variance, dimension by dimension. ``outside`` is the share of arguments outside their
-    intervals.
+    With a new head each model gets a softmax regression on its own features of training rows; the agreement is between
+    the teacher's regression on the teacher's features and on the student's. ``distance`` is the mean square difference
+    of the head's inputs over the teacher's variance, dimension by dimension. ``outside`` is the share of arguments
+    outside their intervals.
 
     Args:
         theirs, known: the teacher's outputs on the held-out rows, and on the first :data:`PROBED` training rows.
@@ -93,7 +93,7 @@ def compare(distiller: Distiller, rows: RowSource, judged: Rows, theirs: Outputs
 
 
 def outside(blocks: Iterable[Functions]) -> float:
-    """The share of arguments outside their intervals, of all that these blocks' functions saw in evaluation."""
+    """The share of arguments outside their intervals, among all arguments of these blocks in evaluation."""
     modules = [m for block in blocks for m in block]
     return sum(m.outside for m in modules) / max(sum(m.total for m in modules), 1)
 

@@ -1,7 +1,7 @@
-"""A vision transformer for other tokens: images of another size, or without its class token.
+"""Change a vision transformer's tokens: another image size, or no class token.
 
-Encrypted rotations need a number of tokens that is a power of two. A ViT at 224 pixels has 196 patches and a
-class token. Its maps take any number of tokens; only the position embeddings depend on the grid.
+Encrypted rotations need a power of two as the number of tokens. A ViT at 224 pixels has 196 patches and a
+class token. Its linear maps accept any number of tokens; only the position embeddings depend on the grid.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _OTHER = ("model_type", "architectures", "transformers_version", "dtype", "torch
 def with_tokens(model: Model, side: int | None, class_token: bool) -> nn.Module:
     """A new module with the weights of a ViT, DeiT or I-JEPA, for images of ``side`` x ``side`` pixels.
 
-    Positions of patches are interpolated (bicubic); those of class tokens stay. Without class tokens it is of the type
-    ``ijepa``, whose head reads the mean over the patches, so that its first outputs are not those of the model.
+    Positions of patches are interpolated (bicubic); those of class tokens stay. Without class tokens the type is
+    ``ijepa``, whose head reads the mean over the patches, so its initial outputs differ from the model's.
 
     Args:
         side: None: the model's own size.
         class_token: whether class tokens stay.
 
     Raises:
-        InputError: a model of another type, a side that its patches do not divide, or no class token to drop.
+        InputError: the model has another type, its patches do not divide the side, or it has no class token to drop.
     """
     import transformers
 
@@ -73,7 +73,7 @@ def with_tokens(model: Model, side: int | None, class_token: bool) -> nn.Module:
 
 
 def interpolate_positions(positions: Tensor, extra: int, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """Positions (1, extra + h w, d) of a grid (h, w) of patches, for another grid."""
+    """Interpolate positions (1, extra + h w, d) from one grid (h, w) of patches to another."""
     if old == new:
         return positions.clone()
     grid = positions[:, extra:].float().reshape(1, *old, -1).permute(0, 3, 1, 2)

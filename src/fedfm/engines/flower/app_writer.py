@@ -1,4 +1,4 @@
-"""A Flower app for an experiment: one pyproject.toml, whose components are in the installed library."""
+"""Write a Flower app for an experiment: one pyproject.toml, whose components are in the installed library."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fedfm.engines.known_clients import dealt_clients, known_clients
 from fedfm.errors import InputError
 from fedfm.version import __version__
 
-# Keys of [run] about the server's own machine, as they are elsewhere.
+# Keys of [run] about the server's own machine.
 _ON_THE_SERVER: dict[str, Any] = dict.fromkeys(("superlink", "root_certificates", "folder", "roster", "identity"))
-_FIXED = frozenset(("run.engine", "run.wire", "run.workers"))  # of the machines, which no run changes
+_FIXED = frozenset(("run.engine", "run.wire", "run.workers"))  # settings of the machines, which no run changes
 _DEMO = {
     "data": {"name": "digits", "partition": {"name": "dirichlet", "alpha": 0.3, "clients": 5}},
     "model": {"name": "nano-vit", "adaptation": {"name": "lora", "rank": 4}},
@@ -38,7 +38,7 @@ def write(folder: str | Path, experiment: str | Path | None = None) -> str:
         raise InputError(f"{folder} is a file; give a new folder")
     chosen = Experiment.load(experiment) if experiment else Experiment.from_dict(_DEMO)
     if chosen.method.needs.pooled:
-        raise InputError(f'method "{chosen.method_name}" pools all rows in one place: no federation runs it')
+        raise InputError(f'method "{chosen.method_name}" trains on pooled rows: no federation can run it')
     out = folder.resolve() / "runs"
     with storage.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def write_app(
         run: name of the run directory, which is resumed if it exists; "": a new one per Flower run.
         key: name of this run's folder at the clients.
         settable: ``flwr run --run-config`` may change single settings.
-        loopback: the nodes are processes of the command that submits the run: one that ended does not come back.
+        loopback: the nodes are processes of the command that submits the run, so an ended node does not come back.
     """
     name = re.sub(r"[^a-z0-9]+", "-", experiment.name.lower()).strip("-") or "experiment"
     app = f"fedfm-{name}"[:32].strip("-")  # the longest name that Flower accepts
@@ -152,7 +152,7 @@ on real machines, each with `pip install fedfm=={__version__}` and the three var
       --enable-supernode-auth --host 127.0.0.1 --port 8444 --database state.db \\
       --disable-runtime-dependency-installation --isolation process --superexec-auth-secret-file secret
     flower-superexec --runtime-api-address 127.0.0.1:8444 --root-certificates ca.crt --superexec-auth-secret-file secret
-    # in front of it, at HOST:8443, a proxy that passes /v1/fleet/* and /health alone: the same port carries the
+    # in front of it, at HOST:8443, a proxy that only passes /v1/fleet/* and /health: the same port carries the
     # operator's own interface, without a password. `fedfm provision` makes a server with a gate instead
   each silo, once
     ssh-keygen -t ecdsa -b 384 -N "" -f silo.key              # silo.key.pub goes to the operator
@@ -162,6 +162,6 @@ on real machines, each with `pip install fedfm=={__version__}` and the three var
   the operator, for every silo and every run
     flwr supernode register silo.key.pub prod --name NAME     # prod: a [superlink.prod] in $FLWR_HOME/config.toml
     flwr run {folder} prod --stream
-    # --run-config 'run="trial-1"' names the run directory; the same name again goes on with it
+    # --run-config 'run="trial-1"' names the run directory; the same name continues it
     # --run-config 'method.rounds=4' changes a setting that pyproject.toml lists,
     # --run-config 'set="run.min_clients=3; run.patience=2"' one that it does not"""

@@ -1,8 +1,8 @@
 """ServerApp and ClientApp: the components of a Flower app that runs an experiment (``fedfm.apps``).
 
 ``fedfm app DIR`` writes such an app. Both sides run their own installed code, and compare versions before the first
-round. This module imports Flower, but neither torch nor transformers: Flower starts a process for every message, while
-the client's work is done in a worker that stays.
+round. This module imports Flower, but neither torch nor transformers: Flower starts a process for every message, and a
+long-lived worker does the client's work.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ClientHostApp(ClientApp):  # type: ignore[misc]
     """
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Forward to the client's worker; a Ray actor, which keeps its state, answers itself."""
+        """Forward to the client's worker; a Ray actor, which keeps its state, answers directly."""
         head, data = "", b""
         try:
             head, data = flower_records.unpack(message.content)
@@ -38,7 +38,7 @@ class ClientHostApp(ClientApp):  # type: ignore[misc]
             halves = client_stub.fault_halves(fault, head, data)
         except OSError as error:
             halves = client_stub.fault_halves(client_stub.off(error, Path()), head, data)
-        except Exception as error:  # its text, which may hold paths, stays in this node's log
+        except Exception as error:  # its text may contain paths, so it stays in this node's log
             traceback.print_exc()
             text = f"{type(error).__name__}: see the node's log"
             halves = client_stub.fault_halves(ClientFault(E_EXCEPTION, text), head, data)

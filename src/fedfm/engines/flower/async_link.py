@@ -1,6 +1,6 @@
 """A FlowerLink for buffered asynchronous rounds, in which the server continues before all clients have replied.
 
-After a stop it repeats no request to a client that has replied or still computes: see
+After a restart it does not repeat requests to clients that have replied or still compute: see
 :mod:`fedfm.engines.flower.recovery.pending_requests`.
 """
 
@@ -29,24 +29,26 @@ class FlowerStream(FlowerLink):
     """A link that streams.
 
     Args:
-        outstanding: pending requests of an earlier process, and of this one for the next.
-        settings: as of :class:`FlowerLink`.
+        outstanding: pending requests of an earlier process; it also stores this process's requests for the next one.
+        settings: as in :class:`FlowerLink`.
     """
 
     streams, kept = True, True
 
     def __init__(self, grid: Grid, *, outstanding: PendingRequests, **settings: Any) -> None:
-        self._in_flight: dict[str, tuple[InFlight, float]] = {}  # with the time of giving up
+        self._in_flight: dict[str, tuple[InFlight, float]] = {}  # with the deadline
         self._ready: list[Reply] = []  # a pulled reply exists only here, and the caller may stop
         self._outstanding = outstanding
         self._restored: dict[ClientId, tuple[int, int]] = {}
-        self._unmet: dict[str, tuple[InFlight, ClientId]] = {}  # hellos whose replies are not awaited
-        self._anew: dict[str, Request] = {}  # by the message that fetches a reply: what to send if there is none
+        self._unmet: dict[str, tuple[InFlight, ClientId]] = {}  # hellos whose replies are no longer awaited
+        self._anew: dict[
+            str, Request
+        ] = {}  # by message that fetches a cached reply: the request to send if there is none
         super().__init__(grid, **settings)
 
     @property
     def straggling(self) -> bool:
-        """Whether a client that timed out, or that nobody waits for, may still be running."""
+        """Whether a client that timed out, or is no longer awaited, may still be running."""
         return super().straggling or bool(self._in_flight)
 
     @property
@@ -60,8 +62,8 @@ class FlowerStream(FlowerLink):
     def stream(self, requests: Sequence[Request], again: Callable[[ClientId], Request]) -> Iterator[Reply]:
         """Deliver; yield replies to these and to earlier requests of this kind as they arrive, while any is awaited.
 
-        Each client yields one reply in a call. If its reply is to an older request than ``again`` of its name, it gets
-        that request while others are awaited; the reply belongs to the next call. A client that is absent, dies or is
+        Each client yields one reply per call. If its reply is to an older request than ``again(name)``, it gets that
+        request while others are awaited; the new reply belongs to the next call. A client that is absent, dies or is
         late gets a fault, and can get another request.
         """
         if self._stop():
@@ -99,7 +101,7 @@ class FlowerStream(FlowerLink):
                 pause = POLL[0]
 
     def _send(self, requests: Sequence[Request]) -> None:
-        """Deliver, except what an earlier process has sent: that reply comes from the disk if it is there.
+        """Deliver requests, except those that an earlier process sent: their replies come from the disk if present.
 
         Replies from the disk and immediate faults are ready at once.
         """
@@ -113,7 +115,7 @@ class FlowerStream(FlowerLink):
         self._ready += self._recall([(node, request) for node, request in sent if request.client in known], known)
 
     def _take_reply(self, message: Message) -> None:
-        """Process a pulled message."""
+        """Process a message pulled from the SuperLink."""
         name = message.metadata.reply_to_message_id
         self._late.discard(name)
         self._take_probe_reply(message)
@@ -161,10 +163,10 @@ class FlowerStream(FlowerLink):
     # --- after a stop -------------------------------------------------------------------------------------------------
 
     def _sent_before(self, request: Request) -> SentRequest | None:
-        """The request that an earlier process sent in place of this one, or None.
+        """The request that an earlier process sent for this one, or None.
 
-        For a client that was awaited at the last commit it is the request of that time. For others it is this request,
-        in a round that was not completed.
+        For a client that was awaited at the last commit it is the request of that time. For other clients it is the
+        same request, from a round that was not completed.
         """
         at = self._restored.pop(request.client, None)
         sent = [one for one in self._outstanding.last_requests(request.client) if one.handler == request.handler]
@@ -175,14 +177,14 @@ class FlowerStream(FlowerLink):
         return sent.at == (request.round, request.call) and sent.payload == self._outstanding.digest.of(request)
 
     def _greet(self) -> None:
-        """Send hello, without waiting for clients that still work on a request of an earlier process.
+        """Send hellos, without waiting for clients that still work on a request of an earlier process.
 
-        Such a node is known by the key with which it connects, and by the name that it gave to the earlier process.
+        Such a node is identified by its connection key, and by the name that it gave to the earlier process.
         """
         online = self._presence.online()
         busy = {node: client for node, client in self._outstanding.at_work().items() if node in online}
         busy = {node: client for node, client in busy.items() if node not in self._greeted}
-        if busy and online.keys() - busy.keys():  # else all have to be waited for
+        if busy and online.keys() - busy.keys():  # else wait for all
             self._greeted.update(busy)
             waiting: dict[str, InFlight] = {}
             unsent = [
@@ -195,7 +197,7 @@ class FlowerStream(FlowerLink):
     def _met_late(self, message: Message, one: InFlight, client: ClientId) -> None:
         reply, self._cached[one.node] = reply_of(message, one, self._most)
         if reply.fault is not None and reply.fault.code == E_DIED:
-            return  # lost on its way or with its process: the client is who it was
+            return  # lost on its way or with its process: the client's identity stays
         self._members.nodes.pop(client, None)
         self._registry.look()
         self._meet([reply])

@@ -1,4 +1,4 @@
-"""Which of Flower's bundles a silo runs: fedfm's own app. It is configuration; the code is what the silo installed."""
+"""Check Flower's bundles: a silo only runs fedfm's own app, which is configuration for the installed code."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _UNREADABLE = (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError
 
 
 def check(content: bytes) -> None:
-    """Refuse a bundle that brings code or names other code.
+    """Refuse a bundle that contains code or names other code.
 
     Raises:
-        InputError: it does.
+        InputError: the bundle does.
     """
     if difference := _foreign(content):
         raise InputError(f"this silo runs fedfm's own app only, and the bundle {difference}")

@@ -57,7 +57,7 @@ class ClientHost:
         memory: folder of the clients' memories.
         population: reads rows and model, given the experiment and, at a silo, the server's class names.
         on_error: receives tracebacks, which stay here.
-        own: the silo with its own rows; None if the rows are a part of the server's table.
+        own: the silo, if it has its own rows; None if the rows are a part of the server's table.
         answers: file of the last reply to a training request, for buffered asynchronous rounds; None: no file.
     """
 
@@ -95,14 +95,14 @@ class ClientHost:
             ClientFault: the silo has not agreed to this run.
         """
         if self._own is not None and self._own.classes is None:
-            raise ClientFault(E_REFUSED, "no hello of this run has fitted this silo")
+            raise ClientFault(E_REFUSED, "this silo has not accepted a hello of this run")
         try:
             return self._silos(() if self._own is None else self._own.classes or ())
         except InputError as error:
             if self._own is None:
                 raise
             for line in lines_of(error):
-                self._own.note(f"the run does not fit any more: {line}")
+                self._own.note(f"the run no longer fits: {line}")
             raise ClientFault(E_EXPERIMENT, _MISFIT) from None
 
     def _silos(self, classes: Sequence[str]) -> Silos:
@@ -125,24 +125,26 @@ class ClientHost:
 
     @property
     def _hides(self) -> bool:
-        """Whether the server sees sums of updates only."""
+        """Whether the server sees only sums of updates."""
         return self.experiment.aggregation.transport.form != "plain"
 
     @property
     def _scores_sent(self) -> int:
-        """Rounds between updates with scores of the received model; 0: the server requests scores."""
+        """Number of rounds between updates with scores of the received model; 0: the server requests scores."""
         late = self._answers is not None and self.experiment.run.asynchronous is not None
         return self.experiment.run.evaluate_every if late else 0
 
     @property
     def _allowed_words(self) -> list[str]:
-        """Words of the silo's policy. An epsilon covers no scores on single rows and no own model of a client."""
+        """Words of the silo's policy. With an epsilon, ``scores`` and ``reveal`` are removed, since it does not cover
+        them.
+        """
         allowed = WORDS if self._own is None else self._own.policy.of(self.experiment.method_name)
         private = self.experiment.privacy is not None and self.experiment.privacy.states_epsilon
         return [word for word in allowed if not (private and word in ("scores", "reveal"))]
 
     def warm(self, shared: ClientHost | None = None) -> None:
-        """Load rows and model before the first message if possible, or take those of ``shared``.
+        """Load rows and model before the first message if possible, or use those of ``shared``.
 
         An error is reported in the reply to the server's hello.
         """
@@ -164,9 +166,9 @@ class ClientHost:
         """Answer one message, given as head and data, by a reply's head and data. Errors become replies."""
         round = call = 0
         name = str(client)
-        unsettled: Question | None = None  # its failure is an answer in the ledger, since rows were read
+        unsettled: Question | None = None  # a failure on it counts as an answer in the ledger, since rows were read
         try:
-            known: Silos | None = self.__dict__.get("silos")  # loading may be refused
+            known: Silos | None = self.__dict__.get("silos")  # None if loading was refused
             message = payload.decode(head, data, None, most=None if known is None else known.room)
             if not isinstance(message, Mapping) or message.keys() != {"round", "call", "body"}:
                 raise ClientFault(E_FORMAT, "the request is not an envelope")
@@ -204,7 +206,7 @@ class ClientHost:
             fault = bad
         except (Exception, SystemExit) as error:
             self._on_error(name, "".join(traceback.format_exception(error)))
-            # The text may hold a silo's own paths and values: the server receives none of it.
+            # The text may contain a silo's own paths and values, so the server does not receive it.
             text = SENTENCES[E_EXCEPTION] if self._own else f"{type(error).__name__}: {first_line(error)}"
             if self._own is not None and storage.is_write_failure(error):
                 text = client_stub.DISK
@@ -232,7 +234,7 @@ class ClientHost:
         return value
 
     def _keeping(self, handler: str) -> last_reply.LastAnswer | None:
-        """The store of the last reply for such a request: in asynchronous rounds a server may fetch it again.
+        """The store of the last reply, if this request needs it: in asynchronous rounds a server may fetch it again.
 
         Raises:
             ClientFault: the silo has not agreed to this run.
@@ -276,7 +278,7 @@ class ClientHost:
         own.count_hello(classes)
         if own.classes is not None:
             if own.classes != tuple(classes):
-                raise ClientFault(E_EXPERIMENT, "the classes are others than those that this run began with")
+                raise ClientFault(E_EXPERIMENT, "the classes differ from those at the beginning of this run")
             return
         try:
             self.__dict__["silos"] = self._silos(classes)
@@ -289,7 +291,7 @@ class ClientHost:
 
 
 def _check_number(value: Any, key: str, most: int) -> int:
-    """Check a round or a call, by which memories are named."""
+    """Check a round or a call, which name versions of memories."""
     number: int = conform(value, int, key)
     if not 0 <= number <= most:
         raise ClientFault(E_FIELD, f"{key} {number} is not in [0, {most}]")
@@ -308,14 +310,14 @@ def of_experiment(
 
     Args:
         errors: folder with a ``private/`` for tracebacks.
-        answers: as of :class:`ClientHost`.
+        answers: as in :class:`ClientHost`.
     """
     on_error = partial(record_error, errors)
     return ClientHost(experiment, memory, lambda known, classes: populate(known), on_error=on_error, answers=answers)
 
 
 def of_folder(folder: Path) -> tuple[ClientHost, ClientId | int]:
-    """The site that ``folder/site.json`` describes, and its client; memories are kept in that folder.
+    """(client host of the site that ``folder/site.json`` describes, its client); memories are in that folder.
 
     Raises:
         InputError: the silo's own file is wrong.

@@ -33,8 +33,8 @@ _LIMIT = 1 << 30  # largest value of each of the first three
 _PATH = 100  # longest address of a socket, in bytes
 _START = 120.0  # seconds for a worker to start listening
 _TRIES = 3  # starts of a worker that ends before it listens
-_FLOWER = "flower.json"  # in the folder of a run: Flower's numbers of it
-END = "worker.end"  # in a handler's place: the worker ends
+_FLOWER = "flower.json"  # in a run's folder: Flower's ids of node and run
+END = "worker.end"  # in place of a handler: the worker ends
 DISK = "the client cannot write its records, and nothing leaves without them; its own log names the place"
 RUNS = "runs"  # folder of all runs in a silo's own folder: keys chosen by a server cannot reach the silo's own files
 NO_SILO = "this node has no silo.toml: a SuperNode is started with --node-config 'silo=\"/path/to/silo.toml\"'"
@@ -71,7 +71,7 @@ def silo_folder(folder: Path) -> Path:
 def prepare(folder: Path, config: Mapping[str, Any], node: Mapping[str, Any]) -> None:
     """Write ``site.json``, the worker's configuration, if it is absent: a run's first experiment stays the run's.
 
-    A deployment on loopback writes it for its own clients. A node that a server's messages reach writes it only for a
+    A deployment on loopback writes it for its own clients. A node that gets a server's messages writes it only for a
     silo with its own file, which limits what experiments may read.
 
     Raises:
@@ -97,7 +97,7 @@ def admit(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -> Pa
     """The folder of this client and this run, for a server's message: a silo's, or one prepared on loopback.
 
     Raises:
-        ClientFault: there is neither, the experiment is not the run's first one, or the disk takes nothing.
+        ClientFault: there is neither, the experiment is not the run's first one, or the disk is full.
     """
     folder = folder_of(config, node, run_id)
     if node.get("silo"):
@@ -110,7 +110,7 @@ def admit(config: Mapping[str, Any], node: Mapping[str, Any], run_id: int) -> Pa
     except (FileNotFoundError, NotADirectoryError):
         raise ClientFault(E_REFUSED, NO_SILO) from None
     if site_file["experiment"] != config.get("experiment"):
-        raise ClientFault(E_EXPERIMENT, "the experiment is another than the one that this run began with")
+        raise ClientFault(E_EXPERIMENT, "the experiment differs from the one that this run began with")
     return folder
 
 
@@ -121,7 +121,7 @@ def off(error: OSError, folder: Path) -> ClientFault:
 
 
 def address(folder: Path) -> str:
-    """The worker's socket: in the folder, or if that path is too long, in a private temporary folder of this user."""
+    """Path of the worker's socket: in the folder, or in a private temporary folder if that path is too long."""
     path = str(folder.resolve() / "worker.sock")
     if len(path.encode()) <= _PATH:
         return path
@@ -139,7 +139,7 @@ def running(folder: Path) -> bool:
 
 
 def start(folder: Path) -> None:
-    """Start the client's worker, which outlives this process; of two workers that start at once, one stays."""
+    """Start the client's worker, which outlives this process; if two start at once, only one stays."""
     with open(os.open(folder / "worker.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600), "ab") as log:
         worker = subprocess.Popen(
             # -P and cwd: no module is imported from the folder in which the node was started.
@@ -162,7 +162,7 @@ def release(folder: Path) -> None:
 
 
 def enter_run(folder: Path, node: int, run: int) -> None:
-    """Keep the numbers of node and run, by which the silo asks the SuperLink whether the run has ended."""
+    """Store the ids of node and run, with which the silo asks the SuperLink whether the run has ended."""
     if flower_run(folder) != (node, run):
         with contextlib.suppress(OSError):  # a full disk: the worker ends after some idle time
             handle, temporary = tempfile.mkstemp(dir=folder)
@@ -172,7 +172,7 @@ def enter_run(folder: Path, node: int, run: int) -> None:
 
 
 def flower_run(folder: Path) -> tuple[int, int] | None:
-    """The numbers that :func:`enter_run` stored; None: there are none."""
+    """The ids that :func:`enter_run` stored; None if there are none."""
     try:
         node, run = json.loads((folder / _FLOWER).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
@@ -181,7 +181,7 @@ def flower_run(folder: Path) -> tuple[int, int] | None:
 
 
 def call(folder: Path, client: Any, handler: str, head: str, data: bytes) -> tuple[str, bytes]:
-    """Send one message to the worker, and once more to a new worker if the first one ends meanwhile.
+    """Send one message to the worker; send it again to a new worker if the first one ends during it.
 
     That is safe: the client's memory is versioned by (round, call), so a repeated request finds the same state.
 
@@ -197,7 +197,7 @@ def call(folder: Path, client: Any, handler: str, head: str, data: bytes) -> tup
         while running(folder) and time.monotonic() < deadline:  # its socket may accept connections until it has ended
             time.sleep(0.01)
     raise ClientFault(
-        E_DIED, f"the client's worker ended while it was at work, and a second one too: {_ending(folder)}"
+        E_DIED, f"the client's worker ended during the message, and so did a second one: {_ending(folder)}"
     )
 
 

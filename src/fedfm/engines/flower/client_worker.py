@@ -1,9 +1,8 @@
 """A client's worker: a process that keeps model and rows in memory and answers one message at a time.
 
 ``python -m fedfm.engines.flower.client_worker FOLDER`` serves the client that ``FOLDER/site.json`` describes, on a Unix
-socket that only its user can open. It ends after some idle time, when it is let go, or with the process that
-FEDFM_PARENT names. The workers of several folders, of clients that hold parts of one table, share the memory of table
-and model.
+socket that only its user can open. It ends after some idle time, on request, or with the process in FEDFM_PARENT.
+Workers of several folders, for clients with parts of one table, share the memory of table and model.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from fedfm.engines.flower import client_host
 
 IDLE = 900.0  # seconds without a message; FEDFM_WORKER_IDLE overrides it
-ENDED = 30.0  # the same after a message of the last round, if the host holds an accelerator that others may want
+ENDED = 30.0  # the same after the last round's message, if the host occupies an accelerator that others may need
 
 
 def main() -> None:
@@ -74,9 +73,9 @@ def main() -> None:
 
 
 def _places(folder: Path, count: int) -> list[str | None]:
-    """The GPUs that each of the workers sees (None: all of them) if the model is on an accelerator; else nothing.
+    """The visible GPUs of each worker (None: all) if the model is on an accelerator; else an empty list.
 
-    A process that has opened an accelerator cannot fork, so that each worker is then a program of its own.
+    A process that has opened an accelerator cannot fork, so each worker is then a separate program.
     """
     import torch
 
@@ -89,7 +88,7 @@ def _places(folder: Path, count: int) -> list[str | None]:
     gpus = cuda_devices.visible(os.environ, torch.cuda.device_count())
     try:
         found = cuda_devices.visible_to_processes(gpus, float(run.get("gpus_per_client") or 1.0))
-    except InputError:  # the ServerApp says so
+    except InputError:  # the ServerApp reports it
         return [None] * count
     return [found[i % len(found)] for i in range(count)]
 
@@ -116,7 +115,7 @@ def _downloads(folder: Path) -> bool:
 
 
 class _Post:
-    """A client's lock, which its worker holds, and its socket, which is open before anything is loaded."""
+    """A client's lock, which its worker holds, and its socket, which opens before anything is loaded."""
 
     def __init__(self, folder: Path, lock: TextIO) -> None:
         self.folder, self._lock, self._listener = folder, lock, _listen(folder)

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 _POLL = 0.1
 _PATIENCE = 120.0  # seconds for the SuperLink of this machine's kit to start
-_AWAY = 3600.0  # seconds that the connection to a SuperLink may be down in a run
-_TRIES = 3  # submissions of a run of which no round is completed
-_LOOK = 5.0  # seconds between two looks at who is missing
+_AWAY = 3600.0  # seconds that the connection to the SuperLink may be down during a run
+_TRIES = 3  # submissions of a run without a completed round
+_LOOK = 5.0  # seconds between two checks for missing silos
 
 
 def start(
@@ -46,7 +46,7 @@ def start(
     """Run to the end on the SuperLink that the experiment names, or on a new one.
 
     Args:
-        silos: the nodes of a new SuperLink, by name, with files of their own; None: the experiment's clients.
+        silos: names and files of the silos at a new SuperLink; None: the experiment's clients.
     """
     folder = run.path / "private" / "deployment"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -54,7 +54,7 @@ def start(
         return _attach(run, folder, stop, progress)
     if run.experiment.data.classes is not None and silos is None:
         raise InputError(
-            "data.classes: the silos bring the rows, and nodes that this command starts on loopback have none; set "
+            "data.classes: only silos have the rows, and nodes that this command starts on loopback have none; set "
             "run.superlink to the server's kit, or to host:port"
         )
     clients = dealt_clients(run.experiment) if silos is None else []
@@ -95,16 +95,16 @@ def _attach(run: Run, folder: Path, stop: Callable[[], bool], progress: Progress
             except _Lost as lost:
                 if tries == _TRIES:
                     raise RunError(str(lost)) from None
-                progress.notice(f"{lost}; the run is submitted again and goes on after its last completed round")
+                progress.notice(f"{lost}; the run is submitted again and continues after its last completed round")
                 _reach(control, _AWAY, stop, progress)
 
 
 class _Lost(Exception):
-    """The SuperLink has ended the run, which is not complete and did not fail."""
+    """The SuperLink has ended the run, which neither completed nor failed."""
 
 
 def _gather(control: Control, wait: float, stop: Callable[[], bool], progress: Progress) -> None:
-    """Wait until the kit's silos are connected, or for the time limit: a run without some of them has other bits."""
+    """Wait until the kit's silos are connected, up to the time limit: without some of them the run has other bits."""
     deadline, missing = time.monotonic() + wait, Missing(progress.notice)
     while time.monotonic() < deadline:
         with contextlib.suppress(RunError):
@@ -178,7 +178,7 @@ class _Watch:
 
     @property
     def last_complete_round(self) -> int:
-        """The last round that is known to be complete; -1: none."""
+        """The last complete round, as far as known; -1: none."""
         return max(self._reported, default=-1)
 
     def follow(self, run_id: int) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class _Watch:
         Raises:
             _Lost: the SuperLink ended the run while it or the ServerApp was away.
             InputError: the ServerApp refused the experiment.
-            RunError: it failed, or a process that it needs ended.
+            RunError: the run failed, or a process that it needs ended.
             Interrupted: the user stopped the run.
         """
         try:
@@ -213,7 +213,7 @@ class _Watch:
         return self._read[1]
 
     def _tell(self) -> None:
-        """Report news of the run directory to the progress."""
+        """Report changes of the run directory to the progress."""
         log = self._run.path / "metrics.jsonl"
         size = log.stat().st_size if log.exists() else 0
         lines, self._size = self._run.metrics() if size != self._size else [], size
@@ -229,7 +229,7 @@ class _Watch:
                 self._progress.notice(notice)
 
     def _check(self, run_id: int) -> None:
-        """Raise an error if the run failed or nothing works on it any more."""
+        """Raise an error if the run failed, or if no process works on it."""
         self._outcome(run_id)
         if self._fleet is not None:
             self._fleet.check(self._progress.notice)
@@ -262,7 +262,7 @@ class _Watch:
                 raise
             if not self._away:
                 self._away = True
-                self._progress.notice("the SuperLink does not answer; the run goes on when it does")
+                self._progress.notice("the SuperLink does not answer; the run continues when it does")
             return "", ""
         if self._away:
             self._progress.notice("the SuperLink answers again")
@@ -270,7 +270,7 @@ class _Watch:
         return status
 
     def _tell_missing(self) -> None:
-        """Say which of the silos that the ServerApp waits for are not connected."""
+        """Report which awaited silos are not connected."""
         try:
             waiting = json.loads((self._run.path / server_app.WAITING).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -287,13 +287,13 @@ class _Watch:
     def _ending(self, gone: bool, details: str) -> str:
         if not gone and not self._served and self._fleet is None:
             return (
-                f"the run ended ({details}) and the ServerApp has not written {self._run.path}: it has to share this "
-                "folder with the machine that the run was submitted from, and to have this fedfm installed"
+                f"the run ended ({details}) and the ServerApp has not written {self._run.path}: it must share this "
+                "folder with the machine that the run was submitted from, and have this fedfm installed"
             )
         return f"the ServerApp's process ended before the run did ({details or 'killed'})"
 
     def _outcome(self, run_id: int) -> None:
         path = self._run.path / server_app.OUTCOME
         outcome = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        if outcome.get("run") == run_id:  # not that of a former ServerApp, which was ending
+        if outcome.get("run") == run_id:  # not that of a former ServerApp
             raise InputError(outcome["text"]) if outcome["kind"] == "InputError" else RunError(outcome["text"])

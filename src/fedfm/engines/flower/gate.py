@@ -1,4 +1,4 @@
-"""The gate in front of a SuperLink: who may do what. Flower serves silos and operator on one port, without accounts.
+"""The access gate in front of a SuperLink, since Flower serves silos and operator on one port without accounts.
 
 It checks the same path as Flower's own router, so that the two cannot disagree.
 """
@@ -10,8 +10,8 @@ import ipaddress
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-SILOS = "/v1/fleet/"  # what a silo's node needs; Flower asks it for the signature of a registered key
-RUNTIME = "/v1/runtime/"  # tasks of the server's own executor; Flower asks for its secret, or for the task's token
+SILOS = "/v1/fleet/"  # for silos' nodes; Flower requires the signature of a registered key
+RUNTIME = "/v1/runtime/"  # for the server's own executor; Flower requires its secret, or the task's token
 HEALTH = "/health"
 REFUSED = b"this needs the operator's secret: operator.secret of the server's kit"
 
@@ -19,14 +19,14 @@ App = Callable[[Mapping[str, Any], Any, Callable[[Mapping[str, Any]], Awaitable[
 
 
 class AccessGate:
-    """An ASGI application that admits to another one.
+    """An ASGI application that controls the access to another one.
 
-    Everybody reaches Flower's fleet interface, and processes of this machine its runtime interface as well. For the
-    rest, a request needs ``Authorization: Bearer SECRET``: to submit and stop runs, to register nodes and to list them.
+    Everybody can reach Flower's fleet interface, and processes of this machine also its runtime interface. Every other
+    request (to submit or stop runs, to register or list nodes) needs ``Authorization: Bearer SECRET``.
 
     Args:
         app: the SuperLink's application.
-        secret: the operator's.
+        secret: the operator's secret.
 
     Raises:
         ValueError: the secret is shorter than 32 bytes.
@@ -34,20 +34,20 @@ class AccessGate:
 
     def __init__(self, app: App, secret: bytes) -> None:
         if len(secret := secret.strip()) < 32:
-            raise ValueError("the operator's secret needs 32 bytes and more")
+            raise ValueError("the operator's secret needs at least 32 bytes")
         self._app, self._bearer = app, b"Bearer " + secret
 
     async def __call__(
         self, scope: Mapping[str, Any], receive: Any, send: Callable[[Mapping[str, Any]], Awaitable[None]]
     ) -> None:
-        """Pass on or refuse."""
+        """Forward a request or refuse it."""
         if scope["type"] == "lifespan" or (scope["type"] == "http" and self._admits(scope)):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(REFUSED)).encode())]
             await send({"type": "http.response.start", "status": 403, "headers": headers})
             await send({"type": "http.response.body", "body": REFUSED})
-        else:  # Flower has no other way in
+        else:  # Flower has no other protocol
             await send({"type": "websocket.close", "code": 1008})
 
     def _admits(self, scope: Mapping[str, Any]) -> bool:

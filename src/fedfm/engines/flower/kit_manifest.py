@@ -1,4 +1,4 @@
-"""A kit as its machine reads it: ``kit.json``, and the silos that the server's kit lets in."""
+"""A kit's ``kit.json``, and the silos that the server's kit admits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedfm.engines.flower.private_api import OPERATOR
 from fedfm.errors import InputError
 
 FILE = "kit.json"
-NODES = "silos"  # in the server's kit: the silos' public keys
+NODES = "silos"  # folder of the silos' public keys in the server's kit
 SCHEMA = 1
 SERVER = "server"  # name of the server's kit, which no silo can have
 
@@ -22,10 +22,10 @@ class Kit:
     Attributes:
         name: the silo's name, or "server".
         server: host:port at which silos reach the server.
-        port: of this kit's own process: the SuperLink's, or the SuperNode's on loopback.
+        port: of this kit's own process: the SuperLink, or the SuperNode on loopback.
         loopback: whether the complete federation is on one machine.
         proxy: the server's process listens on loopback only.
-        folder: where the kit is.
+        folder: the kit's folder.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Kit:
 
     @property
     def serves(self) -> bool:
-        """Whether it is the server's."""
+        """Whether it is the server's kit."""
         return self.name == SERVER
 
     @property
@@ -86,5 +86,5 @@ def load(folder: Path) -> Kit:
 
 
 def silos_of(kit: Kit) -> list[str]:
-    """Names of the silos that the server's kit lets in, sorted."""
+    """Sorted names of the silos that the server's kit admits."""
     return sorted(path.stem for path in (kit.folder / NODES).glob("*.pub"))

@@ -43,25 +43,25 @@ class FlowerLink:
 
     Args:
         timeout: seconds that one client may take.
-        gather: seconds for the nodes to connect; None: the same.
+        gather: seconds for the nodes to connect; None: as ``timeout``.
         expected: names of the expected clients; silos with their own rows have other names.
-        identity: of the server's model; a client with another model is left out.
+        identity: the server's model's; a client with another model is left out.
         most: bytes of a reply, from :func:`fedfm.core.wire.limits.room`.
-        spare: it is a SuperLink's Grid: cached parameters cross as their hash, and nodes have names.
+        spare: the Grid is a SuperLink's: cached parameters cross as their hash, and nodes have names.
         greeting: payload of the hello message to every client.
-        slots: number of clients that run at the same time; 0: all. The time limit grows with the queue.
+        slots: number of clients that run at the same time (0: all); the time limit grows with the queue.
         returns: nodes may reconnect within the time limit, and then get the request again.
         answered: replies of an incomplete round; their requests are not repeated.
-        waits: called now and then with all nodes that have a request, by name, and the names that are awaited.
+        waits: called at intervals with the nodes that have a request, by name, and the awaited names.
         min_clients: smallest number of clients for a run.
-        known: clients that took part before a stop: the run goes on when they are connected, or after ``gather``.
+        known: clients that took part before a stop: the run continues when they are connected, or after ``gather``.
         stop: called while waiting; True raises :class:`Interrupted`.
         progress: called for every client that finishes.
         notice: called for every node that does not take part.
 
     Attributes:
         hellos: the crossings of the hello messages.
-        kept: clients keep their answers to training, by the names of the requests.
+        kept: whether clients cache their replies to training, by the names of the requests.
 
     Raises:
         RunError: fewer than ``min_clients`` can take part in time.
@@ -99,7 +99,7 @@ class FlowerLink:
         self._presence, self._returns, self._registry = Presence(grid, returns), returns, Registry(grid, spare)
         self._probes = Probes()
         self._answered, self._waits = answered, waits
-        self._cached: dict[int, frozenset[str]] = {}  # by node: hashes of the parameters that are there
+        self._cached: dict[int, frozenset[str]] = {}  # by node: hashes of its cached parameters
         self._members = Members(self._registry, expected=expected, identity=identity, known=known, notice=notice)
         self._greeted: set[int] = set()
         self._resend: list[tuple[int, Request]] = []  # to send again, with all parameters
@@ -110,7 +110,7 @@ class FlowerLink:
 
     @property
     def clients(self) -> Sequence[ClientId]:
-        """Names of expected and of connected clients, and of those from before a stop, sorted."""
+        """Sorted names of expected clients, connected clients, and clients from before a stop."""
         return self._members.clients
 
     @property
@@ -124,7 +124,7 @@ class FlowerLink:
         return bool(self._late)
 
     def record(self, add: Callable[[Crossing], None]) -> None:
-        """Give the transcript the hellos, and those to come."""
+        """Record past and future hellos in the transcript."""
         for crossing in self.hellos:
             add(crossing)
         self._crossed = add
@@ -142,7 +142,7 @@ class FlowerLink:
             yield reply
 
     def _assign_nodes(self, requests: Sequence[Request]) -> tuple[list[tuple[int, Request]], list[Reply]]:
-        """Requests with their nodes; replies that are known, and faults for clients that cannot be asked."""
+        """(requests with their nodes, stored replies and faults for clients that cannot be asked)."""
         if any(r.client not in self._members.nodes and r.client not in self._members.barred for r in requests):
             self._greet()
         online = self._presence.online()
@@ -176,7 +176,7 @@ class FlowerLink:
                 time.sleep(POLL[1])
 
     def _forget(self, online: Mapping[int, str]) -> None:
-        """Drop the known cache of every node that has reconnected."""
+        """Forget the cache of every node that has reconnected."""
         for node in [node for node in self._cached if self._presence.has_reconnected(node, online)]:
             del self._cached[node]
 
@@ -195,7 +195,7 @@ class FlowerLink:
     def _push(
         self, sent: Sequence[tuple[int, Request]], waiting: dict[str, InFlight], patience: float
     ) -> Iterator[Reply]:
-        """Send, and enter into ``waiting`` what is in flight."""
+        """Send requests, and enter those in flight into ``waiting``."""
         encoded: EncodedPayload | None = None
         for start in range(0, len(sent), _BATCH):
             messages = []
@@ -214,7 +214,7 @@ class FlowerLink:
                 if name in taken:
                     waiting[name] = one
                 else:
-                    yield fault_reply(one.request, ClientFault(E_DIED, "the SuperLink did not take the message"))
+                    yield fault_reply(one.request, ClientFault(E_DIED, "the SuperLink did not accept the message"))
 
     def _collect(
         self,
@@ -263,7 +263,7 @@ class FlowerLink:
                 for late in waiting.values():
                     yield fault_reply(late.request, ClientFault(E_TIMEOUT, f"no reply within {self._timeout:g} s"))
                 for gone in away:
-                    reason = f"its node went and did not come back within {self._timeout:g} s"
+                    reason = f"its node disconnected and did not come back within {self._timeout:g} s"
                     yield fault_reply(gone.request, ClientFault(E_DIED, reason))
                 break
             if self._returns:
@@ -279,7 +279,7 @@ class FlowerLink:
     def _take_lost(
         self, waiting: dict[str, InFlight], away: list[InFlight], suspects: Collection[str]
     ) -> list[tuple[int, Request]]:
-        """Remove and return requests to send again: they were lost, or their node has reconnected without them.
+        """Remove and return requests to send again: they are lost, or their node has reconnected without them.
 
         The client's memory is versioned by (round, call), so a second answer equals the first.
         """
@@ -293,7 +293,7 @@ class FlowerLink:
         return [one[:2] for one in found]
 
     def _confirm_lost(self, waiting: Mapping[str, InFlight], suspects: Collection[str]) -> list[str]:
-        """Suspects that the last pull did not clear; the operator gets a notice."""
+        """The suspects without a reply in the last pull; the operator gets a notice."""
         found = [name for name in waiting if name in suspects]
         for name in found:
             self._notice(f"{waiting[name].request.client} is asked again: a message or its answer was lost on the way")
@@ -304,7 +304,7 @@ class FlowerLink:
         hellos: dict[str, InFlight] = {}
         due = self._probes.due(waiting, self._presence.last_online)
         for _ in self._push([self._hello(node) for node in due], hellos, self._timeout):
-            pass  # the SuperLink rejected it: the next probe is due in a while
+            pass  # the SuperLink rejected it; a later probe follows
         self._probes.enter(hellos)
 
     def _take_probe_reply(self, message: Message) -> None:
@@ -316,7 +316,7 @@ class FlowerLink:
     # --- hello --------------------------------------------------------------------------------------------------------
 
     def _gather(self, min_clients: int) -> None:
-        """Wait for the expected nodes, or for enough nodes and no new one for some time; then for the known clients."""
+        """Wait for the expected nodes, or for enough nodes and a pause without new ones; then for the known clients."""
         begun = changed = time.monotonic()
         count = -1
         while True:
@@ -345,7 +345,7 @@ class FlowerLink:
         if self._registry.nameless(self._members.nodes.values()):
             self._notice(NAMELESS)
         if missing := self._members.missing:
-            self._notice(f"no node came for {', '.join(missing)}")
+            self._notice(f"no node connected for {', '.join(missing)}")
 
     def _greet(self) -> None:
         """Send hello to the nodes that have not received it."""

@@ -21,7 +21,7 @@ from fedfm.errors import RunError
 
 _START = 120.0  # seconds that SuperLink and SuperNodes may take to start
 _POLL = 0.1
-PROGRAMS = (sys.executable, "-m", "fedfm.engines.flower.private_programs")  # Flower's, as fedfm starts them
+PROGRAMS = (sys.executable, "-m", "fedfm.engines.flower.private_programs")  # fedfm's starters of Flower's programs
 
 
 class Fleet:
@@ -50,10 +50,10 @@ def loopback(
     stop: Callable[[], bool],
     silos: Mapping[str, Path] | None = None,
 ) -> Iterator[Fleet]:
-    """Start the SuperLink and its executor, and a SuperNode, an executor and a warm worker per client, for one block.
+    """Context manager: SuperLink and executor, and for each client a SuperNode, an executor and a warm worker.
 
     Args:
-        folder: folder of keys, logs and the clients.
+        folder: contains keys, logs and the clients' folders.
         config: the run's configuration that the clients receive.
         stop: called while waiting; True raises :class:`Interrupted`.
         silos: further nodes, each with a silo's own file.
@@ -120,7 +120,7 @@ def _node(children: Children, folder: Path, client: str, address: str, config: s
     """Start a SuperNode and its ClientApp's executor, which share a secret, so that no other process gets messages."""
     name = safe_name(client)
     home = str((folder / "home" / name).resolve())
-    secret = loopback_keys.write_secret(folder / f"node-{name}.secret")  # a client may be called "operator"
+    secret = loopback_keys.write_secret(folder / f"node-{name}.secret")  # a client's name may be "operator"
     children.start(
         f"node-{name}",
         [
@@ -149,7 +149,7 @@ def _workers(config: Mapping[str, str], children: Children, sites: Path, clients
     for client in clients:
         node = {"client": client, "site": str(sites.resolve())}
         places.append(client_stub.folder_of(config, node, 0))
-        (places[-1] / "site.json").unlink(missing_ok=True)  # a resumed run writes it anew and does not trust it
+        (places[-1] / "site.json").unlink(missing_ok=True)  # a resumed run does not trust it, and writes it again
         client_stub.prepare(places[-1], config, node)
     if places:
         children.start("workers", [sys.executable, "-m", "fedfm.engines.flower.client_worker", *map(str, places)])
@@ -215,11 +215,11 @@ def _listens(port: int) -> bool:
 
 
 def _until(ready: Callable[[], bool], children: Children, stop: Callable[[], bool], what: str) -> None:
-    """Wait until ``ready()``; a process that ends meanwhile is reported with the last lines of its log."""
+    """Wait until ``ready()``; a process that ends before is reported with the last lines of its log."""
     deadline = time.monotonic() + _START
     while not ready():
         for name, how in children.reap():
-            if name != "workers":  # the client reports at hello why a worker ended
+            if name != "workers":  # the client's answer to the hello says why a worker ended
                 raise RunError(f"{name} did not start ({how}):\n{children.tail(name)}")
         if stop():
             raise Interrupted

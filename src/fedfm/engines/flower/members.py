@@ -17,14 +17,14 @@ class Members:
     Args:
         registry: names under which the nodes' keys are registered.
         expected: names of the expected clients; silos with their own rows have other names.
-        identity: of the server's model; a client with another model is left out.
+        identity: the server's model's; a client with another model is left out.
         known: clients that took part before a stop.
         notice: called for every node that does not take part.
 
     Attributes:
         nodes: of the clients that take part, by name.
         barred: clients that may not take part, with the reason.
-        absent: the same, and nodes that are no client.
+        absent: the same, and nodes that are not clients.
         own_data: the silos have their own rows and not a part of the server's table.
     """
 
@@ -46,7 +46,7 @@ class Members:
 
     @property
     def clients(self) -> Sequence[ClientId]:
-        """Names of expected and of connected clients, and of those from before a stop, sorted."""
+        """Sorted names of expected clients, connected clients, and clients from before a stop."""
         return sorted({*self.nodes, *self.barred, *self._before, *(() if self.own_data else self._expected)})
 
     @property
@@ -79,7 +79,7 @@ class Members:
             fault = refused.get(node, fault)
             stranger = fault is None and self._is_stranger(reply, name)
             if stranger:
-                fault = ClientFault(E_CLIENT, f'"{str(name)[:40]}" is none of this experiment\'s clients')
+                fault = ClientFault(E_CLIENT, f'"{str(name)[:40]}" is not a client of this experiment')
             called = name or self._registry.display_name(node)
             if said is not None:
                 introduced.append((called, reply))
@@ -104,5 +104,5 @@ class Members:
             return None, fault
 
     def _is_stranger(self, reply: Reply, name: ClientId | None) -> bool:
-        """Whether a node has neither rows of its own nor a part of this experiment's."""
+        """Whether a node has neither its own rows nor a part of this experiment's rows."""
         return not reply.value.get("own_data") and bool(self._expected) and name not in self._expected

@@ -20,7 +20,7 @@ def fault_reply(request: Request, fault: ClientFault) -> Reply:
 
 
 def reply_of(message: Message, sent: InFlight, most: int | None) -> tuple[Reply, frozenset[str]]:
-    """A Flower message as a Reply, and what its client has cached; an invalid message becomes a fault."""
+    """(a Flower message as a Reply, hashes that its client has cached); an invalid message becomes a fault."""
     request, there = sent.request, frozenset[str]()
     fault, round, call = None, request.round, request.call
     try:
@@ -44,17 +44,17 @@ class InFlight(NamedTuple):
     node: int
     request: Request
     nbytes: int  # with all its parameters
-    spared: int  # of these, bytes saved by the cache
-    since: str = ""  # when its node connected, as the SuperLink writes it
-    name: str = ""  # by which its client keeps the answer, where answers are kept
+    spared: int  # bytes of these that the cache saves
+    since: str = ""  # connection time of its node, in the SuperLink's form
+    name: str = ""  # under which its client caches the reply, if replies are cached
 
 
 class EncodedPayload:
     """A payload in its encoded forms: complete, and without parameters that the receiver has cached.
 
     Args:
-        spare: some client has cached parameters.
-        kept: clients keep their answers, by name.
+        spare: whether some client has cached parameters.
+        kept: whether clients cache their replies, by name.
     """
 
     def __init__(self, request: Request, spare: bool, kept: bool = False) -> None:

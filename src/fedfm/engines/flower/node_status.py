@@ -1,4 +1,4 @@
-"""What a SuperLink knows of its nodes, and who is missing, in words."""
+"""A SuperLink's view of its nodes, and notices about missing ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-_AGAIN = 60.0  # seconds before the same is said again: the first time, then twice as long each time
+_AGAIN = 60.0  # seconds before a notice is repeated; the pause doubles each time
 
 
 @dataclass(frozen=True)
@@ -15,11 +15,11 @@ class NodeStatus:
     """A registered node.
 
     Attributes:
-        id: Flower's.
-        name: as it was registered; "" if without a name.
+        id: Flower's id.
+        name: the registered name; "" if there is none.
         public_key: PEM.
         online: whether its last sign of life is recent.
-        seen: when it went offline, at most a minute after its last sign of life; None: it never connected.
+        seen: when it went offline (at most a minute after its last sign of life); None: it never connected.
     """
 
     id: int
@@ -30,7 +30,7 @@ class NodeStatus:
 
 
 def waiting(nodes: Sequence[NodeStatus], now: datetime.datetime) -> str:
-    """Who is missing, in words; "" if everybody is there.
+    """The missing silos, in words; "" if all are connected.
 
     Example:
         >>> now = datetime.datetime(2026, 1, 1, 12, 4, tzinfo=datetime.UTC)
@@ -49,10 +49,10 @@ def waiting(nodes: Sequence[NodeStatus], now: datetime.datetime) -> str:
 
 
 class Missing:
-    """Says who is missing: at once if that changes, and else every few minutes.
+    """Reports missing silos: at once if they change, else every few minutes.
 
     Args:
-        notice: gets a line for people.
+        notice: called with a line for people.
     """
 
     def __init__(self, notice: Callable[[str], None]) -> None:
@@ -62,19 +62,19 @@ class Missing:
 
     @property
     def any(self) -> bool:
-        """Whether somebody was missing at the last look."""
+        """Whether a silo was missing at the last check."""
         return bool(self._names)
 
     def tell(self, nodes: Sequence[NodeStatus], left_out: bool = False) -> bool:
-        """Whether somebody is missing.
+        """Report missing silos; returns whether there are any.
 
         Args:
-            left_out: nobody is waited for, and some who were have not come back: they are left out of the round.
+            left_out: the round does not wait any more; the missing silos are left out of it.
         """
         missing, now = sorted(node.id for node in nodes if not node.online), time.monotonic()
         if missing != self._names:
             if self._names and not missing and not left_out:
-                self._notice("all silos that were waited for are connected")
+                self._notice("all awaited silos are connected")
             self._names, self._next, self._pause = missing, now, _AGAIN
         if missing and now >= self._next:
             self._notice(waiting(nodes, datetime.datetime.now(datetime.UTC)))

@@ -1,6 +1,6 @@
-"""A folder for ``FLWR_HOME`` with which Flower's own command ``flwr`` shows the operator's secret to a kit's SuperLink.
+"""A folder for ``FLWR_HOME``, so that Flower's command ``flwr`` sends the operator's secret to a kit's SuperLink.
 
-``flwr`` sends what its file of credentials has for an address. It is meant for tokens of accounts.
+``flwr`` sends the credential that its file has for an address. Flower intends it for account tokens.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ CREDENTIAL = "flower.account-auth.{address}.{part}"  # a key of that file
 
 
 def write(folder: Path, address: str, authority: Path, secret: Path) -> None:
-    """Write the folder anew.
+    """Write the folder, replacing an earlier one.
 
     Args:
-        address: host:port of the SuperLink, as processes of its machine reach it.
+        address: host:port of the SuperLink for processes on its own machine.
         authority: PEM file of the federation's authority.
         secret: the file with the operator's secret.
     """

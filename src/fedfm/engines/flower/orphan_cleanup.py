@@ -1,4 +1,4 @@
-"""Ends a simulation's processes if the process that started them was killed: Ray's own would stay for minutes.
+"""End a simulation's processes if the process that started them is killed; Ray's would stay for minutes.
 
 ``python -m fedfm.engines.flower.orphan_cleanup FOLDER``: all processes to end have FOLDER in their environment. The end
 of standard input means that the starting process was killed; a byte on it means that nothing is left to do.
@@ -21,7 +21,7 @@ _PATIENCE = 10.0  # seconds in which a starting process becomes visible
 
 @contextlib.contextmanager
 def reaping(folder: str) -> Iterator[None]:
-    """Within the block, the folder and processes with ``folder`` in their environment do not outlive this process."""
+    """Context manager: the folder and processes with ``folder`` in their environment end with this process."""
     reaper = subprocess.Popen(
         [sys.executable, "-m", "fedfm.engines.flower.orphan_cleanup", folder],
         stdin=subprocess.PIPE,

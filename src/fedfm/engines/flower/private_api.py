@@ -1,4 +1,4 @@
-"""All uses of Flower's and Ray's private API, but for those of Flower's programs (:mod:`.private_programs`).
+"""All uses of Flower's and Ray's private API, except those of Flower's programs (:mod:`.private_programs`).
 
 Each use has a check in ``tests/engines/test_private_api.py``, which names the function here that a new Flower breaks.
 The module imports torch and Flower only when they are needed.
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 TESTED = ("1.41.", "1.42.")  # prefixes of the versions of Flower that pass the tests
 SUPERLINK = 1  # node id with which the SuperLink replies for unavailable nodes
-_PUSHES = 5  # tries; the SuperLink would have to be killed during each of them
+_PUSHES = 5  # attempts; all fail only if the SuperLink is killed during each of them
 QUICK_EXECUTOR = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}  # environment; seconds, by default 1
 
 
 def round_trip(record: Any) -> Any:
-    """A RecordDict as the other side of Flower's network gets it: cut into objects, serialised, and rebuilt."""
+    """A RecordDict after Flower's network: split into objects, serialised, and rebuilt."""
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
@@ -38,7 +38,7 @@ def round_trip(record: Any) -> Any:
 
 
 def serialised_nbytes(record: Any) -> int:
-    """Bytes of a RecordDict as Flower serialises it, equal objects counted once; compare :func:`codec.weigh`."""
+    """Bytes of a RecordDict in Flower's serialisation, counting equal objects once; compare :func:`codec.weigh`."""
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
 
     with no_object_id_recompute():
@@ -67,7 +67,7 @@ def over_the_wire(silos: Silos, requests: Sequence[Request]) -> list[Any]:
 
 @contextlib.contextmanager
 def identity(run_id: int = 1) -> Iterator[None]:
-    """Set the identity that Flower's Message needs, outside of Flower's own processes."""
+    """Set the identity that Flower's Message needs outside Flower's own processes."""
     from flwr.supercore.task_identity import TaskIdentity
 
     saved = (TaskIdentity._task_id, TaskIdentity._run_id, TaskIdentity._node_id)
@@ -82,14 +82,14 @@ def simulate(main: Callable[[Any, Any], None], client: Any, nodes: int, gpus: fl
     """Run a ServerApp's main and a ClientApp under Flower's simulation, on a running Ray.
 
     Args:
-        gpus: of each actor; Ray shows it these alone.
+        gpus: GPUs of each actor; Ray shows it only these.
     """
     from flwr.serverapp import ServerApp
     from flwr.simulation import run_simulation
 
     app = ServerApp()
     app.main()(main)
-    # Flower passes these to Ray, which restarts an actor that dies; else every later message to it would fail.
+    # Flower passes these to Ray, which then restarts a dead actor; otherwise all later messages to it would fail.
     resources = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": -1}
     run_simulation(app, client, nodes, backend_config={"client_resources": resources})
 
@@ -113,7 +113,7 @@ def start_ray(workers: int, folder: str, gpus: int = 0) -> None:
 
 
 def kill_ray() -> None:
-    """Kill the processes of the Ray that this process has started."""
+    """Kill the processes of the Ray instance that this process started."""
     from ray._private import worker
 
     node, worker._global_node = worker._global_node, None
@@ -145,7 +145,7 @@ def is_simulated(grid: Any) -> bool:
 
 
 def push(grid: Any, messages: Sequence[Any]) -> set[str]:
-    """Push messages; returns the ids of those that the SuperLink took.
+    """Push messages; returns the ids of those that the SuperLink accepted.
 
     A SuperLink that was killed may have stored a part of a message without a confirmation, and refuses that part later.
     It accepts the complete message again, and stores a message of one id once.
@@ -158,7 +158,7 @@ def push(grid: Any, messages: Sequence[Any]) -> set[str]:
 
 
 def push_error() -> type[Exception]:
-    """What Flower raises when the SuperLink refuses a part of a message."""
+    """The exception of Flower for a message part that the SuperLink refuses."""
     from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 
     error: type[Exception] = ObjectPushError
@@ -187,26 +187,26 @@ def client_fault(error: Any) -> ClientFault:
 
 
 def process_died(error: Any) -> bool:
-    """Whether a new process may succeed: the error says that the process ended, and its node is available."""
+    """Whether a new process may succeed: the process ended, and its node is available."""
     reason = str(error.reason or "")
     crashed = error.code == error_codes().CLIENT_APP_CRASHED
     return crashed or "ActorDiedError" in reason or "ActorUnavailableError" in reason
 
 
 def message_lost(error: Any) -> bool:
-    """Whether a message or its reply is lost, on the way or with a node that went: it can be asked again."""
+    """Whether a message or its reply is lost, on the way or with its node, so that it can be sent again."""
     codes = error_codes()
     return error.code in (codes.NODE_UNAVAILABLE, codes.MESSAGE_UNAVAILABLE, codes.REPLY_MESSAGE_UNAVAILABLE)
 
 
 def restarting(error: Any) -> bool:
-    """Whether Ray is still restarting the actor, which has not seen the message."""
+    """Whether Ray is still restarting the actor, which did not get the message."""
     reason = str(error.reason or "")
     return "ActorUnavailableError" in reason and "restarting" in reason
 
 
 def build(app: Path) -> bytes:
-    """The bundle of an app folder, as ``flwr build`` makes it."""
+    """The bundle of an app folder, as from ``flwr build``."""
     from flwr.cli.build import build_fab_from_disk
 
     return bytes(build_fab_from_disk(app))
@@ -216,7 +216,7 @@ OPERATOR = "operator.secret"  # next to an authority's certificate: whoever has 
 
 
 class _Bearer:
-    """Shows the operator's secret to the SuperLink's gate."""
+    """Sends the operator's secret to the SuperLink's gate."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
@@ -228,12 +228,12 @@ class _Bearer:
 
 
 class NodeView:
-    """What a silo asks the SuperLink, signed with its node's key.
+    """A silo's requests to the SuperLink, signed with its node's key.
 
     Args:
         address: host:port.
         root_certificates: PEM file of the authority that signed the SuperLink's certificate.
-        key: the node's private key, as ssh-keygen writes it.
+        key: the node's private key, in ssh-keygen's format.
     """
 
     def __init__(self, address: str, root_certificates: Path, key: Path) -> None:
@@ -254,7 +254,7 @@ class NodeView:
         )
 
     def over(self, node: int, run: int) -> bool | None:
-        """Whether a run is running no more; None: the SuperLink does not say."""
+        """Whether a run has ended; None if the SuperLink does not say."""
         import httpx
         from flwr.proto.node_pb2 import Node
         from flwr.proto.run_pb2 import GetRunRequest
@@ -272,14 +272,14 @@ class NodeView:
 
 
 class Control:
-    """The operator's connection to a SuperLink, as ``flwr supernode register``, ``flwr run`` and ``flwr list`` use it.
+    """The operator's connection to a SuperLink, with the requests of ``flwr supernode register``, ``run`` and ``list``.
 
     Args:
         address: host:port.
         root_certificates: PEM file of the authority that signed the SuperLink's certificate. The operator's secret is
             ``operator.secret`` in the same folder; a SuperLink without a gate needs none.
 
-    A call raises :class:`RunError` if the SuperLink does not answer, and :class:`InputError` if it wants the secret.
+    A call raises :class:`RunError` if the SuperLink does not answer, and :class:`InputError` if it requires the secret.
     """
 
     def __init__(self, address: str, root_certificates: Path) -> None:
@@ -303,7 +303,7 @@ class Control:
             return int(self._client.RegisterNode(RegisterNodeRequest(public_key=public_key, name=name)).node_id)
 
     def unregister(self, node: int) -> None:
-        """Admit a SuperNode's key no more."""
+        """Stop admitting a SuperNode's key."""
         from flwr.proto.control_pb2 import UnregisterNodeRequest
 
         with self._reaching():
@@ -332,7 +332,7 @@ class Control:
         """Submit an app folder, as ``flwr run`` does; returns the run's id.
 
         Raises:
-            RunError: the SuperLink did not take it.
+            RunError: the SuperLink did not accept it.
         """
         import hashlib
 
@@ -371,9 +371,9 @@ class Control:
             yield
         except httpx.HTTPStatusError as error:
             if error.response.status_code != httpx.codes.FORBIDDEN:
-                raise RunError(f"the SuperLink at {self._address} does not do it: {error}") from None
+                raise RunError(f"the SuperLink at {self._address} refuses: {error}") from None
             why = "has another secret" if self._secret.is_file() else "is missing"
-            text = f"the SuperLink at {self._address} obeys its operator only: {self._secret} {why}"
+            text = f"the SuperLink at {self._address} obeys only its operator: {self._secret} {why}"
             raise InputError(text) from None
         except httpx.HTTPError as error:
             raise RunError(f"the SuperLink at {self._address} cannot be reached: {error}") from None

@@ -1,7 +1,7 @@
-"""Flower's programs as fedfm starts them: a SuperLink with a gate, and SuperNodes that run fedfm's app alone.
+"""fedfm's starters of Flower's programs: a SuperLink with a gate, and SuperNodes that run only fedfm's app.
 
 ``python -m fedfm.engines.flower.private_programs superlink|supernode|superexec ARGUMENTS``. As in :mod:`.private_api`,
-each use of what is not public in Flower has a check in ``tests/engines/test_private_api.py``.
+each use of Flower's private API has a check in ``tests/engines/test_private_api.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedfm.engines.flower import bundle
 def superlink() -> None:
     """``SECRET_FILE ARGUMENTS``: ``flower-superlink`` behind :class:`~.gate.AccessGate`, whose secret is in the file.
 
-    The gate is around all that the program's web server serves. Flower's other way in, gRPC, stays closed.
+    The gate protects everything that the program's web server serves. Flower's other protocol, gRPC, stays closed.
     """
     import uvicorn
     from flwr.common.constant import FLWR_INTERNAL_GRPC_CONTROL_API, FLWR_INTERNAL_GRPC_FLEET_API
@@ -33,7 +33,7 @@ def superlink() -> None:
         os.environ.pop(way, None)
 
     def run(app: Any, **options: Any) -> None:
-        options["proxy_headers"] = False  # no header makes a peer of another machine a local one
+        options["proxy_headers"] = False  # headers must not make a remote peer look local
         serve(AccessGate(app, secret), **options)
 
     uvicorn.run = run
@@ -68,7 +68,7 @@ def superexec() -> None:
 
     def launch(self: Any, spec: Any) -> Any:
         if spec.task_type != TaskType.CLIENT_APP:
-            return LaunchResult.failed("a silo runs ClientApps only")
+            return LaunchResult.failed("a silo only runs ClientApps")
         if os.fork() == 0:
             _clientapp(spec)
         return LaunchResult.accepted()
@@ -86,7 +86,7 @@ def _clientapp(spec: Any) -> NoReturn:
     status = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        exit_handler.registered_exit_handlers.clear()  # those of the process that forked
+        exit_handler.registered_exit_handlers.clear()  # handlers of the parent process
         _own_app_only().run_clientapp(
             runtime_api_address=spec.runtime_api_address,
             token=spec.token,
@@ -104,7 +104,7 @@ def _clientapp(spec: Any) -> NoReturn:
 
 
 def _own_app_only() -> Any:
-    """The module of ``flwr-clientapp``, which unpacks no bundle but fedfm's own from here on."""
+    """The module of ``flwr-clientapp``, changed so that it only unpacks fedfm's own bundle."""
     program: Any = sys.modules["flwr.supernode.runtime.run_clientapp"]
     unpack = program.install_from_fab
 

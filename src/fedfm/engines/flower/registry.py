@@ -1,6 +1,6 @@
-"""The names under which the operator registered the nodes' keys: a node takes part under its own name only.
+"""The names under which the operator registered the nodes' keys: a node may only use its own name.
 
-The SuperLink checks signatures by each node's key, so a node's number stands for its key. A node whose key was
+The SuperLink checks signatures by each node's key, so a node's id identifies its key. A node whose key was
 registered without a name may choose any free name; its identity is then unknown.
 """
 
@@ -17,7 +17,7 @@ from fedfm.core.text import visible
 from fedfm.errors import E_CLIENT, ClientFault
 
 NAMELESS = (
-    "some nodes' keys are registered without a name, so that such a node can take any: "
+    "some nodes' keys are registered without a name, so such a node can use any name: "
     "flwr supernode register KEY SUPERLINK --name NAME"
 )
 _MOST = 80  # characters of a name in a message
@@ -27,7 +27,7 @@ class Registry:
     """Names by node.
 
     Args:
-        tells: the Grid knows the names, as that of a SuperLink does.
+        tells: whether the Grid knows the names, as a SuperLink's does.
     """
 
     def __init__(self, grid: Grid, tells: bool) -> None:
@@ -35,13 +35,13 @@ class Registry:
         self._names: dict[int, ClientId] = {}
 
     def look(self) -> None:
-        """Read the names of the connected nodes. A node that has gone keeps its name."""
+        """Read the names of the connected nodes. A disconnected node keeps its name."""
         if self._tells:
             for node in self._grid.get_nodes():
                 self._names[node.node_id] = str(getattr(node, "name", "") or "")
 
     def identify(self, nodes: Iterable[int]) -> list[int]:
-        """The nodes for which the SuperLink has said whether they have a name."""
+        """The nodes for which it is known whether they have a name."""
         asked = list(nodes)
         if asked:
             self.look()
@@ -56,14 +56,14 @@ class Registry:
         return self.name(node) or f"node {node}"
 
     def nameless(self, nodes: Iterable[int]) -> bool:
-        """Whether a SuperLink admits one of these nodes under no name."""
+        """Whether a SuperLink admits one of these nodes without a name."""
         return self._tells and any(self.name(node) is None for node in nodes)
 
     def refusals(self, claims: Mapping[int, ClientId], taken: Mapping[ClientId, int]) -> dict[int, ClientFault]:
-        """Why nodes do not take part under the names that they say, by node.
+        """Reasons to refuse nodes the names that they claim, by node.
 
         Args:
-            claims: what nodes say, by node.
+            claims: claimed names by node.
             taken: nodes that take part already.
         """
         counts, owners = Counter(claims.values()), {*filter(None, self._names.values())}
@@ -75,7 +75,7 @@ class Registry:
     ) -> str:
         own, said = self.name(node), f'its silo.toml says name = "{visible(name[:_MOST])}"'
         if self._tells and node not in self._names:
-            return "the SuperLink does not know its node any more"
+            return "the SuperLink no longer knows its node"
         if own is None:
             if name in owners:
                 return f"{said}, and another node's key is registered under that name"

@@ -1,9 +1,8 @@
-"""An experiment in the configuration of a Flower app: a key for each single setting, which ``flwr run`` changes.
+"""An experiment in the configuration of a Flower app: one key for each single setting, which ``flwr run`` can change.
 
-``flwr run app --run-config 'method.rounds=4'`` changes a key that the app has. What it has not, a setting without a
-default, is set by ``set = "run.min_clients=3; run.patience=2"``. Lists and tables stay in the text ``experiment``. The
-server and the clients put the same text together. This module imports no large library, as a process of its own answers
-each message.
+``flwr run app --run-config 'method.rounds=4'`` changes a key that the app has. Settings without a default are not keys;
+``set = "run.min_clients=3; run.patience=2"`` sets them. Lists and tables stay in the text ``experiment``. Server and
+clients rebuild the same text. This module imports no large library, since a new process answers each message.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from fedfm.errors import InputError
 
 EXPERIMENT, SET = "experiment", "set"
 LONGEST = 1 << 20  # bytes of an experiment's text
-_NAME = "name"  # the one setting that is in no table
+_NAME = "name"  # the only setting outside tables
 
 
 def split_settings(experiment: str, fixed: frozenset[str]) -> dict[str, Any]:
@@ -41,7 +40,7 @@ def split_settings(experiment: str, fixed: frozenset[str]) -> dict[str, Any]:
 def _single(table: Mapping[str, Any], at: str) -> Iterator[tuple[str, Any]]:
     for key, value in table.items():
         if not key.replace("_", "a").isalnum():
-            continue  # a name that somebody gave, e.g. of a client
+            continue  # a user's name, e.g. a client's
         if isinstance(value, Mapping):
             yield from _single(value, f"{at}{key}.")
         elif isinstance(value, (bool, int, float, str)) and value != WITHHELD:
@@ -56,10 +55,10 @@ def _at(tables: Mapping[str, Any], key: str) -> Any:
 
 
 def merge_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with the whole experiment as its text.
+    """The configuration with the complete experiment as text.
 
     Raises:
-        InputError: a setting is malformed, or they are too long together.
+        InputError: a setting is malformed, or all together are too long.
     """
     text = config.get(EXPERIMENT)
     single = {key: value for key, value in config.items() if "." in key or key == _NAME}

@@ -1,4 +1,4 @@
-"""Ends a silo's workers when their run has ended: each has a model and the rows in memory.
+"""End a silo's workers after their run, since each has a model and the rows in memory.
 
 A SuperLink does not notify its nodes when a run ends, so the silo asks. A busy worker finishes its reply first, because
 a run that is submitted again may use it. The next message starts a worker again.
@@ -14,17 +14,17 @@ from pathlib import Path
 from fedfm.engines.flower import client_stub
 
 _PAUSE = 10.0  # seconds between two looks
-AWAY = 120.0  # seconds without a server after which no worker waits for it
+AWAY = 120.0  # seconds; after such a time without a server workers end
 
 
 class RunWatch:
-    """Looks after the workers of a silo, in a thread of its own.
+    """Watches the workers of a silo, in its own thread.
 
     Args:
         runs: the folder of all runs at the silo.
-        over: whether a run has ended, by the numbers of node and run; None: it is not known.
+        over: whether a run has ended, by the ids of node and run; None: unknown.
         clear: whether the server can be reached.
-        tell: gets a line for each worker that ends.
+        tell: called with a line for each worker that ends.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class RunWatch:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._end.set()
 
     def _watch(self) -> None:
@@ -52,7 +52,7 @@ class RunWatch:
             self.look()
 
     def look(self) -> None:
-        """End the workers that nobody needs."""
+        """End workers that are no longer needed."""
         now = time.monotonic()
         if self._clear():
             self._seen = now
@@ -69,7 +69,7 @@ class RunWatch:
                 self._tell(f"run {folder.parent.name}: its worker ends, {why}")
 
     def _needless(self, folder: Path, now: float) -> str:
-        """Why nobody needs a worker; "" if somebody may."""
+        """Why a worker is not needed; "" if it may be needed."""
         if now - self._seen > AWAY:
             return f"since the server has been away for {AWAY:g} s"
         known = client_stub.flower_run(folder)

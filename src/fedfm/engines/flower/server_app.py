@@ -47,12 +47,12 @@ from fedfm.runtime.server import Server
 
 OUTCOME = "private/outcome.json"  # an error of the ServerApp, for the process that waits for the run
 SERVER_ONLY = "server-only"  # next to the runs: values that the method withholds from clients, and so from the bundle
-WAITING = "private/waiting.json"  # whom the ServerApp waits for, for the process that waits for the run
+WAITING = "private/waiting.json"  # the silos that the ServerApp waits for, for the process that waits for the run
 LOCK = "private/server.lock"  # locked while a ServerApp writes the run; its process and its run at the SuperLink
 
 
 class ProgressLines(Progress):
-    """A Progress in lines on standard error, which ``flwr run --stream`` shows."""
+    """Progress as lines on standard error, which ``flwr run --stream`` shows."""
 
     def started(self, run: Run, rounds: int, done: int) -> None:
         self.notice(f"round {done} of {rounds} is done; the run is in {run.path}")
@@ -65,7 +65,7 @@ class ProgressLines(Progress):
         self.notice(str(excluded))
 
     def notice(self, text: str) -> None:
-        """Write one line, without control characters: a silo chooses its name."""
+        """Write one line without control characters, since a silo chooses its own name."""
         sys.stderr.write(f"fedfm: {visible(text)}\n")
         sys.stderr.flush()
 
@@ -84,9 +84,9 @@ def host(
     """Run from the last commit to the end; returns the result line.
 
     Args:
-        population: rows and model, if they have been read already.
+        population: rows and model, if they are already read.
         slots: number of clients that run at the same time; 0: all.
-        returns: nodes that go may come back, on a network.
+        returns: whether nodes may reconnect, as on a network.
         on_end: called at the end, also after an error, with whether clients that timed out may still be running.
     """
     watcher = progress or Progress()
@@ -126,9 +126,9 @@ def host(
         try:
             if link.own_data:
                 if experiment.attack is not None:
-                    raise InputError("[attack]: silos with rows of their own do not attack on demand; drop it")
+                    raise InputError("[attack]: silos with their own rows cannot play attackers; drop it")
                 if experiment.data.base_classes is not None:
-                    raise InputError("data.base_classes: silos with rows of their own train on all of them; drop it")
+                    raise InputError("data.base_classes: silos with their own rows train on all of them; drop it")
                 run.manifest["clients"] = list(link.clients)
                 tell(run, None, [])
                 run.write_manifest()
@@ -146,7 +146,7 @@ def host(
 
 
 class _WaitingFile:
-    """A file that says whom the ServerApp waits for."""
+    """A file with the silos that the ServerApp waits for."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._written = path, dict[str, Any]()
@@ -155,11 +155,11 @@ class _WaitingFile:
             self._nodes |= json.loads(path.read_text(encoding="utf-8"))["asked"]
 
     def tell(self, asked: Mapping[str, int], missing: Collection[str]) -> None:
-        """Write it if it changed.
+        """Write the file if its content changes.
 
         Args:
             asked: nodes of the clients that were asked.
-            missing: those that have not answered, and those from before a stop that have not come back.
+            missing: clients that have not answered, and clients from before a stop that have not reconnected.
         """
         before = {name: self._nodes[name] for name in missing if name in self._nodes}
         record = {"asked": before | dict(asked), "missing": sorted(missing)}
@@ -203,7 +203,7 @@ def serve(grid: Grid, context: Context) -> None:
             host(run, grid, progress=progress, returns=not config.get("loopback", False))
             progress.notice(f"finished; `fedfm report {run.path}` writes its report")
         except Exception as error:
-            if isinstance(error, httpx.HTTPError):  # the SuperLink is gone: who waits for the run submits it again
+            if isinstance(error, httpx.HTTPError):  # the SuperLink is gone: the waiting process submits the run again
                 raise
             kind = "InputError" if isinstance(error, InputError) else "RunError"
             worded = isinstance(error, (InputError, RunError))
@@ -218,7 +218,7 @@ def only_server(run: Run, run_id: int, patience: float = 30.0) -> Iterator[None]
     """Lock the run for this ServerApp; wait for a former one that is ending.
 
     Args:
-        run_id: of Flower's run.
+        run_id: id of Flower's run.
         patience: seconds to wait.
 
     Raises:
@@ -243,7 +243,7 @@ def only_server(run: Run, run_id: int, patience: float = 30.0) -> Iterator[None]
 
 
 def is_served(path: Path, run_id: int) -> bool:
-    """Whether the ServerApp of this run of Flower's writes the run directory; a former one may still be ending."""
+    """Whether the ServerApp of this Flower run writes the run directory; a former one may still be ending."""
     try:
         return (path / LOCK).read_text().split()[1:] == [str(run_id)] and child_processes.is_locked(path / LOCK)
     except OSError:

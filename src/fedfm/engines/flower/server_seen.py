@@ -1,4 +1,4 @@
-"""The server as a silo's machine sees it: its address, its certificate and its clock, each in one line."""
+"""Check the server from a silo's machine: its address, its certificate and its clock, one line each."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from fedfm.errors import first_line
 
-# Flower refuses a node whose clock is so many seconds ahead of the server's, or behind it.
+# Flower refuses a node whose clock is too many seconds ahead of the server's, or behind it.
 AHEAD, BEHIND = 5.0, 305.0
-_GRAIN = 1.0  # seconds: the server tells its time in whole ones
+_GRAIN = 1.0  # seconds: resolution of the server's reported time
 _WAIT = 5.0  # seconds for the server's answer
 _PAUSES = (2.0, 10.0, 30.0)  # seconds between two looks: the first, and the longest without and with a server
 _NOT_YET, _ENDED, _SIGNER, _NAMES = {9}, {10}, {2, 7, 18, 19, 20, 21}, {62, 64}  # OpenSSL's X509_V_ERR_*
@@ -24,12 +24,12 @@ _NOT_YET, _ENDED, _SIGNER, _NAMES = {9}, {10}, {2, 7, 18, 19, 20, 21}, {62, 64} 
 
 @dataclass(frozen=True)
 class Reachability:
-    """What a look at the server found.
+    """Result of a check of the server.
 
     Attributes:
-        problem: why no node can connect, and what would help; "" if one can.
+        problem: why nodes cannot connect, and what would help; "" if they can.
         passing: the problem may pass by itself, e.g. the server is not started yet.
-        ahead: seconds by which this machine's clock is ahead of the server's; None if it does not tell the time.
+        ahead: seconds by which this machine's clock is ahead of the server's; None if the server reports no time.
     """
 
     problem: str = ""
@@ -38,7 +38,7 @@ class Reachability:
 
 
 def look(server: str, authority: Path, wait: float = _WAIT) -> Reachability:
-    """Ask a server how it is.
+    """Check a server.
 
     Args:
         server: host:port.
@@ -95,7 +95,7 @@ def _certificate(error: ssl.SSLCertVerificationError, host: str) -> str:
 
 
 def clock_problem(ahead: float | None) -> str:
-    """What is wrong with a clock that is so many seconds ahead of the server's; "" if nothing is."""
+    """The problem with a clock that is ``ahead`` seconds ahead of the server's; "" if there is none."""
     if ahead is None or -BEHIND < ahead < AHEAD + _GRAIN:
         return ""
     way, most = ("ahead of", AHEAD) if ahead > 0 else ("behind", BEHIND)
@@ -103,10 +103,10 @@ def clock_problem(ahead: float | None) -> str:
 
 
 class Lookout:
-    """Checks the server repeatedly, in a thread of its own, since a check without an answer takes seconds.
+    """Checks the server repeatedly in its own thread, since a check without an answer takes seconds.
 
     Args:
-        tell: gets a line whenever what is seen changes.
+        tell: called with a line whenever the result changes.
     """
 
     def __init__(self, server: str, authority: Path, tell: Callable[[str], None]) -> None:
@@ -124,7 +124,7 @@ class Lookout:
 
     @property
     def hopeful(self) -> bool:
-        """Whether a node may try: there is no problem that somebody has to solve first."""
+        """Whether a node may try: there is no problem that a person must solve first."""
         return self.clear or self._passing
 
     def end(self) -> None:
@@ -140,7 +140,7 @@ class Lookout:
                 return
             if problem != self._problem:
                 if problem:
-                    self._tell(f"{problem}; it is tried again")
+                    self._tell(f"{problem}; trying again")
                 elif self._problem:
                     self._tell(f"{self._server} answers")
                 pause = _PAUSES[0]

@@ -84,12 +84,12 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
 
 
 def shares(each: float | None, device: str) -> tuple[float, list[str]]:
-    """(GPUs of each actor, this machine's GPUs) for ``run.gpus_per_client`` and ``model.device``; (0, []) without any.
+    """(GPUs of each actor, this machine's GPUs) for ``run.gpus_per_client`` and ``model.device``; (0, []) without GPUs.
 
-    Without a share Ray would show every actor all GPUs, and all would take the first.
+    Without a share Ray would show all GPUs to each actor, and all actors would use the first.
 
     Raises:
-        InputError: an actor takes more than there is.
+        InputError: an actor needs more than there are.
     """
     import torch
 
@@ -102,7 +102,7 @@ def shares(each: float | None, device: str) -> tuple[float, list[str]]:
 
 
 def _run_watched(simulate: Callable[[], None], outcome: Mapping[str, Any], give_up: Callable[[], None]) -> None:
-    """Run in a thread; if that does not end soon after the server, call ``give_up`` and abandon it."""
+    """Run in a thread; if it does not end soon after the server, call ``give_up`` and abandon the thread."""
     errors: list[Exception] = []
 
     def run() -> None:
@@ -226,7 +226,7 @@ def _sweep() -> None:
 
 @contextlib.contextmanager
 def _our_signals() -> Iterator[Callable[[], None]]:
-    """Keep our signal handlers: Ray replaces that of SIGTERM. Yields a function that restores them."""
+    """Keep our signal handlers, since Ray replaces SIGTERM's. Yields a function that restores them."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return

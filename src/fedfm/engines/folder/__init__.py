@@ -1,1 +1,1 @@
-"""Messages as files in a folder that somebody carries or a shared disk syncs, for silos without connections."""
+"""Messages as files in a folder, on a carried or synced disk, for silos without network connections."""

@@ -48,7 +48,7 @@ def start(run: Run, stop: Callable[[], bool], progress: Progress) -> dict[str, A
     posts = _posts(run, private, progress.notice)
     progress.notice(f"the server's public key, for each silo.toml: {keys.identity_of(private).hex()}")
 
-    progress.notice(f"the run is in {run.path}; if it is stopped, `fedfm resume {run.path}` goes on with it")
+    progress.notice(f"the run is in {run.path}; if it is stopped, `fedfm resume {run.path}` continues it")
 
     def note(text: str) -> None:
         run.manifest["notices"].append(text)
@@ -90,7 +90,7 @@ def _own_key(spec: RunSpec) -> bytes:
         if not spec.identity:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.parent.is_dir():
-            raise InputError(f"identity: {path.parent} is no folder; make it, or name another file")
+            raise InputError(f"identity: {path.parent} is not a folder; make it, or name another file")
         return key_in(path, create=True)
     except InputError as error:
         raise InputError(f"run.{error}") from None
@@ -106,7 +106,7 @@ def _posts(run: Run, private: bytes, notice: Callable[[str], None]) -> dict[Clie
     except InputError as error:
         raise InputError(f"run.{error}") from None
     if SERVER in roster:
-        raise InputError(f'run.roster: {spec.roster}: "{SERVER}" is no name for a silo; it is the server\'s')
+        raise InputError(f"run.roster: {spec.roster}: \"{SERVER}\" cannot be a silo's name; it is the server's")
     posts, begun = {}, bool(run.metrics())
     if begun and sorted(roster) != run.manifest["clients"]:
         raise InputError(f"run.roster: {spec.roster} has other silos than this run began with; put them back")

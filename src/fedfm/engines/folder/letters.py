@@ -1,10 +1,10 @@
-"""A letter: one message as one file, encrypted for its receiver, which learns who wrote it. No pickle.
+"""A letter: one message as one file, encrypted for its receiver and authenticated by its sender. No pickle.
 
 The file is a magic line with the format's version, the length of a header (4 bytes, little-endian), the header (JSON:
 kind, sender, receiver, run, number, size), and the content in pieces of at most :data:`PIECE` bytes. Each piece is
-sealed by ChaCha20-Poly1305 under the key that sender and receiver agree on (X25519, from their lasting keys), with the
-header and the piece's place as its context. A file of another sender, run, direction or place does not open, nor does
-one with a changed byte or a missing piece. Only sender and receiver can make a file that opens.
+sealed by ChaCha20-Poly1305 under the key that sender and receiver agree on (X25519, from their permanent keys), with
+the header and the piece's position as context. A file of another sender, run, direction or position cannot be opened,
+nor one with a changed byte or a missing piece. Only sender and receiver can make a file that opens.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _FRONT = 4 << 20  # bytes of a front, which has an experiment's text
 
 @dataclass(frozen=True)
 class Header:
-    """What is legible on the outside of a letter.
+    """The unencrypted header of a letter.
 
     Attributes:
         kind: request or reply.
         sender, receiver: "server" or a silo's name.
         run: key of the run.
-        number: of the request, from 1, by silo and run; the reply has its request's number.
-        size: bytes of the content.
+        number: of the request, counted from 1 for each silo and run; a reply has its request's number.
+        size: number of bytes of the content.
     """
 
     kind: str
@@ -54,11 +54,11 @@ class Header:
 
 @dataclass(frozen=True)
 class Content:
-    """What is inside of a letter.
+    """The encrypted content of a letter.
 
     Attributes:
-        front: of a request ``handler`` and ``experiment``, of a reply ``request``, the digest of what it answers.
-        head, data: of the message, as of :mod:`fedfm.core.wire.payload`.
+        front: for a request ``handler`` and ``experiment``; for a reply ``request``, the digest of its request.
+        head, data: the message's parts, see :mod:`fedfm.core.wire.payload`.
     """
 
     front: dict[str, Any]
@@ -67,7 +67,7 @@ class Content:
 
 
 def digest(handler: str, head: str, data: Iterable[bytes | memoryview]) -> str:
-    """Identity of a request: what is asked, in which round and call, 64 hexadecimal digits."""
+    """Identity of a request, from its content, round and call: 64 hexadecimal digits."""
     found = hashlib.sha256(keys.encode(handler, head))
     for piece in data:
         found.update(piece)
@@ -75,15 +75,17 @@ def digest(handler: str, head: str, data: Iterable[bytes | memoryview]) -> str:
 
 
 def shared_key(private: bytes, public: bytes) -> bytes:
-    """The key that two sides share, from the private half of one lasting key and the public half of the other.
+    """The key that two sides share, from the private half of one permanent key and the public half of the other.
 
     Raises:
-        InputError: no Ed25519 key has this public half.
+        InputError: it is not the public half of an Ed25519 key.
     """
     try:
         return keys.agree(keys.exchange_of(private), keys.exchange_public_of(public), "fedfm letter", 1)
     except ValueError:
-        raise InputError(f"{public.hex()} is no public key: expected the one that its owner's fedfm prints") from None
+        raise InputError(
+            f"{public.hex()} is not a public key: expected the one that its owner's fedfm prints"
+        ) from None
 
 
 def seal(key: bytes, header: Header, content: Content) -> list[bytes]:
@@ -100,16 +102,16 @@ class Letter:
     """A file that may be a letter, open for reading; use it in a ``with``.
 
     Attributes:
-        header: what is legible on the outside; not to be trusted before :meth:`content` has returned.
+        header: unencrypted; do not trust it before :meth:`content` has returned.
 
     Raises:
         Unfinished: the file is incomplete.
-        ValueError: it is no letter; the text says why.
+        ValueError: it is not a letter; the text says why.
         OSError: it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
-        # Neither a link nor a pipe: the folder's other users would choose what is read, or stop this process.
+        # Refuse links and pipes: other users of the folder could choose what is read, or block this process.
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
@@ -154,7 +156,7 @@ class Letter:
         return header, outside
 
     def content(self, key: bytes) -> Content:
-        """Open it; not even a part is returned unless every byte is as the sender wrote it.
+        """Decrypt the content; nothing is returned unless every byte is unchanged.
 
         Raises:
             ValueError: it was altered, or neither side made it.
@@ -165,7 +167,7 @@ class Letter:
             try:
                 plain += keys.unseal(key, piece, MAGIC, self._outside, place)
             except ValueError:
-                raise ValueError("altered, or written by somebody else") from None
+                raise ValueError("altered, or written by another sender") from None
         try:
             front, head = _PARTS.unpack_from(plain)
             at = _PARTS.size + front
@@ -180,7 +182,7 @@ class Letter:
 
 
 class Unfinished(Exception):
-    """A file that a sync tool or a copy has not completed."""
+    """A file that is not yet complete, e.g. during a sync or a copy."""
 
 
 def _header(outside: bytes) -> Header:

@@ -1,4 +1,4 @@
-"""FolderLink: the server's side of a folder that carries messages."""
+"""FolderLink: the server's side of message exchange through a folder."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from fedfm.privacy.exposure import HELLO
 _POLL = (0.05, 2.0)  # seconds between two looks into the folder: first and longest
 _QUIET = 5.0  # seconds of waiting before the operator gets a line
 _AGAIN = 600.0  # seconds after which the operator gets the same line again
-_AROUND = MAX_HEAD * 4 + (1 << 16)  # bytes of a letter's content besides its data: the head in UTF-8, and its front
+_AROUND = MAX_HEAD * 4 + (1 << 16)  # bytes of a letter's content without its data: the head in UTF-8, and the front
 _NAMED = 10  # silos in a notice
 
 
 @dataclass
 class Post:
-    """What the server has for one silo: both mailboxes, and its record."""
+    """The server's state for one silo: both mailboxes, and its record."""
 
     out: Mailbox
     back: Mailbox
     sent: RequestRecord
-    last_reply: float | None = None  # when it last answered, of the monotonic clock
+    last_reply: float | None = None  # monotonic time of its last answer
 
 
 @dataclass
@@ -47,15 +47,15 @@ class _Open:
     content: Content
     nbytes: int
     number: int
-    asked: float  # of the monotonic clock
+    asked: float  # monotonic time
     stamp: Stamp | None = None  # of the letter's file, once it is written
 
 
 class FolderLink:
     """Delivers requests as letters, and waits for the letters that answer them.
 
-    A file that answers no open request is ignored. The operator gets a line if it was altered, belongs to another silo
-    or answers another request. So nobody who can write to the folder can exclude a silo.
+    A file that answers no open request is ignored; the operator gets a line if it was altered, belongs to another silo
+    or answers another request. So a person who can write to the folder cannot exclude a silo.
 
     Args:
         posts: by the silo's name.
@@ -68,7 +68,7 @@ class FolderLink:
         min_clients: smallest number of silos for a run.
         stop: called while waiting; True raises :class:`Interrupted`.
         progress: called for every silo that answers.
-        notice: receives lines that the run keeps; ``tell`` receives lines for the screen alone.
+        notice: receives lines that the run stores; ``tell`` receives lines only for the screen.
 
     Raises:
         RunError: fewer than ``min_clients`` can take part in time.
@@ -96,7 +96,10 @@ class FolderLink:
         for post in self._posts.values():
             post.back.most = None if most is None else most + _AROUND
         self._barred: dict[ClientId, ClientFault] = {}
-        self._last_notice: tuple[tuple[str, ...], float] = ((), -math.inf)  # who was waited for, and when that was told
+        self._last_notice: tuple[tuple[str, ...], float] = (
+            (),
+            -math.inf,
+        )  # awaited silos in the last notice, and its time
         self._encoded: tuple[Any, ...] | None = None
         self._met: list[Crossing] = []
         self._list: Callable[[Crossing], None] = self._met.append
@@ -109,13 +112,13 @@ class FolderLink:
         return sorted(self._posts)
 
     def list_hellos(self, add: Callable[[Crossing], None]) -> None:
-        """Give the hellos that crossed in this process to a transcript, and those of late silos when they come."""
+        """Record the hellos of this process in a transcript, and those of late silos when they arrive."""
         self._list = add
         for crossing in self._met:
             add(crossing)
 
     def exchange(self, requests: Sequence[Request]) -> Iterator[Reply]:
-        """Deliver; yield replies as they come. A silo that does not take part, or is late, gets a fault."""
+        """Deliver requests; yield replies as they arrive. A silo that does not take part, or is late, gets a fault."""
         if self._stop():
             raise Interrupted
         for name in list(self._hellos):  # a late hello may be there by now
@@ -138,7 +141,7 @@ class FolderLink:
     # --- one request --------------------------------------------------------------------------------------------------
 
     def _ask(self, request: Request) -> _Open:
-        """A request with its number; it is written when it is looked at."""
+        """Give a request its number; :meth:`_look` writes it."""
         if self._encoded is None or self._encoded[0] is not request.payload or self._encoded[1] != request[1:]:
             head, pieces = payload.encode(codec.envelope(request.round, request.call, request.payload))
             data = b"".join(pieces)  # a broadcast is encoded once
@@ -152,7 +155,7 @@ class FolderLink:
         return _Open(request, name, Content(front, head, data), nbytes, sent.number, time.monotonic())
 
     def _look(self, one: _Open) -> Reply | None:
-        """The reply to a request, if it is there; otherwise make sure that the request's letter is in the folder."""
+        """The reply to a request, if it has arrived; otherwise ensure that the request's letter is in the folder."""
         post = self._posts[one.request.client]
         if (kept := post.sent.answer(one.request.round, one.digest)) is not None:
             return self._reply(one, kept)
@@ -172,7 +175,7 @@ class FolderLink:
         return None
 
     def _ensure_written(self, post: Post, one: _Open) -> None:
-        """Write the letter if it is not there as it was written: a stick may be new, or a copy damaged."""
+        """Write the letter unless it is there unchanged: a stick may be new, or a copy damaged."""
         path = post.out.file(self._run, one.number)
         if one.stamp is not None and stamp_of(path) == one.stamp:
             return
@@ -195,7 +198,7 @@ class FolderLink:
     # --- waiting ------------------------------------------------------------------------------------------------------
 
     def _collect(self, waiting: dict[ClientId, _Open], keep: bool = False) -> Iterator[Reply]:
-        """Replies as they come; a late silo gets a fault, and its request is withdrawn unless ``keep``."""
+        """Yield replies as they arrive; a late silo gets a fault, and its request is withdrawn unless ``keep``."""
         pause, asked, changed = _POLL[0], len(waiting), time.monotonic()
         while waiting:
             came, now = False, time.monotonic()  # a letter that is in the folder now is not late
@@ -220,7 +223,7 @@ class FolderLink:
                 time.sleep(pause)
 
     def _say(self, names: Sequence[ClientId], asked: int) -> None:
-        """Tell the operator for whom the run waits."""
+        """Tell the operator which silos the run waits for."""
         now = time.monotonic()
         if self._last_notice[0] == tuple(names) and now - self._last_notice[1] < _AGAIN:
             return
@@ -236,20 +239,20 @@ class FolderLink:
     # --- hello --------------------------------------------------------------------------------------------------------
 
     def _gather(self, min_clients: int) -> None:
-        """Wait until all silos have answered the hello, or for as long as a silo may take."""
+        """Wait until all silos have answered the hello, up to the time limit of a silo."""
         for reply in self._collect(dict(self._hellos), keep=True):
             if reply.fault is None or reply.fault.code != E_TIMEOUT:
                 self._meet(reply)
         able = len(self._posts) - len(self._barred) - len(self._hellos)
         if self._hellos:
-            self._notice(f"no hello came from {', '.join(sorted(self._hellos))}")
+            self._notice(f"no answer to the hello from {', '.join(sorted(self._hellos))}")
         if able < min_clients:
             why = "; ".join(f"{name}: {fault}" for name, fault in sorted(self._barred.items()))
             text = f"{able} of {len(self._posts)} silos can take part, min_clients is {min_clients}"
             raise RunError(f"{text} ({why})" if why else text)
 
     def _meet(self, reply: Reply) -> None:
-        """Admit the silo that has answered the hello, or bar it."""
+        """Admit or exclude the silo that has answered the hello."""
         name, one = reply.client, self._hellos.pop(reply.client)
         fault = reply.fault
         if fault is None:

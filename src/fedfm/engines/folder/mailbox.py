@@ -18,23 +18,23 @@ from fedfm.engines.folder.letters import REPLY, REQUEST, SERVER, Content, Header
 from fedfm.errors import RunError
 
 SUFFIX = ".letter"
-_MOST = 1000  # lines on files that are ignored: who can write to the folder must not fill a log
+_MOST = 1000  # largest number of lines on ignored files, so that writers to the folder cannot fill a log
 Stamp = tuple[int, int, int]
-_AGAIN = 30.0  # seconds after which a file that did not open is tried again, even if its time has not changed
+_AGAIN = 30.0  # seconds after which an unreadable file is tried again, even if its time has not changed
 
 
 class Mailbox:
     """Letters of one direction between the server and one silo.
 
     Args:
-        root: the folder that carries the messages; where it is absent, the mailbox is empty and takes nothing.
-        kind: of its letters, request or reply.
+        root: the folder of all messages; if it is absent, the mailbox is empty and accepts nothing.
+        kind: kind of its letters, request or reply.
         silo: the silo's name.
-        key: of the server and the silo.
-        ignored: receives a line for each file that is no letter of this mailbox, once.
+        key: the key that server and silo share.
+        ignored: called once with a line for each file that is not a letter of this mailbox.
 
     Attributes:
-        most: bytes of a letter's content; None: no limit.
+        most: largest content of a letter in bytes; None: no limit.
     """
 
     def __init__(self, root: Path, kind: str, silo: str, key: bytes, ignored: Callable[[str], None]) -> None:
@@ -42,19 +42,19 @@ class Mailbox:
         self.path = root / ("to" if kind == REQUEST else "from") / safe_name(silo)
         self._ends = (SERVER, silo) if kind == REQUEST else (silo, SERVER)
         self.most: int | None = None
-        self._bad: dict[str, tuple[Stamp, float]] = {}  # by name: the file as it was, and when
+        self._bad: dict[str, tuple[Stamp, float]] = {}  # by name: the file's stamp, and the time
         self._said: set[tuple[str, str]] = set()
-        self._whole: dict[str, Stamp] = {}  # of the last letter of this side that was found to be as it was written
+        self._whole: dict[str, Stamp] = {}  # stamp of this side's last letter that was verified
 
     def file(self, run: str, number: int) -> Path:
-        """Where the letter of a run with this number lies."""
+        """Path of the letter of a run with this number."""
         return self.path / f"{safe_name(run)}-{number:08d}{SUFFIX}"
 
     def put(self, run: str, number: int, content: Content) -> bool:
-        """Write a letter; False if the folder is away or full, and it has to be put again.
+        """Write a letter; returns False if the folder is absent or full, and it must be put again.
 
         Raises:
-            RunError: the subfolder is a link, which others of the folder's users could lead elsewhere.
+            RunError: the subfolder is a link, which other users of the folder could redirect.
         """
         for place in (self.path.parent, self.path):
             if place.is_symlink():
@@ -75,7 +75,7 @@ class Mailbox:
         return True
 
     def letters(self, wanted: Callable[[Header], bool]) -> Iterator[tuple[Header, Content]]:
-        """Header and content of the complete letters of this mailbox that are wanted."""
+        """Header and content of the wanted complete letters of this mailbox."""
         with contextlib.suppress(OSError):
             names = sorted(os.listdir(self.path))
             self._bad = {name: self._bad[name] for name in names if name in self._bad}
@@ -88,7 +88,7 @@ class Mailbox:
         path = self.file(run, number)
         if (stamp := stamp_of(path)) is None:
             return False
-        if self._whole.get(path.name) != stamp:  # a large one is not opened at every look
+        if self._whole.get(path.name) != stamp:  # do not open a large letter at every look
             found = any(True for _ in self._read(path.name, lambda h: (h.run, h.number) == (run, number)))
             self._whole = {path.name: stamp} if found else {}
         return bool(self._whole)
@@ -136,7 +136,7 @@ class Mailbox:
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """What changes with a file: time, size and number; None if it is not there."""
+    """A file's time, size and inode, which change with its content; None if it does not exist."""
     try:
         status = path.lstat()
     except OSError:

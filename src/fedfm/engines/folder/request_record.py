@@ -13,20 +13,20 @@ from fedfm.core.text import safe_name
 from fedfm.engines.folder.letters import REPLY, SERVER, Content, Header, Letter, Unfinished, seal
 from fedfm.errors import InputError
 
-FIRST = 0  # the round before the first: hello, and what a method asks before its rounds
+FIRST = 0  # the round before the first: hello, and a method's requests before its rounds
 
 
 class RequestRecord:
     """The server's record of one silo in one run.
 
     Args:
-        folder: of all records of the run, in its ``private/``.
-        key: of the server and the silo; the answers stay encrypted.
-        begun: the silo has been asked before, so that there is a record.
+        folder: contains all records of the run, in its ``private/``.
+        key: the key that server and silo share; the replies stay encrypted.
+        begun: whether the silo was asked before, so that a record must exist.
 
     Attributes:
         number: of the newest request; a silo answers no older one.
-        digest: of the newest request; "": it is closed by a fault, and would be asked again.
+        digest: of the newest request; "": it ended with a fault, and would be asked again.
         since: when it was first asked, in seconds since 1970.
 
     Raises:
@@ -51,13 +51,13 @@ class RequestRecord:
                 raise InputError(f"{self._file} is damaged or missing: put it back from a backup of the run") from None
 
     def ask(self, digest: str) -> None:
-        """Number a request, on the disk; the newest one keeps its number."""
+        """Give a request its number, stored on disk; the newest request keeps its number."""
         if digest != self.digest:
             self.number, self.digest, self.since = self.number + 1, digest, time.time()
             self._write()
 
     def close(self) -> None:
-        """Let the same request have a new number when it comes again: a fault is no answer."""
+        """Let a repetition of the request get a new number, since a fault is not an answer."""
         self.digest = ""
         self._write()
 
@@ -66,20 +66,20 @@ class RequestRecord:
         storage.write_atomic(self._file, json.dumps(record).encode(), 0o600)
 
     def keep(self, round: int, digest: str, run: str, content: Content) -> None:
-        """Keep an answer, on the disk."""
+        """Store a reply on disk."""
         path = self._answer(round, digest)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         header = Header(REPLY, self._silo, SERVER, run, self.number, 0)
         storage.write_atomic(path, seal(self._key, header, content), 0o600)
 
     def answer(self, round: int, digest: str) -> Content | None:
-        """The kept answer to a request; None if there is none, or it is damaged."""
+        """The stored reply to a request; None if there is none, or it is damaged."""
         with contextlib.suppress(OSError, ValueError, Unfinished), Letter(self._answer(round, digest)) as letter:
             return letter.content(self._key)
         return None
 
     def forget(self, round: int) -> None:
-        """Remove the answers of other rounds: those before this one are committed."""
+        """Remove the replies of other rounds, since rounds before this one are committed."""
         for path in self._folder.iterdir():
             if path.is_dir() and path.name not in (str(FIRST), str(round)):
                 shutil.rmtree(path, ignore_errors=True)

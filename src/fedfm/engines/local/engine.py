@@ -50,7 +50,7 @@ SCORES = f"scores.{Evaluation.__name__}_{Evaluation.evaluate.__name__}"
 class Judges(Silos):
     """Silos that also return logits of global test rows to this machine's server.
 
-    These rows belong to the server, so that policy, attacks and transcript do not apply to this message.
+    These rows belong to the server, so policy, attacks and transcript do not apply to this message.
     """
 
     def answer(self, requests: Sequence[Request]) -> list[Any]:
@@ -71,7 +71,7 @@ class LocalLink:
         timeout: seconds that one client may take (only worker processes can be stopped).
         wire: serialise and decode every message as Flower would.
         stop: called between clients; True raises :class:`Interrupted`.
-        spawn: starts the worker with this number as a program of its own; None: workers are forked.
+        spawn: starts the worker with this number as a separate program; None: workers are forked.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class LocalLink:
 
             self._pool = Pool(silos, workers, timeout, spawn)
         self._timeout, self._judged = timeout, 0
-        self._scored: tuple[Any, dict[ClientId, dict[str, Any]]] = (lambda: None), {}  # of which parameters, by client
+        self._scored: tuple[Any, dict[ClientId, dict[str, Any]]] = (lambda: None), {}  # (parameters, scores by client)
 
     @property
     def clients(self) -> Sequence[ClientId]:
@@ -154,7 +154,7 @@ class LocalLink:
         """
         if self._pool is None:
             return {}
-        self._judged += 1  # for a round number below all others: workers recognise the payload as new
+        self._judged += 1  # gives a round number below all others, so that workers recognise the payload as new
         pieces = self._silos.population.pieces  # type: ignore[attr-defined]
         payload = {"w": w}  # one object, so that it is encoded once
         requests = [Request(name, JUDGE, payload, -1 - self._judged, 0) for name in pieces]
@@ -202,7 +202,7 @@ def fidelity(silos: Silos, population: Partitioned) -> dict[str, float]:
 
 
 def processes(workers: int, device: torch.device) -> int:
-    """Number of forked processes for ``run.workers``: 0 is one per core on a CPU.
+    """Number of forked processes for ``run.workers``; on a CPU 0 means one per core.
 
     A model on an accelerator is not forked: a child process cannot use an accelerator that its parent has opened. On
     GPUs workers are spawned, see :func:`seats`.
@@ -225,14 +225,14 @@ def processes(workers: int, device: torch.device) -> int:
 
 
 def seats(spec: RunSpec, name: str, device: torch.device) -> list[str]:
-    """Which GPUs each spawned worker sees, as CUDA_VISIBLE_DEVICES has them; none where this process does the work.
+    """CUDA_VISIBLE_DEVICES of each spawned worker; empty if this process does the work.
 
     Args:
         name: ``model.device``.
         device: where this process has the model.
 
     Raises:
-        InputError: more workers than ``run.gpus_per_client`` leaves room for.
+        InputError: there are more workers than ``run.gpus_per_client`` allows.
     """
     if device.type != "cuda" or (name == devices.MAP and spec.gpus_per_client is None):
         return []
@@ -247,7 +247,7 @@ def seats(spec: RunSpec, name: str, device: torch.device) -> list[str]:
     if count > len(found):
         raise InputError(
             f"run.workers = {count}: with run.gpus_per_client = {each:g} there is room for {len(found)} on "
-            f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}; expected at most that, or less of a GPU for each"
+            f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}; expected at most that, or a smaller share of a GPU for each"
         )
     return found[:count] if count > 1 else []
 
@@ -287,7 +287,7 @@ def start(
 
             start = partial(spawn, run.path)
         workers = len(places) or processes(spec.workers, device)
-        seconds = math.inf  # a client in this process cannot be stopped, and what it has trained is kept
+        seconds = math.inf  # a client in this process cannot be stopped, so its result is kept
         if workers > 1 or not spec.extend_timeout:
             from fedfm.runtime.client_timeout import patience
 

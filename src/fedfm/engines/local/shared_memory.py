@@ -22,7 +22,7 @@ from fedfm.core.wire import codec, payload
 
 _BOX = 1 << 23  # largest number of bytes of replies for which a worker keeps a file
 _BOXES = 6  # files of a worker's replies: a mean holds up to three, one is read, one may be full, one is written
-_LINE = 64  # data begin at a multiple of this, so that tensors can be views of them
+_LINE = 64  # data begin at a multiple of this, so that tensors can be views
 
 
 class Payloads:
@@ -31,7 +31,7 @@ class Payloads:
     A payload of a single request is removed with its reply.
 
     Attributes:
-        files: descriptors by the payload's number; -1 if the file is closed.
+        files: descriptors by payload number; -1 if the file is closed.
         heads: number of bytes of each head, at the beginning of its file.
     """
 
@@ -44,7 +44,7 @@ class Payloads:
         self._nbytes: list[int] = []
 
     def number(self, request: Request) -> int:
-        """Number of its payload; encodes a new payload."""
+        """Number of the request's payload; encodes a new payload."""
         key = id(request.payload)
         if key not in self._numbers:
             self._numbers[key] = len(self.files)
@@ -56,7 +56,7 @@ class Payloads:
         return self._numbers[key]
 
     def once(self, request: Request) -> bool:
-        """Whether no other request has this payload."""
+        """Whether only this request has its payload."""
         return self._uses[id(request.payload)] == 1
 
     def release(self, request: Request) -> None:
@@ -137,11 +137,11 @@ class Outbox:
         self._free: list[int] = []  # the last one is the most likely to be in the caches
 
     def mark_free(self, boxes: Sequence[int]) -> None:
-        """Mark files that the server does not read any more."""
+        """Mark files that the server no longer reads."""
         self._free += boxes
 
     def put(self, pieces: Sequence[bytes | memoryview]) -> tuple[int, list[int]]:
-        """Write the pieces; returns the file's number (-1: a file of their own) and its descriptor if it is new."""
+        """Write the pieces; returns the file's number (-1: a separate file) and its descriptor if it is new."""
         size = sum(map(len, pieces))
         turn, fds = self._room(size)
         if turn < 0:

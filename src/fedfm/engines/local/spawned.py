@@ -1,4 +1,4 @@
-"""Spawned workers of the local engine: programs of their own, each with the GPUs that it sees.
+"""Spawned workers of the local engine: separate programs, each with its visible GPUs.
 
 A process that has opened a GPU cannot fork: its children cannot use it. So each worker is started as
 :mod:`fedfm.engines.local.spawned_worker`.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from fedfm.models import cuda_devices
 
-MOST = 1 << 12  # bytes of the message that a worker is ready, or why not
+MOST = 1 << 12  # bytes of a worker's first message, which says that it is ready or why not
 
 
 class Spawned(NamedTuple):
@@ -30,7 +30,7 @@ class Spawned(NamedTuple):
 
 
 def spawn(run: Path, visible: str) -> Spawned:
-    """Start a worker that sees these GPUs."""
+    """Start a worker with these visible GPUs."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         worker = subprocess.Popen(

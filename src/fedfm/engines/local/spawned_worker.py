@@ -1,7 +1,7 @@
 """The program of a spawned worker.
 
 ``python -m fedfm.engines.local.spawned_worker FD RUN`` reads rows and model of the run directory ``RUN`` and answers on
-the socket ``FD`` as a forked worker does.
+the socket ``FD`` like a forked worker.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedfm.runtime.run_directory import Run
 
 
 def serve(link: socket.socket, run: Path) -> None:
-    """Load, say so, and work until the socket closes."""
+    """Load rows and model, report that, and work until the socket closes."""
     with torch_threads(1):
         try:
             known = Run.open(run)

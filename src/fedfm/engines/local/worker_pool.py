@@ -39,8 +39,8 @@ from fedfm.runtime.client import Silos
 
 _LIMIT = 1 << 16  # bytes of a control message
 _FDS = 64  # descriptors in one control message; Linux allows 253
-_QUICK = 0.005  # seconds per client below which a worker gets a second chunk, which it may run after a stop
-_SHORT = 0.001  # seconds per client below which chunks are twice as long: a message takes as long as several clients
+_QUICK = 0.005  # seconds per client; a faster worker gets a second chunk, which may run after a stop
+_SHORT = 0.001  # seconds per client; faster clients get chunks of double length, since messages cost time
 
 
 @dataclass
@@ -74,7 +74,7 @@ class _Exchange:
     stop: Callable[[], bool]
     places: dict[ClientId, int]  # client -> slot of its worker
     help: bool  # whether idle workers take others' chunks
-    suspects: set[ClientId] = field(default_factory=set)  # clients whose request alone was running when a worker died
+    suspects: set[ClientId] = field(default_factory=set)  # clients whose single request was running when a worker died
 
 
 _ours: WeakSet[socket.socket] = WeakSet()  # server ends of all workers' sockets in this process
@@ -101,7 +101,7 @@ class Pool:
         """Deliver; after ``stop`` no further chunk starts.
 
         Args:
-            again: send each request to the worker that answered the client last, which has cached its results.
+            again: send each request to the worker that last answered the client, which has cached its results.
         """
         missing = min(self._count, max(len(requests), 1)) - len(self._workers)
         if missing > 0:
@@ -148,9 +148,9 @@ class Pool:
     def _chunks(self, requests: Sequence[Request], width: int, places: dict[ClientId, int]) -> list[list[Request]]:
         """Requests in chunks of at most ``width``, each for one place; large chunks first.
 
-        A place's chunks get smaller, down to ``silos.least``, so that all workers end together and replies are read
-        meanwhile; a rest of less than half of that joins the chunk before. A client without a place gets the place with
-        the fewest clients.
+        A place's chunks get smaller, down to ``silos.least``, so that all workers end together while replies are read.
+        A rest of less than half of that joins the chunk before. A client without a place gets the place with the fewest
+        clients.
         """
         groups: list[list[Request]] = [[] for _ in self._workers]
         new: list[Request] = []
@@ -184,7 +184,7 @@ class Pool:
             chunk = now.waiting.pop(at)
             if not self._deliver(slot, chunk, now):
                 if self._workers[slot].chunks:
-                    return  # the caller sees it at the worker's socket
+                    return  # the caller detects it at the worker's socket
                 self._replace(slot, selector)  # it ended while idle: no client is at fault
 
     def _deliver(self, slot: int, chunk: list[Request], now: _Exchange) -> bool:
@@ -236,8 +236,8 @@ class Pool:
     def _replace_lost(
         self, slot: int, selector: selectors.BaseSelector, now: _Exchange, timeout: float | None
     ) -> Iterator[Reply]:
-        """Replace a worker that died or whose time is over. Its clients are asked again one at a time, so that one
-        cannot affect others; a client is at fault if its time is over, or if two workers died while they ran it alone.
+        """Replace a worker that died or exceeded its time. Its clients are asked again one at a time, so that one
+        cannot affect others. A client is at fault if it exceeds its time, or if two workers died while running only it.
         """
         worker = self._workers[slot]
         if timeout is not None:
@@ -256,14 +256,14 @@ class Pool:
         if timeout is not None:
             fault = ClientFault(E_TIMEOUT, f"no reply within {timeout:g} s; its process was ended")
         else:
-            fault = ClientFault(E_DIED, f"its process was ended, and a second one too: {cause(status)}")
+            fault = ClientFault(E_DIED, f"its process died, and so did a second one: {cause(status)}")
         yield Reply(request.client, None, request.round, request.call, 0, 0, fault)
 
     def _start(self, slots: Sequence[int]) -> list[_Worker]:
-        """New workers of these slots, ready for their first task: their clients' time does not begin before.
+        """Start workers in these slots and wait until they are ready, so that clients' time limits begin later.
 
         Raises:
-            RunError: one could not load rows or model.
+            RunError: a worker could not load rows or model.
         """
         if self._spawn is None:
             return [self._fork() for _ in slots]
@@ -290,9 +290,9 @@ class Pool:
         status = 1
         try:
             ours.close()
-            for inherited in list(_ours):  # of all pools: with an open copy a sibling would not see its socket close
+            for inherited in list(_ours):  # of all pools: an open copy would hide from a sibling that its socket closed
                 inherited.close()
-            die_with(parent)  # an orphan would write memories while a resumed run does
+            die_with(parent)  # an orphan could write memories during a resumed run
             buffers.keep_freed()
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -302,7 +302,7 @@ class Pool:
             os._exit(status)
 
     def close(self) -> None:
-        """Idle workers end when their socket closes."""
+        """Close all workers' sockets, at which idle workers end."""
         for worker in self._workers:
             worker.socket.close()
             if worker.chunks:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 LARGE = 4 << 20  # bytes; smaller buffers come from torch's allocator
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # of glibc's malloc.h
-_IDLE = 512 << 20  # most bytes that a process keeps between two steps
+_IDLE = 512 << 20  # largest number of bytes that a process keeps between two steps
 _ALL = 2**31 - 1  # the largest value of mallopt
 KEPT = 4  # most free buffers: a round uses about as many of one size in turn
 
@@ -30,7 +30,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Lease:
-    """Owns a buffer while any array on it lives."""
+    """Owns a buffer as long as an array on it exists."""
 
     def __init__(self, memory: np.ndarray, free: deque[Any], token: Any) -> None:
         self._memory, self._free, self._token = memory, free, token

@@ -1,1 +1,1 @@
-"""FedBaF, with the foundation model that the server keeps, its matching and its pull."""
+"""FedBaF: a foundation model that only the server has, its matching, and its pull."""

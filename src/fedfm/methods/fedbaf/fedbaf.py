@@ -34,7 +34,7 @@ HARDENED = (
     *("none", "per_tensor", "per_coordinate", "log_uniform", "half"),
     *("first_round", "noise_once", "noise_afresh"),
 )
-STILL = 1e-6  # a model whose direction changes by less has not moved
+STILL = 1e-6  # a smaller change of direction counts as none
 LOG_RANGE = (0.02, 2.0)  # of harden = "log_uniform"
 
 
@@ -42,8 +42,9 @@ LOG_RANGE = (0.02, 2.0)  # of harden = "log_uniform"
 class FedBaF(Comparable, Around):
     """The server pulls each round's aggregate towards a foundation model that no client ever sees.
 
-    The pull a_t = alpha_t tau_t depends on how far the aggregate turned and on a secret random factor. This factor does
-    not prevent clients that see several rounds from computing the model: ``fedfm audit RUN --attack extraction``.
+    The pull a_t = alpha_t tau_t depends on the aggregate's change of direction and on a secret random factor. This
+    factor does not prevent clients that see several rounds from computing the model: ``fedfm audit RUN --attack
+    extraction``.
     """
 
     traits: ClassVar[Traits] = Traits(rows_by_optimiser=True, server_secrets=("alpha",), keeps_foundation=True)
@@ -57,7 +58,7 @@ class FedBaF(Comparable, Around):
     )
     harden: str = setting(
         "none",
-        "none, per_tensor, per_coordinate, log_uniform (of alpha), half (of the tensors a round), "
+        "none, per_tensor, per_coordinate, log_uniform (of alpha), half (of the tensors per round), "
         "first_round, noise_once, noise_afresh (on w_pre)",
         choices=HARDENED,
     )
@@ -66,7 +67,7 @@ class FedBaF(Comparable, Around):
     )
 
     def init(self, fed: Federation) -> Any:
-        self.matching(fed)  # refuses a foundation that does not match before the first round
+        self.matching(fed)  # refuses a mismatched foundation model before the first round
         return self.base.init(fed)  # line 1: w_0 is random, never w_pre
 
     def step(self, fed: Federation, state: Any, t: int) -> Any:
@@ -79,10 +80,10 @@ class FedBaF(Comparable, Around):
         return with_model(state, w, mix(w, pre, self.a(fed, pre, tau, t - 1, w)))  # line 11
 
     def tau(self, fed: Federation, w: Params, w_t: Params, t: int) -> float:
-        """Line 9 over tau_0: ||w'/||w'|| - w_t/||w_t|||| / sqrt(t + 1), in units of the first round that moved.
+        """Line 9 over tau_0: ||w'/||w'|| - w_t/||w_t|||| / sqrt(t + 1), relative to the first round with a change.
 
-        ``cap`` limits the numerator to that round's. The printed one grows if local training changes the model a lot,
-        which one active client can cause, and then pulls w_{t+1} all the way to w_pre.
+        ``cap`` limits the numerator to that round's. The printed numerator grows if local training changes the model
+        strongly. One active client can cause that, and then w_{t+1} is pulled completely to w_pre.
         """
         length = direction_distance(w, w_t, fed.model.live())
         if not math.isfinite(length):
@@ -104,8 +105,8 @@ class FedBaF(Comparable, Around):
     ) -> float | dict[str, float | Tensor]:
         """a_t = alpha_t tau_t with alpha_t = (psi / tau_0) U(1, 2), line 10; ``tau`` is tau_t / tau_0.
 
-        The draw is a function of a key, of t and of the aggregate that it pulls: a resumed run repeats it instead of
-        making a second release, and no other aggregate is pulled by the same factor, which two of them would show.
+        The draw is a function of a key, of t and of the aggregate. So a resumed run repeats it and makes no second
+        release. Another aggregate gets another factor, since two aggregates with one factor would reveal it.
         """
         key, scale = fed.secret("alpha"), self.psi * tau
         at = f"{t}\x1f{self.harden}\x1f{tau!r}\x1f{w.sha256()}"
@@ -124,7 +125,7 @@ class FedBaF(Comparable, Around):
         return scale * (1 + _uniform(key, at, ""))
 
     def w_pre(self, fed: Federation, t: int) -> Mapping[str, Piece]:
-        """The foundation model's matched entries; with noise, drawn once or in every round, if ``harden`` says so."""
+        """The foundation model's matched entries; ``harden`` may add noise, drawn once or in every round."""
         pieces = self.matching(fed).pieces
         if self.harden not in ("noise_once", "noise_afresh"):
             return pieces
@@ -142,27 +143,27 @@ class FedBaF(Comparable, Around):
 
     @cached_property
     def _noisy_pieces(self) -> dict[bytes, Mapping[str, Piece]]:
-        """By the key of the run: one method may serve several runs."""
+        """The noisy pieces by the run's key, since one method may serve several runs."""
         return {}
 
     def sigma(self, fed: Federation) -> float:
-        """Standard deviation of the noise on every entry of w_pre: from w_0, which is public, never from w_pre."""
+        """Standard deviation of the noise on each entry of w_pre, computed from the public w_0, never from w_pre."""
         live = fed.model.live()
         return self.noise * fed.initial.only(live).norm() / math.sqrt(sum(x.numel() for x in live.values()))
 
     def baselines(self) -> dict[str, Method[Any]]:
-        """Without a foundation model, and with one that every client receives."""
+        """The base method without a foundation model, and with one that every client receives."""
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(Around)}
         return {"no-foundation": self.base, "weight-initialisation": WeightInit(**given)}
 
 
 def _uniform(key: bytes, at: str, name: str) -> float:
-    """In [0, 1): HMAC-SHA256 of the draw and the tensor under the server's key, as a 64-bit fraction."""
+    """A value in [0, 1): HMAC-SHA256 of the draw and the tensor under the server's key, as a 64-bit fraction."""
     word = hmac.new(key, f"{at}\x1f{name}".encode(), hashlib.sha256).digest()[:8]
     return int.from_bytes(word, "little") / 2**64
 
 
 def _uniforms(key: bytes, at: str, name: str, like: Tensor) -> Tensor:
-    """One for each entry, float32, from a ChaCha20 stream for this draw and tensor."""
+    """One uniform value per entry, float32, from a ChaCha20 stream for this draw and tensor."""
     words = np.frombuffer(stream(key, f"alpha/{at}/{name}", 4 * like.numel()), dtype="<u4")
     return torch.from_numpy((words >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)).view(like.shape)

@@ -1,9 +1,10 @@
-"""A foundation model that its owner keeps: read as it was saved, and matched with the federation's model.
+"""Read a foundation model that its owner keeps, and match its tensors with the federation's model.
 
 FedBaF: Federated Learning Aggregation Biased by a Foundation Model. Park, Pranav, Moura, Joe-Wong. arXiv:2410.18352,
-Section 3: equal shapes by name; of a deeper model the aligned blocks, counted from the input; of a wider one the first
+Section 3: equal shapes by name; for a deeper model the aligned blocks, counted from the input; for a wider one the
+    first
 entries of each layer. The paper takes them from the flattened layer, which scrambles rows and columns; here the leading
-slice of every dimension is taken.
+slice of every dimension is used.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Matching:
-    """Which entries of a foundation model mix with which of the federation's.
+    """The entries of a foundation model and the federation's entries with which they mix.
 
     Attributes:
         table: a line for every trainable tensor, in the model's order.
@@ -91,7 +92,7 @@ def match(model: Model, foundation: str, identical: Collection[str] = ()) -> Mat
     Args:
         model: the federation's model, at the server.
         foundation: built-in name, folder or hub id; with LoRA a folder with a PEFT adapter.
-        identical: "labels" and "vocabulary", if both models number them alike, which equal shapes do not show.
+        identical: "labels" and "vocabulary", if both models number them alike; equal shapes do not prove that.
 
     Raises:
         InputError: the foundation cannot be read, is of another kind, or nothing matches.
@@ -111,7 +112,7 @@ def match(model: Model, foundation: str, identical: Collection[str] = ()) -> Mat
     if not pieces:
         reasons = sorted({m.why for m in table})
         raise InputError(
-            f'method.foundation = "{foundation}": nothing of it matches the model: {"; ".join(reasons)}',
+            f'method.foundation = "{foundation}": no tensor matches the model: {"; ".join(reasons)}',
             key="method.foundation",
         )
     for name, piece in pieces.items():
@@ -127,7 +128,7 @@ def match(model: Model, foundation: str, identical: Collection[str] = ()) -> Mat
 def _region(
     name: str, shape: tuple[int, ...], there: tuple[int, ...] | None, role: str, identical: Collection[str]
 ) -> tuple[tuple[int, ...] | None, str]:
-    """(region that mixes or None, the reason) of a tensor and the foundation model's of shape ``there``."""
+    """(region that mixes or None, the reason) for a tensor and the foundation model's tensor of shape ``there``."""
     if there is None:
         return None, "the foundation model has none"
     if role in DECLARED and role not in identical:
@@ -145,7 +146,7 @@ def _region(
 
 
 def _whole_layers(lines: Mapping[str, Match], roles: Mapping[str, str]) -> list[Match]:
-    """First and last layers mix as a whole or not at all: the bias of a layer that differs belongs to other weights."""
+    """First and last layers mix completely or not at all: the bias of a layer that differs belongs to other weights."""
     differ = {
         (_layer(name), role): name
         for name, line in lines.items()
@@ -166,7 +167,7 @@ def _layer(name: str) -> str:
 
 
 def _roles(model: Model) -> dict[str, str]:
-    """Name -> labels, vocabulary, output, positions or input; tensors of the body are not in it."""
+    """Name -> labels, vocabulary, output, positions or input; without tensors of the body."""
     root: Any = unwrap(model.module)
     ends = getattr(model, "ends", None) or Ends.of(model.parts)
     tables = {id(m.weight): path for path, m in root.named_modules() if isinstance(m, nn.Embedding)}
@@ -188,7 +189,7 @@ def _roles(model: Model) -> dict[str, str]:
 
 
 def _last(model: Model, root: Any, path: str | None, vocabularies: Collection[int]) -> str:
-    """What the outputs of the last layer stand for: labels, the words of a vocabulary, or neither."""
+    """The meaning of the last layer's outputs: labels, vocabulary, or neither."""
     if model.is_language_model:
         return "vocabulary"
     if not model.task.loss_is_opaque or model.classes:
@@ -203,10 +204,10 @@ def _bare(name: str) -> str:
 
 
 def check_place(foundation: str) -> None:
-    """Refuse a name that is no foundation model, before anything is loaded.
+    """Refuse a name that is not a foundation model, before anything is loaded.
 
     Raises:
-        InputError: no built-in name, no folder of a model, an adapter or a trained head, and no hub id.
+        InputError: it is not a built-in name, a folder of a model, an adapter or a trained head, or a hub id.
     """
     folder = Path(foundation).expanduser()
     trained = folder / "fedfm.json", folder / "model.safetensors"
@@ -219,7 +220,7 @@ def check_place(foundation: str) -> None:
 
 @contextlib.contextmanager
 def _as_foundation() -> Iterator[None]:
-    """Errors about model.name become errors about method.foundation."""
+    """Context manager: turn errors about model.name into errors about method.foundation."""
     try:
         yield
     except InputError as error:
@@ -236,16 +237,16 @@ def _tensors(model: Model, foundation: str) -> Mapping[str, Tensor]:
     if lora:
         raise InputError(
             f'method.foundation = "{foundation}": with LoRA only an adapter mixes (a folder with adapter_config.json): '
-            'the frozen weights are at every client. Expected model.adaptation = "full"',
+            'every client has the frozen weights. Expected model.adaptation = "full"',
             key="method.foundation",
         )
     if (folder / "fedfm.json").is_file() and (folder / "model.safetensors").is_file():
         return _read(folder / "model.safetensors", foundation)
     own: Any = unwrap(model.module)
     if not type_of(own):
-        what = "a head on feature vectors" if model.spec.name == "features" else "a module of one's own"
+        what = "a head on feature vectors" if model.spec.name == "features" else "a user's own module"
         raise InputError(
-            f'method.foundation = "{foundation}": {what} takes the folder of one that was trained so '
+            f'method.foundation = "{foundation}": {what} needs the folder of a trained one '
             "(fedfm.json and model.safetensors, as a run's adapter/)",
             key="method.foundation",
         )

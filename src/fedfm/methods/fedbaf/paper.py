@@ -1,10 +1,10 @@
-"""The settings of FedBaF's paper (arXiv:2410.18352, Section 5): Pre-ResNet on CIFAR-10, equally many rows a client."""
+"""The settings of FedBaF's paper (arXiv:2410.18352, Section 5): Pre-ResNet on CIFAR-10, clients of equal size."""
 
 from __future__ import annotations
 
 from fedfm.core.fields import Paper
 
-_EVERY = "every method of averages has these defaults, so that methods are compared alike"
+_EVERY = "all averaging methods have the same defaults, so that comparisons are fair"
 TRAINING = {
     "method.rounds": Paper(200, _EVERY),
     "method.fraction": Paper(0.1, _EVERY),

@@ -20,10 +20,10 @@ _PIECE = 1 << 15  # entries in float64 at a time: they stay in the caches
 
 
 class Piece(NamedTuple):
-    """What mixes into one tensor.
+    """The entries that mix into one tensor.
 
     Attributes:
-        region: lengths of the leading slice that takes part, one for each dimension.
+        region: lengths of the leading slice that mixes, one for each dimension.
         tensor: of that shape.
     """
 
@@ -35,7 +35,7 @@ def direction_distance(u: Params, w: Params, names: Collection[str] | None = Non
     """|| u/|u| - w/|w| ||_2 over the floating-point entries, of these names if given: FedBaF, Algorithm 1, line 9.
 
     Computed in one pass as |x/|x| - y/|y||^2 = (|x - y|^2 - (|x| - |y|)^2) / (|x| |y|), which does not cancel if u is
-    close to w. The result is 0 if a norm is below :data:`TINY`, not finite if an entry is not.
+    close to w. The result is 0 if a norm is below :data:`TINY`, and not finite if an entry is not finite.
 
     Raises:
         KeyError: names differ, or one of ``names`` is missing.
@@ -68,11 +68,11 @@ def _squares(u: Tensor, w: Tensor) -> Iterator[list[float]]:
 def mix(u: Params, pieces: Mapping[str, Piece], a: float | Mapping[str, float | Tensor]) -> Params:
     """(u + a p) / (1 + a) in the regions of the pieces, u elsewhere: FedBaF, Algorithm 1, line 11.
 
-    Computed as u/(1 + a) + p a/(1 + a) in float64 and rounded to u's dtype. Integer entries, and those where a is the
-    number 0, keep u's bits.
+    Computed as u/(1 + a) + p a/(1 + a) in float64 and rounded to u's dtype. Integer entries, and entries with a = 0,
+    keep u's bits.
 
     Args:
-        pieces: name -> what it is mixed with.
+        pieces: name -> the entries to mix in.
         a: at least 0; one number, or for each name a number or a tensor of the piece's shape. Names without one keep
             u's bits.
 

@@ -1,4 +1,4 @@
-"""Base of FedBaF and of weight initialisation: an averaging method and a foundation model that the server reads."""
+"""Base of FedBaF and weight initialisation: an averaging method, and a foundation model that the server reads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Around(ServerModel, Method[Any]):
         metadata={"server_only": True},
     )
     identical: tuple[str, ...] = setting(
-        (), '"labels", "vocabulary": what both models number alike; else those stay out', choices=DECLARED
+        (), '"labels", "vocabulary": which of these both models number alike; the others do not mix', choices=DECLARED
     )
 
     def __post_init__(self) -> None:
@@ -49,26 +49,26 @@ class Around(ServerModel, Method[Any]):
         settings: dict[str, Any] = {key: getattr(self, key) for key in ("rounds", "fraction", "local")}
         for key, ours in settings.items():
             if getattr(self.base, key) not in (ours, getattr(plain, key), getattr(usual, key)):
-                raise InputError(f"method.base.{key}: say it once, as method.{key}", key=f"method.base.{key}")
+                raise InputError(f"method.base.{key}: set it once, as method.{key}", key=f"method.base.{key}")
         object.__setattr__(self, "base", dataclasses.replace(self.base, **settings))
 
     @property
     def means(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The base method's."""
+        """Those of the base method."""
         return self.base.means
 
     @property
     def asks(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The base method's."""
+        """Those of the base method."""
         return self.base.asks
 
     @property
     def state_type(self) -> Any:
-        """The base method's."""
+        """Those of the base method."""
         return self.base.state_type
 
     def matching(self, fed: Federation) -> Matching:
-        """Which entries of the foundation model mix with which of the federation's; read once."""
+        """The matching of foundation model and federation's model; the foundation model is read once."""
         if not self._last_matching or self._last_matching[0]() is not fed.model:
             self._last_matching[:] = [weakref.ref(fed.model), self.match_with(fed.model)]
         return self._last_matching[1]  # type: ignore[no-any-return]
@@ -81,7 +81,7 @@ class Around(ServerModel, Method[Any]):
 
     @cached_property
     def _last_matching(self) -> list[Any]:
-        """The model that was matched last, and its matching."""
+        """The last matched model and its matching."""
         return []
 
     def params_for(self, state: Any, client: ClientId) -> Any:
@@ -96,7 +96,7 @@ class Around(ServerModel, Method[Any]):
     def validate(self) -> None:
         if self.base.needs.pooled:
             raise InputError(
-                "method.base.name: it trains on all rows in one place, and there is no aggregate to mix into; expected "
+                "method.base.name: it trains on pooled rows, so there is no aggregate to mix into; expected "
                 'e.g. "fedavg"',
                 key="method.base.name",
             )
@@ -109,13 +109,13 @@ class Around(ServerModel, Method[Any]):
             raise first from None
         if isinstance(self.base, Personal):
             raise InputError(
-                "method.base.name: its clients have a model each, and a foundation model is mixed into one for all; "
-                'expected e.g. "fedavg"',
+                "method.base.name: its clients have their own models, but a foundation model mixes into one model for "
+                'all; expected e.g. "fedavg"',
                 key="method.base.name",
             )
 
 
 def _of_base(fault: InputError, own: set[str]) -> InputError:
-    """The fault, of a key of [method.base] where it is one of the base's ``own``."""
+    """The fault; if its key is one of the base's ``own``, it is renamed to [method.base]."""
     section, _, rest = fault.key.partition(".")
     return fault.move(f"method.base.{rest}") if section == "method" and rest.partition(".")[0] in own else fault

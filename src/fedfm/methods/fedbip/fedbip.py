@@ -31,7 +31,7 @@ from fedfm.models.layers import GRANULARITIES
 from fedfm.models.model import Model
 from fedfm.training import SGD, Local, any_rank
 
-LEAST = 0.1  # smallest sum of raw similarities that is used as a denominator
+LEAST = 0.1  # a smaller sum of raw similarities is not used as a denominator
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class BipState:
 
     Attributes:
         theta: theta_i, the result of the client's last local pass.
-        theta_bar: theta_bar_i, the start of its next one.
-        tau: its last task vector, for clients that have been asked.
-        p: ``p`` (L, K, K), the last round's weights; zero in the rows of clients that did not take part.
+        theta_bar: theta_bar_i, the start of its next local pass.
+        tau: its last task vector; only clients that were asked have one.
+        p: ``p`` (L, K, K), the last round's weights; rows of clients that did not take part are zero.
         cut: for ``space = "product"``: relative error, in Frobenius norm, of truncating aggregates to their ranks.
     """
 
@@ -62,12 +62,12 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
     asks: ClassVar[tuple[str, ...]] = ("train",)
     state_type: ClassVar[Any] = BipState
     paper: ClassVar[Mapping[str, Paper]] = {
-        "method.rounds": Paper(10),  # on pictures; 20 on texts
+        "method.rounds": Paper(10),  # on images; 20 on texts
         "method.fraction": Paper(1.0),
         "method.granularity": Paper("model"),
         "method.similarity": Paper("cosine"),
         "method.negative": Paper(
-            "raw", "as printed, a client's similarities can sum to zero or less, and no mean is left"
+            "raw", "as printed, a client's similarities can sum to zero or less, which gives no mean"
         ),
         "method.weights_from": Paper("task_vector"),
         "method.aggregate": Paper("task_vector"),
@@ -82,23 +82,25 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
         "cosine", "g: cosine, pearson, or l2: 1/(1 + d/median d)", choices=("cosine", "pearson", "l2")
     )
     negative: str = setting(
-        "clip", "what g becomes: clip, max(0, g); raw; softmax, exp(g/temperature)", choices=("clip", "raw", "softmax")
+        "clip", "transform of g: clip, max(0, g); raw; softmax, exp(g/temperature)", choices=("clip", "raw", "softmax")
     )
     temperature: float = setting(0.3, "of softmax", gt=0)
     weights_from: str = setting(
-        "task_vector", "what g compares: task_vector or parameters", choices=("task_vector", "parameters")
+        "task_vector", "vectors that g compares: task_vector or parameters", choices=("task_vector", "parameters")
     )
     aggregate: str = setting(
-        "task_vector", "what is summed: task_vector or parameters", choices=("task_vector", "parameters")
+        "task_vector", "vectors that are summed: task_vector or parameters", choices=("task_vector", "parameters")
     )
     space: str = setting(
-        "factors", "of LoRA: factors, A and B as they are, or product, B A", choices=("factors", "product")
+        "factors", "space of LoRA's task vectors: factors (A and B) or product (B A)", choices=("factors", "product")
     )
     ranks: tuple[int, ...] = setting(
         (), "of space = product: LoRA's ranks, assigned in order of names, in a cycle [model.adaptation.rank]", ge=1
     )
     absent: str = setting(
-        "cached", "whose tau count: cached, absent clients' last ones too, or present", choices=("cached", "present")
+        "cached",
+        "task vectors in the sums: cached (also absent clients' last ones) or present",
+        choices=("cached", "present"),
     )
     transport: str = setting(
         "float32", "of task vectors: float32, or bfloat16 at half the bytes", choices=("float32", "bfloat16")
@@ -107,7 +109,7 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]
-        """LoRA for products of its factors."""
+        """LoRA, if the method computes with products of its factors."""
         if self.space != "product":
             return Needs()
         return Needs(adaptations=("lora",), ranks=self.ranks, because='method.space = "product"')
@@ -147,14 +149,14 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
     ) -> np.ndarray:
         """The rows of the clients ``now`` of p, equation 4, by layer equation 6: (L, |now|, K).
 
-        Of vectors that are equal bit for bit one counts.
+        Of vectors that are equal bit for bit only one counts.
         """
         clients = list(tau)
         g, counts = similarities(G, self.similarity)
         for k, of in copies({k: tau[k] for k in sorted(tau, key=lambda k: k in now)}):  # cached vectors came first
             counts[:, :, clients.index(k)] = False
             if k in now:
-                fed.exclude(k, E_DUPLICATE, f"its task vector is that of {of} bit for bit: the sums take it once")
+                fed.exclude(k, E_DUPLICATE, f"its task vector equals that of {of} bit for bit: the sums use it once")
         p = shares(g, counts, self.negative, self.temperature)[:, [clients.index(i) for i in now]]
         if (bad := np.argwhere(~np.isfinite(p).all(2))).size:
             (at, i), layers = bad[0], list(self.space_of(fed.model).layers)
@@ -181,7 +183,7 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
         return (Products if self.space == "product" else Entries)(model, self.granularity)
 
     def starting(self, fed: Federation) -> dict[ClientId, Params]:
-        """theta_pre by client: LoRA of rank r_i has the first r_i rows of one A.
+        """theta_pre by client; LoRA of rank r_i has the first r_i rows of one common A.
 
         Raises:
             InputError: a rank is larger than the model's.
@@ -221,7 +223,9 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
     def newcomer(
         self, model: Model, s: BipState, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
     ) -> tuple[Params, dict[ClientId, float]]:
-        """Equation 4 over its own vector and the sums of all rounds of the others: vectors of one round fail."""
+        """Equation 4 over its own vector and the others' sums over all rounds; vectors of a single round do not
+        work.
+        """
         theta = adapt(w_0)
         begun = {k: lora.first(w_0, lora.rank_of(bar)) if self.ranks else w_0 for k, bar in s.theta_bar.items()}
         sigma = Vectors(s.theta_bar) - begun
@@ -249,13 +253,13 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
             )
         if self.ranks and self.local.personal:
             raise InputError(
-                "method.ranks: a client optimiser that keeps a model of its own takes one rank for all",
+                "method.ranks: a client optimiser that keeps its own model needs one rank for all",
                 key="method.ranks",
             )
 
 
 def similarities(G: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Similarities g of equation 4 (L, K, K) from inner products, and which count: of a zero vector only its own."""
+    """(similarities g of equation 4 (L, K, K), mask of those that count); a zero vector counts only for itself."""
     square, same = np.einsum("lkk->lk", G), np.eye(G.shape[1], dtype=bool)
     counts = (square[:, :, None] > 0) & (square[:, None] > 0) | same
     if kind == "l2":
@@ -267,7 +271,7 @@ def similarities(G: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def shares(g: np.ndarray, counts: np.ndarray, negative: str, temperature: float = 1.0) -> np.ndarray:
-    """Weights p of equation 4 (L, K, K) over the entries that count; NaN in rows with too small a raw sum."""
+    """Weights p of equation 4 (L, K, K) over the entries that count; NaN in rows whose raw sum is too small."""
     if negative == "softmax":
         g = np.exp((g - 1) / temperature)
     elif negative == "clip":
@@ -278,7 +282,7 @@ def shares(g: np.ndarray, counts: np.ndarray, negative: str, temperature: float 
 
 
 def spread(p: np.ndarray, clients: Sequence[ClientId], rows: Sequence[ClientId], columns: Sequence[ClientId]) -> Params:
-    """Weights p (L, K, K) of all clients from its part for these rows and columns; the other entries are zero."""
+    """Weights p (L, K, K) of all clients from the part for these rows and columns; other entries are zero."""
     at, of = ([clients.index(k) for k in some] for some in (rows, columns))
     shown = np.zeros((len(p), len(clients), len(clients)), dtype=np.float32)
     shown[np.ix_(range(len(p)), at, of)] = p

@@ -1,7 +1,7 @@
-"""Inner products and mixtures of task vectors: of their entries, or of the products that LoRA's factors add.
+"""Inner products and mixtures of task vectors, in the space of entries or of LoRA's products.
 
 tau_i = theta_i - theta_bar_i. In the space of products an adapted module's part of it is s (B_i A_i - B_bar_i A_bar_i)
-= [s B_i, -s B_bar_i][A_i; A_bar_i]. It is never made dense, ranks may differ by client, and LoRA's own freedom (B A is
+= [s B_i, -s B_bar_i][A_i; A_bar_i]. It is never made dense, ranks may differ by client, and LoRA's ambiguity (B A is
 (B R)(R^-1 A) for every R) has no effect.
 """
 
@@ -35,7 +35,7 @@ class Entries:
 
     Attributes:
         layers: layer -> names of its tensors.
-        statistics: names of what travels and is not trained, e.g. batch norm's statistics.
+        statistics: names of tensors that are sent but not trained, e.g. batch norm's statistics.
     """
 
     def __init__(self, model: Model, granularity: str) -> None:
@@ -47,7 +47,7 @@ class Entries:
         """Inner products (L, K, K) of task vectors.
 
         Args:
-            whole: of the parameters theta instead.
+            whole: use the parameters theta instead of task vectors.
             centre: subtract from each vector the mean of its layer's entries (Pearson).
         """
         return gram([c.theta if whole else c.tau for c in x], list(self.layers.values()), centre=centre)
@@ -55,11 +55,11 @@ class Entries:
     def mix(
         self, p: np.ndarray, x: Sequence[Change], onto: Sequence[Params], whole: bool = False
     ) -> tuple[list[Params], float]:
-        """(onto_i + sum_k p_ik tau_k, or with ``whole`` sum_k p_ik theta_k; the share of it that was truncated: 0).
+        """(onto_i + sum_k p_ik tau_k, or with ``whole`` sum_k p_ik theta_k; the truncated share, here 0).
 
         Args:
             p: (L, M, K).
-            onto: M vectors; entries that are in no layer are theirs.
+            onto: M vectors; entries outside all layers come from them.
         """
         if whole:
             return mix(p, [c.theta for c in x], list(self.layers.values()), keep_all(0.0 * w for w in onto)), 0.0
@@ -68,7 +68,7 @@ class Entries:
     def aggregates(
         self, p: np.ndarray, x: Sequence[Change], onto: Sequence[Params], whole: bool = False
     ) -> tuple[list[Params], float]:
-        """As :meth:`mix`; statistics, which are no task vectors, become the clients' means, weighted by |p|."""
+        """As :meth:`mix`; statistics, which have no task vectors, become the clients' means weighted by |p|."""
         found, cut = self.mix(p, x, onto, whole)
         if self.statistics:
             q = np.abs(p).mean(0, keepdims=True)
@@ -78,7 +78,7 @@ class Entries:
 
 
 class Products(Entries):
-    """Vectors of what LoRA adds to the weights, (alpha / r) B A, and of the tensors that are not LoRA's.
+    """Vectors of LoRA's products (alpha / r) B A and of the tensors that are not LoRA's.
 
     Raises:
         InputError: the model is not adapted by LoRA on linear maps.
@@ -95,7 +95,7 @@ class Products(Entries):
         ]
 
     def gram(self, x: Sequence[Change], whole: bool = False, centre: bool = False) -> np.ndarray:
-        """As :class:`Entries`, O(K^2 r^2 d) for each module; in memory are all clients' factors of one module."""
+        """As :class:`Entries`, in O(K^2 r^2 d) per module; memory has all clients' factors of one module at a time."""
         found = []
         for paths, others in self._layers:
             G, total, count = np.zeros((len(x), len(x))), np.zeros(len(x)), 0
@@ -141,7 +141,7 @@ class Products(Entries):
         return found, float(np.sqrt(lost / energy)) if energy else 0.0
 
     def _changes(self, path: str, x: Sequence[Change], whole: bool) -> list[Factors]:
-        """Factors of one module's s B A in each theta, less that of its start unless ``whole``."""
+        """Factors of one module's s B A in each theta, minus the start's unless ``whole``."""
         ends = [self._factors(path, c.theta) for c in x]
         if whole:
             return ends

@@ -1,4 +1,4 @@
-"""Sparsely activated LoRA of FedMS: when a layer wakes up (equation 5, Figure 2), and which rows decide it."""
+"""Sparsely activated LoRA of FedMS: when a layer is unfrozen (equation 5, Figure 2), and by which rows."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.models.model import Model
 
-HELD_OUT = 0.1  # of the training rows: they decide when a layer wakes up
-FEWEST = 20  # training rows of which some are held out; with fewer, the training rows decide
+HELD_OUT = 0.1  # of the training rows: held out to decide when a layer is unfrozen
+FEWEST = 20  # training rows; with fewer none are held out, and the training rows decide
 
 
 def next_k(q: deque[float], a: float, k: int, threshold: float, deepest: int) -> int:
-    """K after the accuracy ``a`` (equation 5): where the queue is full and a is less than ``threshold`` above its mean,
-    one layer more, at most ``deepest``.
+    """K after the accuracy ``a`` (equation 5): one more layer, at most ``deepest``, if the queue is full and a is less
+    than ``threshold`` above its mean.
     """
     full = len(q) == q.maxlen
     return min(k + 1, deepest) if full and a - sum(q) / len(q) < threshold else k
 
 
 def split(client: Client) -> tuple[Rows, Rows]:
-    """(rows that are trained on, rows that decide): the client's validation rows decide, or a fixed tenth of its
-    training rows; of fewer than 20, all do both.
+    """(training rows, deciding rows): the client's validation rows decide, else a fixed tenth of its training rows;
+    with fewer than 20 training rows all rows do both.
     """
     rows, val = client.data.train, client.data.val
     if len(val):
@@ -46,7 +46,7 @@ def with_rows(client: Client, rows: Rows) -> Client:
 
 
 def clock(model: Model) -> float:
-    """Seconds, when the device has done what it was given: a layer that sleeps takes no backward pass."""
+    """The time in seconds after the device has finished its work, to measure what frozen layers save."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return time.perf_counter()

@@ -4,8 +4,8 @@ Wu, Li, Wang, Wang. 2023. arXiv:2312.15926. No Algorithm is numbered: equations 
 
 Stage one: LoRA in both encoders of a CLIP-like model, federated (equation 1). Stage two: the global expert W_g is
 frozen, every client has a local expert W_i that never leaves it (equation 2), and the gate adapter Z is federated
-(equations 3, 6, 7). Where the paper is silent or an equation has no meaning, the docstrings and the settings say what
-is done here.
+(equations 3, 6, 7). If the paper omits something or an equation is meaningless, docstrings and settings describe the
+choice made here.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class MSState:
     Attributes:
         W_g: the global expert, LoRA of both encoders.
         Z_g: the gate adapter.
-        k: layers that are active at each client that has a local expert.
-        has: clients that were sent W_g after stage one and answered since.
-        deciding: rows at each of these clients that decide when a layer wakes up.
-        frozen: numbers of the foundation model.
+        k: number of active layers at each client that has a local expert.
+        has: clients that got W_g after stage one and have answered since then.
+        deciding: number of rows at each of these clients that decide when a layer is unfrozen.
+        frozen: number of the foundation model's parameters.
     """
 
     W_g: Params
@@ -69,7 +69,7 @@ class MSState:
 
 @dataclass(frozen=True)
 class Activity:
-    """What a client tells of its round: k, how many rows decide it, and the seconds that its backward passes took."""
+    """A client's report on its round: k, the number of deciding rows, and the seconds of its backward passes."""
 
     k: int
     rows: int
@@ -78,7 +78,7 @@ class Activity:
 
 @dataclass(frozen=True)
 class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
-    """A global and a local LoRA expert of a CLIP-like model, mixed by a federated gate; stalls wake up layers."""
+    """A global and a local LoRA expert of a CLIP-like model, mixed by a federated gate; stalls unfreeze layers."""
 
     needs: ClassVar[Needs] = Needs(adaptations=("lora",), tasks=("zero_shot",))
     means: ClassVar[tuple[str, ...]] = ("train", "adapt")
@@ -99,18 +99,20 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
     weighting: str = setting(
         "uniform", "of stage one's mean: uniform (equation 1) or size", choices=("uniform", "size")
     )
-    queue: int = setting(5, "Q, accuracies that the capability queue holds", ge=1)
-    threshold: float = setting(0.01, "delta: a gain below it wakes up a layer (equation 5)", finite=True)
-    reset: bool = setting(False, "empty the queue when a layer wakes up")
-    accuracy_of: str = setting("mixture", "what fills the queue: mixture or local expert", choices=("mixture", "local"))
+    queue: int = setting(5, "Q, length of the capability queue of accuracies", ge=1)
+    threshold: float = setting(0.01, "delta: a smaller gain unfreezes a layer (equation 5)", finite=True)
+    reset: bool = setting(False, "empty the queue when a layer is unfrozen")
+    accuracy_of: str = setting(
+        "mixture", "model whose accuracy fills the queue: mixture or local expert", choices=("mixture", "local")
+    )
     gate: str = setting(
         "adapter",
-        "what of the gate is trained and sent: adapter; last, its last layer; all, also an image block",
+        "trained part of the gate: adapter; last, its last layer; all, also an image block",
         choices=("adapter", "last", "all"),
     )
     gate_backbone: str = setting(
         "",
-        "a picture classifier by name or folder: the gate sees its frozen features, not the global expert's",
+        "an image classifier by name or folder: the gate reads its frozen features, not the global expert's",
     )
     gate_weights: str = setting(
         "loss",
@@ -127,7 +129,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
 
     @property
     def rounds(self) -> int:  # type: ignore[override]
-        """Of both stages."""
+        """The number of rounds of both stages."""
         return self.global_rounds + self.local_rounds
 
     def init(self, fed: Federation) -> MSState:
@@ -153,7 +155,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         out = {e.client for e in fed.excluded if e.round == t}
         told: dict[ClientId, Activity] = fed.ask(self.activity, of=[i for i in cohort if i not in out], least=0)
         for i in sorted(told.keys() & s.k.keys() - s.has.keys()):
-            fed.notice(f"{i} had lost its local expert: it started again from the global one")
+            fed.notice(f"{i} has lost its local expert: it starts again from the global one")
         fed.metrics |= self.effort(need(fed.model), s, list(told.values()))
         return MSState(
             s.W_g,
@@ -167,7 +169,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
     # --- stage one ----------------------------------------------------------------------------------------------------
     @on_client
     def train(self, client: Client, w: Params) -> Update:
-        """LoRA of both encoders, from W_g; rows that decide later are held out already."""
+        """LoRA of both encoders, from W_g; the later deciding rows are already held out."""
         rows, _ = split(client)
         W_i = self.local(with_rows(client, rows), w)
         return Update(W_i - w, len(rows) if self.weighting == "size" else 1, client.metrics)
@@ -185,19 +187,19 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         Z_g = memory["gate"].replace(Z_g)
         rows, deciding = split(client)
         W_g, W_i = memory["W_g"], memory["W_i"]
-        if not len(start):  # at first nothing has been trained that could be measured
+        if not len(start):  # in the first round nothing trained can be measured
             self.measure(client, deciding, W_g, W_i, Z_g)
         W_i, Z_i, L_i = self.local_pass(with_rows(client, rows), W_g, W_i, Z_g, memory["k"])
         if not np.isfinite(L_i):
             raise ClientFault(E_NONFINITE, f"the gate's loss is {L_i}")
-        # A time never goes with the update, whose bits are the same on every engine.
+        # Times are not in the update, whose bits must be the same on every engine.
         memory["W_i"], memory["backward"] = W_i, client.metrics.pop("backward_seconds")
         return Update(
             self.gating.travelling(Z_i) - self.gating.travelling(Z_g), self.weight(L_i, len(rows)), client.metrics
         )
 
     def measure(self, client: Client, deciding: Rows, W_g: Params, W_i: Params, Z_g: Params) -> None:
-        """Equation 5: one more layer wakes up when the last Q accuracies stall."""
+        """Equation 5: unfreeze one more layer when the last Q accuracies stall."""
         own = Params.join(**{GLOBAL: W_g, LOCAL: W_i, GATE: Z_g})
         said = self.logits(client.model, own if self.accuracy_of == "mixture" else W_i, deciding)
         a = client.model.evaluate(deciding, said)["accuracy"]
@@ -215,22 +217,22 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
 
     @property
     def gating(self) -> Gating:
-        """Which gate the settings ask for."""
+        """The gate of these settings."""
         return Gating(self.gate, self.gate_backbone, self.share)
 
     def weight(self, L_i: float, n_i: int) -> float:
-        """a_i of equation 7, before the weights are made to sum to 1; where all losses are 0, all are alike."""
+        """a_i of equation 7 before normalisation; if all losses are 0, all weights are equal."""
         if self.gate_weights == "loss":
             return max(L_i, 1e-12)
         return {"size": float(n_i), "inverse_loss": 1 / max(L_i, LEAST_LOSS), "uniform": 1.0}[self.gate_weights]
 
     @on_client
     def activity(self, client: Client) -> Activity:
-        """How many layers are active at the client, how many rows decided it, and the time of the backward passes."""
+        """The client's number of active layers, number of deciding rows, and time of backward passes."""
         return Activity(client.memory["k"], len(split(client)[1]), client.memory.get("backward", 0.0))
 
     def effort(self, model: DualModel, s: MSState, told: Sequence[Activity]) -> dict[str, float]:
-        """What the clients' local passes took: :attr:`figures` by name, sums unless they are means."""
+        """Costs of the clients' local passes: :attr:`figures` by name; sums unless they are means."""
         if not told:
             return {}
         named = layers(model, "layer")
@@ -256,7 +258,9 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         return Params.join(**{GLOBAL: s.W_g, GATE: s.Z_g}) if s.has else s.W_g
 
     def own(self, client: Client, w: Params) -> Params:
-        """The global expert, the local one and the gate; before stage two, and of a client without one, W_g."""
+        """The global expert, the local one and the gate; W_g before stage two, and for a client without a local
+        expert.
+        """
         if not is_mixture(w):
             return w
         W_g, W_i = w.part(GLOBAL), client.memory.get("W_i")
@@ -269,10 +273,10 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         return {"": s.W_g}  # stage one alone, for comparison
 
     def check_own(self, w: Params, model: Model) -> None:
-        """Refuse what a client gave as its own model where it is none.
+        """Refuse a client's own model if its layout is wrong.
 
         Raises:
-            ClientFault: with the first tensor that differs.
+            ClientFault: a tensor differs; it names the first.
         """
         if not is_mixture(w):
             match(w, model.layout, "model")
@@ -280,7 +284,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         check_mixture(w, need(model), self.gating)
 
     def logits(self, model: Model, w: Params, rows: Rows) -> Tensor:
-        """S O of equation 6, (n, C); of one expert alone its scaled cosines."""
+        """S O of equation 6, (n, C); for a single expert its scaled cosines."""
         if not is_mixture(w) or not any(n.startswith(f"{LOCAL}/") for n in w):
             model.load(w.part(GLOBAL) if is_mixture(w) else w)
             return model.predict(rows)
@@ -293,7 +297,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
     def newcomer(
         self, model: Model, s: MSState, w_0: Params, client: ClientId, adapt: Callable[[Params], Params]
     ) -> tuple[Params, dict[ClientId, float]]:
-        """The global expert, a local one that starts from it, and the gate as it stands."""
+        """The global expert, a local one that starts from it, and the present gate."""
         return Params.join(**{GLOBAL: s.W_g, LOCAL: adapt(s.W_g), GATE: s.Z_g}), {}
 
     def details(self, s: MSState, judge: Judge | None) -> dict[str, Any]:
@@ -314,17 +318,17 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
             )
         if self.local.personal:
             raise InputError(
-                "method.local.name: every client has an expert of its own already; take a plain optimiser",
+                "method.local.name: this method gives each client its own expert; take a plain optimiser",
                 key="method.local.name",
             )
         if self.local.batch_size == 1:
             raise InputError(
-                "method.local.batch_size = 1: the gate's batch norm has no variance of one row; take 2",
+                "method.local.batch_size = 1: the gate's batch norm needs a variance, and one row has none; take 2",
                 key="method.local.batch_size",
             )
         if self.local.micro_batch:
             raise InputError(
-                "method.local.micro_batch: the gate's batch norm mixes a batch's rows, so that its parts do not add up "
-                "to it; drop it",
+                "method.local.micro_batch: the gate's batch norm mixes the rows of a batch, so that parts do not add "
+                "up to it; drop it",
                 key="method.local.micro_batch",
             )

@@ -1,4 +1,4 @@
-"""The gate of FedMS: from a picture's features under the global expert to the global expert's share lambda."""
+"""The gate of FedMS: from an image's features under the global expert to the global expert's share lambda."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fedfm.linalg.params import Params
 from fedfm.models.backbone import backbone
 from fedfm.models.dual_encoder import DualModel
 
-LAST = ("output.", "output_norm.")  # what the variant "last" trains and sends
+LAST = ("output.", "output_norm.")  # the tensors that the variant "last" trains and sends
 TRUNK = "trunk."  # names of the gate's own image block
 
 
 class Gate(nn.Module):
     """The gate adapter: Linear(d, d), batch norm, ReLU, Linear(d, 2), batch norm; lambda is the softmax's first entry.
 
-    The paper's adapter has one output, whose softmax is constantly 1, and no activation; two outputs and a ReLU are
-    the repair.
+    The paper's adapter has no activation and one output, whose softmax is always 1; two outputs and a ReLU correct
+    that.
     """
 
     def __init__(self, d: int) -> None:
@@ -35,7 +35,7 @@ class Gate(nn.Module):
         return z.softmax(-1)[:, 0]
 
     def load(self, Z: Params) -> Gate:
-        """Take these values."""
+        """Load these values."""
         with torch.no_grad():
             for name, tensor in self.tensors().items():
                 tensor.copy_(Z[name])
@@ -46,7 +46,7 @@ class Gate(nn.Module):
         return {name: tensor for name, tensor in self.state_dict().items() if not name.endswith("num_batches_tracked")}
 
     def mode(self, *, rows: int, last: bool) -> Gate:
-        """Training mode if there are rows enough for batch norm; a part that is not trained stays in evaluation."""
+        """Set training mode if there are enough rows for batch norm; an untrained part stays in evaluation mode."""
         self.train(rows > 1)
         if last:
             self.hidden_norm.eval()
@@ -62,12 +62,12 @@ def initial(d: int, seed: int) -> Params:
 
 @dataclass(frozen=True)
 class Gating:
-    """Which gate a method has.
+    """The kind of gate of a method.
 
     Attributes:
-        part: what of it is trained and sent: "adapter", "last" (its last layer) or "all" (also an image block).
-        backbone: the picture classifier whose frozen features it sees; empty: the global expert's features.
-        share: lambda of every row, instead of a gate; None: the gate says it.
+        part: its trained and sent part: "adapter", "last" (its last layer) or "all" (also an image block).
+        backbone: the image classifier whose frozen features it reads; empty: the global expert's features.
+        share: a fixed lambda for every row, instead of a gate; None: the gate computes it.
     """
 
     part: str
@@ -75,7 +75,7 @@ class Gating:
     share: float | None
 
     def width(self, model: DualModel) -> int:
-        """Width of what the gate sees."""
+        """Width of the gate's input."""
         return backbone(self.backbone, str(model.device)).width if self.backbone else model.dual.width
 
     def initial(self, model: DualModel, seed: int) -> Params:
@@ -91,7 +91,7 @@ class Gating:
         return gate(V_g) if self.share is None else torch.full((len(V_g),), self.share, device=V_g.device)
 
     def travelling(self, Z: Params) -> Params:
-        """What of the gate is sent."""
+        """The part of the gate that is sent."""
         return Z.only(n for n in Z if n.startswith(LAST)) if self.part == "last" else Z
 
     def trains(self, name: str) -> bool:
@@ -100,7 +100,7 @@ class Gating:
 
 
 def adapter_of(Z: Params) -> Params:
-    """The gate without a trunk of its own."""
+    """The gate's adapter, without its own trunk."""
     return Z.only(n for n in Z if not n.startswith(TRUNK))
 
 

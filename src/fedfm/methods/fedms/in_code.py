@@ -1,4 +1,4 @@
-"""The mixture of FedMS as Python, for readers of an export who have neither fedfm nor the run."""
+"""Python code of the mixture of FedMS, for readers of an export without fedfm or the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 
 class Mixture(torch.nn.Module):
-    """Logits (pictures, classes): those of both experts, weighed for each picture."""
+    """Logits (images, classes): those of both experts, weighted for each image."""
 
     def __init__(self, experts, gate):
         super().__init__()
@@ -27,7 +27,7 @@ class Mixture(torch.nn.Module):
 '''
 _GATE = '''
     def share(self, features):
-        """The share of the global expert, (pictures, 1)."""
+        """The share of the global expert, (images, 1)."""
         hidden = self.layer("hidden", features).relu()
         return self.layer("output", hidden).softmax(-1)[:, :1]
 
@@ -38,7 +38,7 @@ _GATE = '''
 '''
 _TRUNK = '''
     def features(self, inputs):
-        """Features (pictures, width) by the gate's own weights in the last image block and in the norm behind it."""
+        """Features (images, width) by the gate's own weights in the last image block and in the norm behind it."""
         own = copy.deepcopy(self.experts)
         for part, path in {places}.items():
             prefix = f"trunk.{{part}}."
@@ -53,19 +53,19 @@ model.eval()"""
 
 
 def mixture_code(share: float | None, places: Mapping[str, str], backbone: str) -> list[str]:
-    """Lines that make ``model`` of ``experts``, a PeftModel with the adapters ``global`` and ``local``, and of
-    ``FOLDER/gate.safetensors``. It takes what the base takes, and gives logits (b, C).
+    """Lines that make ``model`` from ``experts``, a PeftModel with the adapters ``global`` and ``local``, and from
+    ``FOLDER/gate.safetensors``. The model has the base's inputs, and returns logits (b, C).
 
     Args:
-        share: lambda of every row; None: the gate gives it.
-        places: paths in the base of what the gate has weights of its own for, by the name of the part.
-        backbone: the name of the classifier whose features the gate sees, given with the rows; "": it sees those of the
-            global expert.
+        share: lambda of every row; None: the gate computes it.
+        places: for each part with the gate's own weights: its path in the base.
+        backbone: the name of the classifier whose features the gate reads, given with the rows; "": it reads those of
+            the global expert.
     """
     if share is not None:
         return (_CLASS.format(more="", share=repr(share)) + _MODEL).splitlines()
     if backbone:
-        said = f"# `features` (pictures, width): what the head of {backbone!r} reads of the pictures\n"
+        said = f"# `features` (images, width): what the head of {backbone!r} reads from the images\n"
         return (said + _CLASS.format(more="features, ", share="self.share(features)") + _GATE + _MODEL).splitlines()
     if places:
         body = _CLASS.format(more="", share="self.share(self.features(inputs))")

@@ -27,7 +27,7 @@ def local_pass(
     """E epochs of both objectives. The top k layers of the local expert are trained, the others are those of W_i.
 
     Args:
-        separate: the gate by the mixture's loss and the expert by its own; false: both by the mixture's.
+        separate: train the gate on the mixture's loss and the expert on its own; false: both on the mixture's.
 
     Returns:
         W_i, Z_i, and the gate's mean loss L_i.
@@ -51,12 +51,12 @@ def local_pass(
     total, expert, shares, backward, seen = 0.0, 0.0, 0.0, 0.0, 0
     model.train_mode()
     gate.mode(rows=len(rows), last=gating.part == "last")
-    # LoRA's dropout draws from torch's global generator: give it this client's own stream.
+    # LoRA's dropout draws from torch's global generator, so seed that with this client's own stream.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(client.seed)
         for index, eta in zip(job.orders(), job.rates(), strict=True):
             if len(index) == 1 and gate.training:
-                continue  # batch norm has no variance of one row
+                continue  # batch norm needs more than one row
             y = labels[index].to(model.device)
             seen_by_gate = mixture.gate_input(index, trunk)  # first: it installs W_g for a moment
             of_g, of_i = mixture.cosines(index, train=True)

@@ -35,11 +35,11 @@ from fedfm.models.dual_encoder import (
 from fedfm.models.layers import layers
 from fedfm.models.model import Model
 
-PIECE = 64  # rows that are scored at a time
+PIECE = 64  # rows scored at a time
 
 
 class Filed:
-    """Rows (n, ...) in a file without a name: they take up memory only while they are read."""
+    """Rows (n, ...) in an unnamed file, so that they use memory only while they are read."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
@@ -47,7 +47,7 @@ class Filed:
         self.nbytes, self._like = 0, torch.zeros(0)
 
     def append(self, rows: Tensor) -> bool:
-        """Write these rows (b, ...) behind the others; false if the disk is full."""
+        """Append these rows (b, ...); returns false if the disk is full."""
         self._like, data = rows[:1].clone(), rows.contiguous().view(torch.uint8).numpy().tobytes()
         self.nbytes += rows.nbytes
         with suppress(OSError):
@@ -64,11 +64,11 @@ class Filed:
 
 @dataclass
 class Known:
-    """What the global expert W_g gives of some rows.
+    """The global expert's outputs for some rows.
 
     Attributes:
         V_g: (n, d), if there are states.
-        states: k -> the pictures' hidden states (n, T, h) below the top k blocks; None where there was no room.
+        states: k -> the images' hidden states (n, T, h) below the top k blocks; None if there is no room.
     """
 
     W_g: Params
@@ -76,7 +76,7 @@ class Known:
     states: dict[int, Filed | None] = field(default_factory=dict)
 
 
-# Of each model: pictures -> what is known of them, and what is known of the texts.
+# For each model: the known outputs by images, and the known outputs of texts.
 _rows: WeakKeyDictionary[DualModel, dict[bytes, Known]] = WeakKeyDictionary()
 _texts: WeakKeyDictionary[DualModel, tuple[Params, dict[int, tuple[Tensor, Tensor]]]] = WeakKeyDictionary()
 
@@ -84,16 +84,16 @@ _texts: WeakKeyDictionary[DualModel, tuple[Params, dict[int, tuple[Tensor, Tenso
 class Experts:
     """The cosines of both experts on one client's rows.
 
-    What the frozen global expert gives is computed when rows are first seen and found again in later rounds: its
-    features, and the hidden states below the top k blocks, which both experts share. The states are in files of at most
-    ``FEDFM_MEMORY`` bytes; what does not fit is computed anew for every batch, to the same bits.
+    The frozen global expert's outputs are computed once and reused in later rounds: its features, and the hidden states
+    below the top k blocks, which both experts share. The states are in files of at most ``FEDFM_MEMORY`` bytes; states
+    that do not fit are computed again for every batch, with the same bits.
     """
 
     def __init__(self, model: DualModel, W_g: Params, rows: Rows, k: int, gate_backbone: str = "") -> None:
         self.model, self.k, self.W_g, self.rows = model, k, W_g, rows
         every, key = _rows.setdefault(model, {}), _fingerprint(rows)
         found = every.pop(key, None)
-        self.known = every[key] = found if found and _equal(found.W_g, W_g) else Known(W_g)  # the newest stands last
+        self.known = every[key] = found if found and _equal(found.W_g, W_g) else Known(W_g)  # the newest is last
         self.texts, self.T_g = _of_texts(model, W_g, k)
         named = backbone(gate_backbone, str(model.device)) if gate_backbone else None
         self.described = named.features(rows, model) if named else None  # (n, its width)
@@ -113,7 +113,7 @@ class Experts:
         self.known.states[self.k] = filed
 
     def _room(self, nbytes: int) -> bool:
-        """Whether so many bytes fit into files; the oldest ones make room."""
+        """Make room for this number of bytes by removing the oldest files; returns whether they fit."""
         held = [known.states for known in _rows[self.model].values()]
         total = nbytes + sum(map(_nbytes, held))
         for states in held:
@@ -123,7 +123,7 @@ class Experts:
         return total <= limit()
 
     def _below(self, index: np.ndarray, k: int) -> Tensor:
-        """The pictures' states below the top k blocks, (b, T, h)."""
+        """The images' states below the top k blocks, (b, T, h)."""
         if (filed := self.known.states.get(k)) is not None:
             return filed[index]
         with install(self.model, self.W_g), merge(self.model):
@@ -134,7 +134,7 @@ class Experts:
         return self.known.V_g[index].to(self.model.device)
 
     def gate_input(self, index: np.ndarray, trunk: Mapping[str, Tensor]) -> Tensor:
-        """What the gate adapter sees of these rows, (b, d): V_g, or what the gate's own trunk or backbone gives."""
+        """The gate adapter's inputs for these rows, (b, d): V_g, or the outputs of the gate's own trunk or backbone."""
         if self.described is not None:
             return self.described[index].to(self.model.device)
         if not trunk:
@@ -143,7 +143,7 @@ class Experts:
         return trunk_images(self.model, self.W_g, named, self._below(index, 1))
 
     def cosines(self, index: np.ndarray, *, train: bool) -> tuple[Tensor, Tensor]:
-        """(<V_g, T_g>, <V_i, T_i>), (b, C) each; of the local expert as the model has it now."""
+        """(<V_g, T_g>, <V_i, T_i>), (b, C) each; the local expert is the one in the model now."""
         below = self._below(index, self.k)
         with merge(self.model):
             V_i = top_images(self.model, below, self.k, train=train)
@@ -156,7 +156,7 @@ def _nbytes(states: Mapping[int, Filed | None]) -> int:
 
 
 def _fingerprint(rows: Rows) -> bytes:
-    """Names the pictures."""
+    """A hash of the images."""
     digest = hashlib.sha256()
     for batch in rows.batches(256):
         digest.update(batch["pixel_values"].contiguous().flatten().view(torch.uint8).numpy().data)
@@ -179,7 +179,7 @@ def _equal(a: Params, b: Params) -> bool:
 
 
 def differing(model: Model, W_g: Params, W_i: Params) -> int:
-    """How many of the top layers hold every difference between the experts: below them both compute the same."""
+    """The number of top layers that contain all differences between the experts; below them both compute the same."""
     encoders = model.parts.encoders
     changed = {
         layer for layer, names in layers(model, "layer").items() if any(bool((W_g[n] != W_i[n]).any()) for n in names)
@@ -199,7 +199,7 @@ def is_mixture(w: Params) -> bool:
 
 
 def check_mixture(w: Params, model: DualModel, gating: Gating) -> None:
-    """Refuse experts and a gate of other layouts.
+    """Refuse experts and a gate with wrong layouts.
 
     Raises:
         ClientFault: with the first tensor that differs.

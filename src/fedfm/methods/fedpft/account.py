@@ -22,9 +22,9 @@ from fedfm.methods.fedpft.summary import Summary, Synthetic
 def communication(
     replies: Mapping[ClientId, Summary], dim: int, width: int, star: bool, counted: bool
 ) -> dict[str, Any]:
-    """Bytes by equations (10) to (12), ``width`` bytes a number; components used and classes withheld.
+    """Bytes by equations (10) to (12) with ``width`` bytes per number; used components, and withheld classes.
 
-    Without ``counted`` the number of rows is unknown, and so is the size of their features.
+    Without ``counted`` the number of rows, and so the size of their features, is unknown.
     """
     sent = [(s.mixtures.covariance, k) for s in replies.values() for k in s.mixtures.components]
     told: dict[str, Any] = {"formula_bytes": width * sum(formula_numbers(kind, dim, k) for kind, k in sent)}
@@ -42,7 +42,7 @@ def communication(
 
 
 def left_out(told: Mapping[str, Any], min_count: int, private: bool) -> list[str]:
-    """Notices about rows that are in no mixture, or in a sum that does not stand out of its noise."""
+    """Notices about rows that are in no mixture, or in a sum below its noise."""
     if rows := told.get("withheld_rows"):
         drawn = " (rows drawn from noisy sums)" if private else ""
         return [
@@ -51,8 +51,8 @@ def left_out(told: Mapping[str, Any], min_count: int, private: bool) -> list[str
         ]
     if (rows := told.get("left_out_rows")) is not None and told["cells"] > told["cells_kept"]:
         return [
-            f"{told['cells'] - told['cells_kept']} of {told['cells']} noisy sums do not stand out of their noise and "
-            f"are left out; by their noisy counts they hold about {_many(rows, 'row')} (standard deviation "
+            f"{told['cells'] - told['cells_kept']} of {told['cells']} noisy sums are not above their noise and "
+            f"are left out; by their noisy counts they have about {_many(rows, 'row')} (standard deviation "
             f"{told['left_out_rows_std']:.0f})"
         ]
     return []
@@ -65,7 +65,7 @@ def _many(n: int, one: str, more: str = "") -> str:
 def divergences(
     client: Client, x: np.ndarray, y: np.ndarray, sent: Mapping[int, Mixture], smoothing: float
 ) -> list[Divergence]:
-    """Client half of the bound, Appendix F: the divergence of each class from its mixture as it is sent."""
+    """Client half of the bound, Appendix F: the divergence of each class from the mixture that is sent."""
     width = smoothing * float(x.std(0).mean())
     return [divergence(x[y == c], g, width, seeds.generator(client.seed, "bound", c)) for c, g in sent.items()]
 

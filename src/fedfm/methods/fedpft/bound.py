@@ -17,14 +17,14 @@ import numpy as np
 
 from fedfm.methods.fedpft.mixtures import Mixture
 
-DRAWS = 400  # of each smoothed class
+DRAWS = 400  # from each smoothed class
 CONFIDENCE = 0.95  # of our bound: the loss and the divergences are measured on draws
 _BLOCK = 256  # draws whose distances to all rows are in memory at a time
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Between the smoothed features p of a class and its mixture g."""
+    """The divergences between the smoothed features p of a class and its mixture g."""
 
     kl: float  # KL(p || g) = E_p[ln p - ln g], nats
     tv: float  # TV(p, g) = E_p[(1 - g / p)_+], in [0, 1]
@@ -58,7 +58,7 @@ def _smoothed_log_density(z: np.ndarray, x: np.ndarray, width: float) -> np.ndar
 
 @dataclass(frozen=True)
 class Bound:
-    """On the 0-1 loss of the head on the clients' smoothed training features; ours holds at 95 % confidence."""
+    """Bounds on the head's 0-1 loss on the clients' smoothed training features; ours holds at 95 % confidence."""
 
     ours: float  # loss~ + sum_i (n_i/n) sum_c (n_ic/n_i) TV_ic; rows without a mixture count as errors
     printed: float  # 2 loss~ + sum_i mean_c sqrt(KL_ic / 2)
@@ -67,14 +67,14 @@ class Bound:
 
 
 def bound(errors: int, draws: int, counts: Counts, divergences: Cells, withheld: int = 0) -> Bound:
-    """From the head's errors on fresh synthetic draws, and each client's classes.
+    """The bound from the head's errors on fresh synthetic draws and each client's classes.
 
     Args:
         counts, divergences: n_ic and divergences by client and class.
-        withheld: rows, at most, whose classes were not sent.
+        withheld: largest possible number of rows whose classes were not sent.
 
     Raises:
-        ValueError: no draws, or no cells.
+        ValueError: there are no draws or no cells.
     """
     from scipy.stats import beta
 
@@ -83,7 +83,7 @@ def bound(errors: int, draws: int, counts: Counts, divergences: Cells, withheld:
         raise ValueError("a bound needs draws and cells")
     limit = 1.0 if errors >= draws else float(beta.ppf(1 - miss, errors + 1, draws - errors))  # Clopper-Pearson
     n = np.concatenate([np.asarray(c, dtype=np.float64) for c in counts])
-    # Hoeffding: sum_ic (n_ic/n) TV_ic is a weighted mean of DRAWS numbers in [0, 1] from each cell.
+    # Hoeffding: sum_ic (n_ic/n) TV_ic is a weighted mean of DRAWS values in [0, 1] from each cell.
     margin = math.sqrt(-math.log(miss) * float(((n / n.sum()) ** 2).sum()) / (2 * DRAWS))
     return assemble(limit, counts, divergences, withheld, margin)
 

@@ -1,9 +1,9 @@
-"""A client's mixtures on the wire: one tensor, one scale, and the number of components of each.
+"""A client's mixtures in a message: one tensor, one scale, and the number of components of each mixture.
 
-A variance below 6e-8 underflows in float16 and one above 65,504 overflows; a rounded covariance matrix may lose its
-positive eigenvalues. Therefore standard deviations are sent (full: Cholesky factors, whose product stays positive
-when they are rounded). They and the means are divided by one power of two, so that the largest number is just below
-32,768. Means beyond 65,504 and standard deviations a billion times smaller than the largest mean can be sent.
+In float16 a variance below 6e-8 underflows and one above 65,504 overflows; a rounded covariance matrix may lose its
+positive eigenvalues. So standard deviations are sent (full: Cholesky factors, whose product stays positive after
+rounding). They and the means are divided by one power of two, so that the largest value is just below 32,768. So means
+beyond 65,504 and standard deviations a billion times smaller than the largest mean can be sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedfm.core.federation import MAX_NORM
 from fedfm.errors import E_DTYPE, E_FIELD, E_NONFINITE, E_NORM, E_SHAPE, E_SIZE, E_WEIGHT, ClientFault
 from fedfm.methods.fedpft.mixtures.mixture import COVARIANCES, Array, Mixture
 
-LARGEST = 15  # scaled numbers lie below 2**15, float16's largest is just below 2**16
+LARGEST = 15  # scaled numbers are below 2**15, float16's largest is just below 2**16
 MAX_DIM = 1 << 20  # no backbone's features are wider
 # Largest root mean square L2 norm of a mixture's rows. Other methods send sums of squares, whose limit is MAX_NORM; no
 # single row may exceed it. Below it, squares summed over rows stay within float32.
@@ -30,7 +30,7 @@ DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
 @dataclass(frozen=True)
 class Packed:
-    """All mixtures of one client, one after the other: weights (K), means (K, d), scales.
+    """All mixtures of one client in sequence: weights (K), means (K, d), scales.
 
     Attributes:
         components: K of each mixture.
@@ -49,7 +49,7 @@ class Packed:
 
 
 def formula_numbers(covariance: str, d: int, k: int) -> int:
-    """Numbers in a mixture of K components in d dimensions, equations (10) to (12).
+    """Number of values in a mixture of K components in d dimensions, equations (10) to (12).
 
     full (2d + (d^2 - d)/2 + 1)K, diag (2d + 1)K, spherical (d + 2)K.
 
@@ -61,7 +61,7 @@ def formula_numbers(covariance: str, d: int, k: int) -> int:
 
 
 def pack(mixtures: Sequence[Mixture], dtype: str) -> Packed:
-    """The mixtures for the wire, in ``"float16"`` or ``"float32"``.
+    """Pack the mixtures for a message, in ``"float16"`` or ``"float32"``.
 
     A standard deviation too small for the type becomes its smallest positive number, not 0.
 
@@ -103,7 +103,7 @@ def nothing(covariance: str, d: int, dtype: str) -> Packed:
 
 
 def unpack(packed: Packed) -> list[Mixture]:
-    """The mixtures that a client sent, checked, with weights that sum to 1.
+    """Check and unpack the mixtures that a client sent, with weights that sum to 1.
 
     Raises:
         ClientFault: E_FIELD, an unknown covariance; E_SIZE, no or too many dimensions or components, or numbers
@@ -151,7 +151,7 @@ def _scales(covariance: str, flat: Array, k: int, d: int) -> Array:
 
 
 def _fields(packed: Packed) -> tuple[float, Array]:
-    """(scale, numbers) of fields whose types ``core.checks.conform`` has checked; values and lengths are valid."""
+    """(scale, numbers) with valid values and lengths; ``core.checks.conform`` has checked the types before."""
     if packed.covariance not in COVARIANCES:
         raise ClientFault(E_FIELD, f"covariance is none of {', '.join(COVARIANCES)}")
     numbers, d = packed.numbers.detach(), packed.dim

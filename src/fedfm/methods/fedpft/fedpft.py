@@ -48,7 +48,7 @@ from fedfm.training.fit_head import HeadSpec
 
 __all__ = ["FedPFT", "Handed", "Noised", "Passed", "State", "Summary"]
 
-KEEP = 1 << 26  # synthetic numbers that the server keeps; if there are more, it draws them again in every pass
+KEEP = 1 << 26  # synthetic values that the server keeps; if there are more, every pass draws them again
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class FedPFT(Predictor, Private, Method[State]):
     counts to within a factor of about two. Features with few values, such as whole numbers, reveal a small count by
     their means. Only [privacy] bounds what is revealed.
 
-    ``topology = "ring"`` goes round once and equals ``chain`` in every figure: what the last client would pass to the
-    first contains the first one's rows already, and no rows are counted twice.
+    ``topology = "ring"`` goes round once and equals ``chain`` in every figure: the last client's message to the first
+    would already contain the first client's rows, and no rows may be counted twice.
     """
 
     needs: ClassVar[Needs] = Needs("head", ("head",), bias=True)
@@ -90,7 +90,7 @@ class FedPFT(Predictor, Private, Method[State]):
     )
     components: int | None = setting(
         None,
-        "K at most; one for every ten examples of a class, none for a single example; under [privacy] 1",
+        "largest K; one component per ten examples of a class, none for a single example; under [privacy] 1",
         ge=1,
         metadata={"usual": 10},
     )
@@ -101,7 +101,7 @@ class FedPFT(Predictor, Private, Method[State]):
     )
     edges: tuple[tuple[str, ...], ...] = setting((), 'of a dag: [["a", "b"], ["b", "c"]]')
     min_count: int = setting(5, "a class with fewer examples is withheld; under [privacy] noise decides", ge=1)
-    samples: int = setting(0, "drawn from each mixture; 0: as many as the class has examples", ge=0, le=MOST)
+    samples: int = setting(0, "number of draws from each mixture; 0: the class's number of examples", ge=0, le=MOST)
     shuffle: bool = setting(False, "drop the senders of mixtures (Appendix A.3)")
     counts: str = setting(
         "exact", "of classes: exact; withheld: not sent, only estimable (give samples)", choices=("exact", "withheld")
@@ -152,7 +152,7 @@ class FedPFT(Predictor, Private, Method[State]):
 
     @on_client
     def pass_noisy(self, client: Client, received: list[Handed]) -> Passed:
-        """The same on draws from the client's noisy release instead of its rows: post-processing."""
+        """As :meth:`pass_on`, with draws from the client's noisy release instead of its rows (post-processing)."""
         return self._hand_on(client, received, *private.draw_rows(client, self._plan))
 
     def _hand_on(self, client: Client, received: list[Handed], x: np.ndarray, y: np.ndarray) -> Passed:
@@ -162,7 +162,7 @@ class FedPFT(Predictor, Private, Method[State]):
         own = np.arange(len(labels)) < len(y)
         summary = self._summary(client, everything, labels, own)
         (classes, dim), missed = _shape(client.model), Missed()
-        w, b = torch.zeros(classes, dim), torch.zeros(classes)  # if no class stands out of the noise
+        w, b = torch.zeros(classes, dim), torch.zeros(classes)  # if no class exceeds the noise
         if len(labels):
             rows = torch.from_numpy(everything), torch.from_numpy(labels)
             w, b = fit_head.fit_rows(*rows, classes, self.head, client.seed, missed)
@@ -235,7 +235,7 @@ class FedPFT(Predictor, Private, Method[State]):
             raise RunError(
                 "no client sent a mixture, every class is too small: lower method.min_count"
                 if self.privacy is None
-                else "no class stands out of the noise: give a larger target_epsilon"
+                else "no class exceeds the noise: set a larger target_epsilon"
                 + (", or pooled = true" if pools(self) else "")
             )
         kept, missed = list(blocks()) if size <= KEEP else [], Missed()
@@ -244,7 +244,7 @@ class FedPFT(Predictor, Private, Method[State]):
         return head_of(fed.model, w, b)
 
     def _pass_along(self, fed: Federation) -> State:
-        """Section 4.2: the server only carries messages; it keeps the head that rows of most clients have reached."""
+        """Section 4.2: the server only forwards messages; it keeps the head that includes rows of the most clients."""
         parents = parents_of(self.topology, self.edges, fed.clients)
         handler = self.pass_on if self.privacy is None else self.pass_noisy
         sent, heads, dropped = carry(fed, handler, parents, checker(*_shape(fed.model)))
@@ -282,7 +282,7 @@ class FedPFT(Predictor, Private, Method[State]):
         return None if self.privacy is None else UNIT_NORM
 
     def forewarnings(self, counts: Mapping[ClientId, Sequence[int]]) -> list[str]:
-        if self.privacy is None and self.topology == "star":  # along a chain a class may grow by what was drawn
+        if self.privacy is None and self.topology == "star":  # along a chain a class may grow by drawn rows
             small = [n for rows in counts.values() for n in rows if 0 < n < self.min_count]
             return left_out({"withheld_rows": sum(small), "withheld_classes": len(small)}, self.min_count, False)
         return []
@@ -375,7 +375,7 @@ def _shuffle(
 def _check_errors(reply: dict[str, int]) -> None:
     """Refuse a reply that does not count errors among rows."""
     if reply.keys() != {"errors", "rows"} or not 0 <= reply["errors"] <= reply["rows"] <= MOST:
-        raise ClientFault(E_FIELD, "errors that do not go with the rows")
+        raise ClientFault(E_FIELD, "the errors do not fit the number of rows")
 
 
 def _shape(model: Model) -> tuple[int, int]:

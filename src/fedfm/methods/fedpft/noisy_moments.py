@@ -110,7 +110,7 @@ def release(x: Array, plan: Plan, key: bytes, purpose: str, *, client_rows: int 
 
 
 def add_noise(exact: Cell, plan: Plan, key: bytes, purpose: str, *, client_rows: int = 0) -> Cell:
-    """A cell with the plan's noise on a n and on every sum; off-diagonal sums get 1/sqrt(2) of it."""
+    """Add the plan's noise to a n and to every sum; off-diagonal sums get 1/sqrt(2) of it."""
     d, sigma = len(exact.total), plan.sum_sigma(exact.count, client_rows=client_rows)
     count, second = np.array([exact.count]), exact.second
     whole = noise.digest(count, exact.total, *(() if second is None else (second,)))  # no part is released alone
@@ -128,7 +128,7 @@ def to_gaussian(cell: Cell, plan: Plan, d: int, *, client_rows: int = 0) -> tupl
 
     Returns:
         (n~, mean (d,), variance: a float (spherical), (d,) (diag) or (d, d) positive definite (full)); None if the
-        count does not stand out of its noise, n~ <= 2 sigma/a.
+        count is not above its noise, n~ <= 2 sigma/a.
 
     Raises:
         ClientFault: the cell has another shape, is not finite, or has no rows though counts are public.

@@ -1,12 +1,12 @@
-"""One noisy sum over the federation: the noise of one client, for any number of clients.
+"""One noisy sum over the federation, with a single client's noise for any number of clients.
 
-Every client gives the exact sums of its classes, the aggregator takes their mean, the server adds noise once. A record
-is at one client, so it changes the sum over the clients no more than its client's: the sensitivity of a
-:class:`~fedfm.methods.fedpft.release_plan.Plan` holds unchanged, and a class's mean over m clients has 1/m of the noise
-of one client's. The mean is unweighted: a weight by rows would reveal an exact count.
+Every client sends the exact sums of its classes, the aggregator averages them, and the server adds noise once. A record
+is at one client, so it changes the sum over all clients no more than its own client's sum. So the sensitivity of a
+:class:`~fedfm.methods.fedpft.release_plan.Plan` is unchanged, and a class's mean over m clients has 1/m of one client's
+noise. The mean is unweighted, since a weight by rows would reveal an exact count.
 
-The server is trusted to add the noise, a plain aggregator with every client's exact sums: (epsilon, delta) holds
-against those who see the result. Else each client releases by itself
+The server must be trusted to add the noise, and a plain aggregator with every client's exact sums. So (epsilon, delta)
+only holds against those who see the result. Without this trust each client releases by itself
 (:func:`fedfm.methods.fedpft.noisy_moments.release`).
 """
 
@@ -21,7 +21,7 @@ from fedfm.privacy.noise import Array, digest
 
 
 def width(plan: Plan, d: int) -> int:
-    """Numbers of a class in :func:`client_sums`: 1 + d (spherical), 1 + 2 d (diag), 1 + d + d (d + 1) / 2 (full)."""
+    """Values per class in :func:`client_sums`: 1 + d (spherical), 1 + 2 d (diag), 1 + d + d (d + 1) / 2 (full)."""
     return 1 + d + plan.seconds(d)
 
 
@@ -68,7 +68,7 @@ def federation_sum(mean: Array, clients: int, plan: Plan, d: int, key: bytes, pu
     whole = digest(total)
     cells = {}
     for c, row in enumerate(total):
-        count = float(np.rint(row[0]))  # the mean of whole numbers, times their number
+        count = float(np.rint(row[0]))  # a mean of integers times their number
         if plan.counts_public and count < 1:
             continue
         exact = Cell(count, row[1 : 1 + d], row[1 + d :] if plan.seconds(d) else None)

@@ -14,10 +14,10 @@ SETTINGS = {
     "method.calibration": Paper(
         "paper", "several times the noise that epsilon needs; too little above an epsilon of about 10"
     ),
-    "method.relation": Paper("replace", "it takes the counts as public; with add_remove they are private as well"),
-    "method.head.optimizer": Paper("adam", "newton reaches the optimum, which Adam at 0.0001 does not come near"),
+    "method.relation": Paper("replace", "it treats counts as public; with add_remove they are private, too"),
+    "method.head.optimizer": Paper("adam", "newton reaches the optimum; Adam at 0.0001 stays far from it"),
     "method.head.learning_rate": Paper(1e-4),
     "privacy.delta": Paper(
-        "1 / n of each class", "a delta that depends on the rows is no guarantee, so it must be given"
+        "1 / n of each class", "a delta that depends on the rows is not a guarantee, so it must be set"
     ),
 }

@@ -36,7 +36,7 @@ Drawn = Mapping[ClientId, list[tuple[int, int, Mixture]]]  # by client: (class, 
 
 @dataclass(frozen=True)
 class Noised:
-    """A client's reply under differential privacy: noisy sums of every class, also of its empty classes.
+    """A client's reply under differential privacy: noisy sums of every class, including empty ones.
 
     Attributes:
         counts: (C,) noisy.
@@ -75,7 +75,7 @@ def _released_once(client: Client, plan: Plan) -> tuple[Array, Array, bytes]:
     """The unit rows (n, d) and labels (n,) of this run's one release, and the key of its noise.
 
     Raises:
-        ClientFault: E_REFUSED, something else was released in this run before.
+        ClientFault: E_REFUSED, the client released something else earlier in this run.
     """
     x, y = (t.numpy() for t in rows_of(client))
     x = unit_rows(x)
@@ -83,7 +83,7 @@ def _released_once(client: Client, plan: Plan) -> tuple[Array, Array, bytes]:
     if client.write_once("fedpft", mark) != mark:
         raise ClientFault(
             E_REFUSED,
-            "FedPFT: this run's sums were released before, of other rows; a second release would spend privacy that is "
+            "FedPFT: this run has already released sums of different rows; another release would spend privacy that is "
             "not accounted. Put the rows back, or start a new run",
         )
     if said := plausibility.of_delta(plan.delta, len(y), "training rows of this client"):
@@ -117,7 +117,7 @@ def ask_sums(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str
 
     def check(reply: Noised) -> None:
         if [tuple(t.shape) for t in (reply.counts, reply.totals, reply.seconds)] != shapes:
-            raise ClientFault(E_SHAPE, "noisy sums of other shapes")
+            raise ClientFault(E_SHAPE, "the noisy sums have wrong shapes")
         if not 0 <= reply.rows <= MAX_WEIGHT:
             raise ClientFault(E_FIELD, f"rows = {reply.rows}: expected from 0 to {MAX_WEIGHT:g}")
         _normals(reply, plan, classes, dim)
@@ -140,7 +140,7 @@ def ask_sums(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str
 
 
 def _left_out(plan: Plan, counts: Sequence[float]) -> dict[str, Any]:
-    """How many rows the unused cells hold, estimated from their noisy counts."""
+    """The number of rows in the unused cells, estimated from their noisy counts."""
     if plan.counts_public:
         return {}  # such cells are empty
     return {
@@ -150,7 +150,7 @@ def _left_out(plan: Plan, counts: Sequence[float]) -> dict[str, Any]:
 
 
 def _guarantee_warning(plan: Plan, n: int, client_rows: int) -> str | None:
-    """A warning if the noise does not give the guarantee that was asked for."""
+    """A warning if the noise does not give the requested guarantee."""
     if plan.calibration != "paper_client":
         return None
     spent = plan.ledger_line(n, client_rows=client_rows)
@@ -167,14 +167,14 @@ def told_of_sums(plan: Plan, n: int = 1, client_rows: int = 1) -> dict[str, Any]
 
 
 def pool_sums(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[str, Any]]:
-    """Noise once for the sum over all clients: 1/m of a client's noise on a mean over m clients."""
+    """Add noise once to the sum over all clients: a mean over m clients has 1/m of a client's noise."""
     classes, dim = len(fed.model.classes), fed.model.feature_dim
     shape = (classes, width(plan, dim))
     mean = fed.mean(handler, like=layout_of((("sums", torch.float64, shape),)))
     sums = digest(mean["sums"].numpy(), str(fed.heard)).encode()
     if fed.store.setdefault("fedpft", sums) != sums:
         raise RunError(
-            "the federation's sums were released before, of other clients: a second release is not accounted; start a "
+            "the federation has already released sums of other clients: a second release is not accounted; start a "
             "new run"
         )
     cells = federation_sum(mean["sums"].numpy(), fed.heard, plan, dim, fed.secret("noise"), f"sum {fed.round}")
@@ -192,7 +192,7 @@ def pool_sums(fed: Federation, handler: Any, plan: Plan) -> tuple[Drawn, dict[st
 
 
 def _normals(reply: Noised, plan: Plan, classes: int, dim: int) -> list[tuple[int, int, Mixture]]:
-    """The classes that stand out of their noise."""
+    """The classes whose counts are above their noise."""
     found = []
     for c in range(classes):
         if plan.counts_public and not reply.counts[c]:
@@ -206,8 +206,8 @@ def _normals(reply: Noised, plan: Plan, classes: int, dim: int) -> list[tuple[in
 
 
 def _check_norm(cell: Cell, plan: Plan, dim: int, rows: int) -> None:
-    """Refuse a sum longer than n unit rows and noise can be: n is at most 10 standard deviations above the noisy count,
-    the norm of the noise at most sigma (sqrt(d) + 10).
+    """Refuse a sum that is longer than n unit rows plus noise can be: n is at most 10 standard deviations above the
+    noisy count, and the norm of the noise at most sigma (sqrt(d) + 10).
     """
     n = max(cell.count, 0.0) + 10 * plan.count_sigma
     most = n + plan.sum_sigma(max(cell.count, 1.0), client_rows=rows) * (dim**0.5 + 10)
@@ -223,8 +223,8 @@ def _drawable(count: float) -> int:
 def spend(accountant: Accountant, plan: Plan, pooled: bool) -> None:
     """Compose a run's release."""
     if plan.calibration == "paper_client":
-        return  # it guarantees nothing
+        return  # this plan guarantees nothing
     spent = plan.ledger_line()
     if pooled:
-        spent = replace(spent, note="against who sees the head, not against the server, which adds the noise")
+        spent = replace(spent, note="against those who see the head, not against the server, which adds the noise")
     accountant.compose(spent)

@@ -14,7 +14,7 @@ from fedfm.privacy.accountant import Spent
 RELATIONS = ("add_remove", "replace", "replace_any")
 CALIBRATIONS = ("analytic", "paper", "paper_client")
 
-_LEAST_DELTA = 1e-12  # the tails of the noise are cut at mass 1e-20 a number: delta must be far above it
+_LEAST_DELTA = 1e-12  # far above the mass 1e-20 per value at which the noise's tails are cut
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Plan:
         return math.sqrt(within if self.relation == "replace" else max(within, 2 * entering))
 
     def sensitivity(self, n: float) -> float:
-        """Sensitivity of what the paper releases: the means of n rows under ``replace``, else the sums.
+        """Sensitivity of the paper's release: means of n rows under ``replace``, else sums.
 
         Raises:
             InputError: n is below 1 under ``replace``.
@@ -154,7 +154,7 @@ class Plan:
             epsilon = gaussian.epsilon_of(sigma, self.sensitivity(n), self.delta)
             note = f"claims {self.epsilon:g} with the client's {client_rows} rows; a class has {n:g}: no guarantee"
         elif self.counts_public:
-            note = "the count of each class, and so which classes a client has, is public"
+            note = "the counts of the classes are public, and so are the classes of each client"
         return Spent(
             mechanism=f"Gaussian, {self.calibration}",
             unit="record",

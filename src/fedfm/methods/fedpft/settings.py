@@ -1,4 +1,4 @@
-"""Settings of FedPFT that exclude each other, alone and under [privacy]."""
+"""Refuse settings of FedPFT that exclude each other, with and without [privacy]."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Settings(Protocol):
 
 
 def refuse(m: Settings) -> None:
-    """Refuse settings of a FedPFT ``m`` that do not go together.
+    """Refuse settings of a FedPFT ``m`` that conflict.
 
     Raises:
-        InputError: with the key and what would be right.
+        InputError: it names the key and a valid value.
     """
     if m.counts == "withheld":
         _refuse_counting(m)
@@ -90,7 +90,7 @@ def _refuse_counting(m: Settings) -> None:
 
 
 def pools(m: Settings) -> bool:
-    """Whether ``pooled = true`` is a setting that this FedPFT takes under [privacy], and has not."""
+    """Whether this FedPFT could use ``pooled = true`` under [privacy] and does not."""
     return bool(not m.pooled and m.topology == "star" and m.calibration == "analytic")
 
 

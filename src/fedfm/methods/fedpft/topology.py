@@ -1,4 +1,4 @@
-"""Order of clients in a decentralised run, and what the server carries from each client to its successors."""
+"""Order of clients in a decentralised run, and the messages from each client to its successors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedfm.methods.fedpft.summary import Summary
 
 @dataclass(frozen=True)
 class Handed:
-    """What a client passes to its successors: a summary, and whose rows are in it."""
+    """A client's message to its successors: a summary, and the clients whose rows are in it."""
 
     origins: list[str]
     summary: Summary
@@ -38,14 +38,14 @@ class Passed:
 def carry(
     fed: Federation, handler: Any, parents: Mapping[ClientId, Sequence[ClientId]], check: Callable[[Summary], None]
 ) -> tuple[dict[ClientId, Handed], dict[ClientId, Params], list[str]]:
-    """Ask every client after its parents, with what they sent.
+    """Ask each client after its parents have answered, and send it their messages.
 
     Returns:
-        What each passed on, its head, and a line on each summary that was dropped because it would count an origin
-        twice.
+        Each client's message and head, and a line for each summary that was dropped because it would count a client's
+        rows twice.
 
     Raises:
-        RunError: too few clients passed something on, see :meth:`Federation.enough`.
+        RunError: too few clients sent a message, see :meth:`Federation.enough`.
     """
 
     def both(passed: Passed) -> None:
@@ -60,19 +60,17 @@ def carry(
         handed: list[Handed] = []
         for h in sorted((sent[p] for p in parents[client] if p in sent), key=lambda h: -sum(h.summary.counts)):
             if any(set(h.origins) & set(other.origins) for other in handed):
-                dropped.append(f"{client}: what {h.origins[-1]} sent, which counts an origin twice")
+                dropped.append(f"{client}: the summary of {h.origins[-1]}, which counts a client's rows twice")
             else:
                 handed.append(h)
         replies = fed.ask(handler, of=[client], check=both, least=0, received=each({client: handed}))
         if client not in replies:
-            continue  # excluded, with a reason; its successors do without it
+            continue  # excluded, with a reason; its successors continue without it
         tell(fed, client, replies[client].metrics)
         origins = [o for h in handed for o in h.origins] + [client]
         sent[client], heads[client] = Handed(origins, replies[client].summary), replies[client].head
     if len(sent) < (needed := max(fed.enough(len(parents)), 1)):
-        raise RunError(
-            f"{len(sent)} of {len(parents)} clients passed something on, {needed} are needed (run.min_clients)"
-        )
+        raise RunError(f"{len(sent)} of {len(parents)} clients sent a summary, {needed} are needed (run.min_clients)")
     return sent, heads, dropped
 
 

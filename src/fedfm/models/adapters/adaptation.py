@@ -48,12 +48,12 @@ def apply(
     """Make the specified part trainable; for LoRA the result is PEFT's wrapper of the module.
 
     Args:
-        module: the whole model; changed in place.
+        module: the complete model; changed in place.
         spec: from :func:`with_defaults`.
-        parts: of the module.
+        parts: the module's parts.
         new: paths of the modules that were created for this task (the classification head).
-        task: says which adaptations it supports.
-        seed: ``derive(seed, "adaptation")`` seeds LoRA's A, so that it is the same everywhere.
+        task: decides which adaptations are allowed.
+        seed: ``derive(seed, "adaptation")`` seeds LoRA's A, so that A is the same everywhere.
 
     Raises:
         InputError: the specification does not fit the architecture.
@@ -61,8 +61,8 @@ def apply(
     check(spec, "model.adaptation")
     if task.keeps_base and spec.name not in LORA:
         raise InputError(
-            f'model.adaptation.name: "{spec.name}" changes the base, to which task "{task}" holds the model: use '
-            "lora, without which the base is what it was",
+            f'model.adaptation.name: "{spec.name}" changes the base, and task "{task}" needs the unchanged base: use '
+            "lora, which leaves the base unchanged",
             key="model.adaptation.name",
         )
     module.requires_grad_(spec.name == "full")
@@ -100,7 +100,7 @@ def apply(
 
 
 def notices(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: list[str]) -> tuple[str, ...]:
-    """What :func:`apply` will not adapt although the targets ask for it, for the user."""
+    """Notices for the user about targets that :func:`apply` does not adapt."""
     if spec.name not in LORA or spec.targets != (ALL_LINEAR,):
         return ()
     from fedfm.models.adapters.all_linear import left_out
@@ -111,8 +111,8 @@ def notices(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: list[str
 
 @contextmanager
 def base_alone(module: nn.Module) -> Iterator[None]:
-    """Context manager: a module with LoRA computes as its base does, also where hooks on the adapted layers add other
-    adapters or a shift. What is trained, and which adapters are on, is afterwards as it was.
+    """Context manager: a module with LoRA computes as its base does, also if hooks on the adapted layers add other
+    adapters or a shift. Afterwards the trained tensors and the active adapters are as before.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -131,12 +131,12 @@ def base_alone(module: nn.Module) -> Iterator[None]:
             layer._forward_hooks = own
         for layer in on:
             layer.enable_adapters(True)
-        for p, flag in flags:  # PEFT sets them as it turns adapters on and off
+        for p, flag in flags:  # PEFT changes these flags when it turns adapters on and off
             p.requires_grad_(flag)
 
 
 def give_bias(module: nn.Module, path: str) -> bool:
-    """Give the linear head a bias of zeros, which changes no output, if it has none; whether it did."""
+    """Add a bias of zeros, which changes no output, to a linear head without one; returns whether it did."""
     head = live_head(module, path)
     if head is None or head.bias is not None:
         return False
@@ -145,7 +145,7 @@ def give_bias(module: nn.Module, path: str) -> bool:
 
 
 def live_head(module: nn.Module, path: str) -> nn.Linear | None:
-    """The linear head of the forward pass: PEFT replaces it by a trained copy."""
+    """The linear head that the forward pass uses: PEFT replaces the original by a trained copy."""
     if not path:
         return None
     found: Any = unwrap(module)
@@ -163,7 +163,7 @@ def _lora(
 
     if spec.name == "ffa_lora" and spec.dora:
         raise InputError(
-            "model.adaptation.dora: ffa_lora trains B alone, DoRA a norm beside it; expected lora",
+            "model.adaptation.dora: ffa_lora trains only B, DoRA also a norm; expected lora",
             key="model.adaptation.dora",
         )
     _refuse_changes_of_the_base(spec)
@@ -196,7 +196,7 @@ def _lora(
         targets = [*hits, *stacked]
         if not targets:
             raise InputError(
-                f"model.adaptation.targets: the rows do not pass {unread[0]}, so that nothing would be learned there",
+                f"model.adaptation.targets: the forward pass does not use {unread[0]}, which would learn nothing",
                 key="model.adaptation.targets",
             )
     _check_excluded(spec, hits, stacked)
@@ -206,16 +206,16 @@ def _lora(
     if idle := [n for n in hits if is_read_alone(module, n)]:
         owner = type(module.get_submodule(idle[0].rpartition(".")[0])).__name__
         raise InputError(
-            f"model.adaptation.targets: {owner} reads the weight of {idle[0]} and does not call it, so that LoRA would "
-            "do nothing there: add it to exclude_modules",
+            f"model.adaptation.targets: {owner} reads the weight of {idle[0]} without calling it, so that "
+            "LoRA would do nothing there: add it to exclude_modules",
             key="model.adaptation.targets",
         )
     if stacked and (spec.dropout or spec.dora):
         key = "dora" if spec.dora else "dropout"
         owners = (path.rpartition(".")[0] for path in stacked)
         raise InputError(
-            f"model.adaptation.{key}: PEFT has none for experts such as {stacked[0]}, which are one parameter: drop "
-            f"it, or {without(owners)}",
+            f"model.adaptation.{key}: PEFT does not support it for experts such as {stacked[0]}, which are one "
+            f"parameter: drop it, or {without(owners)}",
             key=f"model.adaptation.{key}",
         )
     for key in ("rank_pattern", "alpha_pattern"):
@@ -248,7 +248,7 @@ def _lora(
 
 
 def _check_targets(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: list[str]) -> None:
-    """Refuse targets that PEFT refuses, and those with which the model cannot run."""
+    """Refuse targets that PEFT refuses, and targets with which the model cannot run."""
     modules: dict[str, nn.Module | nn.Parameter] = {**dict(module.named_modules()), **stacks(module)}
     made = {n for n in modules if _within(n, new)}
     fit = {n for n, m in modules.items() if n not in made and _takes_factors(m, spec, parts)}
@@ -268,7 +268,7 @@ def _check_targets(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: l
             )
         if made.issuperset(hits):
             raise InputError(
-                f"model.adaptation.targets: {hits[0]} is new here and trained as it is: {right}",
+                f"model.adaptation.targets: {hits[0]} is a new module and trained without LoRA: {right}",
                 key="model.adaptation.targets",
             )
         if no := next((n for n in hits if n.rpartition(".")[2] in refused), None):
@@ -285,12 +285,12 @@ def _check_targets(module: nn.Module, spec: AdaptationSpec, parts: Parts, new: l
 
 
 def _matches(name: str, ends: Iterable[str]) -> bool:
-    """Whether a module's path is one of these, or ends with one: as PEFT compares lists of names."""
+    """Whether a module's path equals or ends with one of these names; PEFT compares lists of names in this way."""
     return any(name == end or name.endswith(f".{end}") for end in ends)
 
 
 def _within(name: str, paths: Iterable[str]) -> bool:
-    """Whether it is one of these paths, or below one."""
+    """Whether the name is one of these paths, or below one."""
     return any(name == path or name.startswith(f"{path}.") for path in paths)
 
 
@@ -302,19 +302,22 @@ def _in_or_named(path: str, ends: Iterable[str]) -> bool:
 def _refuse_changes_of_the_base(spec: AdaptationSpec) -> None:
     if spec.bias != "none":
         raise InputError(
-            f'model.adaptation.bias = "{spec.bias}": it trains biases of the frozen base, which '
-            'stays as it was where the adapter is off, merged or exchanged; expected "none", or top_layers or full',
+            f'model.adaptation.bias = "{spec.bias}": it trains biases of the base, which must '
+            'stay unchanged when the adapter is off, merged or exchanged; expected "none", or top_layers or full',
             key="model.adaptation.bias",
         )
     start = spec.init_lora_weights
     if start not in ("default", "gaussian"):
         why = {
-            "random": "B starts at random, so that the start model is not the base",
-            "orthogonal": "A and B start at values that are no zero, which averages of factors would not keep",
-            "eva": "it reads the rows before the start, and each client has other ones",
-            "corda": "it reads the rows before the start, and each client has other ones",
-            "lora_ga": "it reads the rows before the start, and each client has other ones",
-        }.get(start, "it takes a part of the base's weights out of them, so that the adapter fits no other copy of it")
+            "random": "B starts at random, so that the start model differs from the base",
+            "orthogonal": "A and B start at nonzero values, which averages of factors do not preserve",
+            "eva": "it reads rows before the start, and the rows differ between clients",
+            "corda": "it reads rows before the start, and the rows differ between clients",
+            "lora_ga": "it reads rows before the start, and the rows differ between clients",
+        }.get(
+            start,
+            "it moves a part of the base's weights into the adapter, which then fits no other copy of the base",
+        )
         raise InputError(
             f'model.adaptation.init_lora_weights = "{start}": {why}; expected "default" or "gaussian"',
             key="model.adaptation.init_lora_weights",
@@ -322,7 +325,7 @@ def _refuse_changes_of_the_base(spec: AdaptationSpec) -> None:
 
 
 def _check_excluded(spec: AdaptationSpec, hits: Iterable[str], stacked: Iterable[str]) -> None:
-    """Refuse exclusions that exclude nothing, and those that exclude all. ``stacked``: parameters of experts."""
+    """Refuse exclusions that match no target, and those that match all. ``stacked``: parameters of experts."""
     names, parameters = list(hits), list(stacked)
     has = ", ".join(sorted({name.rpartition(".")[2] for name in (*names, *parameters)}))
     for key in spec.exclude_modules or ():
@@ -340,7 +343,7 @@ def _check_excluded(spec: AdaptationSpec, hits: Iterable[str], stacked: Iterable
 
 
 def _check_pattern(of: str, keys: Iterable[str], adapted: Iterable[str]) -> None:
-    """Refuse a rank or an alpha for modules that are not adapted, which PEFT would pass over."""
+    """Refuse a rank or an alpha for modules that are not adapted; PEFT would ignore it."""
     for key in keys:
         if not any(_matches(name, (key,)) for name in adapted):
             has = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))
@@ -356,7 +359,7 @@ def _takes_factors(module: nn.Module | nn.Parameter, spec: AdaptationSpec, parts
     if isinstance(module, nn.Conv2d):
         return not strides_are_read(parts) and spec.rank % module.groups == 0
     if isinstance(module, nn.Embedding):
-        return spec.name == "lora"  # ffa_lora would freeze the factor that PEFT starts at zero, and train nothing
+        return spec.name == "lora"  # ffa_lora would freeze the factor that starts at zero, and train nothing
     kinds = (nn.Linear, nn.Conv1d, nn.Conv3d, nn.MultiheadAttention)
     return (isinstance(module, kinds) and not returns_several(module)) or type(module).__name__ == "Conv1D"
 
@@ -364,7 +367,7 @@ def _takes_factors(module: nn.Module | nn.Parameter, spec: AdaptationSpec, parts
 def _enough(count: int, parts: Parts) -> None:
     if not any(parts.stages):
         raise InputError(
-            "model.adaptation.layers: no blocks are known of this architecture; use lora, head or full",
+            "model.adaptation.layers: the blocks of this architecture are unknown; use lora, head or full",
             key="model.adaptation.layers",
         )
     if count > _deepest(parts):
@@ -375,5 +378,5 @@ def _enough(count: int, parts: Parts) -> None:
 
 
 def _deepest(parts: Parts) -> int:
-    """Blocks of the deepest encoder; a shallower one is trained as a whole if more are requested."""
+    """Number of blocks of the deepest encoder; a shallower one is trained completely if more are requested."""
     return max(map(len, parts.stages))

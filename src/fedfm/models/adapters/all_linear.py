@@ -1,4 +1,4 @@
-"""What ``targets = "all-linear"`` adapts, and what it leaves out and why."""
+"""The modules that ``targets = "all-linear"`` adapts, and those that it leaves out, with the reason."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from fedfm.models.adapters.map_readers import is_read_alone, refused_by_peft, re
 from fedfm.models.adapters.stacked import stacks
 from fedfm.models.families import Parts, unwrap
 
-_SHARE = 0.01  # of the model's numbers: a parameter that is no linear map and has fewer is not named
+_SHARE = 0.01  # of the model's parameters: a smaller one that is no linear map is not named
 
 
 def all_linear(module: nn.Module, parts: Parts, new: Iterable[str]) -> tuple[str, ...]:
-    """Paths of all linear maps and experts but the head and what is new, which are trained as they are, and but what
-    :func:`left_out` names.
+    """Paths of all linear maps and experts, without the head and new modules, which are trained as they are, and
+    without what :func:`left_out` names.
     """
     return tuple(path for path, why in _reasons(module, parts, new).items() if not why)
 
 
 def left_out(module: nn.Module, parts: Parts, new: Iterable[str]) -> str:
-    """A line that names what "all-linear" leaves out, with its share of the numbers; empty if that is nothing."""
+    """A line that names what "all-linear" leaves out, with its share of the parameters; empty if it is nothing."""
     total = sum(_size(m) for m in module.modules()) or 1
-    found: dict[str, dict[str, int]] = {}  # why -> last part of the name -> numbers
+    found: dict[str, dict[str, int]] = {}  # reason -> last part of the name -> number of values
     for path, why in _reasons(module, parts, new).items():
         if why:
             sizes = found.setdefault(why, {})
@@ -34,7 +34,7 @@ def left_out(module: nn.Module, parts: Parts, new: Iterable[str]) -> str:
     if sum(other.values()) >= _SHARE * total:
         found["no linear maps"] = {n: size for n, size in other.items() if size >= _SHARE * total} or other
     texts = [
-        " and ".join(f"{leaf} ({100 * size / total:.2g} % of the numbers)" for leaf, size in sorted(sizes.items()))
+        " and ".join(f"{leaf} ({100 * size / total:.2g} % of the parameters)" for leaf, size in sorted(sizes.items()))
         + f", {why}"
         for why, sizes in found.items()
     ]
@@ -42,7 +42,7 @@ def left_out(module: nn.Module, parts: Parts, new: Iterable[str]) -> str:
 
 
 def _reasons(module: nn.Module, parts: Parts, new: Iterable[str]) -> dict[str, str]:
-    """Path of each linear map and of each parameter of experts that the rows pass -> why it is left out, or ""."""
+    """Path of each linear map and experts' parameter in the forward pass -> why it is left out, or ""."""
     own = (*new, *((parts.head,) if parts.head else ()))
     whole: Any = unwrap(module)
     out = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
@@ -64,7 +64,7 @@ def _reasons(module: nn.Module, parts: Parts, new: Iterable[str]) -> dict[str, s
 
 
 def _other_matrices(module: nn.Module, parts: Parts) -> dict[str, int]:
-    """Last part of the name -> numbers, of the blocks' own parameters of two and more axes that are no experts."""
+    """Last part of the name -> number of values, for the blocks' own parameters of at least 2 axes, without experts."""
     experts, sizes = {id(p) for p in stacks(module).values()}, dict[str, int]()
     for blocks in parts.encoders:
         for _, block in blocks:
@@ -78,7 +78,7 @@ def _other_matrices(module: nn.Module, parts: Parts) -> dict[str, int]:
 
 
 def _size(m: nn.Module) -> int:
-    """Numbers of a module's own parameters; of a quantised map those that its bits stand for."""
+    """Number of values in a module's own parameters; for a quantised map the number after dequantisation."""
     if isinstance(m, nn.Linear):
         return m.in_features * m.out_features + (m.out_features if m.bias is not None else 0)
     return sum(p.numel() for p in m.parameters(recurse=False))

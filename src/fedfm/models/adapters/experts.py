@@ -1,8 +1,8 @@
 """Several named adapters on one frozen base: W x + sum_e m_e (alpha / r_e) B_e A_e x.
 
-One of them is the model's own, which may be trained; the others are frozen. Each is switched on or off layer by layer.
+One of them is the model's own, which may be trained; the others are frozen. Each can be on or off in each layer.
 
-A pair is one vector of the shared adapter, a client's own adapter and their weights:
+A pair is one parameter vector that has the shared adapter, a client's own adapter and their weights:
 Dual-Personalizing Adapter for Federated Foundation Models. Yang, Long, Shen, Jiang, Blumenstein. NeurIPS 2024.
 arXiv:2403.19211. The own adapter has the weight a, the shared one 1 - a, with a = bias + <slope, h / |h|>, cut to
 [0, 1]: h (d,) is the row's hidden state from :meth:`fedfm.models.model.Model.last_states`. Without a slope all rows
@@ -41,10 +41,10 @@ class Expert:
     """One of several adapters on a frozen base.
 
     Attributes:
-        w: its frozen tensors under the model's names, LoRA of any rank; None: the model's own tensors.
+        w: its frozen tensors under the model's names, with LoRA of any rank; None: the model's own tensors.
         weight: m.
-        layers: paths of layers (from ``Parts.encoders``) or modules where its LoRA is on; None: all.
-        trained: for the model's own tensors, paths of the layers whose LoRA is trained if it is on; None: all.
+        layers: paths of the layers (from ``Parts.encoders``) or modules in which its LoRA is on; None: all.
+        trained: for the model's own tensors: paths of the layers whose LoRA is trained if it is on; None: all.
     """
 
     w: Params | None = None
@@ -57,12 +57,12 @@ class Expert:
 def experts(model: Model, adapters: Mapping[str, Expert]) -> Iterator[None]:
     """Context manager: an adapted module computes W x + sum_e m_e (alpha / r_e) B_e A_e x over the experts that are on.
 
-    A head beside LoRA always computes sum_e m_e h_e(x), where h_e has the values of expert e. LoRA's dropout is active
-    in the trained layers only. The autograd graph ends at the lowest trained layer. Without an expert of the model's
+    A trained head always computes sum_e m_e h_e(x), where h_e has the values of expert e. LoRA's dropout is active
+    in the trained layers only. The autograd graph ends at the lowest trained layer. Without an expert for the model's
     own tensors the model's LoRA is off and nothing is trained.
 
     Args:
-        adapters: by name, at most one with the model's own tensors.
+        adapters: experts by name; at most one has the model's own tensors.
 
     Raises:
         InputError: the model is not adapted by LoRA on linear maps.
@@ -114,7 +114,7 @@ def experts(model: Model, adapters: Mapping[str, Expert]) -> Iterator[None]:
 
 @contextmanager
 def _training(model: Model, mine: Expert, *, heads: bool) -> Iterator[None]:
-    """Context manager: only LoRA in layers that are on and trained has gradients and dropout."""
+    """Context manager: only the LoRA of layers that are on and trained has gradients and dropout."""
     still = [p for p in lora.pairs(model.names) if not _within(p, mine.layers) or not _within(p, mine.trained)]
     without = {id(m) for path in still for m in model.module.get_submodule(path).modules()}
     flags = [(p, p.requires_grad) for p in model.module.parameters()]
@@ -152,7 +152,7 @@ def _within(path: str, layers: Collection[str] | None) -> bool:
 
 
 def _heads(w: Params, device: torch.device) -> dict[str, dict[str, Tensor]]:
-    """Path of each trained module beside LoRA -> its parameters."""
+    """Path of each trained module other than LoRA -> its parameters."""
     found: dict[str, dict[str, Tensor]] = {}
     for name in lora.rest(w):
         path, _, own = name.partition(_SAVED)
@@ -197,8 +197,8 @@ def apply(model: Model, w: Params, rows: Rows) -> Iterator[Rows]:
 
 
 def one_adapter(model: Model, w: Params) -> Params:
-    """One adapter for a pair, of the sum of their ranks at the model's alpha; with the share 1/2, as in training, if
-    the rows have own shares. For a head that is no linear map it is an approximation.
+    """One adapter equal to a pair: its rank is the sum of both ranks, at the model's alpha. If the rows have own shares
+    it uses the share 1/2, as in training. For a head that is not a linear map it is an approximation.
     """
     a = 0.5 if by_row(w) else float(w.part(MIX)["bias"])
     own, other, alpha = w.part(LOCAL), w.part(GLOBAL), lora.alpha_of(model)

@@ -1,7 +1,7 @@
-"""LoRA by its parameter names: pairs of factors, any rank in one model, frozen weights with a low-rank shift.
+"""LoRA by its parameter names: pairs of factors, adapters of any rank, and low-rank shifts of frozen weights.
 
 PEFT computes W x + (alpha / r) B A x. Here alpha is the model's for any rank: parameters of rank r under the model's
-names mean (alpha / r) B A.
+names mean (alpha / r) B A with the model's alpha.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def alpha_of(model: Model) -> float:
 
 
 def matrices(w: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Path -> (A (r, d_in), B (d_out, r)) of each adapted matrix; of experts ``path[e]`` for each of them."""
+    """Path -> (A (r, d_in), B (d_out, r)) of each adapted matrix; the path of expert e is ``path[e]``."""
     out = dict[str, tuple[Tensor, Tensor]]()
     for path, (a, b) in pairs(w).items():
         if _of_experts(w[b].shape):
@@ -64,15 +64,15 @@ def assemble(found: Mapping[str, tuple[Tensor, Tensor]], like: Mapping[str, Tens
 
 
 def factors(w: Mapping[str, Tensor], alpha: float) -> dict[str, Factors]:
-    """Path, of experts ``path[e]`` -> factors of (alpha / r) B A, (d_out, r) and (r, d_in), float64."""
+    """Path (of expert e ``path[e]``) -> factors of (alpha / r) B A, (d_out, r) and (r, d_in), float64."""
     return {path: (alpha / len(a) * b.double(), a.double()) for path, (a, b) in matrices(w).items()}
 
 
 def merge(w: Mapping[str, Tensor], shift: Mapping[str, Factors], alpha: float) -> Params:
     """One LoRA for an adapter w and a shift of the frozen weights, under w's names; its rank is the sum of both.
 
-    Modules of lower rank are padded with zeros, since an adapter on disk has one rank. With a shift, an adapter whose B
-    are all zero is left out.
+    Modules of lower rank are padded with zeros, since an adapter on disk has one rank. If there is a shift, an adapter
+    whose B are all zero is left out.
     """
     own = factors(w, alpha)
     idle = bool(shift) and not any(bool(u.any()) for u, _ in own.values())
@@ -86,8 +86,8 @@ def merge(w: Mapping[str, Tensor], shift: Mapping[str, Factors], alpha: float) -
 
 
 def first(w: Params, rank: int | None) -> Params:
-    """The adapter of the first ``rank`` rows of A and columns of B. At the scale alpha / rank it adds the same as they
-    do in w: B becomes (rank / r) B. All other tensors are kept.
+    """The adapter of the first ``rank`` rows of A and columns of B. B becomes (rank / r) B, so that at the scale
+    alpha / rank they add the same as in w. All other tensors are kept.
     """
     r, out = rank_of(w), dict(w)
     if r is None or rank is None or rank > r:
@@ -100,7 +100,7 @@ def first(w: Params, rank: int | None) -> Params:
 
 
 def widen(w: Params, like: Layout) -> Params:
-    """The equal adapter of the larger rank of ``like``: A and B are padded with zeros, B is scaled for alpha / rank.
+    """An equal adapter with the larger rank of ``like``: A and B are padded with zeros, B is scaled for alpha / rank.
     :func:`first` is the inverse.
     """
     wide, r = pad_rank(w, like), rank_of(w)
@@ -109,7 +109,7 @@ def widen(w: Params, like: Layout) -> Params:
 
 
 def layout_at(layout: Layout, rank: int) -> Layout:
-    """Names, dtypes and shapes of the same LoRA with another rank."""
+    """Names, dtypes and shapes of the same LoRA at another rank."""
     found = pairs(layout.slots)
     a, b = ({pair[i] for pair in found.values()} for i in (0, 1))
     experts = {a for a, b in found.values() if _of_experts(layout.slots[b][3])}
@@ -122,14 +122,14 @@ def layout_at(layout: Layout, rank: int) -> Layout:
 
 
 def pad_rank(w: Params, like: Layout) -> Params:
-    """Append zeros to A and B, up to the rank of ``like``. They stay zero in training: the gradient of a zero row of A
+    """Append zeros to A and B up to the rank of ``like``. They stay zero in training: the gradient of a zero row of A
     is zero if the column of B is, and vice versa.
     """
     return Params({n: _grow(tensor, like.slots[n][3]) for n, tensor in w.items()})
 
 
 def cut(w: Params, like: Layout) -> Params:
-    """Remove the zeros that :func:`pad_rank` has appended."""
+    """Remove the zeros that :func:`pad_rank` appended."""
     return Params({n: tensor[tuple(slice(size) for size in like.slots[n][3])] for n, tensor in w.items()})
 
 
@@ -164,11 +164,11 @@ def shift_weights(model: Model, shift: Mapping[str, Factors]) -> Iterator[None]:
     """Context manager: each named module computes with W + U V, in training and in prediction.
 
     U V x is added to the module's output: W does not change, so that tied, half-precision and transposed weights need
-    no special case. Those of experts are added beside the adapter. Caches of the outputs of frozen layers are not used
-    meanwhile.
+    no special case. Shifts of experts are added next to the adapter. Caches of the outputs of frozen layers are not
+    used within the context.
 
     Args:
-        shift: path, of experts ``path[e]`` -> U (d_out, R), V (R, d_in).
+        shift: path (of expert e ``path[e]``) -> U (d_out, R), V (R, d_in).
     """
     if not shift:
         yield
@@ -205,7 +205,7 @@ def apply(model: Model, w: Params) -> Iterator[None]:
 
 
 def need(model: Model, *, experts: bool = False) -> None:
-    """Raise an InputError for a model that is not adapted by LoRA on linear maps, or with ``experts`` also on these."""
+    """Raise an InputError unless the model is adapted by LoRA on linear maps; ``experts`` allows experts, too."""
     found = pairs(model.names)
     if getattr(model, "adaptation", None) != "lora" or not found:
         raise InputError(
@@ -224,13 +224,13 @@ def need(model: Model, *, experts: bool = False) -> None:
         path, mixed = stacked.path_of(bad[0]), [stacked.path_of(p) for p in bad if _of_experts(shapes[p])]
         cure = stacked.without(mixed) if mixed else "name linear maps only"
         raise InputError(
-            f"model.adaptation.targets: {path} is no linear map, and the method adapts these alone: {cure}",
+            f"model.adaptation.targets: {path} is not a linear map, and the method adapts only linear maps: {cure}",
             key="model.adaptation.targets",
         )
 
 
 class LowRankDelta:
-    """A forward hook: y + m x V^T U^T with the weight m, by the dense matrix if that is less work."""
+    """A forward hook: y + m x V^T U^T with the weight m; it uses the dense matrix if that is less work."""
 
     def __init__(self, u: Tensor, v: Tensor, device: torch.device, weight: Weight = 1.0) -> None:
         (m, r), n = u.shape, v.shape[1]
@@ -255,7 +255,7 @@ def at(weight: Weight, y: Tensor) -> Any:
 
 @contextmanager
 def weights_overridden(model: Model) -> Iterator[None]:
-    """Context manager: code that reads the model's weights instead of calling it must not use the model."""
+    """Context manager: the module's output differs from its weights, so code that reads weights must not use it."""
     model.weights_overridden += 1
     try:
         yield

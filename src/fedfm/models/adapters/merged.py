@@ -1,7 +1,7 @@
 """LoRA's linear maps as one product: y = x (W + s B A)^T + b, with gradients of x, A and B.
 
-PEFT adds s B A x to the output of W x, which reads and writes each activation several times more; W + s B A costs as
-much as the matrix has entries.
+PEFT adds s B A x to the output of W x, which reads and writes each activation several more times. The sum W + s B A
+costs as many operations as the matrix has entries.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedfm.models.model import Model
 
 @contextmanager
 def merge(model: Model) -> Iterator[None]:
-    """Context manager: every linear map with LoRA, whose dropout is not active, computes with one matrix.
+    """Context manager: every linear map with LoRA and without active dropout computes with one matrix.
 
     The mathematics is PEFT's, the rounding is not.
     """
@@ -34,7 +34,7 @@ def merge(model: Model) -> Iterator[None]:
 
 
 def _plain(module: Any) -> bool:
-    """Whether it is y = W x + b + s B A x, all of one dtype and with dropout at rest."""
+    """Whether the module computes y = W x + b + s B A x, in one dtype and without active dropout."""
     base, dropout = module.base_layer, module.lora_dropout["default"]
     return (
         type(base) is nn.Linear

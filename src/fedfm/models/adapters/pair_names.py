@@ -13,11 +13,11 @@ def is_pair(w: Iterable[str]) -> bool:
 
 
 def weighed_by(w: Iterable[str]) -> str | None:
-    """The part that says how two adapters are weighed: ``mix`` of a pair, ``gate`` of experts; None of one adapter."""
+    """The part that weighs two adapters: ``mix`` for a pair, ``gate`` for experts; None for a single adapter."""
     parts = {name.partition("/")[0] for name in w}
     return next((part for part in (MIX, GATE) if {GLOBAL, LOCAL, part} <= parts), None)
 
 
 def by_row(w: Iterable[str]) -> bool:
-    """Whether each row has a share of its own."""
+    """Whether each row has its own share."""
     return f"{MIX}/slope" in w

@@ -1,6 +1,6 @@
-"""PEFT without bitsandbytes, which it imports wherever that is installed, and with it torch's compiler.
+"""Import PEFT without bitsandbytes. PEFT imports it if it is installed, and it imports torch's compiler.
 
-That takes two seconds of every command, while a plain base has no quantised map.
+This import costs every command two seconds, and a base without quantisation does not need it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def peft_alone() -> Iterator[None]:
         return
     from transformers.utils import is_bitsandbytes_available
 
-    is_bitsandbytes_available()  # transformers keeps the answer, which has to be the true one
+    is_bitsandbytes_available()  # transformers caches the answer, which must be the true one
     sys.modules[_HIDDEN] = None  # type: ignore[assignment]
     try:
         yield

@@ -1,12 +1,12 @@
-"""Low-rank side adapters: a chain of small maps beside a frozen transformer, which reads its block outputs only.
+"""Low-rank side adapters: a chain of small maps next to a frozen transformer, which reads only its block outputs.
 
 BlindFed, Section 3.3, equations 4 to 6 (after LoSA: Time-, Memory-, and Parameter-Efficient Visual Adaptation, Mercea,
 Gritsenko, Schmid, Arnab. arXiv:2402.02887): with b_1 ... b_L the block outputs,
 
     h_0 = b_L,   h_l = g_l(b_l + h_{l-1}) + h_{l-1},   g_l(z) = alpha W_u GELU(W_d z),
 
-and a linear head on the first position of h_L, here after a LayerNorm without parameters. Nothing goes back through
-the transformer, so that a row's block outputs are computed once. With P > 1 released positions LoSA's token mixer
+and a linear head on the first position of h_L, here after a LayerNorm without parameters. No gradient passes the
+transformer, so a row's block outputs are computed once. For P > 1 disclosed positions LoSA's token mixer
 follows: with Z = B_l + H_{l-1} and G = g_l(Z), H_l = G + alpha V_u GELU(V_d (Z + G)) + H_{l-1}.
 """
 
@@ -32,13 +32,15 @@ from fedfm.models.model import Model
 from fedfm.models.preprocessors import Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
-CHUNK = 256  # rows whose block outputs are in memory at the same time
+CHUNK = 256  # rows; only their block outputs are in memory at the same time
 STATES = "states"  # tensor of encoded rows, (n, L, P, d)
-_PROBES = 32  # pictures of noise that set the scales of a model without stored ones
+_PROBES = 32  # images of noise that set the scales of a model without stored ones
 
 
 def with_numbers(states: Tensor) -> Tensor:
-    """Which rows (n,) of released states (n, L, P, d) are numbers of the model's: of others a block's are zeros."""
+    """Mask (n,) of the rows of disclosed activations (n, L, P, d) that are valid: an overflowed block has only
+    zeros.
+    """
     return states.flatten(2).any(2).all(1)
 
 
@@ -47,7 +49,7 @@ class SideAdapter(nn.Module):
 
     Args:
         blocks: L.
-        positions: P, released positions; the token mixer exists for P > 1.
+        positions: P, disclosed positions; the token mixer exists for P > 1.
         width: d.
         rank: r.
         classes: C.
@@ -68,8 +70,8 @@ class SideAdapter(nn.Module):
         """Initialise: W_d ~ N(0, 1/d), V_d ~ N(0, 1/P), W_u = V_u = 0, alpha = min(1, 2/r), the head N(0, 0.02^2),
         bias 0.
 
-        Alpha, like LoRA's scale, says how fast the adapters learn beside the head: with 1 and r = 8 they overfit some
-        thousand rows. Every tensor has a stream of its own, so that the values are the same everywhere.
+        Alpha, like LoRA's scale, sets how fast the adapters learn in comparison with the head: with 1 and r = 8 they
+        overfit some thousand rows. Every tensor has its own stream, so that the values are the same everywhere.
         """
         _, positions, width = self.shape
         alpha = min(1.0, 2 / self.down.shape[1])
@@ -103,11 +105,11 @@ class SideAdapter(nn.Module):
 
 @dataclass(frozen=True)
 class Release:
-    """The linear map from a block's tokens to what is released of them.
+    """The linear map from a block's tokens to the disclosed activations.
 
     Attributes:
         positions: (P, T) over the tokens.
-        projection: (d, p) over the features; None: all of them.
+        projection: (d, p) over the features; None: all features.
     """
 
     positions: Tensor
@@ -120,10 +122,10 @@ class Release:
 
 
 def release(kind: str, tokens: int, grid: tuple[int, int], projection: Tensor | None = None) -> Release:
-    """What ``kind`` releases of a block's ``tokens``, the last ones of which are a grid of patches.
+    """The disclosure map ``kind`` for a block's ``tokens``; its last tokens are a grid of patches.
 
-    ``class``: the first token, or the mean over all tokens if there are patches only. ``grid``: this, and the means
-    over the four quadrants of the grid. ``tokens``: all, projected.
+    ``class``: the first token, or the mean over all tokens if all are patches. ``grid``: the same, and the means
+    over the four quadrants of the grid. ``tokens``: all tokens, projected.
 
     Raises:
         InputError: the grid has no quadrants.
@@ -162,13 +164,14 @@ def projection_of(module: nn.Module, width: int, to: int) -> Tensor:
 
 
 class SideModel(Model):
-    """Side adapters and a head on released states; only these are trained and sent.
+    """Side adapters and a head on disclosed activations; only these are trained and sent.
 
     Attributes:
-        backbone: the frozen transformer; None at a party that has none and gets released states only.
-        released: what the adapters read of a block's tokens.
-        scales: (L,), what the block outputs are divided by.
-        ranges: (L,), of a twin: the largest released number of a row whose arguments are in their intervals.
+        backbone: the frozen transformer; None at a party that has none and only gets disclosed activations.
+        released: the map from a block's tokens to what the adapters read.
+        scales: (L,), divisors of the block outputs.
+        ranges: (L,), for a polynomial student: the largest disclosed value of rows with arguments inside their
+            intervals.
     """
 
     def __init__(
@@ -208,15 +211,15 @@ class SideModel(Model):
         return self.backbone, self.released, self.scales
 
     def encode(self, rows: Rows) -> Rows:
-        """The released states of the rows, computed once."""
+        """The disclosed activations of the rows, computed once."""
         if STATES in rows.tensors:
             return rows
         return Rows({STATES: self.states(rows)}, labels=rows.labels)
 
     def states(self, rows: Rows) -> Tensor:
-        """Released block outputs (n, L, P, d) over their scales, on the CPU; zeros for rows beyond a twin's ranges.
+        """Disclosed activations (n, L, P, d) over their scales, on the CPU; zeros for rows beyond a student's ranges.
 
-        So such a row is answered as one of which nothing is known.
+        The head then treats such a row as unknown.
 
         Raises:
             ValueError: this party has no backbone.
@@ -230,10 +233,10 @@ class SideModel(Model):
         return torch.cat(done)
 
     def within_ranges(self, states: Tensor, unit: Tensor | float = 1.0) -> Tensor:
-        """The states (n, L, P, d), zeros for rows beyond a twin's ranges.
+        """The states (n, L, P, d), zeros for rows beyond a polynomial student's ranges.
 
         Args:
-            unit: of the states, or (L,) of each block's: states over their scales have unit 1.
+            unit: of the states, or (L,) one for each block: states over their scales have unit 1.
         """
         if self.ranges is None:
             return states
@@ -252,7 +255,7 @@ class SideModel(Model):
 
 
 def of_states(blocks: int, positions: int, width: int, rank: int, classes: Sequence[str]) -> SideModel:
-    """The model of a party that gets released states only; its weights come from the server."""
+    """The model of a party that only gets disclosed activations; its weights come from the server."""
     net = SideAdapter(blocks, positions, width, rank, len(classes))
     spec = ModelSpec("released-states", task="classification", adaptation=AdaptationSpec("side_adapter", rank=rank))
     return SideModel(net, spec=spec, classes=classes)
@@ -268,16 +271,16 @@ def around(
     fingerprint: str,
     seed: int,
 ) -> SideModel:
-    """Side adapters around a vision transformer, which is frozen.
+    """Side adapters next to a frozen vision transformer.
 
     Raises:
-        InputError: the model is no transformer of pictures, or has fewer features than its tokens are projected to.
+        InputError: the model is not an image transformer, or the projection is wider than its tokens.
     """
     adapt = spec.adaptation or AdaptationSpec("side_adapter")
     where = f'model.adaptation.name = "side_adapter": {spec.name!r}'
     side, patch = (_pair(getattr(getattr(module, "config", None), key, None)) for key in ("image_size", "patch_size"))
     if side is None or patch is None or not parts.blocks:
-        raise InputError(f"{where} is no transformer of pictures cut into patches; use lora or head")
+        raise InputError(f"{where} is not a transformer of image patches; use lora or head")
     module.requires_grad_(False)
     frozen = dataclasses.replace(spec, adaptation=AdaptationSpec("head"))
     backbone = Model(
@@ -297,7 +300,7 @@ def around(
         raise InputError(f"{where} has blocks of unequal shapes; use lora or head")
     if adapt.released == "tokens" and adapt.projection > width:
         raise InputError(
-            f'released = "tokens", projection = {adapt.projection}: {spec.name!r} has {width} numbers a token; '
+            f'released = "tokens", projection = {adapt.projection}: {spec.name!r} has {width} values per token; '
             f"expected at most {width}"
         )
     projection = projection_of(module, width, adapt.projection) if adapt.released == "tokens" else None
@@ -323,12 +326,12 @@ def around(
 
 
 def _stored_scales(module: nn.Module, key: str) -> Tensor:
-    """(L,) of a twin: "scale", root mean squares on the data that it was distilled with, or "range"."""
+    """(L,) of a polynomial student: "scale", root mean squares on its distillation data, or "range"."""
     return torch.tensor([entry[key] for entry in derived_modules.table(module)["blocks"]])
 
 
 def _probes(side: tuple[int, int]) -> Rows:
-    """Pictures of white noise, the same everywhere."""
+    """Images of white noise, the same everywhere."""
     rng = seeds.generator(0, "side_adapter", "probes")
     return Rows({"pixel_values": torch.from_numpy(rng.standard_normal((_PROBES, 3, *side)).astype(np.float32))})
 

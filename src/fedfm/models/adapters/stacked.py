@@ -1,12 +1,12 @@
-"""LoRA on the experts of a mixture, whose matrices are one parameter (E, ., .).
+"""LoRA on a mixture's experts, whose matrices are stacked in one parameter (E, ., .).
 
-PEFT adapts such a parameter with ``target_parameters``: A (E r, d_in) holds an expert's rows together, B (d_out, r E)
-its columns E apart. Here both have an axis for the experts, A (E, r, d_in) and B (d_out, r, E), which PEFT's products
-take too: the shapes tell the rank. Files have PEFT's shapes.
+PEFT adapts such a parameter with ``target_parameters``: A (E r, d_in) stacks the rows of all experts, and B (d_out, r
+E) has the columns of one expert E apart. Here both have an axis for the experts, A (E, r, d_in) and B (d_out, r, E),
+and the shapes show the rank. PEFT's products accept these shapes. Files have PEFT's shapes.
 
-PEFT also takes names of maps that experts had in transformers 4, such as ``gate_proj``, for the experts' parameters of
-today, although dense and shared experts still have maps of these names. Here a name is what it names; in files such a
-map is named by its parameter, which PEFT does not take for another.
+PEFT also accepts names of maps that experts had in transformers 4, such as ``gate_proj``, and applies them to the
+experts' present parameters, although dense and shared experts still have maps of these names. Here a name means only
+the module that has it. In files such a map is named by its parameter, which PEFT does not confuse.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def wrap(module: nn.Module, config: Any, maps: Collection[str] | None = None) -> nn.Module:
-    """PEFT's wrapper of the module, which adapts what the configuration names.
+    """PEFT's wrapper of the module, which adapts the modules that the configuration names.
 
     Args:
-        maps: paths of the modules that are meant; None: not compared.
+        maps: paths of the modules that must be adapted; None: not checked.
 
     Raises:
         InputError: PEFT adapts something else.
@@ -52,8 +52,8 @@ def wrap(module: nn.Module, config: Any, maps: Collection[str] | None = None) ->
     wrapper = vars(layer).get("ParamWrapper")
     if config.target_parameters and (wrapper is None or "get_delta_factors" not in vars(wrapper)):
         raise InputError(
-            f"model.adaptation.targets: {config.target_parameters[0]} holds experts, which fedfm adapts by a newer "
-            "release of PEFT: update peft, or add it to exclude_modules"
+            f"model.adaptation.targets: {config.target_parameters[0]} holds experts, which need a newer "
+            "release of PEFT: update peft, or add the name to exclude_modules"
         )
     wanted = {*(config.target_parameters or ()), *(maps or ())}
     with quiet(), _names_as_given():
@@ -66,7 +66,7 @@ def wrap(module: nn.Module, config: Any, maps: Collection[str] | None = None) ->
         }
     if maps is not None and (other := found ^ wanted):
         raise InputError(
-            f"model.adaptation.targets: this release of PEFT does not adapt {min(other)} as it is named: add it to "
+            f"model.adaptation.targets: this release of PEFT does not adapt {min(other)} by its name: add it to "
             "exclude_modules"
         )
     for experts in layers.values():
@@ -92,15 +92,15 @@ def in_files(tensors: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tens
 
 
 def from_files(tensor: Tensor, like: Tensor) -> Tensor:
-    """A factor in the shape that it has here, if it has as many numbers."""
+    """A factor in this module's shape, if the number of values is the same."""
     return (
         tensor.view(like.shape) if tensor.dim() == 2 and like.dim() == 3 and tensor.numel() == like.numel() else tensor
     )
 
 
 def in_names_of_peft(config: Any, module: Any) -> Any | None:
-    """The configuration with which plain PEFT adapts the same: each map by its path, experts by their parameters; None
-    if the one that it has does.
+    """The configuration with which plain PEFT adapts the same modules: each map by its path, experts by their
+    parameters. None if the present configuration does so already.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -125,7 +125,7 @@ def in_names_of_peft(config: Any, module: Any) -> Any | None:
 
 @contextmanager
 def add_factors(layer: Any, shift: Factors) -> Iterator[None]:
-    """Context manager: PEFT's layer of experts computes with W_e + U_e V_e beside its adapter.
+    """Context manager: PEFT's layer of experts adds U_e V_e to W_e, in addition to its adapter.
 
     Args:
         shift: U (E, d_out, R), V (E, R, d_in).
@@ -147,7 +147,7 @@ def add_factors(layer: Any, shift: Factors) -> Iterator[None]:
 
 
 def _is_stack(owner: nn.Module, p: nn.Parameter) -> bool:
-    """Whether the first axis counts experts: the owner knows their number, or is called so."""
+    """Whether the first axis counts experts: the owner knows their number, or its name says "experts"."""
     if p.dim() != 3 or len(p) == 1 or not p.is_floating_point():
         return False
     counts = {value for name, value in vars(owner).items() if "expert" in name and type(value) is int}
@@ -172,7 +172,7 @@ def _parameter(name: str, layer: Any) -> str:
 
 
 def _taken_for_experts(config: Any, base: nn.Module, leaves: set[str]) -> set[str]:
-    """Those last parts of modules' names that PEFT takes for parameters of experts, or refuses."""
+    """The last parts of module names that PEFT would take for experts' parameters, or refuses."""
     conversion = _conversion()
     convert = None if conversion is None else vars(conversion).get(_CONVERT)
     if convert is None:

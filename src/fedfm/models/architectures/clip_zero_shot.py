@@ -15,11 +15,11 @@ from torch import Tensor, nn
 class ZeroShotClassifier(nn.Module):
     """logits = scale * cosine(image, text of the class).
 
-    The features are image embeddings of norm 1, the head's weight is scale times the text embeddings of norm 1. The
+    The features are image embeddings of norm 1; the head's weight is scale times the text embeddings of norm 1. The
     head can be trained like any linear classifier.
 
     Args:
-        clip: a model of two encoders; its text encoder is not kept.
+        clip: a model of two encoders; its text encoder is dropped.
         weight: of the head, (C, d).
     """
 

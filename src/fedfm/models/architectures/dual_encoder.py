@@ -1,4 +1,4 @@
-"""Pictures classified by the names of the classes, with both encoders at hand: CLIP, SigLIP, vision-text dual encoder.
+"""Image classification by class names, with both encoders: CLIP, SigLIP, vision-text dual encoder.
 
 Learning Transferable Visual Models From Natural Language Supervision. Radford et al. ICML 2021. Section 3.1.
 Sigmoid Loss for Language Image Pre-Training. Zhai, Mustafa, Kolesnikov, Beyer. ICCV 2023. arXiv:2303.15343.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import CLIPModel, SiglipModel, VisionTextDualEncoderModel
 
 MODEL_TYPES = ("clip", "siglip", "vision-text-dual-encoder")
-MAX_LOG_SCALE = math.log(100)  # where CLIP's training stops it
+MAX_LOG_SCALE = math.log(100)  # CLIP's training clips it there
 _IMAGE_SIDE = ("clip.vision_model.", "clip.visual_projection.")
 _CONSTANT = ("clip.logit_scale", "clip.logit_bias")
 
@@ -45,13 +45,13 @@ class Prompts:
 
 
 class DualEncoder(nn.Module):
-    """logits = s <V(x), T>: scaled cosines of the picture's features and those of the class names' prompts.
+    """logits = s <V(x), T>: scaled cosines of the image's features and those of the class names' prompts.
 
     s = exp(logit_scale), at most 100, is never trained. SigLIP's bias is the same for all classes and is left out.
 
     Args:
         clip: the model of two encoders.
-        prompts: with places for context, vectors that are zero at first stand there instead of word embeddings.
+        prompts: at their context positions, learned vectors (zero at the start) replace the word embeddings.
     """
 
     base_model_prefix = "clip"
@@ -79,7 +79,7 @@ class DualEncoder(nn.Module):
         return self.logits(self.images(pixel_values))
 
     def logits(self, images: Tensor, texts: Tensor | None = None) -> Tensor:
-        """V (b, d) -> (b, C), float32; of these texts T (C, d), by default :meth:`texts`."""
+        """V (b, d) -> logits (b, C), float32, for the texts T (C, d); by default :meth:`texts`."""
         return F.linear(images.float(), self.scale * (self.texts() if texts is None else texts).float())
 
     @property
@@ -118,7 +118,9 @@ class DualEncoder(nn.Module):
 
     @contextmanager
     def keeping_texts(self) -> Iterator[None]:
-        """Context manager: without gradients the texts are computed once; the weights do not change meanwhile."""
+        """Context manager: without gradients the texts are computed only once; the weights must not change within
+        it.
+        """
         before, self._kept = self._kept, []
         try:
             yield
@@ -126,13 +128,13 @@ class DualEncoder(nn.Module):
             self._kept = before
 
     def fix_texts(self) -> None:
-        """Compute the texts for good. Nothing that they depend on is trained."""
+        """Compute the texts once and keep them; only if nothing that they depend on is trained."""
         with torch.no_grad():
             self.fixed_texts = self.encode_texts()
 
     @property
     def width(self) -> int:
-        """Numbers of a feature, d."""
+        """The width d of a feature."""
         siglip = self.clip.config.model_type == "siglip"
         return int(self.clip.config.vision_config.hidden_size if siglip else self.clip.config.projection_dim)
 
@@ -148,14 +150,14 @@ class DualEncoder(nn.Module):
 
     @property
     def projections(self) -> tuple[nn.Module, nn.Module]:
-        """What maps the last hidden states of each encoder into the common space; pictures before texts."""
+        """The modules that map each encoder's last hidden states into the common space; images first."""
         clip: Any = self.clip
         if clip.config.model_type == "siglip":
             return clip.vision_model.head, clip.text_model.head
         return clip.visual_projection, clip.text_projection
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """As of any module, but scale and bias are never trained."""
+        """As for any module, but scale and bias are never trained."""
         super().requires_grad_(requires_grad)
         for name, parameter in self.named_parameters():
             if name in _CONSTANT:
@@ -163,7 +165,7 @@ class DualEncoder(nn.Module):
         return self
 
     def _insert_context(self, context: Tensor, words: Tensor) -> Tensor:
-        """Word embeddings (C, L, h) with the context vectors (M, h) in their places."""
+        """Word embeddings (C, L, h) with the context vectors (M, h) at their positions."""
         context = context.to(words.dtype).expand(len(words), -1, -1)  # (C, M, h)
         return torch.cat([words[:, : self._places.start], context, words[:, self._places.stop :]], 1)
 
@@ -174,7 +176,7 @@ def mean_direction(features: Sequence[Tensor]) -> Tensor:
 
 
 def words_of(classes: Sequence[str]) -> list[str]:
-    """The class names as a text encoder reads them: underscores are blanks.
+    """The class names in the form for a text encoder: underscores become blanks.
 
     Raises:
         InputError: all names are numbers, a name is blank, or two are alike.
@@ -204,9 +206,9 @@ def tokenise(
         tokenizer: of the text encoder; pads on the right.
         classes: names.
         templates: texts with one ``{}`` for the name.
-        length: most tokens that the text encoder reads.
+        length: the largest number of tokens that the text encoder reads.
         whole: pad to this length, else to the longest prompt.
-        context: how many learned vectors stand between the start token and the name, instead of the templates.
+        context: number of learned vectors between the start token and the name, in place of the templates.
 
     Raises:
         InputError: from :func:`words_of`, or a prompt is too long.
@@ -218,15 +220,15 @@ def tokenise(
     if context:
         bare = tokenizer(texts[0], add_special_tokens=False)["input_ids"]
         start = next(i for i in range(len(rows[0])) if rows[0][i : i + len(bare)] == bare)
-        filler = tokenizer("X", add_special_tokens=False)["input_ids"][:1]  # CoOp's: its embedding is replaced
+        filler = tokenizer("X", add_special_tokens=False)["input_ids"][:1]  # CoOp's filler; its embedding is replaced
         rows = [row[:start] + filler * context + row[start:] for row in rows]
         places = range(start, start + context)
     longest, text = max((len(row), text) for row, text in zip(rows, texts, strict=True))
     if longest > length:
         key = f"model.adaptation.tokens = {context}" if context else "model.templates"
         raise InputError(
-            f'{key}: "{text:.60}" makes a prompt of {longest} tokens; expected at most {length}, the least of '
-            "model.max_length and what the text encoder reads"
+            f'{key}: "{text:.60}" makes a prompt of {longest} tokens; expected at most {length}, the smaller of '
+            "model.max_length and the text encoder's limit"
         )
     padding = {"padding": "max_length", "max_length": length} if whole else {"padding": "longest"}
     batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt", **padding)

@@ -1,7 +1,7 @@
-"""A classifier of pictures from an encoder for which transformers has no classification class, such as DINOv3 or MAE.
+"""An image classifier from an encoder for which transformers has no classification class, such as DINOv3 or MAE.
 
-A new linear head reads one vector a picture: the encoder's own ``pooler_output``; without one its class token; without
-one the mean over its positions.
+A new linear head reads one vector per image: the encoder's own ``pooler_output``, else its class token, else the
+mean over its positions.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class PooledEncoder(nn.Module):
     """An encoder of transformers and a linear head.
 
     Attributes:
-        config: the encoder's.
-        pooling: what the head reads of the encoder's output.
+        config: the encoder's configuration.
+        pooling: the part of the encoder's output that the head reads.
     """
 
-    base_model_prefix = "encoder"  # as PEFT and what looks for a head ask classes of transformers
+    base_model_prefix = "encoder"  # PEFT and searches for a head read this attribute of transformers' classes
 
     def __init__(self, encoder: Any, pooling: str, width: int, classes: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class PooledEncoder(nn.Module):
         """None: it predicts no words."""
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """Pictures (b, 3, H, W) -> logits (b, C)."""
+        """Images (b, 3, H, W) -> logits (b, C)."""
         pooled = _pool(_output(self.encoder, pixel_values), self.pooling)
         return self.classifier(pooled)  # type: ignore[no-any-return]
 
@@ -47,8 +47,8 @@ def as_code(pooling: str, unit: bool) -> list[str]:
     """Lines of Python that make the classifier with torch and transformers alone, from an export's ``FOLDER``.
 
     Args:
-        pooling: as of :class:`PooledEncoder`.
-        unit: whether the head takes what is pooled at a Euclidean norm of 1.
+        pooling: as in :class:`PooledEncoder`.
+        unit: whether the head reads the pooled vector at a Euclidean norm of 1.
     """
     return f"""\
 import torch
@@ -84,7 +84,7 @@ _CODE = {  # what _pooled computes
 
 
 def has_encoder(config: Any) -> bool:
-    """Whether transformers has an encoder of pictures alone for this configuration."""
+    """Whether transformers has only an image encoder for this configuration."""
     import transformers
 
     found = transformers.AutoModel._model_mapping.get(type(config), None)
@@ -92,28 +92,28 @@ def has_encoder(config: Any) -> bool:
 
 
 def sees_all(config: Any) -> None:
-    """Switch off in the configuration that the encoder masks a part of each picture at random."""
+    """Switch off the random masking of patches in the encoder's configuration."""
     if hasattr(config, "mask_ratio"):
         config.mask_ratio = 0.0
 
 
 def pooling_of(skeleton: Any, pixels: Tensor, name: str) -> tuple[str, int]:
-    """(what a head can read, its width d) of an encoder.
+    """(the vector that a head can read, its width d) of an encoder.
 
     Args:
-        skeleton: the encoder, on any device: also on ``meta``, where it computes shapes alone.
-        pixels: two prepared pictures (2, 3, H, W).
+        skeleton: the encoder, on any device; on ``meta`` it computes only shapes.
+        pixels: two prepared images (2, 3, H, W).
         name: for messages.
 
     Raises:
-        InputError: it gives no vector for each picture.
+        InputError: the encoder gives no vector for each image.
     """
     parameter = next(skeleton.parameters())
     try:
         with torch.no_grad():
             output = _output(skeleton.eval(), pixels.to(parameter.device, parameter.dtype))
     except Exception as error:  # any encoder of transformers, with a processor that may be of another
-        raise InputError(f"model.name: {name!r} cannot read prepared pictures: {first_line(error)}") from None
+        raise InputError(f"model.name: {name!r} cannot read prepared images: {first_line(error)}") from None
     pooled, states = getattr(output, "pooler_output", None), getattr(output, "last_hidden_state", None)
     if isinstance(pooled, Tensor) and pooled.dim() == 2 and len(pooled) == len(pixels):
         return POOLER, pooled.shape[1]
@@ -123,14 +123,14 @@ def pooling_of(skeleton: Any, pixels: Tensor, name: str) -> tuple[str, int]:
         if states.dim() == 3:
             return (CLASS_TOKEN if _has_class_token(skeleton) else MEAN), states.shape[2]
     raise InputError(
-        f"model.name: {name!r} is of type {skeleton.config.model_type!r}, which gives no vector for each picture: "
-        "expected a classifier or an encoder of pictures, such as a ViT, a DINOv2 or a ResNet"
+        f"model.name: {name!r} is of type {skeleton.config.model_type!r}, which gives no vector for each image: "
+        "expected an image classifier or an image encoder, such as a ViT, a DINOv2 or a ResNet"
     )
 
 
 def _output(encoder: Any, pixel_values: Tensor) -> Any:
     more: dict[str, Tensor] = {}
-    if "noise" in _arguments(type(encoder)):  # it sorts the patches: in their own order, not in a random one
+    if "noise" in _arguments(type(encoder)):  # the encoder sorts patches by this noise: keep their order
         side = encoder.config.patch_size
         count = (pixel_values.shape[2] // side) * (pixel_values.shape[3] // side)
         more["noise"] = torch.arange(count, device=pixel_values.device, dtype=torch.float32).expand(
@@ -149,7 +149,7 @@ def _pool(output: Any, pooling: str) -> Tensor:
 
 
 def _has_class_token(encoder: nn.Module) -> bool:
-    """Whether the embeddings put a token of their own before the patches."""
+    """Whether the embeddings put a class token before the patches."""
     names = {name.rpartition(".")[2] for name, _ in encoder.named_parameters() if "embedding" in name}
     return bool(names & {"cls_token", "class_embedding"})
 

@@ -1,4 +1,4 @@
-"""Residual networks with pre-activation, for small pictures.
+"""Residual networks with pre-activation, for small images.
 
 Identity Mappings in Deep Residual Networks. He, Zhang, Ren, Sun. ECCV 2016. arXiv:1603.05027, Figure 1 (b) and (eq. 2):
 x_{l+1} = x_l + F(bn, relu, conv3x3, bn, relu, conv3x3). FedBaF (arXiv:2410.18352), Table 2: conv3x3, 64; sections of
@@ -28,7 +28,7 @@ class PreActResNetConfig(PreTrainedConfig):  # type: ignore[misc]
     """Widths and numbers of blocks of the sections; the stem has the width of the first section.
 
     Raises:
-        ValueError: widths and blocks are not equally many whole numbers above zero.
+        ValueError: widths and blocks must be equally long lists of positive integers.
     """
 
     model_type = MODEL_TYPE
@@ -43,16 +43,18 @@ class PreActResNetConfig(PreTrainedConfig):  # type: ignore[misc]
     ) -> None:
         for name, value in (("widths", widths), ("blocks", blocks)):
             if not isinstance(value, (list, tuple)) or not value or any(type(v) is not int or v < 1 for v in value):
-                raise ValueError(f"{name} = {value}: expected a list of whole numbers above 0, one a section")
+                raise ValueError(f"{name} = {value}: expected a list of positive integers, one for each section")
         if len(widths) != len(blocks):
-            raise ValueError(f"widths = {list(widths)} and blocks = {list(blocks)}: expected one of each a section")
+            raise ValueError(
+                f"widths = {list(widths)} and blocks = {list(blocks)}: expected one value of each for every section"
+            )
         self.widths, self.blocks = list(widths), list(blocks)
         self.image_size, self.num_channels = image_size, num_channels
         super().__init__(**others)
 
 
 class PreActBlock(nn.Module):
-    """x + conv(relu(bn(conv(h)))), h = relu(bn(x)); where the shape changes the shortcut is a 1x1 convolution of h."""
+    """x + conv(relu(bn(conv(h)))), h = relu(bn(x)); if the shape changes, the shortcut is a 1x1 convolution of h."""
 
     def __init__(self, c_in: int, c_out: int, stride: int) -> None:
         super().__init__()
@@ -104,9 +106,9 @@ class PreActResNet(PreTrainedModel):  # type: ignore[misc]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """He's initialisation (arXiv:1502.01852, fan out) of the convolutions, PyTorch's defaults of the rest.
+        """He's initialisation (arXiv:1502.01852, fan out) for the convolutions, PyTorch's defaults for the rest.
 
-        Only functions of ``nn.init`` are called: transformers makes them skip the tensors of a checkpoint.
+        It calls only functions of ``nn.init``: transformers makes these skip the tensors of a checkpoint.
         """
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

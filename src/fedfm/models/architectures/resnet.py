@@ -1,7 +1,7 @@
-"""ResNets for 32x32 pictures.
+"""ResNets for 32x32 images.
 
 Deep Residual Learning for Image Recognition. He, Zhang, Ren, Sun. CVPR 2016. Section 4.2: 6 n + 2 layers in three
-stages of 16, 32 and 64 channels; shortcuts without parameters (option A: every second pixel, new channels zero).
+stages of 16, 32 and 64 channels; shortcuts without parameters (option A: every second pixel, new channels are zero).
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def build(state: Mapping[str, Tensor], num_labels: int, *, pretrained: bool = Tr
         first = {k.partition(".")[0] for k in state}
         wrapped = f"; all its keys begin with {min(first)!r}: save the module inside" if len(first) == 1 else ""
         raise KeyError(
-            "expected keys conv1, bn1, layer{1,2,3}.i.{conv,bn}{1,2}, linear with as many i in every layer" + wrapped
+            "expected keys conv1, bn1, layer{1,2,3}.i.{conv,bn}{1,2}, linear, with equally many i in every layer"
+            + wrapped
         )
     with torch.device("cpu"):
         net = CifarResNet(ResNetConfig(len(stages[0]), num_labels))
@@ -94,6 +95,8 @@ def build(state: Mapping[str, Tensor], num_labels: int, *, pretrained: bool = Tr
         if missing := sorted(wanted - body.keys()):
             raise KeyError(f"it lacks tensors ({len(missing)}), such as {', '.join(missing[:3])}")
         if left := sorted(body.keys() - own.keys()):
-            raise KeyError(f"it has tensors without a place in one ({len(left)}), such as {', '.join(left[:3])}")
+            raise KeyError(
+                f"it has tensors that such a network does not have ({len(left)}), such as {', '.join(left[:3])}"
+            )
         net.load_state_dict(body, strict=False)
     return net

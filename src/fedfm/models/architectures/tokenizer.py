@@ -19,10 +19,10 @@ def train(texts: Iterable[str], size: int, kind: str = "bpe") -> Any:
 
     Args:
         texts: pieces of text.
-        size: most tokens.
+        size: largest number of tokens.
         kind: ``bpe``: byte-level byte-pair encoding (Sennrich, Haddow, Birch 2016, arXiv:1508.07909, on bytes) of 256
             bytes, ``<eos>`` and merges; it is lossless for any text. ``words``: the most frequent words between blanks,
-            as for perplexities of Penn Treebank and WikiText; a line break is ``<eos>``, any other word ``<unk>``.
+            as in perplexities of Penn Treebank and WikiText; a line break is ``<eos>``, any other word ``<unk>``.
 
     Raises:
         InputError: an unknown kind, or a size too small for it.

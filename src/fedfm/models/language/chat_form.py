@@ -1,8 +1,9 @@
-"""What a chat template writes around an answer, read off conversations of words that stand nowhere else.
+"""The text that a chat template writes around an answer, found by rendering conversations of unique words.
 
-Templates differ in more than their words. Some take the text of a message as a list of parts. Some write no end of an
-answer, which the next turn then ends. Some write an answer otherwise once more is said: without its thoughts, or
-without the token that ends all of a conversation. Some begin a thought in the prompt, which a written answer lacks.
+Templates differ in more than their words. Some expect the text of a message as a list of parts. Some write no end after
+an answer; the next turn then ends it. Some write an answer differently if the conversation continues: without its
+thoughts, or without the token that ends the conversation. Some begin a thought in the prompt that a written answer
+lacks.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ from fedfm.models.language.tool_calls import OBJECT, TEXT, has_calls, messages_o
 
 ASSISTANT = "assistant"
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-_DAY = datetime.date(2024, 7, 26)  # what templates take for today, as Llama 3's does by itself
+_DAY = datetime.date(2024, 7, 26)  # the date that templates get as today; Llama 3's has it as default
 _SHOWN = 40  # characters of a text in a message
 _ASK, _SAY, _MORE, _LAST = "Qzxkaone", "Azxkatwo", "Qzxkathree", "Azxkafour"
 _CALL, _KEY, _VALUE = "Fzxkafive", "Kzxkasix", "Vzxkaseven"
-MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # of what is generated, as transformers finds them
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # mark generated text; transformers uses the same pattern
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize")
 
 
 @dataclass(frozen=True)
 class Form:
-    """What stands around the text of an answer.
+    """The text around an answer.
 
     Attributes:
         parts: whether the content of a message is a list of parts.
         lead: between the prompt and the last answer.
         tail: after the last answer, to the end of the conversation.
-        end: what has to follow the tail so that a token ends the answer; empty if the tail has one.
-        inner: what ends an answer after which more is said.
-        begun: what the prompt of an earlier answer ends with, and the conversation has not.
-        arguments: the form in which it takes the arguments of calls of tools; empty: as a row has them.
-        call_end: as ``end``, of an answer that ends with a call.
+        end: text to add after the tail so that a token ends the answer; empty if the tail has one.
+        inner: the text that ends an answer if the conversation continues.
+        begun: the end of a prompt that the written conversation does not have.
+        arguments: the form that it expects for the arguments of tool calls; empty: as in the row.
+        call_end: like ``end``, for an answer that ends with a call.
     """
 
     parts: bool = False
@@ -55,7 +56,7 @@ class Form:
     call_end: str = ""
 
     def end_of(self, turn: Turn) -> str:
-        """What has to follow this answer so that a token ends it."""
+        """The text to add after this answer so that a token ends it."""
         return self.call_end if has_calls(turn) else self.end
 
 
@@ -66,7 +67,7 @@ def form_of(tokenizer: Any) -> Form:
     """The form of the tokenizer's chat template.
 
     Raises:
-        InputError: it writes nothing of what is said.
+        InputError: the template writes nothing of the messages.
     """
     template = text_of(tokenizer)
     known = _forms.get(tokenizer)
@@ -76,13 +77,13 @@ def form_of(tokenizer: Any) -> Form:
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """The special tokens of a tokenizer, also those that have no name such as ``eos_token``."""
+    """The special tokens of a tokenizer, including those without a name such as ``eos_token``."""
     more = getattr(tokenizer, "added_tokens_decoder", {}).items()
     return {*tokenizer.all_special_ids, *(i for i, token in more if token.special)}
 
 
 def render(turns: Sequence[Turn], tokenizer: Any, **options: Any) -> str:
-    """The conversation as the template writes it.
+    """The conversation in the template's text.
 
     Raises:
         InputError: the template refuses it.
@@ -91,7 +92,7 @@ def render(turns: Sequence[Turn], tokenizer: Any, **options: Any) -> str:
 
 
 def apply(turns: Sequence[Turn], tokenizer: Any, form: Form, **options: Any) -> Any:
-    """What ``apply_chat_template`` gives.
+    """The result of ``apply_chat_template``.
 
     Raises:
         InputError: the template refuses the conversation.
@@ -101,35 +102,41 @@ def apply(turns: Sequence[Turn], tokenizer: Any, form: Form, **options: Any) -> 
     messages, tools = messages_of(turns, form.parts, form.arguments)
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, chat_template=text_of(tokenizer), **options)
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # it expects another content
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+    ) as error:  # the template expects another kind of content
         raise InputError(f"model.template: the chat template refuses {describe(turns)}: {first_line(error)}") from None
 
 
 def describe(turns: Sequence[Turn]) -> str:
-    """A conversation in words, by its roles and its first message."""
+    """A conversation in words: its roles and its first message."""
     messages = [turn for turn in turns if turn[0] != TOOLS]
     roles = ", ".join(turn[0] for turn in messages[:6])
     return f"a conversation of {roles} that begins with {messages[0][1][:_SHOWN]!r}"
 
 
 def check_tools(turns: Sequence[Turn], tokenizer: Any) -> None:
-    """Raise an InputError unless the template writes every tool, every call and what tools answer."""
+    """Raise an InputError unless the template writes every tool, every call and every answer of a tool."""
     text_turns, words = with_words(turns)
     text = render(text_turns, tokenizer)
     if missing := [what for word, what in words if word not in text]:
         raise InputError(
-            f"model.template: the chat template leaves out {missing[0]} in {describe(turns)}; take a model whose own "
-            "template takes tools, or remove them from the rows"
+            f"model.template: the chat template leaves out {missing[0]} in {describe(turns)}; take a model with a "
+            "template for tools, or remove the tools from the rows"
         )
 
 
 def text_of(tokenizer: Any) -> str:
-    """The chat template, with one day for today: a row is the same on every day, hence the bits of a run."""
+    """The chat template with a fixed date for today, so that a row and a run's bits are the same on every day."""
     return _NOW.sub(lambda found: json.dumps(_DAY.strftime(found[2])), template_of(tokenizer))
 
 
 def template_of(tokenizer: Any) -> str:
-    """The chat template; of a tokenizer that has another one for tools, both as one."""
+    """The chat template; if the tokenizer has another one for tools, both joined into one."""
     usual: str = tokenizer.get_chat_template()
     of_tools = tokenizer.get_chat_template(tools=[])
     if of_tools == usual:
@@ -139,9 +146,9 @@ def template_of(tokenizer: Any) -> str:
 
 
 def replace_content(turns: Sequence[Turn], i: int, tokenizer: Any) -> str:
-    """What the template writes after the text of turn ``i``, or after its calls, in the whole conversation.
+    """The template's text after the content of turn ``i``, or after its calls, in the complete conversation.
 
-    A unique word stands for the text, or for an argument of the last call.
+    A unique word replaces the content, or an argument of the last call.
 
     Raises:
         InputError: the template does not write that turn.
@@ -154,16 +161,18 @@ def replace_content(turns: Sequence[Turn], i: int, tokenizer: Any) -> str:
     if not called:
         return after
     alone = render([*turns[:i], shown], tokenizer).partition(_SAY)[2]
-    return after.removeprefix(alone.removesuffix(form_of(tokenizer).tail))  # what closes the call is the answer's
+    return after.removeprefix(
+        alone.removesuffix(form_of(tokenizer).tail)
+    )  # the text that closes the call belongs to the answer
 
 
 def with_settings(template: str, settings: Mapping[str, Any]) -> str:
-    """The template with variables of its own set, as ``apply_chat_template(**settings)`` would set them.
+    """The template with its own variables set, as ``apply_chat_template(**settings)`` would set them.
 
-    They stand in the template itself, so that training, predictions and an export have the same.
+    The values are written into the template, so that training, predictions and an export share them.
 
     Raises:
-        InputError: a variable that the conversation sets, or a value that has no form in a template.
+        InputError: the conversation sets this variable itself, or a template cannot express the value.
 
     Example:
         >>> with_settings("{{ x }}", {"x": True})
@@ -176,17 +185,17 @@ def with_settings(template: str, settings: Mapping[str, Any]) -> str:
 
 
 def split_prompt_start(tokenizer: Any) -> tuple[str, str]:
-    """(the chat template without what its prompt begins and its written answers lack, that text).
+    """(the chat template without the text that only its prompts have, that text).
 
-    Such a prompt begins a thought, ``<think>``, and a written answer has none. Rows of questions and answers have no
-    thoughts, so that the answer begins where the template writes it, in training and whenever the model is asked.
+    Such a prompt begins a thought, ``<think>``, but a written answer has none. Rows of questions and answers have no
+    thoughts, so the answer begins at the place where the template writes it, in training and in every prediction.
     """
     template, turns = template_of(tokenizer), [("user", _ASK), (ASSISTANT, _SAY)]
     try:
         form = form_of(tokenizer)
         prompt = str(apply(turns[:1], tokenizer, form, tokenize=False, add_generation_prompt=True))
         whole = str(apply(turns, tokenizer, form, tokenize=False))
-    except InputError:  # the rows say which conversation it refuses
+    except InputError:  # the rows report which conversation the template refuses
         return template, ""
     begun = prompt[_common(prompt, whole) :]
     if not begun or _ASK not in prompt.removesuffix(begun):
@@ -194,7 +203,7 @@ def split_prompt_start(tokenizer: Any) -> tuple[str, str]:
     inside = template.removesuffix("\n")  # Jinja drops it
     last = f"written[:-{len(begun)}] if add_generation_prompt and written.endswith({_literal(begun)}) else written"
     shown = f"{{% set written %}}{inside}{{% endset %}}{{{{ {last} }}}}"
-    if MARKS.search(template):  # transformers counts their places from the beginning of a block
+    if MARKS.search(template):  # transformers counts their positions from the start of a block
         shown = f"{{% if add_generation_prompt %}}{shown}{{% else %}}{inside}{{% endif %}}"
     return shown, begun
 
@@ -223,8 +232,8 @@ def _read(tokenizer: Any) -> Form:
     fits = [parts for parts in (False, True) if _writes(text(2, parts))]
     if not fits:
         if text(2, False) or text(2, True):
-            raise InputError("model.template: the chat template writes nothing of what is said; set another one")
-        return Form()  # it refuses a conversation of a question and an answer; rows tell what it takes
+            raise InputError("model.template: the chat template writes nothing of the messages; set another one")
+        return Form()  # it refuses a question with an answer; the rows show what it accepts
     parts = fits[0]
     whole, prompt = text(2, parts), text(1, parts, add_generation_prompt=True)
     before, _, tail = whole.partition(_SAY)
@@ -244,7 +253,9 @@ def _read(tokenizer: Any) -> Form:
 
 
 def _read_calls(tokenizer: Any, parts: bool, end: str, split: _Splitter) -> tuple[str, str]:
-    """The form of the arguments of calls, and what ends a call; ``end``: what ends another answer."""
+    """The form of the arguments of calls, and the text that ends a call; ``end`` is the text that ends other
+    answers.
+    """
 
     def text(arguments: Any, *more: Turn) -> str:
         turns = [("user", _ASK), one_call(ASSISTANT, _CALL, arguments), *more]
@@ -255,8 +266,8 @@ def _read_calls(tokenizer: Any, parts: bool, end: str, split: _Splitter) -> tupl
 
     given = {_KEY: _VALUE}
     as_object, as_text = text(given), text(json.dumps(given))
-    objects = _KEY in as_object and _VALUE in as_object and f"'{_KEY}'" not in as_object  # in the words of Python
-    texts = json.dumps(given) in as_text  # else in quotes, as a text of JSON
+    objects = _KEY in as_object and _VALUE in as_object and f"'{_KEY}'" not in as_object  # in Python's notation
+    texts = json.dumps(given) in as_text  # else in quotes, as a JSON string
     alike = objects == texts and (as_object == as_text or not objects)
     form = "" if alike else OBJECT if objects else TEXT
     whole = as_text if form == TEXT else as_object
@@ -267,12 +278,12 @@ def _read_calls(tokenizer: Any, parts: bool, end: str, split: _Splitter) -> tupl
 
 
 def _writes(text: str) -> bool:
-    """Whether question and answer stand in the text, and not as a list in the words of Python or JSON."""
+    """Whether the text has question and answer, and not as a list in Python's or JSON's notation."""
     return _ASK in text and _SAY in text and not re.search(r"""["']type["']: ["']text["']""", text)
 
 
 class _Splitter:
-    """Cuts texts at their special tokens, which stay as pieces."""
+    """Splits texts at their special tokens, which stay as pieces."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.names = {name for name in tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer))) if name}
@@ -285,7 +296,7 @@ class _Splitter:
 
 
 def _first_end(text: str, split: _Splitter, tokenizer: Any) -> str:
-    """The text up to its first special token, if nothing but space stands before it; not where a text begins anew."""
+    """The text up to its first special token, if only space precedes the token; "" if the token begins a new text."""
     at = ""
     for piece in split(text):
         at += piece
@@ -297,5 +308,5 @@ def _first_end(text: str, split: _Splitter, tokenizer: Any) -> str:
 
 
 def _common(a: str, b: str) -> int:
-    """Length of the common beginning."""
+    """Length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -1,12 +1,12 @@
-"""How an instruction or a conversation and its answers are written for a language model.
+"""Write an instruction, or a conversation, and its answers as text for a language model.
 
-A template is a text with ``{instruction}``, after which the answer follows, or the tokenizer's own chat template. A
-text is also written as a chat template, which writes conversations, and which an export carries: whoever loads it asks
-in the form that was trained.
+A template is a text with ``{instruction}``, followed by the answer, or the tokenizer's own chat template. A text is
+also converted into a chat template, which writes conversations and goes into exports: whoever loads an export asks in
+the form of the training.
 
-Prompt and answer are tokenised as one text. Of a conversation the loss counts what the assistant says, with the token
-that ends it. A chat template may mark that itself (``{% generation %}``); else it is what each answer adds to the text
-before it, in the form that it has as the last one (see :mod:`fedfm.models.language.chat_form`).
+Prompt and answer are tokenised as one text. In a conversation the loss counts the assistant's text and the token that
+ends it. A chat template may mark this text itself (``{% generation %}``). Otherwise it is the text that each answer
+adds to the text before it, in the form of a last answer (see :mod:`fedfm.models.language.chat_form`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TEXTS = {
         "### Instruction:\n{instruction}\n\n### Response:\n"
     ),
 }
-# Texts that say something else before an instruction with an input.
+# Templates with a different introduction for an instruction with an input.
 _WITH_INPUT = {
     TEXTS["alpaca"]: TEXTS["alpaca"].replace(
         "a task. Write", "a task, paired with an input that provides further context. Write"
@@ -59,9 +59,9 @@ class Written:
     """One row.
 
     Attributes:
-        ids: tokens of all that was said and of the answer.
-        counts: for each token whether the loss counts it.
-        start: where the last answer begins.
+        ids: tokens of the prompt and of the answer.
+        counts: for each token, whether the loss counts it.
+        start: index of the first token of the last answer.
     """
 
     ids: list[int]
@@ -76,7 +76,7 @@ def text_of(template: str | None, tokenizer: Any) -> str | None:
         template: a name, a text, or None for the tokenizer's chat template if it has one, else "plain".
 
     Raises:
-        InputError: neither a name nor a text with ``{instruction}``, or "chat" without a chat template.
+        InputError: it is neither a name nor a text with ``{instruction}``, or "chat" without a chat template.
 
     Example:
         >>> text_of("Q: {instruction} A: ", None)
@@ -99,9 +99,9 @@ def text_of(template: str | None, tokenizer: Any) -> str | None:
 
 
 def as_chat_template(text: str, tokenizer: Any) -> str:
-    """The same as a chat template (Jinja), with the tokens that the tokenizer adds by itself.
+    """The text as an equal chat template (Jinja), with the tokens that the tokenizer adds by itself.
 
-    What a system says has no place in the text: it is a line of its own.
+    The text has no place for a system message: it becomes a separate line.
     """
     before, after = (json.dumps(part) for part in text.split(_PLACE))
     if (other := _WITH_INPUT.get(text)) is not None:
@@ -117,14 +117,14 @@ def as_chat_template(text: str, tokenizer: Any) -> str:
 
 
 def fit(tokenizer: Any, text: str | None, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Give the tokenizer the chat template of this run, which exports carry; return what is to be said of it.
+    """Give the tokenizer this run's chat template, which exports also get; returns notices about it.
 
     Args:
-        text: as of :func:`text_of`.
+        text: from :func:`text_of`.
         settings: variables of the tokenizer's own chat template.
 
     Raises:
-        InputError: a variable or its value is wrong, or the template writes nothing of what is said.
+        InputError: a variable or its value is wrong, or the template writes nothing of the messages.
     """
     if text is not None:
         tokenizer.chat_template = as_chat_template(text, tokenizer)
@@ -136,8 +136,8 @@ def fit(tokenizer: Any, text: str | None, settings: Mapping[str, Any]) -> tuple[
         return ()
     tokenizer.chat_template = template
     return (
-        f"model.template: the chat template's prompt ends with {begun!r}, which its written answers lack: the model is "
-        "trained and asked without it, and an export carries the template so",
+        f"model.template: the chat template's prompt ends with {begun!r}, and its written answers do not have that: "
+        "the model is trained and asked without it, and so is the template of an export",
     )
 
 
@@ -155,10 +155,10 @@ def prompt_tokens(said: Asked, text: str | None, tokenizer: Any) -> list[int]:
 
 
 def answer_of(generated: str, text: str | None, tokenizer: Any, *, special: bool = False) -> str:
-    """A generated answer without what the template writes before every answer, such as an empty thought.
+    """A generated answer without the text that the template writes before every answer, such as an empty thought.
 
     Args:
-        special: whether special tokens stand in it.
+        special: whether the text contains special tokens.
     """
     if text is not None or not (lead := form_of(tokenizer).lead):
         return generated
@@ -168,10 +168,10 @@ def answer_of(generated: str, text: str | None, tokenizer: Any, *, special: bool
 
 
 def encode_row(said: Asked, output: Output, text: str | None, tokenizer: Any) -> Written:
-    """A row of what was said and its answer, with the token that ends it; of a blank answer the prompt alone.
+    """A row: the prompt, its answer and the token that ends it; for a blank answer only the prompt.
 
     Raises:
-        InputError: the chat template refuses the conversation, or no tokens are the answer's.
+        InputError: the chat template refuses the conversation, or no tokens belong to the answer.
     """
     if blank(output):
         prompt = prompt_tokens(said, text, tokenizer)
@@ -196,7 +196,7 @@ def encode_row(said: Asked, output: Output, text: str | None, tokenizer: Any) ->
 
 
 def text_of_row(turns: Sequence[Turn], tokenizer: Any) -> str:
-    """The text of which a row with these messages gets its tokens; the last message is the answer.
+    """The text from which a row of these messages gets its tokens; the last message is the answer.
 
     Raises:
         InputError: the chat template refuses the conversation.
@@ -207,7 +207,7 @@ def text_of_row(turns: Sequence[Turn], tokenizer: Any) -> str:
 
 
 def prompts_differ(turns: Sequence[Turn], tokenizer: Any) -> bool:
-    """Whether some answer of a row is trained after another text than the prompt that asks for it.
+    """Whether training shows some answer of the row after a text that differs from the prompt that asks for it.
 
     Raises:
         InputError: the chat template refuses the conversation.
@@ -224,7 +224,7 @@ def prompts_differ(turns: Sequence[Turn], tokenizer: Any) -> bool:
 
 
 def messages_of_row(said: Asked, output: Output, text: str | None) -> tuple[Turn, ...]:
-    """The messages of a row that the chat template writes; none where a text as a template writes the row."""
+    """The messages of a row that the chat template writes; none if a text with {instruction} writes the row."""
     if isinstance(said, str) and text is not None and isinstance(output, str):
         return ()
     answer: tuple[Turn, ...] = ((ASSISTANT, output),) if isinstance(output, str) else output
@@ -232,7 +232,7 @@ def messages_of_row(said: Asked, output: Output, text: str | None) -> tuple[Turn
 
 
 def _fill(text: str, said: str) -> str:
-    """The prompt of an instruction by a template that is a text."""
+    """The prompt of an instruction, from a template that is a text."""
     return (_WITH_INPUT.get(text, text) if INPUT in said else text).replace(_PLACE, said)
 
 
@@ -241,7 +241,7 @@ def _turns(said: Asked) -> tuple[Turn, ...]:
 
 
 def _generation_mask(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Tokens, and those that the template marks as generated, with the token that ends each answer."""
+    """(tokens, for each whether the template marks it as generated or it ends an answer)."""
     form = form_of(tokenizer)
     found = apply(turns, tokenizer, form, return_dict=True, return_assistant_tokens_mask=True)
     ids, counts = list(found["input_ids"]), [bool(x) for x in found["assistant_masks"]]
@@ -257,7 +257,7 @@ def _generation_mask(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], 
 
 
 def _by_prefixes(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Tokens, and those that the answers add: the text up to an answer, less the text that asks for it."""
+    """(tokens, for each whether it belongs to an answer), from the text with and without each answer."""
     spans, size = [], 0
     pieces = _pieces(turns, tokenizer)
     for text, counts in pieces:
@@ -267,10 +267,10 @@ def _by_prefixes(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list
 
 
 def _pieces(turns: Sequence[Turn], tokenizer: Any) -> list[tuple[str, bool]]:
-    """The text of a row in pieces, in turns what precedes an answer and an answer; and whether the loss counts each."""
+    """The pieces of a row's text, alternately a prompt and an answer, each with whether the loss counts it."""
     whole, form = render(turns, tokenizer), form_of(tokenizer)
     pieces: list[tuple[str, bool]] = []
-    at = 0  # where in ``whole`` the pieces end
+    at = 0  # end of the pieces in ``whole``
     for i, turn in enumerate(turns):
         if turn[0] != ASSISTANT:
             continue
@@ -297,7 +297,7 @@ def _pieces(turns: Sequence[Turn], tokenizer: Any) -> list[tuple[str, bool]]:
 
 
 def _after(turns: Sequence[Turn], i: int, whole: str, form: Form, tokenizer: Any) -> int:
-    """Where what follows answer ``i`` and its end begins in a text that has the answer in another form.
+    """Position after answer ``i`` and its end, in a text that has the answer in another form.
 
     Raises:
         InputError: the rest of the text depends on the answer.
@@ -305,8 +305,8 @@ def _after(turns: Sequence[Turn], i: int, whole: str, form: Form, tokenizer: Any
     rest = replace_content(turns, i, tokenizer)
     if not whole.endswith(rest) or not rest.startswith(form.inner):
         raise InputError(
-            f"model.template: this chat template writes the rest otherwise after another answer, so that no tokens are "
-            f"the answer's, in {describe(turns)}; {_RIGHT}"
+            f"model.template: this chat template writes the rest differently after another answer, so that no tokens "
+            f"are the answer's, in {describe(turns)}; {_RIGHT}"
         )
     return len(whole) - len(rest) + len(form.inner)
 
@@ -314,14 +314,14 @@ def _after(turns: Sequence[Turn], i: int, whole: str, form: Form, tokenizer: Any
 def _within(
     text: str, spans: Sequence[tuple[int, int | None]], tokenizer: Any, *, special: bool = False
 ) -> tuple[list[int], list[bool]]:
-    """Tokens of a text, and those with a character in one of the spans [start, end); None: to the end.
+    """(tokens of a text, for each whether it has a character in one of the spans [start, end)); None: to the end.
 
     Args:
-        special: with the tokens that the tokenizer sets before every text.
+        special: include the tokens that the tokenizer puts before every text.
     """
     ends = [(start, len(text) if end is None else end) for start, end in spans]
     options = {} if special else {"add_special_tokens": False}
-    if not getattr(tokenizer, "is_fast", False):  # it does not tell where its tokens stand
+    if not getattr(tokenizer, "is_fast", False):  # it does not report the positions of its tokens
         ids = list(tokenizer(text, **options)["input_ids"])
         edges = [
             (_common_length(ids, text[:a], tokenizer, options), _common_length(ids, text[:b], tokenizer, options))
@@ -337,13 +337,13 @@ def _within(
 
 
 def _common_length(ids: list[int], beginning: str, tokenizer: Any, options: dict[str, bool]) -> int:
-    """How many tokens of a text are those of its beginning."""
+    """The number of a text's tokens that agree with those of its beginning."""
     part = list(tokenizer(beginning, **options)["input_ids"]) if beginning else []
     return next((i for i, (a, b) in enumerate(zip(ids, part, strict=False)) if a != b), min(len(ids), len(part)))
 
 
 def _open(ids: list[int], tokenizer: Any) -> list[int]:
-    """Tokens of a text without those that the tokenizer sets behind every text: more is to follow."""
+    """Tokens of a text without those that the tokenizer puts after every text, since more text follows."""
     empty = tokenizer("")["input_ids"]
     behind = len(empty) - (1 if empty and empty[0] == tokenizer.bos_token_id else 0)
     return ids[: len(ids) - behind] if behind and ids[-behind:] == empty[-behind:] else ids
@@ -354,11 +354,11 @@ def _tokens(text: str, tokenizer: Any) -> list[int]:
 
 
 def _check_prefix(part: str, whole: str, turns: Sequence[Turn]) -> None:
-    """Raise an InputError if the whole does not begin with the part; it quotes where they part."""
+    """Raise an InputError if ``whole`` does not begin with ``part``; it quotes the first difference."""
     if whole.startswith(part):
         return
     at = next((i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole)))
     raise InputError(
-        "model.template: this chat template writes a question otherwise once it is answered, so that no tokens are the "
-        f"answer's: {part[at : at + _SHOWN]!r} becomes {whole[at : at + _SHOWN]!r} in {describe(turns)}; {_RIGHT}"
+        "model.template: this chat template writes a question differently once it is answered, so that no tokens are "
+        f"the answer's: {part[at : at + _SHOWN]!r} becomes {whole[at : at + _SHOWN]!r} in {describe(turns)}; {_RIGHT}"
     )

@@ -1,8 +1,8 @@
-"""The training loss of a language model, without all logits at once.
+"""The training loss of a language model, computed without storing all logits.
 
-Logits and their gradients are the largest tensors of a step: 2,048 tokens of a vocabulary of 128,000 have 3.7 GB. So
-the head computes a piece of them, and at once the gradients for that piece (Liger Kernel, arXiv:2410.10989, does so on
-Triton): no logits are kept, and none are computed twice.
+Logits and their gradients are the largest tensors of a step: for 2,048 tokens and a vocabulary of 128,000 they take
+3.7 GB. So the loss computes one chunk of logits at a time and at once the gradients for it (Liger Kernel,
+arXiv:2410.10989, does so in Triton). No logits are kept, and none are computed twice.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from fedfm.core.rows import Batch
     from fedfm.models.network import Network
 
-PIECE = 1 << 26  # logits at once, 256 MB in float32; with fewer a batch's loss is computed as a whole, with its bits
+PIECE = 1 << 26  # logits per chunk, 256 MB in float32; a smaller batch uses the usual loss, with its bits
 _plain: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # whether a model's logits are its head's outputs
 
 
 def mean_loss(model: Network, batch: Batch) -> Tensor | None:
-    """Mean cross-entropy over the next tokens that count, a scalar; None where a whole batch's logits are few, where no
-    gradient is asked for, or where the model changes what its head gives (Gemma 2 bounds it).
+    """Mean cross-entropy over the next tokens that count, a scalar. None if a batch has few logits, if no gradient is
+    needed, or if the model changes its head's output (Gemma 2 bounds it).
     """
     head = model.last_layer
     if head is None or not torch.is_grad_enabled() or batch["input_ids"].numel() * head.out_features <= PIECE:
@@ -56,7 +56,7 @@ def mean_loss(model: Network, batch: Batch) -> Tensor | None:
 
 
 def _last_states(model: Network, head: nn.Module, batch: Batch) -> tuple[Tensor, Callable[[], bool]]:
-    """The inputs of the head, which computes one token meanwhile; and whether the model gives on what the head gave."""
+    """The head's inputs, and whether the head's outputs are the model's; in this pass the head computes one token."""
     seen: list[Tensor] = []
 
     def one(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -77,7 +77,7 @@ def _last_states(model: Network, head: nn.Module, batch: Batch) -> tuple[Tensor,
 
 
 class _Pieces(torch.autograd.Function):
-    """The sum of cross-entropies; the gradients are those that the forward pass found."""
+    """The sum of cross-entropies; the forward pass computes the gradients, too."""
 
     @staticmethod
     def forward(
@@ -109,6 +109,6 @@ class _Pieces(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Times the gradient of the sum."""
+        """The stored gradients times the gradient of the sum."""
         of_states, *of_parameters = (found * gradients[0].to(found.device) for found in ctx.saved_tensors)
         return of_states, None, None, None, *of_parameters

@@ -42,11 +42,11 @@ def passages(pieces: list[str], tokenizer: Any, max_length: int) -> Tokens:
 def instructions(
     pairs: Sequence[tuple[Asked, Output]], tokenizer: Any, max_length: int, template: str | None
 ) -> tuple[Tokens, dict[str, Tensor]]:
-    """Training rows, cut by :mod:`fedfm.models.language.truncation`: token vectors of all that was said and the answer.
+    """Training rows, cut by :mod:`fedfm.models.language.truncation`: token vectors of prompt and answer.
 
     Returns:
-        the rows, and ``answer_start`` (n,), where the last answer begins; if the loss counts other tokens than those
-        after it, also ``answer_spans`` (n, k, 2), where each answer begins and ends, 0 where a row has fewer than k.
+        the rows, and ``answer_start`` (n,), where the last answer begins. If the loss counts tokens other than those
+        after it, also ``answer_spans`` (n, k, 2), where each answer begins and ends; 0 if a row has fewer than k.
     """
     with quiet():
         whole = (chat_templates.encode_row(said, output, template, tokenizer) for said, output in pairs)
@@ -62,7 +62,7 @@ def instructions(
 
 
 def _spans(counts: Sequence[bool]) -> list[tuple[int, int]]:
-    """[start, end) of each run of tokens that count."""
+    """[start, end) of each maximal run of tokens that count."""
     edges = np.flatnonzero(np.diff([False, *counts, False])).reshape(-1, 2)
     return [(int(a), int(b)) for a, b in edges]
 
@@ -70,8 +70,8 @@ def _spans(counts: Sequence[bool]) -> list[tuple[int, int]]:
 def preferences(
     triples: Sequence[tuple[Asked, Output, Output]], tokenizer: Any, max_length: int, template: str | None
 ) -> tuple[Tokens, dict[str, Tensor]]:
-    """Rows of two texts, one after the other: the prompt with the better answer, and with the worse one. Each is cut to
-    ``max_length`` as :func:`instructions` are, and both keep the same prompt.
+    """Rows of two texts, one after the other: the prompt with the better answer, and with the worse one. Each text is
+    cut to ``max_length`` like :func:`instructions`, and both keep the same prompt.
 
     Returns:
         the rows; ``second`` (n,), where the second text begins; ``answer_start`` (n, 2), where the answers begin in
@@ -99,7 +99,7 @@ def _same_length(rows: list[chat_templates.Written], max_length: int, tokenizer:
 def cut_rows(
     table: Table, index: Sequence[int] | np.ndarray, tokenizer: Any, max_length: int, template: str | None
 ) -> int:
-    """How many of these rows of a prompt and answers are longer than ``max_length`` tokens."""
+    """The number of rows (a prompt with answers) that are longer than ``max_length`` tokens."""
     count = 0
     with quiet():
         for said, *answers in table.take(np.asarray(index, dtype=np.int64)).inputs:
@@ -111,13 +111,13 @@ def cut_rows(
 def template_losses(
     table: Table, index: Sequence[int] | np.ndarray, tokenizer: Any, template: str | None
 ) -> Counter[str]:
-    """What the template leaves out of how many of these rows, as of :func:`fedfm.models.left_out.count`."""
+    """The template's omissions in these rows, counted by :func:`fedfm.models.left_out.count`."""
     with quiet():
         return left_out.count(table.take(np.asarray(index, dtype=np.int64)).inputs, template, tokenizer)
 
 
 def prompts(pairs: Sequence[tuple[Asked, Output]], tokenizer: Any, length: int, template: str | None) -> list[Tensor]:
-    """Each prompt in at most ``length`` tokens: BOS, and the last."""
+    """Each prompt in at most ``length`` tokens: BOS and the last ones."""
     with quiet():
         asked = [chat_templates.prompt_tokens(said, template, tokenizer) for said, _ in pairs]
     kept = (([ids[i] for i in truncation.keep_end(ids, length, tokenizer)]) for ids in asked)
@@ -125,7 +125,7 @@ def prompts(pairs: Sequence[tuple[Asked, Output]], tokenizer: Any, length: int, 
 
 
 def next_tokens(batch: Batch) -> Tensor:
-    """The targets (b, L - 1) of a language model at each place but the last; ``IGNORE`` where none counts."""
+    """The targets (b, L - 1) of a language model at each position but the last; ``IGNORE`` if it does not count."""
     targets = batch["input_ids"]
     if "attention_mask" in batch:
         targets = targets.masked_fill(batch["attention_mask"].to(targets.device) == 0, IGNORE)

@@ -1,4 +1,4 @@
-"""What a model's own settings of generation ask for and greedy answers leave out."""
+"""The model's own generation settings that greedy answers ignore."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 def left_out(model: Model) -> str:
-    """A line where ``generation_config.json`` asks for drawn answers or for beams; empty where it does not.
+    """A line if ``generation_config.json`` asks for sampling or for beams; empty if it does not.
 
-    Answers are greedy, so that a row has the same one each time. All else of that file is followed, such as a penalty
-    of repetitions.
+    Answers are greedy, so that a row gets the same answer each time. The other settings of that file apply, such as
+    a repetition penalty.
     """
     config = getattr(model.module, "generation_config", None)
     if config is None or not model.task.answers:
@@ -23,6 +23,6 @@ def left_out(model: Model) -> str:
     if not asked:
         return ""
     return (
-        f"generation_config.json of the model has {' and '.join(asked)}, which `fedfm predict` leaves out: it takes "
+        f"generation_config.json of the model has {' and '.join(asked)}, which `fedfm predict` ignores: it takes "
         "the likeliest token each time, as generate(do_sample=False, num_beams=1)"
     )

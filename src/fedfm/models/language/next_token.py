@@ -1,7 +1,7 @@
-"""Scores of a language model at the tokens that count, without the logits of all others.
+"""Scores of a language model at the tokens that count, without computing all other logits.
 
-Logits are the largest tensor of a language model: at length 2,048 and 128,000 tokens in the vocabulary a row has 1 GB
-of them. Of an instruction only the answer counts, of a text all but padding.
+Logits are the largest tensor of a language model: a row of 2,048 tokens with a vocabulary of 128,000 has 1 GB of them.
+In an instruction only the answer counts, in a text all tokens but padding.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fedfm.models.preprocessing import IGNORE
 if TYPE_CHECKING:
     from fedfm.models.network import Network
 
-FEW = 1 << 24  # logits of a batch, 64 MB in float32: below it they are computed as they come, with their bits
+FEW = 1 << 24  # logits of a batch, 64 MB in float32: smaller batches compute all logits, with their bits
 _COUNTED = 256  # rows at a time
 MOST = 1 << 26  # logits of a batch in evaluation, 256 MB
 
 
 def logits_and_targets(model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logits (m, V) in float32 and targets (m,); of many logits only those whose target counts."""
+    """Logits (m, V) in float32 and targets (m,); a large batch has only the logits whose target counts."""
     ids, head = batch["input_ids"], model.last_layer
     if head is None or ids.numel() * head.out_features <= FEW:
         return model.flat(model.logits(batch), batch)
@@ -44,9 +44,9 @@ def logits_and_targets(model: Network, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def targets_of(model: Network, rows: Rows) -> int | None:
-    """How many tokens the loss of these rows counts, at least 1; None if it is no loss over tokens.
+    """Number of tokens that the loss of these rows counts, at least 1; None if the loss is not over tokens.
 
-    A user's own rows mark those that do not count by targets of -100.
+    A user's own rows have the target -100 at tokens that do not count.
     """
     count = 0
     for batch in rows.batches(_COUNTED):
@@ -56,11 +56,11 @@ def targets_of(model: Network, rows: Rows) -> int | None:
         labels = batch.get("labels")
         if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.is_floating_point():
             return None
-        count += int((labels != IGNORE).sum())  # as Trainers count items
+        count += int((labels != IGNORE).sum())  # Trainers count items in this way
     return max(count, 1)
 
 
 def rows_at_once(model: Network, rows: Rows, most: int) -> int:
-    """Rows of a batch within the budget of tokens, whose logits stay below :data:`MOST`."""
+    """Rows per batch such that tokens stay within the budget and logits below :data:`MOST`."""
     head, most = model.last_layer, by_tokens(rows.longest, most)
     return most if head is None else by_tokens(rows.longest, most, head.out_features, MOST)

@@ -1,7 +1,7 @@
-"""Tools and their calls in conversations, as a chat template takes them.
+"""Tools and their calls in conversations, in the form that a chat template expects.
 
-A tool is a JSON schema. A message of the assistant calls tools with arguments, which rows and templates hold as an
-object or as text: some templates write both, others one of them alone.
+A tool is a JSON schema. A message of the assistant calls tools with arguments; rows and templates have these as an
+object or as text. Some templates accept both, others only one of them.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from fedfm.core.rows import TOOLS, Turn
 
 CALLS = "tool_calls"
 TEXT, OBJECT = "text", "object"  # forms of arguments
-_WORD = "Tzxk{}q"  # stands nowhere else
+_WORD = "Tzxk{}q"  # occurs nowhere else
 
 
 def messages_of(turns: Sequence[Turn], parts: bool, arguments: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """The messages as ``apply_chat_template`` takes them, and the tools.
+    """(the messages in the form for ``apply_chat_template``, the tools).
 
     Args:
         parts: whether the content of a message is a list of parts.
-        arguments: the form in which the template takes arguments; "": as the row has them.
+        arguments: the template's form of arguments; "": as in the row.
     """
     tools: list[Any] | None = None
     messages: list[dict[str, Any]] = []
@@ -48,23 +48,23 @@ def has_calls(turn: Turn) -> bool:
 
 
 def one_call(role: str, name: str, arguments: Any) -> Turn:
-    """A message with one call. Its id has 9 letters, as Mistral's templates want it."""
+    """A message with one call. Its id has 9 letters, since Mistral's templates require that."""
     call = {"id": "Czxkabcde", "type": "function", "function": {"name": name, "arguments": arguments}}
     return role, "", json.dumps({CALLS: [call]})
 
 
 def with_argument(turn: Turn, value: str) -> Turn:
-    """The message with another argument of its last call."""
+    """The message with another argument in its last call."""
     more = json.loads(turn[2])
     more[CALLS][-1]["function"]["arguments"] = {"a": value}
     return turn[0], turn[1], json.dumps(more, ensure_ascii=False)
 
 
 def with_words(turns: Sequence[Turn]) -> tuple[list[Turn], list[tuple[str, str]]]:
-    """The same conversation with unique words for the names of tools, in calls, and for what tools answer.
+    """The same conversation with unique words in place of the tools' names, in calls, and of the tools' answers.
 
     Returns:
-        the conversation, and for each word what it stands for.
+        the conversation, and for each word what it replaces.
     """
     found: list[tuple[str, str]] = []
 

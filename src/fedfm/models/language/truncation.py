@@ -1,8 +1,8 @@
-"""The one rule by which rows of a prompt and its answer are cut to ``max_length`` tokens.
+"""The rule that cuts a row of a prompt and its answer to ``max_length`` tokens.
 
-The answer takes what the prompt leaves, and at least half; the prompt takes what the answer leaves. So a row that is
-too long has ``max_length`` tokens, and never one without an answer. The prompt loses tokens at its beginning, after the
-token that begins every text (BOS). The answer loses tokens at its end, before the token that ends it (EOS).
+The answer may use the tokens that the prompt leaves, and at least half of all; the prompt uses the rest. So a row that
+is too long gets ``max_length`` tokens and always keeps some of its answer. The prompt loses tokens at its beginning,
+after the token that begins every text (BOS). The answer loses tokens at its end, before the token that ends it (EOS).
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from fedfm.core.rows import Output
 from fedfm.models.language.chat_form import special_ids
 from fedfm.models.language.chat_templates import Written, encode_row
 
-_END = 4  # most tokens of an answer's end: the token that ends it, and, say, a line break
+_END = 4  # most tokens of an answer's end: the end token and, for example, a line break
 
 
 def cut(row: Written, most: int, tokenizer: Any, longest: int | None = None) -> Written:
-    """The row in at most ``most`` tokens, at least 2.
+    """The row, cut to at most ``most`` tokens; ``most`` is at least 2.
 
     Args:
-        longest: tokens of the longest answer to this prompt, so that all keep the same prompt; None: the row's own.
+        longest: tokens of the longest answer to this prompt, so that all its rows keep the same prompt; None: this
+            row's.
 
     Example:
         >>> from types import SimpleNamespace
@@ -38,7 +39,7 @@ def cut(row: Written, most: int, tokenizer: Any, longest: int | None = None) -> 
 
 
 def keep_end(prompt: list[int], room: int, tokenizer: Any) -> list[int]:
-    """Indexes of the tokens of a prompt that stay: BOS, and the last."""
+    """Indexes of the tokens of a prompt that stay: BOS and the last ones."""
     n = len(prompt)
     if n <= room:
         return list(range(n))
@@ -47,7 +48,7 @@ def keep_end(prompt: list[int], room: int, tokenizer: Any) -> list[int]:
 
 
 def _kept_of_answer(answer: list[int], room: int, tokenizer: Any) -> list[int]:
-    """Indexes of the tokens of an answer that stay: the first, and its end unless that would be all."""
+    """Indexes of the tokens of an answer that stay: the first ones, and its end if room is left."""
     n = len(answer)
     if n <= room:
         return list(range(n))
@@ -57,7 +58,7 @@ def _kept_of_answer(answer: list[int], room: int, tokenizer: Any) -> list[int]:
 
 
 def _end(answer: list[int], tokenizer: Any) -> int:
-    """Index of the special token that ends an answer; its length without one."""
+    """Index of the special token that ends the answer; without one the answer's length."""
     n, special = len(answer), special_ids(tokenizer)
     return next((i for i in range(n - 1, max(n - 1 - _END, -1), -1) if answer[i] in special), n)
 

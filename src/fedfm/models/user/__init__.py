@@ -1,1 +1,1 @@
-"""Users' own modules and Hugging Face Trainers as models: loss, rows, precision and optimiser that they bring."""
+"""Users' own modules and Hugging Face Trainers as models, with their loss, rows, precision and optimiser."""

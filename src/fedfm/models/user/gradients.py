@@ -1,8 +1,8 @@
-"""Which trained tensors of a user's module get a gradient: told by the graph of its trial, without a step of training.
+"""Find the trained tensors of a user's module that get a gradient, from the graph of a trial, without training.
 
-The trial runs in evaluation mode, and its graph keeps no values: it takes no more memory than without gradients.
-What its loss does not depend on is looked at again as clients train: a part may run in training mode alone, and a part
-recomputed by a checkpoint stands in no graph.
+The trial runs in evaluation mode, and its graph stores no values, so it takes no more memory than without gradients.
+Tensors that its loss does not depend on are checked again in training mode: a part may run only in training mode, and a
+part recomputed by a checkpoint is not in the graph.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedfm.models.model import Model
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _NAMED = 2  # tensors that a notice names
-_READING = frozenset(  # functions that give Python, or the shape of a tensor, what a tensor holds
+_READING = frozenset(  # functions that pass a tensor's values to Python, or to the shape of a tensor
     {
         *("__bool__", "__int__", "__float__", "__index__", "__contains__", "item", "tolist", "numpy"),
         *("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount"),
@@ -35,11 +35,11 @@ _READING = frozenset(  # functions that give Python, or the shape of a tensor, w
 def idle(model: Model, in_trial: set[str], loss: Callable[[], Tensor]) -> tuple[str, ...]:
     """A notice if trained tensors get no gradient.
 
-    A part of a list of which rows choose, such as an expert, is not told of if these rows have not chosen it.
+    A part of a list among which rows choose, such as an expert, is not reported if these rows did not choose it.
 
     Args:
         in_trial: the tensors on which the trial's loss depends.
-        loss: computes it again on the first rows; called only where the trial has not reached all.
+        loss: computes the loss again on the first rows; called only if the trial did not reach all tensors.
 
     Raises:
         InputError: no trained tensor gets a gradient.
@@ -55,27 +55,27 @@ def idle(model: Model, in_trial: set[str], loss: Callable[[], Tensor]) -> tuple[
             if len(found) < len(live) and is_opaque(value):
                 value.backward()  # type: ignore[no-untyped-call]
                 found |= {name for name, tensor in live.items() if tensor.grad is not None}
-    except Exception as error:  # any error of the user's code, which few rows alone may cause
+    except Exception as error:  # any error of the user's code; it may occur only with few rows
         why = f"{type(error).__name__}: {first_line(error, 200)}"
         return (f"whether all trained tensors get a gradient is unknown: a trial in training mode fails: {why}",)
     if not found:
         raise InputError(
-            "loss: no trained tensor gets a gradient: the loss does not depend on what is trained, or is cut off from "
-            "it, e.g. by detach() or torch.no_grad()"
+            "loss: no trained tensor gets a gradient: the loss does not depend on the trained tensors, or is cut off "
+            "from them, e.g. by detach() or torch.no_grad()"
         )
     names = [name for name in live if name not in found and not run.may_choose(name, found)]
     if not names:
         return ()
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return (
-        f"{len(names)} of {len(live)} trained tensors get no gradient from the first rows, and travel for "
-        f"nothing: {', '.join(names[:_NAMED])}{more}",
+        f"{len(names)} of {len(live)} trained tensors get no gradient from the first rows, and are sent in "
+        f"vain: {', '.join(names[:_NAMED])}{more}",
     )
 
 
 @contextmanager
 def _as_in_training(model: Model) -> Iterator[None]:
-    """Context manager: training mode, gradients that begin as None; restores them, buffers, generators and the mode."""
+    """Context manager: training mode with gradients of None; restores them, buffers, generators and the mode."""
     states = random.getstate(), np.random.get_state()  # noqa: NPY002 - a user's code may draw from it
     buffers = [(b, b.clone()) for b in model.module.buffers()]
     gradients = [(p, p.grad) for p in model.module.parameters()]
@@ -99,12 +99,12 @@ def _as_in_training(model: Model) -> Iterator[None]:
 
 @dataclass
 class _Run:
-    """One forward pass: which modules ran, and which of them read what their tensors hold, so as to choose by it."""
+    """One forward pass: which modules ran, and which of them read their tensors' values to make a choice."""
 
     root: nn.Module
     called: set[str] = field(default_factory=set)
     readers: set[str] = field(default_factory=set)
-    inside: list[str] = field(default_factory=list)  # modules whose call has not ended, the innermost last
+    inside: list[str] = field(default_factory=list)  # modules whose call is active, the innermost last
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -135,7 +135,7 @@ class _Run:
             self.readers.add(self.inside[-1])
 
     def may_choose(self, name: str, found: set[str]) -> bool:
-        """Whether the tensor is in a part that did not run, of a list of which a module chooses by what it reads."""
+        """Whether the tensor is in a part that did not run, in a list from which a module chooses by values."""
         steps = name.split(".")
         for i in range(len(steps), 0, -1):
             member, above = ".".join(steps[:i]), ".".join(steps[: i - 1])
@@ -148,7 +148,7 @@ class _Run:
 
 
 class _Reads(TorchFunctionMode):
-    """Calls ``read`` whenever code looks at what a tensor holds."""
+    """Calls ``read`` whenever code reads a tensor's values."""
 
     def __init__(self, read: Callable[[], None]) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""Language models of the user's own: which they are, the loss of each row, and answers where rows mark a prompt.
+"""Users' own language models: how to recognise them, each row's loss, and answers if rows mark a prompt.
 
-Their logits are a vocabulary's numbers for each token, which nobody reads: a row is told by its loss, and by what the
-model writes after the prompt. Rows mark a prompt as Hugging Face's collators do, by targets of -100.
+Their outputs are logits over a vocabulary for each token, which are no use to a reader. So a row's result is its loss,
+and the text that the model writes after the prompt. Rows mark a prompt like Hugging Face's collators: by targets of
+-100.
 """
 
 from __future__ import annotations
@@ -22,35 +23,35 @@ from fedfm.models.quiet import quiet
 if TYPE_CHECKING:
     from fedfm.models.user.user_module import Given
 
-_AT_ONCE = 16  # prompts of one length that are answered together
+_AT_ONCE = 16  # prompts of the same length that share a batch
 _NO_TOKENIZER = "there is no tokenizer; give a Trainer with processing_class"
 _BY = "max_new_tokens of the module's generation_config"
-_MOST = 256  # tokens of an answer, if neither the module nor the Trainer says
+_MOST = 256  # tokens of an answer, if neither the module nor the Trainer sets a limit
 
 
 def gives_tokens(module: nn.Module, batch: Batch, output: Tensor) -> bool:
-    """Whether the output (b, L, V) of this batch has a number for each entry of a vocabulary at each token."""
+    """Whether the output (b, L, V) of this batch has a logit for each vocabulary entry at each token."""
     whole = [x for x in batch.values() if isinstance(x, Tensor) and x.dim() == 2 and not x.is_floating_point()]
     if not whole or not whole[0].numel() or output.dim() != 3 or output.shape[:2] != whole[0].shape:
         return False
     inner: Any = _base(module)
     if type(inner).__module__.startswith("transformers.") and inner.get_output_embeddings() is None:
-        return False  # such as one that gives every token a class
-    read = max(int(x.max()) for x in whole if x.numel())  # what embeds the tokens has an entry for each of them
+        return False  # for example a classifier of tokens
+    read = max(int(x.max()) for x in whole if x.numel())  # the embedding has an entry for each of these tokens
     sizes = {m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding) and m.num_embeddings > read}
     sizes.add(getattr(getattr(module, "config", None), "vocab_size", None) or 0)
     return output.shape[2] in sizes
 
 
 def translates(module: nn.Module) -> bool:
-    """Whether the module is an encoder and a decoder that write text of an input, such as T5 or Whisper."""
+    """Whether the module is an encoder-decoder that writes text from an input, such as T5 or Whisper."""
     inner: Any = _base(module)
     both = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
     return bool(both and hasattr(inner, "can_generate") and inner.can_generate())
 
 
 def translations(given: Given, rows: Sequence[Any]) -> dict[str, Any]:
-    """What an encoder and its decoder say of rows: as :func:`evaluate`, with an answer to each input.
+    """Results of an encoder-decoder on rows: as :func:`evaluate`, with an answer to each input.
 
     Raises:
         InputError: the module fails on the inputs.
@@ -70,22 +71,22 @@ def translations(given: Given, rows: Sequence[Any]) -> dict[str, Any]:
         batch = given.batch([rows[i] for i in range(start, min(start + _AT_ONCE, len(rows)))])
         inputs = {name: x for name, x in given.inputs(batch).items() if not name.startswith("decoder_")}
         said = _generate(given.module, half, **inputs, **ends)
-        for i, ids in enumerate(said[:, 1:].tolist(), start):  # the first begins every answer
+        for i, ids in enumerate(said[:, 1:].tolist(), start):  # every answer begins with the start token
             answers[i], ended = _text(_tokenizer(given), ids, stops)
             cut += [] if ended else [i]
     return found | {"answers": answers, "cut": cut, "answer_tokens": limit, "limited_by": _BY}
 
 
 def evaluate(given: Given, rows: Sequence[Any]) -> dict[str, Any]:
-    """What a language model says of rows.
+    """Results of a language model on rows.
 
     Returns:
-        ``losses``, by the run's own loss of each row alone, and ``perplexities``, their exponentials, null for a row
-        without a target or of two texts; ``loss``, the mean over rows, and ``perplexity``; if rows mark prompts,
-        ``answers``, ``cut`` and ``answer_tokens``; ``warnings`` with the reason why there are no answers.
+        ``losses``, the run's own loss of each single row, and ``perplexities``, their exponentials (null for a row
+        without a target or of two texts); ``loss``, the mean over rows, and ``perplexity``; if rows mark prompts,
+        ``answers``, ``cut`` and ``answer_tokens``; ``warnings`` with the reason if there are no answers.
 
     Raises:
-        InputError: the rows have no targets, and there is nothing to answer.
+        InputError: the rows have neither targets nor prompts.
     """
     batches = [given.batch([row]) for row in rows]
     losses = [_loss(given, batch) for batch in batches]
@@ -119,7 +120,7 @@ def _loss(given: Given, batch: Batch) -> float | None:
 
 
 def _of_tokens(batch: Batch) -> bool:
-    """Whether the loss of this row is one over tokens; that of a row of two texts compares them."""
+    """Whether the loss of this row is a mean over tokens; for a row of two texts it is a comparison."""
     tokens = next((x for x in batch.values() if isinstance(x, Tensor) and x.dim() == 2), None)
     return tokens is None or len(tokens) == 1
 
@@ -129,7 +130,7 @@ def _exponential(loss: float | None) -> float | None:
 
 
 def _prompt(batch: Batch) -> Tensor | None:
-    """The tokens (p,) of the row before those that are to be predicted; None if the row marks no prompt."""
+    """The tokens (p,) of the row before its targets; None if the row marks no prompt."""
     ids, labels, mask = (batch.get(name) for name in ("input_ids", "labels", "attention_mask"))
     if ids is None or ids.dim() != 2 or len(ids) != 1:  # a row of preferences is two texts
         return None
@@ -155,7 +156,7 @@ def _unable(given: Given, prompts: Sequence[Tensor | None]) -> str:
 
 
 def _tokenizer(given: Given) -> Any:
-    """The Trainer's, also within a processor."""
+    """The Trainer's tokenizer, which may be inside a processor."""
     found = getattr(given.trainer, "processing_class", None)
     return getattr(found, "tokenizer", found)
 
@@ -170,7 +171,7 @@ def _places(module: Any) -> int:
 
 
 def _limits(given: Given) -> tuple[int, set[int], int, bool]:
-    """(most tokens of an answer, tokens that end it, the token of padding, whether in bfloat16)."""
+    """(limit of an answer's tokens, tokens that end it, the padding token, whether in bfloat16)."""
     module: Any = given.module
     tokenizer, settings, arguments = _tokenizer(given), module.generation_config, getattr(given.trainer, "args", None)
     places = _places(module)
@@ -203,7 +204,7 @@ def _text(tokenizer: Any, ids: list[int], stops: set[int]) -> tuple[str, bool]:
 
 
 def _answers(given: Given, prompts: Sequence[Any]) -> dict[str, Any]:
-    """Greedy answers; prompts of one length share a batch, so that none is padded."""
+    """Greedy answers; prompts of the same length share a batch, so that no prompt is padded."""
     limit, stops, pad, half = _limits(given)
     places = _places(given.module)
     answers, cut = [""] * len(prompts), []

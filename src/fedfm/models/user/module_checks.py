@@ -1,4 +1,4 @@
-"""What no federation can train of a user's module, told by names before anything is computed."""
+"""Refuse parameters of a user's module that no federation can train, before any computation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fedfm.errors import InputError
 
 
 def check_module(module: nn.Module) -> None:
-    """Refuse parameters without a shape, of complex numbers, or with NaN or infinity.
+    """Refuse parameters without a shape, with complex values, or with NaN or infinity.
 
     Raises:
-        InputError: with the first of them.
+        InputError: there is one; it names the first.
     """
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
@@ -28,4 +28,4 @@ def check_module(module: nn.Module) -> None:
                 "numbers: train its real and imaginary parts as two tensors, see torch.view_as_real"
             )
         if parameter.is_floating_point() and parameter.element_size() > 1 and not bool(torch.isfinite(parameter).all()):
-            raise InputError(f"model: {name} has NaN or infinity before any training: load sound weights")
+            raise InputError(f"model: {name} has NaN or infinity before any training: load undamaged weights")

@@ -1,4 +1,4 @@
-"""What a module's output holds of each row: named arrays, or the logits alone."""
+"""The entries of a module's output for each row: named arrays, or only the logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from torch import Tensor
 from fedfm.errors import InputError, quote_names
 from fedfm.models.batches import rows_of
 
-_INSIDE = ("loss", "hidden_state", "hidden_states", "attentions", "past_key_values")  # of the model, not its answer
+_INSIDE = (
+    "loss",
+    "hidden_state",
+    "hidden_states",
+    "attentions",
+    "past_key_values",
+)  # internal values of the model, not its answer
 _HOW = "give the module with an objective and logits=(module, batch) -> outputs"
 
 
@@ -21,8 +27,8 @@ class Outputs:
     """The outputs of one batch.
 
     Attributes:
-        arrays: name -> (b, ...); "logits" alone of a classifier and of a module that gives one tensor.
-        left_out: names of outputs that have no entry for each row.
+        arrays: name -> (b, ...); only "logits" for a classifier and for a module that returns one tensor.
+        left_out: names of outputs without an entry for each row.
     """
 
     arrays: dict[str, Tensor]
@@ -30,7 +36,7 @@ class Outputs:
 
     @property
     def logits(self) -> Tensor | None:
-        """The only array; None of several."""
+        """The only array; None if there are several."""
         return next(iter(self.arrays.values())) if len(self.arrays) == 1 else None
 
     @property
@@ -39,11 +45,11 @@ class Outputs:
         return len(next(iter(self.arrays.values())))
 
     def together(self) -> dict[str, Any]:
-        """The arrays as lists, of one row with several entries."""
+        """The arrays as lists, for one row with several entries."""
         return {name: array.float().cpu().tolist() for name, array in self.arrays.items()}
 
     def rows(self, mask: Tensor | None) -> list[dict[str, Any]]:
-        """The arrays of each row as lists; without the places of padding, where an array has a place a token.
+        """The arrays of each row as lists; an array with one entry per token loses the entries of padding.
 
         Args:
             mask: (b, L) 1 at tokens, 0 at padding.
@@ -58,24 +64,24 @@ class Outputs:
 
 
 def forecasts(module: Any) -> bool:
-    """Whether the module is an encoder and a decoder that samples the future of a series by a ``generate`` of its own,
-    since the decoder's input is what it is to predict.
+    """Whether the module is an encoder-decoder that samples the future of a series with its own ``generate``, since
+    its decoder's input is the value to predict.
     """
     both = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
     return bool(both and hasattr(module, "generate") and hasattr(module, "can_generate") and not module.can_generate())
 
 
 def forecast(module: Any, inputs: Mapping[str, Any]) -> Any:
-    """Samples of the future, from the inputs that ``generate`` takes: rows to train on hold the future, too."""
+    """Samples of the future, from the inputs of ``generate`` only: training rows contain the future, too."""
     taken = inspect.signature(module.generate).parameters
     return module.generate(**{name: x for name, x in inputs.items() if name in taken})
 
 
 def of_module(found: Any, batch: Mapping[str, Any]) -> Outputs:
-    """The outputs in what a module gives for a batch.
+    """The outputs in a module's return value for a batch.
 
     Raises:
-        InputError: it has nothing for each row.
+        InputError: no output has an entry for each row.
     """
     if isinstance(found, Tensor):
         return Outputs({"logits": found})

@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer's arguments: each is honoured with the Trainer's own numbers, named in a notice, or refused.
+"""A Hugging Face Trainer's arguments: each one is followed exactly, named in a notice as unused, or refused.
 
 The reference is transformers' ``Trainer._inner_training_loop``. docs/how-to/hugging-face-script.md has the table.
 """
@@ -16,7 +16,7 @@ from fedfm.core.rows import Batch
 from fedfm.errors import InputError
 from fedfm.models.user.wrapped_step import contexts_of
 
-ITEMS = "(items)"  # of a batch: how many targets the whole accumulated batch has, as Trainers pass it to the loss
+ITEMS = "(items)"  # key of a batch: the number of targets in the accumulated batch, which Trainers pass to the loss
 _OPTIMISERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 _OWN_LOOP = (
@@ -25,24 +25,24 @@ _OWN_LOOP = (
     *("get_train_dataloader", "_get_train_sampler"),
 )
 _OWN_VIEW = ("evaluate", "evaluation_loop", "prediction_step", "get_eval_dataloader", "log")
-_KNOWN = ("transformers.",)  # modules whose overridden methods are accounted for here
-_TRL = "trl."  # of its trainers, those that learn from rows as they are given are taken
-_SENTENCES = "sentence_transformers."  # whose trainers choose batches and parameters; see _refuse_other_batches
+_KNOWN = ("transformers.",)  # modules whose overrides of methods are known here
+_TRL = "trl."  # its trainers are accepted if they learn from the given rows
+_SENTENCES = "sentence_transformers."  # its trainers choose batches and parameters; see _refuse_other_batches
 _EMBEDDED = ("sentence_embedding", "scores")
 _STEP = "training_step"
 _QUIET = ("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
 
 
 def is_trainer(thing: Any) -> bool:
-    """Whether it is a ``transformers.Trainer``; does not import transformers."""
+    """Whether it is a ``transformers.Trainer``, without importing transformers."""
     return any(c.__name__ == "Trainer" and c.__module__ == "transformers.trainer" for c in type(thing).__mro__)
 
 
 class TrainersModule:
-    """What a Trainer says of the training of its module.
+    """A Trainer's settings for the training of its module.
 
     Raises:
-        InputError: it says something that clients cannot do, with the reason.
+        InputError: clients cannot follow one of the settings; it gives the reason.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -52,10 +52,10 @@ class TrainersModule:
 
     @property
     def columns(self) -> frozenset[str] | None:
-        """The columns that the collator gets; None: all."""
+        """The columns that go to the collator; None: all."""
         if not self.args.remove_unused_columns or _overrides(self.trainer, "get_train_dataloader"):
             return None  # transformers' own loader drops them
-        self.trainer._set_signature_columns_if_needed()  # SFTTrainer has others than the module's arguments
+        self.trainer._set_signature_columns_if_needed()  # SFTTrainer's columns differ from the module's arguments
         return frozenset(self.trainer._signature_columns)
 
     @property
@@ -68,7 +68,7 @@ class TrainersModule:
         """``[method.local]`` from the arguments; keys of ``given`` override them.
 
         Raises:
-            InputError: an argument without a counterpart, unless ``given`` has the key.
+            InputError: an argument has no counterpart, and ``given`` lacks the key.
         """
         args = self.args
         optim, kind = _text(args.optim), _text(args.lr_scheduler_type)
@@ -87,7 +87,9 @@ class TrainersModule:
                 'or give local={"schedule": "constant"}'
             )
         if "epochs" not in given and (args.max_steps > 0 or args.num_train_epochs != int(args.num_train_epochs)):
-            raise InputError('Trainer: a round has whole epochs; give local={"epochs": 1}, not max_steps or a fraction')
+            raise InputError(
+                'Trainer: a round has complete epochs; give local={"epochs": 1}, not max_steps or a fraction'
+            )
         size, parts = int(args.train_batch_size), int(args.gradient_accumulation_steps)
         found: dict[str, Any] = {
             "name": name,
@@ -109,7 +111,7 @@ class TrainersModule:
         return found | dict(given)
 
     def notices(self, local: Mapping[str, Any]) -> tuple[str, ...]:
-        """What is taken from the arguments, and what is not."""
+        """Notices about the arguments that are used, and those that are not."""
         taken = ", ".join(f"{k} {v}" for k, v in local.items())
         found = [f"client optimiser from the Trainer's arguments, per client and round: {taken}"]
         callbacks = [type(c).__name__ for c in self.trainer.callback_handler.callbacks]
@@ -131,10 +133,10 @@ class TrainersModule:
         return frozenset(n for n, p in self.module.named_parameters() if p.requires_grad and n not in decayed)
 
     def _check_parameters(self) -> None:
-        """Refuse a Trainer that trains other parameters than its module's, or some at a rate of their own.
+        """Refuse a Trainer that trains parameters outside its module, or some parameters at a different rate.
 
         Raises:
-            InputError: it does.
+            InputError: the Trainer does.
         """
         if not _overrides(self.trainer, "get_optimizer_cls_and_kwargs"):
             return
@@ -142,11 +144,11 @@ class TrainersModule:
         trained = {id(p) for group in groups for p in group["params"]}
         if trained != {id(p) for p in self.module.parameters() if p.requires_grad}:
             raise InputError(
-                "Trainer: its optimiser has other parameters than the module's, as a loss with weights of its own has; "
-                "only the module travels: put them into the module, or take another loss"
+                "Trainer: its optimiser has parameters outside the module, e.g. of a loss with its own weights; "
+                "clients send only the module: put the parameters into it, or take another loss"
             )
         if any(group.get("lr", self.args.learning_rate) != self.args.learning_rate for group in groups):
-            raise InputError("Trainer: some parameters have a learning rate of their own; clients have one rate")
+            raise InputError("Trainer: some parameters have their own learning rate; clients have one rate")
 
     def weigh(self, parts: Sequence[Batch], native: Callable[[Batch], Any]) -> Iterator[tuple[Batch, float]]:
         """The parts of one accumulated batch, and the factors of their losses, as in ``Trainer.training_step``."""
@@ -171,7 +173,7 @@ class TrainersModule:
             return self.trainer.compute_loss(module, inputs, **told)
 
     def outputs(self, module: nn.Module, inputs: Mapping[str, Any]) -> Any:
-        """The module's output in the Trainer's precision; of one of sentence-transformers, for each text of a row."""
+        """The module's output in the Trainer's precision; for sentence-transformers one output per text of a row."""
         if _defined_in(self.trainer, "collect_features").startswith(_SENTENCES):
             features, _ = self.trainer.collect_features(dict(inputs))
             with _bf16(module) if self.args.bf16 else _as_it_is():
@@ -181,10 +183,10 @@ class TrainersModule:
             return module(**inputs)
 
     def begin_checkpointing(self) -> Callable[[], None]:
-        """Switch gradient checkpointing on if the arguments ask for it; returns how to undo that.
+        """Switch gradient checkpointing on if the arguments ask for it; returns a function that undoes it.
 
         Raises:
-            InputError: the module cannot do it.
+            InputError: the module does not support it.
         """
         key = (
             "activation" if hasattr(self.args, "activation_checkpointing") else "gradient"
@@ -202,14 +204,14 @@ class TrainersModule:
         return getattr(self.module, f"{key}_checkpointing_disable")  # type: ignore[no-any-return]
 
 
-_IGNORED = (  # arguments that change no weight here, or that the run directory stands for
+_IGNORED = (  # arguments that change no weight here, or that the run directory replaces
     *("load_best_model_at_end", "push_to_hub", "resume_from_checkpoint", "data_seed", "torch_compile"),
     *("use_liger_kernel", "bf16_full_eval", "fp16_full_eval"),
 )
 
 
 def _refuse(trainer: Any) -> None:
-    """Raise an InputError for the first thing that would change the numbers of the training and cannot be done."""
+    """Raise an InputError for the first setting that would change the training and is not supported."""
     _refuse_other_batches(trainer)
     for name in _OWN_LOOP:
         where = _overrides(trainer, name)
@@ -235,9 +237,9 @@ def _refuse(trainer: Any) -> None:
         ),
         "packing": (
             getattr(trainer, "padding_free", False),
-            "batches without padding are no rows that can be dealt; expected False, and padding_free = False, too",
+            "batches without padding have no single rows to distribute; expected False, and padding_free = False, too",
         ),
-        "activation_offloading": (getattr(args, "activation_offloading", False), "it is not done here; drop it"),
+        "activation_offloading": (getattr(args, "activation_offloading", False), "it is not supported here; drop it"),
     }
     for key, (found, why) in wrong.items():
         if found:
@@ -265,7 +267,7 @@ def _refuse_other_batches(trainer: Any) -> None:
         return
     if _text(trainer.args.batch_sampler) != "batch_sampler":
         raise InputError(
-            "Trainer: args.batch_sampler chooses rows by what they hold, and clients deal theirs in a random order; "
+            "Trainer: args.batch_sampler chooses rows by their content, and clients draw theirs in a random order; "
             'expected "batch_sampler", the default'
         )
     if isinstance(trainer.train_dataset, Mapping):
@@ -278,7 +280,7 @@ def _defined_in(trainer: Any, name: str) -> str:
 
 
 def _overrides(trainer: Any, name: str) -> str:
-    """The class with a method of its own of this name; empty for the library's."""
+    """The class that overrides the method of this name; empty if only the library defines it."""
     where = next((c for c in type(trainer).__mro__ if name in vars(c)), None)
     return "" if where is None or where.__module__.startswith(_KNOWN) else where.__name__
 
@@ -298,7 +300,7 @@ def _as_it_is() -> Iterator[None]:
 
 @contextmanager
 def _bf16(module: nn.Module) -> Iterator[None]:
-    """Context manager: the module's forward pass runs under autocast and gives float32, as accelerate prepares it."""
+    """Context manager: the module's forward pass runs under autocast and returns float32, as with accelerate."""
     from accelerate.utils import convert_outputs_to_fp32
 
     before, forward = vars(module).get("forward"), module.forward

@@ -1,4 +1,4 @@
-"""What a user's Python brings to a run: a Trainer, or a dict with the module, its loss and its rows."""
+"""A user's inputs to a run from Python: a Trainer, or a dict with the module, its loss and its rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEYS = ("model", "clients", "train", "test", "classes", *OF_MODULE)  # arguments
 
 @dataclass(frozen=True)
 class Brought:
-    """Module, loss and rows, as the arguments of :func:`fedfm.federate` name them.
+    """Module, loss and rows, under the names of the arguments of :func:`fedfm.federate`.
 
     Attributes:
         local: ``[method.local]`` that a Trainer's arguments give; empty for a module.
@@ -43,7 +43,7 @@ def read_inputs(what: Any, local: Mapping[str, Any] | None = None, *, rows: bool
 
     Args:
         local: keys of ``[method.local]`` that override a Trainer's arguments.
-        rows: whether training rows have to be there.
+        rows: whether training rows are required.
 
     Raises:
         InputError: a key or a value is wrong.
@@ -78,10 +78,10 @@ def _check_names(clients: Any) -> None:
 
 
 def call(function: Callable[[], Any], name: str, seed: int) -> Any:
-    """What a user's function returns; its random draws derive from the seed, the same in every process.
+    """The return value of a user's function; the seed fixes its random draws in every process.
 
     Raises:
-        InputError: it fails, with its error.
+        InputError: the function fails; it names the function's error.
     """
     try:
         with _seed_generators(seeds.derive(seed, "own")):
@@ -94,7 +94,7 @@ def call(function: Callable[[], Any], name: str, seed: int) -> Any:
 
 @contextmanager
 def _seed_generators(seed: int) -> Iterator[None]:
-    """Context manager: the global generators start at the seed, and are restored."""
+    """Context manager: the global generators start at the seed, and are restored afterwards."""
     kept = random.getstate(), np.random.get_state()  # noqa: NPY002 - a user's code may draw from it
     try:
         with torch.random.fork_rng(devices=[]):

@@ -64,23 +64,23 @@ class Given:
         if logits is not None and objective is None:
             raise InputError("logits: only an objective needs it; with a loss the module's output is used")
         self._loss, self._objective, self._logits = loss, objective, logits
-        self.end: Callable[[], None] = lambda: None  # undoes what :meth:`wrap` switched on in the module
+        self.end: Callable[[], None] = lambda: None  # undoes the switches of :meth:`wrap` in the module
         self._key = labels
         self._collate = collate or torch.utils.data.default_collate
         self._own_batches = collate is not None or self.trainer is not None  # they may hold lists and dicts
         self._columns: frozenset[str] | None = None
-        self._listed = False  # batches are tuples
-        self._labelled = False  # every row has one class label
+        self._listed = False  # whether batches are tuples
+        self._labelled = False  # whether every row has one class label
         self._sets: list[tuple[str, str, Any]] = []  # (split, client or "", data set)
         self._nan: int | None = None  # first row with a NaN
-        self._wished: str | None = None  # as the key of the target, by a Trainer
+        self._wished: str | None = None  # the target's key according to a Trainer
         self._alias = ""  # the key of the target, if it is not "labels"
         self.notices: tuple[str, ...] = ()
         self.of_trainer: TrainersModule | None = None
         if self.trainer is not None:
             self.of_trainer = TrainersModule(self.trainer)
             self._collate, self._columns = self.trainer.data_collator, self.of_trainer.columns
-            self._wished = self.of_trainer.label  # evaluation uses it, where rows have it
+            self._wished = self.of_trainer.label  # evaluation uses it if rows have it
 
     def data_and_optimiser(
         self, clients: Any, train: Any, test: Any, local: Mapping[str, Any] | None
@@ -101,7 +101,9 @@ class Given:
 
     # --- rows --------------------------------------------------------------------------------------------------------
     def collate(self, rows: list[Any], target: bool = True) -> Batch:
-        """Rows as one batch of named tensors; the target's name is "labels". Without ``target`` it may be absent."""
+        """Collate rows into a batch of named tensors; the target's name is "labels". It may be absent without
+        ``target``.
+        """
         if self._columns is not None and rows and isinstance(rows[0], Mapping):
             rows = [{k: v for k, v in row.items() if k in self._columns} for row in rows]
         try:
@@ -137,15 +139,15 @@ class Given:
         return named
 
     def _carries(self, value: Any) -> bool:
-        """Whether a batch may hold this value that is no tensor: what the user's own function puts around tensors, and
-        a Trainer's flags and names.
+        """Whether a batch may contain this value, which is not a tensor: a container of tensors from the user's own
+        function, or a Trainer's flags and names.
         """
         if isinstance(value, list | tuple | Mapping):
             return self._own_batches and next(tensors(value), None) is not None
         return self.trainer is not None and isinstance(value, bool | int | float | str | None)
 
     def table(self, clients: Mapping[str, Any] | None, train: Any, test: Any, by: str | None) -> tuple[Table, Places]:
-        """All rows, and the indexes of each client's; with the column ``by`` that the partition needs."""
+        """All rows, and each client's indexes; it has the column ``by`` that the partition needs."""
         sets = self._sets
         if clients is not None:
             sets += [("train", c, check_dataset(clients[c], f'clients["{c}"]')) for c in sorted(clients)]
@@ -178,13 +180,13 @@ class Given:
 
     # --- the model ---------------------------------------------------------------------------------------------------
     def native(self, batch: Batch) -> Any:
-        """The batch as the user's collate made it."""
+        """The batch in the form of the user's collate function."""
         if self._listed:
             return tuple(x for k, x in batch.items() if k != ITEMS)
         return {k: x for k, x in batch.items() if k != ITEMS and not (self._alias and k == "labels")}
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """The loss to train by, a scalar."""
+        """The training loss, a scalar."""
         if self.of_trainer is None:
             return self.outcome(module, batch)[0]
         value: Tensor = self.of_trainer.loss(module, self.native(batch), batch.get(ITEMS), outputs=False)
@@ -204,7 +206,7 @@ class Given:
         if self._loss is None:
             found = module(*arguments.values()) if self._listed else module(**arguments)
             if getattr(found, "loss", None) is None:
-                raise InputError("the module returns no loss of its own: give loss=(output, target) -> scalar")
+                raise InputError("the module returns no loss: give loss=(output, target) -> scalar")
             return found.loss, getattr(found, "logits", None)
         if "labels" not in batch:
             raise InputError("loss: rows have no target; expected (input, target), or a dict with labels=its key")
@@ -213,7 +215,7 @@ class Given:
         return self._loss(output, batch["labels"]), output
 
     def model(self, classes: Sequence[str] = ()) -> WrappedModel:
-        """The module as a model that has seen no rows."""
+        """The module as a model, without a trial on rows."""
         module = self.module
         check_module(module)
         live = [p for p in module.parameters() if p.requires_grad]
@@ -237,12 +239,12 @@ class Given:
             prepare=lambda t, index: DatasetRows(table=t, index=index, collate=self.collate),
             name=IN_MEMORY,
         )
-        model.task = model_task(tasks.find("own"))  # general kernels only: the loss is the user's
+        model.task = model_task(tasks.find("own"))  # only general kernels, since the loss is the user's
         model.fingerprint = _fingerprint(module, model)
         return model
 
     def batch(self, rows: list[Any]) -> Batch:
-        """Rows whose target may be absent, on the module's device."""
+        """A batch of rows on the module's device; the target may be absent."""
         device = next(self.module.parameters()).device
         return {k: move(x, device) for k, x in self.collate(rows, target=False).items()}
 
@@ -251,10 +253,10 @@ class Given:
         return {name: x for name, x in batch.items() if name not in ("labels", self._alias)}
 
     def predict(self, rows: list[Any]) -> Outputs:
-        """The module's outputs for rows whose target is not used, and may be absent.
+        """The module's outputs for rows; the target is not used and may be absent.
 
         Raises:
-            InputError: the module fails on them, or gives nothing for each row.
+            InputError: the module fails on the rows, or has no output for each row.
         """
         batch = self.batch(rows)
         try:
@@ -294,10 +296,10 @@ class Given:
         return model
 
     def _trial(self, model: WrappedModel, table: Table) -> int:
-        """Number of a classifier's logits, else 0.
+        """Run the trial; returns a classifier's number of logits, else 0.
 
         Raises:
-            InputError: module or loss fail on the first rows, or the loss is no scalar.
+            InputError: module or loss fail on the first rows, or the loss is not a scalar.
         """
 
         def run_step(size: int) -> tuple[Tensor, Any]:
@@ -331,7 +333,7 @@ class Given:
         return int(logits.shape[1]) if fits and table.labels is not None else 0
 
     def _at_once(self, most: int) -> int:
-        """Rows of a batch without gradients: at most as many as a Trainer says."""
+        """Rows of a batch without gradients, limited by a Trainer's setting."""
         return most if self.trainer is None else min(most, int(self.trainer.args.eval_batch_size))
 
     def _check_nan(self, model: WrappedModel) -> None:
@@ -351,7 +353,7 @@ class Given:
             row -= len(data)
 
     def _scores(self, model: WrappedModel, rows: Rows, size: int, classifier: bool) -> dict[str, Any]:
-        """As models.metrics.evaluate, with the user's loss, a mean over rows; a Trainer says how many at once."""
+        """As models.metrics.evaluate, with the user's loss (a mean over rows) and a Trainer's batch size."""
         if not len(rows):
             return nothing()
 
@@ -393,7 +395,7 @@ def _names(module: nn.Module, count: int) -> tuple[str, ...]:
 def _fingerprint(module: nn.Module, model: WrappedModel) -> str:
     """SHA-256 over the frozen parameters and over names and shapes of the trainable ones.
 
-    Trainable values do not count: a restarted script may draw others, and a resumed run has its own.
+    Trainable values are left out: a restarted script may draw others, and a resumed run has its own.
     """
     digest = hashlib.sha256(repr([(n, str(d), s) for n, d, s in model.layout.entries]).encode())
     for name, p in module.named_parameters():

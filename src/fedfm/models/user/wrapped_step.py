@@ -1,7 +1,7 @@
-"""Overrides of a Trainer's ``training_step`` that do the library's own step within contexts, and nothing else.
+"""Overrides of a Trainer's ``training_step`` that only run the library's step within contexts.
 
-The step itself is never called here, since clients have their own loop. Such an override can be honoured: the loss is
-computed within its contexts. Whether it is one is read off its code.
+The step itself is never called here, since clients have their own loop. Such an override can still be followed: the
+loss is computed within its contexts. The override's code shows whether it has this form.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Contexts = Callable[[], AbstractContextManager[Any]]
 
 
 def contexts_of(trainer: Any, name: str) -> Contexts | None:
-    """How to enter the contexts of all overrides of the method ``name`` below transformers' own; None if one of them
-    does something else.
+    """A function that enters the contexts of all overrides of the method ``name``; None if an override does something
+    else.
     """
     found: list[tuple[Any, Any]] = []  # (compiled expression, its globals), the outermost first
     for kind in type(trainer).__mro__:
@@ -63,7 +63,7 @@ def _expressions(method: Any, name: str) -> list[Any] | None:
     return found if len(body) == 1 and _passes_on(body[0], name, arguments) else None
 
 
-_FREE = ((), ("__class__",))  # of a method that only calls super()
+_FREE = ((), ("__class__",))  # free variables of a method that only calls super()
 
 
 def _parameters(arguments: ast.arguments) -> set[str]:

@@ -1,1 +1,1 @@
-"""Primitives of secure aggregation: keys, secret shares, masks, fixed-point numbers. They know no method."""
+"""Primitives of secure aggregation: keys, secret shares, masks, fixed-point numbers. They do not depend on methods."""

@@ -27,7 +27,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def start(self, run: Run, done: int) -> int:
-        """Open the run, or go on with it after ``done`` rounds; returns the last round that it has, -1 for none."""
+        """Open the run, or continue it after ``done`` rounds; returns the last round that it has, -1 for none."""
 
     @abstractmethod
     def log(self, t: int, figures: Mapping[str, float]) -> None:
@@ -35,7 +35,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def finish(self, run: Run, result: Mapping[str, Any] | None) -> None:
-        """Close it; without a result the run was stopped, and a resume goes on with it."""
+        """Close it; without a result the run was stopped, and a resume continues it."""
 
 
 class Tracked(Progress):

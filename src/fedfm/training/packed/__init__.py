@@ -1,12 +1,12 @@
-"""Fast training of LoRA in transformer classifiers on a CPU, forward and backward written by hand.
+"""Fast training of LoRA in transformer classifiers on a CPU, with hand-written forward and backward passes.
 
 Supported: BERT, ViT, DeiT and I-JEPA classifiers with PEFT's LoRA (also with A frozen) on any linear maps of their
 layers and a trained linear head, float32, without dropout. It uses oneDNN and neither padding nor autograd. It caches
 the input of the lowest adapted layer, and the last layer computes only the token that the model reads. All other models
 use :mod:`fedfm.training.loop`.
 
-Kernels ``exact`` train one client at a time: its bits depend on this client alone. ``fast`` packs several clients into
-one batch, ``fast_bf16`` also multiplies by frozen weights in bfloat16.
+Kernels ``exact`` train one client at a time, so its bits depend only on this client. ``fast`` packs several clients
+into one batch; ``fast_bf16`` also multiplies by frozen weights in bfloat16.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 KERNELS = ("exact", "fast", "fast_bf16")
 FAST_BF16 = "fast_bf16"
-_WIDTH = 4  # clients in a packed batch: 8 exceed the cache, one alone spends 4 ms a step between the kernels
-_LONG = 64  # tokens of a picture from which one client's batch fills the cache
+_WIDTH = 4  # clients in a packed batch: 8 exceed the cache; a single one loses 4 ms per step between kernels
+_LONG = 64  # tokens of an image; with more, one client's batch fills the cache
 
 _known: WeakKeyDictionary[Any, dict[bool, _Found | None]] = WeakKeyDictionary()
 
@@ -45,7 +45,7 @@ def applies(model: Model | None, kernels: str) -> bool:
 
 
 def packs(model: Model | None) -> bool:
-    """Whether the model's kernels, which are not ``exact``, train it otherwise than ``exact`` ones do."""
+    """Whether the model's kernels are not ``exact``, and train it differently from ``exact`` ones."""
     return _fast_net(model) is not None
 
 
@@ -91,7 +91,7 @@ def train(jobs: Sequence[Job]) -> list[Params]:
 def predict(model: Model, rows: Rows) -> Tensor | None:
     """Logits (n, C) of the model, float32 with all kernels; None if it or the rows are not supported.
 
-    They equal the module's within 1e-5. Their bits depend on the rows, their order and the parameters alone. Logits of
+    They equal the module's within 1e-5. Their bits depend only on the rows, their order and the parameters. Logits of
     the same rows and parameters are cached.
     """
     found = _net(model, False, fresh=True) if takes(rows) else None
@@ -125,7 +125,7 @@ class _Found(NamedTuple):
 
 
 def _net(model: Model | None, low: bool, *, fresh: bool = False) -> _Found | None:
-    """The net of the model, read once; with ``fresh`` again if its frozen weights have changed since."""
+    """The net of the model, read once; with ``fresh`` it is read again if frozen weights have changed."""
     if (
         model is None
         or not hasattr(getattr(model, "module", None), "peft_config")

@@ -44,7 +44,7 @@ class FlatLayout:
         return {n: vector[..., start:stop].view(*front, *shape) for n, (start, stop, shape) in self.slots.items()}
 
     def places(self, names: Collection[str]) -> list[slice]:
-        """Where these tensors stand in a client's vector."""
+        """The places of these tensors in a client's vector."""
         return [slice(*self.slots[name][:2]) for name in names]
 
     def tensor(self, name: str, views: dict[str, Tensor]) -> Tensor:
@@ -93,16 +93,16 @@ class Segment:
         torch.sum(x, 0, out=self.gradient[name])
 
     def mean_of(self, rows: int) -> int:
-        """By what a loss of so many rows is divided."""
+        """The divisor of a loss over this number of rows."""
         return rows
 
 
 @dataclass(frozen=True)
 class RowSegment(Segment):
-    """Rows of one client, each with a gradient of its own loss: gradients have the number of rows b in front.
+    """Rows of one client, with a gradient for each row's loss: gradients have the number of rows b in front.
 
     Attributes:
-        place: (b, T) where a row's tokens are, n where it has no more; None: all have equally many.
+        place: (b, T) positions of a row's tokens, n beyond its end; None: all rows have equally many.
     """
 
     place: Tensor | None

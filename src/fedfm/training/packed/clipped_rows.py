@@ -1,7 +1,7 @@
 """Sums of clipped gradients of single rows, for DP-SGD of the models that :mod:`fedfm.training.packed` supports.
 
-The backward pass is that of training; only a trained matrix gets one product for each row. LoRA and heads are so small
-that the rows' gradients fit into memory, and a norm is that of the numbers which are added up.
+The backward pass is that of training, except that a trained matrix gets one product per row. LoRA and heads are so
+small that the rows' gradients fit into memory, and the norms are those of the summed values.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fedfm.training.packed.prefix import Cache
 from fedfm.training.packed.trainer import fill
 from fedfm.training.row_gradients import factors
 
-_NUMBERS = 2**25  # of the gradients of the rows of one pass
+_NUMBERS = 2**25  # values in the rows' gradients of one pass
 
 
 class RowGradients:
-    """Of a client's rows, at the parameters that the model has when it is asked.
+    """Gradients of a client's rows, at the model's parameters at the time of the call.
 
     Args:
         rows: with labels.

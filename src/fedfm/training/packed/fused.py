@@ -1,8 +1,8 @@
 """Self-attention over a packed batch in compiled loops: no grouping by length, no copies of heads, no padding.
 
-The product of one head of one sequence is small (16 x 16 x 32 in a sentence encoder); a library spends most of its time
-around such products. Here a tile of eight rows and sixteen columns stays in registers. Queries, keys and values are
-read in place; only keys (forward) and values (backward) are transposed first.
+The product of one head of one sequence is small (16 x 16 x 32 in a sentence encoder), and libraries spend most of the
+time around such products. Here a tile of eight rows and sixteen columns stays in registers. Queries, keys and values
+are read in place; only keys (forward) and values (backward) are transposed first.
 
 The module does not import torch.
 """
@@ -25,7 +25,7 @@ _part = partial(part, maths=EXACT)
 
 @_part
 def _softmax(p: Any, at: int, rows: int, n: int, wide: int) -> None:
-    """Softmax of the first n entries of each row (rows, wide) at ``at``, zeros behind them."""
+    """Softmax of the first n entries of each row (rows, wide) at ``at``, with zeros after them."""
     for row in range(at, at + rows * wide, wide):
         top = load(p, row)
         if n < COUNT:
@@ -119,7 +119,7 @@ def backward(
 
 
 def round_up(n: Any) -> Any:
-    """The length n, rounded up to whole lanes."""
+    """The length n, rounded up to complete lanes."""
     return -(-n // COUNT) * COUNT
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _FEW_ROWS = 8  # oneDNN gains nothing with fewer rows
-_ROWS = 256  # oneDNN orders a weight for so many rows
+_ROWS = 256  # number of rows for which oneDNN arranges a weight
 
 # Overloads are looked up once: the look-up costs as much as a small kernel.
 gelu_backward = torch.ops.aten.gelu_backward.grad_input

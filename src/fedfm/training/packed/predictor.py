@@ -22,7 +22,7 @@ _ENTRIES = 1 << 18  # numbers in one layer's input: its input and output then fi
 
 
 class CachedLogits:
-    """Logits of a net. Batches depend on the rows alone, so the bits depend on the rows and the parameters alone."""
+    """Logits of a net. Batches depend only on the rows, so the bits depend only on rows and parameters."""
 
     def __init__(self, net: Net) -> None:
         self.net = net
@@ -55,7 +55,7 @@ class CachedLogits:
 
 
 def batches(length: np.ndarray, tokens: int) -> Iterator[np.ndarray]:
-    """Indexes of rows of similar length, at most ``tokens`` together; a longer row is a batch of its own."""
+    """Indexes of rows of similar length, with at most ``tokens`` per batch; a longer row is a separate batch."""
     order = np.argsort(length, kind="stable")
     start = total = 0
     for stop, n in enumerate(length[order].tolist()):

@@ -1,4 +1,4 @@
-"""The input of the lowest adapted layer, computed once for a client's rows and cached while they live."""
+"""The input of the lowest adapted layer, computed once per client's rows and cached as long as these exist."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Prefix:
 
 
 class PrefixByPart(Prefix):
-    """Packed tokens of rows whose batches come from a stream, each once: of pictures that are deferred or augmented."""
+    """Packed tokens of rows whose batches come from a stream, each once: of images that are deferred or augmented."""
 
     def __init__(self, net: Net, rows: Rows, batches: Iterator[tuple[Rows, np.ndarray]]) -> None:
         super().__init__(net, rows)
@@ -91,7 +91,9 @@ class Cache:
         self._by_rows: Any = WeakIdKeyDictionary()  # labels tensor of the rows -> Prefix
 
     def get(self, net: Net, rows: Rows) -> Prefix:
-        """The prefix of these rows. Its size alone decides whether it is cached, so its bits depend on it alone too."""
+        """The prefix of these rows. Only its size decides whether it is cached, and so its bits depend only on its
+        size, too.
+        """
         prefix: Prefix | None = self._by_rows.get(rows.labels)
         if prefix is not None and prefix.x is not None and prefix.net is net:
             return prefix
@@ -125,7 +127,7 @@ class Cache:
 
 
 def takes(rows: Rows) -> bool:
-    """Whether the rows can be packed: token vectors of any length above 0, or pictures."""
+    """Whether the rows can be packed: token vectors of any length above 0, or images."""
     if rows.tokens is not None and not rows.tokens.length.all():
         return False
     return rows.names == ({"pixel_values"} if rows.tokens is None else set())

@@ -1,1 +1,1 @@
-"""What a run on Flower survives: lost messages, nodes that come back, a server that is started again."""
+"""Recovery of runs on Flower: lost messages, nodes that reconnect, a restarted server."""

@@ -1,12 +1,12 @@
 """After a restart the server fetches a client's cached reply by request hash.
 
-A message belongs to one Flower run, and a resumed run is a new Flower run: the SuperLink drops replies that the former
-ServerApp did not pull, and rejects later ones. In buffered asynchronous rounds one training may take many rounds. So a
-client host keeps its last reply, and a request may refer to it by name: the SHA-256 of the request as it was sent. A
-host without that reply answers with E_HELD, and gets the request again.
+A message belongs to one Flower run, and a resumed run is a new Flower run. So the SuperLink drops replies that the
+former ServerApp did not pull, and rejects later ones. In buffered asynchronous rounds one training may take many
+rounds. So a client host caches its last reply, and the server can ask for it by name: the SHA-256 of the request as
+sent. A host without that reply answers with E_HELD, and gets the request again.
 
-This concerns replies that the server has not pulled. Pulled ones are on its own disk
-(:mod:`fedfm.engines.flower.recovery.pending_requests`), so that no client has to be connected for them.
+It is only for replies that the server has not pulled. Pulled ones are on its own disk
+(:mod:`fedfm.engines.flower.recovery.pending_requests`), so no client has to be connected for them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from fedfm.core import storage
 from fedfm.errors import E_FORMAT, E_HELD, ClientFault, RunError
 
 FILE = "last-answer"  # in the private folder of a client
-KEY = "+answered"  # the only key of the body that stands for a request
+KEY = "+answered"  # the only key of a body that replaces a request
 
 
 def name_of(handler: str, head: str, data: bytes) -> str:
-    """The name of a request as it crosses."""
+    """The name of a request in the form in which it crosses."""
     digest = hashlib.sha256(f"{handler}\n{len(head)}\n{head}".encode())
     digest.update(data)
     return digest.hexdigest()
 
 
 def reference(name: str) -> Mapping[str, str]:
-    """The body of a message that asks for the answer to the request of this name."""
+    """The body of a message that asks for the cached reply to the request of this name."""
     return {KEY: name}
 
 
@@ -46,12 +46,12 @@ def referenced_name(body: Any) -> str | None:
         return None
     name = body[KEY]
     if not isinstance(name, str):
-        raise ClientFault(E_FORMAT, "a reference to an answer is no hash")
+        raise ClientFault(E_FORMAT, "a reference to an answer is not a hash")
     return name
 
 
 class LastAnswer:
-    """The last answer of a client to a request for training, on its own disk.
+    """A client's last reply to a request for training, on its own disk.
 
     Args:
         path: the file; its folder exists.
@@ -61,10 +61,10 @@ class LastAnswer:
         self._path = path
 
     def keep(self, name: str, asked: str, head: str, data: bytes) -> None:
-        """Write it in place of the one before. With a full disk, a client may train twice after a stop.
+        """Replace the stored reply. If the disk is full, a client may train twice after a stop.
 
         Args:
-            asked: the question, as the silo's ledger names it.
+            asked: the question, in the silo's ledger's form.
         """
         record = {"name": name, "asked": asked, "head": head, "sha256": hashlib.sha256(data).hexdigest()}
         storage.sweep(self._path.parent, self._path.name)
@@ -89,4 +89,4 @@ class LastAnswer:
 
 def missing() -> ClientFault:
     """The fault of a client host that does not have the reply."""
-    return ClientFault(E_HELD, "the answer to that request is not here")
+    return ClientFault(E_HELD, "this client has no answer to that request")

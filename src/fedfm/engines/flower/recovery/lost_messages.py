@@ -1,7 +1,7 @@
-"""Finds requests or replies that were lost on the way. Flower does not report this: it counts them as delivered.
+"""Find requests or replies that were lost on the way; Flower counts them as delivered and does not report them.
 
-A SuperNode takes the next message only after it has answered the one before. So if a node answers a hello and an
-earlier request is still unanswered, that request or its reply was lost.
+A SuperNode takes the next message only after its answer to the one before. So if a node answers a hello while an
+earlier request has no reply, that request or its reply is lost.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from flwr.app import Message
 from fedfm.engines.flower.message_codec import InFlight
 
 FIRST = 30.0  # seconds of silence before the first hello, or twice the longest reply time of this handler
-_FACTOR = 2  # by which the pause grows: during a long computation the hellos wait at the node
+_FACTOR = 2  # growth of the pause, since hellos queue at the node during a long computation
 
 
 @dataclass
 class _Silence:
-    """A request that is not answered yet.
+    """A request without a reply.
 
     Attributes:
         since: when it was sent.
         until: when its node gets the next hello.
         pause: seconds between the last hello and that one.
-        suspected: its node has answered a hello that was sent after it.
+        suspected: whether its node has answered a hello that was sent after it.
     """
 
     one: InFlight
@@ -37,12 +37,12 @@ class _Silence:
 
 
 class Probes:
-    """The hellos to nodes that are silent."""
+    """The hellos to silent nodes."""
 
     def __init__(self) -> None:
         self._silent: dict[str, _Silence] = {}  # by request
         self._slowest: dict[str, float] = {}  # by handler: seconds of the slowest answer
-        self._sent: dict[str, tuple[InFlight, list[str]]] = {}  # by hello: it, and what was sent to its node before
+        self._sent: dict[str, tuple[InFlight, list[str]]] = {}  # by hello: the hello, and earlier requests to its node
 
     @property
     def names(self) -> Collection[str]:
@@ -51,11 +51,11 @@ class Probes:
 
     @property
     def suspects(self) -> set[str]:
-        """Requests that are lost if the next pull does not bring their answers."""
+        """Requests that count as lost if the next pull has no replies to them."""
         return {name for name, silence in self._silent.items() if silence.suspected}
 
     def take_reply(self, message: Message) -> InFlight | None:
-        """Take in the answer to a hello; returns the hello, or None if the message answers none."""
+        """Process the answer to a hello; returns the hello, or None if the message is not such an answer."""
         name = message.metadata.reply_to_message_id
         if name not in self._sent:
             return None
@@ -66,7 +66,7 @@ class Probes:
         return hello
 
     def due(self, waiting: Mapping[str, InFlight], online: Collection[int]) -> list[int]:
-        """Connected nodes that have been silent for long. Call it with all requests that are in flight."""
+        """Connected nodes that have been silent for long, given all requests in flight."""
         now = time.monotonic()
         for name in self._silent.keys() - waiting.keys():
             over = self._silent.pop(name)

@@ -1,4 +1,4 @@
-"""Which nodes are connected. A node that reconnects has lost its unanswered messages."""
+"""Track connected nodes. A node that reconnects has lost its unanswered messages."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class Presence:
     """The nodes of a Grid.
 
     Args:
-        returns: nodes may reconnect, and the Grid knows since when a node is connected.
+        returns: whether nodes may reconnect, and the Grid knows their connection times.
     """
 
     def __init__(self, grid: Grid, returns: bool) -> None:
         self._grid, self._returns = grid, returns
-        self._known: dict[int, str] = {}  # of every node, when it connected last
+        self._known: dict[int, str] = {}  # by node: its last connection time
         self._online: dict[int, str] = {}
         self._looked = -math.inf
         self._given_up: set[int] = set()
 
     def online(self) -> Mapping[int, str]:
-        """When each connected node connected; "" if the Grid does not know."""
+        """Connection time of each connected node; "" if the Grid does not know it."""
         if self._returns:
             found = {node.node_id: str(node.last_activated_at) for node in self._grid.get_nodes()}
         else:
@@ -45,11 +45,11 @@ class Presence:
         return self._online.keys()
 
     def since(self, node: int) -> str:
-        """When a node connected, as it was at the last look."""
+        """Connection time of a node at the last look."""
         return self._online.get(node, "")
 
     def expects(self, node: int, online: Mapping[int, str]) -> bool:
-        """Whether a message to this node can be answered: it is connected, or the wait for it has not failed yet."""
+        """Whether this node may answer a message: it is connected, or the wait for it has not failed yet."""
         return node in online or (self._returns and node not in self._given_up)
 
     def has_reconnected(self, node: int, online: Mapping[int, str]) -> bool:
@@ -60,5 +60,5 @@ class Presence:
         return before != online[node]
 
     def give_up(self, nodes: Iterable[int]) -> None:
-        """Do not wait any more for those of these nodes that are not connected, until they are."""
+        """Stop waiting for those of these nodes that are disconnected, until they reconnect."""
         self._given_up.update(set(nodes) - self._online.keys())

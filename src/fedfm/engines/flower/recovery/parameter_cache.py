@@ -1,4 +1,4 @@
-"""Parameters that a client host has already cross as their hash: evaluation and next round use the same ones.
+"""Send parameters as their hash if the client host has them: evaluation and next round use the same ones.
 
 A client host caches the parameters of its last message and the model's initial ones. Each of its replies lists their
 SHA-256 hashes. The server sends a hash in place of listed parameters. A host that has lost them answers with E_HELD,
@@ -16,8 +16,8 @@ from fedfm.linalg.out_of_core import to_file
 from fedfm.linalg.params import Params
 
 NAMES = "held"  # of an envelope: hashes in the client host's cache; in the hello: whether to list them
-KEY = "+held"  # the only key of the mapping that stands for parameters
-LEAST = 1 << 14  # bytes; smaller vectors cross again
+KEY = "+held"  # the only key of a mapping that replaces parameters
+LEAST = 1 << 14  # bytes; smaller vectors are always sent
 _MOST = 64  # names in one reply
 _DIGITS = 64  # of a SHA-256
 
@@ -26,7 +26,7 @@ class ParameterCache:
     """The parameters that a client host has cached.
 
     Args:
-        start: returns the model's parameters as they are before the first message; None: there is no model.
+        start: returns the model's parameters before the first message; None: there is no model.
     """
 
     def __init__(self, start: Callable[[], Params | None]) -> None:
@@ -34,7 +34,7 @@ class ParameterCache:
         self._last: dict[str, Params] = {}
 
     def begin(self) -> None:
-        """Take the model's parameters; call it before a message changes them."""
+        """Cache the model's parameters; call it before a message changes them."""
         first = self._start()
         if first is not None and first.nbytes >= LEAST:
             self._first = {first.sha256(): to_file(first)}
@@ -45,10 +45,10 @@ class ParameterCache:
         return sorted({*self._first, *self._last})[:_MOST]
 
     def resolve(self, body: Any) -> Any:
-        """The complete body of a message, whose parameters replace those in the cache.
+        """The complete body of a message; its parameters replace those in the cache.
 
         Raises:
-            ClientFault: E_HELD, it refers to parameters that are not here.
+            ClientFault: E_HELD, it refers to parameters that are not in the cache.
         """
         now: dict[str, Params] = {}
 
@@ -61,10 +61,10 @@ class ParameterCache:
                 return None
             name = part[KEY]
             if not isinstance(name, str):
-                raise ClientFault(E_FORMAT, "a reference to parameters is no hash")
+                raise ClientFault(E_FORMAT, "a reference to parameters is not a hash")
             found = self._last.get(name, self._first.get(name))
             if found is None:
-                raise ClientFault(E_HELD, "the message refers to parameters that this client does not have any more")
+                raise ClientFault(E_HELD, "the message refers to parameters that this client no longer has")
             now[name] = found
             return found
 
@@ -104,7 +104,7 @@ def hashes(payload: Mapping[str, Any]) -> dict[int, str]:
 
 
 def with_references(payload: Mapping[str, Any], known: Mapping[int, str], held: Container[str]) -> Any:
-    """The payload with a reference in place of cached parameters; ``known`` is of :func:`hashes`."""
+    """The payload with a reference in place of cached parameters; ``known`` comes from :func:`hashes`."""
 
     def short(part: Any) -> Any:
         if not isinstance(part, Params):

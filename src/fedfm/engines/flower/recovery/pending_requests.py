@@ -1,7 +1,7 @@
 """Requests of buffered asynchronous rounds and their pulled replies, on the server's disk.
 
-``private/underway.json`` names the last request to every client: its round, its call, the SHA-256 of its payload, and
-the name by which the client host keeps its reply (:mod:`fedfm.engines.flower.recovery.last_reply`).
+``private/underway.json`` has the last request to every client: its round, its call, the SHA-256 of its payload, and
+the name under which the client host caches its reply (:mod:`fedfm.engines.flower.recovery.last_reply`).
 ``private/underway/`` has the reply, as soon as it is pulled. A client may get its next request before the round with
 its reply is committed. So the request before the last one and its reply stay too, until the client gets another
 request, which is after that commit. A run that continues after a stop therefore finds everything that its last
@@ -28,18 +28,18 @@ from fedfm.core.messages import Reply
 from fedfm.engines.flower.recovery.round_replies import Digest
 from fedfm.errors import RunError
 
-_MOST = 2 << 30  # bytes of replies; those beyond are kept by the clients alone
+_MOST = 2 << 30  # bytes of stored replies; beyond that only the clients have them
 
 
 @dataclass(frozen=True)
 class SentRequest:
-    """A request.
+    """A request that was sent.
 
     Attributes:
-        node: Flower's number of the client's node.
+        node: Flower's id of the client's node.
         payload: SHA-256 of its complete payload.
-        name: SHA-256 of the message as it crossed, by which the client host keeps its reply.
-        nbytes, spared: of the message, for the transcript.
+        name: SHA-256 of the message as it crossed; the client host caches its reply under this name.
+        nbytes, spared: bytes of the message, and bytes saved, for the transcript.
     """
 
     node: int
@@ -57,7 +57,7 @@ class SentRequest:
 
 
 class PendingRequests:
-    """The last request to each client, the one before it if that was answered, and the answers.
+    """For each client its last request, the one before if that has a reply, and the replies.
 
     Args:
         folder: the run's ``private``.
@@ -78,11 +78,11 @@ class PendingRequests:
         return [one[client] for one in (self._sent, self._before) if client in one]
 
     def at_work(self) -> dict[int, ClientId]:
-        """Clients by node that have not answered, as far as this server knows."""
+        """Clients by node whose reply this server does not have."""
         return {sent.node: client for client, sent in self._sent.items() if not self._file(client, sent).exists()}
 
     def enter(self, requests: Mapping[ClientId, SentRequest]) -> None:
-        """Write requests that are on their way; of each client the last one stays as well, if it was answered."""
+        """Store requests that are being sent; a client's last request also stays if it has a reply."""
         for client, sent in requests.items():
             last = self._sent.get(client)
             if last is None or last.at == sent.at:  # it is sent again, with all parameters
@@ -96,11 +96,11 @@ class PendingRequests:
             client: asdict(sent) | ({"before": asdict(self._before[client])} if client in self._before else {})
             for client, sent in sorted(self._sent.items())
         }
-        with contextlib.suppress(RunError):  # a full disk costs second passes after a stop, and no more
+        with contextlib.suppress(RunError):  # a full disk only causes repeated training after a stop
             storage.write_atomic(self._path, json.dumps(record, indent=1).encode(), 0o600, sync=False)
 
     def keep(self, client: ClientId, reply: Reply) -> None:
-        """Write the answer to a client's last request, if it is one."""
+        """Store a reply, if it answers the client's last request."""
         sent = self._sent.get(client)
         if sent is None or reply.fault is not None or (reply.round, reply.call) != sent.at:
             return
@@ -116,7 +116,7 @@ class PendingRequests:
             self._remove(path)
 
     def answer(self, client: ClientId, sent: SentRequest) -> Reply | None:
-        """The answer to one of :meth:`last_requests`, if it was pulled."""
+        """The reply to one of :meth:`last_requests`, if it was pulled."""
         path = self._file(client, sent)
         record = storage.load(path, None) if path.exists() else None
         if not isinstance(record, Mapping) or record.get("name") != sent.name:
@@ -132,7 +132,7 @@ class PendingRequests:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self) -> None:
-        """Take in what a former process wrote; nothing if it is damaged."""
+        """Read what an earlier process stored; nothing if it is damaged."""
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             for client, record in json.loads(self._path.read_text(encoding="utf-8")).items():
                 before = record.pop("before", None)

@@ -17,7 +17,7 @@ from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import payload
 from fedfm.errors import RunError
 
-_MOST = 2 << 30  # bytes of a round's replies; of a round with more, none is kept
+_MOST = 2 << 30  # bytes of a round's replies; a round with more keeps none
 _KEYS = {"client", "handler", "payload", "value", "down", "up", "spared"}
 
 
@@ -25,7 +25,7 @@ class RoundReplies:
     """Replies on disk, by round, call and client; a reply to another payload is ignored.
 
     Args:
-        folder: is made when it is needed.
+        folder: made on first use.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -33,7 +33,7 @@ class RoundReplies:
         self._digest = Digest()
 
     def find(self, request: Request) -> Reply | None:
-        """The reply to this request, if it came before."""
+        """The stored reply to this request, if there is one."""
         self._begin(request.round)
         path = self._path(request)
         record = storage.load(path, None) if path.exists() else None
@@ -47,7 +47,7 @@ class RoundReplies:
         return Reply(request.client, record["value"], request.round, request.call, *sizes, None, record["spared"])
 
     def keep(self, request: Request, reply: Reply) -> None:
-        """Write a reply. With a full disk, a client may answer twice after a stop."""
+        """Store a reply. If the disk is full, a client may answer twice after a stop."""
         self._begin(request.round)
         self._size += reply.nbytes_up
         if self._size > _MOST:
@@ -66,7 +66,7 @@ class RoundReplies:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _begin(self, round: int) -> None:
-        """Remove what is of other rounds."""
+        """Remove replies of other rounds."""
         if round != self._round:
             self._round, self._size = round, 0
             for path in self._folder.glob("*"):

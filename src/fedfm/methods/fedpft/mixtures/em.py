@@ -3,8 +3,8 @@
 Every group is fitted alone, from its own seed, so its mixture does not depend on other groups (see ``group``).
 
 An M step adds the floor, 1e-6 times the group's mean variance plus 1e-12, to every variance (full: to the diagonal),
-as scikit-learn's ``reg_covar`` does. If variances are as small as the floor, this is not the maximiser and the
-likelihood may fall; such a step is undone and ends the fit.
+like scikit-learn's ``reg_covar``. If variances are as small as the floor, the step does not maximise the likelihood,
+which may fall; such a step is undone and ends the fit.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Fit:
 
     Attributes:
         mixture: after the last M step.
-        log_likelihood: mean over the rows, in the last E step, before the last M step; NaN of one component, which has
+        log_likelihood: mean over the rows in the last E step, before the last M step; NaN for one component, which has
             a closed form.
         iterations: number of E steps.
-        converged: the last one changed the log-likelihood by less than the tolerance.
+        converged: whether the last step changed the log-likelihood by less than the tolerance.
     """
 
     mixture: Mixture

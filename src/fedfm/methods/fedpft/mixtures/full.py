@@ -1,4 +1,4 @@
-"""EM with full covariances, in float64 through BLAS, which fewer rows than dimensions need."""
+"""EM with full covariances, in float64 through BLAS; float64 is needed for fewer rows than dimensions."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-COVARIANCES = ("spherical", "diag", "full")  # by the scales' number of dimensions, less one
+COVARIANCES = ("spherical", "diag", "full")  # index: number of axes of ``scales``, minus 1
 ON_SIMPLEX = 1e-3  # largest deviation of the sum of weights from 1
-ENTRIES = 1 << 21  # in one block of rows and features, whose densities are computed at once: 16 MiB
+ENTRIES = 1 << 21  # of a block of rows x features for which densities are computed at once: 16 MiB
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Mixtures without components that stand for a single row and so would copy it."""
+"""Fit mixtures without components that represent a single row, since these would copy the row."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fedfm.methods.fedpft.mixtures.em import Fit, fit
 from fedfm.methods.fedpft.mixtures.mixture import Array, Mixture
 
-ALONE = 2 - 0.005  # a component of fewer rows stands for one; at EM's end others have a small share of two rows
+ALONE = 2 - 0.005  # a component of fewer rows represents one row; EM's small shares lower a count of two slightly
 
 
 def fit_without_singles(
@@ -15,9 +15,9 @@ def fit_without_singles(
 ) -> list[Fit]:
     """:func:`~fedfm.methods.fedpft.mixtures.fit`, then drop components that stand for one row.
 
-    ``capacity`` alone does not prevent them: an outlier attracts a component for any K. A component stands for n times
-    its weight rows; those of less than two are dropped, except the heaviest, and EM continues from the rows of the
-    others, until none is left. Only a group of one row keeps a component of one.
+    ``capacity`` alone does not prevent them: an outlier attracts a component for any K. A component represents (n times
+    its weight) rows. Components of less than two rows are dropped, except the heaviest, and EM continues from the rows
+    of the others, until there are none. Only a group of one row keeps a component of one row.
 
     The arguments and errors are those of ``fit``.
     """
@@ -29,7 +29,7 @@ def fit_without_singles(
 
 
 def _several_rows(g: Mixture, rows: int) -> Mixture | None:
-    """The components that stand for several rows, and the heaviest; None if these are all."""
+    """The components that represent several rows, and the heaviest; None if these are all components."""
     stay = rows * g.weights >= ALONE
     stay[g.weights.argmax()] = True
     return None if stay.all() else Mixture(g.weights[stay], g.means[stay], g.scales[stay])
