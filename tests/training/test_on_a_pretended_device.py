@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fedfm.core.client import Client, ClientData
+from fedfm.core.client import Client, ClientData, Terms
 from fedfm.core.rows import Rows
 from fedfm.data.table import Table
 from fedfm.models.adapters.adaptation import live_head
@@ -134,7 +134,7 @@ def test_a_round_copies_batches_to_the_device_and_reads_one_number(adaptation, l
         )
         reads.clear()
         with Counted() as counted:
-            loop.train([Job(client, w, local, **more)])
+            loop.train([Job(client, w, local, Terms(**more))])
     batches, tensors = ROWS // (local.micro_batch or BATCH), len(model.names)
     # Pixels and labels of each batch, the parameters, and what corrects the gradients.
     assert counted.seen["to the device"] <= 2 * batches + tensors + 1
