@@ -363,14 +363,16 @@ def results(
     if text.get("keep_states"):
         keep()
     os.chdir(HERE)  # paths in the rows are relative to it
-    for name in named(Experiment.load(path)):
-        Sets(data, path.parent).make(name)
+    grid = text.get("grid", {"": {}})
+    for keys in grid.values():
+        for name in named(Experiment.load(path, keys)):
+            Sets(data, path.parent).make(name)
     name = path.stem.partition("__")[2]
     if name in text.get("single", []):
         seeds = seeds[:1]
     out: dict[str, Any] = {}
     choices: dict[str, Any] = {}
-    for point, keys in text.get("grid", {"": {}}).items():
+    for point, keys in grid.items():
         found: dict[str, Any] = {}
         changes, words, choice = chosen(path, runs, text, point)
         for seed in [s for s in seeds if s in text.get("seeds_at", {}).get(f"{name}.{point}", seeds)]:
