@@ -301,7 +301,7 @@ def test_the_command_answers_what_is_there(carried, monkeypatch, capsys):
     [
         ({"folder": "nowhere"}, 'run.folder = "nowhere": no such folder'),
         ({"roster": "nowhere"}, "run.roster: nowhere cannot be read"),
-        ({"identity": "nowhere/key"}, "run.identity: nowhere is no folder"),
+        ({"identity": "nowhere/key"}, "run.identity: nowhere is not a folder"),
         ({"folder": None}, "run.folder: engine"),
         ({"roster": None}, "run.roster: a file with the silos' public keys is needed"),
         ({"attack": {"name": "sign_flip", "fraction": 0.5}}, "real silos, which do not attack"),

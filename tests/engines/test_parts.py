@@ -96,7 +96,7 @@ def test_an_app_of_a_long_name_is_one_that_flower_takes(tmp_path):
 def test_a_method_that_pools_rows_has_no_app(tmp_path):
     exp = tmp_path / "exp.toml"
     exp.write_text(Experiment.from_dict(table("x.npz", method={"name": "centralised"})).to_toml())
-    with pytest.raises(InputError, match="pools"):
+    with pytest.raises(InputError, match="trains on pooled rows"):
         app_writer.write(tmp_path / "app", exp)
 
 

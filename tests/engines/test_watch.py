@@ -48,7 +48,7 @@ def test_a_connection_that_breaks_ends_no_run_whoever_started_the_superlink(tmp_
     progress.notice = told.append
     watch = _Watch(run, SimpleNamespace(status=status), SimpleNamespace() if ours else None, lambda: False, progress)
     assert [watch._status(1) for _ in range(3)] == [("", ""), ("", ""), ("running", "")]
-    assert told == ["the SuperLink does not answer; the run goes on when it does", "the SuperLink answers again"]
+    assert told == ["the SuperLink does not answer; the run continues when it does", "the SuperLink answers again"]
 
 
 @pytest.mark.parametrize("left_out", [False, True])

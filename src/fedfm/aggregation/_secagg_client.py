@@ -266,7 +266,7 @@ def identity_of(client: Client) -> bytes:
 def _enough(client: Client, got: int, least: int) -> None:
     least = max(least, client.smallest_cohort)
     if got < least:
-        raise refusal(f"a sum of {got} clients, expected {least} at least")
+        raise refusal(f"a sum of {got} clients, expected at least {least}")
 
 
 def _trust(client: Client, found: Mapping[str, str]) -> None:
