@@ -130,7 +130,7 @@ def test_labels_that_are_spelled_in_two_ways_are_noticed(capsys, tmp_path):
     text = labelled(tmp_path, ["Sports", "sports", "Sports  news", "sports news", "world", "world"] * 10)
     code, out, _ = checked(capsys, tmp_path, text)
     assert code == 0
-    assert '# the classes "Sports" and "sports"; "Sports  news" and "sports news" differ by case or spaces alone' in out
+    assert '# the classes "Sports" and "sports"; "Sports  news" and "sports news" differ only by case or spaces' in out
     fedfm.run(tmp_path / "exp.toml", tmp_path / "run")
     manifest = json.loads((tmp_path / "run/manifest.json").read_text())
     assert any("differ by case or spaces" in notice for notice in manifest["notices"])
@@ -145,7 +145,7 @@ def test_labels_that_differ_by_form_or_by_a_mark_are_noticed(capsys, tmp_path):
     assert (code, "class names must be different" in err) == (2, True)
     code, out, _ = checked(capsys, tmp_path, labelled(tmp_path, ["sci-tech", "sci_tech", "Sci Tech", "world"] * 15))
     assert code == 0
-    assert '"Sci Tech" and "sci-tech" and "sci_tech" differ by -, _, spaces or case alone' in out
+    assert '"Sci Tech" and "sci-tech" and "sci_tech" differ only by -, _, spaces or case' in out
     assert "differ by case or spaces" not in out
     code, out, _ = checked(capsys, tmp_path, labelled(tmp_path, ["top-1", "top-10", "nan-o"] * 20))
     assert (code, "differ by" in out, "without a label" in out) == (0, False, False)
@@ -154,7 +154,7 @@ def test_labels_that_differ_by_form_or_by_a_mark_are_noticed(capsys, tmp_path):
 def test_labels_that_are_one_number_are_noticed(capsys, tmp_path):
     code, out, _ = checked(capsys, tmp_path, labelled(tmp_path, ["1", "1.0", "01", "2", "-2", "1e999999999"] * 10))
     assert code == 0
-    assert '# the classes "01" and "1" and "1.0" differ by how they write a number alone' in out
+    assert '# the classes "01" and "1" and "1.0" differ only by how they write a number' in out
     assert '"-2"' not in out.split("differ by")[0].split("# the classes")[1]
     different = ["1", "-1", "10", "1_0", "1.01", "12345678901234567890123456789012", "12345678901234567890123456789013"]
     code, out, _ = checked(capsys, tmp_path, labelled(tmp_path, (different * 10)[:60]))

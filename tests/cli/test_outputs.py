@@ -35,7 +35,7 @@ def test_a_page_replaces_a_page_and_nothing_else(command, run, tmp_path, capsys)
         assert main([*command, str(other)]) == 2
         said = capsys.readouterr()
         assert (said.out, other.read_bytes()) == ("", content)
-        assert said.err.strip() == f"fedfm: --out {other} exists and is of another kind; give another"
+        assert said.err.strip() == f"fedfm: --out {other} exists and is of another kind; give another path"
     own = tmp_path / "own"
     for _ in range(2):
         assert main([*command, str(own)]) == 0

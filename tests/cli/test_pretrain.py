@@ -129,7 +129,7 @@ def test_it_is_plain_training(whole, tmp_path):
 def test_an_interrupted_one_goes_on_to_the_same_bits(whole, tmp_path, steps):
     with pytest.raises(KeyboardInterrupt):
         pretrain(tables(), tmp_path / "net", watcher=Lines(steps))
-    with pytest.raises(InputError, match=r"is not finished: the `fedfm pretrain` that began it"):
+    with pytest.raises(InputError, match=r"is not finished: continue the `fedfm pretrain` that began it"):
         load_model(ModelSpec(str(tmp_path / "net")), classes=("a",), kind="image")
     seen = Lines()
     result = pretrain(tables(), tmp_path / "net", watcher=seen)

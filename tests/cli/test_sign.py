@@ -198,7 +198,7 @@ def test_a_key_is_trusted_only_if_it_is_ones_own_or_given(copy, tmp_path, capsys
     told = json.loads(capsys.readouterr().out)
     assert (told["valid"], told["intact"], told["key_known"]) == (False, True, False)
     assert main(["verify", str(run), "--key", str(public)]) == 1
-    assert "another key" in capsys.readouterr().out
+    assert "not the key of --key" in capsys.readouterr().out
     found = verify(run, public)
     assert (found.genuine, found.pinned_other, found.trusted) == (True, True, None)
 

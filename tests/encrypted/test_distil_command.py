@@ -113,7 +113,7 @@ def test_an_interrupted_one_goes_on_to_the_same_bits(place, whole, tmp_path, ste
     """12 steps an epoch: in the tame stage, at its last epoch, and in both later stages."""
     with pytest.raises(KeyboardInterrupt):
         distil(tables(place), tmp_path / "twin", watcher=Lines(steps))
-    with pytest.raises(InputError, match=r"is not finished: the `fedfm distil` that began it"):
+    with pytest.raises(InputError, match=r"is not finished: continue the `fedfm distil` that began it"):
         load_model(ModelSpec(str(tmp_path / "twin")), classes=("a",), kind="image")
     seen = Lines()
     result = distil(tables(place), tmp_path / "twin", watcher=seen)

@@ -157,7 +157,7 @@ def test_check_audit_report_and_export_of_a_run(folder, tmp_path, capsys):
     with pytest.raises(InputError, match="the run gave the head a bias"):
         fedfm.export(tmp_path / "run", "hf", tmp_path / "hf")
     fedfm.export(tmp_path / "run", "torch", tmp_path / "torch")
-    assert "`score.bias`, and LlamaForSequenceClassification has no place" in (tmp_path / "torch/README.md").read_text()
+    assert "`score.bias`, and LlamaForSequenceClassification has none" in (tmp_path / "torch/README.md").read_text()
     assert fedfm.audit(tmp_path / "run")
     assert main(["report", str(tmp_path / "run")]) == 0
 

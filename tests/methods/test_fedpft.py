@@ -290,7 +290,7 @@ def test_a_diamond_does_not_count_its_ancestor_twice(file, tmp_path):
     edges = [["d0", "d1"], ["d0", "d2"], ["d1", "d3"], ["d2", "d3"]]
     result = fedfm.run(tables(file, BY_DOMAIN, topology="dag", edges=edges, components=2), tmp_path / "dag")
     assert len(result["details"]["dropped"]) == 1
-    assert result["details"]["dropped"][0].startswith("d3: what d")
+    assert result["details"]["dropped"][0].startswith("d3: the summary of d")
     assert result["accuracy"] > 0.9
 
 
@@ -592,5 +592,5 @@ def test_settings_that_make_no_sense_are_refused(file, wrong, said):
 def test_promises_that_cannot_be_kept_are_refused(file, privacy, method, said):
     with pytest.raises(InputError, match=said):
         Experiment.from_dict(tables(file, privacy=RECORD | privacy, **method))
-    with pytest.raises(InputError, match="no mechanism"):
+    with pytest.raises(InputError, match="no own mechanism"):
         Experiment.from_dict(tables(file, privacy=RECORD) | {"method": {"name": "fedavg"}})
