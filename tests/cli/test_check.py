@@ -133,7 +133,7 @@ def test_labels_that_are_spelled_in_two_ways_are_noticed(capsys, tmp_path):
     assert '# the classes "Sports" and "sports"; "Sports  news" and "sports news" differ only by case or spaces' in out
     fedfm.run(tmp_path / "exp.toml", tmp_path / "run")
     manifest = json.loads((tmp_path / "run/manifest.json").read_text())
-    assert any("differ by case or spaces" in notice for notice in manifest["notices"])
+    assert any("differ only by case or spaces" in notice for notice in manifest["notices"])
     capsys.readouterr()
     code, out, _ = checked(capsys, tmp_path, labelled(tmp_path, ["sports", "world"] * 30))
     assert "differ by case" not in out

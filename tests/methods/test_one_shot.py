@@ -515,7 +515,7 @@ def test_an_ensemble_is_served(tmp_path):
     test = stored["split"] == "test"
     right = np.array(told["predictions"])[test] == stored["classes"][stored["y"][test]]
     assert right.mean() == pytest.approx(result["accuracy"])
-    with pytest.raises(InputError, match="not one model"):
+    with pytest.raises(InputError, match="not a single model"):
         export(tmp_path / "run", "torch", tmp_path / "out")
 
 

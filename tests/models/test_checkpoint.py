@@ -127,7 +127,7 @@ class TestAnyFamily:
     def test_a_wrapper_is_named(self, checkpoint, name, tmp_path):
         prefix = "module." if "bert" in name else "_orig_mod."
         wrapped = {prefix + k: v for k, v in tensors_of(checkpoint(name)).items()}
-        with pytest.raises(InputError, match=f"Its names have the prefix '{prefix}' in front"):
+        with pytest.raises(InputError, match=f"Its names have the prefix '{prefix}' before the model's"):
             classifier(changed(checkpoint(name), tmp_path, wrapped), name)
 
     def test_heads_may_lack_or_be_of_another_shape(self, checkpoint, name, tmp_path):
