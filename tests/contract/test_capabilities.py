@@ -3,7 +3,7 @@
 import ast
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pytest
@@ -30,6 +30,36 @@ def test_a_method_has_few_members_beside_its_fields():
 
 
 METHODS = [resolve("methods", name)() for name in ours("methods")]
+
+
+def test_the_class_of_the_state_is_the_one_that_the_base_names():
+    @dataclass(frozen=True)
+    class Moved:
+        w: Params
+        h: Params
+
+    class Mine(Personal, Method[Moved]):
+        """Says nothing of its state besides its base."""
+
+    class Further(Mine):
+        """Inherits it."""
+
+    class Table(Method[dict[str, Params]]):
+        """A state that is no class."""
+
+    S = TypeVar("S")
+
+    class Open(Method[S]):
+        """Leaves it to those who derive from it."""
+
+    class Closed(Open[Moved]):
+        """Does not."""
+
+    class Stated(Method[Moved]):
+        state_type: ClassVar[Any] = dict[str, Moved]
+
+    found = [of.state_type for of in (Mine, Further, Table, Open, Closed, Stated)]
+    assert found == [Moved, Moved, dict[str, Params], Params, Moved, dict[str, Moved]]
 
 
 def members(role):

@@ -7,7 +7,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, ForwardRef, Generic, TypeVar, get_args, get_origin
 
 from fedfm.core.capabilities import Needs, Reporter, Traits, check_roles
 from fedfm.core.client import ClientId
@@ -35,7 +35,7 @@ class Method(Reporter, ABC, Generic[S]):
         means, asks: names of the client halves that its rounds call by ``fed.mean`` and by ``fed.ask``. Robust
             aggregation requires a mean, an [attack] requires any call, secure aggregation forbids ``fed.ask``. A
             contract test compares the names with the messages.
-        state_type: the class of S, by which a checkpoint is decoded.
+        state_type: the class of S, by which a checkpoint is decoded; by default that in ``Method[S]``.
         paper: the paper's settings, by dotted key in an experiment. `fedfm show` lists those that differ from the
             default.
     """
@@ -53,6 +53,8 @@ class Method(Reporter, ABC, Generic[S]):
         super().__init_subclass__(**keywords)
         check_roles(cls)
         Traits.check_stated(cls)
+        if "state_type" not in vars(cls) and (state := _state_in_bases(cls)) is not None:
+            cls.state_type = state
         traits: Any = inspect.getattr_static(cls, "traits")
         by_settings = hasattr(traits, "__get__")  # a property
         if not (by_settings or isinstance(traits, Traits)):
@@ -78,6 +80,14 @@ class Method(Reporter, ABC, Generic[S]):
         Raises:
             InputError: it names the key and what would be right.
         """
+
+
+def _state_in_bases(cls: type[Method[Any]]) -> Any:
+    """What stands for S among the bases of ``cls`` as they are written; None if nothing does."""
+    for base in vars(cls).get("__orig_bases__", ()):
+        if (of := get_args(base)) and issubclass(get_origin(base), Method):
+            return None if of[0] is Any or isinstance(of[0], TypeVar | ForwardRef) else of[0]
+    return None
 
 
 class _InheritedTraits(property):
