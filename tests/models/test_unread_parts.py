@@ -167,3 +167,19 @@ def test_words_that_a_model_does_not_read(folder, texts, word):
     table = Table("text", texts, None, (), np.full(len(texts), "train"), source="rows")
     found = lost_words.notices(table, range(len(texts)), tools, cut=True)
     assert [word in text for text in found] == ([True] if word else [])
+
+
+def test_tags_are_no_words_that_a_model_reads(folder):
+    import transformers
+
+    from fedfm.data.doubts import doubts
+
+    def notices(words, tags):
+        table = Table("tagged", [(words, tags)] * 2, None, (), np.full(2, "train"), source="rows")
+        return "\n".join([*lost_words.notices(table, range(2), tools, cut=False), *doubts(table, "label")])
+
+    tools = Tools(tokenizer=transformers.AutoTokenizer.from_pretrained(folder), max_length=8)
+    assert not notices(("the", "fox"), ("Fuchs", "null"))
+    found = notices(("Fuchs", "null"), ("the", "fox"))
+    assert "tokens of 2 rows of rows are unknown" in found
+    assert "tables write an empty cell" in found

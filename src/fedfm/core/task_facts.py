@@ -42,6 +42,8 @@ class RowKind:
         remote: silos may hold such rows where the server has none, and ``data.kind`` names it.
         predicted_as: the kind of such rows where they are to be predicted; empty: the same.
         wording: a row is texts, which are compared regardless of case and spaces.
+        inputs: so many parts of a row, from the first, are what a model reads, the others are targets; None: it reads
+            all of them.
     """
 
     name: str
@@ -51,6 +53,7 @@ class RowKind:
     remote: bool = True
     predicted_as: str = ""
     wording: bool = True
+    inputs: int | None = None
 
 
 class TaskFacts(Protocol):

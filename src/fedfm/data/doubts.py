@@ -13,7 +13,7 @@ from fedfm.core import tasks
 from fedfm.data import pixel_values, repetitions
 from fedfm.data.repeats import of_training_rows
 from fedfm.data.sources._files import listing
-from fedfm.data.table import Table, contents
+from fedfm.data.table import Table, inputs_of
 
 _LONG_NAME = 200  # characters; a longer class name is probably a text
 _MANY = 20  # number of classes from which numbers look like a quantity, and of rows in which labels should recur
@@ -121,7 +121,7 @@ def _empty_texts(table: Table) -> str | None:
     of = tasks.row_kind(table.kind)
     if not (table.kind == "text" or (of is not None and of.wording)):
         return None
-    texts = (text for item in table.inputs for text in contents(item) if len(text) <= _SHORT)
+    texts = (text for item in table.inputs for text in inputs_of(table.kind, item) if len(text) <= _SHORT)
     found = Counter(text.strip() for text in texts if text.strip().casefold() in _EMPTY)
     if not found:
         return None

@@ -144,6 +144,12 @@ def contents(item: Any) -> Iterator[str]:
             yield from (text for turn in part for text in ((turn,) if isinstance(turn, str) else turn[1:]))
 
 
+def inputs_of(kind: str, item: Any) -> Iterator[str]:
+    """As :func:`contents`, without the targets that a row of this kind ends with."""
+    of = tasks.row_kind(kind)
+    return contents(item if of is None or of.inputs is None else item[: of.inputs])
+
+
 @dataclass(frozen=True)
 class ClientRows:
     """The rows of one client as ascending indexes into a Table."""

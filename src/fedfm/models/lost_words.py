@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedfm.data.table import contents
+from fedfm.data.table import inputs_of
 from fedfm.models.quiet import quiet
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def notices(table: Table, index: Sequence[int], tools: Tools, *, cut: bool) -> l
     if tokenizer is None or not len(index) or table.kind in ("image", "features"):
         return []  # zero-shot models read the classes' names, too
     places = np.unique(np.linspace(0, len(index) - 1, _LOOKED_AT).astype(np.int64))
-    rows = [" ".join(contents(table.inputs[int(index[int(i)])])) for i in places]
+    rows = [" ".join(inputs_of(table.kind, table.inputs[int(index[int(i)])])) for i in places]
     # No token is shorter than a byte: beyond this length all that is wanted is known.
     with quiet():
         found = tokenizer([text[: 8 * tools.max_length + 1000] for text in rows], add_special_tokens=False)["input_ids"]

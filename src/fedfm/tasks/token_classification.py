@@ -73,7 +73,7 @@ class TokenClassification(Task):
 
     name: ClassVar[str] = "token_classification"
     kinds: ClassVar[tuple[str, ...]] = ("tagged",)
-    own_kind: ClassVar[RowKind | None] = RowKind("tagged", "words with tags")
+    own_kind: ClassVar[RowKind | None] = RowKind("tagged", "words with tags", inputs=1)
     implied_by: ClassVar[tuple[str, ...]] = ("tagged",)
     columns: ClassVar[tuple[Column, ...]] = (
         Column("tokens", 'column of the words, each row a list, task "token_classification"'),
