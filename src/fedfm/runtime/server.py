@@ -6,7 +6,8 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, get_origin
 
 from fedfm.aggregation.base import secrets_of
 from fedfm.core.capabilities import Judge
@@ -157,6 +158,7 @@ class Server:
 
     def _commit(self, t: int, state: Any) -> Any:
         """Complete round t; returns the state for the next round. A large state is mapped from the checkpoint."""
+        self._check_class("step" if t else "init", state)
         if (where := nonfinite(state, "state")) is not None:
             if not t:
                 raise RunError(
@@ -172,6 +174,22 @@ class Server:
             self.run.keep_arrays(t, self.method.arrays(state))
         self.run.commit(t, state, self.fed, self._seconds(), spared=early_stopping.best_round(self.run))
         return self._lean(state)
+
+    def _check_class(self, half: str, state: Any) -> None:
+        """Refuse a state that no checkpoint could be read back as.
+
+        Raises:
+            RunError: with what the method has to say.
+        """
+        of = self.method.state_type
+        kind = get_origin(of) or of
+        if not isinstance(kind, type) or kind is UnionType or isinstance(state, kind):
+            return
+        found = type(state).__name__
+        raise RunError(
+            f"{type(self.method).__name__}.{half} gives a {found}, and a checkpoint would be read as {kind.__name__}: "
+            f"derive the class from Method[{found}], or set its state_type"
+        )
 
     def _lean(self, state: Any) -> Any:
         """The committed state; a large one is mapped from the checkpoint, so that training has its memory."""
