@@ -53,6 +53,7 @@ def test_the_card_says_what_the_run_was(run, tmp_path):
     result = fedfm.load_run(run).manifest["result"]
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-classification\n")
     assert "`bird`, `fi|sh'`, `plant`" in card
+    assert "| task | classification |" in card
     assert "| data | rows.jsonl \\(iid\\) at 2 clients |".replace("\\", "") in card
     assert f"| accuracy | {result['accuracy']:.4g} |" in card
     assert result["params_sha256"] in card

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from fedfm.config.user_code import is_function
+from fedfm.core.fields import key_of
 from fedfm.core.metric_names import SCORES
+from fedfm.core.task_facts import TaskFacts
 from fedfm.core.text import visible
 from fedfm.data.spec import IN_MEMORY
 from fedfm.models import derived_modules, export_base, quantised
@@ -71,7 +74,7 @@ def card(
     parts += [
         "## Data and training",
         "",
-        *_training(run),
+        *_training(run, model.task),
         "",
         "## Scores",
         "",
@@ -285,10 +288,12 @@ def _of_base(model: Model, out: Path) -> str:
     )
 
 
-def _training(run: RunFiles) -> list[str]:
+def _training(run: RunFiles, task: TaskFacts) -> list[str]:
     local = mapping(mapping(run.experiment.get("method")).get("local"))
     adaptation = mapping(mapping(run.experiment.get("model")).get("adaptation"))
+    keys = [(key_of(f.name), getattr(task, f.name)) for f in fields(task) if getattr(task, f.name) != f.default]
     rows = [
+        ("task", ", ".join([task.name, *(f"{key} {value}" for key, value in keys)])),
         ("data", f"{Path(data_of(run)).name} at {len(run.manifest.get('clients') or ())} clients"),
         ("method", f"{run.method}, {run.done_rounds} rounds"),
         ("adaptation", ", ".join(f"{k} {v}" for k, v in adaptation.items() if k in _ADAPTATION)),
