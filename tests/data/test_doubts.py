@@ -28,7 +28,7 @@ from fedfm.runtime.run_manifest import spellings
 def test_true_and_false_have_many_spellings(names: list[str], alike: str) -> None:
     found = [text for text in spellings(names) if "true and false" in text]
     assert found == (
-        [f"the classes {alike} differ by how they write true and false alone; if they are one class, spell them alike"]
+        [f"the classes {alike} differ only by how they write true and false; if they are one class, spell them alike"]
         if alike
         else []
     )
@@ -43,7 +43,7 @@ def test_the_names_of_clients_are_compared_like_those_of_classes(tmp_path: Path)
     first, second = spellings(names, "client")
     assert (
         first
-        == 'the clients "Berlin" and "berlin" differ by case or spaces alone; if they are one client, spell them alike'
+        == 'the clients "Berlin" and "berlin" differ only by case or spaces; if they are one client, spell them alike'
     )
     assert second.startswith('the client "nan" is trained like any other; if it marks rows without a client')
 
@@ -109,4 +109,4 @@ def test_classes_that_are_none(labels: list[Any], words: str, tmp_path: Path) ->
 def test_names_that_differ_in_what_nobody_sees_are_named_with_its_code(hidden: str) -> None:
     (note,) = spellings(["neg", "neg" + hidden, "pos"])
     assert f'"neg\\u{ord(hidden):04x}"' in note
-    assert "differ by invisible characters alone" in note
+    assert "differ only by invisible characters" in note

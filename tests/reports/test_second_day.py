@@ -198,7 +198,7 @@ def test_a_report_says_that_too_many_classes_have_no_scores(tmp_path):
     result = fedfm.run(small.experiment(folder, method={"rounds": 1}), folder / "run", progress=Progress())
     assert "class_counts" not in result["details"]
     assert re.search(
-        r"Scores of single classes are kept for up to 1\D000 classes; these are 1\D001\.", words(folder / "run")
+        r"Scores of single classes are kept for up to 1\D000 classes; this run has 1\D001\.", words(folder / "run")
     )
 
 

@@ -165,7 +165,7 @@ def in_floats(module: nn.Module, head: str) -> str:
     more = ", ..." if len(sizes) > len(first) else ""
     share = 100 * sum(sizes.values()) / total
     return (
-        f"model.quantization: {', '.join(first)}{more} keep floating point: {share:.0f} % of the numbers, "
+        f"model.quantization: {', '.join(first)}{more} keep floating point: {share:.0f} % of the parameters, "
         f"{bytes_ / 2**20:,.1f} of {nbytes(module) / 2**20:,.1f} MiB"
     )
 
