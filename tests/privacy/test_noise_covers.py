@@ -324,7 +324,7 @@ def test_a_round_that_is_released_again_with_another_sum_is_counted(mechanism):
 
     assert release(0.5) == release(0.5) == []
     assert m.repeat_count(store) == 0
-    assert "round 1 was already released" in release(0.25)[0]
+    assert "round 1 was released before" in release(0.25)[0]
     assert release(0.25) == []
     assert m.repeat_count(store) == 1
     if mechanism is CorrelatedGaussian:  # another history costs another run, of sqrt(2) times the sensitivity together
