@@ -244,7 +244,7 @@ def test_keys_are_checked():
     keys_for = lambda public, model=MODEL: ModelOwner(model, "class", public, bytes(16), bytes(32), DistanceLedger())  # noqa: E731
     for bad, reason in (
         (PUBLIC[:5], "cut off"),
-        (b"0000" + PUBLIC[4:], "no keys"),
+        (b"0000" + PUBLIC[4:], "not keys"),
         (PUBLIC[:4] + b"\x09" + PUBLIC[5:], "other encryption parameters"),
         (PUBLIC[:-100], "not public keys"),
         (PUBLIC + b"0", "not public keys"),

@@ -61,8 +61,8 @@ def test_clients_predict_what_the_server_would(folder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"rounds": 1}, "trains nothing"),
-        ({"trained": ""}, "trains nothing"),
+        ({"rounds": 1}, "does not train"),
+        ({"trained": ""}, "does not train"),
         ({"trained": "nowhere"}, "finished run"),
         ({"released": "class"}, "its released is 'grid'"),
     ],

@@ -36,7 +36,7 @@ def test_a_method_without_secrets_is_told_as_it_is():
 
 
 def test_a_server_that_does_not_know_says_so():
-    with pytest.raises(InputError, match=r"method\.foundation: withheld"):
+    with pytest.raises(InputError, match=r"method\.foundation: it is withheld"):
         experiment().for_clients().for_server({})
 
 
