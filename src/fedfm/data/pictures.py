@@ -58,7 +58,7 @@ def rgb(item: Any) -> Any:
     Raises:
         InputError: it cannot be read.
     """
-    return rgb_of(item) if isinstance(item, np.ndarray) else _read(item).convert("RGB")
+    return rgb_of(item) if isinstance(item, np.ndarray) else read_image(item).convert("RGB")
 
 
 def decode(item: str | Path | bytes, channels: int | None = None) -> np.ndarray:
@@ -67,23 +67,10 @@ def decode(item: str | Path | bytes, channels: int | None = None) -> np.ndarray:
     Raises:
         InputError: it cannot be read.
     """
-    picture = _read(item)
+    picture = read_image(item)
     grey = picture.mode == "L" if channels is None else channels == 1
     pixels = np.asarray(picture.convert("L" if grey else "RGB"))
     return pixels[..., None] if grey else pixels
-
-
-def small(item: Any, side: int) -> Any:
-    """An upright Pillow picture, of a JPEG decoded at a fraction of its size, but with ``side`` pixels at least.
-
-    Raises:
-        InputError: it cannot be read.
-    """
-    from PIL import Image
-
-    if isinstance(item, np.ndarray):
-        return Image.fromarray(item[..., 0] if item.shape[-1] == 1 else item)
-    return _read(item, draft=(side, side))
 
 
 def upright(picture: Any) -> Any:
@@ -170,7 +157,12 @@ def notices_of(looks: Iterable[Look], source: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _read(item: str | Path | bytes, draft: tuple[int, int] | None = None) -> Any:
+def read_image(item: str | Path | bytes, draft: tuple[int, int] | None = None) -> Any:
+    """The upright Pillow image of a file or of its bytes; with ``draft`` of a JPEG at a fraction of its size.
+
+    Raises:
+        InputError: it cannot be read.
+    """
     from PIL import Image
 
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.data.pictures import small
+from fedfm.data.pixels import small
 from fedfm.data.table import Table
 
 _FEW = 8  # pictures, below which nothing is said

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from fedfm.audits.findings_file import FILE as AUDIT
 from fedfm.core.metric_names import GLOBAL_ACCURACY, LOCAL_ACCURACY
 from fedfm.reports import account, classes, sections
 from fedfm.reports.page import aside, page, save
-from fedfm.reports.read import WEIGHTS, RunFiles, mapping, numeric, read, sequence
+from fedfm.reports.read import AUDIT, WEIGHTS, RunFiles, mapping, numeric, read, sequence
 from fedfm.reports.text import NONE, count, duration, esc, number, numbers, percent, plural, size
 from fedfm.runtime.runs_below import order_in
 

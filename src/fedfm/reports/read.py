@@ -20,7 +20,7 @@ from fedfm.runtime.disclosure import guarantee
 from fedfm.runtime.exposure import Exposure, exposure_of
 from fedfm.runtime.runs_below import no_run
 
-WEIGHTS, DOSSIER = "weights.npz", "dossier.html"  # files that only some runs have
+WEIGHTS, AUDIT, DOSSIER = "weights.npz", "audit.json", "dossier.html"  # files that only some runs have
 SCHEMA = 1  # newest version of the manifest that this module reads
 BASE_AND_NEW = ("base_accuracy", "new_accuracy", "harmonic_mean")  # as fedfm.models.metrics names them
 
