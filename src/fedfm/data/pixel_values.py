@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fedfm.data.pixels import small
 from fedfm.data.table import Table
+from fedfm.data.thumbnails import small
 
 _FEW = 8  # pictures, below which nothing is said
 _LOOKED_AT = 64  # pictures that are decoded for it

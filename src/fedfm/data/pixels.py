@@ -12,19 +12,3 @@ def rgb_of(pixels: np.ndarray) -> Any:
     from PIL import Image
 
     return Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).convert("RGB")
-
-
-def small(item: Any, side: int) -> Any:
-    """An upright Pillow image of an array or a file; of a JPEG at a fraction of its size, but with ``side`` pixels at
-    least.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
-    from PIL import Image
-
-    if isinstance(item, np.ndarray):
-        return Image.fromarray(item[..., 0] if item.shape[-1] == 1 else item)
-    from fedfm.data.pictures import read_image
-
-    return read_image(item, draft=(side, side))

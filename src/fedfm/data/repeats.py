@@ -159,7 +159,7 @@ def _thumbnail(item: Any) -> np.ndarray:
     """Grey values (256,) float32 of an image at a small size; a JPEG is decoded only at a fraction of its size."""
     from PIL import Image
 
-    from fedfm.data.pixels import small
+    from fedfm.data.thumbnails import small
 
     grey = small(item, 4 * _SIDE).convert("L").resize((_SIDE, _SIDE), Image.Resampling.BOX)
     return np.asarray(grey, dtype=np.float32).reshape(-1)
