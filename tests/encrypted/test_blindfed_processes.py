@@ -96,8 +96,8 @@ def test_refreshes_of_several_batches_travel_together():
     assert lost[1].code == E_DIED
     want, kept = Released("class", TOKENS, D).clear(STATES), 1 - lost[0][1]
     np.testing.assert_allclose(talk.states[kept, 0], want[kept * SAMPLES :][:SAMPLES, 0], atol=1e-3)
-    assert max(together) == 2
-    assert sum(together[:19]) > 28  # mostly both
+    since = together[:19].index(2)  # both are there
+    assert sum(together[since:19]) > 1.5 * (19 - since)  # mostly both
 
 
 def started(monkeypatch):

@@ -361,7 +361,9 @@ def test_a_shift_acts_on_experts_in_bits(folder):
 @bitsandbytes
 def test_what_keeps_floating_point_is_said(folder):
     (line,) = load(folder("Mixtral"), model={"quantization": "int8"}).notices
-    assert re.search(r"gate_up_proj, down_proj, .* keep floating point: \d\d % of the parameters, 0.\d of 0.\d MiB", line)
+    assert re.search(
+        r"gate_up_proj, down_proj, .* keep floating point: \d\d % of the parameters, 0.\d of 0.\d MiB", line
+    )
 
 
 @pytest.mark.parametrize("family", MIXTURES)
