@@ -41,7 +41,8 @@ test-proofs: $(STAMP) ## tests of more than four seconds: encrypted runs, attack
 	$(BIN)/python -m pytest -m proof -n 2 --dist worksteal
 
 test-engines: $(VENV)/.stamp-engines ## tests on Flower's simulation and on a SuperLink with SuperNodes
-	$(BIN)/python -m pytest -m 'simulation or deployment' -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m simulation  # one after another: Ray takes all cores
+	$(BIN)/python -m pytest -m 'deployment and not simulation' -n 2 --dist worksteal
 
 test-release: $(VENV)/.stamp-engines test-models test-outages ## what a release needs beside .ci/run: longer, larger, more often
 	$(BIN)/python -m pytest -m release -n 2 --dist worksteal
