@@ -145,8 +145,7 @@ def predict(
           indexes of those that reach the limit of tokens. Over the rows with an output, null where there is none:
           ``loss``, ``perplexity``, ``exact_match`` and ``rouge_1``, as in the run's evaluation;
         - words: ``tags``, null for a word that is cut off; ``entities``, each with the index of its first word, the
-        index
-          after its last word, type and text; ``words_cut``;
+          index after its last word, type and text; ``words_cut``;
         - running text: its ``loss`` and ``perplexity``;
         - an own module that writes text of an input, such as T5: ``answers``, ``losses`` and ``perplexities``;
         - an own module that is a language model: ``losses`` and ``perplexities`` of the rows by the run's own loss,
