@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_models import CLASSES, save
 
+from fedfm.core import tasks
 from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.models import lost_words, picture_sizes, preprocessing, tokenizer_files
@@ -151,6 +153,10 @@ def test_pictures_of_one_client_have_the_size_of_the_others(tmp_path, encoded):
         picture_sizes.check(items, np.arange(5), keeps, "rows")
 
 
+def _model(tools):
+    return SimpleNamespace(tools=tools, task=tasks.find("classification"))
+
+
 @pytest.mark.parametrize(
     ("texts", "word"),
     [
@@ -165,7 +171,7 @@ def test_words_that_a_model_does_not_read(folder, texts, word):
 
     tools = Tools(tokenizer=transformers.AutoTokenizer.from_pretrained(folder), max_length=8)
     table = Table("text", texts, None, (), np.full(len(texts), "train"), source="rows")
-    found = lost_words.notices(table, range(len(texts)), tools, cut=True)
+    found = lost_words.notices(table, range(len(texts)), _model(tools))
     assert [word in text for text in found] == ([True] if word else [])
 
 
@@ -176,7 +182,7 @@ def test_tags_are_no_words_that_a_model_reads(folder):
 
     def notices(words, tags):
         table = Table("tagged", [(words, tags)] * 2, None, (), np.full(2, "train"), source="rows")
-        return "\n".join([*lost_words.notices(table, range(2), tools, cut=False), *doubts(table, "label")])
+        return "\n".join([*lost_words.notices(table, range(2), _model(tools)), *doubts(table, "label")])
 
     tools = Tools(tokenizer=transformers.AutoTokenizer.from_pretrained(folder), max_length=8)
     assert not notices(("the", "fox"), ("Fuchs", "null"))

@@ -188,8 +188,7 @@ def _predict(path: str | Path, file: Any, client: str | None, last: bool, given:
         result["ids"] = table.columns[_ID].tolist()
     greedy = [text] if (text := left_out(model)) else []
     of_task, sure = result.get("warnings", ()), _certain(result.get("probabilities", ()))
-    cut = table.kind == "text" and not model.task.packs(table.kind)
-    lost = lost_words.notices(table, range(len(table)), model.tools, cut=cut)
+    lost = lost_words.notices(table, range(len(table)), model)
     result["warnings"] = [*model.notices, *table.notices, *lost, *of_task, *greedy, *sure]
     folder = Path(file).expanduser()
     if folder.is_dir() and isinstance(table.inputs[0], str):  # a folder of tables holds none

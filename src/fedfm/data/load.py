@@ -130,7 +130,7 @@ def filter_rows(table: Table, where: Mapping[str, Sequence[str]]) -> Table:
             count = int(np.isin(of, alike).sum())
             notices += (
                 f"data.where.{name}: {count} rows with {', '.join(map(escape, alike[:_NAMED]))} are left out, which "
-                f"differ by case or spaces alone from {listing(values, _NAMED)}",
+                f"differ only by case or spaces from {listing(values, _NAMED)}",
             )
     table = replace(table, notices=notices)
     return table if kept.all() else table.take(np.flatnonzero(kept))

@@ -52,6 +52,12 @@ def of_places(module: nn.Module, compute: Callable[[], Tensor]) -> list[Tensor] 
     return [g.ne(0).any(-1) for g in gradients if g is not None]
 
 
+def of_last(module: nn.Module, compute: Callable[[], Tensor]) -> bool | None:
+    """Whether what ``compute`` gives depends on the last token; None as of :func:`of_places`."""
+    found = of_places(module, compute)
+    return None if found is None else any(bool(depends[..., -1].any()) for depends in found)
+
+
 def reads_padding(model: Network, ids: Tensor, pad: int, share: Tensor | None = None) -> bool:
     """Whether the next token after a text depends on padding before it, although the mask hides it.
 

@@ -60,8 +60,8 @@ def refuse_hollow(model: Model) -> None:
     ids = (len(words.weight) // 2 + torch.arange(_FEW))[None] % len(words.weight)  # (1, L); padding is at the ends
     path, block = next(iter(model.parts.blocks), ("", model.module))
     with model.evaluating(), _random_weights(model, path):
-        found = influence.of_places(model.module, lambda: _output_of(block, model.module, ids)[:-1])
-    if found is not None and any(bool(depends[..., -1].any()) for depends in found):
+        found = influence.of_last(model.module, lambda: _output_of(block, model.module, ids)[:-1])
+    if found:
         raise _error(model)
 
 
@@ -141,5 +141,4 @@ def _depend(model: Model, ids: Tensor) -> bool:
     tokens together round the earlier ones differently, so that values alone do not show it.
     """
     with model.evaluating():
-        found = influence.of_places(model.module, lambda: _logits(model, ids)[:-1])
-    return found is None or any(bool(depends[..., -1].any()) for depends in found)
+        return influence.of_last(model.module, lambda: _logits(model, ids)[:-1]) is not False

@@ -8,21 +8,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedfm.data.table import inputs_of
+from fedfm.models.model_task import model_task
 from fedfm.models.quiet import quiet
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
-    from fedfm.models.preprocessors import Tools
+    from fedfm.models.network import Network
 
 _LOOKED_AT = 256  # rows
 _UNKNOWN = 0.1  # share of tokens from which a tokenizer is of another language, or of other texts
 
 
-def notices(table: Table, index: Sequence[int], tools: Tools, *, cut: bool) -> list[str]:
-    """Lines about unknown words, and with ``cut`` about texts beyond ``tools.max_length``.
+def notices(table: Table, index: Sequence[int], model: Network) -> list[str]:
+    """Lines about words that the model's tokenizer does not know, and about texts beyond its ``max_length``.
 
     Of many rows some are looked at, evenly over all.
     """
+    tools = model.tools
     tokenizer = tools.tokenizer
     if tokenizer is None or not len(index) or table.kind in ("image", "features"):
         return []  # zero-shot models read the classes' names, too
@@ -42,6 +44,6 @@ def notices(table: Table, index: Sequence[int], tools: Tools, *, cut: bool) -> l
         )
     frame = len(tokenizer("")["input_ids"])
     long = sum(len(ids) + frame > tools.max_length for ids in found)
-    if cut and long:
+    if long and table.kind == "text" and not model_task(model.task).packs(table.kind):
         said.append(f"{long} of {of} have more than {tools.max_length} tokens (model.max_length) and lose their end")
     return said

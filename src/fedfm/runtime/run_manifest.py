@@ -207,14 +207,11 @@ def row_notices(population: Partitioned) -> list[str]:
     table, model = population.federated.table, population.model_or_none
     if model is None or model.tools.tokenizer is None:
         return []
-    parts = {name: table.take(index) for name, index in _trained_and_tested(population).items()}
-    every = sorted({i for index in _trained_and_tested(population).values() for i in index})
-    cut = table.kind == "text" and not model.task.packs(table.kind)
-    lost = []
-    if model.tools.tokenizer is not None:
-        from fedfm.models import lost_words
+    from fedfm.models import lost_words
 
-        lost = lost_words.notices(table, every, model.tools, cut=cut)
+    used = _trained_and_tested(population)
+    parts = {name: table.take(index) for name, index in used.items()}
+    lost = lost_words.notices(table, sorted({i for index in used.values() for i in index}), model)
     return [*template_notices(population), *lost, *model.task.forewarnings(parts, model.tools)]
 
 

@@ -61,10 +61,8 @@ def _sees_last(model: Model, name: str, ids: Tensor, batch: Batch) -> bool:
     losses = [float(model.loss(batch | {name: words})) for words in (ids, other)]
     if not abs(losses[0] - losses[1]) > 0:  # also NaN: there is no loss of one target
         return False
-    depends = influence.of_places(model.module, lambda: model.loss(batch | {name: ids}))
-    if depends is None:
-        return abs(losses[0] - losses[1]) > _ROUNDED * max(map(abs, losses))
-    return any(bool(places[..., -1].any()) for places in depends)
+    depends = influence.of_last(model.module, lambda: model.loss(batch | {name: ids}))
+    return abs(losses[0] - losses[1]) > _ROUNDED * max(map(abs, losses)) if depends is None else depends
 
 
 def _last_target(batch: Batch, alias: str) -> tuple[str, Tensor, Batch] | None:

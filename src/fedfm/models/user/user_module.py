@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,6 @@ from fedfm.data.spec import IN_MEMORY
 from fedfm.data.table import Table
 from fedfm.data.user_datasets import DatasetRows, Joined, check_dataset, column, read_once
 from fedfm.errors import InputError, first_line
-from fedfm.linalg.params import to_bytes
 from fedfm.models.batches import move, tensors
 from fedfm.models.first_and_last_layer import find_ends, record_calls
 from fedfm.models.loss_graph import reach, with_graph
@@ -26,6 +24,7 @@ from fedfm.models.memory_budget import in_halves, warn
 from fedfm.models.metrics import nothing, scores
 from fedfm.models.model_task import model_task
 from fedfm.models.user import gradients, seen_targets
+from fedfm.models.user.fingerprint import fingerprint_of
 from fedfm.models.user.module_checks import check_module
 from fedfm.models.user.outputs import Outputs, forecast, forecasts, of_module
 from fedfm.models.user.trainer_arguments import ITEMS, TrainersModule, is_trainer
@@ -240,7 +239,7 @@ class Given:
             name=IN_MEMORY,
         )
         model.task = model_task(tasks.find("own"))  # only general kernels, since the loss is the user's
-        model.fingerprint = _fingerprint(module, model)
+        model.fingerprint = fingerprint_of(module, model.layout)
         return model
 
     def batch(self, rows: list[Any]) -> Batch:
@@ -390,16 +389,3 @@ def _names(module: nn.Module, count: int) -> tuple[str, ...]:
     named = getattr(getattr(module, "config", None), "id2label", None) or {}
     numbers = range(count)
     return tuple(str(named[i]) for i in numbers) if set(named) == {*numbers} else tuple(map(str, numbers))
-
-
-def _fingerprint(module: nn.Module, model: WrappedModel) -> str:
-    """SHA-256 over the frozen parameters and over names and shapes of the trainable ones.
-
-    Trainable values are left out: a restarted script may draw others, and a resumed run has its own.
-    """
-    digest = hashlib.sha256(repr([(n, str(d), s) for n, d, s in model.layout.entries]).encode())
-    for name, p in module.named_parameters():
-        if not p.requires_grad:
-            digest.update(f"{name} {p.dtype} {tuple(p.shape)}".encode())
-            digest.update(to_bytes(p.detach().cpu().contiguous()))
-    return digest.hexdigest()
