@@ -28,7 +28,8 @@ def other_task(columns: Columns, label: str) -> str | None:
         words, tags = tagged
         return (
             f"columns {listing(tagged)} hold a tag for each word (named entities, parts of speech): set "
-            f'model.task = "token_classification", data.tokens = "{words}", data.tags = "{tags}"'
+            f'model.task = "token_classification", data.tokens = "{words}", data.tags = "{tags}"; '
+            "a Trainer of your own goes through fedfm.federate"
         )
     names, what = tuple[str, ...](), ""
     for form, words in _FORMS:
