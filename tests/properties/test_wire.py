@@ -169,6 +169,7 @@ WIDE = {
     "a million metrics": _metrics(10**6),
     "70,000 metrics": _metrics(70_000),
     "70,000 empty lists": f"[{','.join(['[]'] * 70_000)}]",
+    "10,000 empty parameters": f"[{','.join([json.dumps({'p': []})] * 10_000)}]",
     "a head of 3 MB": '{"s":"' + "x" * 3_000_000 + '"}',
     "a long shape": f'{{"t":["float32",[{",".join(["1"] * 70_000)}]]}}',
 }

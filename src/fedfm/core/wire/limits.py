@@ -19,7 +19,7 @@ MAX_ARRAYS = 1 << 10  # tensors and Params; more tensors travel as one Params
 MAX_TENSORS = 1 << 14  # of one Params
 MAX_DEPTH = 32
 
-_COMMA, _COLON, _QUOTE, _OPEN, _CLOSE = (ord(c) for c in ',:"[]')
+_COMMA, _COLON, _QUOTE, _OPEN, _CLOSE, _OBJECT = (ord(c) for c in ',:"[]{')
 _UPPER = 0xDF  # this mask turns braces into brackets
 
 
@@ -56,7 +56,8 @@ def count_keys(head: str) -> int:
     """Total number of keys in the JSON objects of a head, counted without parsing and without recursion.
 
     Raises:
-        ClientFault: E_SIZE, more values than :data:`MAX_VALUES`; E_FORMAT, nested deeper than :data:`MAX_DEPTH`.
+        ClientFault: E_SIZE, more values than :data:`MAX_VALUES`, or more objects than :data:`MAX_NODES` values have;
+            E_FORMAT, nested deeper than :data:`MAX_DEPTH`.
     """
     if "\\" in head:  # an escaped quote does not end a text
         head = head.replace("\\\\", "").replace('\\"', "")
@@ -69,4 +70,7 @@ def count_keys(head: str) -> int:
     step = (kind == _OPEN).view(np.int8) - (kind == _CLOSE).view(np.int8)
     if step[step != 0].cumsum(dtype=np.int32).max(initial=0) > MAX_DEPTH:
         raise ClientFault(E_FORMAT, f"nested deeper than {MAX_DEPTH}")
+    # A value has at most two objects, {"m":{...}}; texts are built together. An object takes longest to parse.
+    if (objects := int(np.count_nonzero(raw == _OBJECT)) - head.count('{"s":')) > 2 * MAX_NODES:
+        raise ClientFault(E_SIZE, f"a head of {objects} objects: expected at most {2 * MAX_NODES}")
     return int(np.count_nonzero(raw == _COLON))
