@@ -14,7 +14,7 @@ import torch
 from fedfm import seeds
 from fedfm.aggregation.base import Aggregator
 from fedfm.audits.audit import Audit
-from fedfm.audits.client_epsilon import why_not_measured
+from fedfm.audits.client_epsilon import mechanism_of, why_not_measured
 from fedfm.audits.finding import Finding, refutes, twice
 from fedfm.audits.inference import canaries
 from fedfm.audits.inference.canaries import TOO_LONG
@@ -46,8 +46,7 @@ class Canaries(Audit):
 
     def unfit(self, run: Run) -> str | None:
         result, clients = run.manifest["result"], len(run.manifest["clients"])
-        mechanism: Any = run.experiment.aggregation.mechanism
-        if (why := why_not_measured(mechanism)) is not None:
+        if (why := why_not_measured(mechanism_of(run))) is not None:
             return why
         if not result["rounds"] or clients < 2:
             return "it needs a round and two clients"

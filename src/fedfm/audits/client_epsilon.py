@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from fedfm.aggregation.private import CentralGaussian
 from fedfm.audits.audit import Audit
@@ -40,7 +40,7 @@ class ClientEpsilon(Audit):
         return run.experiment.method_name in METHODS and isinstance(mechanism, CentralGaussian)
 
     def unfit(self, run: Run) -> str | None:
-        mechanism: Any = run.experiment.aggregation.mechanism
+        mechanism = mechanism_of(run)
         if (why := why_not_measured(mechanism)) is not None:
             return why
         if mechanism.hidden:
@@ -54,7 +54,7 @@ class ClientEpsilon(Audit):
         from scipy.stats import chi2, norm
 
         found = replay.watch(_Residuals)
-        result, delta = replay.run.manifest["result"], replay.run.experiment.aggregation.mechanism.delta  # type: ignore[attr-defined]
+        result, delta = replay.run.manifest["result"], mechanism_of(replay.run).delta
         stated = float(result["epsilon"])
         sigma = math.sqrt(found.squares / found.numbers)
         highest = math.sqrt(found.squares / chi2.ppf(1 - CONFIDENCE, found.numbers))
@@ -76,7 +76,12 @@ class ClientEpsilon(Audit):
         return [finding_on_claim("client_epsilon", QUESTION, (estimate, low, None), stated, CLAIM, says, detail)]
 
 
-def why_not_measured(mechanism: Any) -> str | None:
+def mechanism_of(run: Run) -> CentralGaussian:
+    """The client-level mechanism of a run that has one."""
+    return cast(CentralGaussian, run.experiment.aggregation.mechanism)
+
+
+def why_not_measured(mechanism: CentralGaussian) -> str | None:
     """Why the noise of a client-level mechanism cannot be compared between rounds; None if it can."""
     if mechanism.fraction is None and mechanism.adaptive is None:
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -80,7 +79,9 @@ class _Read:
 class _Coalition:
     """All clients but one, layer by layer in float64."""
 
-    def __init__(self, full: Full, pieces: Sequence[Sequence[str]], clients: Sequence[ClientId], method: Any) -> None:
+    def __init__(
+        self, full: Full, pieces: Sequence[Sequence[str]], clients: Sequence[ClientId], method: FedBip
+    ) -> None:
         self._full, self._pieces, self._clients, self._method = full, pieces, clients, method
 
     def reconstruct(self, victim: ClientId) -> _Read:

@@ -50,7 +50,7 @@ class Rebuilt(Watch):
         self.why = "no update of a client is a change of the whole model"  # no update was read
 
     def see(self, turn: Turn, population: Partitioned) -> None:
-        method: Any = self._run.experiment.method
+        method = self._run.experiment.method
         model, names = population.model, head_names(population.model)
         if names is None or names.bias is None:
             self.why = NO_BIAS if names is not None else "no client trains a linear head of the model"

@@ -8,8 +8,6 @@ al. (arXiv:2111.08440) do by a reference model: it was trained by all clients, a
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from fedfm.audits.crossed import crossings, sees_sums_only
@@ -41,7 +39,7 @@ class LossDrops(Watch):
     def see(self, turn: Turn, population: Partitioned) -> None:
         if self.pool is None:
             self.pool = RowPool(population, self._run.experiment.run.seed)
-        method: Any = self._run.experiment.method
+        method = self._run.experiment.method
         model, pool = population.model, self.pool
         before = model.params()
         labelled = pool.population.federated.table.labels is not None and not model.is_language_model

@@ -70,7 +70,7 @@ class ModelMembership(Audit):
 
 def final_models(run: Run, population: Partitioned) -> dict[ClientId, Params]:
     """The final models in the run directory: by client if each has its own, else one under the key ""."""
-    method: Any = run.experiment.method
+    method = run.experiment.method
     state = run.state(method.state_type)
     if not personal(method):
         return {"": method.params_for(state, "")}

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from fedfm.aggregation.base import Aggregator
 from fedfm.audits.off_cpu import distance, off_the_cpu
@@ -23,6 +23,7 @@ from fedfm.core import storage
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
 from fedfm.core.messages import ROUND, Link, Reply, Request
+from fedfm.core.method import Method
 from fedfm.core.transport import link_of
 from fedfm.data.spec import IN_MEMORY
 from fedfm.engines.local.engine import LocalLink
@@ -31,9 +32,10 @@ from fedfm.linalg.params import sha256_of
 from fedfm.linalg.precisions import EXACT
 from fedfm.linalg.threads import torch_threads
 from fedfm.models import devices
+from fedfm.models.model import Model
 from fedfm.models.user.user_inputs import read_inputs
 from fedfm.runtime import file_integrity
-from fedfm.runtime.client import Silos
+from fedfm.runtime.client import Population, Silos
 from fedfm.runtime.client_memory import secret
 from fedfm.runtime.disclosure import check_same, fingerprints
 from fedfm.runtime.partitioned import Partitioned
@@ -41,6 +43,9 @@ from fedfm.runtime.population import populate
 from fedfm.runtime.predictions import personal
 from fedfm.runtime.run_directory import Run
 from fedfm.runtime.user_population import START, of_brought
+
+if TYPE_CHECKING:
+    from fedfm.attacks.attackers import Attackers
 
 TOLERANCE = 0.01  # distance of a replay off the CPU from its run, relative to the change by training
 
@@ -204,7 +209,7 @@ def replay(
         RunError: the replay ends with other parameters; off the CPU, further away than :data:`TOLERANCE`.
     """
     experiment, result = run.experiment, run.manifest["result"]
-    method: Any = experiment.method
+    method = experiment.method
     watched, replies, state, first = watched or {}, list[RecordedReply](), None, None
     of = result["details"].get("model_of_round", result["rounds"])
     with torch_threads(1), devices.restore_determinism():
@@ -288,6 +293,14 @@ def play(run: Run, population: Partitioned) -> Iterator[Turn]:
             yield turn
 
 
+class PopulationWithModel(Population, Protocol):
+    """The clients' data, and the server's model."""
+
+    @property
+    def model(self) -> Model:
+        """The model of the method's server half."""
+
+
 class RecordedRun:
     """A method on a population, in this process, with a recorder at the server.
 
@@ -302,19 +315,19 @@ class RecordedRun:
 
     def __init__(
         self,
-        method: Any,
-        population: Any,
+        method: Method[Any],
+        population: PopulationWithModel,
         private: Path,
         *,
         seed: int,
         min_clients: int | None = 1,
         excluded: Mapping[tuple[int, ClientId], ClientFault] | None = None,
         aggregator: Aggregator | None = None,
-        attack: Any = None,
+        attack: Attackers | None = None,
         transport: str = EXACT,
     ) -> None:
-        aggregator, parts = aggregator or Aggregator(), {"attack": attack, "transport": transport}
-        silos = Silos(method, aggregator, population, memory=private / "memory", seed=seed, **parts)
+        aggregator, memory = aggregator or Aggregator(), private / "memory"
+        silos = Silos(method, aggregator, population, memory=memory, seed=seed, attack=attack, transport=transport)
         self._method = method
         self._recorder = _Recorder(link_of(LocalLink(silos), transport, population.model), excluded or {})
         self.fed = Federation(

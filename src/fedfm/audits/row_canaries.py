@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from fedfm.models.families import Parts
 from fedfm.models.model import Model
 from fedfm.models.preprocessors import Tools
 from fedfm.models.spec import ModelSpec
+from fedfm.privacy.composition import Releases
 from fedfm.privacy.dp_sgd import DescentPlan
 from fedfm.runtime import client_memory
 from fedfm.runtime.partitioned import Partitioned
@@ -62,7 +63,7 @@ class RowCanaries(Audit):
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         run = replay.run
-        mechanism: Any = run.experiment.aggregation.mechanism
+        mechanism = cast(DpSgd, run.experiment.aggregation.mechanism)  # see reads
         client = costliest(replay.population, mechanism)
         if client is None:
             return [nothing("row_canaries", QUESTION, "No client has training rows.")]
@@ -79,7 +80,7 @@ class RowCanaries(Audit):
         return [self._finding(run, trainings, home, attacked, claimed)]
 
     def _finding(
-        self, run: Run, trainings: Trainings, home: CanaryTraining, attacked: list[CanaryTraining], claimed: Any
+        self, run: Run, trainings: Trainings, home: CanaryTraining, attacked: list[CanaryTraining], claimed: Releases
     ) -> Finding:
         delta, stated, c = trainings.plan.delta, float(run.manifest["result"]["epsilon"]), trainings.plan.clip_norm
         k = trainings.canaries

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class RowNorms(Audit):
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         run, population = replay.run, replay.population
-        mechanism: Any = run.experiment.aggregation.mechanism
+        mechanism = cast(DpSgd, run.experiment.aggregation.mechanism)  # see reads
         client, method, model = costliest(population, mechanism), run.experiment.method, population.model
         if client is None:
             return [nothing("row_norms", QUESTION, "No client has training rows.")]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
@@ -188,7 +187,7 @@ def affordable(run: Run, population: Partitioned) -> int:
 
 def cost(run: Run, population: Partitioned) -> float:
     """Estimated seconds of one shadow run, from counts alone."""
-    method: Any = run.experiment.method
+    method = run.experiment.method
     rounds, clients = int(run.manifest["result"]["rounds"]), len(population.clients)
     trained = rounds * clients
     sizes = population.sizes().values()
@@ -212,9 +211,9 @@ def _transport(aggregator: Aggregator) -> Transport:
 
 def _aggregator(run: Run) -> Aggregator:
     """The run's aggregator; if it only hides the updates, the same mean in the clear, which is faster."""
-    ours: Any = run.experiment.aggregation
+    ours = run.experiment.aggregation
     if type(ours.mechanism) is not Mechanism or ours.transport.form == "plain":
-        return ours  # type: ignore[no-any-return]
+        return ours
     return Aggregator()
 
 
@@ -233,7 +232,7 @@ def shadow_turns(run: Run, half: Half, number: int) -> Iterator[Turn]:
 
 def shadow_models(run: Run, half: Half, number: int) -> Mapping[ClientId, Params]:
     """Final models of a shadow run: by client if each has its own, else one under the key ""."""
-    method: Any = run.experiment.method
+    method = run.experiment.method
     result = run.manifest["result"]
     with _shadow_run(run, half, number) as shadow:
         for turn in shadow.turns(int(result["details"].get("model_of_round", result["rounds"]))):
