@@ -136,14 +136,16 @@ def population(folder: Path, partition: dict[str, Any], seed: int) -> Partitione
 def measure(folder: Path, method: Any, partition: dict[str, Any], seed: int, data: Any) -> dict[str, float]:
     """One run: its accuracy, and for FedBaF what everybody and single clients compute."""
     people = population(folder, partition, seed)
-    keep = Rounds(method, clients=CLIENTS, rounds=ROUNDS, trainable=13_000, seed=seed)
+    keep = None
+    if isinstance(method, FedBaF):
+        keep = Rounds(method, clients=CLIENTS, rounds=ROUNDS, trainable=13_000, seed=seed)
     with tempfile.TemporaryDirectory() as private:
         for turn in RecordedRun(method, people, Path(private), seed=seed).turns(ROUNDS):
-            if isinstance(method, FedBaF):
+            if keep is not None:
                 keep.see(turn, people)
     w = method.params_for(turn.after, "")
     found = {"accuracy": predictions.scores(method, people.model, w, people.test)["accuracy"]}
-    if not isinstance(method, FedBaF):
+    if keep is None:
         return found
     target = keep.target
 

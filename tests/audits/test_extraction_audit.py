@@ -86,7 +86,7 @@ def default(folder):
 def watched(path):
     """(rounds as the audit keeps them, the replay)."""
     current = open_finished(path)
-    rounds = Rounds(current)
+    rounds = Rounds.of_run(current)
     return rounds, replay(current, watched={"extraction": rounds}, keep=False)
 
 

@@ -58,7 +58,7 @@ class Extraction(Audit):
         return None
 
     def watch(self, run: Run) -> Rounds:
-        return Rounds(run)
+        return Rounds.of_run(run)
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         rounds = replay.watch(Rounds)

@@ -237,6 +237,12 @@ def rounds_to_keep(fraction: float, clients: int, trainable: int) -> int:
 class Rounds:
     """Watch of a replay: keeps the models of the first rounds, and tau and distances of all.
 
+    Args:
+        clients, rounds: numbers of the run.
+        trainable: number of trained values of the model.
+        evaluate_every: of the run; every client evaluates the model that it then receives.
+        aggregator: the run's, or None for the plain one.
+
     Attributes:
         turns: kept rounds, with the replies.
         curve: by round: ``angle``, tau_t as printed; ``pull``, l_t as used; distance of w_{t+1} from w_pre as ``error``
@@ -245,16 +251,38 @@ class Rounds:
         first, last: the model before the first round, and after the last.
     """
 
-    def __init__(self, run: Run) -> None:
-        experiment, manifest = run.experiment, run.manifest
-        self.method = experiment.method_as(FedBaF)
-        self._seed, self._every = experiment.run.seed, experiment.run.evaluate_every
-        self._rounds, self._aggregator = manifest["result"]["rounds"], experiment.aggregation
-        self.most = rounds_to_keep(self.method.fraction, len(manifest["clients"]), int(manifest["model"]["trainable"]))
+    def __init__(
+        self,
+        method: FedBaF,
+        *,
+        clients: int,
+        rounds: int,
+        trainable: int,
+        seed: int,
+        evaluate_every: int = 1,
+        aggregator: Aggregator | None = None,
+    ) -> None:
+        self.method, self._seed, self._every = method, seed, evaluate_every
+        self._rounds, self._aggregator = rounds, aggregator
+        self.most = rounds_to_keep(method.fraction, clients, trainable)
         self.turns: list[Turn] = []
         self.curve: list[dict[str, float]] = []
         self.asked: dict[int, set[ClientId]] = {}
         self._sent: dict[int, Array] = {}  # the target's entries of the models of kept rounds
+
+    @classmethod
+    def of_run(cls, run: Run) -> Rounds:
+        """The watch of a finished run."""
+        experiment, manifest = run.experiment, run.manifest
+        return cls(
+            experiment.method_as(FedBaF),
+            clients=len(manifest["clients"]),
+            rounds=manifest["result"]["rounds"],
+            trainable=int(manifest["model"]["trainable"]),
+            seed=experiment.run.seed,
+            evaluate_every=experiment.run.evaluate_every,
+            aggregator=experiment.aggregation,
+        )
 
     def see(self, turn: Turn, population: Partitioned) -> None:
         self.last = self.model(turn.after)
