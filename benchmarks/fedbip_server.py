@@ -55,7 +55,8 @@ from threadpoolctl import threadpool_limits
 
 from fedfm.linalg.column_blocks import PIECE
 from fedfm.linalg.kernels import buffers
-from fedfm.linalg.out_of_core import allocate, keep_all, location_of
+from fedfm.linalg.mapped_files import location_of
+from fedfm.linalg.out_of_core import allocate, keep_all
 from fedfm.linalg.pairwise import gram, mix
 from fedfm.linalg.params import Params, layout_of
 

@@ -16,8 +16,10 @@ import torch
 import fedfm
 from fedfm.core import storage
 from fedfm.errors import InputError
-from fedfm.linalg import out_of_core
-from fedfm.linalg.out_of_core import Vectors, allocate, keep_all, location_of
+from fedfm.linalg import mapped_files, out_of_core
+from fedfm.linalg.client_vectors import Vectors
+from fedfm.linalg.mapped_files import location_of
+from fedfm.linalg.out_of_core import allocate, keep_all
 from fedfm.linalg.params import Params
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mappings")
@@ -65,15 +67,15 @@ def test_a_shelf_moves_what_does_not_fit_into_a_file_and_changes_no_bit(monkeypa
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("uncached", [out_of_core.UNCACHED, 1 << 30])
+@pytest.mark.parametrize("uncached", [mapped_files.UNCACHED, 1 << 30])
 def test_what_a_file_reads_and_writes_is_what_its_mapped_vector_shows(monkeypatch, uncached):
-    monkeypatch.setattr(out_of_core, "UNCACHED", uncached)  # a flag that no system knows is left out
+    monkeypatch.setattr(mapped_files, "UNCACHED", uncached)  # a flag that no system knows is left out
     layout = Params({"w": torch.zeros(5000), "b": torch.zeros(3, dtype=torch.bfloat16)}).layout
     one, two = allocate(2, layout, most=0)
     for dtype, flat in two.flats.items():
         file = location_of(flat)
         assert file is not None
-        assert file.flags == (uncached if uncached == out_of_core.UNCACHED and file.flags else 0)
+        assert file.flags == (uncached if uncached == mapped_files.UNCACHED and file.flags else 0)
         new = torch.randn(len(flat)).to(dtype)
         flat[:] = 1.0
         file.write(2 * dtype.itemsize, new[2:].view(torch.uint8).numpy())
@@ -91,7 +93,7 @@ def test_what_a_file_reads_and_writes_is_what_its_mapped_vector_shows(monkeypatc
 
 @pytest.mark.parametrize("trouble", [None, "refused", "in part"])
 def test_whole_pages_go_past_the_cache_and_what_cannot_goes_through_it(monkeypatch, trouble):
-    entries = 40 * out_of_core.PAGE
+    entries = 40 * mapped_files.PAGE
     (vector,) = allocate(1, Params({"w": torch.zeros(entries)}).layout, most=0)
     flat = vector.flats[torch.float32]
     file = location_of(flat)

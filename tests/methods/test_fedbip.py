@@ -17,7 +17,8 @@ from fedfm.core.client import Update
 from fedfm.core.federation import Federation
 from fedfm.engines.local.engine import LocalLink
 from fedfm.errors import InputError, RunError
-from fedfm.linalg.out_of_core import keep_all, location_of
+from fedfm.linalg.mapped_files import location_of
+from fedfm.linalg.out_of_core import keep_all
 from fedfm.linalg.pairwise import gram, mix
 from fedfm.linalg.params import Params
 from fedfm.methods.fedbip.fedbip import BipState, FedBip, cap_factors, copies, shares, similarities

@@ -11,7 +11,7 @@ import torch
 import fedfm
 import small
 from fedfm.core import storage
-from fedfm.linalg import out_of_core, pages
+from fedfm.linalg import mapped_files, out_of_core, pages
 from fedfm.linalg.params import Params
 from fedfm.linalg.threads import torch_threads
 from fedfm.models.memory_budget import by_tokens
@@ -83,7 +83,7 @@ def test_a_full_disk_keeps_it_in_memory(monkeypatch: pytest.MonkeyPatch, large: 
     def full(*args: Any, **kwargs: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(out_of_core, "_in_file", full)
+    monkeypatch.setattr(mapped_files, "bytes_in_file", full)
     w = Params({"a": torch.randn(10)})
     assert out_of_core.to_file(w) is w
 

@@ -22,7 +22,7 @@ import numpy as np
 from fedfm.core.wire import payload
 from fedfm.errors import ClientFault, InputError, NotWritten
 from fedfm.linalg import pages
-from fedfm.linalg.out_of_core import limit, open_again, remember
+from fedfm.linalg.out_of_core import limit
 
 LONGEST = 8 << 20  # largest size of a log in bytes
 _ROOM = 1 << 20  # bytes; after a failed write a disk with less free space counts as full
@@ -321,6 +321,8 @@ def whole(path: Path) -> bool:
 def _read_checked(path: Path) -> tuple[str, Any] | None:
     """Head and data (n,) uint8 of a file, memory-mapped; None unless their digest matches."""
     from safetensors import SafetensorError, safe_open
+
+    from fedfm.linalg.mapped_files import open_again, remember
 
     # A private mapping keeps writes out of the file; it needs no swap space, since writes are not intended.
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedfm.linalg.out_of_core import SECTOR, location_of
+from fedfm.linalg.mapped_files import SECTOR, location_of
 from fedfm.linalg.params import Layout, Params
 from fedfm.linalg.threads import one_thread, torch_threads
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from fedfm.core.federation import Federation
 from fedfm.core.fields import Paper, setting
 from fedfm.core.method import Method
 from fedfm.errors import InputError
-from fedfm.linalg.out_of_core import Vectors
+from fedfm.linalg.client_vectors import Vectors
 from fedfm.linalg.pairwise import gram, mix
 from fedfm.linalg.params import Params
 from fedfm.models.layers import layers
@@ -49,7 +49,6 @@ class FedAMP(Personal, Method[Clouds]):
 
     traits: ClassVar[Traits] = Traits(server_needs_weights_only=True)
     asks: ClassVar[tuple[str, ...]] = ("train",)
-    state_type: ClassVar[Any] = Clouds
     paper: ClassVar[Mapping[str, Paper]] = {
         "method.sigma": Paper(
             "a constant", "distances of models differ between data sets, so that no constant fits all"

@@ -21,7 +21,7 @@ from fedfm.core.fields import Paper, setting
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.errors import E_DUPLICATE, InputError, RunError
-from fedfm.linalg.out_of_core import Vectors
+from fedfm.linalg.client_vectors import Vectors
 from fedfm.linalg.params import Layout, Params, in_dtype, to_bytes
 from fedfm.methods.fedavg import FedAvg
 from fedfm.methods.fedbip.task_vectors import Change, Entries, Products
@@ -60,7 +60,6 @@ class FedBip(Personal, Predictor, Joinable, Comparable, Method[BipState]):
 
     traits: ClassVar[Traits] = Traits(server_needs_weights_only=True, rows_by_optimiser=True)
     asks: ClassVar[tuple[str, ...]] = ("train",)
-    state_type: ClassVar[Any] = BipState
     paper: ClassVar[Mapping[str, Paper]] = {
         "method.rounds": Paper(10),  # on images; 20 on texts
         "method.fraction": Paper(1.0),
