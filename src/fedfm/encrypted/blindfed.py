@@ -61,7 +61,6 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     """
 
     means: ClassVar[tuple[str, ...]] = ("train",)
-    state_type: ClassVar[Any] = ServerState
     paper: ClassVar[Mapping[str, Paper]] = SETTINGS
     paper_tables: ClassVar[Mapping[str, Any]] = {"distil": Recipe()}
 

@@ -108,8 +108,6 @@ class Merged:
 class Merging(ExactLora[Merged]):
     """A method that adds to the frozen weights in every round."""
 
-    state_type: ClassVar[Any] = Merged
-
     def init(self, fed: Federation) -> Merged:
         self.ranks_of(fed)  # refuses ranks before the first round
         return Merged(fed.initial, Params({}), lora.alpha_of(fed.model))

@@ -43,7 +43,6 @@ class FlexLoRA(ExactLora[Cut]):
     """The exact Delta W is truncated by its SVD to each client's rank; the result has the largest rank."""
 
     traits: ClassVar[Traits] = Traits(rows_by_optimiser=True)
-    state_type: ClassVar[Any] = Cut
 
     def init(self, fed: Federation) -> Cut:
         self.ranks_of(fed)

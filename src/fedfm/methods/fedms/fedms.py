@@ -90,7 +90,6 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
         "deciding_rows",
         "backward_seconds",
     )
-    state_type: ClassVar[Any] = MSState
     paper: ClassVar[Mapping[str, Paper]] = SETTINGS
 
     global_rounds: int = setting(25, "stage one: rounds of the global expert", ge=0)

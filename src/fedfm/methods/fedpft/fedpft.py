@@ -22,7 +22,7 @@ from fedfm import seeds
 from fedfm.core.capabilities import Judge, Needs, Predictor, Private, Traits
 from fedfm.core.client import Client, ClientId, Update, on_client
 from fedfm.core.federation import Federation
-from fedfm.core.fields import Paper, setting
+from fedfm.core.fields import Paper
 from fedfm.core.method import Method
 from fedfm.core.rows import Rows
 from fedfm.errors import E_FIELD, ClientFault, RunError
@@ -31,12 +31,12 @@ from fedfm.methods._convergence import Missed, tell
 from fedfm.methods._one_shot import head_of, need_head, rows_of
 from fedfm.methods.fedpft import noisy_moments, private
 from fedfm.methods.fedpft.account import bound_details, communication, divergences, left_out
-from fedfm.methods.fedpft.encoding import DTYPES, nothing, pack, unpack
-from fedfm.methods.fedpft.mixtures import COVARIANCES, Mixture, capacity, fit_uncounted, fit_without_singles
+from fedfm.methods.fedpft.encoding import nothing, pack, unpack
+from fedfm.methods.fedpft.mixtures import Mixture, capacity, fit_uncounted, fit_without_singles
 from fedfm.methods.fedpft.paper import SETTINGS
 from fedfm.methods.fedpft.private import Noised
-from fedfm.methods.fedpft.release_plan import CALIBRATIONS, RELATIONS, Plan
-from fedfm.methods.fedpft.settings import check_budgets, plan_of, pools, refuse
+from fedfm.methods.fedpft.release_plan import Plan
+from fedfm.methods.fedpft.settings import Settings, check_budgets, plan_of, pools, refuse
 from fedfm.methods.fedpft.summary import MOST, Summary, Synthetic, checker, mixtures_of
 from fedfm.methods.fedpft.topology import Handed, Passed, carry, parents_of
 from fedfm.models.head_inputs import UNIT_NORM
@@ -44,7 +44,6 @@ from fedfm.models.model import Model
 from fedfm.privacy.accountant import Accountant
 from fedfm.privacy.spec import PrivacySpec
 from fedfm.training import fit_head
-from fedfm.training.fit_head import HeadSpec
 
 __all__ = ["FedPFT", "Handed", "Noised", "Passed", "State", "Summary"]
 
@@ -61,7 +60,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class FedPFT(Predictor, Private, Method[State]):
+class FedPFT(Settings, Predictor, Private, Method[State]):
     """One round: mixtures up, a head down.
 
     ``counts = "withheld"``: a client sends no counts, no list of withheld classes and no scores. Mixtures are rounded
@@ -77,42 +76,8 @@ class FedPFT(Predictor, Private, Method[State]):
     """
 
     needs: ClassVar[Needs] = Needs("head", ("head",), bias=True)
-    state_type: ClassVar[Any] = State
     paper: ClassVar[Mapping[str, Paper]] = SETTINGS
     privacy: ClassVar[Plan | None] = None  # of an instance: see protect()
-
-    rounds: int = setting(1, "1; 0 evaluates the start", ge=0, le=1, words="1, it takes one round")
-    covariance: str | None = setting(
-        None,
-        "of a component: spherical, diag or full; under [privacy] spherical",
-        choices=COVARIANCES,
-        metadata={"usual": "diag"},
-    )
-    components: int | None = setting(
-        None,
-        "largest K; one component per ten examples of a class, none for a single example; under [privacy] 1",
-        ge=1,
-        metadata={"usual": 10},
-    )
-    budgets: dict[str, int] = setting(dict, "K of single clients by name", ge=1)
-    transport: str = setting("float16", "of the numbers sent: float16 or float32", choices=tuple(DTYPES))
-    topology: str = setting(
-        "star", "star (one server), or chain, ring (as chain), dag", choices=("star", "chain", "ring", "dag")
-    )
-    edges: tuple[tuple[str, ...], ...] = setting((), 'of a dag: [["a", "b"], ["b", "c"]]')
-    min_count: int = setting(5, "a class with fewer examples is withheld; under [privacy] noise decides", ge=1)
-    samples: int = setting(0, "number of draws from each mixture; 0: the class's number of examples", ge=0, le=MOST)
-    shuffle: bool = setting(False, "drop the senders of mixtures (Appendix A.3)")
-    counts: str = setting(
-        "exact", "of classes: exact; withheld: not sent, only estimable (give samples)", choices=("exact", "withheld")
-    )
-    calibration: str = setting("analytic", "of private noise: analytic; paper, paper_client", choices=CALIBRATIONS)
-    relation: str = setting("add_remove", "neighbours: add_remove, replace, replace_any", choices=RELATIONS)
-    bound: bool = setting(False, "clients also send what Theorem 4.2 needs (the report shows it)")
-    smoothing: float = setting(0.1, "of features in the bound, times their standard deviation", gt=0, finite=True)
-    pooled: bool = setting(False, "private: one noisy sum over the federation, by a mean")
-    verify: bool = setting(False, "clients count the head's errors in a second message")
-    head: HeadSpec = setting(HeadSpec(), "how heads are trained")
 
     # --- client half --------------------------------------------------------------------------------------------------
 

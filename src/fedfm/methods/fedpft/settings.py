@@ -1,51 +1,61 @@
-"""Refuse settings of FedPFT that exclude each other, with and without [privacy]."""
+"""The settings of FedPFT, and which of them exclude each other, with and without [privacy]."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
+from fedfm.core.fields import setting
 from fedfm.errors import Faults, InputError
-from fedfm.methods.fedpft.release_plan import Plan
+from fedfm.methods.fedpft.encoding import DTYPES
+from fedfm.methods.fedpft.mixtures import COVARIANCES
+from fedfm.methods.fedpft.release_plan import CALIBRATIONS, RELATIONS, Plan
+from fedfm.methods.fedpft.summary import MOST
 from fedfm.methods.fedpft.topology import topological
 from fedfm.privacy.spec import PrivacySpec, need
+from fedfm.training.fit_head import HeadSpec
 
 
-class Settings(Protocol):
-    """Those of a FedPFT that are compared here."""
+@dataclass(frozen=True)
+class Settings:
+    """The settings of FedPFT."""
 
-    @property
-    def topology(self) -> str: ...
-    @property
-    def edges(self) -> Sequence[tuple[str, ...]]: ...
-    @property
-    def counts(self) -> str: ...
-    @property
-    def samples(self) -> int: ...
-    @property
-    def min_count(self) -> int: ...
-    @property
-    def covariance(self) -> str | None: ...
-    @property
-    def components(self) -> int | None: ...
-    @property
-    def budgets(self) -> Mapping[str, int]: ...
-    @property
-    def calibration(self) -> str: ...
-    @property
-    def relation(self) -> str: ...
-    @property
-    def pooled(self) -> bool: ...
-    @property
-    def shuffle(self) -> bool: ...
-    @property
-    def bound(self) -> bool: ...
-    @property
-    def verify(self) -> bool: ...
+    rounds: int = setting(1, "1; 0 evaluates the start", ge=0, le=1, words="1, it takes one round")
+    covariance: str | None = setting(
+        None,
+        "of a component: spherical, diag or full; under [privacy] spherical",
+        choices=COVARIANCES,
+        metadata={"usual": "diag"},
+    )
+    components: int | None = setting(
+        None,
+        "largest K; one component per ten examples of a class, none for a single example; under [privacy] 1",
+        ge=1,
+        metadata={"usual": 10},
+    )
+    budgets: dict[str, int] = setting(dict, "K of single clients by name", ge=1)
+    transport: str = setting("float16", "of the numbers sent: float16 or float32", choices=tuple(DTYPES))
+    topology: str = setting(
+        "star", "star (one server), or chain, ring (as chain), dag", choices=("star", "chain", "ring", "dag")
+    )
+    edges: tuple[tuple[str, ...], ...] = setting((), 'of a dag: [["a", "b"], ["b", "c"]]')
+    min_count: int = setting(5, "a class with fewer examples is withheld; under [privacy] noise decides", ge=1)
+    samples: int = setting(0, "number of draws from each mixture; 0: the class's number of examples", ge=0, le=MOST)
+    shuffle: bool = setting(False, "drop the senders of mixtures (Appendix A.3)")
+    counts: str = setting(
+        "exact", "of classes: exact; withheld: not sent, only estimable (give samples)", choices=("exact", "withheld")
+    )
+    calibration: str = setting("analytic", "of private noise: analytic; paper, paper_client", choices=CALIBRATIONS)
+    relation: str = setting("add_remove", "neighbours: add_remove, replace, replace_any", choices=RELATIONS)
+    bound: bool = setting(False, "clients also send what Theorem 4.2 needs (the report shows it)")
+    smoothing: float = setting(0.1, "of features in the bound, times their standard deviation", gt=0, finite=True)
+    pooled: bool = setting(False, "private: one noisy sum over the federation, by a mean")
+    verify: bool = setting(False, "clients count the head's errors in a second message")
+    head: HeadSpec = setting(HeadSpec(), "how heads are trained")
 
 
 def refuse(m: Settings) -> None:
-    """Refuse settings of a FedPFT ``m`` that conflict.
+    """Refuse settings that conflict.
 
     Raises:
         InputError: it names the key and a valid value.
@@ -90,12 +100,12 @@ def _refuse_counting(m: Settings) -> None:
 
 
 def pools(m: Settings) -> bool:
-    """Whether this FedPFT could use ``pooled = true`` under [privacy] and does not."""
+    """Whether FedPFT could use ``pooled = true`` under [privacy] and does not."""
     return bool(not m.pooled and m.topology == "star" and m.calibration == "analytic")
 
 
 def plan_of(m: Settings, privacy: PrivacySpec) -> Plan:
-    """What a FedPFT ``m`` releases under the [privacy] table.
+    """What FedPFT releases under the [privacy] table.
 
     Raises:
         InputError: a guarantee that cannot be given, with the key and what would be right.
