@@ -12,7 +12,7 @@ from fedfm.core import update_metrics
 from fedfm.core.checks import conform, match
 from fedfm.core.client import ClientId, Update, action, each, no_secret
 from fedfm.core.messages import REVEAL, ROUND, SCORES, Excluded, Link, Reply, Request, Streaming
-from fedfm.core.transcript import Crossing, Transcript
+from fedfm.core.transcript import Transcript
 from fedfm.errors import E_CLIENT, E_DUPLICATE, E_READONLY, E_ROUND, E_TIMEOUT, ClientFault, RunError
 from fedfm.linalg.out_of_core import Shelf, to_file
 from fedfm.linalg.params import Layout, Params
@@ -317,7 +317,9 @@ class Federation:
                 continue
             pending.remove(reply.client)
             self._restored.pop(reply.client, None)
-            self._record(name, reply, form, down, counted, rows)
+            self.transcript.add_exchange(
+                reply, name, self.round, self.call, form=form, down=down, counted=counted, part=rows
+            )
             try:
                 if reply.fault is not None:
                     raise reply.fault
@@ -390,12 +392,3 @@ class Federation:
         excluded = Excluded(self.round, client, fault.code, reason, part)
         self.excluded.append(excluded)
         self._on_excluded(excluded)
-
-    def _record(self, name: str, reply: Reply, form: str, down: str, counted: bool, rows: str) -> None:
-        sent = Crossing(
-            self.round, "server", reply.client, name, reply.nbytes_down, down, counted, self.call, reply.spared, rows
-        )
-        self.transcript.add(sent)
-        if reply.nbytes_up:
-            up = Crossing(self.round, reply.client, "server", name, reply.nbytes_up, form, counted, self.call)
-            self.transcript.add(up)

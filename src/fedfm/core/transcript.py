@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fedfm.core.messages import Reply
+
 
 class Crossing(NamedTuple):
     """One message that crossed a trust boundary.
@@ -60,6 +62,21 @@ class Transcript:
                 self.bytes_up += crossing.nbytes
             else:
                 self.bytes_down += crossing.nbytes
+
+    def add_exchange(
+        self, reply: Reply, handler: str, round: int, call: int, *, form: str, down: str, counted: bool, part: str
+    ) -> None:
+        """Add a request and its reply; a fault without a message has no reply.
+
+        Args:
+            handler: of the request, with its kind.
+            form, down: of the reply for the server, and of the request for the client.
+            part: rows that the request is about.
+        """
+        client, spared = reply.client, reply.spared
+        self.add(Crossing(round, "server", client, handler, reply.nbytes_down, down, counted, call, spared, part))
+        if reply.nbytes_up:
+            self.add(Crossing(round, client, "server", handler, reply.nbytes_up, form, counted, call))
 
     def drain(self) -> list[Crossing]:
         pending, self.pending = self.pending, []
