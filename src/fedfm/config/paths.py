@@ -6,7 +6,6 @@ from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedfm.data.sources._files import remember_missing
 from fedfm.errors import InputError
 from fedfm.models.locate import BUILT_IN
 
@@ -54,6 +53,8 @@ def _resolve_in(folder: Path, value: Any, key: str) -> Any:
         return value
     if not (there := folder / path).exists():
         if key.startswith("data.") and not path.exists():
+            from fedfm.data.sources._files import remember_missing
+
             remember_missing(value, folder)
         return str(there) if key in _MADE and not path.exists() else value
     if path.exists() and not path.samefile(there):

@@ -8,7 +8,7 @@ import math
 import re
 import sys
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -78,6 +78,13 @@ def is_name(text: object) -> bool:
         (True, False, False)
     """
     return isinstance(text, str) and len(text) <= 64 and re.fullmatch(NAME, text) is not None
+
+
+def listing(names: Iterable[str], most: int = 12) -> str:
+    """Names in quotes for a message: ``"a", "b", "c" and 4 more``."""
+    names = list(names)
+    shown = ", ".join(f'"{name}"' for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def complain(text: object) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from fedfm.core.text import listing
 from fedfm.data.partition import CLIENT
-from fedfm.data.sources._files import existing, listing, str_array
+from fedfm.data.sources._files import existing, str_array
 from fedfm.data.table import Table, words_of
 from fedfm.errors import InputError
 

@@ -10,9 +10,9 @@ from collections import Counter
 import numpy as np
 
 from fedfm.core import tasks
+from fedfm.core.text import listing
 from fedfm.data import pixel_values, repetitions
 from fedfm.data.repeats import of_training_rows
-from fedfm.data.sources._files import listing
 from fedfm.data.table import Table, inputs_of
 
 _LONG_NAME = 200  # characters; a longer class name is probably a text

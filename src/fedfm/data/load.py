@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,19 +10,13 @@ import numpy as np
 
 from fedfm.core import tasks
 from fedfm.data import pixel_values
-from fedfm.data.class_names import class_name
 from fedfm.data.doubts import doubts
-from fedfm.data.invisible import escape
 from fedfm.data.partition import CLIENT
-from fedfm.data.sources._files import FORMATS, begin, column, content_of, existing, listing
 from fedfm.data.spec import DataSpec
 from fedfm.data.stratify import hold_out, thin
 from fedfm.data.table import Table, words_of
-from fedfm.errors import InputError, close
+from fedfm.errors import InputError
 from fedfm.seeds import generator
-
-_SUFFIXES = {".npz": "npz", ".txt": "text", ".txt.gz": "text"}
-_NAMED = 4  # values in a notice
 
 
 def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
@@ -53,17 +45,26 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
     if spec.classes is not None:
         return _without_rows(spec)
     if spec.clients:
+        from fedfm.data import files
         from fedfm.data.client_files import of_clients
 
         def read(name: str, path: Path) -> Table:
-            found = _read_path(path, spec, task, labelled=True)
+            found = files.read(path, spec, task, labelled=True)
             return _mark_test(_fit(found, task), spec, generator(seed, "split", name))
 
         table = of_clients(spec.clients, read)
     else:
-        source = filter_rows(_read(spec, task), spec.where or {})
-        table = _mark_test(_fit(source, task), spec, generator(seed, "split"))
-    table = _limit(_without_new(table, spec.base_classes), spec, generator(seed, "limit"))
+        table = _read(spec, task)
+        if spec.where:
+            from fedfm.data.selection import filter_rows
+
+            table = filter_rows(table, spec.where)
+        table = _mark_test(_fit(table, task), spec, generator(seed, "split"))
+    if spec.base_classes is not None:
+        from fedfm.data.selection import drop_new_classes
+
+        table = drop_new_classes(table, spec.base_classes)
+    table = _limit(table, spec, generator(seed, "limit"))
     table = replace(table, notices=(*table.notices, *doubts(table, spec.label)))
     return scale_features(table, spec.scale)
 
@@ -91,8 +92,11 @@ def read_inputs(path: str | Path, spec: DataSpec, *, kind: str) -> Table:
     Raises:
         InputError: as in :func:`load_table`, or the file has another kind of rows.
     """
+    from fedfm.data import files
+    from fedfm.data.sources._files import existing
+
     owner = tasks.owner(kind)
-    table = _read_path(existing(path, "file"), spec, None if owner is None else owner.name, labelled=False)
+    table = files.read(existing(path, "file"), spec, None if owner is None else owner.name, labelled=False)
     kind = (owner is not None and owner.own_kind is not None and owner.own_kind.predicted_as) or kind
     if table.kind != kind:
         raise InputError(f"{path} holds {words_of(table.kind)}; the model takes {words_of(kind)}")
@@ -102,42 +106,12 @@ def read_inputs(path: str | Path, spec: DataSpec, *, kind: str) -> Table:
 
 def check_files(spec: DataSpec) -> None:
     """Raise an InputError for missing files, without reading any."""
+    from fedfm.data.sources._files import existing
+
     if spec.path is not None:
         existing(spec.path)
     for name, path in (spec.clients or {}).items():
         existing(path, f"data.clients.{name}")
-
-
-def filter_rows(table: Table, where: Mapping[str, Sequence[str]]) -> Table:
-    """The rows with a listed value in each column of ``where``.
-
-    Raises:
-        InputError: there is no such column, or no row has such a value.
-    """
-    kept, notices = np.ones(len(table), dtype=bool), table.notices
-    for name, values in where.items():
-        of = column(table.columns, name, "data.where", table.source)
-        there = sorted(set(of.tolist()))
-        for value in values:
-            if value not in there:
-                raise InputError(
-                    f'data.where.{name}: no row of {table.source} has "{value}"; there are {listing(there, 8)}'
-                    f"{close(value, there)}"
-                )
-        kept &= np.isin(of, list(values))
-        wanted = set(map(_alike, values))
-        if alike := [other for other in there if other not in values and _alike(other) in wanted]:
-            count = int(np.isin(of, alike).sum())
-            notices += (
-                f"data.where.{name}: {count} rows with {', '.join(map(escape, alike[:_NAMED]))} are left out, which "
-                f"differ only by case or spaces from {listing(values, _NAMED)}",
-            )
-    table = replace(table, notices=notices)
-    return table if kept.all() else table.take(np.flatnonzero(kept))
-
-
-def _alike(value: str) -> str:
-    return " ".join(class_name(value).casefold().split())
 
 
 def scale_features(table: Table, scale: str) -> Table:
@@ -165,31 +139,10 @@ def _read(spec: DataSpec, task: str | None) -> Table:
         from fedfm.data.sources import hub
 
         return hub.read(spec.hub, spec, task=task)
-    return _read_path(existing(spec.path or "", "data.path"), spec, task, labelled=True)
+    from fedfm.data import files
+    from fedfm.data.sources._files import existing
 
-
-def _read_path(path: Path, spec: DataSpec, task: str | None, *, labelled: bool) -> Table:
-    from fedfm.data.sources import tables
-
-    if path.is_dir():
-        if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-            if not labelled:
-                raise InputError(f"{path} is a folder written by save_to_disk; expected {FORMATS}")
-            raise InputError(f'{path} is a folder written by save_to_disk: give it as data.hub = "{path}"')
-        if files := tables.files_of(path, task):
-            return tables.read_folder(path, files, spec, task=task, labelled=labelled)
-        module = "images"
-    else:
-        modules = _SUFFIXES | dict.fromkeys(tables.endings(task), "tables")
-        endings = [suffix for suffix in modules if path.name.lower().endswith(suffix)]
-        if not endings:
-            words = content_of(begin(path))
-            hint = "" if words == "something else" else f" (it holds {words})"
-            raise InputError(f"{path}: files with this ending are unknown{hint}; expected {FORMATS}")
-        module = modules[endings[-1]]
-    source = importlib.import_module(f"fedfm.data.sources.{module}")
-    table: Table = source.read(path, spec, task=task, labelled=labelled)
-    return table
+    return files.read(existing(spec.path or "", "data.path"), spec, task, labelled=True)
 
 
 def _fit(table: Table, task: str | None) -> Table:
@@ -235,23 +188,6 @@ def _owner_to_be(table: Table, spec: DataSpec) -> np.ndarray:
         return np.zeros(len(table), dtype=np.int64)
     number: np.ndarray = np.unique(table.columns[column], return_inverse=True)[1]
     return number
-
-
-def _without_new(table: Table, base: int | None) -> Table:
-    """The table without training and validation rows of new classes, which are those after the first ``base``."""
-    if base is None:
-        return table
-    if table.labels is None or base >= len(table.classes):
-        raise InputError(
-            f"data.base_classes = {base}: expected fewer than the {len(table.classes)} classes of {table.source}, "
-            "the others are new"
-        )
-    out = (table.labels >= base) & (table.split != "test")
-    note = (
-        f"data.base_classes = {base}: {int(out.sum())} training rows of new classes are left out "
-        f"({listing(table.classes[base:], 5)})"
-    )
-    return replace(table.take(np.flatnonzero(~out)), notices=(*table.notices, note))
 
 
 def _limit(table: Table, spec: DataSpec, rng: np.random.Generator) -> Table:

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from fedfm.core.text import listing
 from fedfm.data.owners import Owner, Splits, deal_evenly, number_names, own_test
-from fedfm.data.sources._files import listing
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.data.stratify import apportion, hold_out
 from fedfm.data.table import ClientRows, FederatedData, Table

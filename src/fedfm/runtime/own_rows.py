@@ -12,8 +12,8 @@ import numpy as np
 from fedfm.config.experiment import Experiment
 from fedfm.config.user_code import is_function
 from fedfm.core import tasks
+from fedfm.core.text import listing
 from fedfm.data.load import read_inputs
-from fedfm.data.sources._files import listing
 from fedfm.data.spec import WITHHELD, DataSpec
 from fedfm.data.table import ClientRows, FederatedData, Table
 from fedfm.errors import InputError

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from fedfm.core import tasks
+from fedfm.core.text import listing
 from fedfm.data.spec import BUILT_IN
 from fedfm.errors import InputError, close
 
@@ -136,13 +137,6 @@ def decode(data: bytes, path: Path, holds: str) -> str:
     if not text.strip():
         raise InputError(f"{path} holds only blanks: {holds} is expected")
     return text
-
-
-def listing(names: Iterable[str], most: int = 12) -> str:
-    """``a, b, c and 4 more``."""
-    names = list(names)
-    shown = ", ".join(f'"{name}"' for name in names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def str_array(values: Sequence[str]) -> np.ndarray:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fedfm.core.text import listing
 from fedfm.data.pictures import Pictured
-from fedfm.data.sources._files import listing
 from fedfm.errors import InputError
 
 _LOOK = 20  # values of a column that are examined

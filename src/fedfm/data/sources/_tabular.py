@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from fedfm.core import tasks
+from fedfm.core.text import listing
 from fedfm.data.arrow_texts import ArrowTexts
 from fedfm.data.class_names import class_name, names_of, notices_of
 from fedfm.data.pictures import Pictured, arrange
 from fedfm.data.sources import _layouts
-from fedfm.data.sources._files import At, column, listing, str_array
+from fedfm.data.sources._files import At, column, str_array
 from fedfm.data.sources._other_tasks import WAY, other_task, refuse_other
 from fedfm.data.sources._sheet import Sheet
 from fedfm.data.sources._unread import notice_of_unread

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedfm.core.text import listing
 from fedfm.data.pictures import Pictured
-from fedfm.data.sources._files import listing
 from fedfm.data.spec import DataSpec
 
 _LOOK = 1000  # rows that are examined

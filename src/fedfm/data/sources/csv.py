@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from fedfm.data.sources._files import At, decode, listing
+from fedfm.core.text import listing
+from fedfm.data.sources._files import At, decode
 from fedfm.data.sources._sheet import Sheet
 from fedfm.errors import InputError
 

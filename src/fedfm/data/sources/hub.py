@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from fedfm.core import tasks
+from fedfm.core.text import listing
 from fedfm.data.arrow_texts import ArrowTexts
 from fedfm.data.pictures import Pictured
-from fedfm.data.sources._files import column, existing, listing
+from fedfm.data.sources._files import column, existing
 from fedfm.data.sources._sheet import Sheet, without_nulls
 from fedfm.data.sources._splits import SPLIT_NAMES, with_test
 from fedfm.data.sources._tabular import to_table

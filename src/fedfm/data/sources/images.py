@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from fedfm.core.text import listing
 from fedfm.data.pictures import Look, look, notices_of
 from fedfm.data.sources import tables
-from fedfm.data.sources._files import column, listing
+from fedfm.data.sources._files import column
 from fedfm.data.sources._other_tasks import WAY
 from fedfm.data.sources._splits import SPLIT_NAMES
 from fedfm.data.sources._tabular import UNLABELLED, labels_of, others, split_of

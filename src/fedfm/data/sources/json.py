@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fedfm.core.text import listing
 from fedfm.data.sources import jsonl
-from fedfm.data.sources._files import decode, listing
+from fedfm.data.sources._files import decode
 from fedfm.data.sources._sheet import ESCAPED_HALF, Sheet, each_once, of_rows, whole
 from fedfm.errors import InputError
 

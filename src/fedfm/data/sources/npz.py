@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
+from fedfm.core.text import listing
 from fedfm.data.class_names import names_of, notices_of
 from fedfm.data.pictures import to_eight_bits
-from fedfm.data.sources._files import begin, content_of, listing, read_bytes, str_array
+from fedfm.data.sources._files import begin, content_of, read_bytes, str_array
 from fedfm.data.sources._tabular import UNLABELLED, Labels, check_split, codes_of
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table

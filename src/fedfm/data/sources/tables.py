@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedfm.core import tasks
-from fedfm.data.sources._files import decode, gunzip, listing, read_bytes
+from fedfm.core.text import listing
+from fedfm.data.sources._files import decode, gunzip, read_bytes
 from fedfm.data.sources._sheet import Sheet, join
 from fedfm.data.sources._splits import SPLIT_NAMES, with_test
 from fedfm.data.sources._tabular import to_table

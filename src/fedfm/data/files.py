@@ -1,0 +1,46 @@
+"""Rows of a file or a folder, by the reader that the ending of its name requires."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+from fedfm.data.sources import tables
+from fedfm.data.sources._files import FORMATS, begin, content_of
+from fedfm.data.spec import DataSpec
+from fedfm.data.table import Table
+from fedfm.errors import InputError
+
+_SUFFIXES = {".npz": "npz", ".txt": "text", ".txt.gz": "text"}
+
+
+def read(path: Path, spec: DataSpec, task: str | None, *, labelled: bool) -> Table:
+    """The rows of a file, or of a folder of files.
+
+    Args:
+        spec: names of the columns.
+        task: the named task; None: implied by the data.
+        labelled: False for rows to predict.
+
+    Raises:
+        InputError: no reader has this ending, or the content is invalid; it names the place.
+    """
+    if path.is_dir():
+        if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+            if not labelled:
+                raise InputError(f"{path} is a folder written by save_to_disk; expected {FORMATS}")
+            raise InputError(f'{path} is a folder written by save_to_disk: give it as data.hub = "{path}"')
+        if files := tables.files_of(path, task):
+            return tables.read_folder(path, files, spec, task=task, labelled=labelled)
+        module = "images"
+    else:
+        modules = _SUFFIXES | dict.fromkeys(tables.endings(task), "tables")
+        endings = [suffix for suffix in modules if path.name.lower().endswith(suffix)]
+        if not endings:
+            words = content_of(begin(path))
+            hint = "" if words == "something else" else f" (it holds {words})"
+            raise InputError(f"{path}: files with this ending are unknown{hint}; expected {FORMATS}")
+        module = modules[endings[-1]]
+    source = importlib.import_module(f"fedfm.data.sources.{module}")
+    table: Table = source.read(path, spec, task=task, labelled=labelled)
+    return table
