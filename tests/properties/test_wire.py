@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fedfm.core.checks import match
 from fedfm.core.client import Update
-from fedfm.core.wire import codec, limits, payload, reading
+from fedfm.core.wire import codec, envelope, limits, payload, reading
 from fedfm.engines.flower.private_api import round_trip, serialised_nbytes
 from fedfm.errors import ClientFault
 from fedfm.linalg.params import Params
@@ -84,7 +84,7 @@ def test_flower_delivers_it_and_weighs_what_we_say(value):
     assert same(value, codec.from_record(round_trip(record))["body"])
 
 
-@pytest.mark.parametrize("n", [codec.CHUNK // 4 - 1, codec.CHUNK // 4 + 1, 3 * codec.CHUNK // 4 + 7])
+@pytest.mark.parametrize("n", [envelope.CHUNK // 4 - 1, envelope.CHUNK // 4 + 1, 3 * envelope.CHUNK // 4 + 7])
 def test_large_arrays_are_weighed_with_their_chunks(n):
     value = {"w": Params({"w": torch.randn(n)})}
     assert serialised_nbytes(codec.to_record(codec.envelope(1, 1, value))) == codec.weigh(value)

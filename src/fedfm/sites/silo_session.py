@@ -13,6 +13,7 @@ from typing import Any
 from fedfm.config.experiment import Experiment
 from fedfm.core import storage
 from fedfm.core.wire import codec
+from fedfm.core.wire.envelope import envelope_size
 from fedfm.engines.flower import client_stub
 from fedfm.errors import E_REFUSED, OF_NO_ROW, ClientFault, InputError, lines_of
 from fedfm.privacy.exposure import EXPOSES, HELLO
@@ -159,7 +160,7 @@ class SiloSession:
         head, data = reply[0][len(_FRAME) : -2], reply[1][16:]
         entry = replace(
             self._entry(question, experiment),
-            bytes=codec.envelope_size(len(head), len(data)),
+            bytes=envelope_size(len(head), len(data)),
             sha256=hashlib.sha256(head.encode() + data).hexdigest(),
             fault=fault,
         )

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from fedfm.core.messages import Request
-from fedfm.core.wire import codec, payload
+from fedfm.core.wire import payload
+from fedfm.core.wire.envelope import envelope_size
 
 _BOX = 1 << 23  # largest number of bytes of replies for which a worker keeps a file
 _BOXES = 6  # files of a worker's replies: a mean holds up to three, one is read, one may be full, one is written
@@ -52,7 +53,7 @@ class Payloads:
             head, pieces = payload.encode(request.payload)
             self.files.append(_write(laid_out(0, head, pieces)))
             self.heads.append(len(head))
-            self._nbytes.append(codec.envelope_size(len(head), sum(map(len, pieces))))
+            self._nbytes.append(envelope_size(len(head), sum(map(len, pieces))))
         return self._numbers[key]
 
     def once(self, request: Request) -> bool:

@@ -29,7 +29,8 @@ import numpy as np
 
 from fedfm.core.client import ClientId
 from fedfm.core.messages import Reply, Request
-from fedfm.core.wire import codec, payload
+from fedfm.core.wire import payload
+from fedfm.core.wire.envelope import envelope_size
 from fedfm.engines.child_processes import cause, die_with
 from fedfm.engines.local.shared_memory import Outbox, Payloads, data_at, laid_out, map_file, message
 from fedfm.engines.local.spawned import MOST, Spawned
@@ -335,7 +336,7 @@ def _replies(
         if fault is None:
             try:
                 value = message(block, at, head_size, data_size, most)
-                up = codec.envelope_size(head_size, data_size)
+                up = envelope_size(head_size, data_size)
             except ClientFault as bad:
                 fault = bad
             at = data_at(at, head_size) + data_size
