@@ -21,7 +21,8 @@ from fedfm.models import word_tokens
 from fedfm.models.export import export
 from fedfm.models.load import load_model
 from fedfm.models.spec import AdaptationSpec, ModelSpec
-from fedfm.tasks.token_classification import TokenClassification, spans
+from fedfm.tasks._tags import spans
+from fedfm.tasks.token_classification import TokenClassification
 
 TASK = "token_classification"
 ANIMALS = ("fish", "bird")

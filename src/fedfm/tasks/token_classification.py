@@ -1,13 +1,11 @@
 """Token classification: a list of words -> a tag for each, such as the names of persons and places.
 
-Entities are counted as the script of the shared task counts them (Introduction to the CoNLL-2003 Shared Task. Tjong Kim
-Sang, De Meulder. CoNLL 2003. conlleval): a predicted entity is right if its span and its type are.
+:mod:`fedfm.tasks._tagged_rows` reads the rows, :mod:`fedfm.tasks._tags` finds the entities and scores them.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,45 +24,10 @@ if TYPE_CHECKING:
     from fedfm.models.network import Network
     from fedfm.models.preprocessors import Tools
 
-Words = tuple[str, ...]
-Span = tuple[int, int, str]  # first word, the word behind the last, type
 Figures = dict[str, float]
 
-OUTSIDE = "O"
 _IGNORE = -100  # the target that does not count
 _AT_ONCE = 256  # rows whose logits are in memory together
-_NAMED = 3  # tags that a notice names
-_PREFIX = re.compile(r"([BIESLU])(?:-(.*))?")
-_SAME = {"L": "E", "U": "S"}  # BILOU's names of BIOES's prefixes
-_DOCUMENT = "-DOCSTART-"  # marks the beginning of a document in CoNLL-2003
-_BLANK = re.compile(" +")
-
-
-def _parse(tag: str) -> tuple[str, str]:
-    """Prefix and type: B, I, E, S, or O outside; a tag without a prefix is one of I."""
-    if tag == OUTSIDE:
-        return OUTSIDE, ""
-    found = _PREFIX.fullmatch(tag)
-    return (_SAME.get(found[1], found[1]), found[2] or "") if found else ("I", tag)
-
-
-def spans(tags: Sequence[str]) -> list[Span]:
-    """The entities of a sentence, as conlleval reads the tags: BIO, IOB1 and BIOES alike.
-
-    Example:
-        >>> spans(["B-PER", "I-PER", "O", "I-LOC", "B-LOC", "S-ORG"])
-        [(0, 2, 'PER'), (3, 4, 'LOC'), (4, 5, 'LOC'), (5, 6, 'ORG')]
-    """
-    found: list[Span] = []
-    before, of = OUTSIDE, ""
-    for i, tag in enumerate(tags):
-        prefix, name = _parse(tag)
-        if prefix != OUTSIDE:
-            begins = prefix in "BS" or before in "OES" or name != of
-            start = i if begins else found.pop()[0]
-            found.append((start, i + 1, name))
-        before, of = prefix, name
-    return found
 
 
 @dataclass(frozen=True)
@@ -95,28 +58,14 @@ class TokenClassification(Task):
         return spec.column("tokens") in columns and spec.column("tags") in columns
 
     def sheet(self, text: str, source: str) -> Sheet:
-        return _sheet(text, source)
+        from fedfm.tasks import _tagged_rows
+
+        return _tagged_rows.sheet_of(text, source)
 
     def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading:
-        from fedfm.data.class_names import names_of
-        from fedfm.data.sources._files import column
+        from fedfm.tasks import _tagged_rows
 
-        words_in, tags_in = spec.column("tokens"), spec.column("tags")
-        words = column(sheet.columns, words_in, "data.tokens", source)
-        tags = column(sheet.columns, tags_in, "data.tags", source) if labelled else [[]] * len(words)
-        known = names_of(sheet.names[tags_in], source) if tags_in in sheet.names else None
-        rows: list[tuple[Words, Words]] = []
-        for i in range(len(words)):
-            said = _cells(words[i], sheet.at(i), words_in, "words")
-            of = _tags(tags[i], sheet.at(i), tags_in, known) if labelled else ()
-            if labelled and len(said) != len(of):
-                raise _refusal(
-                    f'{sheet.at(i)}: {len(said)} words in "{words_in}" and {len(of)} tags in "{tags_in}": each word '
-                    "has one tag"
-                )
-            rows.append((said, of))
-        classes = known or tuple(sorted({tag for _, of in rows for tag in of}, key=_order))
-        return Reading("tagged", rows, frozenset({words_in, tags_in}), classes=classes if labelled else ())
+        return _tagged_rows.read(sheet, spec, source, labelled)
 
     def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
         tags = [tag for _, of in rows.inputs for tag in of]
@@ -131,11 +80,12 @@ class TokenClassification(Task):
         import torch
 
         from fedfm.core.rows import Rows
+        from fedfm.errors import InputError
         from fedfm.models import word_tokens
 
         code = {tag: i for i, tag in enumerate(classes)}
         if unknown := sorted({tag for _, of in part.inputs for tag in of} - code.keys()):
-            raise _refusal(f"{part.source or 'the data'}: tag {unknown[0]!r} is none of the model's classes")
+            raise InputError(f"{part.source or 'the data'}: tag {unknown[0]!r} is none of the model's classes")
         pieces = word_tokens.of([words for words, _ in part.inputs], tools)
         longest = int(pieces.tokens.length.max(initial=0))
         targets = torch.full((len(part), longest), _IGNORE)  # (n, L)
@@ -146,32 +96,9 @@ class TokenClassification(Task):
         return Rows({"targets": targets}, tokens=pieces.tokens, pad=pad, token_arguments=pieces.token_arguments)
 
     def forewarnings(self, parts: Mapping[str, Table], tools: Tools) -> list[str]:
-        from fedfm.models import word_tokens
+        from fedfm.tasks import _tagged_rows
 
-        found = []
-        cut, total = 0, 0
-        for part in parts.values():
-            places = word_tokens.of([words for words, _ in part.inputs], tools).places
-            cut += sum(len(words) - len(place) for (words, _), place in zip(part.inputs, places, strict=True))
-            total += sum(len(words) for words, _ in part.inputs)
-        if cut:
-            found.append(
-                f"{cut} of {total} words have no token among the first {tools.max_length} of their rows "
-                "(model.max_length): they are neither trained on nor scored"
-            )
-        there = {name: {tag for _, of in part.inputs for tag in of} for name, part in parts.items()}
-        if alone := sorted(there.get("test", set()) - there.get("training", set()), key=_order):
-            more = f" and {len(alone) - _NAMED} more" if len(alone) > _NAMED else ""
-            listed = ", ".join(f'"{tag}"' for tag in alone[:_NAMED])
-            one = len(alone) == 1
-            found.append(
-                f"the tag{'' if one else 's'} {listed}{more} {'is' if one else 'are'} in test rows alone: no client "
-                "can learn what no training row has"
-            )
-        tags = set[str]().union(*there.values()) - {OUTSIDE}
-        if tags and not any(_PREFIX.fullmatch(tag) for tag in tags):
-            found.append("no tag has a prefix such as B- or I-: neighbouring words of the same tag count as one entity")
-        return found
+        return _tagged_rows.forewarnings(parts, tools)
 
     # --- model --------------------------------------------------------------------------------------------------------
     def auto_class(self, kind: str) -> str:
@@ -213,6 +140,8 @@ class TokenClassification(Task):
         """The sums of rows with logits (n, L, C)."""
         import torch.nn.functional as F
 
+        from fedfm.tasks._tags import spans
+
         targets = rows.tensors["targets"][:, : logits.shape[1]]  # (n, L)
         counts = targets != _IGNORE
         said = logits.argmax(-1)
@@ -229,16 +158,19 @@ class TokenClassification(Task):
         return total
 
     def from_sums(self, sums: Mapping[str, float]) -> Scores:
+        from fedfm.tasks._tags import scores_of_entities
+
         words, right = sums["words"], sums["right_entities"]
         return {
             "accuracy": mean(sums["right_tags"], words),
             "loss": mean(sums["loss_of_words"], words),
-            **_of_entities(sums["entities"], sums["found"], right, words > 0),
+            **scores_of_entities(sums["entities"], sums["found"], right, words > 0),
         }
 
     # --- results ------------------------------------------------------------------------------------------------------
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
         from fedfm.models import word_tokens
+        from fedfm.tasks._tags import OUTSIDE, entity, spans
 
         model, warnings = trained.model, list[str]()
         tags: list[list[str | None]] = []
@@ -254,7 +186,7 @@ class TokenClassification(Task):
                 of = [model.classes[int(said[i, place[w]])] if w in place else None for w in range(len(words))]
                 tags.append(of)
                 # A word that is cut off ends what is before it.
-                entities.append([_entity(words, span) for span in spans([tag or OUTSIDE for tag in of])])
+                entities.append([entity(words, span) for span in spans([tag or OUTSIDE for tag in of])])
         if cut := sum(of.count(None) for of in tags):
             warnings.append(
                 f"{cut} words have no token among the first {model.tools.max_length} of their rows (model.max_length): "
@@ -266,122 +198,3 @@ class TokenClassification(Task):
 def _parts(rows: Rows) -> Iterator[Rows]:
     """The rows in parts whose logits fit into memory."""
     return (rows.take(range(i, min(i + _AT_ONCE, len(rows)))) for i in range(0, len(rows), _AT_ONCE))
-
-
-def _of_entities(entities: float, found: float, right: float, known: bool) -> Scores:
-    """Precision, recall and F1; 0 where there is nothing to divide by, as of conlleval, and null without words."""
-    if not known:
-        return dict.fromkeys(("precision", "recall", "f1"))
-    return {
-        "precision": right / found if found else 0.0,
-        "recall": right / entities if entities else 0.0,
-        "f1": 2 * right / (entities + found) if entities + found else 0.0,
-    }
-
-
-def _entity(words: Words, span: Span) -> dict[str, Any]:
-    """An entity as JSON: ``end`` is the word behind the last."""
-    start, end, name = span
-    return {"type": name, "start": start, "end": end, "text": " ".join(words[start:end])}
-
-
-def _order(tag: str) -> tuple[bool, str]:
-    """Tags in the order of their names, O first."""
-    return tag != OUTSIDE, tag
-
-
-def _refusal(text: str) -> Exception:
-    from fedfm.errors import InputError
-
-    return InputError(text)
-
-
-def _as_list(value: Any) -> list[Any] | None:
-    """The entries of a list, or of what Arrow gives for one; None: it is none."""
-    if isinstance(value, list | tuple):
-        return list(value)
-    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, str) else None
-
-
-def _cells(value: Any, where: str, name: str, what: str) -> Words:
-    """The words or tags of a row."""
-    cells = _as_list(value)
-    if cells is None:
-        raise _refusal(f'{where}: column "{name}" holds {value!r:.40}: a list of {what} is expected')
-    if not cells:
-        raise _refusal(f'{where}: column "{name}" is empty: a list of {what} is expected')
-    for i, cell in enumerate(cells):
-        if not isinstance(cell, str) or not cell.strip():
-            raise _refusal(f'{where}: entry {i} of "{name}" is {cell!r:.40}: {what} are texts that are not empty')
-    return tuple(cells)
-
-
-def _tags(value: Any, where: str, name: str, known: tuple[str, ...] | None) -> Words:
-    """The tags of a row; numbers are places in ``known``, where the file names its tags, and else names themselves."""
-    from fedfm.data.class_names import class_name
-
-    cells = _as_list(value)
-    if cells is None or not any(isinstance(cell, int) and not isinstance(cell, bool) for cell in cells):
-        found = _cells(value, where, name, "tags")
-    elif not all(isinstance(cell, int) and not isinstance(cell, bool) for cell in cells):
-        raise _refusal(f'{where}: column "{name}" holds {value!r:.40}: numbers and names of tags are mixed')
-    elif known is None:
-        return tuple(map(str, cells))
-    else:
-        if bad := [cell for cell in cells if not 0 <= cell < len(known)]:
-            raise _refusal(f'{where}: tag {bad[0]} in "{name}" is outside of 0..{len(known) - 1}, the tags of the file')
-        return tuple(known[cell] for cell in cells)
-    if known is not None and (unknown := [tag for tag in found if tag not in known]):
-        raise _refusal(f'{where}: tag "{unknown[0]}" in "{name}" is none of the tags of the file')
-    return tuple(map(class_name, found))
-
-
-def _sheet(text: str, source: str) -> Sheet:
-    """The sentences of a CoNLL file: a word a line, its tag in the last column, a blank line behind a sentence.
-
-    A file of one column has words without tags. Lines that mark documents are not read, nor are comments: lines with #
-    before a sentence that have another number of columns than the words, or end in what is no tag of another word.
-
-    Raises:
-        InputError: lines have different numbers of columns, or there is no word.
-    """
-    from fedfm.data.sources._sheet import Sheet
-
-    lines = [_columns(line) for line in text.split("\n")]
-    first = next((i for i, cells in enumerate(lines) if cells and not cells[0].startswith(("#", _DOCUMENT))), None)
-    if first is None:
-        raise _refusal(f"{source} holds no words: a word a line is expected, with its tag in the last column")
-    width, marks, begun = len(lines[first]), 0, False
-    known = {OUTSIDE} | {cells[-1] for cells in lines if len(cells) == width > 1 and not cells[0].startswith("#")}
-    starts: list[int] = []  # lines
-    sentences: list[list[list[str]]] = []
-    for i, cells in enumerate(lines):
-        if not cells:
-            begun = False
-        elif cells[0] == _DOCUMENT or (
-            not begun and cells[0].startswith("#") and not (len(cells) == width and (width == 1 or cells[-1] in known))
-        ):
-            marks += 1
-        elif len(cells) != width or "" in (cells[0], cells[-1]):
-            raise _refusal(
-                f"{source}, line {i + 1}: {sum(map(bool, cells))} filled columns where line {first + 1} has {width}: a "
-                "line is a word, with its tag in the last column, and a blank line ends a sentence"
-            )
-        else:
-            if not begun:
-                starts.append(i + 1)
-                sentences.append([])
-            begun = True
-            sentences[-1].append(cells)
-    columns = {"tokens": [[cells[0] for cells in of] for of in sentences]}
-    if width > 1:
-        columns["tags"] = [[cells[-1] for cells in of] for of in sentences]
-    notices = (f"{source}: lines of comments or {_DOCUMENT} are not read: {marks}",) if marks else ()
-    return Sheet(columns, lambda row: f"{source}, line {starts[row]}", notices)
-
-
-def _columns(line: str) -> list[str]:
-    """The columns of a line, by tabs or else by blanks; none of a blank line."""
-    if not line.strip():
-        return []
-    return [cell.strip() for cell in line.split("\t")] if "\t" in line.strip() else _BLANK.split(line.strip())

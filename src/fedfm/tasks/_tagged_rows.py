@@ -1,0 +1,165 @@
+"""Words with tags as files hold them: lists in two columns, or the lines of a CoNLL file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fedfm.data.class_names import class_name, names_of
+from fedfm.data.sources._files import column
+from fedfm.data.sources._sheet import Sheet
+from fedfm.data.spec import DataSpec
+from fedfm.data.table import Table
+from fedfm.data.task_rows import Reading
+from fedfm.errors import InputError
+from fedfm.models import word_tokens
+from fedfm.models.preprocessors import Tools
+from fedfm.tasks import _tags
+
+Words = tuple[str, ...]
+
+_DOCUMENT = "-DOCSTART-"  # marks the beginning of a document in CoNLL-2003
+_BLANK = re.compile(" +")
+_NAMED = 3  # tags that a notice names
+
+
+def read(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
+    """The rows of two columns, with the tags as classes.
+
+    Raises:
+        InputError: a cell is no list of texts, or a row has more words than tags, or fewer.
+    """
+    words_in, tags_in = spec.column("tokens"), spec.column("tags")
+    words = column(sheet.columns, words_in, "data.tokens", source)
+    tags = column(sheet.columns, tags_in, "data.tags", source) if labelled else [[]] * len(words)
+    known = names_of(sheet.names[tags_in], source) if tags_in in sheet.names else None
+    rows: list[tuple[Words, Words]] = []
+    for i in range(len(words)):
+        said = _cells(words[i], sheet.at(i), words_in, "words")
+        of = _tags_of(tags[i], sheet.at(i), tags_in, known) if labelled else ()
+        if labelled and len(said) != len(of):
+            raise InputError(
+                f'{sheet.at(i)}: {len(said)} words in "{words_in}" and {len(of)} tags in "{tags_in}": each word '
+                "has one tag"
+            )
+        rows.append((said, of))
+    classes = known or tuple(sorted({tag for _, of in rows for tag in of}, key=_tags.order))
+    return Reading("tagged", rows, frozenset({words_in, tags_in}), classes=classes if labelled else ())
+
+
+def forewarnings(parts: Mapping[str, Table], tools: Tools) -> list[str]:
+    """Lines on words that are cut, on tags in test rows alone, and on tags without prefixes."""
+    found = []
+    cut, total = 0, 0
+    for part in parts.values():
+        places = word_tokens.of([words for words, _ in part.inputs], tools).places
+        cut += sum(len(words) - len(place) for (words, _), place in zip(part.inputs, places, strict=True))
+        total += sum(len(words) for words, _ in part.inputs)
+    if cut:
+        found.append(
+            f"{cut} of {total} words have no token among the first {tools.max_length} of their rows "
+            "(model.max_length): they are neither trained on nor scored"
+        )
+    there = {name: {tag for _, of in part.inputs for tag in of} for name, part in parts.items()}
+    if alone := sorted(there.get("test", set()) - there.get("training", set()), key=_tags.order):
+        more = f" and {len(alone) - _NAMED} more" if len(alone) > _NAMED else ""
+        listed = ", ".join(f'"{tag}"' for tag in alone[:_NAMED])
+        one = len(alone) == 1
+        found.append(
+            f"the tag{'' if one else 's'} {listed}{more} {'is' if one else 'are'} in test rows alone: no client "
+            "can learn what no training row has"
+        )
+    tags = set[str]().union(*there.values()) - {_tags.OUTSIDE}
+    if tags and not any(_tags.PREFIX.fullmatch(tag) for tag in tags):
+        found.append("no tag has a prefix such as B- or I-: neighbouring words of the same tag count as one entity")
+    return found
+
+
+def _as_list(value: Any) -> list[Any] | None:
+    """The entries of a list, or of what Arrow gives for one; None: it is none."""
+    if isinstance(value, list | tuple):
+        return list(value)
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, str) else None
+
+
+def _cells(value: Any, where: str, name: str, what: str) -> Words:
+    """The words or tags of a row."""
+    cells = _as_list(value)
+    if cells is None:
+        raise InputError(f'{where}: column "{name}" holds {value!r:.40}: a list of {what} is expected')
+    if not cells:
+        raise InputError(f'{where}: column "{name}" is empty: a list of {what} is expected')
+    for i, cell in enumerate(cells):
+        if not isinstance(cell, str) or not cell.strip():
+            raise InputError(f'{where}: entry {i} of "{name}" is {cell!r:.40}: {what} are texts that are not empty')
+    return tuple(cells)
+
+
+def _tags_of(value: Any, where: str, name: str, known: tuple[str, ...] | None) -> Words:
+    """The tags of a row; numbers are places in ``known``, where the file names its tags, and else names themselves."""
+    cells = _as_list(value)
+    if cells is None or not any(isinstance(cell, int) and not isinstance(cell, bool) for cell in cells):
+        found = _cells(value, where, name, "tags")
+    elif not all(isinstance(cell, int) and not isinstance(cell, bool) for cell in cells):
+        raise InputError(f'{where}: column "{name}" holds {value!r:.40}: numbers and names of tags are mixed')
+    elif known is None:
+        return tuple(map(str, cells))
+    else:
+        if bad := [cell for cell in cells if not 0 <= cell < len(known)]:
+            raise InputError(
+                f'{where}: tag {bad[0]} in "{name}" is outside of 0..{len(known) - 1}, the tags of the file'
+            )
+        return tuple(known[cell] for cell in cells)
+    if known is not None and (unknown := [tag for tag in found if tag not in known]):
+        raise InputError(f'{where}: tag "{unknown[0]}" in "{name}" is none of the tags of the file')
+    return tuple(map(class_name, found))
+
+
+def sheet_of(text: str, source: str) -> Sheet:
+    """The sentences of a CoNLL file: a word a line, its tag in the last column, a blank line behind a sentence.
+
+    A file of one column has words without tags. Lines that mark documents are not read, nor are comments: lines with #
+    before a sentence that have another number of columns than the words, or end in what is no tag of another word.
+
+    Raises:
+        InputError: lines have different numbers of columns, or there is no word.
+    """
+    lines = [_columns(line) for line in text.split("\n")]
+    first = next((i for i, cells in enumerate(lines) if cells and not cells[0].startswith(("#", _DOCUMENT))), None)
+    if first is None:
+        raise InputError(f"{source} holds no words: a word a line is expected, with its tag in the last column")
+    width, marks, begun = len(lines[first]), 0, False
+    known = {_tags.OUTSIDE} | {cells[-1] for cells in lines if len(cells) == width > 1 and not cells[0].startswith("#")}
+    starts: list[int] = []  # lines
+    sentences: list[list[list[str]]] = []
+    for i, cells in enumerate(lines):
+        if not cells:
+            begun = False
+        elif cells[0] == _DOCUMENT or (
+            not begun and cells[0].startswith("#") and not (len(cells) == width and (width == 1 or cells[-1] in known))
+        ):
+            marks += 1
+        elif len(cells) != width or "" in (cells[0], cells[-1]):
+            raise InputError(
+                f"{source}, line {i + 1}: {sum(map(bool, cells))} filled columns where line {first + 1} has {width}: a "
+                "line is a word, with its tag in the last column, and a blank line ends a sentence"
+            )
+        else:
+            if not begun:
+                starts.append(i + 1)
+                sentences.append([])
+            begun = True
+            sentences[-1].append(cells)
+    columns = {"tokens": [[cells[0] for cells in of] for of in sentences]}
+    if width > 1:
+        columns["tags"] = [[cells[-1] for cells in of] for of in sentences]
+    notices = (f"{source}: lines of comments or {_DOCUMENT} are not read: {marks}",) if marks else ()
+    return Sheet(columns, lambda row: f"{source}, line {starts[row]}", notices)
+
+
+def _columns(line: str) -> list[str]:
+    """The columns of a line, by tabs or else by blanks; none of a blank line."""
+    if not line.strip():
+        return []
+    return [cell.strip() for cell in line.split("\t")] if "\t" in line.strip() else _BLANK.split(line.strip())

@@ -1,0 +1,66 @@
+"""Tags of words, and the entities that they mark.
+
+Entities are counted as the script of the shared task counts them (Introduction to the CoNLL-2003 Shared Task. Tjong Kim
+Sang, De Meulder. CoNLL 2003. conlleval): a predicted entity is right if its span and its type are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+Span = tuple[int, int, str]  # first word, the word behind the last, type
+
+OUTSIDE = "O"
+PREFIX = re.compile(r"([BIESLU])(?:-(.*))?")
+_SAME = {"L": "E", "U": "S"}  # BILOU's names of BIOES's prefixes
+
+
+def _parse(tag: str) -> tuple[str, str]:
+    """Prefix and type: B, I, E, S, or O outside; a tag without a prefix is one of I."""
+    if tag == OUTSIDE:
+        return OUTSIDE, ""
+    found = PREFIX.fullmatch(tag)
+    return (_SAME.get(found[1], found[1]), found[2] or "") if found else ("I", tag)
+
+
+def spans(tags: Sequence[str]) -> list[Span]:
+    """The entities of a sentence, as conlleval reads the tags: BIO, IOB1 and BIOES alike.
+
+    Example:
+        >>> spans(["B-PER", "I-PER", "O", "I-LOC", "B-LOC", "S-ORG"])
+        [(0, 2, 'PER'), (3, 4, 'LOC'), (4, 5, 'LOC'), (5, 6, 'ORG')]
+    """
+    found: list[Span] = []
+    before, of = OUTSIDE, ""
+    for i, tag in enumerate(tags):
+        prefix, name = _parse(tag)
+        if prefix != OUTSIDE:
+            begins = prefix in "BS" or before in "OES" or name != of
+            start = i if begins else found.pop()[0]
+            found.append((start, i + 1, name))
+        before, of = prefix, name
+    return found
+
+
+def scores_of_entities(entities: float, found: float, right: float, known: bool) -> dict[str, Any]:
+    """Precision, recall and F1; 0 where there is nothing to divide by, as of conlleval, and null without words."""
+    if not known:
+        return dict.fromkeys(("precision", "recall", "f1"))
+    return {
+        "precision": right / found if found else 0.0,
+        "recall": right / entities if entities else 0.0,
+        "f1": 2 * right / (entities + found) if entities + found else 0.0,
+    }
+
+
+def entity(words: Sequence[str], span: Span) -> dict[str, Any]:
+    """An entity as JSON: ``end`` is the word behind the last."""
+    start, end, name = span
+    return {"type": name, "start": start, "end": end, "text": " ".join(words[start:end])}
+
+
+def order(tag: str) -> tuple[bool, str]:
+    """Tags in the order of their names, O first."""
+    return tag != OUTSIDE, tag
