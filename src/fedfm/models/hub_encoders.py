@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,10 +21,12 @@ from fedfm.models import (
 )
 from fedfm.models.hub_tools import Loaded, image_processor, tools_of
 from fedfm.models.locate import DTYPES
-from fedfm.models.model_task import ModelTask
 from fedfm.models.preprocessors import Tools
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from fedfm.models.model_task import ModelTask
 
 
 def load_pooled_encoder(path: Path | str, spec: ModelSpec, config: Any, classes: tuple[str, ...], seed: int) -> Loaded:

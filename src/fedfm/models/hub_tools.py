@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -16,10 +16,12 @@ from fedfm.models import (
     refusals,
 )
 from fedfm.models.locate import stored_file
-from fedfm.models.model_task import ModelTask
 from fedfm.models.preprocessors import Tools
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from fedfm.models.model_task import ModelTask
 
 
 @dataclass

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,11 @@ from fedfm.models.hub_tools import Loaded
 from fedfm.models.kinds import is_dual_encoder, is_pooled_encoder
 from fedfm.models.locate import BUILT_IN, locate
 from fedfm.models.model import Model
-from fedfm.models.model_task import ModelTask, model_task
 from fedfm.models.preprocessors import Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from fedfm.models.model_task import ModelTask
 
 P = ParamSpec("P")
 
@@ -280,7 +282,7 @@ def _stable(config: Any) -> Any:
 
 
 def _task(name: str | ModelTask | None, kind: str, classes: Sequence[str]) -> ModelTask:
-    task = model_task(tasks.find(name) if name else tasks.implied_task(kind))
+    task = cast("ModelTask", tasks.find(name) if name else tasks.implied_task(kind))
     if kind not in task.kinds:
         raise InputError(
             f"model.task: {task.name!r} needs data of kind {' or '.join(task.kinds)}, these are of kind {kind}",

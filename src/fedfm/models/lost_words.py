@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from fedfm.data.table import inputs_of
-from fedfm.models.model_task import model_task
 from fedfm.models.quiet import quiet
 
 if TYPE_CHECKING:
     from fedfm.data.table import Table
+    from fedfm.models.model_task import ModelTask
     from fedfm.models.network import Network
 
 _LOOKED_AT = 256  # rows
@@ -44,6 +44,6 @@ def notices(table: Table, index: Sequence[int], model: Network) -> list[str]:
         )
     frame = len(tokenizer("")["input_ids"])
     long = sum(len(ids) + frame > tools.max_length for ids in found)
-    if long and table.kind == "text" and not model_task(model.task).packs(table.kind):
+    if long and table.kind == "text" and not cast("ModelTask", model.task).packs(table.kind):
         said.append(f"{long} of {of} have more than {tools.max_length} tokens (model.max_length) and lose their end")
     return said

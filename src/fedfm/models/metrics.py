@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedfm.core.rows import Rows
-from fedfm.models.model_task import model_task
 
 if TYPE_CHECKING:
+    from fedfm.models.model_task import ModelTask
     from fedfm.models.network import Network
 
 Scores = dict[str, Any]
@@ -37,7 +37,7 @@ def evaluate(model: Network, rows: Rows, batch_size: int = 64) -> Scores:
     """
     if (own := getattr(model, "scores_function", None)) is not None:
         return own(model, rows, batch_size)  # type: ignore[no-any-return]
-    return model_task(model.task).scores(model, rows, batch_size)
+    return cast("ModelTask", model.task).scores(model, rows, batch_size)
 
 
 def confusion(logits: Tensor, labels: Tensor) -> list[list[int]]:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from fedfm.models.adapters.adaptation import live_head
 from fedfm.models.decay import no_weight_decay
 from fedfm.models.derived_modules import Bounded
 from fedfm.models.families import Parts, unwrap
-from fedfm.models.model_task import model_task
 from fedfm.models.precision import reduced_precision
 from fedfm.models.preprocessing import LOCAL_SHARE
 from fedfm.models.preprocessors import Tools
@@ -31,6 +30,7 @@ from fedfm.models.spec import AdaptationSpec, ModelSpec
 if TYPE_CHECKING:
     from fedfm.core.task_facts import TaskFacts
     from fedfm.data.table import Table
+    from fedfm.models.model_task import ModelTask
     from fedfm.models.network import Pool
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -91,7 +91,7 @@ class Model:
         head: nn.Linear | None,
     ) -> None:
         self.spec, self.classes = spec, tuple(classes)
-        self.task = model_task(tasks.find(task)).of(spec)
+        self.task = cast("ModelTask", tasks.find(task)).of(spec)
         self.softmax = type(self).softmax and self.task.softmax and not self.task.mixes_rows
         self.module, self.parts, self.tools, self.fingerprint = module, parts, tools, fingerprint
         self.adaptation_spec = spec.adaptation or AdaptationSpec("full")

@@ -1,12 +1,10 @@
-"""What a task does with a model and its rows."""
+"""What a task does with a model and its rows, for type checkers: each is a :class:`fedfm.tasks.task.Task`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from fedfm.core.task_facts import TaskFacts
 from fedfm.data.task_rows import RowTask
 
 if TYPE_CHECKING:
@@ -17,25 +15,7 @@ if TYPE_CHECKING:
     from fedfm.models.network import Network
     from fedfm.models.preprocessors import Tools
     from fedfm.models.spec import ModelSpec
-
-Scores = dict[str, Any]
-
-
-class Trained(Protocol):
-    """A finished run's model, to predict with."""
-
-    @property
-    def model(self) -> Network:
-        """The model."""
-
-    def encode(self, rows: Rows) -> Rows:
-        """The rows as the method's head takes them."""
-
-    def logits(self, rows: Rows) -> Tensor:
-        """Logits of all rows, float32 on the CPU, as the method predicts."""
-
-    def apply(self, rows: Rows) -> AbstractContextManager[Rows]:
-        """Within the context the model has the trained weights; the rows have what the method adds to them."""
+    from fedfm.models.trained import Scores, Trained
 
 
 class ModelTask(RowTask, Protocol):
@@ -116,8 +96,3 @@ class ModelTask(RowTask, Protocol):
 
     def describe(self, model: Network) -> dict[str, Any]:
         """What the configuration of an export says of the task."""
-
-
-def model_task(task: TaskFacts) -> ModelTask:
-    """A task of ``fedfm.core.tasks``, with what it does with a model: each is a :class:`fedfm.tasks.task.Task`."""
-    return cast(ModelTask, task)

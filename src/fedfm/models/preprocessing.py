@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -12,16 +12,16 @@ from torch import Tensor
 
 from fedfm.core import tasks
 from fedfm.core.rows import Rows
-from fedfm.core.tokens import Tokens
 from fedfm.errors import InputError
 from fedfm.models.images import Pictures, Preprocess
-from fedfm.models.model_task import ModelTask, model_task
 from fedfm.models.preprocessors import Tools
 from fedfm.models.quiet import quiet
 
 if TYPE_CHECKING:
     from fedfm.core.task_facts import TaskFacts
+    from fedfm.core.tokens import Tokens
     from fedfm.data.table import Table
+    from fedfm.models.model_task import ModelTask
 
 CHUNK = 1024  # texts tokenised at a time: a tokenizer's records of a text take kilobytes
 IGNORE = -100  # the target that F.cross_entropy ignores
@@ -174,51 +174,6 @@ def processor_call(processor: Any) -> Preprocess:
     return call
 
 
-_TOLD = (
-    *("do_convert_rgb", "do_resize", "size", "resample", "do_rescale", "rescale_factor"),
-    *("do_normalize", "image_mean", "image_std"),
-)
-
-
-def image_settings(processor: Any) -> dict[str, Any]:
-    """The settings with which a party without the model can prepare images like ``processor``.
-
-    Raises:
-        InputError: the processor does more than resize, rescale and normalise.
-    """
-    kind = type(processor).__name__
-    if not kind.startswith("ViTImageProcessor"):
-        raise InputError(
-            f"a party without the model cannot prepare images as a {kind} does: expected a ViT's processor"
-        )
-    found = {key: value for key, value in processor.to_dict().items() if key in _TOLD and value is not None}
-    return {key: dict(value) if key == "size" else value for key, value in found.items()}
-
-
-def from_told(how: Mapping[str, Any]) -> Preprocess:
-    """The preparation that :func:`image_settings` describes."""
-    from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
-
-    return processor_call(ViTImageProcessorPil(**{key: value for key, value in how.items() if key in _TOLD}))
-
-
-def plain_call(size: int, mean: Sequence[float], std: Sequence[float]) -> Preprocess:
-    """Resize to ``size`` (bilinear), x / 255, normalise: for models without a processor."""
-
-    def call(pictures: list[Any]) -> Tensor:
-        from PIL import Image
-
-        side = (size, size)
-        array = np.stack(
-            [np.asarray(p if p.size == side else p.resize(side, Image.Resampling.BILINEAR)) for p in pictures]
-        )
-        x = torch.from_numpy(array.astype(np.float32) / 255).permute(0, 3, 1, 2)  # (n, 3, H, W)
-        return ((x - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]).contiguous()
-
-    call.told = (size, tuple(mean), tuple(std))  # type: ignore[attr-defined] # names it
-    return call
-
-
 def texts(strings: Sequence[str], tokenizer: Any, max_length: int) -> Tokens:
     """A token vector for each string, cut at ``max_length``, with the tokenizer's special tokens."""
     return encode(strings, tokenizer, max_length)[0]
@@ -226,6 +181,8 @@ def texts(strings: Sequence[str], tokenizer: Any, max_length: int) -> Tokens:
 
 def encode(strings: Sequence[str], tokenizer: Any, max_length: int) -> tuple[Tokens, dict[str, Tokens]]:
     """As :func:`texts`, with the tokenizer's other values for each token, by the model's argument."""
+    from fedfm.core.tokens import Tokens
+
     empty = [tokenizer.pad_token_id or 0]  # no model accepts a row of length 0
     names = token_argument_names(tokenizer)
 
@@ -262,7 +219,7 @@ def token_argument_names(tokenizer: Any) -> tuple[str, ...]:
 
 def reader_of(kind: str, task: TaskFacts | None) -> ModelTask:
     """The task that converts rows of this kind for a model of ``task``: the kind's own, else the model's."""
-    return model_task(tasks.owner(kind) or task or tasks.implied_task(kind))
+    return cast("ModelTask", tasks.owner(kind) or task or tasks.implied_task(kind))
 
 
 def packs(kind: str, task: TaskFacts | None) -> bool:

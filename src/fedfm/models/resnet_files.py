@@ -8,8 +8,8 @@ import torch
 
 from fedfm import seeds
 from fedfm.errors import InputError
-from fedfm.models import preprocessing
 from fedfm.models.hub_tools import Loaded
+from fedfm.models.image_settings import plain_call
 from fedfm.models.locate import DTYPES
 from fedfm.models.preprocessors import Tools
 from fedfm.models.spec import ModelSpec
@@ -41,7 +41,7 @@ def load_resnet(path: Path, spec: ModelSpec, classes: tuple[str, ...] | None, ki
         raise InputError(f"model.name: {path} is not a CIFAR ResNet: {text}", key="model.name") from None
     net = net.to(DTYPES[spec.dtype])
     config = {"model_type": "cifar_resnet", "blocks": net.config.blocks}
-    image = preprocessing.plain_call(resnet.SIZE, resnet.IMAGE_MEAN, resnet.IMAGE_STD)
+    image = plain_call(resnet.SIZE, resnet.IMAGE_MEAN, resnet.IMAGE_STD)
     guess = (
         f"model.name: {path} does not say how images are prepared: they are resized to {resnet.SIZE} x {resnet.SIZE} "
         f"and normalised with mean {list(resnet.IMAGE_MEAN)} and standard deviation {list(resnet.IMAGE_STD)}, those of "

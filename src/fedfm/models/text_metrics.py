@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +23,11 @@ from fedfm.models.language.next_token import logits_and_targets, rows_at_once
 from fedfm.models.language.tool_calls import one_call
 from fedfm.models.memory_budget import TOKENS, in_halves, warn
 from fedfm.models.metrics import Scores, finite, nothing
-from fedfm.models.model_task import model_task
 from fedfm.models.precision import reduced_precision
 from fedfm.models.preprocessing import IGNORE, LOCAL_SHARE
 
 if TYPE_CHECKING:
+    from fedfm.models.model_task import ModelTask
     from fedfm.models.network import Network
 
 
@@ -105,7 +105,7 @@ class Answer:
 
 def answer_limit(model: Network) -> int:
     """Most tokens of an answer, as the task says."""
-    return model_task(model.task).answer_limit(model.tools)
+    return cast("ModelTask", model.task).answer_limit(model.tools)
 
 
 def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,8 +22,6 @@ from fedfm.core.rows import Rows
 from fedfm.errors import E_EXCEPTION, E_FIELD, E_REFUSED, ClientFault
 from fedfm.linalg.params import Params
 from fedfm.models import metrics
-from fedfm.models.model_task import model_task
-from fedfm.runtime.coarse_scores import FIGURES
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.predictions import PARTS, check_own, keeps_parts, logits, own, personal, scores, seen_by
 from fedfm.runtime.run_directory import Run
@@ -31,6 +29,7 @@ from fedfm.runtime.who_scores import judged_by_clients, why_unasked
 from fedfm.training import packed
 
 if TYPE_CHECKING:
+    from fedfm.models.model_task import ModelTask
     from fedfm.runtime.async_scores import Newest
 
 T = TypeVar("T")
@@ -74,7 +73,7 @@ def check_scores(found: Mapping[str, Any]) -> None:
     """
     if conform(found.get("n"), float, "n") < 0:
         raise ClientFault(E_FIELD, f"n is {found['n']}: expected a number of rows")
-    for key in ("accuracy", "loss", *FIGURES, *tasks.sums()):
+    for key in ("accuracy", "loss", *tasks.figures(), *tasks.sums()):
         conform(found.get(key), float | None, key)
 
 
@@ -158,7 +157,7 @@ class Evaluator:
         if local is None and loss is not None:  # for language models the loss is a client's only metric
             line["client_loss"] = {c: m.get("loss") for c, m in tested.items()}
         pooled = self._pooled_scores(tested.values())
-        for key in FIGURES:
+        for key in tasks.figures():
             if any(key in m for m in tested.values()):
                 line[f"local_{key}"] = pooled.get(key)
         if self._validates:
@@ -166,7 +165,7 @@ class Evaluator:
             line["val_loss"] = self._pooled_scores(m for m in validated if m.get("loss") is not None)["loss"]
         if judged_by_clients(self._run.experiment):
             line |= {GLOBAL_ACCURACY: pooled["accuracy"], **{key: pooled[key] for key in (LOSS, PERPLEXITY)}}
-            line |= {key: value for key, value in pooled.items() if key in FIGURES}
+            line |= {key: value for key, value in pooled.items() if key in tasks.figures()}
         elif self.judge is not None and (thorough or not personal(self._method)):
             known = (
                 self.collect_models(state) if keeps_parts(self._method) else models
@@ -176,7 +175,7 @@ class Evaluator:
             line[GLOBAL_ACCURACY] = _mean("accuracy", judged)
             for key in ("loss", "balanced_accuracy", "macro_f1", "perplexity"):
                 line[key] = _mean(key, judged)
-            for key in ("attack_success", *FIGURES, *metrics.BASE_AND_NEW):
+            for key in ("attack_success", *tasks.figures(), *metrics.BASE_AND_NEW):
                 if any(key in m for m in judged):
                     line[key] = _mean(key, judged)
             if thorough and judged and all(CONFUSION in m for m in judged):
@@ -199,7 +198,7 @@ class Evaluator:
 
     def _pooled_scores(self, scores: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Scores on all clients' rows together; those for a client that told none are not among them."""
-        return model_task(self._fed.model.task).join_scores([m for m in scores if m])
+        return cast("ModelTask", self._fed.model.task).join_scores([m for m in scores if m])
 
     @property
     def _validates(self) -> bool:

@@ -16,9 +16,8 @@ from fedfm.core.fields import key_of
 from fedfm.core.task_facts import Column as Column
 from fedfm.core.task_facts import RowKind as RowKind
 from fedfm.data.task_rows import Reading as Reading
-from fedfm.models.model_task import ModelTask
-from fedfm.models.model_task import Scores as Scores
-from fedfm.models.model_task import Trained as Trained
+from fedfm.models.trained import Scores as Scores
+from fedfm.models.trained import Trained as Trained
 from fedfm.tasks._sums import Sums as Sums
 from fedfm.tasks._sums import add, finite, mean, numbers
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from fedfm.data.sources._sheet import Sheet
     from fedfm.data.spec import DataSpec
     from fedfm.data.table import Table
+    from fedfm.models.model_task import ModelTask
     from fedfm.models.network import Network
     from fedfm.models.preprocessors import Tools
     from fedfm.models.spec import ModelSpec

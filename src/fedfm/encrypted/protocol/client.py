@@ -21,7 +21,7 @@ from fedfm.encrypted.protocol import out_of_range, permutations
 from fedfm.encrypted.protocol.handshake import PARTS, Hello, Opened, spans, spans_by_part
 from fedfm.encrypted.student.folding import Patches
 from fedfm.errors import E_FIELD, E_LOST, E_NONFINITE, E_SHAPE, ClientFault
-from fedfm.models import preprocessing
+from fedfm.models import image_settings
 from fedfm.models.adapters.side_adapter import STATES, Release, SideModel, of_states
 from fedfm.models.images import pixels
 
@@ -249,7 +249,7 @@ def images_of(rows: Rows) -> Iterable[Any]:
 
 def preprocess(images: Sequence[Any], hello: Hello) -> Tensor:
     """Images as pixel values (n, 3, H', W'), resized and normalised by the settings in the server's hello."""
-    return pixels(images, preprocessing.from_told(hello.picture))
+    return pixels(images, image_settings.call_from(hello.picture))
 
 
 def _masked_rows(client: Client, hello: Hello, have: Mapping[str, int]) -> dict[str, Rows]:

@@ -26,7 +26,7 @@ class Hello:
         kernels: of local training (see ``run.kernels``).
         batch: rows per batch.
         tokens, patch, extra: T of a row, (height, width) of a patch, tokens before the patches.
-        image: how images become the model's input (see :func:`fedfm.models.preprocessing.image_settings`).
+        image: how images become the model's input (see :func:`fedfm.models.image_settings.settings_of`).
         digest: SHA-256 of the model.
         key: the server's public key, with encryption.
         ring: degree of the ciphertexts' ring, with encryption.

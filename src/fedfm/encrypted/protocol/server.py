@@ -17,7 +17,7 @@ from fedfm.core.federation import Federation
 from fedfm.core.transcript import Crossing
 from fedfm.encrypted.protocol.handshake import PARTS, Hello, Opened
 from fedfm.encrypted.student.folding import Patches, fold
-from fedfm.models import preprocessing
+from fedfm.models import image_settings
 from fedfm.models.adapters.side_adapter import SideModel
 
 SLOTS = 4096  # rows x tokens of a batch, with a ring of degree 8192
@@ -88,7 +88,7 @@ class ForwardPass:
             "tokens": self.tokens,
             "patch": list(patches.size),
             "extra": patches.extra,
-            "picture": preprocessing.image_settings(model.tools.processor),
+            "picture": image_settings.settings_of(model.tools.processor),
             "digest": model.fingerprint,
             "ring": self.ring,
         }

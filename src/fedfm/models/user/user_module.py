@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -22,13 +22,15 @@ from fedfm.models.first_and_last_layer import find_ends, record_calls
 from fedfm.models.loss_graph import reach, with_graph
 from fedfm.models.memory_budget import in_halves, warn
 from fedfm.models.metrics import nothing, scores
-from fedfm.models.model_task import model_task
 from fedfm.models.user import gradients, seen_targets
 from fedfm.models.user.fingerprint import fingerprint_of
 from fedfm.models.user.module_checks import check_module
 from fedfm.models.user.outputs import Outputs, forecast, forecasts, of_module
 from fedfm.models.user.trainer_arguments import ITEMS, TrainersModule, is_trainer
 from fedfm.models.wrap import WrappedModel, wrap
+
+if TYPE_CHECKING:
+    from fedfm.models.model_task import ModelTask
 
 Loss = Callable[[Any, Tensor], Tensor]  # (the module's output, target) -> scalar, as torch.nn's losses
 Objective = Callable[[nn.Module, Any], Tensor]  # (module, collated batch) -> scalar
@@ -238,7 +240,7 @@ class Given:
             prepare=lambda t, index: DatasetRows(table=t, index=index, collate=self.collate),
             name=IN_MEMORY,
         )
-        model.task = model_task(tasks.find("own"))  # only general kernels, since the loss is the user's
+        model.task = cast("ModelTask", tasks.find("own"))  # only general kernels, since the loss is the user's
         model.fingerprint = fingerprint_of(module, model.layout)
         return model
 
