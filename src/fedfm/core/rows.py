@@ -6,14 +6,17 @@ import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedfm.core.deferred import Deferred
-from fedfm.core.tokens import Tokens
 from fedfm.linalg.params import to_bytes
+
+if TYPE_CHECKING:
+    from fedfm.core.tokens import Tokens
 
 # A message of a conversation: role, content and, if there are more fields such as tool calls, a JSON object of them.
 # The list of tools, in JSON, is the first message, under its own role.
@@ -65,7 +68,11 @@ class Rows:
     token_arguments: dict[str, Tokens] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.tokens is not None and not isinstance(self.tokens, Tokens):
+        if self.tokens is None:
+            return
+        from fedfm.core.tokens import Tokens
+
+        if not isinstance(self.tokens, Tokens):
             object.__setattr__(self, "tokens", Tokens.of(self.tokens))
 
     def __len__(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fedfm.core import tasks
 
-FIGURES = tasks.figures()  # scores that only some tasks have
+_FIGURES = tasks.figures()  # scores that only some tasks have
 _SUMS = tasks.sums_to_tell()  # told where the task has them
 DIGITS, PLACES, MOST = 4, 4, 1e9  # significant digits of a figure, its last decimal place, its largest magnitude
 
@@ -24,7 +24,7 @@ def coarse(found: Mapping[str, Any]) -> dict[str, Any]:
         >>> coarse({"n": 3, "accuracy": 2 / 3, "loss": 0.6931471805599453, "macro_f1": 0.5})
         {'n': 3, 'accuracy': 0.6666666666666666, 'loss': 0.6931}
     """
-    told = {key: _round(found[key]) for key in ("accuracy", "loss", *FIGURES) if key in found}
+    told = {key: _round(found[key]) for key in ("accuracy", "loss", *_FIGURES) if key in found}
     told |= {key: _round(found[key]) for key in _SUMS if found.get(key) is not None}
     if _counts(found.get("accuracy"), found.get("n")):
         told["accuracy"] = found["accuracy"]

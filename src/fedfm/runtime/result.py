@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fedfm.config.experiment import Experiment
-from fedfm.core import storage
+from fedfm.core import storage, tasks
 from fedfm.core.capabilities import Private
 from fedfm.core.client import ClientId
 from fedfm.core.federation import Federation
@@ -33,7 +33,6 @@ from fedfm.privacy.accountant import Accountant
 from fedfm.runtime import early_stopping, failures, logs
 from fedfm.runtime.after_run_checks import outside, overfitting_notices
 from fedfm.runtime.client_memory import Store
-from fedfm.runtime.coarse_scores import FIGURES
 from fedfm.runtime.disclosure import guarantee, rows_of
 from fedfm.runtime.evaluation import CLASS_COUNTS, CONFUSION, Evaluator
 from fedfm.runtime.exposure import exposure_of
@@ -90,7 +89,7 @@ def finish(
     if keeps_parts(method):
         result["server_sha256"] = sha256_of(evaluator.models(state))
     more = [*BASE_AND_NEW, "client_base_and_new", "server_accuracy", "server_client_accuracy", "server_loss"]
-    more += [CONFUSION, CLASS_COUNTS, *FIGURES, *(f"local_{key}" for key in FIGURES)]
+    more += [CONFUSION, CLASS_COUNTS, *tasks.figures(), *(f"local_{key}" for key in tasks.figures())]
     more += ["client_loss", "server_client_loss", "val_loss"]
     result["details"] |= {key: last[key] for key in more if key in last}
     for text in fed.model.task.remarks(last):

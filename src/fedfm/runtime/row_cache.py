@@ -16,7 +16,7 @@ import math
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,8 @@ import torch
 
 from fedfm.core import storage
 from fedfm.core.rows import Rows
-from fedfm.core.tokens import Tokens
 from fedfm.data.table import Table
 from fedfm.errors import InputError, RunError
-from fedfm.linalg.params import to_bytes
 from fedfm.models import preprocessing
 from fedfm.models.model import Model
 from fedfm.models.model_kinds import is_dual_model, is_ours
@@ -133,10 +131,12 @@ class RowCache:
         kind = self._kind(table, len(index))
         if kind is None or self._preparation is None:
             return None
+        from fedfm.runtime.row_identity import sha256_of_rows
+
         at = hashlib.sha256(np.ascontiguousarray(index, np.int64).data).digest()
         if at not in self._names:
             of_model = self._of_frozen if kind == "features" else ""
-            parts = (FORMAT, __version__, kind, self._preparation, of_model, _of_rows(table, index))
+            parts = (FORMAT, __version__, kind, self._preparation, of_model, sha256_of_rows(table, index))
             self._names[at] = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         return self._folder / kind / f"{self._names[at]}.safetensors"
 
@@ -169,50 +169,26 @@ class RowCache:
             labels = preprocessing.labels_of(table, self._model.classes, index)
         if "features" in found:
             return Rows({"features": found["features"]}, labels=labels)
+        from fedfm.core.tokens import Tokens
+
         tokens = Tokens.one_after_the_other(found["flat"].numpy(), found["length"].numpy())
         return Rows(tokens=tokens, labels=labels, pad=found["pad"])
 
     @functools.cached_property
-    def _frozen_parameters(self) -> int:
-        return sum(p.numel() for n, p in self._model.module.named_parameters() if n not in self._model.layout.slots)
-
-    @functools.cached_property
     def _preparation(self) -> str | None:
-        """A description of the preprocessing; None if it has none."""
-        tools, model = self._model.tools, self._model
-        said: dict[str, Any] = {"max_length": tools.max_length, "task": model.task.name}
-        if tools.processor is not None:
-            said |= {"processor": type(tools.processor).__name__, "how": tools.processor.to_dict()}
-        elif tools.image is not None:
-            if (told := getattr(tools.image, "told", None)) is None:
-                return None
-            said["image"] = told
-        if tools.tokenizer is not None:
-            if not getattr(tools.tokenizer, "is_fast", False):
-                return None
-            made = json.loads(tools.tokenizer.backend_tokenizer.to_str())
-            said["tokenizer"] = {k: v for k, v in made.items() if k not in ("truncation", "padding")}
-            said["special"] = [tools.tokenizer.pad_token_id, tools.tokenizer.bos_token_id, tools.tokenizer.padding_side]
-        import transformers
+        from fedfm.runtime.row_identity import describe_preparation
 
-        said["versions"] = [transformers.__version__, torch.__version__]
-        return json.dumps(said, sort_keys=True, default=str)
+        return describe_preparation(self._model)
 
     @functools.cached_property
     def _of_frozen(self) -> str:
-        """SHA-256 of the frozen tensors, the configuration, and everything else that affects the last bits."""
-        model = self._model
-        device, spec = model.device, model.spec
-        where = [str(device.type), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
-        if device.type == "cuda":
-            where += [torch.cuda.get_device_name(device), torch.backends.cuda.matmul.allow_tf32]
-        digest = hashlib.sha256(json.dumps([model.fingerprint, spec.dtype, spec.attention, where]).encode())
-        tensors = dict(model.module.named_parameters()) | dict(model.module.named_buffers())
-        for name in sorted(tensors.keys() - model.layout.slots.keys()):
-            tensor = tensors[name].detach().cpu().contiguous()
-            digest.update(f"{name}\x1f{tensor.dtype}\x1f{tuple(tensor.shape)}".encode())
-            digest.update(to_bytes(tensor))
-        return digest.hexdigest()
+        from fedfm.runtime.row_identity import sha256_of_frozen
+
+        return sha256_of_frozen(self._model)
+
+    @functools.cached_property
+    def _frozen_parameters(self) -> int:
+        return sum(p.numel() for n, p in self._model.module.named_parameters() if n not in self._model.layout.slots)
 
 
 def encodes(model: Model) -> bool:
@@ -231,26 +207,6 @@ def _content_of(rows: Rows) -> dict[str, Any] | None:
             "pad": rows.pad,
         }
     return None
-
-
-def _of_rows(table: Table, index: np.ndarray) -> str:
-    """SHA-256 of the rows as read, without labels and paths."""
-    digest = hashlib.sha256(table.kind.encode())
-    for piece in _pieces(table, index):
-        digest.update(len(piece).to_bytes(8, "little"))
-        digest.update(piece)
-    return digest.hexdigest()
-
-
-def _pieces(table: Table, index: np.ndarray) -> Iterator[bytes]:
-    rows = (table.inputs[i] for i in index.tolist())
-    if isinstance(table.inputs, np.ndarray):
-        yield f"{table.inputs.dtype.str} {table.inputs.shape[1:]}".encode()
-        yield from (np.ascontiguousarray(row).tobytes() for row in rows)
-    elif table.kind == "image":
-        yield from (row if isinstance(row, bytes) else Path(row).read_bytes() for row in rows)
-    else:
-        yield from (row.encode("utf-8", "surrogatepass") for row in rows)
 
 
 def size(place: Path) -> tuple[int, int]:
