@@ -1,4 +1,4 @@
-"""What is known of a task below the models: its names, its kinds of rows, its columns, and facts as data.
+"""The facts of a task, for type checkers.
 
 :class:`fedfm.tasks.task.Task` says what each fact means, and has all of them.
 """
@@ -6,54 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import Field, dataclass
+from dataclasses import Field
 from typing import Any, ClassVar, Protocol
 
-
-@dataclass(frozen=True)
-class Column:
-    """A key of the [data] table and of a silo's file that names a column.
-
-    Attributes:
-        key: the key.
-        help: what the column holds.
-        default: the column's name where the key is not set; empty: the key's.
-    """
-
-    key: str
-    help: str
-    default: str = ""
-
-    @property
-    def name(self) -> str:
-        """The column's name where the key is not set."""
-        return self.default or self.key
-
-
-@dataclass(frozen=True)
-class RowKind:
-    """A kind of rows that belongs to one task.
-
-    Attributes:
-        name: of the kind, as ``Table.kind`` has it.
-        words: plural, in messages.
-        answered: a row is (what was asked, an answer, ...), which a template writes.
-        joined: rows are consecutive pieces of one text, so that a part of them is a text, too.
-        remote: silos may hold such rows where the server has none, and ``data.kind`` names it.
-        predicted_as: the kind of such rows where they are to be predicted; empty: the same.
-        wording: a row is texts, which are compared regardless of case and spaces.
-        inputs: so many parts of a row, from the first, are what a model reads, the others are targets; None: it reads
-            all of them.
-    """
-
-    name: str
-    words: str
-    answered: bool = False
-    joined: bool = False
-    remote: bool = True
-    predicted_as: str = ""
-    wording: bool = True
-    inputs: int | None = None
+from fedfm.core.row_kinds import Column, RowKind
 
 
 class TaskFacts(Protocol):

@@ -10,11 +10,14 @@ from collections.abc import Callable
 from dataclasses import fields
 from importlib import import_module
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedfm.core.fields import key_of, setting, types_of
-from fedfm.core.task_facts import Column, RowKind, TaskFacts
+from fedfm.core.row_kinds import Column, RowKind
 from fedfm.errors import InputError, close, quote_names
+
+if TYPE_CHECKING:
+    from fedfm.core.task_facts import TaskFacts
 
 _FOLDER = "tasks"
 _PROTOCOL = f"fedfm.{_FOLDER}.task"

@@ -7,9 +7,9 @@ import re
 import numpy as np
 
 from fedfm.core import tasks
+from fedfm.core.text import listing
 from fedfm.data.owners import Owner, Splits, deal_evenly, number_names, own_test
 from fedfm.data.sources._files import column as named_column
-from fedfm.data.sources._files import listing
 from fedfm.data.spec import DataSpec, PartitionSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from fedfm.core.row_kinds import Reading
 from fedfm.core.task_facts import TaskFacts
 
 if TYPE_CHECKING:
@@ -14,25 +14,6 @@ if TYPE_CHECKING:
     from fedfm.data.sources._sheet import Sheet
     from fedfm.data.spec import DataSpec
     from fedfm.data.table import Table
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Rows that a task reads from columns.
-
-    Attributes:
-        kind: of the rows, as ``Table.kind`` has it.
-        inputs: the rows.
-        used: names of the columns that are read.
-        notices: for the user, on how they were read.
-        classes: names of the classes of a task whose labels are in ``inputs``.
-    """
-
-    kind: str
-    inputs: Any
-    used: frozenset[str]
-    notices: tuple[str, ...] = ()
-    classes: tuple[str, ...] = ()
 
 
 class RowTask(TaskFacts, Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from fedfm.runtime.who_scores import judged_by_clients, why_unasked
 from fedfm.training import packed
 
 if TYPE_CHECKING:
-    from fedfm.models.model_task import ModelTask
     from fedfm.runtime.async_scores import Newest
 
 T = TypeVar("T")
@@ -198,7 +197,7 @@ class Evaluator:
 
     def _pooled_scores(self, scores: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Scores on all clients' rows together; those for a client that told none are not among them."""
-        return cast("ModelTask", self._fed.model.task).join_scores([m for m in scores if m])
+        return self._fed.model.task.join_scores([m for m in scores if m])
 
     @property
     def _validates(self) -> bool:

@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from fedfm.core.row_kinds import Reading
 from fedfm.data.class_names import class_name, names_of
 from fedfm.data.sources._files import column
 from fedfm.data.sources._sheet import Sheet
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
-from fedfm.data.task_rows import Reading
 from fedfm.errors import InputError
 from fedfm.models import word_tokens
 from fedfm.models.preprocessors import Tools

@@ -51,22 +51,9 @@ class Instruction(AnswerTask):
         return spec.column("instruction") in columns or spec.column("messages") in columns
 
     def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading:
-        from fedfm.data.sources import _conversations
-        from fedfm.data.sources._other_tasks import refuse_other
+        from fedfm.tasks import _conversation_rows
 
-        columns, at = sheet.columns, sheet.at
-        asked, messages = spec.column("instruction"), spec.column("messages")
-        doubts: tuple[str, ...] = ()
-        if messages in columns and asked not in columns:
-            inputs = _conversations.conversations(columns[messages], messages, at, answered=labelled)
-            used = {messages}
-        else:
-            refuse_other(columns, spec.label, source, asked)
-            inputs = _conversations.pairs(columns, spec, source, at, answered=labelled)
-            used = {asked, spec.column("input"), spec.column("output")}
-            doubts = _conversations.doubts_of_inputs(columns, spec, source)
-        found = with_system_and_tools("instruction", inputs, used, sheet, spec, source)
-        return replace(found, notices=(*doubts, *found.notices))
+        return _conversation_rows.instructions(sheet, spec, source, labelled)
 
     def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
         """Each instruction with the answer of another one."""
@@ -102,16 +89,3 @@ class Instruction(AnswerTask):
             f"{cut:.0%} of the answers to test rows are cut at the limit of tokens; a larger model.answer_tokens "
             "makes room for them"
         ]
-
-
-def with_system_and_tools(kind: str, inputs: Any, used: set[str], sheet: Sheet, spec: DataSpec, source: str) -> Reading:
-    """The rows with what the system says before them, and with the tools that their answers may call."""
-    from fedfm.data.sources import _system, _tools
-
-    notices: tuple[str, ...] = ()
-    if (name := _system.system_column(sheet.columns, spec)) is not None:
-        inputs, used = _system.with_system(inputs, sheet.columns[name], name, sheet.at), used | {name}
-        notices = (_system.notice(sheet.columns[name], name, source),)
-    if (name := spec.column("tools")) in sheet.columns:
-        inputs, used = _tools.with_tools(inputs, sheet.columns[name], name, sheet.at), used | {name}
-    return Reading(kind, inputs, frozenset(used), notices)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedfm.core.fields import setting
 from fedfm.tasks._answers import AnswerTask
-from fedfm.tasks.instruction import with_system_and_tools
 from fedfm.tasks.task import LORA, Column, Reading, RowKind, Scores, Sums
 
 if TYPE_CHECKING:
@@ -75,19 +74,9 @@ class Preference(AnswerTask):
         return spec.column("chosen") in columns and spec.column("rejected") in columns
 
     def read(self, sheet: Sheet, spec: DataSpec, *, source: str, labelled: bool) -> Reading:
-        """Pairs of answers; of rows to predict only what was asked is read, as instructions."""
-        from fedfm.data.sources import _conversations
+        from fedfm.tasks import _conversation_rows
 
-        columns, at, notices = sheet.columns, sheet.at, tuple[str, ...]()
-        inputs: Any
-        if labelled:
-            inputs, notices = _conversations.preferences(columns, spec, source, at)
-        else:
-            inputs = _conversations.prompts(columns, spec, source, at)
-        used = {spec.column(key) for key in ("prompt", "input", "chosen", "rejected")}
-        kind = "preference" if labelled else "instruction"
-        found = with_system_and_tools(kind, inputs, used, sheet, spec, source)
-        return replace(found, notices=(*notices, *found.notices))
+        return _conversation_rows.preferences(sheet, spec, source, labelled)
 
     def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
         """The two answers of each row swapped, or not."""

@@ -13,9 +13,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from fedfm.core.fields import key_of
-from fedfm.core.task_facts import Column as Column
-from fedfm.core.task_facts import RowKind as RowKind
-from fedfm.data.task_rows import Reading as Reading
+from fedfm.core.row_kinds import Column as Column
+from fedfm.core.row_kinds import Reading as Reading
+from fedfm.core.row_kinds import RowKind as RowKind
 from fedfm.models.trained import Scores as Scores
 from fedfm.models.trained import Trained as Trained
 from fedfm.tasks._sums import Sums as Sums

@@ -1,0 +1,64 @@
+"""Instructions, conversations and pairs of answers, as the columns of a file hold them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fedfm.core.row_kinds import Reading
+from fedfm.data.sources import _conversations, _system, _tools
+from fedfm.data.sources._other_tasks import refuse_other
+from fedfm.data.sources._sheet import Sheet
+from fedfm.data.spec import DataSpec
+
+
+def instructions(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
+    """Instructions with their answers, from columns of their own or from conversations.
+
+    Raises:
+        InputError: a column is missing, or a cell is empty or of another form; says where.
+    """
+    columns, at = sheet.columns, sheet.at
+    asked, messages = spec.column("instruction"), spec.column("messages")
+    doubts: tuple[str, ...] = ()
+    if messages in columns and asked not in columns:
+        inputs = _conversations.conversations(columns[messages], messages, at, answered=labelled)
+        used = {messages}
+    else:
+        refuse_other(columns, spec.label, source, asked)
+        inputs = _conversations.pairs(columns, spec, source, at, answered=labelled)
+        used = {asked, spec.column("input"), spec.column("output")}
+        doubts = _conversations.doubts_of_inputs(columns, spec, source)
+    found = _with_system_and_tools("instruction", inputs, used, sheet, spec, source)
+    return replace(found, notices=(*doubts, *found.notices))
+
+
+def preferences(sheet: Sheet, spec: DataSpec, source: str, labelled: bool) -> Reading:
+    """Pairs of answers; of rows to predict only what was asked is read, as instructions.
+
+    Raises:
+        InputError: as of :func:`instructions`.
+    """
+    columns, at, notices = sheet.columns, sheet.at, tuple[str, ...]()
+    inputs: Any
+    if labelled:
+        inputs, notices = _conversations.preferences(columns, spec, source, at)
+    else:
+        inputs = _conversations.prompts(columns, spec, source, at)
+    used = {spec.column(key) for key in ("prompt", "input", "chosen", "rejected")}
+    kind = "preference" if labelled else "instruction"
+    found = _with_system_and_tools(kind, inputs, used, sheet, spec, source)
+    return replace(found, notices=(*notices, *found.notices))
+
+
+def _with_system_and_tools(
+    kind: str, inputs: Any, used: set[str], sheet: Sheet, spec: DataSpec, source: str
+) -> Reading:
+    """The rows with what the system says before them, and with the tools that their answers may call."""
+    notices: tuple[str, ...] = ()
+    if (name := _system.system_column(sheet.columns, spec)) is not None:
+        inputs, used = _system.with_system(inputs, sheet.columns[name], name, sheet.at), used | {name}
+        notices = (_system.notice(sheet.columns[name], name, source),)
+    if (name := spec.column("tools")) in sheet.columns:
+        inputs, used = _tools.with_tools(inputs, sheet.columns[name], name, sheet.at), used | {name}
+    return Reading(kind, inputs, frozenset(used), notices)
