@@ -11,7 +11,6 @@ mean over all tokens is not sent: it is the mean of the four others.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -23,19 +22,6 @@ from fedfm.errors import InputError
 
 Numbers = NDArray[np.floating[Any]]
 KINDS = ("class", "grid", "tokens")
-
-
-def projection_matrix(secret: bytes, rows: int, features: int) -> NDArray[np.float64]:
-    """Orthonormal rows (rows, d), derived from a secret; without the secret they cannot be reproduced.
-
-    Raises:
-        InputError: there are more rows than features.
-    """
-    if not 1 <= rows <= features:
-        raise InputError(f"a projection to {rows} of {features} features: expected 1 to {features}")
-    seed = int.from_bytes(hashlib.sha256(b"projection of released tokens" + secret).digest(), "big")
-    q, r = np.linalg.qr(np.random.default_rng(seed).normal(size=(features, rows)))
-    return np.ascontiguousarray((q * np.sign(np.diag(r))).T)
 
 
 @dataclass(frozen=True)
