@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from fedfm.config.advice import takes
 from fedfm.config.experiment import Experiment
 from fedfm.models import derived_modules
 from fedfm.training import TrainsLocally
@@ -37,6 +36,8 @@ def overfitting_notices(lines: Sequence[Mapping[str, Any]], experiment: Experime
 
 def _cure(experiment: Experiment) -> str:
     """The settings of this experiment that can prevent it."""
+    from fedfm.config.advice import takes
+
     run, data, found = experiment.run, experiment.data, ["fewer rounds"]
     if isinstance(experiment.method, TrainsLocally):
         found.append("a smaller method.local.learning_rate")

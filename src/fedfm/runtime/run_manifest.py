@@ -16,7 +16,6 @@ from fedfm.data.invisible import escape, is_invisible
 from fedfm.errors import InputError
 from fedfm.models import devices
 from fedfm.models.model import Model
-from fedfm.privacy import plausibility
 from fedfm.privacy.accountant import Accountant
 from fedfm.runtime import beforehand
 from fedfm.runtime.disclosure import check_same, fingerprints, tell
@@ -133,13 +132,20 @@ def of_delta(experiment: Experiment, population: Partitioned) -> list[str]:
     privacy = experiment.privacy
     if privacy is None or not privacy.states_epsilon or privacy.unit != "record":
         return []
+    from fedfm.privacy import plausibility
+
     said = plausibility.of_delta(privacy.delta or 0.0, sum(population.sizes().values()), "training rows")
     return [said] if said else []
 
 
 def of_privacy(experiment: Experiment, spent: Accountant, clients: int) -> list[str]:
     """Notices if the guarantee is nearly empty, from public values only."""
-    found, privacy = [plausibility.of_epsilon(spent.epsilon)], experiment.privacy
+    privacy = experiment.privacy
+    if privacy is None and spent.epsilon is None:
+        return []
+    from fedfm.privacy import plausibility
+
+    found = [plausibility.of_epsilon(spent.epsilon)]
     if privacy is not None and privacy.states_epsilon and privacy.unit == "client":
         found.append(plausibility.of_delta(privacy.delta or 0.0, clients, "clients"))
     return [text for text in found if text]
