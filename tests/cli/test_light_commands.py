@@ -28,6 +28,7 @@ UNUSED = {
     "mechanisms of privacy": (
         "aggregation.private",
         "privacy.noise",
+        "privacy.plausibility",
         "privacy.gaussian",
         "privacy.dp_sgd",
         "training.private",
@@ -68,6 +69,7 @@ UNUSED = {
         "config.hints",
         "core.reasons",
         "models.refusals",
+        "config.advice",
     ),
     "pages of other runs": ("reports.dossier", "reports.audit", "reports.fedpft", "reports.client_weights"),
     "help": ("cli.help", "config.catalogue"),
