@@ -77,6 +77,7 @@ UNUSED = {
 }
 SOURCE = Path(fedfm.__file__).parent
 OWN = ("fedavg", "_weights")  # of the methods
+MOST = 24_000  # lines of our own code that a plain run loads
 _LIST = """
 import json, sys
 from fedfm.cli import main
@@ -183,6 +184,13 @@ def unused(modules):
     return {kind: names for kind, names in {**found, "other methods": methods}.items() if names}
 
 
+def own_lines(modules):
+    """How many lines of our own code these modules have."""
+    places = [SOURCE.joinpath(*name.split(".")[1:]) for name in modules if name.partition(".")[0] == "fedfm"]
+    files = [place / "__init__.py" if place.is_dir() else place.with_suffix(".py") for place in places]
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files if file.is_file())
+
+
 @pytest.mark.proof
 def test_lora_of_the_built_in_model_loads_its_class_and_no_compiler(tmp_path):
     (tmp_path / "e.toml").write_text(
@@ -198,6 +206,7 @@ def test_lora_of_the_built_in_model_loads_its_class_and_no_compiler(tmp_path):
         assert models <= {"auto", "vit", "ijepa", "bloom"}, words  # PEFT names BLOOM
         if words[0] == "run":
             assert not unused(found), words
+            assert own_lines(found) <= MOST
         assert ("transformers" in found) == (words[0] in ("check", "run")), words
 
 
