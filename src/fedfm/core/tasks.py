@@ -28,7 +28,7 @@ def _all() -> tuple[TaskFacts, ...]:
     """All tasks, including those that experiment files cannot name, sorted by name with the default first."""
     base: type[TaskFacts] = import_module(_PROTOCOL).Task
     names = (entry.name.removesuffix(".py") for entry in files("fedfm").joinpath(_FOLDER).iterdir())
-    found = list[TaskFacts]()
+    found: list[TaskFacts] = []
     for name in sorted(name for name in names if not name.startswith("_") and name.isidentifier()):
         module = import_module(f"fedfm.{_FOLDER}.{name}")
         found += [
