@@ -68,7 +68,6 @@ UNUSED = {
         "config.more_faults",
         "config.hints",
         "core.reasons",
-        "models.refusals",
         "config.advice",
     ),
     "pages of other runs": ("reports.dossier", "reports.audit", "reports.fedpft", "reports.client_weights"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedfm.errors import InputError, close
-from fedfm.models import quantised_maps
+from fedfm.models import quantised_maps, refusals
 from fedfm.models.locate import ADAPTER, PREACT_RESNET, no_whole_model, stored_file
 from fedfm.models.spec import ModelSpec
 
@@ -32,9 +32,7 @@ def read(path: Path | str, spec: ModelSpec) -> Any:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        from fedfm.models.refusals import refusal
-
-        raise refusal(path, spec.name, error) from None
+        raise refusals.refusal(path, spec.name, error) from None
     for part in _parts(config):
         for key, value in _OUTPUT.items():
             setattr(part, key, value)
@@ -103,6 +101,4 @@ def _with_options(config: Any, options: Mapping[str, Any]) -> Any:
     try:
         return type(config)(**{**table, **options})
     except Exception as error:  # the library's error classes differ between releases
-        from fedfm.models.refusals import first_of
-
-        raise InputError(f"model.options: {first_of(error)}") from None
+        raise InputError(f"model.options: {refusals.first_of(error)}") from None
