@@ -57,9 +57,9 @@ def watch() -> Bar:
 
 def summary(result: dict[str, Any]) -> str:
     """A run's table, and where its report is."""
-    from fedfm.reports import compare
+    from fedfm.reports import run_table
 
-    return f"{compare.table([Path(result['run'])]).rstrip()}\nreport: {Path(result['run']) / 'report.html'}"
+    return f"{run_table.table([Path(result['run'])]).rstrip()}\nreport: {Path(result['run']) / 'report.html'}"
 
 
 def tell_missing(path: Path) -> list[str]:

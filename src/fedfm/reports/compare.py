@@ -1,4 +1,4 @@
-"""Comparison of runs: a table for the terminal, a page, and a section of a report with baselines."""
+"""Comparison of runs: a page, and a section of a report with baselines."""
 
 from __future__ import annotations
 
@@ -9,98 +9,17 @@ from pathlib import Path
 
 from fedfm.core import storage
 from fedfm.core.metric_names import ACCURACY, GLOBAL_ACCURACY, LOCAL_ACCURACY
-from fedfm.errors import InputError
-from fedfm.reports.basis import ROWS, basis, meaning, unlike_settings
+from fedfm.reports.basis import ROWS, basis, unlike_settings
 from fedfm.reports.page import aside, figure, legend, note, page, save
 from fedfm.reports.page import table as html_table
-from fedfm.reports.read import BASE_AND_NEW, RunFiles, mapping, read
+from fedfm.reports.read import RunFiles, mapping
+from fedfm.reports.run_table import PLAIN, compared_by, listed_runs, read_runs, state_of
+from fedfm.reports.run_table import labels as labels
+from fedfm.reports.run_table import table as table
 from fedfm.reports.svg import COLOURS, ChartBar, Format, Series, bars, lines
-from fedfm.reports.text import NBSP, NONE, duration, esc, finite, number, percent, plural, shorten, size, width_of
+from fedfm.reports.text import NONE, duration, esc, finite, number, percent, plural, shorten
 
 _TITLE = "Comparison · fedfm"  # of the page
-_PLAIN = ("perplexity", "local loss")  # metrics that are not fractions
-
-
-def table(run_dirs: Sequence[Path]) -> str:
-    """The runs as an aligned text table, one per line, in the given order.
-
-    Accuracies are fractions. If ``accuracy`` is measured on all test rows in some runs and on each client's own rows
-    in others, it is left out, and a last line names the score for comparison. ``spread`` is the standard deviation
-    over the clients' accuracies. For language models the table has ``perplexity`` and ``local loss`` (mean on the
-    clients' own test rows), but no column that all runs lack. If a run is unfinished, ``state`` is added.
-
-    Raises:
-        InputError: no run is given, or a file is missing or invalid.
-    """
-    runs = _read(run_dirs)
-
-    def show(column: str, value: float | None) -> str:
-        return number(value) if column in _PLAIN or not finite(value) else f"{value:.4f}"
-
-    def seconds(value: float | None) -> str:
-        return f"{value:.1f}" if finite(value) else number(value)
-
-    head, rows = _listing(runs, "seconds", show, seconds)
-    methods = ["method", *(shorten(run.method, 24) for run in runs)]
-    rows = [[row[0], method, *row[1:]] for row, method in zip([head, *rows], methods, strict=True)]
-    rows = [[shorten(cell, 40).replace(NBSP, " ") for cell in row] for row in rows]
-    widths = [max(map(width_of, column)) for column in zip(*rows, strict=True)]
-    out = []
-    for row in rows:
-        pads = [" " * (w - width_of(c)) for w, c in zip(widths, row, strict=True)]
-        cells = (c + p if j < 2 else p + c for j, (c, p) in enumerate(zip(row, pads, strict=True)))
-        out.append("  ".join(cells).rstrip())
-    out.insert(1, "  ".join("-" * w for w in widths))
-    return "\n".join([*out, *_compared_by(runs)]) + "\n"
-
-
-def _compared_by(runs: Sequence[RunFiles]) -> list[str]:
-    """A sentence if the runs' accuracies are measured on different rows."""
-    by = basis(runs)
-    if not by.mixed:
-        return []
-    own = [name for name, run in zip(labels(runs), runs, strict=True) if meaning(run) == LOCAL_ACCURACY]
-    return [
-        f"compared by the accuracy {by.rows}; the accuracy of {', '.join(own)} is measured on each client's own rows"
-    ]
-
-
-def _listing(
-    runs: Sequence[RunFiles],
-    time: str,
-    show: Callable[[str, float | None], str],
-    seconds: Callable[[float | None], str],
-) -> tuple[list[str], list[list[str]]]:
-    """(head, rows): each run's label, metrics, traffic and time, and the states if a run is unfinished."""
-    figures = _figures(runs)
-    head, rows = ["run", *figures, "up", "down", time], []
-    for i, (label, run) in enumerate(zip(labels(runs), runs, strict=True)):
-        values = [show(column, v[i]) for column, v in figures.items()]
-        up, down = (size(run.traffic_total(way)) for way in ("up", "down"))
-        rows.append([label, *values, up, down, seconds(run.seconds)])
-    if not all(run.is_finished for run in runs):
-        head.append("state")
-        rows = [[*row, _state(run)] for row, run in zip(rows, runs, strict=True)]
-    return head, rows
-
-
-def _figures(runs: Sequence[RunFiles]) -> dict[str, list[float | None]]:
-    """Metrics: column -> one value per run; for language models without the columns that all runs lack."""
-    shares = {} if basis(runs).mixed else {"accuracy": [run.value("accuracy") for run in runs]}
-    shares |= {
-        "global": [run.value(GLOBAL_ACCURACY) for run in runs],
-        "local": [run.value(LOCAL_ACCURACY) for run in runs],
-        "worst client": [run.worst for run in runs],
-        "spread": [run.spread for run in runs],
-    }
-    of_names = zip(("base", "new", "harmonic mean"), BASE_AND_NEW, strict=True)
-    judged = {column: [run.value(key) for run in runs] for column, key in of_names}
-    shares |= {column: values for column, values in judged.items() if any(v is not None for v in values)}
-    plain = {"perplexity": [run.value("perplexity") for run in runs]}
-    if not any(v is not None for v in plain["perplexity"]):
-        return shares
-    plain["local loss"] = [run.value("local_loss") for run in runs]
-    return {name: v for name, v in (plain | shares).items() if any(x is not None for x in v)}
 
 
 def write(run_dirs: Sequence[Path], out: Path) -> Path:
@@ -114,14 +33,14 @@ def write(run_dirs: Sequence[Path], out: Path) -> Path:
         InputError: no run is given, a file is missing or invalid, or ``out`` cannot be written or is another file.
     """
     storage.refuse_others(Path(out), f"<title>{_TITLE}")
-    runs = _read(run_dirs)
+    runs = read_runs(run_dirs)
     names = labels(runs)
     head = f'<p class="eyebrow">fedfm · comparison</p><h1>{plural(len(runs), "run")} compared</h1>'
     some = ", ".join(esc(n) for n in names[:8]) + (" and others" if len(runs) > 8 else "")
     head += f'<p class="lead">{some}.</p>'
     seeds = [mapping(run.experiment.get("run")).get("seed") for run in runs]
     rows = [
-        [name, run.path.resolve().name, _state(run), NONE if seed is None else str(seed)]
+        [name, run.path.resolve().name, state_of(run), NONE if seed is None else str(seed)]
         for name, run, seed in zip(names, runs, seeds, strict=True)
     ]
     where = html_table(["run", "directory", "state", "seed"], rows, "Directories of the runs", words=(1, 2))
@@ -138,11 +57,11 @@ def section(runs: Sequence[RunFiles]) -> str:
     warning = aside("Incomplete records", incomplete) + aside("Not like for like", differences(runs))
 
     def show(column: str, value: float | None) -> str:
-        if column in _PLAIN or value is None:
+        if column in PLAIN or value is None:
             return number(value)
         return f"{100 * value:.2f}" if column == "spread" else percent(value, 2)
 
-    head, rows = _listing(runs, "time", show, duration)
+    head, rows = listed_runs(runs, "time", show, duration)
     words = (len(head) - 1,) if head[-1] == "state" else ()
     meanings = {
         "perplexity": "Perplexity: on the global test rows.",
@@ -153,7 +72,7 @@ def section(runs: Sequence[RunFiles]) -> str:
         "spread": "Spread: standard deviation over the clients, in points.",
     }
     said = [text for column, text in meanings.items() if column in head]
-    said += [f"{text[0].upper()}{text[1:]}." for text in _compared_by(runs)]
+    said += [f"{text[0].upper()}{text[1:]}." for text in compared_by(runs)]
     return (
         warning
         + html_table(head, rows, "Runs compared", words=words)
@@ -180,15 +99,6 @@ def _settings(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     return "<h3>What differs in the settings</h3>" + html_table(
         ["key", *names], rows, "Settings that differ", words=words
     )
-
-
-def labels(runs: Sequence[RunFiles]) -> list[str]:
-    """Short unique names of the runs: methods, names, directories or paths, whichever differ first."""
-    for of in (lambda r: r.method, lambda r: r.name, lambda r: r.path.resolve().name, lambda r: str(r.path)):
-        out = [of(run) for run in runs]
-        if len(set(out)) == len(out):
-            break
-    return out
 
 
 def differences(runs: Sequence[RunFiles]) -> list[str]:
@@ -302,16 +212,3 @@ def _ranges(runs: Sequence[RunFiles], names: list[str]) -> str:
     text = "A dot is the mean of the clients; the bar runs from the worst to the best client, on a scale of 0 to 100 %."
     label = f"{text} {'; '.join(r.title for r in rows)}."
     return f"<h3>Clients of each run</h3>{note(text)}" + figure(lambda w: bars(w, rows, label, spans=spans))
-
-
-def _read(run_dirs: Sequence[Path]) -> list[RunFiles]:
-    if not run_dirs:
-        raise InputError("compare: no run given; name the directories of one or more runs")
-    return [read(Path(d), messages=False) for d in run_dirs]
-
-
-def _state(run: RunFiles) -> str:
-    if run.is_finished:
-        return "finished"
-    of = "" if run.planned_rounds is None else f" of {run.planned_rounds}"
-    return f"unfinished: {run.done_rounds}{of} rounds"
