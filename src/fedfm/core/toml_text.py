@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,17 @@ from typing import Any
 from fedfm.errors import InputError
 
 _DEEPEST = 32  # largest number of parts of a dotted key in an experiment
-_ENDS = frozenset("\n=,{}")  # characters that no part of a key has
+_ENDS = frozenset("\n=,{}[]")  # characters that end a key, outside of quotes
+# Texts and comments, in which these characters and dots mean nothing. Each alternative takes all of what it began, also
+# where the closing quotes are missing, so that no character is read twice.
+_QUOTED = re.compile(
+    r"""\"{3}(?:[^"\\]|\\.|\"{1,2}(?!\"))*\"{0,5}
+    | '{3}(?:[^']|'{1,2}(?!'))*'{0,5}
+    | "(?:[^"\\\n]|\\.)*"?
+    | '[^'\n]*'?
+    | \#[^\n]*""",
+    re.VERBOSE | re.DOTALL,
+)
 
 
 def put(table: dict[str, Any], key: str, value: Any) -> None:
@@ -71,7 +82,7 @@ def check_depth(text: str) -> None:
         InputError: it has one.
     """
     parts = 0
-    for piece in text.split("."):
+    for piece in _QUOTED.sub("_", text).split("."):
         parts = parts + 1 if _ENDS.isdisjoint(piece) else 0
         if parts > _DEEPEST:
             raise InputError(f"the experiment has a key of more than {_DEEPEST} parts")
