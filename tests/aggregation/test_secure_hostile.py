@@ -254,6 +254,13 @@ def test_a_client_that_is_not_in_the_roster_is_refused_by_name(tmp_path):
     assert sum("c03 is not in this silo's roster" in r for r in refusals(fed, link, method)) == 3
 
 
+def test_two_names_with_one_key_are_one_silo_and_refused(tmp_path):
+    own = {name: {"identity": house["identity"]} for name, house in rostered(4).items()}
+    own["c02"] = own["c01"]
+    fed, link, method = federation(tmp_path, 4, own=own)
+    assert sum("c01 and c02 sign with the same key" in r for r in refusals(fed, link, method)) == 4
+
+
 def test_without_a_roster_the_server_and_the_silos_log_name_the_fingerprints(tmp_path):
     lines = []
     own = rostered(4)

@@ -97,15 +97,18 @@ class Member:
         """Accept the keys of all members.
 
         Raises:
-            ClientFault: the list is not sorted, or a signature or an identity is wrong.
+            ClientFault: the list is not sorted, a signature or an identity is wrong, or two members have the same one.
         """
         if client.id not in names or list(names) != sorted(set(names)):
             raise refusal("a list of members that is not in order, or is without this client")
         self.names, self.table, self.ring = list(names), table, []
         self.digest, self.ring = self.agreement.digest.hex(), self.agreement.ring
         found = {}
+        owners: dict[bytes, str] = {}
         for at, name in enumerate(names):
             card = self.agreement.card(at)
+            if (owner := owners.setdefault(card.identity, name)) != name:
+                raise refusal(f"{owner} and {name} sign with the same key: one silo would count twice")
             if name == client.id:
                 if card.keys != self.own.public():
                     raise refusal("the list of members has other keys of this client than its own")

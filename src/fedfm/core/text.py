@@ -55,6 +55,16 @@ _UNSEEN = ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")  # control, bidirectional, surrog
 _BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"  # blank characters whose category is letter, mark or symbol
 
 
+def alike(name: str) -> str:
+    """What names have in common that people, or a file system, take for the same: case, and width of characters.
+
+    Example:
+        >>> alike("North") == alike("\uff2eorth") == "north"
+        True
+    """
+    return unicodedata.normalize("NFKC", name).casefold()
+
+
 def visible(text: object) -> str:
     """The text with invisible and control characters, but not spaces, written as their codes."""
     return "".join(f"\\u{ord(c):04x}" if c in _BLANK or unicodedata.category(c) in _UNSEEN else c for c in str(text))

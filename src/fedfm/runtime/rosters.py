@@ -16,7 +16,7 @@ from typing import Any
 from fedfm.config.faults import read_all
 from fedfm.core import storage
 from fedfm.core.fields import toml_value
-from fedfm.core.text import NAME_WORDS, is_name
+from fedfm.core.text import NAME_WORDS, alike, is_name
 from fedfm.errors import Faults, InputError
 from fedfm.privacy.crypto import keys
 
@@ -73,12 +73,20 @@ def roster_in(path: Path) -> dict[str, bytes]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        table = json.loads(text, object_pairs_hook=_once) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"roster: {path} cannot be read: {error}") from None
     if not isinstance(table, dict) or not table:
         raise InputError(f'roster: {path} has no silos; a line of each: name = "public key"')
     return read_all(f"roster: {path}", table, _keys)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of which no name may be there twice (TOML says so itself)."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError("a name is there twice")
+    return table
 
 
 def _keys(table: Mapping[str, Any]) -> dict[str, bytes]:
@@ -88,5 +96,12 @@ def _keys(table: Mapping[str, Any]) -> dict[str, bytes]:
             faults.say(f"{toml_value(name)} is not a name of a silo: expected {NAME_WORDS}")
         elif not isinstance(key, str) or not _KEY.fullmatch(key):
             faults.say(f"the key of {name} is not 64 hexadecimal digits; quote names with dots")
+    owners: dict[str, str] = {}
+    known: dict[str, str] = {}
+    for name, key in table.items():
+        if (other := known.setdefault(alike(name), name)) != name:
+            faults.say(f"{other} and {name} look alike, and some file systems ignore case: give each its own name")
+        if isinstance(key, str) and (owner := owners.setdefault(key, name)) != name:
+            faults.say(f"{owner} and {name} have the same key: as two silos one silo would count twice")
     faults.refuse()
     return {name: bytes.fromhex(key) for name, key in table.items()}
