@@ -146,6 +146,13 @@ class ClientFault(FedfmError):
         self.code, self.reason = code, reason
 
 
+class RowsChanged(ClientFault):
+    """A refusal since the rows are not those of an earlier answer: unlike other refusals it depends on the rows."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(E_REFUSED, reason)
+
+
 E_EXCEPTION = "E_EXCEPTION"  # the handler raised
 E_TIMEOUT = "E_TIMEOUT"  # no reply in time
 E_DIED = "E_DIED"  # the process is gone
@@ -177,6 +184,13 @@ SENTENCES = {
 }
 UNTOLD = "see the site's errors.log"  # of all other codes
 OF_NO_ROW = (E_REFUSED, E_LOST, E_READONLY)  # codes of refusals that are the same for all rows
+
+
+def depends_on_rows(error: BaseException) -> bool:
+    """Whether a failure may depend on the client's rows, so that who hears of it learns something about them."""
+    if isinstance(error, ClientFault):
+        return isinstance(error, RowsChanged) or error.code not in OF_NO_ROW
+    return not isinstance(error, Lost)
 
 
 def first_line(error: BaseException, most: int = 160) -> str:

@@ -20,7 +20,7 @@ from fedfm.core import storage
 from fedfm.core.client import Client, ClientData, Terms
 from fedfm.core.rows import Rows
 from fedfm.data.table import Table
-from fedfm.errors import ClientFault, InputError, RunError
+from fedfm.errors import ClientFault, InputError, RowsChanged, RunError
 from fedfm.models.families import Parts
 from fedfm.models.load import load_model
 from fedfm.models.model import Model
@@ -304,7 +304,7 @@ def test_a_repeated_round_repeats_its_bits_and_its_noise_covers_nothing_else(mem
     ]
     for change in other:
         given = {"rows": rows, "w": w} | change
-        with pytest.raises(ClientFault, match="from another start"):
+        with pytest.raises(RowsChanged, match=r"from another start|number of training rows changed"):
             asked(model, given.pop("rows"), given.pop("w"), 2, firsts, memory=memory, **given)
     with pytest.raises(ClientFault, match="round 1 comes after round 2"):
         asked(model, rows, w, 1, firsts, memory=memory)
@@ -323,6 +323,17 @@ def test_all_steps_are_spent_once_in_any_order_and_after_kills():
     for t in (2, 5, 8):
         with pytest.raises(ClientFault, match="comes after round"):
             asked(model, rows, w, t, firsts)
+
+
+def test_the_number_of_rows_is_that_for_which_noise_and_coins_were_chosen():
+    """With more rows the coins would take each row more often than the silo's ledger counts for their number."""
+    model, firsts = head(), {}
+    rows, w = tensors(model, 10), model.params()
+    asked(model, rows, w, 1, firsts)
+    for memory in (None, {}):
+        with pytest.raises(RowsChanged, match="number of training rows changed"):
+            asked(model, rows.take(range(8)), w, 2, firsts, memory=memory)
+    asked(model, corrected(rows), w, 2, firsts)
 
 
 def test_a_kill_before_the_answer_costs_its_round_and_no_other(monkeypatch):

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedfm.core.client import Client
-from fedfm.errors import E_REFUSED, ClientFault
+from fedfm.errors import E_REFUSED, ClientFault, RowsChanged
 from fedfm.privacy.composition import Releases, epsilon_of, noise_multiplier_for
 from fedfm.privacy.noise import cover, digest, stream
 
@@ -85,7 +85,7 @@ class PrivateSteps:
         known = client.memory.get(MEMORY)
         if known is None:
             releases = plan.releases(n, batch_size, steps)
-            budget = {"of": releases.times, "z": releases.noise_multiplier, "q": releases.rate}
+            budget = {"of": releases.times, "z": releases.noise_multiplier, "q": releases.rate, "n": n}
             known = json.loads(client.write_once(f"{MEMORY}-budget", json.dumps(budget).encode()))
         self._known = dict(known)
         self._key = client.secret(MEMORY)
@@ -111,8 +111,14 @@ class PrivateSteps:
         """Spend one round's steps from this start: everything that the steps depend on, except the secret.
 
         Raises:
-            ClientFault: E_REFUSED, all steps are spent, or this round began from another start, or a later round began.
+            ClientFault: E_REFUSED, all steps are spent, or this round began from another start, or a later round began,
+                or the number of rows is another than in the first round, for which coins and noise were chosen.
         """
+        if self._known.get("n", self._n) != self._n:
+            raise RowsChanged(
+                "DP-SGD: the number of training rows changed during the run, and its noise was chosen for the first "
+                "number; start a new run"
+            )
         t, of = self._client.round, self._known["of"]
         place: int = self._known.get("place", 0)
         terms = repr((t, of, self._known["z"], self._known["q"], self._clip, self._n, self._steps))
@@ -125,9 +131,10 @@ class PrivateSteps:
                 self._client.memory[MEMORY] = self._known | {"place": place}
                 return
             if found["round"] == t:
-                raise _refusal(
-                    f"round {t} was trained from another start: other weights, rows or settings; a second time would "
-                    "spend privacy that is not accounted. Where rows were changed, put them back or start a new run"
+                raise RowsChanged(
+                    f"DP-SGD: round {t} was trained from another start: other weights, rows or settings; a second time "
+                    "would spend privacy that is not accounted. Where rows were changed, put them back or start a new "
+                    "run"
                 )
             if found["round"] > t:
                 raise _refusal(f"round {t} comes after round {found['round']}, which was trained already")
@@ -157,9 +164,10 @@ class PrivateSteps:
         """
         released = self._released.hexdigest().encode()
         if self._client.write_once(f"{MEMORY}-released-{self._place}", released) != released:
-            raise _refusal(
-                f"round {self._client.round} was trained before, and its repetition did not give the same bits, as "
-                "with another processor or a GPU's sums; a second answer would spend privacy that is not accounted"
+            raise RowsChanged(
+                f"DP-SGD: round {self._client.round} was trained before, and its repetition did not give the same "
+                "bits, as with another processor or a GPU's sums; a second answer would spend privacy that is not "
+                "accounted"
             )
 
 

@@ -34,6 +34,7 @@ from fedfm.errors import (
     ClientFault,
     Lost,
     RunError,
+    depends_on_rows,
     first_line,
 )
 from fedfm.linalg.params import Params
@@ -262,8 +263,7 @@ class Silos:
         Raises:
             Exception: the error, if the server sees single updates or the refusal does not depend on rows.
         """
-        of_no_row = isinstance(error, Lost) or (isinstance(error, ClientFault) and error.code in OF_NO_ROW)
-        reply = None if of_no_row or not self._own else self.aggregator.blank(client)
+        reply = self.aggregator.blank(client) if self._own and depends_on_rows(error) else None
         if reply is None:
             raise error
         code = error.code if isinstance(error, ClientFault) else E_EXCEPTION

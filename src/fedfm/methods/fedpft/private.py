@@ -18,7 +18,7 @@ from torch import Tensor
 from fedfm import seeds
 from fedfm.core.client import MAX_WEIGHT, Client, ClientId, Update
 from fedfm.core.federation import Federation
-from fedfm.errors import E_FIELD, E_NORM, E_REFUSED, E_SHAPE, ClientFault, RunError
+from fedfm.errors import E_FIELD, E_NORM, E_SHAPE, ClientFault, RowsChanged, RunError
 from fedfm.linalg.params import Params, layout_of
 from fedfm.methods._one_shot import rows_of
 from fedfm.methods.fedpft.mixtures import Mixture
@@ -81,8 +81,7 @@ def _released_once(client: Client, plan: Plan) -> tuple[Array, Array, bytes]:
     x = unit_rows(x)
     mark = digest(x, y, f"{plan}").encode()
     if client.write_once("fedpft", mark) != mark:
-        raise ClientFault(
-            E_REFUSED,
+        raise RowsChanged(
             "FedPFT: this run has already released sums of different rows; another release would spend privacy that is "
             "not accounted. Put the rows back, or start a new run",
         )
