@@ -53,8 +53,14 @@ def digest(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_private_files_are_their_owners_and_silos_get_no_key_of_another(tmp_path):
-    out = provision(tmp_path)
+@pytest.mark.parametrize("umask", [0, 0o077])
+def test_private_files_are_their_owners_and_silos_get_no_key_of_another(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        out = provision(tmp_path)
+    finally:
+        os.umask(before)
+    assert not any(stat.S_IMODE(p.stat().st_mode) & 0o022 for p in out.rglob("*"))  # nobody else changes ca.crt
     private = {p for p in out.rglob("*") if p.suffix in (".key", ".secret")}
     assert {p.name for p in private} == {"ca.key", "server.key", "superexec.secret", "operator.secret", "node.key"}
     assert {stat.S_IMODE(p.stat().st_mode) for p in private} == {0o600}
@@ -134,6 +140,7 @@ def test_kits_of_another_server_and_other_folders_are_refused(tmp_path, capsys):
         ('server = "h:1"', "silos"),
         ('server = "h:1"\nsilos = []', "silos"),
         ('server = "h:1"\nsilos = ["a", "A"]', 'silos: "a" is there twice'),
+        ('server = "h:1"\nsilos = ["\uff41", "a"]', 'silos: "a" is there twice'),  # a of full width
         ('server = "h:1"\nsilos = ["../a"]', 'silos[0] = "../a"'),
         ('server = "h:1"\nsilos = ["server"]', "give the silo another"),
         ('server = "h:0"\nsilos = ["a"]', 'expected "h:8443"'),

@@ -20,7 +20,7 @@ from fedfm.config.faults import read_all
 from fedfm.config.toml import build, read
 from fedfm.core.fields import check as check_fields
 from fedfm.core.fields import setting
-from fedfm.core.text import NAME, NAME_WORDS
+from fedfm.core.text import NAME, NAME_WORDS, alike
 from fedfm.data.class_names import check_list
 from fedfm.engines.flower.kit_manifest import SERVER
 from fedfm.errors import Faults
@@ -145,7 +145,7 @@ def _faults(found: FederationFile) -> Iterator[tuple[str, str]]:
     """(key, message) of faults in values that are each within their bounds."""
     if not found.silos:
         yield "silos", 'silos is missing: expected a list of names, e.g. ["hospital-a", "hospital-b"]'
-    lower = [name.lower() for name in found.silos]  # some file systems ignore case
+    lower = [alike(name) for name in found.silos]  # some file systems ignore case
     for name in sorted({name for name in lower if lower.count(name) > 1}):
         yield "silos", f'silos: "{name}" is there twice; each silo needs its own name'
     for name in (SERVER, AUTHORITY):

@@ -73,6 +73,9 @@ def _write_kits(federation: FederationFile, out: Path, renew: bool) -> dict[str,
             place.write_bytes(public)
         _write(own, out, kit_templates.of_silo(own, federation))
         made.append(name)
+    for name in (AUTHORITY, *made):
+        for path in (out / name).rglob("*"):  # whatever the umask: who could write ca.crt would choose the server
+            path.chmod(path.stat().st_mode & 0o755)
     rehearsal = f"{federation.host} is this machine's own address: no other machine reaches a server there"
     return {
         "out": str(out),
