@@ -1,5 +1,6 @@
 """Rules on the number of clients are said before anybody connects where files name them; so is that nobody scores."""
 
+import numpy as np
 import pytest
 
 import fedfm
@@ -73,7 +74,7 @@ def test_a_kit_with_too_few_silos_is_refused_before_anything_starts(rule, tmp_pa
 
 
 def test_a_roster_counts_as_well(tmp_path):
-    (tmp_path / "roster.toml").write_text("".join(f'{name} = "{"ab" * 32}"\n' for name in ("north", "south")))
+    (tmp_path / "roster.toml").write_text(f'north = "{"ab" * 32}"\nsouth = "{"cd" * 32}"\n')
     run = {"engine": "folder", "folder": str(tmp_path), "roster": str(tmp_path / "roster.toml")}
     with pytest.raises(InputError, match=r'"secagg": it needs 3 .* of 2 silos of the roster .*roster\.toml'):
         check_known(Experiment.from_dict(small.experiment(tmp_path, run=run, method={"fraction": 1.0}) | SECAGG))
@@ -114,6 +115,24 @@ def test_a_run_that_nobody_scores_says_so_first(case, tmp_path):
         result = fedfm.run(found, tmp_path / "run", progress=Progress())
         assert (result["accuracy"] is None) == bool(said)
         assert [text for text in result["warnings"] if said and text.startswith(said)] == notices
+
+
+def test_a_run_without_test_rows_says_so_first(tmp_path, capsys):
+    tables = small.experiment(tmp_path)
+    with np.load(tmp_path / "rows.npz") as rows:
+        np.savez(tmp_path / "rows.npz", **{key: rows[key] for key in ("x", "y", "classes")})
+    tables["data"]["test_fraction"] = 0.0
+    said = "this run ends without an accuracy or a loss: there are no test rows"
+    result = fedfm.run(tables, tmp_path / "run", progress=Progress())
+    assert result["accuracy"] is None
+    assert [text for text in result["warnings"] if text.startswith(said)]
+    (tmp_path / "e.toml").write_text(Experiment.from_dict(tables).to_toml())
+    assert main(["check", str(tmp_path / "e.toml")]) == 0
+    assert said in capsys.readouterr().out
+    tables["data"]["test_fraction"] = 0.2
+    assert not [
+        text for text in fedfm.run(tables, tmp_path / "other", progress=Progress())["warnings"] if "test rows" in text
+    ]
 
 
 def test_check_says_so_wherever_the_superlink_is(tmp_path, capsys):

@@ -26,7 +26,7 @@ def check(args: Namespace) -> int:
     from fedfm.data.load import check_files
     from fedfm.engines.known_clients import check_known
     from fedfm.runtime.trackers.tracker import open_tracker
-    from fedfm.runtime.who_scores import scoring_notices
+    from fedfm.runtime.who_scores import scoring_notices, test_rows
 
     experiment = experiment_of(args)
     check_files(experiment.data)
@@ -72,7 +72,7 @@ def check(args: Namespace) -> int:
             *looked,
             *of_delta(experiment, population),
             *of_privacy(experiment, spending(experiment, sizes), len(population.clients)),
-            *scoring_notices(experiment, len(population.federated.test)),
+            *scoring_notices(experiment, *test_rows(experiment, population.federated)),
         ]
         if expected is not None:
             result["forecast"] = asdict(expected)

@@ -21,7 +21,7 @@ from fedfm.runtime import beforehand
 from fedfm.runtime.disclosure import check_same, fingerprints, tell
 from fedfm.runtime.partitioned import REST, Partitioned
 from fedfm.runtime.population import feature_dim, operations
-from fedfm.runtime.who_scores import scoring_notices
+from fedfm.runtime.who_scores import scoring_notices, test_rows
 from fedfm.training import Local, packed
 from fedfm.training.local_job import over_classes
 from fedfm.training.scheduler import trains_without
@@ -103,7 +103,7 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
     notices += [*of_rows(run.experiment.method, population), *of_model(run.experiment.run, population.model)]
     notices += [*_elsewhere(run, population.model), *of_delta(run.experiment, population)]
     told = [*of_method(run.experiment.method), *of_arrival(run.experiment, len(population.clients))]
-    told += scoring_notices(run.experiment, len(population.federated.test))
+    told += scoring_notices(run.experiment, *test_rows(run.experiment, population.federated))
     for notice in (*notices, *told, *_on_disk(population)):
         progress.notice(notice)
     run.manifest["notices"] += [text for text in told if text not in run.manifest["notices"]]

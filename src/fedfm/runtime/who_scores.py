@@ -10,6 +10,7 @@ from fedfm.runtime.predictions import keeps_parts, personal
 
 if TYPE_CHECKING:
     from fedfm.config.experiment import Experiment
+    from fedfm.data.table import FederatedData
 
 
 def why_unasked(experiment: Experiment) -> str:
@@ -35,13 +36,19 @@ def judged_by_clients(experiment: Experiment) -> bool:
     return experiment.method.traits.clients_judge
 
 
-def scoring_notices(experiment: Experiment, server_rows: int) -> list[str]:
+def scoring_notices(experiment: Experiment, server_rows: int, client_rows: int | None = None) -> list[str]:
     """A notice if the run cannot end with an accuracy, or with any score.
 
     Args:
         server_rows: test rows at the server.
+        client_rows: test rows of all clients; None: silos have their own, and the server does not know how many.
     """
     if not (why := why_unasked(experiment)):
+        if client_rows == 0 and (not server_rows or judged_by_clients(experiment)):
+            return [
+                "this run ends without an accuracy or a loss: there are no test rows; data.test_fraction takes some "
+                'from the training rows, and a column for data.split marks them by "test"'
+            ]
         return []
     hidden = keeps_parts(experiment.method) and experiment.privacy is not None  # the server has no client's model
     if server_rows and not hidden and not judged_by_clients(experiment):
@@ -54,3 +61,10 @@ def scoring_notices(experiment: Experiment, server_rows: int) -> list[str]:
         f"this run ends without an accuracy or a loss: {why}, and {has_none}; {cure}`fedfm predict` at a client "
         "that has labels"
     ]
+
+
+def test_rows(experiment: Experiment, federated: FederatedData) -> tuple[int, int | None]:
+    """(test rows at the server, those of all clients); None: silos have their own."""
+    elsewhere = experiment.silos_own_rows and experiment.run.engine in ("deployment", "folder")
+    clients = () if elsewhere else federated.clients.values()
+    return len(federated.test), sum(len(rows.test) for rows in clients) if clients else None
