@@ -91,17 +91,16 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _keys(table: Mapping[str, Any]) -> dict[str, bytes]:
     faults = Faults()
+    names: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for name, key in table.items():
         if not is_name(name):
             faults.say(f"{toml_value(name)} is not a name of a silo: expected {NAME_WORDS}")
         elif not isinstance(key, str) or not _KEY.fullmatch(key):
             faults.say(f"the key of {name} is not 64 hexadecimal digits; quote names with dots")
-    owners: dict[str, str] = {}
-    known: dict[str, str] = {}
-    for name, key in table.items():
-        if (other := known.setdefault(alike(name), name)) != name:
+        elif (other := names.setdefault(alike(name), name)) != name:
             faults.say(f"{other} and {name} look alike, and some file systems ignore case: give each its own name")
-        if isinstance(key, str) and (owner := owners.setdefault(key, name)) != name:
+        elif (owner := owners.setdefault(key, name)) != name:
             faults.say(f"{owner} and {name} have the same key: as two silos one silo would count twice")
     faults.refuse()
     return {name: bytes.fromhex(key) for name, key in table.items()}
