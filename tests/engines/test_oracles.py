@@ -7,7 +7,8 @@ cannot be sent is to look like any other.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from fedfm.errors import ClientFault
 from fedfm.linalg.params import Params
 from fedfm.privacy.exposure import HELLO
 from fedfm.sites import ledger_summary
+from fedfm.sites.request_log import MISFITS
 
 TRAIN, SCORES = "train.FedAvg_train", "scores.Evaluation_evaluate"
 ASKS, REPLIES = "train.Threshold_train", "query.Replying_reply"
@@ -90,6 +92,11 @@ class Silo:
         """The code of the refusal; "" of an answer."""
         told = self.send(*args, **more)
         return str(told["fault"]["code"]) if "fault" in told else ""
+
+    def change(self, x: Any, classes: Sequence[str] = CLASSES) -> None:
+        """Other rows, which are read before the next answer."""
+        np.savez(self.path.parent / "rows.npz", x=x, y=np.arange(60) % len(classes), classes=np.array(classes))
+        self.path.write_text(self.path.read_text() + "# other rows\n")
 
     @property
     def rows(self) -> torch.Tensor:
@@ -192,6 +199,57 @@ def test_under_noise_on_clients_an_update_that_is_not_finite_is_no_change_and_no
     assert silo.ledger(TRAIN)[0]["fault"] == "E_NONFINITE"
     assert silo.code(TRAIN, {"w": head(0.0, 0.9 * over)}, 2, 1) == ""
     assert silo.code(TRAIN, {"w": head(0.0, 1.0)}, 3, 1) == "E_REFUSED"
+
+
+def test_a_refusal_because_rows_changed_is_a_line_and_a_round(tmp_path):
+    """The server repeats its message: whether it is refused depends on the rows alone."""
+    silo = Silo(tmp_path / "north", "[budget]\nrounds = 2")
+    private = {"mechanism": "dp_sgd", "unit": "record", "clip_norm": 1.0, "target_epsilon": 4.0, "delta": 1e-5}
+    silo.run(privacy=private, method={"name": "fedavg", "rounds": 2, "local": {"learning_rate": 0.1}})
+    assert silo.code(TRAIN, {"w": head(0.0)}) == ""
+    silo.change(silo.x + 1)
+    assert silo.send(TRAIN, {"w": head(0.0)}, call=2)["fault"]["code"] == "E_REFUSED"
+    assert [line["fault"] for line in silo.ledger(TRAIN)] == ["", "E_REFUSED"]
+    assert silo.rounds() == 2
+    assert silo.code(TRAIN, {"w": head(1.0)}, 2) == "E_REFUSED"  # by the budget
+    assert len(silo.ledger(TRAIN)) == 2
+
+
+def test_a_question_on_which_the_worker_dies_is_a_line_unless_it_is_answered_after_all(tmp_path):
+    """That a worker died may depend on rows, as when the longest is too long for the memory."""
+    silo = Silo(tmp_path / "north", "[budget]\nrounds = 3")
+    silo.run()
+    silo.run("other", run={"seed": 3})
+
+    def dies(w, key="run"):
+        if (child := os.fork()) == 0:
+            silo._sites[key]._value = lambda *given: os._exit(9)
+            silo.send(TRAIN, {"w": head(w)}, key=key)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+    dies(0.0)
+    dies(0.0)
+    assert silo.code(TRAIN, {"w": head(0.0)}) == ""  # as after any stop
+    assert [line["fault"] for line in silo.ledger(TRAIN)] == [""]
+    dies(1.0)
+    dies(2.0, "other")
+    assert silo.code(TRAIN, {"w": head(3.0)}, 2) == "E_REFUSED"
+    assert [line["fault"] for line in silo.ledger(TRAIN)] == ["", "E_DIED", "E_DIED"]
+    assert silo.rounds() == 3
+    assert list((tmp_path / "north/.fedfm/unanswered").iterdir()) == []
+
+
+def test_whether_rows_still_fit_is_told_to_few_runs(tmp_path):
+    """Runs that a silo agreed to may fit changed rows or not: each of them would be a question that costs nothing."""
+    silo = Silo(tmp_path / "north")
+    keys = [silo.run(f"run-{i}", data={"path": "x.npz", "val_fraction": 0.1 + i / 100}) for i in range(7)]
+    silo.change(silo.x, classes=[*CLASSES, "d"])
+    told = [silo.code(TRAIN, {"w": head(0.0)}, key=key) for key in [*keys, *keys]]
+    assert told == 2 * [*["E_EXPERIMENT"] * MISFITS, "E_REFUSED", "E_REFUSED"]
+    silo.change(silo.x)
+    assert [silo.code(TRAIN, {"w": head(0.0)}, key=key) for key in keys] == [""] * 7
+    assert (tmp_path / "north/.fedfm/silo.log").read_text().count(" no longer fits: ") == 2 * MISFITS
 
 
 # --- refusals where sums are hidden -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -72,6 +73,9 @@ class SitePolicy(Protocol):
 
     def agree(self, classes: Sequence[str], what: str) -> None:
         """Take part in the run from now on."""
+
+    def rereading(self) -> AbstractContextManager[None]:
+        """Read the rows of a run that the silo agreed to: it counts if it no longer fits. Raises a ClientFault."""
 
     def misfit(self, reason: str) -> None:
         """Log why the silo does not take part."""

@@ -1,7 +1,9 @@
-"""A silo's log of servers' requests, and the limit on hellos that do not fit.
+"""A silo's log of servers' requests, and the limit on experiments that do not fit.
 
 The answer to a hello discloses whether the experiment fits the silo's rows. So after :data:`MISFITS` different hellos
-that do not fit, the silo answers no hello until its owner changes ``silo.toml``.
+that do not fit, the silo answers no hello until its owner changes ``silo.toml``. The same limit, with a count of its
+own, holds for runs that the silo agreed to and that no longer fit when its rows are read again: else a server could
+agree on many experiments, and learn of changed rows how many of them still fit.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from fedfm.core.text import complain, visible
 from fedfm.errors import E_REFUSED, ClientFault, NotWritten
 
 MISFITS = 5
+HELLOS, RUNS = "hellos", "runs"  # what did not fit
 
 
 class SiloLog:
@@ -41,40 +44,55 @@ class SiloLog:
         except (OSError, NotWritten) as error:
             complain(f"{error}: {text}")
 
-    def asks(self, question: str) -> None:
-        """Count a hello as a misfit until :meth:`fits` removes it, so that a crash in between counts too.
+    def asks(self, question: str, of: str = HELLOS) -> None:
+        """Count an experiment as a misfit until :meth:`fits` removes it, so that a crash in between counts too.
+
+        Args:
+            of: hellos, or runs that the silo agreed to and whose rows are read again.
 
         Raises:
-            ClientFault: E_REFUSED, too many hellos did not fit.
+            ClientFault: E_REFUSED, too many did not fit.
         """
         with self._alone():
             misfits = self._misfits()
-            if len(misfits) >= MISFITS:
-                raise ClientFault(E_REFUSED, "this silo answers no hello: too many did not fit")
-            self._keep([*misfits, _digest(question)])
+            if len(misfits[of]) >= MISFITS and (of == HELLOS or _digest(question) not in misfits[of]):
+                what = "no hello" if of == HELLOS else "nothing in this run"
+                raise ClientFault(E_REFUSED, f"this silo answers {what}: too many did not fit")
+            misfits[of].append(_digest(question))
+            self._keep(misfits)
 
-    def fits(self, question: str) -> None:
-        """Remove a hello that fits from the count."""
+    def fits(self, question: str, of: str = HELLOS) -> None:
+        """Remove an experiment that fits from the count."""
         with self._alone():
-            self._keep([known for known in self._misfits() if known != _digest(question)])
+            misfits = self._misfits()
+            misfits[of] = [known for known in misfits[of] if known != _digest(question)]
+            self._keep(misfits)
 
-    def misfit(self, why: str) -> None:
-        """Log why a hello did not fit, and whether the next one is answered."""
-        count = len(self._misfits())
-        self.note(f"a hello did not fit, {count} of {MISFITS}: {why}")
+    def misfit(self, why: str, of: str = HELLOS) -> None:
+        """Log why an experiment did not fit, and whether the next one is answered."""
+        count = len(self._misfits()[of])
+        if of == HELLOS:
+            self.note(f"a hello did not fit, {count} of {MISFITS}: {why}")
+        else:
+            self.note(why)
         if count >= MISFITS:
-            self.note(f"no hello is answered from here on, until {self._silo.name} is changed")
+            what = "hello" if of == HELLOS else "other run for which rows have to be read again"
+            self.note(f"no {what} is answered from here on, until {self._silo.name} is changed")
 
-    def _keep(self, misfits: list[str]) -> None:
-        value = {"silo": self._stamp(), "misfits": list(dict.fromkeys(misfits))}
+    def _keep(self, misfits: dict[str, list[str]]) -> None:
+        value = {"silo": self._stamp(), "misfits": {of: list(dict.fromkeys(known)) for of, known in misfits.items()}}
         storage.write_atomic(self._folder / "hello.json", json.dumps(value).encode(), 0o600)
 
-    def _misfits(self) -> list[str]:
+    def _misfits(self) -> dict[str, list[str]]:
+        none: dict[str, list[str]] = {HELLOS: [], RUNS: []}
         try:
             kept = json.loads((self._folder / "hello.json").read_text(encoding="utf-8"))
         except FileNotFoundError:
-            return []
-        return list(kept["misfits"]) if kept["silo"] == self._stamp() else []
+            return none
+        if kept["silo"] != self._stamp():
+            return none
+        known = kept["misfits"]
+        return none | (known if isinstance(known, dict) else {HELLOS: list(known)})  # a list: of an earlier version
 
     def _stamp(self) -> str:
         return hashlib.sha256(self._silo.read_bytes()).hexdigest()

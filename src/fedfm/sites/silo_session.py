@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from fedfm.core import storage
 from fedfm.core.wire import codec
 from fedfm.core.wire.envelope import envelope_size
 from fedfm.engines.flower import client_stub
-from fedfm.errors import E_REFUSED, OF_NO_ROW, ClientFault, InputError, lines_of
+from fedfm.errors import E_REFUSED, ClientFault, InputError, depends_on_rows, lines_of
 from fedfm.privacy.exposure import EXPOSES, HELLO
 from fedfm.runtime.own_rows import populate
 from fedfm.runtime.partitioned import Partitioned
@@ -24,7 +24,8 @@ from fedfm.runtime.site_policy import Question
 from fedfm.sites import consent_rules, identity, silo_config
 from fedfm.sites.ledger import NOTHING, Entry, Ledger, epsilon_alone, now
 from fedfm.sites.release_cost import ReleaseCosts
-from fedfm.sites.request_log import SiloLog
+from fedfm.sites.request_log import RUNS, SiloLog
+from fedfm.sites.unanswered import Unanswered
 
 _FRAME = '{"m":{"round":"i","call":"i","body":'  # start of a reply's head, before the answer; see codec.envelope
 _REFUSAL = 1 << 10  # largest number of bytes of a refusal
@@ -52,6 +53,7 @@ class SiloSession:
     def __init__(self, folder: Path, site_file: Mapping[str, Any]) -> None:
         self._path, self._folder, self._site_file = Path(site_file["silo"]), folder, site_file
         self.log = SiloLog(client_stub.silo_folder(folder), self._path)
+        self._unanswered = Unanswered(client_stub.silo_folder(folder) / "unanswered")
         self._load()
         self._rows: int | None = None  # number of training rows, once they are read
         classes = site_file.get("classes")
@@ -125,6 +127,23 @@ class SiloSession:
         self.log.fits(self._question(classes))
         self.log.note(f"takes part in run {self._folder.parent.name}: {what}")
 
+    @contextlib.contextmanager
+    def rereading(self) -> Iterator[None]:
+        """Read the rows of a run that the silo agreed to, and count it if it no longer fits, or if the process dies.
+
+        Raises:
+            ClientFault: E_REFUSED, too many runs no longer fit.
+        """
+        question = self._question(self.classes or ())
+        self.log.asks(question, RUNS)
+        try:
+            yield
+        except InputError as error:
+            for line in lines_of(error):
+                self.log.misfit(f"run {self._folder.parent.name} no longer fits: {line}", RUNS)
+            raise
+        self.log.fits(question, RUNS)
+
     def misfit(self, reason: str) -> None:
         """Log why the silo does not take part."""
         self.log.misfit(reason)
@@ -139,13 +158,16 @@ class SiloSession:
         Raises:
             ClientFault: E_REFUSED, the experiment has no such round, the round already had its question, or a budget
                 does not allow another answer.
+            NotWritten: the disk is full or read-only.
         """
         t, rounds = question.at[0], experiment.method.rounds
         if t > rounds:
             raise ClientFault(E_REFUSED, f"round {t}: the experiment has {rounds}")
         entry = self._entry(question, experiment)
         if entry.cost != NOTHING:
+            self._unanswered.settle(self.ledger, entry)
             self.ledger.admit(replace(entry, bytes=_REFUSAL))
+            self._unanswered.begin(entry)
 
     def leaves(self, question: Question, reply: tuple[str, bytes], experiment: Experiment, fault: str = "") -> None:
         """Enter a reply into the silo's ledger, before it leaves.
@@ -171,6 +193,8 @@ class SiloSession:
                 with contextlib.suppress(ClientFault):
                     self._enter_refusal(question, over, experiment)
             raise
+        finally:
+            self._unanswered.end()
 
     def _entry(self, question: Question, experiment: Experiment) -> Entry:
         """The entry of an answer, before there is one."""
@@ -208,12 +232,13 @@ class SiloSession:
 
     def refuses(self, question: Question, fault: ClientFault, experiment: Experiment) -> ClientFault:
         """The fault that the silo reports after its rows were read. It is an answer, so it enters the ledger."""
-        if fault.code in OF_NO_ROW or self._entry(question, experiment).cost == NOTHING:
-            return fault
         try:
-            self._enter_refusal(question, fault, experiment)
+            if depends_on_rows(fault) and self._entry(question, experiment).cost != NOTHING:
+                self._enter_refusal(question, fault, experiment)
         except ClientFault as over:
             return over
+        finally:
+            self._unanswered.end()
         return fault
 
     def log_refusal(self, handler: str, fault: ClientFault) -> None:

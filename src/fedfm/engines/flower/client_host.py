@@ -96,13 +96,12 @@ class ClientHost:
         """
         if self._own is not None and self._own.classes is None:
             raise ClientFault(E_REFUSED, "this silo has not accepted a hello of this run")
+        if self._own is None:
+            return self._silos(())
         try:
-            return self._silos(() if self._own is None else self._own.classes or ())
-        except InputError as error:
-            if self._own is None:
-                raise
-            for line in lines_of(error):
-                self._own.note(f"the run no longer fits: {line}")
+            with self._own.rereading():
+                return self._silos(self._own.classes or ())
+        except InputError:
             raise ClientFault(E_EXPERIMENT, _MISFIT) from None
 
     def _silos(self, classes: Sequence[str]) -> Silos:
