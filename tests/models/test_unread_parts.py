@@ -10,11 +10,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_models import CLASSES, save
+from transformers import CONFIG_MAPPING
 
 from fedfm.core import tasks
 from fedfm.data.table import Table
 from fedfm.errors import InputError
-from fedfm.models import lost_words, picture_sizes, preprocessing, tokenizer_files
+from fedfm.models import lost_words, picture_sizes, preprocessing, tokenizer_files, unknown_keys
 from fedfm.models.load import load_model
 from fedfm.models.preprocessors import Tools
 from fedfm.models.spec import AdaptationSpec, ModelSpec
@@ -189,3 +190,79 @@ def test_tags_are_no_words_that_a_model_reads(folder):
     found = notices(("Fuchs", "null"), ("the", "fox"))
     assert "tokens of 2 rows of rows are unknown" in found
     assert "tables write an empty cell" in found
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "value"),
+    [
+        ("num_attention_heads", "num_attention_head", "12"),
+        ("layer_norm_eps", "layer_nrom_eps", "1e-12"),
+        ("hidden_act", "hiddenAct", "'gelu'"),
+    ],
+)
+def test_a_misspelt_key_of_a_model_is_told_with_what_counts_instead(copy, key, wrong, value):
+    config = json.loads((copy / "config.json").read_text())
+    config[wrong] = config.pop(key, 4)
+    read = CONFIG_MAPPING["bert"](**{k: v for k, v in config.items() if k not in ("model_type", "hidden_size")})
+    found = "\n".join(unknown_keys.of_configuration(write(copy, config), read))
+    assert f'"{wrong}" in its config.json, which is not read; "{key}" is absent and counts as {value}' in found
+
+
+def write(folder, config):
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("weights", ["pretrained", "random"])
+def test_a_misspelt_key_is_told_before_a_run(copy, weights):
+    config = json.loads((copy / "config.json").read_text())
+    config.pop("layer_norm_eps", None)
+    write(copy, config | {"layer_norm_ep": 1e-5})
+    spec = ModelSpec(str(copy), adaptation=AdaptationSpec("head"), weights=weights)
+    found = [n for n in load_model(spec, classes=CLASSES, kind="text").notices if "layer_norm_ep" in n]
+    assert len(found) == 1
+    assert found[0].startswith(f'model.name: {copy} has "layer_norm_ep" in its config.json')
+
+
+OLDER = {  # keys of published files that today's classes do not read, or read under another name
+    "bert": {"gradient_checkpointing", "position_embedding_type", "directionality", "pooler_fc_size", "pooler_type"},
+    "bart": {
+        "classif_dropout",
+        "extra_pos_embeddings",
+        "normalize_before",
+        "output_past",
+        "static_position_embeddings",
+    },
+    "gpt2": {"n_ctx", "summary_use_proj", "task_specific_params", "torch_dtype", "finetuning_task", "attn_pdrop"},
+    "gemma2": {"hidden_act", "hidden_activation", "cache_implementation", "rope_theta", "_name_or_path"},
+    "llama": {"pretraining_tp", "rope_scaling", "auto_map", "unsloth_version", "max_sequence_length"},
+    "distilbert": {"tie_weights_", "sinusoidal_pos_embds", "output_past", "max_length", "num_beams", "top_k"},
+    "clip": {"text_config_dict", "vision_config_dict", "torchscript", "forced_eos_token_id", "sep_token_id"},
+    "deberta-v2": {"norm_rel_ebd", "share_att_key", "pooler_hidden_size", "attention_head_size", "position_buckets"},
+}
+
+
+@pytest.mark.parametrize("kind", OLDER)
+def test_keys_of_other_releases_say_nothing(kind, tmp_path):
+    config = CONFIG_MAPPING[kind]()
+    for keys in ({}, json.loads(config.to_json_string(use_diff=False))):
+        write(tmp_path, {"model_type": kind} | keys | dict.fromkeys(OLDER[kind], 1))
+        assert unknown_keys.of_configuration(tmp_path, config) == []
+
+
+def test_a_misspelt_key_of_an_encoder_inside_is_told(tmp_path):
+    write(tmp_path, {"model_type": "clip", "vision_config": {"hidden_sise": 16}})
+    found = unknown_keys.of_configuration(tmp_path, CONFIG_MAPPING["clip"]())
+    assert len(found) == 1
+    assert '"vision_config.hidden_size" is absent and counts as 768' in found[0]
+
+
+def test_a_misspelt_key_of_an_image_processor_is_told(tmp_path):
+    from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+    ViTImageProcessorPil().save_pretrained(tmp_path)
+    file = tmp_path / "preprocessor_config.json"
+    assert unknown_keys.of_image_processor(tmp_path, ViTImageProcessorPil()) == []
+    table = json.loads(file.read_text())
+    file.write_text(json.dumps({"image_maen" if key == "image_mean" else key: v for key, v in table.items()}))
+    assert '"image_mean" is absent' in "\n".join(unknown_keys.of_image_processor(tmp_path, ViTImageProcessorPil()))

@@ -78,7 +78,7 @@ def load_pretrained(
             read = weights.load(auto_class, path, spec, config, seed, dtype, head=task.new_head, **where)
     module = read.module
     derived_modules.install(module)
-    unread = unread_parts.notices(path, config) if spec.weights == "pretrained" else []
+    unread = unread_parts.notices(path, config, spec)
     if tools.tokenizer is not None:
         from fedfm.models import positions
 

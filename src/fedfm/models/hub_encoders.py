@@ -53,6 +53,7 @@ def load_pooled_encoder(path: Path | str, spec: ModelSpec, config: Any, classes:
     blank = Image.new("RGB", (8, 8))
     pooling, width = pooled_encoder.pooling_of(skeleton, image([blank, blank]), spec.name)
     read = weights.load(transformers.AutoModel, path, spec, config, seed, DTYPES[spec.dtype], head=False)
+    read.notices += unread_parts.notices(path, config, spec)
     module, tools = PooledEncoder(read.module, pooling, width, len(classes)), Tools(image, processor, notices=guess)
     return Loaded(module, config.model_type, about, ["classifier"], tools, notices=tuple(read.notices))
 
@@ -64,7 +65,7 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], task:
     """
     import transformers
 
-    from fedfm.models import quantised
+    from fedfm.models import prompt_names, quantised
     from fedfm.models.architectures.clip_zero_shot import ZeroShotClassifier
     from fedfm.models.architectures.dual_encoder import MODEL_TYPES, DualEncoder, tokenise
 
@@ -109,7 +110,8 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], task:
     tools = dataclasses.replace(
         tools, image=preprocessing.processor_call(processor), processor=processor, notices=guess
     )
-    read.notices += unread_parts.notices(path, config)
+    read.notices += unread_parts.notices(path, config, spec)
+    read.notices += prompt_names.notices(classes, task.class_templates) if not prompts.context else []
     about, new = config.to_diff_dict() | {"classes": list(classes)}, ["context"] if prompts.context else []
     if adapt.name == "head":
         with torch.no_grad():

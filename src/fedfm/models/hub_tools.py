@@ -15,7 +15,7 @@ from fedfm.models import (
     preprocessing,
     refusals,
 )
-from fedfm.models.locate import stored_file
+from fedfm.models.locate import BUILT_IN, stored_file
 from fedfm.models.preprocessors import Tools
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import ModelSpec
@@ -116,7 +116,13 @@ def image_processor(path: Path | str, spec: ModelSpec, config: Any) -> tuple[Any
         processor = ViTImageProcessorPil(size=side)
     else:
         preprocessing.check_pixels_alone(found, spec.name)
-        return found, preprocessing.check_scale(found, spec.name)
+        notices = preprocessing.check_scale(found, spec.name)
+        if spec.name in BUILT_IN:
+            return found, notices
+        from fedfm.models import unknown_keys
+
+        misspelt = unknown_keys.of_image_processor(path, found)
+        return found, (*notices, *(f"model.name: {path} {text}" for text in misspelt))
     if spec.weights == "random":
         return processor, ()
     shape = " x ".join(str(n) for n in dict(processor.size).values() if n)

@@ -1,4 +1,6 @@
-"""What lies in a model's folder and is not read: other files of weights, code of its own, parts behind the model."""
+"""What lies in a model's folder and is not read: other files of weights, code of its own, parts behind the model, and
+keys that are misspelt.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,29 @@ from safetensors import SafetensorError, safe_open
 
 from fedfm.errors import InputError
 from fedfm.models.checkpoint import some
+from fedfm.models.locate import BUILT_IN
+from fedfm.models.spec import ModelSpec
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _OTHERS = ("*.safetensors", "pytorch_model*.bin", "tf_model*.h5", "flax_model*.msgpack")
 _PARTS = "modules.json"  # of sentence-transformers: the model, what pools its vectors, maps behind them
 
 
-def notices(path: Path | str, config: Any) -> list[str]:
-    """Lines about what is not read of a model's folder; of an id of the hub about its code alone.
+def notices(path: Path | str, config: Any, spec: ModelSpec) -> list[str]:
+    """Lines about what is not read of a model's folder; of an id of the hub about its code and its keys alone, and of
+    weights that are drawn about the keys.
 
     Raises:
         InputError: two files of the folder hold a tensor of one name.
     """
-    found = [*_own_code(path, config)]
-    if isinstance(path, Path):
+    if spec.name in BUILT_IN:
+        return []
+    from fedfm.models import unknown_keys
+
+    found = unknown_keys.of_configuration(path, config)
+    if spec.weights == "pretrained":
+        found += _own_code(path, config)
+    if spec.weights == "pretrained" and isinstance(path, Path):
         _refuse_twice(path)
         found += [*_other_weights(path), *_parts_behind(path)]
     return [f"model.name: {path} {text}" for text in found]

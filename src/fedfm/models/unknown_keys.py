@@ -1,0 +1,90 @@
+"""Keys of a model's files that its class does not read, and that are close to one that it reads.
+
+transformers keeps any key as an attribute, so that the class's default counts where a key is misspelt. Other keys that
+a class does not read are common, e.g. of older releases, and say nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedfm.models.locate import stored_file
+
+_ALIKE = 0.87  # difflib's ratio of two keys without case and underscores, as of one letter lost, added or changed
+_LONGER = 2  # letters by which one of them is longer than the other at most
+_SHORTEST = 6  # letters of a key; shorter ones are close by chance
+
+
+def of_configuration(path: Path | str, config: Any) -> list[str]:
+    """What is probably misspelt in ``config.json``, with the value that counts instead."""
+    return [f"has {text}" for text in _faults(_table(path, "config.json"), config, "", "config.json")]
+
+
+def of_image_processor(path: Path | str, processor: Any) -> list[str]:
+    """What is probably misspelt in ``preprocessor_config.json``, with the value that counts instead."""
+    file = "preprocessor_config.json"
+    return [f"has {text}" for text in _faults(_table(path, file), processor, "", file)]
+
+
+def _table(path: Path | str, name: str) -> dict[str, Any]:
+    try:
+        file = stored_file(path, name)
+        found = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
+    except (OSError, ValueError):
+        return {}  # transformers says what is wrong with it
+    return found if isinstance(found, dict) else {}
+
+
+def _faults(table: Mapping[str, Any], read: Any, within: str, file: str) -> Iterator[str]:
+    """A text for each such key, also of the configurations inside of one."""
+    parts = getattr(read, "sub_configs", {})
+    known = _keys_of(read) | set(parts)
+    absent = {_plain(name): name for name in sorted(known - set(table)) if len(name) >= _SHORTEST}
+    for key in table:
+        if key in known or key.startswith("_") or len(key) < _SHORTEST:
+            continue
+        plain = _plain(key)
+        near = difflib.get_close_matches(plain, absent, n=1, cutoff=_ALIKE)
+        if near and abs(len(near[0]) - len(plain)) <= _LONGER and not _takes(read, key):
+            name = absent[near[0]]
+            value = vars(read).get(name, getattr(type(read), name, None))
+            yield (
+                f'"{within}{key}" in its {file}, which is not read; "{within}{name}" is absent and counts as '
+                f"{value!r:.60}: correct the key, or remove it"
+            )
+    for name in parts:
+        part, inner = vars(read).get(name), table.get(name)
+        if part is not None and isinstance(inner, Mapping):
+            yield from _faults(inner, part, f"{within}{name}.", file)
+
+
+def _keys_of(read: Any) -> set[str]:
+    """All keys that the class of a configuration or a processor reads, under each of their names."""
+    kind = type(read)
+    try:
+        defaults = set(kind().to_dict())
+    except Exception:  # the class has no default for all
+        defaults = set()
+    named = {name for of in kind.__mro__ for name in getattr(of, "__annotations__", ())}
+    named |= set(getattr(getattr(kind, "valid_kwargs", None), "__annotations__", ()))
+    arguments = (inspect.signature(of).parameters for of in kind.__mro__ if "__init__" in vars(of))
+    return defaults | named | {name for some in arguments for name in some} | set(getattr(kind, "attribute_map", {}))
+
+
+def _takes(read: Any, key: str) -> bool:
+    """Whether the code of the class names the key, as it does where it takes a key of older releases."""
+    try:
+        source = inspect.getsource(sys.modules[type(read).__module__])
+    except (OSError, KeyError, TypeError):
+        return False
+    return f'"{key}"' in source or f"'{key}'" in source
+
+
+def _plain(key: str) -> str:
+    return key.replace("_", "").lower()
