@@ -1,5 +1,5 @@
 """Notices about probable mistakes: columns that are not classes, texts that stand for empty cells, repeated rows,
-test rows that are also training rows, images without content.
+test rows that are also training rows, images without content, numbers for missing values.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _DATE = re.compile(
 )
 _EMPTY = ("nan", "<na>", "n/a", "#n/a", "null")  # what tables write for an empty cell
 _SHORT = 16  # characters of an empty cell, with blanks around it
+_TYPED, _LETTERS = 2, 5  # most rows of a class that is a misspelt one, and letters of its name
 _WAY = "fedfm.federate with a module of your own (docs: how-to/own-model.md)"
 
 
@@ -40,11 +41,30 @@ def doubts(table: Table, label: str) -> tuple[str, ...]:
         _quantities(table, label),
         _several(table, label),
         _unique(table, label),
+        _misspelt(table),
         _empty_texts(table),
         _one_class_of_test(table),
         of_training_rows(table),
     )
-    return (*(text for text in found if text), *repetitions.notices(table), *pixel_values.notices(table))
+    more = (*repetitions.notices(table), *pixel_values.notices(table), *of_features(table), *_of_texts(table))
+    return (*(text for text in found if text), *more)
+
+
+def _of_texts(table: Table) -> tuple[str, ...]:
+    if table.kind in ("image", "features"):
+        return ()
+    from fedfm.data import text_doubts
+
+    return text_doubts.notices(table)
+
+
+def of_features(table: Table) -> tuple[str, ...]:
+    """Notices about feature vectors, with labels or without."""
+    if table.kind != "features":
+        return ()
+    from fedfm.data import feature_doubts
+
+    return feature_doubts.notices(table)
 
 
 def _texts_as_classes(table: Table, label: str) -> str | None:
@@ -114,6 +134,32 @@ def _unique(table: Table, label: str) -> str | None:
     if 2 * there <= len(table):
         return None
     return f'column "{label}" has {there} different labels in {len(table)} rows: is it the column of the classes?'
+
+
+def _misspelt(table: Table) -> str | None:
+    """A notice about a class of one or two rows whose name is a frequent one's but for one letter."""
+    if table.labels is None:
+        return None
+    count = np.bincount(table.labels, minlength=len(table.classes))
+    common = [name for name, n in zip(table.classes, count, strict=True) if n >= _MANY]
+    for name, n in zip(table.classes, count, strict=True):
+        if not 0 < n <= _TYPED or len(name) < _LETTERS or not name.isalpha():
+            continue
+        if like := [other for other in common if other.isalpha() and _one_letter_apart(name, other)]:
+            return (
+                f'the class "{name}" has {n} rows and is spelt like "{like[0]}" but for one letter: is it that class?'
+            )
+    return None
+
+
+def _one_letter_apart(one: str, other: str) -> bool:
+    """Whether a letter that is added, left out, changed or exchanged with the next makes one word the other."""
+    short, long = sorted((one, other), key=len)
+    start = next((i for i in range(len(short)) if short[i] != long[i]), len(short))
+    a, b = short[start:], long[start:]
+    if len(long) - len(short) == 1:
+        return a == b[1:]
+    return len(long) == len(short) and (a[1:] == b[1:] or (a[:2] == b[1::-1] and a[2:] == b[2:]))
 
 
 def _empty_texts(table: Table) -> str | None:

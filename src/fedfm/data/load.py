@@ -10,7 +10,7 @@ import numpy as np
 
 from fedfm.core import tasks
 from fedfm.data import pixel_values
-from fedfm.data.doubts import doubts
+from fedfm.data.doubts import doubts, of_features
 from fedfm.data.partition import CLIENT
 from fedfm.data.spec import DataSpec
 from fedfm.data.stratify import hold_out, thin
@@ -100,7 +100,7 @@ def read_inputs(path: str | Path, spec: DataSpec, *, kind: str) -> Table:
     kind = (owner is not None and owner.own_kind is not None and owner.own_kind.predicted_as) or kind
     if table.kind != kind:
         raise InputError(f"{path} holds {words_of(table.kind)}; the model takes {words_of(kind)}")
-    table = replace(table, notices=(*table.notices, *pixel_values.notices(table)))
+    table = replace(table, notices=(*table.notices, *pixel_values.notices(table), *of_features(table)))
     return scale_features(table, spec.scale)
 
 

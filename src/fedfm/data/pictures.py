@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from fedfm.data import picture_ends
 from fedfm.data.pixels import rgb_of
 from fedfm.errors import InputError
 
@@ -40,6 +41,7 @@ class Look:
         top: for grey with more than 8 bits the value that becomes white; else 0.
         size: stored width and height.
         grey: whether it is without colours.
+        form: name of its file format.
         deep: whether only the upper 8 of 16 bits are read.
     """
 
@@ -50,6 +52,7 @@ class Look:
     size: tuple[int, int] = (0, 0)
     grey: bool = False
     deep: bool = False
+    form: str = ""
 
 
 def rgb(item: Any) -> Any:
@@ -100,10 +103,16 @@ def look(item: str | bytes) -> Look:
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture:
+        with (
+            picture_ends.refused(),
+            Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture,
+        ):
+            if lost := picture_ends.fault(item, picture.format):
+                return Look(lost)
             about = Look(
                 frames=int(getattr(picture, "n_frames", 1)),
                 size=picture.size,
+                form=str(picture.format),
                 grey=picture.mode in GREY or picture.mode in WIDE,
                 deep=picture.mode not in WIDE and any(";16" in str(tile[-1]) for tile in picture.tile),
             )
@@ -253,8 +262,8 @@ class ListedPictures(list[Any], Pictured):
     """Paths and encoded images in a list."""
 
 
-def arrange(items: Any, at: Callable[[int], str], source: str) -> tuple[Any, tuple[str, ...]]:
-    """(images unchanged, or as uint8 (N, H, W, C) if that is allowed and possible, notices).
+def arrange(items: Any, at: Callable[[int], str], source: str) -> tuple[Any, tuple[str, ...], list[Look]]:
+    """(images unchanged, or as uint8 (N, H, W, C) if that is allowed and possible, notices, the findings of each).
 
     Args:
         items: N paths or encoded images.
@@ -271,11 +280,11 @@ def arrange(items: Any, at: Callable[[int], str], source: str) -> tuple[Any, tup
         looks.append(one)
     notices = notices_of(looks, source)
     if not items.decoded:
-        return items, notices
+        return items, notices, looks
     grey = all(one.grey for one in looks)
     width, height = looks[0].size
     if len({one.size for one in looks}) > 1 or len(looks) * width * height * (1 if grey else 3) > DECODED:
-        return items, notices
+        return items, notices, looks
     pixels = [decode(item, 1 if grey else 3) for item in items]
     same = all(one.shape == pixels[0].shape for one in pixels)  # some may be turned
-    return np.stack(pixels) if same else items, notices
+    return np.stack(pixels) if same else items, notices, looks

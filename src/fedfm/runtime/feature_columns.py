@@ -35,9 +35,12 @@ def _wide_column(table: Table) -> list[str]:
 
 
 def _other_units(population: Partitioned) -> list[str]:
-    """A line if the usual number of one client is many times that of another, as where one measures in other units."""
+    """A line if the usual number of one client, or of the test rows, is many times that of another, as where one
+    measures in other units.
+    """
     x, clients = population.federated.table.inputs, population.federated.clients
-    usual = {name: float(np.median(np.abs(x[of.train]))) for name, of in clients.items() if len(of.train)}
+    parts = {name: of.train for name, of in clients.items()} | {"the test rows": population.federated.test}
+    usual = {name: float(np.median(np.abs(x[rows]))) for name, rows in parts.items() if len(rows)}
     usual = {name: size for name, size in usual.items() if size > 0}
     if len(usual) < 2:
         return []

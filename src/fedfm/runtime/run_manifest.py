@@ -91,7 +91,11 @@ _ALIKE: dict[str, Callable[[str], Hashable]] = {
     "how they write a number": _number,
     "how they write true and false": _truth,
 }
-_NO_LABEL = ("nan", "none", "null", "na", "n/a", "<na>", "#n/a", "?", "-")  # what tables write for an empty label
+# What tables write for an empty label, spreadsheets for a formula that failed, and files of numbers for no number
+_NO_LABEL = (
+    *("nan", "none", "null", "na", "n/a", "<na>", "#n/a", "?", "-", ".", "missing", "unlabeled", "unlabelled"),
+    *("#ref!", "#value!", "#div/0!", "#name?", "#num!", "#null!", "-99", "-999", "-9999"),
+)
 
 
 def describe(run: Run, population: Partitioned, progress: Progress) -> None:

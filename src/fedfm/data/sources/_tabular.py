@@ -16,14 +16,15 @@ import numpy as np
 
 from fedfm.core import tasks
 from fedfm.core.text import listing
+from fedfm.data import picture_forms
 from fedfm.data.arrow_texts import ArrowTexts
 from fedfm.data.class_names import class_name, names_of, notices_of
-from fedfm.data.pictures import Pictured, arrange
+from fedfm.data.pictures import Look, Pictured, arrange
 from fedfm.data.sources import _layouts
 from fedfm.data.sources._files import At, column, str_array
 from fedfm.data.sources._other_tasks import WAY, other_task, refuse_other
 from fedfm.data.sources._sheet import Sheet
-from fedfm.data.sources._unread import notice_of_unread
+from fedfm.data.sources._unread import notice_of_splits, notice_of_unread
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table, words_of
 from fedfm.data.task_rows import RowTask, row_task
@@ -60,6 +61,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
     inputs: Any
     used, notices = {spec.split}, (*sheet.notices, *guessed)
     label: Labels = UNLABELLED
+    looks: list[Look] = []
     reader = _reader(columns, spec, task)
     reading = None if reader is None else reader.read(sheet, spec, source=source, labelled=labelled)
     if reading is not None:
@@ -71,7 +73,7 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
         kind = "image"
         if picture != spec.image:
             notices += (f'images are read from column "{picture}", the only one that holds images',)
-        inputs, more = arrange(columns[picture], at, source)
+        inputs, more, looks = arrange(columns[picture], at, source)
         notices += more
         used |= {picture}
     else:
@@ -92,8 +94,11 @@ def to_table(sheet: Sheet, spec: DataSpec, *, source: str, task: str | None = No
                 raise InputError(f'{source}: no column "{spec.label}" of classes; {way}')
         label = labels_of(columns, spec, source=source, at=at, classes=sheet.names.get(spec.label))
         notices += label[2]
+        if kind == "image":
+            notices += picture_forms.notices(looks, label[0], label[1], source)
         used |= {spec.label, spec.label_name}
     ignored = used | {spec.label, spec.label_name}
+    notices += notice_of_splits(columns, spec, source) if labelled else ()
     return Table(
         kind=kind,
         inputs=inputs,

@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 
 from fedfm.core.text import listing
+from fedfm.data import picture_forms
 from fedfm.data.pictures import Look, look, notices_of
 from fedfm.data.sources import tables
 from fedfm.data.sources._files import column
 from fedfm.data.sources._other_tasks import WAY
 from fedfm.data.sources._splits import SPLIT_NAMES
 from fedfm.data.sources._tabular import UNLABELLED, labels_of, others, split_of
+from fedfm.data.sources._unread import notice_of_splits
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError, close
@@ -52,8 +54,11 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
         splits += [split or "train"] * len(found)
     if not files:
         wanted = "train/<class>/*.png, test/<class>/*.png, or a file of rows for each split" if labelled else "images"
+        there = [name for name in strange if not name.endswith(os.sep)]
+        but = f" but {_endings(there)}" if there else ""
         raise InputError(
-            f"{path}: no images ({', '.join(SUFFIXES[:4])}, ...) in this folder; expected {wanted}{_scans(strange)}"
+            f"{path}: no images ({', '.join(SUFFIXES[:4])}, ...) in this folder{but}; expected {wanted}"
+            f"{_scans(strange)}"
         )
     notices: tuple[str, ...] = ()
     meta = _metadata(path, list(parts), files)
@@ -75,7 +80,8 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
     labels, classes, more = labels_of(meta, spec, source=str(path), at=at) if labelled else UNLABELLED
     if labelled and set(parts.values()) == {None}:
         splits = split_of(meta, spec, len(files), at).tolist()
-    notices += (*more, *notices_of(looks, str(path)))
+        notices += notice_of_splits(meta, spec, str(path))
+    notices += (*more, *notices_of(looks, str(path)), *picture_forms.notices(looks, labels, classes, str(path)))
     hollow = [name for name in strange if name.endswith(os.sep)]
     strange = [name for name in strange if name not in hollow]
     if hollow:

@@ -18,6 +18,7 @@ from fedfm.data.class_names import names_of, notices_of
 from fedfm.data.pictures import to_eight_bits
 from fedfm.data.sources._files import begin, content_of, read_bytes, str_array
 from fedfm.data.sources._tabular import UNLABELLED, Labels, check_split, codes_of
+from fedfm.data.sources._unread import notice_of_splits
 from fedfm.data.spec import DataSpec
 from fedfm.data.table import Table
 from fedfm.errors import InputError, close
@@ -66,6 +67,8 @@ def read(path: Path, spec: DataSpec, *, task: str | None = None, labelled: bool 
             raise InputError(f"{path}: domain is {array.dtype} {array.shape}; expected strings ({length},)")
         else:
             notices += (f'array "{name}" {array.dtype} {array.shape} of {path} is not used',)
+    if labelled and "split" not in arrays:
+        notices += notice_of_splits({name: values.tolist() for name, values in columns.items()}, spec, str(path))
     return Table("image" if image else "features", inputs, labels, classes, split, columns, str(path), notices)
 
 

@@ -1,0 +1,121 @@
+"""Notices about feature vectors: numbers that stand for missing values, and columns that give the label away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from fedfm.data.table import Table
+
+# Numbers that files write where a value is missing
+_MARKS = (*(s * n for n in (99, 999, 9999, 99999, 999999) for s in (-1, 1)), -9, -998, -9998, -32768, 32767, 65535)
+_FILLS = 1e15  # from here on a number that recurs exactly is a fill value, such as 1e20, 9.97e36 and -3.4e38
+_TIMES = 3  # rows of a column in which such a number recurs at least
+_SHARE = 0.005  # and the share of rows
+_DISTINCT = 3  # fewest other values of a column that show where it lies
+_MANY = 20  # rows, below which a column goes with the label by chance
+_A_CLASS = 3  # rows of a class on average, of which the same holds
+_STEPS = 0.9  # of the rows, whose number is one more than that of the row before; files of clients begin anew
+_PIECE = 1 << 22  # values that are compared at a time
+
+
+def notices(table: Table) -> tuple[str, ...]:
+    """All such notices; the label is not needed for the numbers that stand for missing values."""
+    if table.kind != "features" or not len(table):
+        return ()
+    return tuple(text for text in (_missing(table), _giving_away(table), _numbering(table)) if text)
+
+
+def _missing(table: Table) -> str | None:
+    """A notice about columns in which a number that marks missing values recurs, far outside their other values."""
+    x: np.ndarray = table.inputs
+    low, high = x.min(0), x.max(0)
+    found = [(j, marks) for j in np.flatnonzero(_is_mark(low) | _is_mark(high)) if (marks := _marks_of(x[:, j]))]
+    if not found:
+        return None
+    j, marks = found[0]
+    column = x[:, j]
+    rest = column[~np.isin(column, marks)]
+    rows = int(np.isin(column, marks).sum())
+    more = f", and {len(found) - 1} more columns are like it" if len(found) > 1 else ""
+    return (
+        f"{table.source}: column x[:, {j}] is {' or '.join(f'{m:g}' for m in marks)} in {rows} of {len(column)} rows, "
+        f"and else from {rest.min():.4g} to {rest.max():.4g}{more}: if that marks a missing value, replace it, or "
+        "leave these rows out, since it is read as a number"
+    )
+
+
+def _is_mark(values: np.ndarray) -> np.ndarray:
+    """Whether each value is one that marks missing ones."""
+    return np.isin(values, np.array(_MARKS, np.float32)) | (np.abs(values) >= _FILLS)
+
+
+def _marks_of(column: np.ndarray) -> list[float]:
+    """The smallest and the largest value of a column, where they mark missing values."""
+    marks = [float(v) for v in {column.min(), column.max()} if _is_mark(np.array([v]))[0]]
+    rest = column[~np.isin(column, marks)]
+    if len(np.unique(rest[:_PIECE])) < _DISTINCT:
+        return []
+    low, high = float(rest.min()), float(rest.max())
+    return sorted(mark for mark in marks if _far(mark, low, high) and _recurs(column, mark, rest))
+
+
+def _far(mark: float, low: float, high: float) -> bool:
+    """Whether a value is farther from the others than they are apart, or is the only negative one."""
+    return max(low - mark, mark - high) > high - low or (low >= 0 and mark <= -100)
+
+
+def _recurs(column: np.ndarray, mark: float, rest: np.ndarray) -> bool:
+    times = int((column == mark).sum())
+    return times >= max(_TIMES, _SHARE * len(column)) and len(rest) > 0
+
+
+def _giving_away(table: Table) -> str | None:
+    """A notice about columns that are the same in all rows of a class, and tell the classes apart."""
+    if table.labels is None:
+        return None
+    of, first, labels = np.unique(table.labels, return_index=True, return_inverse=True)
+    if len(of) < 2 or len(table) < max(_MANY, _A_CLASS * len(of)):
+        return None
+    x: np.ndarray = table.inputs
+    columns = np.arange(x.shape[1])
+    for rows in _pieces(len(table), x.shape[1]):
+        columns = columns[(x[rows][:, columns] == x[first[labels[rows]]][:, columns]).all(0)]
+        if not len(columns):
+            return None
+    kept = x[first][:, columns]  # (C, columns): the value of each class
+    columns = columns[(kept != kept[:1]).any(0)]
+    if not len(columns) or len(np.unique(x[first][:, columns], axis=0)) < len(of):
+        return None
+    single = [j for j in columns if len(np.unique(x[first, j])) == len(of)]
+    which = f"column x[:, {single[0]}]" if single else f"columns x[:, {columns[0]}] to x[:, {columns[-1]}]"
+    more = f", and so do {len(single) - 1} more" if len(single) > 1 else ""
+    return (
+        f"{table.source}: {which} alone tell{'s' if single else ''} the class of each row{more}: if the label is among "
+        "the features, remove it, since a result then says nothing"
+    )
+
+
+def _numbering(table: Table) -> str | None:
+    """A notice about a column that numbers the rows, as the index of a data frame does."""
+    x: np.ndarray = table.inputs
+    if len(x) < _MANY:
+        return None
+    ahead = np.flatnonzero((np.diff(x[:_MANY], axis=0) == 1).all(0))
+    found = [j for j in ahead if (np.diff(x[:, j].astype(np.float64)) == 1).mean() >= _STEPS]
+    if not found:
+        return None
+    return (
+        f"{table.source}: column x[:, {found[0]}] numbers the rows, from {x[:, found[0]].min():g} to "
+        f"{x[:, found[0]].max():g}: if it is an index, remove it, since a model may learn the order of the rows"
+    )
+
+
+def _pieces(rows: int, width: int) -> Iterator[slice]:
+    """Slices of the rows; the first is small, since most columns end there."""
+    step = max(_PIECE // max(width, 1), 1)
+    start, size = 0, _MANY
+    while start < rows:
+        yield slice(start, start + size)
+        start, size = start + size, step

@@ -1,0 +1,44 @@
+"""A notice if the files of the classes differ in their form, which a model learns in place of what is on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from fedfm.data.pictures import Look
+
+_MANY = 20  # images, below which a form goes with a class by chance
+_A_CLASS = 5  # images of a class on average, of which the same holds
+
+_FORMS: tuple[tuple[str, Callable[[Look], str]], ...] = (
+    ("in the format of their files", lambda one: one.form),
+    ("in having colours", lambda one: "grey" if one.grey else "in colours"),
+    ("in their size", lambda one: f"{one.size[0]} x {one.size[1]}"),
+)
+
+
+def notices(looks: Sequence[Look], labels: np.ndarray | None, classes: Sequence[str], source: str) -> tuple[str, ...]:
+    """A line if all images of each class have one format, colour or size, and not all classes the same.
+
+    Args:
+        looks: the findings from each image.
+        labels: (N,); None: there are none.
+    """
+    if labels is None:
+        return ()
+    there, first, of = np.unique(labels, return_index=True, return_inverse=True)
+    if len(there) < 2 or len(looks) < max(_MANY, _A_CLASS * len(there)):
+        return ()
+    found = []
+    for words, form in _FORMS:
+        forms = np.array([form(one) for one in looks])
+        if not (forms == forms[first[of]]).all() or len(set(forms[first].tolist())) < 2:
+            continue
+        other = next(i for i in range(len(there)) if forms[first[i]] != forms[first[0]])
+        shown = " and ".join(f'"{classes[there[i]]}" is {forms[first[i]]}' for i in (0, other))
+        found.append(
+            f"the classes of {source} differ {words}: all of {shown}: a model may learn that in place of what is on "
+            "the images; save all in one form"
+        )
+    return tuple(found)

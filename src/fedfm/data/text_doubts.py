@@ -1,0 +1,168 @@
+"""Notices about texts that are probably not what was meant: damaged characters, no language, marks of a template, and
+answers that say nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from fedfm.core import tasks
+from fedfm.data.table import Table, inputs_of
+
+_LOOKED_AT = 2000  # rows of a table
+_FEW = 8  # rows, below which nothing is told
+_SOME, _TIMES = 0.01, 3  # share of texts with damaged characters from which it is told, and their number
+_MOST = 0.5  # share of texts that are no language
+_AGAIN = 0.05  # share of answers that repeat their instruction
+_WORDS = 3  # words of an instruction that an answer does not begin with by chance
+
+# UTF-8 that was read as Latin-1 or Windows-1252: pairs and triples that no language has
+_MISREAD = re.compile(
+    "[\u00c3\u00c2][\u0080-\u00bf\u0152\u0153\u0160\u0161\u0178\u0192\u2018-\u203a]|\u00e2\u20ac|\u00e2\u0080"
+)
+_LOST = "\ufffd"
+_NO_LANGUAGE: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("numbers", re.compile(r"\s*[-+]?\d[\d.,]*(?:e[-+]?\d+)?\s*%?\s*", re.IGNORECASE)),
+    ("Python's form of bytes", re.compile(r"b(['\"]).*\1", re.DOTALL)),
+    (
+        "paths of files",
+        re.compile(r"(?:[A-Za-z]:\\|~?/|\.{1,2}/|\w+/)?(?:[^\s/\\]+[/\\])*[^\s/\\]+\.(?:txt|html?|pdf|docx?|md|xml)"),
+    ),
+    ("addresses", re.compile(r"https?://\S+")),
+    ("base64", re.compile(r"(?=[^\s]*\d)(?=[^\s]*[A-Z])(?=[^\s]*[a-z])[A-Za-z0-9+/_-]{24,}={0,2}")),
+    ("identifiers", re.compile(r"(?=\S*\d)[0-9a-fA-F]{8,}(?:-[0-9a-fA-F]{4,})*")),
+)
+_FAILED = re.compile(r"#(?:REF!|VALUE!|DIV/0!|NAME\?|NUM!|NULL!)")
+_ESCAPED = re.compile(r"\\n(?![a-z])")  # a line break that was escaped twice; not the beginning of a LaTeX command
+_GAP = re.compile(r"\{\{?\s*[a-z_]+\s*\}?\}")  # what a template leaves where nothing was filled in
+_TEMPLATE = re.compile(
+    r"<\|(?:im_start|im_end|user|assistant|system|end|eot_id|start_header_id|end_header_id|begin_of_text|endoftext)\|>"
+    r"|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>|^### (?:Response|Assistant|Human|Instruction):|</s>",
+    re.MULTILINE,
+)
+
+
+def notices(table: Table) -> tuple[str, ...]:
+    """Lines about the texts of a table; of many rows some are looked at, evenly over all."""
+    of = tasks.row_kind(table.kind)
+    if not (table.kind == "text" or (of is not None and of.wording)) or len(table) < _FEW:
+        return ()
+    places = np.unique(np.linspace(0, len(table) - 1, _LOOKED_AT).astype(np.int64))
+    items = [table.inputs[int(i)] for i in places]
+    texts = [" ".join(inputs_of(table.kind, item)) for item in items]
+    where = f"{len(texts)} rows of {table.source}" + (" that were looked at" if len(texts) < len(table) else "")
+    found = [_damaged(texts, where), _failed(texts, where)]
+    if table.kind == "text":
+        found += [_without_language(texts, where), _names(table, places, texts, where)]
+    if table.kind in ("instruction", "preference"):
+        found += [*_answers(items, where), _marks(items, where), _gaps(texts, where)]
+    if table.kind == "preference":
+        found.append(_contradictions(items, where))
+    if table.labels is None and len(table.classes) == 1:
+        found.append(f'all tags of {table.source} are "{table.classes[0]}": there is nothing to distinguish')
+    return tuple(text for text in found if text)
+
+
+def _count(texts: Sequence[str], holds: Callable[[str], object]) -> int:
+    return sum(bool(holds(text)) for text in texts)
+
+
+def _damaged(texts: Sequence[str], where: str) -> str | None:
+    told = max(_TIMES, _SOME * len(texts))
+    if (n := _count(texts, _MISREAD.search)) >= told:
+        sign = next(found[0] for text in texts if (found := _MISREAD.search(text)))
+        return (
+            f'{n} of {where} hold signs such as "{sign}", as UTF-8 that was read in another encoding does: write the '
+            "file again from its origin, as UTF-8"
+        )
+    if (n := _count(texts, lambda text: _LOST in text)) >= told:
+        return f"{n} of {where} hold U+FFFD, the mark of an unreadable character: write the file again from its origin"
+    breaks = any("\n" in text for text in texts)
+    if not breaks and (n := _count(texts, _ESCAPED.search)) >= max(_TIMES, _AGAIN * len(texts)):
+        return (
+            f"{n} of {where} hold a backslash and an n, and none has a line break: if line breaks were escaped twice, "
+            "write the file again"
+        )
+    return None
+
+
+def _failed(texts: Sequence[str], where: str) -> str | None:
+    if (n := _count(texts, lambda text: _FAILED.fullmatch(text.strip()))) >= _TIMES:
+        return f"{n} of {where} are what a spreadsheet writes where a formula fails, and are read as words"
+    return None
+
+
+def _without_language(texts: Sequence[str], where: str) -> str | None:
+    for words, form in _NO_LANGUAGE:
+        if (n := _count(texts, lambda text, form=form: form.fullmatch(text.strip()))) >= _MOST * len(texts):  # type: ignore[misc]
+            return f"{n} of {where} are {words} and no texts: is data.text the column of the texts?"
+    return None
+
+
+def _names(table: Table, places: np.ndarray, texts: Sequence[str], where: str) -> str | None:
+    """A notice if each text is the name of its class."""
+    if table.labels is None or not table.classes:
+        return None
+    names = [table.classes[label] for label in table.labels[places]]
+    if len(set(names)) < 2 or any(text.strip() != name for text, name in zip(texts, names, strict=True)):
+        return None
+    return f"the {where} are the names of their classes: is data.text the column of the texts?"
+
+
+def _answers(items: Sequence[tuple[object, ...]], where: str) -> list[str]:
+    """Answers that repeat the instruction, or are all the same; of preferences the better ones."""
+    pairs = [(_last_of(asked).strip(), _last_of(answer).strip()) for asked, answer, *_ in items]
+    pairs = [(asked, answer) for asked, answer in pairs if answer]
+    if len(pairs) < _FEW:
+        return []
+    again = sum(answer.startswith(asked) and len(asked.split()) >= _WORDS for asked, answer in pairs)
+    again += sum(answer == asked and len(asked.split()) < _WORDS for asked, answer in pairs)
+    found = []
+    if again >= max(_TIMES, _AGAIN * len(pairs)):
+        found.append(
+            f"{again} answers of {where} begin with their whole instruction, and a model learns to repeat it: is "
+            "data.output the column of the answers alone?"
+        )
+    if len({answer for _, answer in pairs}) == 1:
+        found.append(f"all answers of {where} are the same text: a model learns to give it to anything")
+    return found
+
+
+def _last_of(part: object) -> str:
+    """A text, or the content of the last message."""
+    if isinstance(part, str):
+        return part
+    return str(part[-1][1]) if isinstance(part, tuple) and part else ""
+
+
+def _gaps(texts: Sequence[str], where: str) -> str | None:
+    """The same gap of a template in most texts."""
+    first = next((found[0] for text in texts if (found := _GAP.search(text))), None)
+    if first is None or (n := _count(texts, lambda text: first in text)) < _MOST * len(texts):
+        return None
+    return f'{n} of {where} hold "{first}", as a template does where nothing was filled in'
+
+
+def _contradictions(items: Sequence[tuple[object, ...]], where: str) -> str | None:
+    """Two answers to one prompt, of which now one and now the other is the better."""
+    there = {tuple(map(_last_of, item)) for item in items}
+    n = sum((asked, worse, better) in there and better != worse for asked, better, worse in there)
+    if n < max(_TIMES, _AGAIN * len(items)):
+        return None
+    return f"{n} of {where} say the opposite of another row, with the answers exchanged: no model learns both"
+
+
+def _marks(items: Sequence[tuple[object, ...]], where: str) -> str | None:
+    """Marks of a chat template inside of texts, to which the model's template adds its own."""
+    said = [
+        found[0] for asked, answer, *_ in items if (found := _TEMPLATE.search(f"{_last_of(asked)}\n{_last_of(answer)}"))
+    ]
+    if len(said) < max(_TIMES, _AGAIN * len(items)):
+        return None
+    return (
+        f'{len(said)} of {where} hold marks of a chat template, such as "{said[0]}", to which the template of the '
+        "model adds its own: give instructions and answers without them"
+    )
