@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from test_later_words import saved as saved_of_kind
 from test_model_export import arguments, expected, trained
 from test_pooled_encoder import ENCODERS, saved
 from test_preference import table as preferences
+from test_stored_formats import GPT_OSS, fp8, mxfp4
 from tiny_models import CLASSES, images, load, prose, save, save_tokenizer, sentences, vectors
 
 import tiny_clip
@@ -107,6 +109,15 @@ def wide(folder: Path, family: str) -> Path:
     return folder if folder.exists() else save(family, folder, 4)
 
 
+def few_bits(place: Path, form: str) -> Path:
+    """A language model stored in few bits, in a format that is read as numbers."""
+    if not place.exists():
+        oss = form == "mxfp4"
+        _ = saved_of_kind(place, "GptOssConfig", GPT_OSS, "CausalLM") if oss else save("llama", place)
+        (mxfp4 if oss else fp8)(place)
+    return place
+
+
 def made(place: Path, folder) -> dict[str, tuple]:
     """(model, form) by name."""
     twin = place / "twin"
@@ -130,6 +141,12 @@ def made(place: Path, folder) -> dict[str, tuple]:
         "nano-vit hf": (load("nano-vit", images(), "full"), "hf"),
         "words peft": (load(folder("llama"), prose(), "lora"), "peft"),
         "words hf": (load(folder("llama"), prose(), "full"), "hf"),
+        **{
+            f"{form} of {len(rows.classes)} classes {to}": (load(few_bits(place / form, form), rows, "lora"), to)
+            for form in ("fp8", "mxfp4")
+            for rows in (prose(), sentences())
+            for to in ("peft", "hf")
+        },
         "preference peft": (load(folder("llama"), preferences(), "lora", beta=0.1, template="plain"), "peft"),
         "resnet hf": (load("preact-resnet-small", images(side=8), "full", weights="random", options=small), "hf"),
         "twin hf": (load_model(plain, classes=CLASSES, kind="image"), "hf"),
