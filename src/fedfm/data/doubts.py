@@ -41,7 +41,7 @@ def doubts(table: Table, label: str) -> tuple[str, ...]:
         _quantities(table, label),
         _several(table, label),
         _unique(table, label),
-        _misspelt(table),
+        _misspelling(table),
         _empty_texts(table),
         _one_class_of_test(table),
         of_training_rows(table),
@@ -136,7 +136,7 @@ def _unique(table: Table, label: str) -> str | None:
     return f'column "{label}" has {there} different labels in {len(table)} rows: is it the column of the classes?'
 
 
-def _misspelt(table: Table) -> str | None:
+def _misspelling(table: Table) -> str | None:
     """A notice about a class of one or two rows whose name is a frequent one's but for one letter."""
     if table.labels is None:
         return None

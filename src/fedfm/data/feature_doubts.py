@@ -24,10 +24,10 @@ def notices(table: Table) -> tuple[str, ...]:
     """All such notices; the label is not needed for the numbers that stand for missing values."""
     if table.kind != "features" or not len(table):
         return ()
-    return tuple(text for text in (_missing(table), _giving_away(table), _numbering(table)) if text)
+    return tuple(text for text in (_missing_values(table), _label_columns(table), _row_numbers(table)) if text)
 
 
-def _missing(table: Table) -> str | None:
+def _missing_values(table: Table) -> str | None:
     """A notice about columns in which a number that marks missing values recurs, far outside their other values."""
     x: np.ndarray = table.inputs
     low, high = x.min(0), x.max(0)
@@ -71,7 +71,7 @@ def _recurs(column: np.ndarray, mark: float, rest: np.ndarray) -> bool:
     return times >= max(_TIMES, _SHARE * len(column)) and len(rest) > 0
 
 
-def _giving_away(table: Table) -> str | None:
+def _label_columns(table: Table) -> str | None:
     """A notice about columns that are the same in all rows of a class, and tell the classes apart."""
     if table.labels is None:
         return None
@@ -97,7 +97,7 @@ def _giving_away(table: Table) -> str | None:
     )
 
 
-def _numbering(table: Table) -> str | None:
+def _row_numbers(table: Table) -> str | None:
     """A notice about a column that numbers the rows, as the index of a data frame does."""
     x: np.ndarray = table.inputs
     if len(x) < _MANY:

@@ -56,7 +56,7 @@ def _jpeg_ends(data: bytes) -> bool:
 
 
 @contextmanager
-def refused() -> Iterator[None]:
+def refuse_cut() -> Iterator[None]:
     """Have Pillow raise an error for an image that was cut short, also where a program has set that it fills it."""
     from PIL import ImageFile
 

@@ -104,7 +104,7 @@ def look(item: str | bytes) -> Look:
 
     try:
         with (
-            picture_ends.refused(),
+            picture_ends.refuse_cut(),
             Image.open(io.BytesIO(item) if isinstance(item, bytes) else item) as picture,
         ):
             if lost := picture_ends.fault(item, picture.format):

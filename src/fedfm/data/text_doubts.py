@@ -54,7 +54,7 @@ def notices(table: Table) -> tuple[str, ...]:
     items = [table.inputs[int(i)] for i in places]
     texts = [" ".join(inputs_of(table.kind, item)) for item in items]
     where = f"{len(texts)} rows of {table.source}" + (" that were looked at" if len(texts) < len(table) else "")
-    found = [_damaged(texts, where), _failed(texts, where)]
+    found = [_damage(texts, where), _failures(texts, where)]
     if table.kind == "text":
         found += [_without_language(texts, where), _names(table, places, texts, where)]
     if table.kind in ("instruction", "preference"):
@@ -70,7 +70,7 @@ def _count(texts: Sequence[str], holds: Callable[[str], object]) -> int:
     return sum(bool(holds(text)) for text in texts)
 
 
-def _damaged(texts: Sequence[str], where: str) -> str | None:
+def _damage(texts: Sequence[str], where: str) -> str | None:
     told = max(_TIMES, _SOME * len(texts))
     if (n := _count(texts, _MISREAD.search)) >= told:
         sign = next(found[0] for text in texts if (found := _MISREAD.search(text)))
@@ -89,7 +89,7 @@ def _damaged(texts: Sequence[str], where: str) -> str | None:
     return None
 
 
-def _failed(texts: Sequence[str], where: str) -> str | None:
+def _failures(texts: Sequence[str], where: str) -> str | None:
     if (n := _count(texts, lambda text: _FAILED.fullmatch(text.strip()))) >= _TIMES:
         return f"{n} of {where} are what a spreadsheet writes where a formula fails, and are read as words"
     return None
