@@ -48,7 +48,8 @@ def _missing_values(table: Table) -> str | None:
 
 def _is_mark(values: np.ndarray) -> np.ndarray:
     """Whether each value is one that marks missing ones."""
-    return np.isin(values, np.array(_MARKS, np.float32)) | (np.abs(values) >= _FILLS)
+    found: np.ndarray = np.isin(values, np.array(_MARKS, np.float32)) | (np.abs(values) >= _FILLS)
+    return found
 
 
 def _marks_of(column: np.ndarray) -> list[float]:
