@@ -216,7 +216,7 @@ def test_a_quantised_folder_loads_as_it_is(folder, tmp_path):
     assert model.fingerprint == load(tmp_path / "q", table, "lora", quantization="nf4").fingerprint
     assert model.fingerprint != same.fingerprint  # other files
     assert {m.compute_dtype for _, m in quantised.maps(model.module)} == {torch.float32}
-    with pytest.raises(InputError, match="is quantised already, as nf4; drop it"):
+    with pytest.raises(InputError, match="is already quantised, as nf4; drop it"):
         load(tmp_path / "q", table, "lora", quantization="int8")
     with quiet():
         odd = transformers.AutoModelForCausalLM.from_pretrained(

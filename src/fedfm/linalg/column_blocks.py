@@ -1,8 +1,13 @@
 """Splits the columns of many vectors into pieces of work, and assigns threads and memory to them.
 
-The layout and the number of vectors alone determine how a layer's columns are cut into stretches. One thread computes a
-stretch, window by window: it copies or reads the vectors' entries into the rows of one matrix and multiplies a fixed
-number of its columns at once. While one thread waits for the disk another one computes. With files, windows take at
+The vectors are the rows of a matrix; a column is one entry of each vector. Columns are divided three times:
+
+- A *stretch* is the work of one thread: columns of one layer.
+- A *window* is the part of a stretch that is in memory at a time. Its entries are copied or read into one matrix.
+- A *block* is the part of a window that is multiplied at once.
+
+Only the layout and the number of vectors determine the stretches and blocks, so that results do not depend on the
+number of threads. While one thread waits for the disk, another one computes. With files, all windows together take at
 most 1 GiB of memory, or two blocks for each thread if that is more.
 """
 
@@ -23,20 +28,20 @@ from fedfm.linalg.params import Layout, Params
 from fedfm.linalg.threads import one_thread, torch_threads
 
 BLOCK = 8192  # smallest number of columns in a block
-MOST = 1 << 15  # largest number of columns in a block: torch widens up to this many on one thread
-PIECE = 1 << 16  # columns of a read: reading 128 KiB from a disk takes as long as 256 KiB
+MOST = 1 << 15  # largest number of columns in a block: torch converts up to this many entries on one thread
+PIECE = 1 << 16  # columns of one read (256 KiB of a vector): half of it would take the disk as long
 ENTRIES = 1 << 18  # entries in a block of few vectors: they fit the caches
-STRETCH = 1 << 18  # columns in one thread's sum
-SHORT = 10**8  # fewer multiplications take less time than the start of threads
-WINDOWS = 1 << 30  # most bytes of windows of all threads: smaller pieces cost more calls and waits
-LINE = 64  # bytes between rows, else rows of a power of two share few cache lines; files need a sector
+STRETCH = 1 << 18  # columns in a stretch
+SHORT = 10**8  # multiplications; fewer take less time than the start of threads
+WINDOWS = 1 << 30  # most bytes of the windows of all threads: smaller windows cost more calls and waits
+LINE = 64  # bytes of padding behind a row, else rows as long as a power of two compete for few cache lines
 NATIVE = {torch.float32: np.float32, torch.float64: np.float64}
 
 R = TypeVar("R")
 
 
 class Span(NamedTuple):
-    """Entries start to stop of the flat vector of one dtype."""
+    """The entries from ``start`` to ``stop`` of the flat vector of one dtype."""
 
     dtype: torch.dtype
     start: int
@@ -44,7 +49,13 @@ class Span(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Columns of one layer for one thread and dtype: ``block`` of them at once, ``window`` in memory."""
+    """Columns of one layer and dtype, for one thread.
+
+    Attributes:
+        runs: the columns.
+        block: number of columns that are multiplied at once.
+        window: number of columns in memory.
+    """
 
     layer: int
     dtype: Any
@@ -54,10 +65,12 @@ class Stretch(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Stretches, the number of threads, and how many of them compute at a time; the others wait for the disk.
+    """The stretches and the threads for them.
 
     Attributes:
-        apart: bytes between a window's rows.
+        threads: number of threads.
+        computing: number of threads that compute at a time; the others wait for the disk.
+        apart: bytes of padding behind each row of a window, and its alignment.
     """
 
     stretches: list[Stretch]
@@ -70,7 +83,7 @@ class Schedule(NamedTuple):
 
 
 def schedule_of(runs: Sequence[Sequence[Span]], count: int, files: bool, threads: int | None) -> Schedule:
-    """The schedule of all layers: float64 entries in float64, others in float32."""
+    """The schedule of all layers. Entries in float64 are computed in float64, all others in float32."""
     block = max(BLOCK, min(MOST, ENTRIES // count // BLOCK * BLOCK))
     long = max(1, STRETCH // block) * block
     pieces = [
@@ -88,12 +101,12 @@ def schedule_of(runs: Sequence[Sequence[Span]], count: int, files: bool, threads
 
 
 def in_order(function: Callable[[Stretch, Desk], R], plan: Schedule) -> Iterator[tuple[Stretch, R]]:
-    """Each stretch with the function's result, in order."""
+    """Apply the function to every stretch; yields (stretch, result) in the order of the stretches."""
     stretches, threads, computing, apart = plan
     desk = Desk(Semaphore(computing), apart)
 
     def quiet(stretch: Stretch) -> R:
-        with np.errstate(all="ignore"):  # results of a vector that is not finite are not finite
+        with np.errstate(all="ignore"):  # a vector with NaN or infinity gives such results, without a warning
             return function(stretch, desk)
 
     with one_thread(), torch_threads(1):
@@ -105,7 +118,7 @@ def in_order(function: Callable[[Stretch, Desk], R], plan: Schedule) -> Iterator
 
 
 def join_spans(layout: Layout, names: Iterable[str], floating: bool = True) -> list[Span]:
-    """The entries of these names, or the floating-point ones, in as few runs as possible."""
+    """The entries of these names in as few spans as possible; with ``floating`` only floating-point entries."""
     runs = [Span(*layout.slots[n][:3]) for n in names]
     runs = [r for r in runs if r.start < r.stop and (r.dtype.is_floating_point or not floating)]
     found: list[Span] = []
@@ -118,7 +131,7 @@ def join_spans(layout: Layout, names: Iterable[str], floating: bool = True) -> l
 
 
 def cut(runs: Iterable[Span], size: int) -> Iterator[list[Span]]:
-    """Pieces of ``size`` columns; the last one may be shorter."""
+    """Cut the spans into pieces of ``size`` columns; the last one may be shorter."""
     piece: list[Span] = []
     free = size
     for dtype, start, stop in runs:
@@ -145,7 +158,7 @@ class Desk(local):
     """The buffers of one thread.
 
     Attributes:
-        turn: a semaphore for computing; limits the number of threads that compute at a time.
+        turn: a semaphore that limits the number of threads that compute at a time.
     """
 
     def __init__(self, turn: Semaphore, apart: int) -> None:
@@ -154,7 +167,7 @@ class Desk(local):
         self._buffers: dict[Any, np.ndarray] = {}
 
     def buffer(self, use: str, stretch: Stretch, count: int) -> np.ndarray:
-        """A window of ``count`` vectors, reused for the next stretch: new memory costs more than a copy."""
+        """A window of ``count`` vectors. The next stretch uses it again: new memory takes longer than a copy."""
         if (found := self._buffers.get((use, stretch.dtype))) is None:
             apart = self._apart // np.dtype(stretch.dtype).itemsize
             row = stretch.window + apart
@@ -190,7 +203,7 @@ class Row:
             into[:] = self.part(start, stop)
 
     def put(self, start: int, new: np.ndarray, onto: Any | None) -> None:
-        """Write ``onto`` + ``new`` from ``start`` on; may overwrite ``new``."""
+        """Write ``onto`` + ``new`` to the entries from ``start`` on; may overwrite ``new``."""
         out = self.flat[start : start + len(new)]
         if isinstance(out, Tensor):
             wide = torch.from_numpy(new)
@@ -223,7 +236,7 @@ def in_files(*several: Rows) -> bool:
 
 
 def windows(stretch: Stretch, rows: Rows, buffer: np.ndarray) -> Iterator[tuple[list[Span], np.ndarray]]:
-    """Runs, and the entries of all vectors in them (K, n), in the buffer and its dtype."""
+    """Yield each window: its spans, and their entries of all vectors (K, n), in the buffer and its dtype."""
     for runs in cut(stretch.runs, stretch.window):
         at = 0
         for dtype, start, stop in runs:
@@ -235,7 +248,7 @@ def windows(stretch: Stretch, rows: Rows, buffer: np.ndarray) -> Iterator[tuple[
 
 
 def blocks(stretch: Stretch, window: np.ndarray) -> Iterator[np.ndarray]:
-    """The window in blocks that are multiplied at once; the last one may be shorter."""
+    """Yield the blocks of a window; the last one may be shorter."""
     for at in range(0, window.shape[1], stretch.block):
         yield window[:, at : at + stretch.block]
 

@@ -1,7 +1,11 @@
-"""Matrices U V of low rank r as factors: sums, inner products and best approximations without the dense product.
+"""Matrices U V of low rank r, kept as factors: sums, inner products and best approximations without the dense product.
 
-Cost for K matrices of rank r and size (m, n): inner products O(K^2 r^2 (m + n)), truncation from rank R O(R^2 (m + n));
-the dense matrices need O(K m n) memory. Everything is computed in float64.
+Cost for matrices of size (m, n), in float64:
+
+- all inner products of K matrices of rank r: O(K^2 r^2 (m + n))
+- truncation from rank R: O(R^2 (m + n))
+
+The dense matrices would need O(K m n) memory.
 """
 
 from __future__ import annotations
@@ -18,10 +22,10 @@ def stack(terms: Iterable[tuple[float, Factors]]) -> Factors:
     """The factors of sum_k c_k U_k V_k: [c_1 U_1, c_2 U_2, ...] (m, R) and [V_1; V_2; ...] (R, n), R = sum_k r_k.
 
     Args:
-        terms: (c_k, (U_k, V_k)), ranks may differ; U_k (m, r_k), V_k (r_k, n).
+        terms: (c_k, (U_k, V_k)) with U_k (m, r_k) and V_k (r_k, n); ranks may differ.
 
     Returns:
-        In float64; their product is exact up to the rounding of c_k U_k.
+        The factors in float64; their product is exact up to the rounding of c_k U_k.
 
     Raises:
         ValueError: no terms, or their sizes differ.
@@ -45,8 +49,8 @@ def stack(terms: Iterable[tuple[float, Factors]]) -> Factors:
 def inners(matrices: Sequence[Factors]) -> Tensor:
     """All inner products (K, K), float64, as two matrix products of the stacked factors.
 
-    tr((U_i^T U_k)(V_k V_i^T)) is the sum over block (i, k) of [U_1, ...]^T [U_1, ...] times [V_1; ...][V_1; ...]^T,
-    entry by entry.
+    <U_i V_i, U_k V_k> = tr((U_i^T U_k)(V_k V_i^T)) is a sum of the entries of block (i, k) of an elementwise product:
+    that of U^T U and V V^T, with the stacked factors U = [U_1, U_2, ...] and V = [V_1; V_2; ...].
     """
     if not matrices:
         return torch.zeros(0, 0, dtype=torch.float64)
@@ -60,13 +64,14 @@ def inners(matrices: Sequence[Factors]) -> Tensor:
 def truncate(x: Factors, rank: int) -> tuple[Factors, Tensor]:
     """The best approximation of U V by a matrix of rank at most ``rank`` (Eckart and Young 1936).
 
-    U = Q_1 R_1, V^T = Q_2 R_2; the singular value decomposition P S W of R_1 R_2^T gives that of U V as (Q_1 P) S
-    (W Q_2^T).
+    With the QR decompositions U = Q_1 R_1 and V^T = Q_2 R_2, and the singular value decomposition P S W of R_1 R_2^T,
+    the singular value decomposition of U V is (Q_1 P) S (W Q_2^T).
 
     Returns:
-        ((P S (m, r'), W (r', n)), all singular values (k,), descending), float64; r' = min(rank, k), k = min(R, m, n).
-        The rows of W are orthonormal; the first entry of largest size in each is positive, so that the factors are
-        unique. The squared error is the sum of the squares of the singular values from r' on.
+        The factors (left (m, r'), right (r', n)) and all singular values (k,), descending, in float64, with
+        r' = min(rank, k) and k = min(R, m, n). The left factor contains the singular values. The rows of the right one
+        are orthonormal. In each, the entry of largest absolute value is positive (the first one of several), so that
+        the factors are unique. The squared error is the sum of the squares of the singular values from r' on.
     """
     u, v = x[0].double(), x[1].double()
     q1, r1 = torch.linalg.qr(u)  # (m, min(m, R)), (min(m, R), R)
@@ -83,7 +88,7 @@ def truncate(x: Factors, rank: int) -> tuple[Factors, Tensor]:
 def compress(x: Factors) -> Factors:
     """The same matrix with factors of rank at most min(m, n), from its singular value decomposition.
 
-    Unlike stacked factors, which contain each term's columns, they reveal only the sum.
+    Stacked factors contain the columns of each term; the new factors reveal only the sum.
     """
     return truncate(x, min(x[0].shape[0], x[1].shape[1]))[0]
 

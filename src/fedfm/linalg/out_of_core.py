@@ -1,4 +1,4 @@
-"""Vectors that exceed memory, in memory-mapped anonymous files; each is an ordinary tensor.
+"""Vectors that exceed memory, in memory-mapped anonymous files. Each of them is an ordinary tensor.
 
 :mod:`fedfm.linalg.mapped_files` makes, reads and writes the files, for runs whose vectors do not fit into memory.
 """
@@ -20,7 +20,7 @@ FILE, MANY = 1 << 28, 1000  # most bytes and vectors of a shelf in one file
 
 
 def limit() -> int:
-    """Bytes of memory for vectors of one kind, e.g. a round's replies: ``FEDFM_MEMORY``, else a quarter of all memory.
+    """Bytes of memory for vectors of one use, e.g. a round's replies: ``FEDFM_MEMORY``, else a quarter of all memory.
 
     Raises:
         InputError: ``FEDFM_MEMORY`` is not a number of bytes.
@@ -36,15 +36,15 @@ def limit() -> int:
 def allocate(count: int, layout: Layout, most: int | None = None) -> list[Params]:
     """Uninitialised vectors, to be written once before they are read.
 
-    They share one buffer, which is free again when none of them is referenced. The next round reuses it, because new
-    memory takes more time than the weighted sums. More than ``most`` bytes are in a mapped anonymous file in the folder
-    of temporary files (``TMPDIR``, which should be on a disk). Its space is allocated at once: a full disk is an error
-    here and no crash later.
+    They share one buffer, which is free again when none of them is used any more. The next round reuses it, because new
+    memory takes more time than the weighted sums. If the vectors take more than ``most`` bytes, the buffer is a mapped
+    anonymous file in the folder of temporary files (``TMPDIR``, which should be on a disk). The space of the file is
+    allocated here, so that a full disk is an error now and no crash later.
 
     Args:
         count: number of vectors.
-        layout: of each.
-        most: bytes of all vectors that may be in memory; None: :func:`limit`.
+        layout: the layout of each vector.
+        most: bytes that all vectors together may take in memory; None: :func:`limit`.
 
     Raises:
         OSError: the disk is full.
@@ -87,7 +87,7 @@ class Shelf:
     """Keeps vectors that arrive one by one: in memory while they fit, then in files.
 
     Args:
-        most: bytes in memory; None: :func:`limit`.
+        most: bytes that the vectors may take in memory; None: :func:`limit`.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -120,6 +120,6 @@ class Shelf:
 
 
 def keep_all(vectors: Iterable[Params], most: int | None = None) -> list[Params]:
-    """Put the vectors on one :class:`Shelf`; of a generator at most one new vector is in memory."""
+    """Put the vectors on one :class:`Shelf`. Each vector of a generator is stored before the next one is computed."""
     shelf = Shelf(most)
     return [shelf.put(x) for x in vectors]

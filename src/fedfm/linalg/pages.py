@@ -1,7 +1,7 @@
 """Releases the pages of large vectors in mapped files after a pass over them.
 
-The next pass reads them from the disk, most likely from the system's cache. Until then the memory is free, e.g. for the
-gradients and moments of a model that was loaded from the vector.
+The next pass reads the pages again, most likely from the system's cache and else from the disk. Until then the memory
+is free, e.g. for the gradients and moments of a model that was loaded from the vector.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def is_mapped(flat: Tensor) -> bool:
 
 
 def apply_in_pieces(operation: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
-    """Apply an elementwise operation to two vectors, into new memory; of vectors in files few pages are in memory."""
+    """Apply an elementwise operation to two vectors. If they are in files, few of their pages are in memory."""
     out = buffers.like(a)
     if out is None or not (is_mapped(a) or is_mapped(b)):
         return operation(a, b, out=out)

@@ -1,11 +1,12 @@
 """All inner products of K parameter vectors, and weighted sums of them, as matrix products.
 
 A server that computes a model for each client needs K^2 inner products and K weighted sums of K vectors (FedBip,
-equations 3 to 6; FedAMP). One by one they read memory 2 K^2 times. Here a block of columns of all vectors is multiplied
-at once, so that each vector is read once for the products and once for the sums.
+equations 3 to 6; FedAMP). Computed one by one, they read 2 K^2 vectors from memory. Here a block of columns of all
+vectors is multiplied at once, so that each vector is read once for the products and once for the sums.
 
-Vectors and results may be in files larger than memory (``fedfm.linalg.out_of_core``). The bits do not depend on that,
-nor on the number of threads: the blocks and the order of the sums are fixed (``fedfm.linalg.column_blocks``).
+Vectors and results may be in files larger than memory (``fedfm.linalg.out_of_core``). The bits of the results depend
+neither on that nor on the number of threads, because the blocks and the order of the sums are fixed
+(``fedfm.linalg.column_blocks``).
 """
 
 from __future__ import annotations
@@ -43,13 +44,15 @@ def gram(
     Products and sums are in float64.
 
     Args:
-        vectors: K of one layout.
-        layers: names of each layer's tensors, in any order; None: one layer of all. Only floating-point entries count.
-        centre: subtract from x_i its mean over the layer's entries (Pearson); reads the vectors twice.
-        threads: at most; None: the number of cores. The bits do not depend on it.
+        vectors: K vectors of one layout.
+        layers: for each of the L layers, the names of its tensors, in any order; None: all tensors are one layer. Only
+            floating-point entries count.
+        centre: subtract from x_i its mean over the layer's entries, as in Pearson's correlation. This reads the vectors
+            twice.
+        threads: largest number of threads; None: the number of cores. The bits do not depend on it.
 
     Returns:
-        (L, K, K) float64, symmetric; not finite in the row and the column of a vector that is not finite.
+        (L, K, K) float64, symmetric. Row and column of a vector with NaN or infinity are not finite.
 
     Raises:
         KeyError: names differ, or a layer's name is unknown.
@@ -86,20 +89,20 @@ def mix(
 ) -> list[Params]:
     """onto_i + sum_k weights[l, i, k] x_k for every row i, layer by layer: FedBip, Algorithm 1, lines 8 to 17.
 
-    Sums run in float32 (float64 for float64 entries). If ``onto`` is one vector for all rows it is a term of the sums;
-    different vectors are added last.
+    Sums run in float32 (float64 for float64 entries). If all rows have the same ``onto``, it is one more term of the
+    sums; different vectors are added last.
 
     Args:
         weights: (L, M, K).
-        vectors: K of one layout; read once.
-        layers: as of :func:`gram`.
-        onto: M of the same layout, or one of them M times; None: zero.
-        threads: as of :func:`gram`.
-        most: bytes of results in memory, as of :func:`fedfm.linalg.out_of_core.allocate`.
+        vectors: K vectors of one layout; each is read once.
+        layers: as in :func:`gram`.
+        onto: M vectors of the same layout, which may all be the same one; None: zero.
+        threads: as in :func:`gram`.
+        most: bytes of results in memory, as in :func:`fedfm.linalg.out_of_core.allocate`.
 
     Returns:
-        M of the same layout. Entries outside the layers, or not floating-point, are those of ``onto``, or those of
-        ``vectors`` if M = K.
+        M vectors of the same layout. Entries that are outside the layers or not floating-point are copied from
+        ``onto``; without ``onto`` they are copied from ``vectors`` if M = K.
 
     Raises:
         KeyError: names differ, or a layer's name is unknown.
@@ -131,7 +134,7 @@ def mix(
     if not made:
         return []
     runs = [join_spans(layout, names) for names in checked]
-    if onto is not None and all(x is onto[0] for x in onto):  # one more term instead of one more pass
+    if onto is not None and all(x is onto[0] for x in onto):  # one more term saves one more pass
         weights = np.concatenate([weights, np.ones((len(weights), count, 1))], axis=2)
         vectors, onto = [*vectors, onto[0]], None
     rows, targets, added = rows_of(vectors), rows_of(made), None if onto is None else rows_of(onto)
@@ -149,9 +152,9 @@ def mix(
 
 
 def _products(stretch: Stretch, rows: Rows, desk: Desk, means: np.ndarray) -> np.ndarray:
-    """(K, K) float64: inner products over the stretch of entries minus their means."""
+    """(K, K) float64: inner products of the vectors minus their means, over one stretch."""
     count = len(means)
-    near = means.astype(stretch.dtype)  # its rounding error is small beside the spread, and corrected below
+    near = means.astype(stretch.dtype)  # the rounding error of these means is corrected below
     total = np.zeros((count, count))
     for _, window in windows(stretch, rows, desk.buffer("x", stretch, count)):
         with desk.turn:

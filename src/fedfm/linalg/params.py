@@ -19,7 +19,7 @@ from torch import Tensor
 from fedfm.linalg import pages
 from fedfm.linalg.kernels import buffers
 
-_BLOCK = 1 << 16  # entries in one float64 sum: it fits the cache, and norms of 10^8 entries are exact to 1e-15
+_BLOCK = 1 << 16  # entries that one float64 sum adds: they fit the cache, and norms of 10^8 entries are exact to 1e-15
 
 
 class Layout:
@@ -52,7 +52,7 @@ class Layout:
 
 
 def in_dtype(layout: Layout, dtype: torch.dtype) -> Layout:
-    """The layout with its floating-point entries in another dtype."""
+    """The layout, but with ``dtype`` for its floating-point entries."""
     return layout_of(tuple((n, dtype if d.is_floating_point else d, shape) for n, d, shape in layout.entries))
 
 
@@ -66,17 +66,17 @@ _alive: WeakValueDictionary[Any, Layout] = WeakValueDictionary()  # from layout_
 
 
 def layout_sent(entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> Layout:
-    """A Layout of received entries, from the cache of :func:`layout_of` or uncached: no sender can fill the memory."""
+    """A Layout of received entries, which does not go into the cache of :func:`layout_of`: senders cannot fill it."""
     return _alive.get(entries) or Layout(entries)
 
 
 class Params(Mapping[str, Tensor]):
     """Immutable mapping from parameter name to tensor: a vector of R^P in one flat buffer for each dtype.
 
-    Two operands must have the same names, shapes and dtypes: a mismatch raises, it is never skipped.
+    Two operands must have the same names, shapes and dtypes. A mismatch raises an error.
 
     Args:
-        tensors: name -> tensor; copied, detached, on the CPU.
+        tensors: name -> tensor. Params holds detached copies on the CPU.
 
     Example:
         >>> w = Params({"head.bias": torch.tensor([1.0, 2.0])})
@@ -213,7 +213,8 @@ class Params(Mapping[str, Tensor]):
 
     def is_finite(self) -> bool:
         """Whether no entry is NaN or infinite."""
-        # A sum is fast, and not finite only if an entry is not or if it overflows: only then check each entry.
+        # A finite sum proves that all entries are finite, and a sum is fast. If it is not finite, it may have
+        # overflowed: then check each entry.
         return all(
             math.isfinite(float(flat.sum())) or bool(torch.isfinite(flat).all())
             for dtype, flat in self._flats.items()
@@ -258,7 +259,10 @@ class Params(Mapping[str, Tensor]):
 
 
 def squared_norm(flat: Tensor) -> float:
-    """The squared L2 norm of a vector (P,) to a few digits; not finite if an entry is not or exceeds 1e19."""
+    """The squared L2 norm of a vector (P,), to a few digits.
+
+    It is not finite if an entry is NaN, infinite or larger than 1e19.
+    """
     if flat.dtype in (torch.float32, torch.float64):
         return float(torch.dot(flat, flat))
     norm = float(torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, torch.float32)))

@@ -1,4 +1,7 @@
-"""Names of the forms in which trained values cross, ``run.transport``; :mod:`fedfm.linalg.quantised` computes them."""
+"""The values of ``run.transport``: in which form messages carry trained parameters.
+
+:mod:`fedfm.linalg.quantised` computes these forms.
+"""
 
 from __future__ import annotations
 

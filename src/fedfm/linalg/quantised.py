@@ -4,12 +4,12 @@ With ``int8`` a block of :data:`BLOCK` entries of one tensor has the step s = ma
 integer multiple of it (half to even): the error is at most s / 2 = max |x| / 254. With ``bfloat16`` an entry is rounded
 to eight significant bits, half to even: the error is at most |x| / 256.
 
-8-bit Optimizers via Block-wise Quantization. Dettmers, Lewis, Shleifer, Zettlemoyer. ICLR 2022. arXiv:2110.02861: one
-large entry coarsens its own block only.
+Blocks are from: 8-bit Optimizers via Block-wise Quantization. Dettmers, Lewis, Shleifer, Zettlemoyer. ICLR 2022.
+arXiv:2110.02861. With them one large entry increases the error in its own block only.
 
-A tensor may be coded as the difference to a start that sender and receiver have: the change by training is far smaller
-than the weights, and so is the error. Every operation is elementwise or a maximum, so that the bits are the same
-everywhere.
+A tensor may be coded as the difference to a start value that sender and receiver both have. The change by training is
+far smaller than the weights, and so is its error. Every operation is elementwise or a maximum, so that all machines
+compute the same bits.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from fedfm.linalg.precisions import BFLOAT16, INT8
 
 BLOCK = 256  # entries with one step: 1.6 % more bytes
 CODES = {BFLOAT16: torch.bfloat16, INT8: torch.int8}
-STEPS = "+steps"  # name of the entry with the blocks' steps, of all tensors in turn
+STEPS = "+steps"  # name of the entry with the steps of all blocks, tensor by tensor
 _LEVELS = 127
-_PIECE = BLOCK << 12  # entries at a time, so that temporary memory is small
+_PIECE = BLOCK << 12  # entries that are coded at a time, so that temporary memory is small
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Coded(NamedTuple):
 
 
 def can_code(layout: Layout) -> bool:
-    """Whether a vector has entries to code, and none that look like coded ones."""
+    """Whether a vector has float32 matrices, and no entry that already looks coded."""
     coded = layout.sizes.keys() & CODES.values() or STEPS in layout.slots
     return not coded and any(_is_matrix(dtype, shape) for _, dtype, shape in layout.entries)
 
@@ -88,12 +88,12 @@ def can_code(layout: Layout) -> bool:
 def code(x: Params, name: str, start: Params | None = None) -> Coded:
     """The vector with its float32 tensors of two or more dimensions as bfloat16 or int8.
 
-    Others stay as they are: biases and norms are few bytes to which a model is sensitive, and an error could make a
-    running variance negative. A tensor whose name and shape are also in ``start`` is coded as the difference if that is
-    smaller at its largest.
+    Other tensors stay as they are. Biases and norms take few bytes, and a model is sensitive to their values; an error
+    could even make a running variance negative. If ``start`` has a tensor of the same name and shape, the difference is
+    coded, provided that its largest absolute value is below that of the tensor.
 
     Args:
-        name: of the code, ``bfloat16`` or ``int8``.
+        name: the code, ``bfloat16`` or ``int8``.
 
     Raises:
         ValueError: it cannot be coded (see :func:`can_code`).
@@ -126,11 +126,11 @@ def decode(values: Params, relative: str, start: Params | None = None) -> Params
     """The vector that :func:`code` approximates, with the same ``start``.
 
     Raises:
-        ValueError: it has another form, or a difference to a tensor that the start does not have.
+        ValueError: ``values`` do not have the form of a coded vector, or ``start`` lacks a tensor that they need.
     """
     kinds = [kind for kind in CODES.values() if kind in values.layout.sizes]
     if len(kinds) != 1 or (kinds[0] is torch.int8) != (STEPS in values):
-        raise ValueError("parameters that are said to be coded are not")
+        raise ValueError("the message says that its parameters are coded, and they are not")
     (kind,), flags, at = kinds, iter(relative), 0
     steps = values[STEPS] if kind is torch.int8 else torch.empty(0)
     coded = [math.prod(shape) for _, dtype, shape in values.layout.entries if dtype is kind]
@@ -150,7 +150,7 @@ def decode(values: Params, relative: str, start: Params | None = None) -> Params
             continue
         base = _base(key, shape, start)
         if (near := next(flags) == "1") and base is None:
-            raise ValueError(f"{key} is a difference to a tensor that is not here")
+            raise ValueError(f"{key} is coded as a difference to a tensor that the receiver does not have")
         for part in _pieces(len(flat)):
             count = -(-(part.stop - part.start) // BLOCK) if kind is torch.int8 else 0
             out[part] = _decode(flat[part], steps[at : at + count], base[part] if near and base is not None else None)
@@ -163,7 +163,7 @@ def _is_matrix(dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
 
 
 def _encode(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(coded entries (n,), steps of their blocks); NaN and infinity come out as NaN or infinity of the whole block."""
+    """(coded entries (n,), steps of their blocks). A NaN or infinity makes its whole block NaN or infinite."""
     if kind is not torch.int8:
         return x.to(kind), torch.empty(0)
     blocks = torch.nn.functional.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK)

@@ -42,7 +42,7 @@ class RunningMean:
         self.weight += weight
 
     def result(self) -> Params:
-        """The mean; later terms are refused. Entries that are not floating-point are the first term's.
+        """The mean; no term can be added afterwards. Entries that are not floating-point are those of the first term.
 
         Raises:
             ValueError: no term of positive weight was added.

@@ -1,4 +1,4 @@
-"""Limits the threads of BLAS and torch: bits must not depend on the machine, and small matrices gain nothing."""
+"""Limits the threads of BLAS and torch: results must not depend on the machine, and small matrices gain nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def one_thread() -> AbstractContextManager[Any]:
-    """Context manager: NumPy's and SciPy's BLAS use one thread; torch's threads do not change."""
+    """Context manager: the BLAS of NumPy and SciPy uses one thread; torch's number of threads does not change."""
     return _controller().limit(limits=1, user_api="blas")  # type: ignore[no-any-return]
 
 
@@ -28,7 +28,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 @functools.cache
 def _controller() -> Any:
-    """The controller of the loaded libraries; the search for them takes milliseconds."""
+    """The controller of the loaded libraries, kept because the search for them takes milliseconds."""
     import scipy.linalg  # noqa: F401 - loads its LAPACK
     from threadpoolctl import ThreadpoolController
 

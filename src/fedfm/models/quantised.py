@@ -1,15 +1,16 @@
 """Quantised bases: frozen linear maps in 4 or 8 bits, by bitsandbytes.
 
 QLoRA: Efficient Finetuning of Quantized LLMs. Dettmers, Pagnoni, Holtzman, Zettlemoyer. NeurIPS 2023. arXiv:2305.14314:
-``nf4``, blocks of 64 weights with a scale, and blocks of 256 scales with a scale of theirs (double quantisation).
+``nf4``: each block of 64 weights has a scale, and each block of 256 scales has a scale itself (double quantisation).
 LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale. Dettmers et al. NeurIPS 2022. arXiv:2208.07339:
-``int8``, a scale for each output; columns of outliers multiply in float16.
+``int8``: each output has a scale, and columns with outliers are multiplied in float16.
 
-Experts of a mixture, which are no maps but parameters, are quantised to nf4 (:mod:`.quantised_experts`), not to int8.
+The experts of a mixture are parameters, not modules for linear maps. They can be quantised to nf4, but not to int8
+(:mod:`.quantised_experts`).
 
-What is trained is float32, beside or below these maps. Heads, embeddings, norms and modules that are new for the task
-keep ``model.dtype``, in which the maps multiply too. PEFT's ``prepare_model_for_kbit_training`` would make all of these
-float32, which for embeddings and a head of 128,000 tokens takes as much memory again as the maps in 4 bits.
+Trained tensors are float32. Heads, embeddings, norms and modules that are new for the task keep ``model.dtype``, in
+which the quantised maps compute, too. PEFT's ``prepare_model_for_kbit_training`` would make all of these float32, so it
+is not used: for embeddings and a head of 128,000 tokens, float32 takes as much memory as the maps in 4 bits.
 """
 
 from __future__ import annotations
@@ -32,28 +33,29 @@ from fedfm.models.quantised_maps import of_folder as of_folder
 from fedfm.models.spec import ModelSpec
 from fedfm.models.stored_files import StoredWeights
 
-BLOCK = 64  # weights of one scale
-KINDS = {"Linear4bit": "nf4", "Linear8bitLt": "int8"}  # by the class of a map
+BLOCK = 64  # weights that share a scale
+KINDS = {"Linear4bit": "nf4", "Linear8bitLt": "int8"}  # class of a linear map in bitsandbytes -> its format
 TRAINS_WEIGHTS = ("full", "top_layers")
 _EXTRA = 'pip install "fedfm[quantized]"'
 
 
 def describe(spec: ModelSpec, config: Any) -> str | None:
-    """How the base is held, in words for messages; None if it is not quantised.
+    """The quantisation of the base, in words for messages; None if it is not quantised.
 
     Raises:
-        InputError: bitsandbytes is missing, or folder, adaptation and ``model.quantization`` do not go together.
+        InputError: bitsandbytes is missing, or the model's folder, the adaptation and ``model.quantization`` do not fit
+            together.
     """
     stored = of_folder(config)
     if stored is None and spec.quantization is None:
         return None
     word = f'model.quantization = "{spec.quantization}"' if spec.quantization else f"model.name: {spec.name!r}"
     if stored is None and getattr(config, "quantization_config", None) is not None:
-        raise InputError(f"{word}: the weights of {spec.name!r} are in few bits already; drop it")
+        raise InputError(f"{word}: the weights of {spec.name!r} are already quantised; drop it")
     if stored is not None:
         own = "int8" if stored.get("load_in_8bit") else str(stored.get("bnb_4bit_quant_type", "fp4"))
         if spec.quantization not in (None, own):
-            raise InputError(f"{word}: {spec.name!r} is quantised already, as {own}; drop it")
+            raise InputError(f"{word}: {spec.name!r} is already quantised, as {own}; drop it")
     if spec.weights == "random":
         raise InputError(f'{word}: it rounds the weights of a checkpoint; expected model.weights = "pretrained"')
     check_adaptation(spec, word)
@@ -62,10 +64,10 @@ def describe(spec: ModelSpec, config: Any) -> str | None:
 
 
 def check_adaptation(spec: ModelSpec, word: str) -> None:
-    """Refuse an adaptation that trains rounded weights.
+    """Refuse an adaptation that trains quantised weights.
 
     Raises:
-        InputError: it does.
+        InputError: the adaptation trains them.
     """
     if spec.adaptation is not None and spec.adaptation.name in TRAINS_WEIGHTS:
         raise InputError(
@@ -85,11 +87,13 @@ def need(word: str) -> None:
 
 
 def keep_format(module: nn.Module) -> None:
-    """Keep the bits as they were loaded. On processors with bfloat16 bitsandbytes would pack them anew at the first
-    evaluation, with scales of 8 bits, so that results depend on what was computed before.
+    """Prevent that bitsandbytes changes the quantised weights after loading.
+
+    On processors with bfloat16 it would pack them again at the first evaluation, with scales of 8 bits. Then results
+    would depend on what was computed before.
 
     Raises:
-        InputError: a folder's map that bitsandbytes would compute wrongly here, see :func:`odd_maps`.
+        InputError: the folder has a map that bitsandbytes computes wrongly on this device, see :func:`odd_maps`.
     """
     for path, linear in maps(module):
         linear.support_avx512bf16_for_cpu = False
@@ -97,13 +101,15 @@ def keep_format(module: nn.Module) -> None:
         if four and linear.in_features % BLOCK:
             raise InputError(
                 f"model.name: {path} has {linear.in_features} inputs in 4 bits, and on a CPU bitsandbytes computes "
-                f"with multiples of {BLOCK} alone; expected a GPU, or the folder with the whole weights"
+                f"only with multiples of {BLOCK}; expected a GPU, or the folder with the weights before quantisation"
             )
 
 
 def odd_maps(skeleton: nn.Module, spec: ModelSpec) -> list[str]:
-    """Paths of the linear maps that ``nf4`` leaves as they are: bitsandbytes (0.50) on a CPU takes wrong scales where a
-    row of weights does not end with a block. They are left on every device, so that all silos have the same base.
+    """Paths of the linear maps that are not quantised to ``nf4``, because their rows do not end with a block.
+
+    For such rows bitsandbytes (0.50) uses wrong scales on a CPU. The maps keep floating point on every device, so that
+    all silos have the same base.
     """
     if spec.quantization != "nf4":
         return []
@@ -130,7 +136,7 @@ def settings(spec: ModelSpec, stored: Mapping[str, Any] | None, keep: Sequence[s
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """nf4 or int8 if the module holds quantised maps or experts (fp4 counts as nf4); None if not."""
+    """``nf4`` or ``int8`` if the module has quantised maps or experts (fp4 counts as nf4), else None."""
     for _, linear in maps(module):
         return str(KINDS[type(linear).__name__])
     return "nf4" if has_experts(module) else None
@@ -142,8 +148,9 @@ def has_experts(module: nn.Module) -> bool:
 
 
 def in_floats(module: nn.Module, head: str) -> str:
-    """A line that names the matrices which are not quantised, beside embeddings and the head; empty if they have less
-    than a hundredth of the numbers.
+    """A notice that names the matrices that are not quantised, except embeddings and the head.
+
+    It is empty if these matrices have less than a hundredth of the parameters.
     """
     sizes, bytes_, whole = dict[str, int](), 0, unwrap(module)
     out = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
@@ -171,7 +178,7 @@ def in_floats(module: nn.Module, head: str) -> str:
 
 
 def weight_of(linear: Any) -> Tensor:
-    """The weight (n, m) for which the bits of a quantised map stand, on its device."""
+    """The weight (n, m) of a quantised map in floating point, on its device."""
     from bitsandbytes import functional
 
     if type(linear).__name__ == "Linear4bit":
@@ -181,7 +188,7 @@ def weight_of(linear: Any) -> Tensor:
 
 
 def nbytes(module: nn.Module) -> int:
-    """Bytes of its parameters, buffers, and of the scales and tables of its quantised maps."""
+    """Bytes of the module's parameters and buffers, and of the scales and tables of its quantised maps."""
     found = {t.untyped_storage().data_ptr(): t for t in (*module.parameters(), *module.buffers())}
     for _, linear in maps(module):
         state = getattr(linear.weight, "quant_state", None)
@@ -191,20 +198,20 @@ def nbytes(module: nn.Module) -> int:
 
 
 def _of(state: Any) -> Iterator[Tensor]:
-    """The tensors of a 4-bit map beside its bits."""
+    """The scales and tables of a 4-bit map."""
     yield from (state.absmax, state.code)
     if state.nested:
         yield from (state.state2.absmax, state.state2.code, state.offset)
 
 
 def make_plain(module: nn.Module, dtype: torch.dtype) -> None:
-    """Replace every quantised map by one with the weights that its bits stand for, in this dtype, on the CPU."""
+    """Replace every quantised map by a linear map with its dequantised weights, in this dtype, on the CPU."""
     from transformers.pytorch_utils import Conv1D
 
     quantised_experts.unpack(module, dtype)
     for path, linear in list(maps(module)):
         n, m = linear.out_features, linear.in_features
-        transposed = getattr(linear, "source_cls", nn.Linear) is Conv1D  # GPT-2's, which hold (m, n)
+        transposed = getattr(linear, "source_cls", nn.Linear) is Conv1D  # GPT-2's maps store the weight as (m, n)
         with torch.device("meta"):
             new = Conv1D(n, m) if transposed else nn.Linear(m, n, bias=linear.bias is not None)
         weight = weight_of(linear).to("cpu", dtype)
@@ -220,15 +227,16 @@ def make_plain(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def rebuild(module: Any, dtype: torch.dtype) -> nn.Module:
-    """A module with the same trained tensors on the plain base; changes ``module``. PEFT would merge an adapter into
-    the bits, and round the sum.
+    """A module with the same trained tensors on the dequantised base; changes ``module``.
+
+    It is needed before an adapter is merged: PEFT would add the adapter to the quantised weights, and round the sum.
     """
     if not hasattr(module, "peft_config"):
         make_plain(module, dtype)
         return module  # type: ignore[no-any-return]
     config = copy.copy(module.peft_config["default"])
     floats = ((name, p) for name, p in module.named_parameters() if p.dtype.is_floating_point)
-    held = {name: p.detach().to("cpu", copy=True) for name, p in floats}  # copies: the base takes the trained heads
+    held = {name: p.detach().to("cpu", copy=True) for name, p in floats}  # copies: the new base gets the trained heads
     base = module.unload()
     make_plain(base, dtype)
     config.fan_in_fan_out = any(type(m).__name__ == "Conv1D" for m in base.modules())
@@ -244,8 +252,8 @@ class Unquantised(Mapping[str, Tensor]):
     """The state that a module would have if it were loaded without quantisation, one tensor at a time.
 
     Args:
-        skeleton: the module without numbers, on the device ``meta``.
-        alike: whether the file's tensors have the module's shapes; those of a quantised folder do not.
+        skeleton: the module without values, on the device ``meta``.
+        alike: whether the file's tensors have the module's shapes; the tensors of a quantised folder do not.
     """
 
     def __init__(self, skeleton: Any, checkpoint: StoredWeights, *, alike: bool = True) -> None:
@@ -263,7 +271,7 @@ class Unquantised(Mapping[str, Tensor]):
 
     @property
     def missing(self) -> set[str]:
-        """Names of which there is no tensor of this shape."""
+        """Names of the module's tensors for which the checkpoint has none of this shape."""
         return set(self._state) - set(self._names)
 
     @property
@@ -273,7 +281,7 @@ class Unquantised(Mapping[str, Tensor]):
 
     @property
     def by_file(self) -> dict[str, Tensor]:
-        """The module's tensors without numbers, by their names in the files."""
+        """The module's tensors without values, by their names in the files."""
         return {found: self._state[name] for name, found in self._names.items()}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -287,12 +295,12 @@ class Unquantised(Mapping[str, Tensor]):
 
 
 def readable(weights: Unquantised, skeleton: Any, head: str | None, dtype: torch.dtype) -> bool:
-    """Whether all tensors but a new head's are in the files under the module's names, in the dtype of the load.
+    """Whether the files have all tensors under the module's names and in ``dtype``; a new head may be missing.
+
+    Otherwise the files use other names, which transformers changes while it loads them, or lack more than a head.
 
     Args:
-        head: the path of the head that may be new; None where none is, as of a language model.
-
-    Else the files have other names, which transformers changes on the way, or lack more than a head.
+        head: the path of the head that may be new; None if no head can be new, as in a language model.
     """
     if dtype != torch.float32 and getattr(skeleton, "_keep_in_fp32_modules", None):
         return False
@@ -301,7 +309,10 @@ def readable(weights: Unquantised, skeleton: Any, head: str | None, dtype: torch
 
 
 def empty(module: nn.Module, new: Sequence[str]) -> None:
-    """Give each parameter on ``meta`` one zero on the CPU in place of all its numbers, the new modules' own memory."""
+    """Replace the parameters on ``meta`` by zeros on the CPU.
+
+    A parameter of the ``new`` modules gets memory of its own. All others only need the memory of one number.
+    """
     for path, part in module.named_modules():
         for name, p in list(part.named_parameters(recurse=False)):
             own = any(path == n or path.startswith(f"{n}.") for n in new)

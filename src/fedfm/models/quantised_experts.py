@@ -1,7 +1,10 @@
-"""The experts of a mixture in 4 bits: parameters (E, ., .), which are no linear maps that bitsandbytes replaces.
+"""The experts of a mixture in 4 bits.
 
-A module's forward pass computes with the numbers that the bits stand for, plus what LoRA adds. They are made anew for
-each forward pass and for its gradients: between the two, memory holds the bits alone.
+The weights of E experts are one parameter (E, ., .). bitsandbytes only replaces modules for linear maps, so this module
+quantises such parameters.
+
+A forward pass dequantises the parameter and adds LoRA's update. The gradients need the sum again and compute it again,
+so that between the two passes memory only contains the 4-bit weights.
 """
 
 from __future__ import annotations
@@ -18,20 +21,20 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fedfm.models.adapters.stacked import stacks
 
-Added = tuple[Tensor, Tensor, float]  # left (E, ., r), right (E, r, .), scale: what LoRA adds to a parameter
-BLOCK = 64  # numbers of one scale
-_BITS = "bits"  # name of the submodule, which a module of experts has not yet
+Added = tuple[Tensor, Tensor, float]  # LoRA's update of a parameter: left (E, ., r), right (E, r, .), scale
+BLOCK = 64  # weights that share a scale
+_BITS = "bits"  # name of the new submodule: no module of experts has one of this name
 
 
 class Bits(nn.Module):
-    """A parameter in blocks of 64 numbers of 4 bits, nf4, with scales of 8 bits (double quantisation)."""
+    """A parameter in nf4: weights of 4 bits in blocks of 64, with scales of 8 bits (double quantisation)."""
 
     def __init__(self, weight: Tensor) -> None:
         from bitsandbytes import functional
 
         super().__init__()
         self.size, self.dtype = tuple(weight.shape), weight.dtype
-        rows = weight.reshape(-1, BLOCK)  # on a CPU bitsandbytes (0.50) takes wrong scales where a row ends in a block
+        rows = weight.reshape(-1, BLOCK)  # bitsandbytes (0.50) uses wrong scales on a CPU if a row ends inside a block
         packed, state = functional.quantize_4bit(rows, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
         self.blocks = state.blocksize, state.state2.blocksize
         tensors = (packed, state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
@@ -39,7 +42,7 @@ class Bits(nn.Module):
             self.register_buffer(name, tensor)
 
     def numbers(self) -> Tensor:
-        """What the bits stand for."""
+        """The dequantised parameter."""
         from bitsandbytes import functional
 
         second = functional.QuantState(self.scales_2, blocksize=self.blocks[1], code=self.code_2, dtype=torch.float32)
@@ -58,10 +61,10 @@ class Bits(nn.Module):
 
 
 class OnBits(nn.Module):
-    """Base of a module of experts whose parameters are :class:`Bits`; reading one gives numbers."""
+    """Base class of a module of experts whose parameters are :class:`Bits`; reading a parameter dequantises it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the experts."""
+        """The forward pass of the experts."""
         made = vars(self)["_made"]
         made.clear()
         try:
@@ -71,7 +74,7 @@ class OnBits(nn.Module):
             made.clear()
 
     def weight_of(self, name: str) -> Tensor:
-        """The parameter of this name with what LoRA adds to it; computed once in a forward pass."""
+        """The parameter of this name plus LoRA's update; it is computed once in a forward pass."""
         made = vars(self)["_made"]
         if name not in made:
             again = _Again(self.get_submodule(f"{_BITS}.{name}"), vars(self)["_added"].get(name, ()))
@@ -80,7 +83,7 @@ class OnBits(nn.Module):
 
     @contextmanager
     def adding(self, name: str, added: Sequence[Added]) -> Iterator[None]:
-        """Context manager: the parameter is read with these terms added."""
+        """Context manager: a read of the parameter adds these terms."""
         vars(self)["_added"][name] = added
         try:
             yield
@@ -88,7 +91,7 @@ class OnBits(nn.Module):
             del vars(self)["_added"][name]
 
     def _fold(self, tensor: Tensor) -> Any:
-        """In place of numbers that autograd keeps: how to compute them again."""
+        """For a tensor that autograd saves: save how to compute it again, in place of its values."""
         where = tensor.untyped_storage().data_ptr()
         for again, dense in vars(self)["_made"].values():
             if dense.untyped_storage().data_ptr() == where:
@@ -97,7 +100,7 @@ class OnBits(nn.Module):
 
 
 class _Again:
-    """How to compute a parameter."""
+    """The inputs from which a parameter can be computed again."""
 
     def __init__(self, bits: nn.Module, added: Sequence[Added]) -> None:
         self.bits, self.added = bits, added
@@ -110,7 +113,7 @@ class _Again:
         return out
 
 
-_last: list[tuple[_Again, Tensor]] = []  # at most one: the gradients of many experts need the same numbers in turn
+_last: list[tuple[_Again, Tensor]] = []  # at most one entry: the gradients of the experts need the same tensor in turn
 
 
 def _unfold(kept: Any) -> Tensor:
@@ -124,7 +127,7 @@ def _unfold(kept: Any) -> Tensor:
 
 
 def pack(module: nn.Module) -> None:
-    """Replace the parameters of all experts by bits, also below PEFT's adapters, where they fill whole blocks."""
+    """Quantise the parameters of all experts that fill complete blocks, also those in PEFT's wrappers."""
     found = {id(p) for p in stacks(module).values() if p.numel() % BLOCK == 0}
     for owner in list(module.modules()):
         own = {name: p for name, p in owner.named_parameters(recurse=False) if id(p) in found}
@@ -144,7 +147,7 @@ def pack(module: nn.Module) -> None:
 
 
 def unpack(module: nn.Module, dtype: torch.dtype) -> None:
-    """Replace the bits of all experts by the numbers that they stand for, in this dtype, on the CPU."""
+    """Replace the quantised parameters of all experts by dequantised ones, in this dtype, on the CPU."""
     for owner in [m for m in module.modules() if isinstance(m, OnBits)]:
         bits: Any = owner.get_submodule(_BITS)
         owner.__class__ = type(owner).__bases__[1]
@@ -155,7 +158,7 @@ def unpack(module: nn.Module, dtype: torch.dtype) -> None:
 
 @functools.cache
 def _wrapper() -> Any:
-    """PEFT's layer of experts, whose factors are added to the numbers of bits."""
+    """A subclass of PEFT's layer for experts: its factors are added when a quantised parameter is read."""
     from peft.tuners.lora.layer import ParamWrapper
 
     class OnBitsWrapper(ParamWrapper):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Whether a base is in few bits: by its configuration, and by the linear maps of its modules."""
+"""Whether a base model is quantised, according to its configuration or its modules."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import nn
 
 
 def of_folder(config: Any) -> dict[str, Any] | None:
-    """``quantization_config`` of a folder of bitsandbytes; None of other folders."""
+    """``quantization_config`` of a folder that bitsandbytes quantised; None for other folders."""
     found = getattr(config, "quantization_config", None)
     stored = {} if found is None else dict(found if isinstance(found, Mapping) else found.to_dict())
     return stored if stored.get("load_in_8bit") or stored.get("load_in_4bit") else None
 
 
 def settings(config: Any) -> dict[str, Any] | None:
-    """``quantization_config`` of a configuration, or of its text model's; None if its weights are whole."""
+    """``quantization_config`` of a configuration or of its text model; None if the weights are not quantised."""
     for part in (config, config.get_text_config(decoder=True)):
         found = getattr(part, "quantization_config", None)
         if found is not None:
@@ -25,5 +25,5 @@ def settings(config: Any) -> dict[str, Any] | None:
 
 
 def maps(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(path, module) of the quantised linear maps, below PEFT's wrappers."""
+    """(path, module) of each quantised linear map, also of those in PEFT's wrappers."""
     return ((path, m) for path, m in module.named_modules() if type(m).__module__.startswith("bitsandbytes."))

@@ -16,7 +16,7 @@ BIASES = ("none", "all", "lora_only")
 STARTS = ("default", "gaussian", "random", "pissa", "olora", "eva", "corda", "loftq", "orthogonal", "lora_ga")
 _NUMBERS = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("nf4", "int8")
-MODULE = r"[\w.-]+"  # a module's path or its end; PEFT takes such keys for regular expressions, and keeps 512 compiled
+MODULE = r"[\w.-]+"  # a module's path or its end: PEFT reads such keys as regular expressions, and caches 512 of them
 COMPILES = ("default", "reduce-overhead", "max-autotune")
 
 
@@ -25,7 +25,7 @@ class AdaptationSpec:
     """The trainable part of the model."""
 
     name: str = setting("lora", "full, head, top_layers, lora, ffa_lora, prompt or side_adapter", choices=ADAPTATIONS)
-    rank: int = setting(8, "lora, side_adapter: rank r", ge=1, le=65_536)  # wider than any layer
+    rank: int = setting(8, "lora, side_adapter: rank r", ge=1, le=65_536)  # no layer is as wide as the upper bound
     alpha: float | None = setting(
         None, "lora: scale is alpha / rank [2 rank; rank for task zero_shot]", gt=0, finite=True
     )

@@ -1,1 +1,1 @@
-"""Compiled loops, free of torch. Only modules of loops import numba, when a loop is about to run."""
+"""Compiled loops on NumPy arrays. Their modules import numba; callers import them just before they run a loop."""

@@ -1,8 +1,9 @@
 """Memory for large vectors: in huge pages, and reused.
 
-The first access to a new buffer of 400 MB in pages of 4 KiB takes ten times as long as its copy. NumPy uses huge pages,
-which leaves the time to clear the memory, about one copy. Reuse of an unreferenced buffer avoids that too. A tensor,
-its views and NumPy's arrays of them all keep the lease alive; its end returns the memory.
+In pages of 4 KiB, the first access to a new buffer of 400 MB takes ten times as long as a copy of it. NumPy requests
+huge pages; then the system only needs the time to clear the memory, about that of one copy. Reuse of a buffer avoids
+that time, too. A buffer is lent by a lease. A tensor, its views and NumPy's arrays of them keep the lease alive; when
+the last of them is gone, the buffer is free for reuse.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ LARGE = 4 << 20  # bytes; smaller buffers come from torch's allocator
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # of glibc's malloc.h
 _IDLE = 512 << 20  # largest number of bytes that a process keeps between two steps
 _ALL = 2**31 - 1  # the largest value of mallopt
-KEPT = 4  # most free buffers: a round uses about as many of one size in turn
+KEPT = 4  # most free buffers: a round uses about this number of one size in turn
 
 _free: deque[Any] = deque(maxlen=KEPT)  # its operations are atomic: a lease may end in any thread
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_free.clear)  # a write to the parent's pages would copy them
+    os.register_at_fork(after_in_child=_free.clear)  # in a child a write to the parent's pages would copy them
 
 
 class _Lease:
@@ -41,12 +42,12 @@ class _Lease:
 
 
 def lease(memory: np.ndarray, free: deque[Any], token: Any) -> np.ndarray:
-    """An array on the same memory; ``free`` receives the token when neither it nor a view is referenced any more."""
+    """An array on the same memory; ``free`` receives the token when the array and its views are no longer used."""
     return np.asarray(_Lease(memory, free, token))
 
 
 def empty(count: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialised vector (count,) on the CPU; a large one begins at a cache line, if possible in huge pages."""
+    """An uninitialised vector (count,) on the CPU. A large one begins at a cache line, if possible in huge pages."""
     nbytes = count * dtype.itemsize
     if nbytes < LARGE:
         return torch.empty(count, dtype=dtype)
@@ -58,8 +59,8 @@ def empty(count: int, dtype: torch.dtype) -> Tensor:
 def keep_freed() -> None:
     """Keep up to ``_IDLE`` freed bytes of this process for its next allocations.
 
-    By default glibc returns 100 MiB of a training step to the kernel, which clears and maps them again, page by page,
-    in each step: a tenth to a fifth of the step's time.
+    By default glibc returns the memory of a training step (e.g. 100 MiB) to the kernel. In the next step the kernel
+    clears and maps it again, page by page, which takes a tenth to a fifth of the step's time.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest value that glibc itself would reach
@@ -68,11 +69,11 @@ def keep_freed() -> None:
 
 @functools.cache
 def keep_all_freed() -> bool:
-    """Keep freed memory of arrays of any size for this process's next arrays; False without glibc.
+    """Keep freed memory of arrays of any size for this process's next arrays; returns False without glibc.
 
-    Otherwise arrays above 32 MiB go back to the kernel, in spite of :func:`keep_freed`. A process that works on
-    ciphertexts allocates hundreds of MB of them in turn: a client refreshes them three times as fast with this. Such a
-    process keeps up to 2 GiB more than it uses until it ends.
+    Even after :func:`keep_freed`, the memory of arrays above 32 MiB goes back to the kernel. A process that works on
+    ciphertexts allocates hundreds of MB of them again and again; with this function a client refreshes them three times
+    as fast. The price: until it ends, the process keeps up to 2 GiB more than it uses.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _ALL))
@@ -80,7 +81,7 @@ def keep_all_freed() -> bool:
 
 
 def like(x: Tensor) -> Tensor | None:
-    """A buffer for the result of an operation on the vector ``x``; None if it is small: the operation allocates."""
+    """A buffer for the result of an operation on the vector ``x``; None if ``x`` is small: then torch allocates it."""
     return empty(len(x), x.dtype) if x.numel() * x.element_size() >= LARGE else None
 
 

@@ -11,20 +11,20 @@ import numpy as np
 from llvmlite import binding
 from numba.core.codegen import get_host_cpu_features
 
-SLACK = np.float32(1 - 1e-4)  # of bounds of distances: far above float32 rounding
+SLACK = np.float32(1 - 1e-4)  # factor on bounds of distances; the margin is far above float32 rounding
 SPAN = 256  # rows summed in float32 before their sum is added in float64
-EXACT = {"reassoc", "contract", "nsz", "arcp"}  # sums in vector lanes; NaN and infinity are kept
+EXACT = {"reassoc", "contract", "nsz", "arcp"}  # LLVM's flags for sums in vector lanes; NaN and infinity are kept
 MATHS = EXACT | {"nnan"}  # also minima in vector lanes, for values without NaN
-LOWER_CLOCK = {"skylake-avx512", "cascadelake", "cooperlake"}  # while they use 512-bit registers
+LOWER_CLOCK = {"skylake-avx512", "cascadelake", "cooperlake"}  # processors that lower their clock for 512-bit registers
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
 def _whole_registers() -> bool:
-    """Compile for the widest vectors; returns whether they have 512 bits.
+    """Let numba compile for the widest vectors of this processor; returns whether they have 512 bits.
 
-    On Intel's processors LLVM prefers 256-bit vectors, since the first processors with 512 bits lowered their clock. On
-    later ones these loops then take 1.1 to 1.4 times as long. The environment (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES) has
-    precedence; loops that this process has compiled before do not change.
+    On Intel's processors LLVM prefers 256-bit vectors, because the first processors with 512 bits lowered their clock.
+    On later processors 256 bits make these loops 1.1 to 1.4 times as slow. The variables NUMBA_CPU_NAME and
+    NUMBA_CPU_FEATURES have precedence. Loops that this process has already compiled do not change.
     """
     if numba.config.CPU_NAME is None and numba.config.CPU_FEATURES is None:
         features = get_host_cpu_features()
@@ -38,9 +38,10 @@ WHOLE_REGISTERS = _whole_registers()
 
 
 def compile_cached(function: Callable[..., Any], maths: set[str] = MATHS, signature: Any = None) -> Any:
-    """Compile at the first call, or at once for a signature; cache on disk, or in memory if no folder is writable.
+    """Compile a function at its first call, or now if a signature is given.
 
-    A signature costs nothing if the compiled code is already on disk.
+    The compiled code is cached on disk, or in memory if no folder is writable. With a signature, code that is already
+    on disk is only loaded.
     """
     given: Sequence[Any] = () if signature is None else (signature,)
     try:
@@ -50,17 +51,17 @@ def compile_cached(function: Callable[..., Any], maths: set[str] = MATHS, signat
 
 
 def part(function: Callable[..., Any], maths: set[str] = MATHS) -> Any:
-    """Part of a compiled function, always inlined: a call would count references to its arrays."""
+    """Compile a part of compiled functions that is always inlined: a call would count references to its arrays."""
     return numba.njit(forceinline=True, fastmath=maths, **OPTIONS)(function)
 
 
 def compile_part(function: Callable[..., Any]) -> Any:
-    """Part of compiled functions, compiled once and called."""
+    """Compile a part of compiled functions once; they call it."""
     return numba.njit(fastmath=EXACT, no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)(function)
 
 
 def aligned_empty(*shape: int, dtype: Any = np.float32) -> Any:
-    """An uninitialised array that begins at a cache line; with a multiple of 16 float32 features each row does."""
+    """An uninitialised array that begins at a cache line; so does each row of a multiple of 16 float32 entries."""
     entries, size = math.prod(shape), np.dtype(dtype).itemsize
     block = np.empty(entries + 64 // size, dtype)
     at = -block.ctypes.data % 64 // size

@@ -1,7 +1,7 @@
 """Products of small float32 matrices in compiled loops, by tiles of up to 8 rows and 32 columns.
 
-Matrices are flat vectors; offsets and steps count numbers and are not checked. An entry's sum runs in order from the
-first term to the last, for any tile.
+Matrices are parts of flat vectors. Offsets and strides count numbers and are not checked. The terms of an entry are
+always added in the same order, whatever the tile.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from numba.core import cgutils, types
 from fedfm.linalg.kernels.jit import WHOLE_REGISTERS, compile_part
 from fedfm.linalg.kernels.simd import CONTRACT, COUNT, VECTOR, WORD, intrinsic, pointer, splat, turn
 
-ROWS = 8 if WHOLE_REGISTERS else 4  # of a tile
-WIDE = 2 if WHOLE_REGISTERS else 1  # lanes of a tile; its sums fill half of the registers
+ROWS = 8 if WHOLE_REGISTERS else 4  # rows of a tile
+WIDE = 2 if WHOLE_REGISTERS else 1  # Lanes in a row of a tile; the tile's sums fill half of the registers
 
 
 def _tile(lanes: int) -> Any:
-    """Code for a tile: ``ROWS`` rows of ``lanes`` lanes at ``o``, ``down`` apart, become (with ``add``: increase by)
-    sum_k a[p + i row + k step] b[q + k under ...]. The last row replaces missing rows.
+    """Make the intrinsic for a tile of ``ROWS`` rows, each of ``lanes`` values of :class:`Lanes`.
+
+    It writes sum_k a[p + i row + k step] b[q + k under + j] to ``out[o + i down + j]``, or adds it there with ``add``.
+    If the tile has fewer rows, the last one is computed several times.
     """
 
     def tile(
@@ -75,14 +77,16 @@ def product(
     out: Any, o: int, down: int, width: int, add: bool, a: Any, p: int, row: int, step: int, rows: int, b: Any, q: int,
     under: int, n: int,
 ) -> None:  # fmt: skip
-    """Write the product of (rows, n) at ``p`` and (n, width) at ``q`` to (rows, width) at ``o``, whose rows are
-    ``down`` apart; with ``add`` add it.
+    """Write the product of two matrices to ``out``; with ``add`` add it to what is there.
 
-    The width is a multiple of the lanes, rows at least 1. Entry (i, k) of the left matrix is a[p + i row + k step];
-    rows of the right one are ``under`` apart.
+    Shapes: (rows, n) times (n, width) gives (rows, width). ``rows`` is at least 1, ``width`` a multiple of 16. Entries:
+
+    - left matrix, (i, k): ``a[p + i row + k step]``
+    - right matrix, (k, j): ``b[q + k under + j]``
+    - product, (i, j): ``out[o + i down + j]``
     """
     whole = width // (WIDE * COUNT) * (WIDE * COUNT)
-    if rows < n:  # take as many columns of the larger matrix as fit the nearest cache
+    if rows < n:  # the right matrix is the larger one: a few of its columns stay in the nearest cache for all rows
         for j in range(0, whole, WIDE * COUNT):
             for i in range(0, rows, ROWS):
                 left, here = p + i * row, min(rows - i, ROWS)
@@ -102,8 +106,10 @@ def product(
 
 @compile_part
 def transpose(x: Any, at: int, under: int, n: int, wide: int, size: int, to: Any, o: int) -> None:
-    """Write the transpose of the block (n, size) of ``x`` at ``at``, rows ``under`` apart, to (size, wide) at ``o``,
-    zeros behind its n columns; size and wide are multiples of the lanes.
+    """Write the transpose of a block of ``x`` (n, size) to ``to`` (size, wide), with zeros behind the n columns.
+
+    The block begins at ``at``, and its rows are ``under`` numbers apart. The result begins at ``o``. ``size`` and
+    ``wide`` are multiples of 16.
     """
     for c in range(0, size, COUNT):
         for j in range(0, wide, COUNT):

@@ -1,8 +1,8 @@
 """Sixteen float32 numbers as one value in compiled loops, for loops that the compiler does not vectorise.
 
-LLVM leaves loops over a few dozen numbers, or with many accumulators, scalar, or their set-up takes longer than the
-loop. A value of ``Lanes`` is one register (two or four narrower ones). Offsets count numbers and are not checked.
-Products and sums may be contracted: rounded once.
+LLVM does not vectorise loops over a few dozen numbers or with many accumulators, or the set-up takes longer than the
+loop. A value of ``Lanes`` takes one register of 512 bits, two of 256 or four of 128. Offsets count numbers and are not
+checked. A product and a sum may be contracted: computed as one operation that rounds once.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _shuffle(builder: Any, a: Any, lanes: list[int], b: Any = None) -> Any:
 
 @intrinsic
 def load(typing: Any, x: Any, at: Any) -> Any:
-    """Entries at, at + 1, ... of the vector ``x``."""
+    """The sixteen entries ``at``, ``at`` + 1, ... of the vector ``x``."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         there = pointer(context, builder, signature.args[0], *values)
@@ -71,7 +71,7 @@ def load(typing: Any, x: Any, at: Any) -> Any:
 
 @intrinsic
 def store(typing: Any, x: Any, at: Any, v: Any) -> Any:
-    """Write ``v`` to entries at, at + 1, ... of the vector ``x``."""
+    """Write ``v`` to the sixteen entries ``at``, ``at`` + 1, ... of the vector ``x``."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         there = pointer(context, builder, signature.args[0], *values[:2])
@@ -98,7 +98,7 @@ def all_of(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """Lanes a b + c."""
+    """In each lane: a b + c."""
 
     def emit(builder: Any, a: Any, b: Any, c: Any) -> Any:
         return builder.fadd(builder.fmul(a, b, flags=CONTRACT), c, flags=CONTRACT)
@@ -108,25 +108,25 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def times(typing: Any, a: Any, b: Any) -> Any:
-    """Lanes a b."""
+    """In each lane: a b."""
     return _code(LANES(LANES, LANES), lambda builder, a, b: builder.fmul(a, b, flags=CONTRACT))
 
 
 @intrinsic
 def minus(typing: Any, a: Any, b: Any) -> Any:
-    """Lanes a - b."""
+    """In each lane: a - b."""
     return _code(LANES(LANES, LANES), lambda builder, a, b: builder.fsub(a, b, flags=CONTRACT))
 
 
 @intrinsic
 def larger(typing: Any, a: Any, b: Any) -> Any:
-    """Lanes max(a, b); a if one of them is NaN."""
+    """In each lane: max(a, b), or a if one of them is NaN."""
     return _code(LANES(LANES, LANES), _max)
 
 
 @intrinsic
 def first(typing: Any, v: Any, n: Any, rest: Any) -> Any:
-    """The first n lanes of ``v``, the number ``rest`` in the others."""
+    """The first n lanes of ``v``, and the number ``rest`` in the others."""
 
     def emit(builder: Any, v: Any, n: Any, rest: Any) -> Any:
         n = builder.insert_element(ir.Constant(_WHOLE, ir.Undefined), builder.trunc(n, _INT), WORD(0))
@@ -139,7 +139,7 @@ def first(typing: Any, v: Any, n: Any, rest: Any) -> Any:
 
 @intrinsic
 def total(typing: Any, v: Any) -> Any:
-    """The sum over the lanes, in pairs."""
+    """The sum over the lanes, added in pairs."""
     return _reduction(lambda builder, a, b: builder.fadd(a, b))
 
 
@@ -166,7 +166,7 @@ def _cut(typing: Any, v: Any) -> Any:
 
 @intrinsic
 def _power(typing: Any, q: Any) -> Any:
-    """2^q for integers q above -127, by their bits."""
+    """2^q for integers q above -127, by writing q into the exponent's bits."""
 
     def emit(builder: Any, q: Any) -> Any:
         biased = builder.add(builder.fptosi(q, _WHOLE), ir.Constant(_WHOLE, [127] * COUNT))
@@ -177,8 +177,10 @@ def _power(typing: Any, q: Any) -> Any:
 
 @intrinsic
 def turn(typing: Any, to: Any, o: Any, down: Any, x: Any, at: Any, under: Any, n: Any) -> Any:
-    """Write sixteen rows of lanes of ``x``, ``under`` apart, as columns of ``to``, whose rows are ``down`` apart. Rows
-    of ``x`` from the n-th on are not read; zeros are written instead.
+    """Write the transpose of a block of 16 x 16 numbers of ``x`` to ``to``.
+
+    The block begins at ``at``, and its rows are ``under`` numbers apart. The result begins at ``o``, and its rows are
+    ``down`` numbers apart. Only the first n rows of ``x`` are read; zeros replace the others.
     """
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -209,10 +211,10 @@ def turn(typing: Any, to: Any, o: Any, down: Any, x: Any, at: Any, under: Any, n
 
 
 def exp(z: Any) -> Any:
-    """Lanes max(e^z, e^-87) for z of at most 0, to 2e-7.
+    """max(e^z, e^-87) in each lane, for z of at most 0, with a relative error of at most 2e-7.
 
-    e^z = 2^q e^t with t = z - q ln 2 in [-ln 2 / 2, ln 2 / 2] (ln 2 in two parts, so that q ln 2 is exact), and e^t by
-    the polynomial of Cephes' expf.
+    e^z = 2^q e^t with t = z - q ln 2 in [-ln 2 / 2, ln 2 / 2]. The constant ln 2 is split into two parts, so that q
+    ln 2 is exact. The polynomial of Cephes' expf gives e^t.
     """
     t = larger(z, all_of(F(-87)))
     q = _cut(fma(t, all_of(F(1.4426950408889634)), all_of(F(-0.5))))

@@ -1,8 +1,9 @@
 """Local training of one linear head in compiled loops: all steps of a client in one call.
 
-The weights are transposed (d, C'), C' the number of classes C in whole lanes, with zeros behind the C. The logits and
-the update of the weights are then the same product of tiles (:mod:`fedfm.linalg.kernels.matmul`), and no sum runs
-across lanes. The rows of a batch are first copied to adjacent memory. The caller allocates the scratch memory.
+The weights are stored transposed, as (d, C'): C' is the number of classes C, rounded up to a multiple of 16, and the
+columns behind the C are zero. Then one product of tiles (:mod:`fedfm.linalg.kernels.matmul`) serves for the logits and
+for the update of the weights, and no sum runs across lanes. The rows of a batch are first copied to adjacent memory.
+The caller allocates the scratch memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _part = partial(part, maths=EXACT)
 
 
 def lanes(n: int) -> int:
-    """The number n rounded up to whole lanes: C' of C, d' of d, n' of n."""
+    """Round n up to a multiple of 16: C' for C classes, d' for d features, n' for n rows."""
     return -(-n // COUNT) * COUNT
 
 
@@ -33,22 +34,23 @@ _kept = threading.local()
 
 
 def _scratch(*sizes: int) -> tuple[Any, ...]:
-    """Uninitialised flat vectors; a thread reuses those of its last call if the sizes are equal."""
+    """Uninitialised flat vectors of these sizes; a thread reuses those of its last call if the sizes are equal."""
     if getattr(_kept, "sizes", None) != sizes:
         _kept.sizes, _kept.scratch = sizes, tuple(map(aligned_empty, sizes))
     return _kept.scratch  # type: ignore[no-any-return]
 
 
 def scratch(rows: int, d: int, classes: int) -> tuple[Any, ...]:
-    """Scratch of :func:`descend`: transposed weights (d C' + 256) and bias (C'); rows (B d) and logits (B C') of a
-    batch of B = ``rows`` rows.
+    """Scratch memory of :func:`descend`, for batches of B = ``rows`` rows.
+
+    Transposed weights (d C' + 256), bias (C'), a batch's rows (B d) and its logits (B C').
     """
     width = lanes(classes)
     return _scratch(d * width + COUNT * COUNT, width, rows * d, rows * width)
 
 
 def scratch_in_span(rows: int, d: int, classes: int, n: int) -> tuple[Any, ...]:
-    """Scratch of :func:`descend_in_span` for n rows in batches of ``rows``."""
+    """Scratch memory of :func:`descend_in_span` for n rows in batches of ``rows`` rows."""
     width, deep, many = lanes(classes), lanes(d), lanes(n)
     own = deep * width + COUNT * COUNT, width, rows * n, rows * width
     return _scratch(*own, n * deep, deep * many, n * many, n * width, n * width)
@@ -70,7 +72,7 @@ def _from_weights(w: Any, b: Any, wt: Any, bt: Any) -> None:
 
 @compile_part
 def _to_weights(wt: Any, bt: Any, w: Any, b: Any) -> None:
-    """The inverse of :func:`_from_weights`; the last 256 entries of ``wt`` are scratch for a block of 16 x 16."""
+    """The inverse of :func:`_from_weights`. The last 256 entries of ``wt`` are scratch for a block of 16 x 16."""
     classes, width = len(b), len(bt)
     d = len(w) // classes
     whole, left = d // COUNT * COUNT, d * width
@@ -91,7 +93,10 @@ def _to_weights(wt: Any, bt: Any, w: Any, b: Any) -> None:
 
 @_part
 def _errors(z: Any, rows: Any, y: Any, classes: int, width: int, scale: Any) -> Any:
-    """Replace logits (B C') by scale (softmax - one-hot), zeros behind the classes; return the cross-entropies' sum."""
+    """Replace logits z (B C') by scale (softmax(z) - one-hot), with zeros behind the C classes.
+
+    Returns the sum of the cross-entropies.
+    """
     loss = 0.0
     for i in range(len(rows)):
         row = i * width
@@ -134,8 +139,9 @@ def _step(
     x: Any, y: Any, rows: Any, wt: Any, bt: Any, to_w: Any, to_b: Any, near: Any, z: Any, classes: int, scale: Any,
     keep: Any, keep_b: Any,
 ) -> Any:  # fmt: skip
-    """Multiply ``to_w`` by ``keep`` and ``to_b`` by ``keep_b``, and add scale times the gradient of a batch's summed
-    cross-entropy at ``wt`` and ``bt``; return that sum.
+    """One step: ``to_w`` = ``keep`` ``to_w`` + ``scale`` gradient, and ``to_b`` likewise with ``keep_b``.
+
+    The gradient is that of a batch's summed cross-entropy at ``wt`` and ``bt``. Returns this sum.
     """
     d, m, width = x.shape[1], len(rows), len(bt)
     for i in range(m):
@@ -167,13 +173,13 @@ def descend(
 
     Args:
         x, y: rows (n, d) and labels (n,) in 0..C-1.
-        orders: (E, m), m > 0, the rows in the order of each epoch.
+        orders: (E, m), m > 0: the indices of the m training rows in the order of each of the E epochs.
         size: B, rows in a batch.
-        start: the first head in one vector: weight (C d) from ``at_w`` on, bias (C,) from ``at_b`` on.
-        trained: receives the trained head.
+        start: vector with the initial head: weight (C d) from ``at_w`` on, bias (C,) from ``at_b`` on.
+        trained: vector that receives the trained head, in the same places.
         classes: C.
         eta, decay, decay_b: a step is -eta (gradient + (decay w, decay_b b)).
-        wt, bt, near, z: :func:`scratch` of min(size, m) rows.
+        wt, bt, near, z: from :func:`scratch` for min(size, m) rows.
     """
     d, m, loss, steps = x.shape[1], orders.shape[1], 0.0, 0
     keep, keep_b = F(1 - eta * decay), F(1 - eta * decay_b)
@@ -197,7 +203,7 @@ def gradient(
 ) -> float:  # fmt: skip
     """The mean cross-entropy of the batch ``rows`` (m,), m > 0; writes its gradient to ``g_w`` (C d) and ``g_b`` (C,).
 
-    ``wt``, ``bt``, ``near`` and ``z`` are as of :func:`descend`; ``gt`` and ``gb`` have the sizes of ``wt`` and ``bt``.
+    ``wt``, ``bt``, ``near`` and ``z`` are those of :func:`descend`; ``gt`` and ``gb`` have the sizes of ``wt``, ``bt``.
     """
     _from_weights(w, b, wt, bt)
     gt[:] = F(0)
@@ -216,15 +222,17 @@ def descend_in_span(
     x: Any, y: Any, orders: Any, size: int, start: Any, trained: Any, at_w: int, at_b: int, classes: int,
     eta: float, decay: float, wt: Any, bt: Any, near: Any, z: Any, xs: Any, xt: Any, gram: Any, first_z: Any, a: Any,
 ) -> float:  # fmt: skip
-    """The same in the span of the rows, see :mod:`fedfm.training.heads`.
+    """:func:`descend` with the weights as coefficients of the rows, see :mod:`fedfm.training.heads`.
 
     Args:
-        x, y, orders, size, start, trained, at_w, at_b, classes, eta: as of :func:`descend`, orders (E, n).
+        x, y, orders, size, start, trained, at_w, at_b, classes, eta: as in :func:`descend`; ``orders`` is (E, n).
         decay: a step is -eta (gradient + decay (w, b)).
-        wt, bt, near, z, and the following: :func:`scratch_in_span`.
-        xs, xt: the rows (n d') and their transpose (d' n'), zeros behind the d features. They are in the order of the
-            first epoch, so that in it rows with coefficients come before rows without.
-        gram, first_z, a: X X^T + 1 (n n'), X W_0^T + b_0 (n C') and the coefficients (n C').
+        wt, bt, near, z, and the following: from :func:`scratch_in_span`.
+        xs, xt: the rows (n d') and their transpose (d' n'), with zeros behind the d features. They are in the order of
+            the first epoch: during that epoch, the rows that already have coefficients come first.
+        gram: X X^T + 1 (n n').
+        first_z: X W_0^T + b_0 (n C').
+        a: the coefficients (n C').
     """
     (n, d), width = x.shape, len(bt)
     many, deep = len(xt) // (len(xs) // n), len(xs) // n  # n', d'
