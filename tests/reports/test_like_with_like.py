@@ -53,7 +53,7 @@ def test_the_page_compares_by_the_same_figure(pair, tmp_path):
     page = compare.write(pair, tmp_path / "c.html").read_text()
     said = " ".join(re.sub("<[^>]+>", " ", page).split())
     assert "Compared by the accuracy on all test rows" in said
-    assert "no other beats with fewer bytes: local" not in said
+    assert "no other run reaches with fewer bytes: local" not in said
     assert "Accuracy averaged over the clients, each on its own test rows." in said  # of the lines: known in each round
     assert "method.name" in said  # what differs in the settings
     assert "data.limit" not in said
@@ -66,7 +66,7 @@ def test_the_page_says_which_runs_have_no_place_by_what_was_sent(pair, tmp_path)
     said = " ".join(re.sub("<[^>]+>", " ", compare.write(runs, tmp_path / "c.html").read_text()).split())
     assert "Not shown: centralised; all rows are in one place. Not shown: local; nothing is sent." in said
     said = " ".join(re.sub("<[^>]+>", " ", compare.write(runs[::3], tmp_path / "c.html").read_text()).split())
-    assert "no other beats with fewer bytes" in said
+    assert "no other run reaches with fewer bytes" in said
     assert "Not shown" not in said
 
 

@@ -1,4 +1,4 @@
-"""The sections on messages and who saw what, privacy, the manifest, details of the result."""
+"""Sections of the report: messages and who saw what, privacy, the manifest, details of the result."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _NEIGHBOURS = {
     ("client", "replace"): " Neighbours: federations that differ in all rows of one client.",
 }
 _RATES = (1e5, 1e6, 1e7)  # bytes a second of a client's link
-_CLASSES = ("confusion", "class_counts")  # the section on classes shows them
+_CLASSES = ("confusion", "class_counts")  # fields of the result that the section on classes shows
 _FORMS = ("plain", "masked", "encrypted")
 
 
@@ -161,7 +161,7 @@ def privacy_claim(run: RunFiles) -> tuple[str, list[str]]:
 
 
 def manifest(run: RunFiles) -> str:
-    """Experiment, versions and fingerprints, for repeating the run."""
+    """Experiment, versions and fingerprints: what is needed to repeat the run."""
     m = run.manifest
     facts: list[list[str]] = [["directory", run.path.resolve().name], ["created", _plain(m.get("created"))]]
     facts += [["finished", _plain(m.get("finished"))], ["fedfm", _plain(m.get("fedfm"))]]
@@ -193,7 +193,7 @@ def result(run: RunFiles) -> str:
 
 
 def share_box(run: RunFiles) -> str:
-    """Files of the run, and facts in this report, that must not be shared."""
+    """A box with the files of the run, and the facts in this report, that must not be shared."""
     items = [text for s in sequence(run.manifest.get("do_not_share")) if (text := present(run, str(s)))]
     private, read = run.experiment.get("privacy"), mapping(run.manifest.get("split")).get("clients")
     counted = " and shows their rows per class" if read and not private else ""

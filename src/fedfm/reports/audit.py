@@ -13,9 +13,10 @@ from fedfm.reports.text import esc, number, plural
 
 
 def findings(run: RunFiles) -> list[Mapping[str, Any]] | None:
-    """The findings in the run's audit.json, or None without that file or if it is about other parameters.
+    """The findings in the run's audit.json.
 
-    A file that ``fedfm audit`` did not write has no findings.
+    None if there is no such file, or if the run's parameters have changed since the audit. A file that ``fedfm audit``
+    did not write has no findings.
     """
     content = findings_file.read(run.path)
     return None if content is None or is_outdated(run) else findings_file.findings(content)
@@ -27,7 +28,7 @@ def is_outdated(run: RunFiles) -> bool:
 
 
 def section(run: RunFiles) -> str:
-    """A table of verdicts, then a paragraph for each finding; nothing without an audit."""
+    """A table of verdicts, then a paragraph for each finding; empty without an audit."""
     found = findings(run)
     if found is None:
         return note("The run continued after its audit: repeat <code>fedfm audit</code>.") if is_outdated(run) else ""
@@ -37,15 +38,15 @@ def section(run: RunFiles) -> str:
 
     rows = [[str(f.get("name")), *cells(f)] for f in found]
     listing = table(["finding", "verdict", "estimate", "interval", "bound"], rows, "Findings", words=(1, 3))
-    text = "Attacks on a replay of this run, with the knowledge that each question names. The rule of each verdict "
-    text += "is below its question, with its numbers."
+    text = "These attacks work on a replay of this run. Each question says what the attacker knows. Below the question "
+    text += "stand the rule of the verdict and its numbers."
     refuted = [str(f.get("name")) for f in found if f.get("contradicts") is True]
     alarm = aside("This run's claims do not hold", refuted, ' role="alert"')
     return alarm + note(esc(text)) + listing + _extraction(found) + "".join(map(_paragraph, found))
 
 
 def _extraction(found: Sequence[Mapping[str, Any]]) -> str:
-    """Chart of the error with which coalitions compute the server's foundation model."""
+    """A chart: with what error coalitions of clients compute the server's foundation model."""
     rows, spans, line = list[ChartBar](), list[tuple[float, float] | None](), 0.0
     for f in found:
         name, error = str(f.get("name")), numeric(f.get("estimate"))

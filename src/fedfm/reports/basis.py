@@ -1,4 +1,4 @@
-"""The accuracy by which runs are compared: on the same rows for all runs."""
+"""The accuracy by which runs are compared: it must be measured on the same rows in all runs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Basis(NamedTuple):
     """A score that all runs have.
 
     Attributes:
-        key: of a run's metrics.
+        key: its key in a run's metrics.
         rows: the rows on which it was measured, in words.
-        mixed: the meaning of ``accuracy`` differs among the runs.
+        mixed: whether the meaning of ``accuracy`` differs among the runs.
     """
 
     key: str
@@ -31,9 +31,11 @@ class Basis(NamedTuple):
 
 
 def basis(runs: Sequence[RunFiles]) -> Basis:
-    """The accuracy that all runs state on the same rows: the headline, that on all test rows, or the clients' mean.
+    """The accuracy that all runs state on the same rows.
 
-    The headline of a method with one model is measured on all test rows; with a model for each client it is the mean.
+    It is the first of these that all runs have with one meaning: the headline ``accuracy``, the accuracy on all test
+    rows, the mean of the clients' accuracies. The headline of a method with one model is measured on all test rows; the
+    headline of a method with a model for each client is the mean.
     """
     meant = {meaning(run) for run in runs if finite(run.value(ACCURACY))}
     if len(meant) <= 1:
@@ -45,13 +47,13 @@ def basis(runs: Sequence[RunFiles]) -> Basis:
 
 
 def meaning(run: RunFiles) -> str:
-    """The key of the figure that is a run's headline accuracy."""
+    """The key of the metric that a run's headline ``accuracy`` repeats."""
     stated = run.value(ACCURACY)
     return next((key for key in (GLOBAL_ACCURACY, LOCAL_ACCURACY) if run.value(key) == stated), ACCURACY)
 
 
 def unlike_settings(experiments: Sequence[Mapping[str, object]]) -> dict[str, list[object]]:
-    """Dotted key -> a value for each experiment, of the keys that differ; None where an experiment has no such key."""
+    """The settings that differ: dotted key -> one value for each experiment, None if the experiment lacks the key."""
     flat = [_flat(experiment) for experiment in experiments]
     keys = dict.fromkeys(key for one in flat for key in one)
     rows = {key: [one.get(key) for one in flat] for key in keys}

@@ -18,7 +18,11 @@ _ALL = 60  # classes in a table that is not folded
 
 
 class _ClassLine(NamedTuple):
-    """A class: its rows, the rows predicted as it, and both; the class most often predicted instead, and how often."""
+    """Counts of one class.
+
+    In order: its rows, the rows that are predicted as this class, those among them that are right, the class that is
+    most often predicted instead, and how often.
+    """
 
     name: str
     rows: float
@@ -38,7 +42,7 @@ class _ClassLine(NamedTuple):
 
 
 def section(run: RunFiles) -> str:
-    """The confusion matrix, or why there is none, and a table; empty unless the result has counts by class."""
+    """The confusion matrix, or why there is none, and a table; empty if the result has no counts by class."""
     own = run.value("accuracy") == run.value(LOCAL_ACCURACY) != run.value(GLOBAL_ACCURACY)
     several = own and len(run.manifest.get("clients") or ()) > 1
     text = "All clients' models are added up. " if several else ""

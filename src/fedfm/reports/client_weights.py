@@ -1,4 +1,4 @@
-"""The section on who learns from whom: the K x K weights with which the server mixes a model for each client."""
+"""The section on who learns from whom: the K x K weights by which the server mixes models of K clients for each one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILE = WEIGHTS
 MOST_CLIENTS = 60  # rows of a map; more are grouped
 GROUPS = 40  # rows of a grouped map
 SMALL = 24  # rows of a small map
-FEW = 5  # layers, and rounds, with their own map
+FEW = 5  # number of layers, and of rounds, that get a map of their own
 MOST_WORDS = 12  # clients in the terminal's text
 REVEALS = (
     "The map shows which clients are alike: the data of one client disclose something about those of its neighbours. "
@@ -30,12 +30,12 @@ REVEALS = (
 
 @dataclass(frozen=True)
 class Weights:
-    """Content of the file.
+    """Content of the file of weights: T rounds, L layers, K clients.
 
     Attributes:
-        p: (T, L, K, K): the share of client k's vector in client i's model, by round and layer; rows of clients outside
-            the round's cohort are zero.
-        rounds: (T,) their numbers.
+        p: (T, L, K, K): entry (t, l, i, k) is the share of client k's vector in client i's model, in layer l. Rows of
+            clients outside the round's cohort are zero.
+        rounds: (T,): the numbers of the rounds.
     """
 
     p: np.ndarray
@@ -45,13 +45,13 @@ class Weights:
 
     @property
     def cohorts(self) -> np.ndarray:
-        """(T, K): whether the client is in the round's cohort."""
+        """(T, K): whether the client was in the round's cohort."""
         found: np.ndarray = (self.p != 0).any((1, 3))
         return found
 
     @property
     def last(self) -> np.ndarray:
-        """(L, K, K): every client's row in its last round; zero if it was in none."""
+        """(L, K, K): each client's row in the last round of which it was in the cohort; zero if there is none."""
         known = self.cohorts
         at = len(known) - 1 - known[::-1].argmax(0)  # (K,)
         return self.p[at, :, np.arange(len(self.clients))].swapaxes(0, 1)
@@ -77,7 +77,7 @@ def load(path: Path) -> Weights | None:
 
 
 def section(run: RunFiles) -> str:
-    """The map of the last round, small maps of single rounds and layers, and each client's weight of itself."""
+    """The map of the last round, small maps of single rounds and layers, and the weight of each client's own vector."""
     try:
         w = load(run.path)
     except ValueError:
@@ -101,7 +101,7 @@ def section(run: RunFiles) -> str:
 
 
 def words(path: Path) -> str:
-    """The map as text for the terminal, with one line per client; "" without weights."""
+    """The map as text for the terminal, with one line per client; "" if the run has no weights."""
     try:
         w = load(path)
     except ValueError:
@@ -122,7 +122,7 @@ def words(path: Path) -> str:
 
 
 def seriation(p: np.ndarray) -> list[int]:
-    """Order of the clients (K,) in which clients that learn from each other are neighbours, by average linkage."""
+    """An order of the K clients in which those that learn from each other are neighbours (average linkage)."""
     if len(p) < 3:
         return list(range(len(p)))
     from scipy.cluster.hierarchy import leaves_list, linkage
@@ -140,8 +140,8 @@ def group_means(p: np.ndarray, order: Sequence[int], most: int) -> tuple[np.ndar
     """The map in this order, with neighbours averaged in at most ``most`` groups.
 
     Returns:
-        ``q`` (G, G), the share of all clients of group b in the model of a client of group a, averaged over a; the
-        groups.
+        (q, groups). q (G, G): entry (a, b) is the share that all clients of group b together have in the model of a
+        client of group a, averaged over the clients of group a.
     """
     groups = [list(group) for group in neighbours(order, most)]
     q = np.array([[p[np.ix_(a, b)].sum(1).mean() for b in groups] for a in groups])
@@ -152,15 +152,15 @@ def _map(w: Weights, order: Sequence[int]) -> str:
     p = w.last.mean(0)
     q, groups = group_means(p, order, GROUPS if len(p) > MOST_CLIENTS else MOST_CLIENTS)
     names = [w.clients[g[0]] if len(g) == 1 else f"{w.clients[g[0]]} +{len(g) - 1}" for g in groups]
-    text = "Row: who learns; column: from whom, in the same order. A row sums to 100 %. "
+    text = "Row: the client that learns. Column: from which client, in the same order. A row sums to 100 %. "
     text += f"Round {w.rounds[-1]}" + (f", mean of {count(len(w.layers))} layers. " if len(w.layers) > 1 else ". ")
     if late := int((~w.cohorts[-1]).sum()):
         text += f"{plural(late, 'client was', 'clients were')} not asked then: their rows are of the last round "
         text += "that asked them. "
     text += "Clients that learn from each other are neighbours. "
     if len(groups) < len(p):
-        text += f"{count(len(p))} clients are gathered into {len(groups)} groups; a cell is the share of all clients "
-        text += "of the column in a model of the row. "
+        text += f"{count(len(p))} clients are gathered into {len(groups)} groups; a cell is the share that all clients "
+        text += "of the column's group together have in a model of the row's group. "
     low, high = float(q.min()), float(q.max())
     key = f'Share: 0 <span class="ramp"></span> {percent(high, 0)}'
     key += f"; below 0 (raw similarities) down to {percent(low, 0)} in the second colour" if low < 0 else ""
@@ -183,7 +183,7 @@ def _table(w: Weights, order: Sequence[int]) -> str:
 
 
 def _most(p: np.ndarray) -> list[tuple[int, float]]:
-    """(from whom, share): each client's largest weight of another client; (-1, 0) if there is none."""
+    """(k, weight) for each client: the other client k from which it learns most; (-1, 0) if there is none."""
     off = p.copy()
     np.fill_diagonal(off, -np.inf)
     best = off.argmax(1) if len(p) > 1 else np.zeros(1, dtype=int)
@@ -191,7 +191,7 @@ def _most(p: np.ndarray) -> list[tuple[int, float]]:
 
 
 def _own(w: Weights) -> np.ndarray:
-    """(T, L, K): p_ii; NaN for clients outside the round's cohort."""
+    """(T, L, K): the weight p_ii of each client's own vector; NaN for clients outside the round's cohort."""
     own = np.einsum("tlkk->tlk", w.p)
     return np.where(w.cohorts[:, None], own, np.nan)
 

@@ -49,7 +49,7 @@ def write(run_dirs: Sequence[Path], out: Path) -> Path:
 
 
 def section(runs: Sequence[RunFiles]) -> str:
-    """Table and plots of the runs; the first is the reference."""
+    """Table and plots of the runs; the first run is the one that others are compared with."""
     from fedfm.reports import frontier
 
     names = labels(runs)
@@ -68,7 +68,8 @@ def section(runs: Sequence[RunFiles]) -> str:
         "local loss": "Local loss: mean of the clients on their own test rows.",
         "global": "Global: mean over the models on the global test rows.",
         "local": "Local: mean of the clients on their own test rows.",
-        "base": "Base, new: on the global test rows of these classes, among these classes; mean over the models.",
+        "base": "Base, new: on the global test rows of the base or the new classes, with a choice among these classes "
+        "only; mean over the models.",
         "spread": "Spread: standard deviation over the clients, in points.",
     }
     said = [text for column, text in meanings.items() if column in head]
@@ -125,9 +126,9 @@ def differences(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def other_data(runs: Sequence[RunFiles]) -> list[str]:
-    """Sentences if the runs' data differ or may differ, by the fingerprints of all rows.
+    """Sentences if the runs' data differ or may differ, according to the fingerprints of all rows.
 
-    Under [privacy] each run has a fingerprint with its own key, so that two runs cannot be compared.
+    Under [privacy] each run computes its fingerprint with its own key, so that two runs cannot be compared.
     """
     out, public = [], _not_private(runs)
     if others := _unlike(public, lambda run: mapping(run.manifest.get("fingerprints")).get("data")):
@@ -139,7 +140,7 @@ def other_data(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def _not_private(runs: Sequence[RunFiles]) -> dict[str, RunFiles]:
-    """Label -> run, of the runs whose manifests describe their rows."""
+    """Label -> run, for the runs whose manifests describe their rows."""
     return {n: run for n, run in zip(labels(runs), runs, strict=True) if not run.experiment.get("privacy")}
 
 
@@ -157,7 +158,7 @@ def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         points = [(float(r.number), r.values.get(key)) for r in run.rounds]
         once = sum(value is not None for _, value in points) == 1 and points[-1][1] is not None
-        if (run.done_rounds <= 1 or once) and last > 1 and points:  # a baseline is a level line over all rounds
+        if (run.done_rounds <= 1 or once) and last > 1 and points:  # one value becomes a level line
             points = [(0.0, points[-1][1]), (last, points[-1][1])]
         # A run that was evaluated in some rounds only is also a line.
         points = [(x, y) for x, y in points if y is not None] or points
@@ -176,7 +177,7 @@ def _curves(runs: Sequence[RunFiles], names: list[str]) -> str:
 
 
 def _curve_key(runs: Sequence[RunFiles]) -> str:
-    """The metric of the lines: one that is measured on the same rows in all runs, round by round."""
+    """The metric that the lines show: it is measured on the same rows in all runs, round by round."""
 
     def has_curve(key: str) -> bool:
         counts = (sum(r.values.get(key) is not None for r in run.rounds) for run in runs)

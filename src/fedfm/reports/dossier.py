@@ -1,8 +1,8 @@
-"""``dossier.html``: one printable page on a run for a data protection officer, in the order of the EDPB's opinion.
+"""``dossier.html``: one printable page on a run for a data protection officer.
 
-European Data Protection Board: Opinion 28/2024 on certain data protection aspects related to the processing of personal
-data in the context of AI models. 17 December 2024, sections 3.2 to 3.4. Statements come from the run's files; the
-controller fills in the other lines.
+Its order is that of an opinion of the European Data Protection Board: Opinion 28/2024 on certain data protection
+aspects related to the processing of personal data in the context of AI models. 17 December 2024, sections 3.2 to 3.4.
+Statements come from the run's files; the controller fills in the other lines.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fedfm.reports.plain_words import reading
 from fedfm.reports.read import DOSSIER, RunFiles, mapping, numeric, read, sequence
 from fedfm.reports.text import count, esc, plural, size
 
-Fact = tuple[str, str | None]  # label, and text, or None for a line to fill in
+Fact = tuple[str, str | None]  # label and text; None: a line to fill in
 
 FILE = DOSSIER
-_MOST = 8  # rows of a table: one page of paper, or two
+_MOST = 8  # rows of a table, so that the dossier has one or two pages
 # Kinds of attacks that the opinion names, and this library's findings of each kind.
 _KINDS = {
     "membership inference": (
@@ -44,7 +44,7 @@ _KINDS = {
     "reconstruction": ("reconstruction", "single_holder", "head_rows"),
 }
 _OTHER = "other"
-_NUMBERS = re.compile(r" \([^()]*: (?:yes|no)\)")  # of a rule of fedfm.audits.finding
+_NUMBERS = re.compile(r" \([^()]*: (?:yes|no)\)")  # the numbers in a rule of fedfm.audits.finding
 _ORDER = ("leaks", "inconclusive", "holds")
 
 
@@ -52,7 +52,7 @@ def write(run_dir: Path, unfit: str = "") -> Path:
     """Write ``dossier.html`` into a run's directory; the same files give the same bytes.
 
     Args:
-        unfit: why no attack of this library applies to the run.
+        unfit: why no attack of this library applies to the run; "" if some apply.
 
     Raises:
         InputError: the manifest is missing or invalid, or the run is unfinished.
@@ -194,7 +194,7 @@ def _attacks(run: RunFiles, found: Sequence[Any], unfit: str) -> str:
 
 
 def _rules(found: Sequence[Any]) -> str:
-    """The rules of numbered findings; their numbers are in the table."""
+    """The rules of the findings, numbered as in the table, which has the measured values."""
     by_rule: dict[str, list[str]] = {}
     for i, f in enumerate(found, 1):
         if f.get("rule"):

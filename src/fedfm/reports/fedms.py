@@ -1,4 +1,4 @@
-"""The section on a FedMS run: the parameters that stage two trained in each round, and the time of backward passes."""
+"""The section on a FedMS run: how many parameters stage two trained in each round, and the time of backward passes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def section(run: RunFiles) -> str:
         layers, deciding = number(f.get("active_layers")), count(round(f.get("deciding_rows", 0.0)))
         rows.append([str(r.number), *counts, layers, deciding, duration(f["backward_seconds"])])
     text = (
-        "Stage two. A client trains LoRA of its top active layers, and the gate. The backward passes are timed where "
-        "they run, summed over the clients; a shared machine changes the time and nothing else."
+        "Stage two: a client trains LoRA in its top active layers, and the gate. Each client measures the time of its "
+        "backward passes, and the table has the sum over the clients. Other load on a machine changes only this time."
     )
     points = [(float(r.number), r.figures.get("active_layers")) for r in timed]
     label = "Mean active layers by round: " + ", ".join(f"{row[0]}: {row[3]}" for row in rows) + "."

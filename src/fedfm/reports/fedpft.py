@@ -1,4 +1,4 @@
-"""The section on a FedPFT run: bytes by the formulas, withheld classes, the bound, the noise."""
+"""The section on a FedPFT run: bytes sent and bytes by the paper's formulas, withheld classes, the bound, the noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accuracy by bytes sent: runs as points, and the best accuracy for each number of bytes (FedPFT, Figure 4)."""
+"""A plot of accuracy by bytes sent: each run is a point, and a line joins the best ones (FedPFT, Figure 4)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Spot = tuple[str, float, float]  # name, bytes, accuracy
 
 
 def section(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
-    """The plot; nothing unless at least two runs have an accuracy and sent bytes."""
+    """The plot; empty if fewer than two runs have an accuracy and sent bytes."""
     by, spots = basis(runs), []
     alone, pooled = list[str](), list[str]()
     for run, name in zip(runs, short(names), strict=True):
@@ -34,7 +34,10 @@ def section(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     points = "; ".join(f"{name} {percent(y)} for {size(x)}" for name, x, y in spots)
     label = f"Accuracy by bytes sent in both directions, on a logarithmic scale. {points}."
     text = f"Accuracy {by.rows}. " if by.mixed else ""
-    text += f"The line joins the runs that no other beats with fewer bytes: {esc(', '.join(n for n, _, _ in best))}."
+    text += (
+        "The line joins the runs whose accuracy no other run reaches with fewer bytes: "
+        f"{esc(', '.join(n for n, _, _ in best))}."
+    )
     left = [(pooled, "all rows are in one place"), (alone, "nothing is sent")]
     text += "".join(f" Not shown: {esc(', '.join(which))}; {why}." for which, why in left if which)
     return "<h3>Accuracy for what was sent</h3>" + note(text) + figure(lambda w: _draw(w, spots, best, label))
@@ -56,7 +59,7 @@ def _prefix_length(names: Sequence[str]) -> int:
 
 
 def frontier(spots: Sequence[Spot]) -> list[Spot]:
-    """The Pareto frontier, in order of bytes: spots whose accuracy no spot with fewer bytes reaches."""
+    """The Pareto frontier, in order of bytes: the points whose accuracy no point with fewer bytes reaches."""
     out: list[Spot] = []
     for spot in sorted(spots, key=lambda s: (s[1], -s[2])):
         if not out or spot[2] > out[-1][2]:

@@ -63,7 +63,7 @@ def write(run_dir: Path, baselines: Sequence[Path] | None = None) -> Path:
 
 
 def _of_some(name: str, run: RunFiles, has: bool) -> str:
-    """The section that the module of this name writes, of a run that has something for it."""
+    """The section that the module ``name`` writes; empty if the run has no data for it."""
     return str(import_module(f"fedfm.reports.{name}").section(run)) if has else ""
 
 

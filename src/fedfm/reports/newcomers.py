@@ -19,6 +19,6 @@ def section(run: RunFiles) -> str:
     if not rows:
         return ""
     head = ["newcomer", "its start", "its model", "alone", "made mostly of"]
-    text = "Clients that joined after training, on their own test rows: the start weights of the federation, the model "
-    text += "after their own local pass, and the same number of passes without the federation."
+    text = "Clients that joined after training. Three models are scored on a newcomer's own test rows: the model that "
+    text += "it starts from, that model after local training, and a model of as much training without the federation."
     return note(esc(text)) + table(head, rows, "Newcomers", words=(4,))

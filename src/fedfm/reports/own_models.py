@@ -1,4 +1,4 @@
-"""Which clients have their own models at the end of a run; some may have joined after training."""
+"""Which clients have their own models at the end of a run, also those that joined after training."""
 
 from __future__ import annotations
 

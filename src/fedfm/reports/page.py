@@ -12,14 +12,19 @@ from fedfm.errors import InputError, RunError
 from fedfm.reports.svg import Series
 from fedfm.reports.text import count, esc, shorten, width_of
 
-WIDE, NARROW = 892, 358  # width of a drawing in pixels, on screens of 1280 and of 390
-MOST_ROWS = 2000  # of a table; the run's own files have the rest
-# No fetch and no script, whatever a name in the run contains.
+WIDE, NARROW = 892, 358  # width of a drawing in pixels, on screens that are 1280 and 390 pixels wide
+MOST_ROWS = 2000  # largest number of rows of a table; the run's own files have the rest
+# The page loads nothing and runs no script, even if a name in the run contains HTML.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
 def page(title: str, head: str, sections: Sequence[tuple[str, str, str]], foot: str, kind: str = "report") -> str:
-    """One self-contained document of (id, heading, HTML) sections; ``kind`` chooses among the style sheet's rules."""
+    """One self-contained HTML document.
+
+    Args:
+        sections: (id, heading, HTML) of each section.
+        kind: CSS class of the body, by which the style sheet distinguishes a report and a dossier.
+    """
     style = files("fedfm.reports").joinpath("style.css").read_text(encoding="utf-8")
     links = "".join(f'<a href="#{i}">{esc(name)}</a>' for i, name, _ in sections)
     body = "".join(f'<section id="{i}"><h2>{esc(name)}</h2>{html}</section>\n' for i, name, html in sections)
@@ -46,7 +51,7 @@ def save(text: str, path: Path) -> Path:
     part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.unlink(missing_ok=True)  # a remnant of a killed process; writing would follow a link
+        part.unlink(missing_ok=True)  # a killed process may have left it; if it is a link, a write would follow it
         part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:
@@ -54,12 +59,12 @@ def save(text: str, path: Path) -> Path:
             part.unlink()
         if storage.full(error):
             raise RunError(f"{path}: cannot be written: the disk is full; free some space there") from error
-        raise InputError(f"{path}: cannot be written ({error.strerror}); choose a place that can") from error
+        raise InputError(f"{path}: cannot be written ({error.strerror}); choose another place") from error
     return path
 
 
 def figure(draw: Callable[[int], str]) -> str:
-    """The drawing at two widths; the style sheet shows one, so that text keeps its size on a phone."""
+    """The drawing in two widths. The style sheet shows the one that fits the screen, so that text keeps its size."""
     return f'<figure><div class="wide">{draw(WIDE)}</div><div class="narrow">{draw(NARROW)}</div></figure>'
 
 
@@ -88,7 +93,10 @@ def swatches(names: Sequence[str]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], label: str, words: Sequence[int] = ()) -> str:
-    """A table in a scrolling box; the first column names the row, columns ``words`` are text, others numbers."""
+    """A table in a scrolling box.
+
+    The first column names the row. ``words`` are the indices of columns with text; all other columns have numbers.
+    """
     start = ["" if j == 0 or j in words else ' class="n"' for j in range(len(head))]
     top = "".join(f'<th scope="col"{s}>{esc(h)}</th>' for s, h in zip(start, head, strict=True))
     body = []
@@ -121,7 +129,7 @@ def note(html: str) -> str:
 
 
 def aside(title: str, items: Sequence[str], attributes: str = "") -> str:
-    """A marked box with a list of texts; nothing without items."""
+    """A highlighted box with a list of texts; empty without items."""
     listed = "".join(f"<li>{esc(text)}</li>" for text in items)
     box = f'<aside aria-label="{title}"{attributes}><strong>{title}</strong><ul>{listed}</ul></aside>'
     return box if items else ""

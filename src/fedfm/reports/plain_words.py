@@ -16,7 +16,7 @@ _LARGEST = 700.0  # largest epsilon with a finite e^epsilon
 
 
 def _content_of(private: Path) -> list[str]:
-    """The kinds of files in a run's private folder, in words; a lock and ``data.json`` do not count."""
+    """What kinds of files a run's private folder holds, in words, except for a lock and ``data.json``."""
     files = [path.relative_to(private) for path in private.rglob("*") if path.is_file()]
     kinds = {
         "clients' memories": lambda p: p.parts[0] == "memory" and "+kept" not in p.parts and p.suffix != ".secret",
@@ -52,13 +52,13 @@ def reading(run: RunFiles) -> str:
         more = f"A person with k rows spends k times as much as a person with one row (two rows: {twice})"
     return (
         f"Anyone who sees all that the run released can change the odds that {what} took part by at most a factor of "
-        f"e^epsilon = {number(factor)}{but}. {more}, and test rows, names of clients and classes, times, and other "
-        "runs on the same rows are not covered."
+        f"e^epsilon = {number(factor)}{but}. {more}; epsilon does not cover test rows, names of clients and classes, "
+        "times, and other runs on the same rows."
     )
 
 
 def present(run: RunFiles, sentence: str) -> str:
-    """A sentence without the files that this run does not have; "" if it has none of those that the sentence names."""
+    """Reduce a sentence about files to those that the run has; "" if the run has none of them."""
     subject = _SUBJECT.match(sentence)
     if subject is None:
         return sentence

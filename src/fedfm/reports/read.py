@@ -33,12 +33,12 @@ class Round:
         number: 0 before training, then 1, 2, ...
         values: accuracy, global_accuracy, local_accuracy, loss, balanced_accuracy, macro_f1, perplexity, local_loss,
             train_loss, val_loss, base_accuracy, new_accuracy, harmonic_mean.
-        seconds: of this round; the file counts from the start of the run.
-        bytes_up, bytes_down: of the method's own messages since the start of the run.
+        seconds: duration of this round; in the file seconds count from the start of the run.
+        bytes_up, bytes_down: bytes of the method's own messages since the start of the run.
         figures: every number of the line, including those of the method.
         clients: accuracy of each client on its own test rows; None if it has none.
         losses: loss of each client, if no accuracy is defined.
-        scored: by client, the round of the model that it scored, if that is an earlier round.
+        scored: client -> round of the model that it scored, if that is an earlier round.
     """
 
     number: int
@@ -61,8 +61,8 @@ class RunFiles:
     Attributes:
         result: the result line, empty while the run is unfinished.
         rounds: committed rounds in order of number.
-        exposure: sums over all messages.
-        missing: a sentence for each damaged or missing record, and for each file without which the run continued.
+        exposure: what each party received, summed over all messages.
+        missing: a sentence for each damaged or missing record, and for each lost file without which the run continued.
     """
 
     path: Path
@@ -94,7 +94,7 @@ class RunFiles:
 
     @property
     def planned_rounds(self) -> int | None:
-        """Rounds of the experiment."""
+        """Number of rounds that the experiment asks for."""
         asked = numeric(mapping(self.experiment.get("method")).get("rounds"))
         return int(asked) if finite(asked) else None
 
@@ -124,7 +124,7 @@ class RunFiles:
 
     @property
     def silos_own_rows(self) -> bool:
-        """Whether clients have their own rows, without a partition of common rows."""
+        """Whether the clients read their own rows, so that no common rows were partitioned."""
         at_sites = self.manifest.get("clients") and self.manifest.get("split", "") is None  # of a deployment
         return bool(mapping(self.experiment.get("data")).get("clients") or at_sites)
 
@@ -160,7 +160,7 @@ class RunFiles:
 
     @property
     def guarantee(self) -> dict[str, Any] | None:
-        """The differential privacy that the run claims, as of :func:`~fedfm.runtime.disclosure.guarantee`."""
+        """The differential privacy that the run claims, see :func:`~fedfm.runtime.disclosure.guarantee`."""
         ledger = mapping(self.manifest.get("ledger"))
         spent = {**ledger, "epsilon": self.result.get("epsilon", ledger.get("epsilon"))}
         return guarantee(spent, mapping(self.experiment.get("privacy")))
@@ -197,7 +197,7 @@ def read(run_dir: Path, messages: bool = True) -> RunFiles:
             f"{path}: schema {schema!r}, this fedfm reads up to {SCHEMA}; use the fedfm that wrote the run"
         )
     result = mapping(manifest.get("result"))
-    # A resumed round replaces the one written before the kill.
+    # If a round is in the file twice, a resumed run has repeated it; the later line counts.
     rounds = {r.number: r for r in map(_round, _lines(run_dir / logs.METRICS))}
     left_out = {(r.number, client) for r in rounds.values() for client, _, _, part in r.excluded if part == ROUND}
     lost = [mapping(mark) for mark in sequence(manifest.get("lost"))]
@@ -218,14 +218,14 @@ def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _gaps(run_dir: Path, result: Mapping[str, Any], last: int, messages: bool) -> list[str]:
-    """Sentences on missing records, up to the end of a finished run, else up to the newest checkpoint."""
+    """Sentences on missing records. Those of a finished run must reach its end, else its newest checkpoint."""
     files = [f for where in ("", "private/") for f in run_dir.glob(f"{where}checkpoint/round-*.safetensors")]
     committed = [int(name) for f in files if (name := f.stem.removeprefix("round-")).isdigit()]
     # A round's line is written after its checkpoint.
     last = int(whole(result.get("rounds"))) if result else max([last, *(t - 1 for t in committed)])
     logs_of = (run_dir if messages else run_dir / logs.METRICS), last, result or None
     of_logs = logs.gaps(*logs_of) if messages else logs.gaps_of_metrics(*logs_of)
-    # In a copy to share, without private/, the checkpoint may have been there.
+    # A copy without private/ was made to share the run; its checkpoint may have been left out on purpose.
     gone = bool(result) and last not in committed and (run_dir / "private").is_dir()
     model = f"the checkpoint of round {last} is missing: `fedfm predict`, `export` and `audit` need it"
     return [*of_logs, *([model] if gone else [])]

@@ -1,4 +1,7 @@
-"""The sections on metrics by round and client, the split, time, exclusions. Each function is run -> HTML."""
+"""Sections of the report: metrics by round and by client, the split, time, exclusions.
+
+Each public function takes a run and returns HTML.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from fedfm.reports.text import count, duration, esc, finite, number, numbers, pe
 
 MOST_BARS = 40  # clients with their own bar; more are averaged in groups of neighbours
 MOST_COLUMNS = 100
-MOST_CELLS = 20_000  # of the table of class counts
+MOST_CELLS = 20_000  # largest number of cells in the table of class counts
 
 
 def curves(run: RunFiles) -> str:
@@ -99,7 +102,10 @@ def _numbers(rounds: tuple[Round, ...]) -> str:
 
 
 def clients(run: RunFiles) -> str:
-    """Each client's accuracy at the end, or its loss if no accuracy is defined; the best first, no scores last."""
+    """Each client's accuracy at the end, or its loss if no accuracy is defined.
+
+    The best client comes first; clients without scores come last.
+    """
     as_loss = bool(numbers(run.client_loss.values()))
     final = run.client_loss if as_loss else run.client_accuracy
     known = numbers(final.values())
@@ -155,8 +161,10 @@ def _before_and_after(run: RunFiles, final: Mapping[str, float | None], order: S
             gain = change.format(gains[-1])
         rows.append([c, form(a), form(b), gain])
     text = "theta_bar_i is the server's model for client i, theta_i the client's model after its last local pass; both "
-    text += "are evaluated on the client's own test rows. The first column shows the gain from other clients: the last "
-    text += "local pass alone can explain a gain of the second"
+    text += (
+        "are evaluated on the client's own test rows. The first column shows the gain from other clients. A gain in "
+    )
+    text += "the second column may come from the last local pass alone"
     if gains:
         mean = change.format(statistics.fmean(gains))
         text += f" (here it moves the mean {'loss by ' + mean if as_loss else f'by {mean} points'})"
@@ -224,7 +232,7 @@ def _heat(train: dict[str, list[int]], classes: list[str], label: str) -> str:
     shares = {c: [sum(v[j] for j in g) / max(sum(v), 1) for g in groups] for c, v in train.items()}
     rows = [(c, s, count(sum(train[c]))) for c, s in shares.items()]
     many = ""
-    if len(rows) > MOST_BARS:  # neighbours in this order have the same largest class, so that a mean keeps the pattern
+    if len(rows) > MOST_BARS:  # neighbours in this order have the same largest class, so a mean keeps the pattern
         rows.sort(key=lambda r: (max(range(len(r[1])), key=r[1].__getitem__, default=0), -max(r[1], default=0)))
         parts, rows = neighbours(rows, MOST_BARS), []
         for part in parts:
@@ -278,8 +286,8 @@ def exclusions(run: RunFiles) -> str:
     rows = [[str(t), c, part, code, reason] for t, c, code, reason, part in run.exclusions]
     clients = len({c for _, c, *_ in run.exclusions})
     text = note(
-        f"{plural(len(rows), 'exclusion')} of {plural(clients, 'client')}; the run continued without them. Where only "
-        "the scores or a client's own model are missing, its update counts."
+        f"{plural(len(rows), 'exclusion')} of {plural(clients, 'client')}; the run continued without them. If only "
+        "the scores of a client or its own model are missing, its update counts."
     )
     head = ["round", "client", "of", "code", "reason"]
     return text + table(head, rows, "Excluded clients", words=(1, 2, 3, 4))

@@ -1,5 +1,7 @@
-"""Small plots as inline SVG. The page's style sheet gives colours by class (``s1`` to ``s8``), light or dark; each
-``aria-label`` describes its drawing. Values that are absent or not finite leave a gap.
+"""Small plots as inline SVG.
+
+The page's style sheet assigns colours to the classes ``s1`` to ``s8``, for light and dark screens. Each ``aria-label``
+describes its drawing. Values that are absent or not finite leave a gap.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from fedfm.reports.text import NBSP, esc, finite, numbers, shorten, width_of
 T = TypeVar("T")
 Point = tuple[float, float | None]
 Format = Callable[[float | None], str]
-MOST_POINTS = 1200  # more are below the resolution of a screen and enlarge the file
+MOST_POINTS = 1200  # points of a line: a screen cannot show more, and they would enlarge the file
 COLOURS = 8
 _HOVER = 30  # most rows of a matrix whose cells show their values on hover
 _LEVELS = 20  # of opacity
@@ -23,7 +25,7 @@ _COLUMN = 6.6  # mean width of a character at 12 px
 
 @dataclass(frozen=True)
 class Series:
-    """A line: name, points in order of x, number of its colour and dash (1 to 8)."""
+    """A line: its name, its points in order of x, and the number of its colour and dash (1 to 8)."""
 
     name: str
     points: Sequence[Point]
@@ -51,8 +53,12 @@ class Scale:
 
 @dataclass(frozen=True)
 class ChartBar:
-    """A row of a bar chart. ``text`` is shown after the bar; without ``value`` there is no bar; ``title`` is shown on
-    hover.
+    """A row of a bar chart.
+
+    Attributes:
+        value: length of the bar; None: no bar.
+        text: shown behind the bar.
+        title: shown on hover.
     """
 
     label: str
@@ -63,7 +69,7 @@ class ChartBar:
 
 
 def ticks(low: float, high: float, most: int = 6, whole: bool = False) -> list[float]:
-    """At most ``most`` round numbers from low to high, both inside or on the ends."""
+    """At most ``most`` round numbers that lie between ``low`` and ``high``, inclusive."""
     if not high > low:
         return [low]
     raw = (high - low) / max(most - 1, 1)
@@ -76,7 +82,7 @@ def ticks(low: float, high: float, most: int = 6, whole: bool = False) -> list[f
 
 
 def domain(values: Sequence[float], within: tuple[float, float] | None = None) -> tuple[float, float]:
-    """A range with round ends that holds the values and a margin, inside ``within`` if given."""
+    """A range with round ends that holds the values and a margin; it stays inside ``within`` if that is given."""
     least, most = within or (-math.inf, math.inf)
     low, high = min(values), max(values)
     margin = max((high - low) * 0.06, abs(high) * 0.01, 1e-2 if within else 1e-9)  # fractions are labelled to 0.1 %
@@ -88,7 +94,7 @@ def domain(values: Sequence[float], within: tuple[float, float] | None = None) -
 
 
 def neighbours(items: Sequence[T], most: int) -> list[Sequence[T]]:
-    """The items in at most ``most`` groups of neighbours; their lengths differ by one at most."""
+    """The items in at most ``most`` groups of neighbours; the sizes of the groups differ by at most one."""
     n = min(most, len(items))
     return [items[len(items) * i // n : len(items) * (i + 1) // n] for i in range(n)]
 
@@ -150,7 +156,7 @@ def axes(
     height: int,
     x_label: str,
 ) -> list[str]:
-    """The grid of a plot from ``left`` on, with named marks (value, name) below it and at its left."""
+    """The grid of a plot, which begins at ``left``, with marks (value, name) below it and at its left."""
     body = []
     for t, name in beside:
         body.append(f'<line class="grid" x1="{left:.1f}" x2="{width - 4}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>')
@@ -200,7 +206,7 @@ def bars(
     reference: tuple[float, str] | None = None,
     spans: Sequence[tuple[float, float] | None] = (),
 ) -> str:
-    """Horizontal bars, one a row: stacked if they have parts; with ``spans``, dots on their ranges."""
+    """Horizontal bars, one in each row. Bars with parts are stacked. With ``spans``, each row has a dot on a range."""
     if not rows:
         return empty(width, label)
     step, top = 26, 22 if reference else 4
@@ -290,7 +296,7 @@ def heat(
 
 
 def matrix(width: int, names: Sequence[str], cells: Sequence[Sequence[float]], label: str, high: float) -> str:
-    """Square cells by value, darker towards ``high``, below 0 in the second colour; ``names`` may be empty."""
+    """Square cells, darker for values near ``high``, in a second colour for values below 0; ``names`` may be empty."""
     if not cells:
         return empty(width, label)
     left = min(max(width_of(n) for n in names) * _COLUMN + 12, width * 0.3) if names else 0.0

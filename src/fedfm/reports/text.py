@@ -1,7 +1,7 @@
 """Text and numbers for people: escaping and units.
 
-Names of clients, classes and files are untrusted: text of a run reaches a terminal only through :func:`visible`, and a
-page only through :func:`esc`.
+Names of clients, classes and files are untrusted. So a run's text is written to a terminal only through
+:func:`visible`, and to a page only through :func:`esc`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def esc(text: object) -> str:
-    """Safe as an element's text and inside a double-quoted attribute, in HTML and in XML."""
+    """Escape text for use in an element or in a double-quoted attribute, in HTML and in XML."""
     return escape(visible(text), quote=True)
 
 
@@ -37,8 +37,8 @@ def _columns(character: str) -> int:
 
 
 def shorten(text: object, columns: int) -> str:
-    """The text cut to ``columns``, with an ellipsis; of a long one only the beginning is looked at."""
-    width, kept = 0, 0  # columns so far; characters of which an ellipsis leaves room for
+    """The text, cut to ``columns`` with an ellipsis if it is longer; the function reads no more than it needs."""
+    width, kept = 0, 0  # columns so far; characters that fit before an ellipsis
     text = visible(text)
     for at, character in enumerate(text):
         width += _columns(character)
@@ -78,7 +78,7 @@ def number(value: float | None) -> str:
 
 
 def count(value: int) -> str:
-    """Thousands set apart by a narrow no-break space."""
+    """A whole number with narrow no-break spaces between thousands."""
     return f"{value:,}".replace(",", "\N{NARROW NO-BREAK SPACE}")
 
 
