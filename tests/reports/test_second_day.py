@@ -60,7 +60,7 @@ def test_epsilon_in_two_sentences(tmp_path, unit, said):
     assert f"e^epsilon = {math.exp(2.0):.4g}" in text
     # Group privacy of two: 2 epsilon, and delta + e^epsilon delta.
     assert f"epsilon = 4 at delta = {1e-5 + math.exp(2.0) * 1e-5:.4g}" in text
-    assert "not covered" in text
+    assert "does not cover" in text
     assert text in " ".join(words(path).split())
 
 

@@ -146,7 +146,7 @@ def test_a_run_is_the_same_with_a_tracker_that_fails(tmp_path):
     heard.round = lambda line: None
     run = Run.create(execute.Experiment.from_dict(experiment(tmp_path)), tmp_path / "tracked")
     result = execute.drive(run, Tracked(heard, {"failing": Failing()}), fresh=True)
-    assert heard.told.count("failing tracks no more: OSError: the disk is full") == 1
+    assert heard.told.count("failing stops tracking this run: OSError: the disk is full") == 1
     plain = fedfm.run(experiment(tmp_path), tmp_path / "plain")
     assert result["params_sha256"] == plain["params_sha256"]
 

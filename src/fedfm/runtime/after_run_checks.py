@@ -12,8 +12,8 @@ from fedfm.config.experiment import Experiment
 from fedfm.models import derived_modules
 from fedfm.training import TrainsLocally
 
-_RISE = 1.05  # of the lowest test loss; less is noise
-_FALL = 0.01  # of the accuracy
+_RISE = 1.05  # last test loss over the lowest one; a smaller rise is noise
+_FALL = 0.01  # fall of the accuracy
 
 
 def overfitting_notices(lines: Sequence[Mapping[str, Any]], experiment: Experiment) -> list[str]:
@@ -22,7 +22,7 @@ def overfitting_notices(lines: Sequence[Mapping[str, Any]], experiment: Experime
     if len(known) < 3:
         return []
     last, trained = known[-1], known[1:]
-    # An untrained start has a low loss (uniform predictions), so later rounds cannot be compared with it.
+    # An untrained model predicts uniformly, which has a low loss; so round 0 is no measure for later rounds.
     lows = [min(points, key=lambda point: point[1]) for points in (known, trained)]
     worse = [low for low in lows if last[1] >= _RISE * low[1] and last[2] <= low[2] - _FALL]
     if not worse:
@@ -51,7 +51,10 @@ def _cure(experiment: Experiment) -> str:
 
 
 def outside(module: nn.Module) -> list[str]:
-    """A notice if arguments of a student's polynomials left their intervals, on the rows that this process computed."""
+    """A notice if arguments of a student's polynomials left their intervals, on the rows that this process computed.
+
+    The intervals are those on which the polynomials approximate softmax, LayerNorm and GELU.
+    """
     counts = derived_modules.violations(module).values()
     if not (far := sum(n for n, _ in counts)):
         return []

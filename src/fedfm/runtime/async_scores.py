@@ -1,6 +1,6 @@
 """Scores between asynchronous rounds of a deployment: each client scores the model that it last received.
 
-A request for scores after each round would wait for the clients that train. So a client scores the received model
+A request for scores after each round would wait for clients that are training. So a client scores the received model
 before it trains, and reports the scores in the metrics of its update. The server keeps each client's newest scores.
 """
 
@@ -18,8 +18,8 @@ from fedfm.linalg.params import Params
 from fedfm.runtime.predictions import PARTS, scores, seen_by
 
 FAILED = f"{SENT}failed"  # 1 in the metrics of an update whose client could not score the model that it was sent
-_NEWEST = "newest_scores"  # in the server's memory: client -> {"round": of the model, part: metrics}
-_SLACK = 2  # times the usual age: older scores are left out of the mean, since they belong to former models
+_NEWEST = "newest_scores"  # key in the server's memory: client -> {"round": round of the model, part: metrics}
+_SLACK = 2  # times the usual age; scores that are older are left out of the mean
 
 
 def of_sent(
@@ -52,7 +52,7 @@ class Newest:
 
     Args:
         every: ``run.evaluate_every``.
-        buffer: K, updates of a round.
+        buffer: K, number of updates in a round.
     """
 
     def __init__(self, fed: Federation, every: int, buffer: int) -> None:
@@ -68,7 +68,9 @@ class Newest:
                 self._start.setdefault(client, {"round": 0})[part] = known
 
     def hear(self) -> list[ClientId]:
-        """Record the scores that came with this round's updates; before the commit, so that a resumed run has them too.
+        """Record the scores that came with this round's updates.
+
+        The caller does this before the commit, so that a resumed run has the scores, too.
 
         Returns:
             The clients that could not score the model that they were sent.
@@ -80,7 +82,9 @@ class Newest:
                 part, _, key = name.removeprefix(SENT).partition("/")
                 if name.startswith(SENT) and part in PARTS and key:
                     told.setdefault(part, {})[key] = value
-            told = {part: found for part, found in told.items() if found.get("n", -1.0) >= 0}  # else no client of ours
+            told = {
+                part: found for part, found in told.items() if found.get("n", -1.0) >= 0
+            }  # an honest client reports n
             if told:
                 known[client] = {"round": self._fed.began[client] - 1, **told}
         self._fed.memory[_NEWEST] = known

@@ -1,8 +1,8 @@
-"""Checks of rows, model and libraries before the first round, so that a mistake costs no client its part in the run.
+"""Checks of rows, model and libraries before the first round: a mistake that they find excludes no client later.
 
-They compare the columns of feature vectors, compare tokens with the embedding, and compute the model on a few rows.
-(The reader has already checked that images and cells can be read.) A fault is refused with its place; a probable
-fault is a notice.
+They compare the columns of feature vectors with each other, compare tokens with the size of the embedding, and compute
+the model on a few rows. (The reader has already checked that images and cells can be read.) A mistake is an error that
+names its place; a probable mistake is a notice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.training import TrainsLocally
 from fedfm.training.optimisers import joins_last
 
-_FEW = 8  # rows; the loss of the two shortest is computed
+_FEW = 8  # rows to look at; the loss of the two shortest ones is computed
 _PAIR = 2
 
 
@@ -63,7 +63,7 @@ def check(method: Method[Any], population: Partitioned) -> list[str]:
 
 
 def notices(population: Partitioned) -> list[str]:
-    """Lines about feature vectors of which one column is much wider than the others, or one client's than another's."""
+    """Notices about feature vectors: one column, or one client, has much larger values than the others."""
     if population.federated.table.kind != "features":
         return []
     from fedfm.runtime import feature_columns

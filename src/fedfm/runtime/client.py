@@ -71,16 +71,16 @@ class Silos:
 
     Args:
         memory: folder of clients' memories, one subfolder each.
-        attack: replaces the client half of some clients; it is called with the half, the client and the payload (see
+        attack: replaces the client half of some clients. It is called with the half, the client and the payload (see
             :class:`fedfm.attacks.attackers.Attackers`); None: all clients are honest.
-        allow: the silo's policy, in words of :mod:`fedfm.privacy.policy`; ``("mean",)`` shows no single reply.
+        allow: the silo's policy, in words of :mod:`fedfm.privacy.policy`; ``("mean",)`` discloses no single reply.
         on_error: receives the traceback of a handler's exception, which stays at the client.
-        local_scores: an update for a mean also contains the accuracy of the client's model on the client's own test
-            rows before aggregation.
+        local_scores: whether an update for a mean also contains the accuracy that the client's trained model has on the
+            client's own test rows, before aggregation.
         scores_sent: number of rounds between updates with scores of the received model, if the policy allows scores;
             0: never (see :mod:`fedfm.runtime.async_scores`).
-        reveal: the server receives the text of a client half's failure, which may contain paths and values; else it
-            receives the code and a sentence that is the same for all rows.
+        reveal: whether the server receives the text of a client half's failure, which may contain paths and values. If
+            not, it receives the code and a sentence that does not depend on the rows.
         transport: precision of the Params in messages, ``run.transport``.
         own: attributes of each :class:`~fedfm.core.client.Client` from a silo's file: ``smallest_cohort``,
             ``identity``, ``roster``, ``log``; None if the clients hold parts of the server's own table.
@@ -106,7 +106,7 @@ class Silos:
         transport: str = EXACT,
         own: Mapping[str, Any] | None = None,
     ) -> None:
-        # Made before any message changes the model's parameters.
+        # The evaluation is made before any message changes the model's parameters.
         self._coding: Coding | None = None
         if transport != EXACT:
             from fedfm.core.transport import Coding
@@ -124,17 +124,17 @@ class Silos:
 
     @property
     def width(self) -> int:
-        """Largest number of clients for one call of :meth:`answer`."""
+        """Largest number of clients that one call of :meth:`answer` can serve."""
         return scheduler.width(self.population.client_model)
 
     @property
     def least(self) -> int:
-        """Smallest efficient number of clients for one call of :meth:`answer`."""
+        """Number of clients from which one call of :meth:`answer` for all is faster than a call for each."""
         return scheduler.least(self.population.client_model)
 
     @functools.cached_property
     def room(self) -> int:
-        """Most bytes of a message to or from these clients."""
+        """Largest number of bytes of a message to or from these clients."""
         from fedfm.core.wire import limits
 
         return limits.room(getattr(self.population.client_model, "layout", None))
@@ -196,7 +196,7 @@ class Silos:
             raise ClientFault(E_REFUSED, why)
 
     def _fault(self, client: ClientId, error: BaseException) -> ClientFault:
-        """The fault that the server receives; all other detail stays in the client's error log."""
+        """The fault that the server receives; all other details stay in the client's error log."""
         if isinstance(error, ClientFault):
             if self._reveal or error.code in OF_NO_ROW:
                 return error
@@ -220,7 +220,7 @@ class Silos:
         if client.scale is not None:
             alike[SCALE] = client.scale
         client.broadcast = (request.handler, request.round, alike)
-        attack = None if kind == "aggregate" else self.attack  # an attacker poisons its update but follows the protocol
+        attack = None if kind == "aggregate" else self.attack  # an attacker keeps to the protocol of secure aggregation
         half = partial(fn, client, **payload) if attack is None else partial(attack, fn, client, payload)
 
         def call_half() -> Any:
@@ -246,7 +246,7 @@ class Silos:
         return reply
 
     def _part(self, client: Client, request: Request, payload: Mapping[str, Any], call_half: Callable[[], Any]) -> Any:
-        """The client's part of a mean: its update and metrics in the aggregation's form."""
+        """The client's part of a mean: its update and metrics in the form of the aggregation, e.g. masked."""
         of_sent = self._of_sent(client, payload) if self._scores_due(request) else {}
         reply = call_half()
         if self._local_scores and isinstance(reply, Update):
@@ -256,9 +256,11 @@ class Silos:
         return self.aggregator.protect(client, reply)
 
     def _blank(self, client: Client, error: Exception) -> Any:
-        """An empty part in place of a failure, where the server sees sums: whether a part failed depends on the rows.
+        """An empty part of a sum in place of a failure.
 
-        If all clients hold parts of the server's table, the server gets the fault, since there are no silos' logs.
+        Whether a client half fails may depend on its rows. A server that sees only sums must not learn it: so it gets
+        an empty part, and the silo's log has the error. If all clients hold parts of the server's table, there are no
+        silos' logs, and the server gets the fault.
 
         Raises:
             Exception: the error, if the server sees single updates or the refusal does not depend on rows.
@@ -274,7 +276,7 @@ class Silos:
         return reply
 
     def _why_refused(self, kind: str, name: str) -> str | None:
-        """Reason to refuse a request, or None. The silo itself looks up what a handler exposes."""
+        """Reason to refuse a request, or None. The silo looks up what a handler exposes; the server cannot state it."""
         if f"{kind}.{name}" not in self._handlers:
             own = [k for k in EXPOSES if f"{k}.{name}" in self._handlers]
             none = f"{name} is not a handler of this run, or its method declares it in neither means nor asks"
@@ -284,7 +286,7 @@ class Silos:
         return None
 
     def _scores_due(self, request: Request) -> bool:
-        """Whether the client must score the received model now; a restarted process starts the count again."""
+        """Whether the client must score the received model now. A restarted process begins to count rounds again."""
         if not self._scores_sent or EXPOSES["scores"] not in self.allow:
             return False
         last = self._scored.get(request.client)
@@ -304,7 +306,10 @@ class Silos:
             return {async_scores.FAILED: 1.0}
 
     def _before_aggregation(self, client: Client) -> dict[str, float]:
-        """Accuracy and loss of the client's trained model, and a 1: its mean is the share of clients with test rows."""
+        """Accuracy and loss of the client's trained model, and a 1.
+
+        The server averages all three. The mean of the 1 is the share of clients with test rows.
+        """
         if client.trained is None or not len(client.data.test):
             return {}
         seen = seen_by(self.method, client)
@@ -332,7 +337,7 @@ class Silos:
         return Client(
             id=request.client,
             data=data,
-            model=cast(Model, self.population.client_model),  # a method whose clients have none asks for none
+            model=cast(Model, self.population.client_model),  # None only for methods whose clients use no model
             memory=DiskMemory(self._memory, request.client, (request.round, request.call)),
             seed=seeds.derive(self._seed, "client", request.round, request.client),
             secret=partial(secret, self._memory, request.client),
@@ -346,7 +351,7 @@ class Silos:
         )
 
     def _span(self, t: int) -> tuple[float, float]:
-        """The part of the run that round t covers; requests before or after the rounds are at the ends 0 and 1."""
+        """(begin, end) of round t as fractions of the run; (0, 0) before the first round, (1, 1) after the last."""
         total = max(self.method.rounds, 1)
         return min(max(t - 1, 0), total) / total, min(t, total) / total
 

@@ -1,7 +1,7 @@
 """Memory of a client between messages, on the client's own disk, and memory of the server between rounds.
 
-Each (round, call) that writes makes its own version, and reads see the newest version before it. A server that was
-killed and repeats a round therefore finds each client in its earlier state, without any rollback.
+Each request, identified by (round, call), writes a version of its own, and reads the newest version before it. So if a
+server was killed and repeats a round, each client reads its earlier state, and nothing needs to be rolled back.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fedfm.runtime import file_integrity
 from fedfm.runtime.file_integrity import SECRET, version_name, version_of
 
 ROUNDS, CALLS = 10**7 - 1, 10**5 - 1  # the largest of each that fits into a version's name
-BACK = 2  # rounds that a resume may go back: to the newest checkpoint, or to the one before if it is damaged
+BACK = 2  # rounds that a resume may go back: to the newest checkpoint, or to the one before if that is damaged
 
-FIRSTS, STORES = "+first", "+store"  # never a party's folder, like LISTS of file_integrity
+FIRSTS, STORES = "+first", "+store"  # no party's folder can have such a name, see LISTS of file_integrity
 
 entropy = os.urandom  # tests replace it
 
@@ -33,7 +33,7 @@ def secret(root: Path, client: str, name: str) -> bytes:
     A secret has no versions: a round that is repeated after a crash must release the same noise, not a second sample.
 
     Raises:
-        Lost: their file is damaged or missing; a second draw would be a second release.
+        Lost: the file is damaged or missing. Other bytes would release a second sample of the noise.
     """
     path, names = secret_file(root, client, name), file_integrity.list_of(root, client)
     try:
@@ -57,9 +57,10 @@ def secret_file(root: Path, client: str, name: str) -> Path:
 
 
 def first(root: Path, client: str, name: str, value: bytes) -> bytes:
-    """Store a name's first value, and return it; later values are ignored. It is on the disk when this returns.
+    """Store the first value of a name, and return it; later values are ignored.
 
-    If several processes store a value at the same time, one wins, and all get its value.
+    The value is on the disk when the function returns. If several processes store a value at the same time, one value
+    is stored, and all processes get it.
 
     Raises:
         Lost: its file is damaged.
@@ -132,10 +133,10 @@ def of_server(private: Path) -> Callable[[int], MutableMapping[str, Any]]:
 
 
 class DiskMemory(MutableMapping[str, Any]):
-    """A memory, loaded on first use. :meth:`commit` writes it if it changed; a failed handler never commits.
+    """A memory, loaded on first use. :meth:`commit` writes it if it changed; after a failed handler nobody commits.
 
-    Reading raises :class:`~fedfm.errors.Lost` if the required version is damaged or missing: an older version would
-    silently continue from another state.
+    A read raises :class:`~fedfm.errors.Lost` if the required version is damaged or missing. An older version in its
+    place would let the run continue from another state, and nobody would notice.
 
     Args:
         root: folder of all memories; each party has a subfolder, made on the first write.
@@ -192,7 +193,7 @@ class DiskMemory(MutableMapping[str, Any]):
             self._path(version).unlink(missing_ok=True)
 
     def _versions_to_keep(self, versions: list[tuple[int, int]]) -> set[tuple[int, int]]:
-        """Versions that a repeated request may read: all of this round, and the last one of each round before."""
+        """Versions that a repeated request may read: all of this round, and the last one of each earlier round."""
         t = self._version[0]
         past = [v for v in versions if v <= self._version]
         found = {version for version in past if version[0] == t}

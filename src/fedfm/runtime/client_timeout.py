@@ -1,7 +1,7 @@
-"""How long the server waits for a client: ``run.timeout``, or longer if measured steps are slow.
+"""How long the server waits for a client: ``run.timeout``, or longer if training steps are slow.
 
-One step is measured before the first round if a client's work could take minutes. Without it, a short timeout would
-discard the work of slow clients.
+If a client's work could take minutes, the server measures one training step before the first round. Otherwise a short
+timeout would discard the work of slow clients.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fedfm.models.model import Model
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.training import TrainsLocally
 
-_SLACK = 4.0  # a client's machine may be slower, and busy
+_SLACK = 4.0  # factor on the measured time: a client's machine may be slower, and busy
 _WORK = 1e12  # parameters x positions x rows of a client's round; less work takes seconds on any processor
-_POSITIONS = 256  # of an image
+_POSITIONS = 256  # positions (patches) of an image
 
 
 def patience(method: Method[Any], population: Partitioned, spec: RunSpec, notice: Callable[[str], None]) -> float:
@@ -30,7 +30,7 @@ def patience(method: Method[Any], population: Partitioned, spec: RunSpec, notice
 
     Args:
         notice: gets a line if a client's round may take longer than ``run.timeout``. The line contains the client's
-            number of steps, so it belongs on the operator's screen, and not in the run.
+            number of steps. So it is shown to the operator, and not written into the run directory.
     """
     work = _work(method, population)
     seconds = None if work is None else step_seconds(population.model, *work[:2])
@@ -49,7 +49,7 @@ def patience(method: Method[Any], population: Partitioned, spec: RunSpec, notice
 
 
 def _work(method: Method[Any], population: Partitioned) -> tuple[Rows, int, int] | None:
-    """(rows of the largest client, rows per step, its steps per round); None if these take seconds or are unknown."""
+    """(rows of the largest client, rows per step, steps per round); None if they are unknown or take only seconds."""
     if population.client_model is None or not isinstance(method, TrainsLocally) or not method.rounds:
         return None
     if method.needs.pooled or population.federated.table.kind == "own":

@@ -1,7 +1,7 @@
-"""The scores that a silo reports, no more precise than a result needs.
+"""Round the scores that a silo reports to the digits that a result needs.
 
-A server chooses the model that is scored, so a loss with all its digits would reveal values of single rows. An accuracy
-stays exact: it is a count of right answers, which must be exact to be pooled over silos.
+The server chooses the model that is scored. From a loss with all its digits, it could compute values of single rows. An
+accuracy stays exact: it is a count of right answers, and only exact counts can be added over silos.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DIGITS, PLACES, MOST = 4, 4, 1e9  # significant digits of a figure, its last dec
 
 
 def coarse(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep counts of rows (and shares made of them) exact; round all other scores to four significant digits.
+    """Keep numbers of rows, and shares of rows, exact; round all other scores to four significant digits.
 
     Example:
         >>> coarse({"n": 3, "accuracy": 2 / 3, "loss": 0.6931471805599453, "macro_f1": 0.5})
@@ -39,7 +39,7 @@ def _round(value: Any) -> Any:
 
 
 def _counts(share: Any, n: Any) -> bool:
-    """Whether a share of n rows is an integer count of rows."""
+    """Whether ``share`` times n is a whole number of rows."""
     if not isinstance(share, (int, float)) or not isinstance(n, (int, float)) or not math.isfinite(share * n):
         return False
     return 0 <= share <= 1 and share == round(share * n) / max(n, 1)

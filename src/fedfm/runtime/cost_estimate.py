@@ -1,4 +1,4 @@
-"""What a run will take, before it starts: rows, bytes, time and memory, for ``fedfm check``."""
+"""Estimates for ``fedfm check`` before a run starts: rows, bytes, time and memory."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.training import TrainsLocally
 from fedfm.training.scheduler import by_autograd, compiles, train_client
 
-_WHOLE = 10.0  # seconds: the estimate trains a complete client's round if that takes less, else one step of it
-_LOAD = 0.3  # seconds: compiled loops and a client's round in them take longer to load than torch's steps
+_WHOLE = 10.0  # seconds: if one client's round takes less, the estimate trains a complete round, else one step
+_LOAD = 0.3  # seconds that compiled loops need to load; if torch needs less for the round, it is measured with torch
 _BRIEF = 5.0  # seconds of all rounds: for a shorter run an upper bound is enough
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Estimates; a field is None if it depends on the rows, as with mixtures and other statistics.
+    """Estimates. A field is None if it depends on the rows, e.g. the bytes of mixtures.
 
     Attributes:
-        rows: client -> its training, validation and test rows.
-        counts: client -> class -> training rows; empty without labels.
-        bytes_up, bytes_down: of one client's messages in a round.
+        rows: client -> its numbers of training, validation and test rows.
+        counts: client -> class -> number of training rows; empty without labels.
+        bytes_up, bytes_down: bytes of one client's messages in a round.
         client_seconds: local training of the largest client in a round, on this machine, in one process.
-        run_seconds: local training of all rounds, in one process.
-        at_most: whether these seconds are an upper bound, measured with torch, while the run uses compiled loops.
+        run_seconds: local training of all clients in all rounds, in one process.
+        at_most: whether these seconds are an upper bound: they are measured with torch, but the run uses compiled
+            loops.
         memory: peak bytes of this process, which has read rows and model and trained for the estimate.
     """
 
@@ -91,7 +92,7 @@ def forecast(experiment: Experiment, population: Partitioned) -> Forecast:
 
 
 def _bytes(experiment: Experiment, population: Partitioned) -> tuple[int | None, int | None]:
-    """(up, down), from the types that the client halves take and return; None if those are not the parameters."""
+    """(up, down): bytes by the types that the client halves take and return; None if these are not parameters."""
     model, needs, halves = population.client_model, experiment.method.needs, halves_of(experiment.method)
     if needs.pooled or experiment.run.transport != EXACT or model is None or not halves:
         return None, None
@@ -109,7 +110,11 @@ def _bytes(experiment: Experiment, population: Partitioned) -> tuple[int | None,
 
 
 def _client_seconds(experiment: Experiment, population: Partitioned, times: float) -> tuple[float | None, bool]:
-    """Seconds of the largest client's round, and whether they are an upper bound; the run takes ``times`` as long."""
+    """(seconds of the largest client's round, whether they are an upper bound).
+
+    Args:
+        times: training of the complete run takes this many times as long.
+    """
     method, model = experiment.method, population.client_model
     if model is None or not isinstance(method, TrainsLocally) or population.federated.table.kind == "own":
         return None, False
@@ -144,7 +149,7 @@ def _client_seconds(experiment: Experiment, population: Partitioned, times: floa
             began = time.perf_counter()
             method.local(client, w)
             spent = min(spent, time.perf_counter() - began)
-            if 1 < spent < 3 * seconds:  # else the first pass included compilation
+            if 1 < spent < 3 * seconds:  # if it took longer, the first pass included compilation
                 break
     model.load(w)
     return spent * passes, at_most

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _KEY = ("data", "fingerprint")  # party and name of the secret under private/
 _WORDS = {"preparation": "tokenizer or image processor of the model"}
-_PUBLIC = ("kind", "source", "classes")  # keys of a split that no single row determines
+_PUBLIC = ("kind", "source", "classes")  # keys of a split that do not depend on single rows
 JOINED = (
     "clients/ holds the model of each client that joined after training: it is fitted to that client's rows, tells "
     "about them, and no epsilon of the run covers them."
@@ -89,16 +89,16 @@ def fingerprints(run: Run, table: Table, model: Model) -> dict[str, str]:
                     f"{path} is missing: it keys the fingerprint of the data, and without it nobody can check whether "
                     "these data are those that this run began with; put the file back"
                 )
-            began.pop("data", None)  # the run continues without the key, and is marked
+            began.pop("data", None)  # the run continues without the key, and the manifest says so
         data = hmac.new(secret(private, *_KEY), data.encode(), hashlib.sha256).hexdigest()
     return {"data": data, **model.fingerprints}
 
 
 def check_same(run: Run, now: Mapping[str, str], why: str) -> None:
-    """Compare fingerprints with those of the run; a fingerprint whose key was lost is not compared.
+    """Compare fingerprints with those that the run began with; a fingerprint whose key is lost is not compared.
 
     Args:
-        why: the reason why the originals are needed.
+        why: why the run needs the same rows and model; it ends the message.
 
     Raises:
         InputError: one differs.

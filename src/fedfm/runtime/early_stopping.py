@@ -19,7 +19,7 @@ def patience_over(run: Run) -> bool:
 
 
 def summarise(run: Run, t: int, of: int) -> tuple[dict[str, object], list[str]]:
-    """(entries of the result's ``details``, notices) for a run of t rounds that keeps the model of round ``of``."""
+    """(entries of the result's ``details``, notices) for a run of t rounds whose final model is from round ``of``."""
     patience, planned = run.experiment.run.patience, run.experiment.method.rounds
     details: dict[str, object] = {}
     notices: list[str] = []

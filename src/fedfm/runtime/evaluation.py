@@ -45,16 +45,16 @@ class Evaluation:
 
     @on_client(kind="scores")
     def evaluate(self, client: Client, w: Params, part: str) -> dict[str, Any]:
-        """The client's own model on its own ``test`` or ``val`` rows (see ``models.metrics.evaluate``)."""
+        """Scores of the client's own model on its own ``test`` or ``val`` rows (see ``models.metrics.evaluate``)."""
         client = seen_by(self.method, client)
         return scores(self.method, client.model, own(self.method, client, w), _rows(client, part))
 
     @on_client(kind="scores")
     def evaluate_start(self, client: Client, w: Params, part: str) -> dict[str, Any]:
-        """As :meth:`evaluate`, for the start model of the client's last local pass."""
+        """As :meth:`evaluate`, but for the model from which the client's last local pass starts."""
         method: object = self.method
         if not has(method, Personal, "start_models"):
-            raise ClientFault(E_REFUSED, "this method has one model to score, and no other to start from")
+            raise ClientFault(E_REFUSED, "this method has only one model to score; its local pass starts from no other")
         start = method.start_of(client, w)
         return scores(self.method, client.model, start, _rows(client, part))
 
@@ -90,7 +90,7 @@ class Evaluator:
             test rows.
 
     Attributes:
-        missing: clients that did not give their scores, or the model that they keep, each with the reason.
+        missing: clients whose scores, or whose own model, did not arrive, each with the reason.
     """
 
     def __init__(self, run: Run, fed: Federation, judge: Judge | None) -> None:
@@ -117,7 +117,7 @@ class Evaluator:
     def collect_models(self, state: Any) -> dict[ClientId, Params]:
         """The final models, with the parts that clients keep; a client that refuses is left out.
 
-        Under [privacy] no client is asked for what it keeps: the server may see only sums, or what the ledger covers.
+        Under [privacy] no client is asked for its parts: the server may only see sums, or what the ledger covers.
         """
         models = self.models(state)
         if not keeps_parts(self._method):
@@ -138,11 +138,11 @@ class Evaluator:
     def scores(self, state: Any, thorough: bool) -> dict[str, Any]:
         """Metrics of the state: each client on its own test rows, the server's models on the global test rows.
 
-        Between asynchronous rounds of a deployment clients are not asked: a client's metrics are the last that it
-        reported, for the model after round ``client_scored_round``.
+        Between asynchronous rounds of a deployment clients are not asked. A client's metrics are then the last ones
+        that it reported. They belong to the model after round ``client_scored_round``.
 
         Args:
-            thorough: also the costly metrics of the last round.
+            thorough: whether to compute the costly metrics, too, which only the last round has.
         """
         models = self.models(state)
         self._by_updates = self._newest is not None and not thorough and self._fed.round > 0
@@ -168,7 +168,7 @@ class Evaluator:
         elif self.judge is not None and (thorough or not personal(self._method)):
             known = (
                 self.collect_models(state) if keeps_parts(self._method) else models
-            )  # the objects that the clients were sent
+            )  # the same objects that the clients received
             by_model = {client: self.judge(w, by_class=thorough) for client, w in known.items()}
             judged = list(by_model.values())
             line[GLOBAL_ACCURACY] = _mean("accuracy", judged)
@@ -225,13 +225,14 @@ class Evaluator:
         return {client: replies.get(client, {}) for client in self._fed.clients}
 
     def _aside(self, handler: Callable[..., Any], **payload: Any) -> dict[ClientId, Any]:
-        """Ask outside the method: the messages are not counted, and a failed reply excludes no client from the round.
-        A client that fails here is left out of the scores only.
+        """Ask clients for something that is not part of the method.
+
+        The messages are not counted. A client that fails here is left out of the scores, but not of the round.
         """
         return self._set_aside(lambda: self._fed.ask(handler, counted=False, least=0, **payload))
 
     def _set_aside(self, call: Callable[[], T]) -> T:
-        """Keep the exclusions of a call apart from the round's own."""
+        """Make a call to clients, and record its exclusions in ``missing``, apart from the round's exclusions."""
         excluded, cohort = list(self._fed.excluded), self._fed.cohort
         found = call()
         self.missing += self._fed.excluded[len(excluded) :]
@@ -253,11 +254,14 @@ def judge(
 ) -> Judge | None:
     """Metrics of a method's parameters on the global test rows; None if there are no such rows.
 
-    If logits are cached (see :mod:`fedfm.training.packed.predictor`), the rows are evaluated in the clients' pieces.
-    A process that has evaluated its clients with the same parameters then has the logits already, with the same bits.
-    Language models go by pieces too, since their scores are sums over rows or tokens: an engine that has the clients'
-    scores for these parameters passes them as ``told``, and no row is computed twice. All engines use pieces, so that
-    bits are the same.
+    The rows are evaluated in pieces, one for each client's test rows, in two cases. Both avoid to compute rows twice:
+
+    - Logits are cached (see :mod:`fedfm.training.packed.predictor`). A process that has evaluated its clients with the
+      same parameters already has the logits of their pieces.
+    - Language models, whose scores are sums over rows or tokens. An engine that has the clients' scores for these
+      parameters passes them by ``client_scores``.
+
+    All engines use the same pieces, so that they compute the same bits.
 
     Two kinds of rows are computed a second time, since their clients' scores do not determine the global ones. Running
     text: each client's texts are joined and cut into blocks, which differ from the blocks of all test texts. Classes

@@ -1,4 +1,4 @@
-"""What each party received, in which form: a sum over the crossings of ``messages.jsonl``."""
+"""What each party received, and in which form: sums over the messages that ``messages.jsonl`` lists."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fedfm.runtime import logs
 SERVER = "server"
 MEAN = "train."  # prefix of handlers whose replies the server only averages
 _OF_ROWS = ("train", "query", "reveal")  # kinds of messages whose replies are made of a client's rows
-_MOST = 2**63  # of a count of bytes; a larger one was not written by a run
+_MOST = 2**63  # largest count of bytes; no run writes a larger one
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """All crossings of one handler in one direction and form."""
+    """All messages of one handler in one direction and form."""
 
     handler: str
     direction: str  # up, down, across
@@ -45,7 +45,7 @@ class Exposure:
     smallest_sum: int | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Values for the manifest. The parties are the server and all clients together; the log has each client."""
+        """Values for the manifest. It has one sum for all clients; the log has each client."""
         by = {"up": ("clients", SERVER), "down": (SERVER, "clients"), "across": ("clients", "clients")}
         rows = []
         for t in self.traffic:

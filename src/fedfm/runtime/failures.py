@@ -1,7 +1,7 @@
 """Clients that were left out of rounds, of scores, or of the models that the server asked for.
 
-A run goes on without a client that fails. So its end states who was left out, how often and why. It includes failed
-scores, which no round needs.
+A run goes on without a client that fails. So the result says who was left out, how often and why. Failed scores are
+listed, too, although no round needs them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from fedfm.core.messages import MISSING, ROUND, Excluded
 from fedfm.errors import E_CLIENT, E_DUPLICATE, E_ROUND
 
-_EXTRA = (E_DUPLICATE, E_CLIENT, E_ROUND)  # of an extra reply; the expected one may have come too
-_SHOWN = 10  # clients by name
+_EXTRA = (E_DUPLICATE, E_CLIENT, E_ROUND)  # codes of an unexpected reply; the expected reply may have come, too
+_SHOWN = 10  # number of clients that are named
 
 
 def entry(excluded: Excluded) -> dict[str, Any]:
-    """An exclusion in the form of ``metrics.jsonl``, whose line has the round."""
+    """An exclusion as an entry of a line of ``metrics.jsonl``; the round stands in the line itself."""
     return {
         "client": excluded.client,
         "code": excluded.code,
@@ -39,8 +39,8 @@ def whole(
     """All exclusions of a run, each once.
 
     Args:
-        of_rounds: from the committed rounds.
-        lines: of ``metrics.jsonl``, with the exclusions from scores and models.
+        of_rounds: exclusions from the committed rounds.
+        lines: lines of ``metrics.jsonl``, with the exclusions from scores and models.
         more: exclusions from messages after the last line.
     """
     beside = [e for line in lines for e in of_line(line) if e.part != ROUND]

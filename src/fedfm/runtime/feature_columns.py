@@ -1,4 +1,4 @@
-"""Widths of the columns of feature vectors."""
+"""Checks that the columns of feature vectors, and the clients' vectors, have values of similar size."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.runtime.partitioned import Partitioned
 
-_UNITS = 100.0  # times that the usual number of a client is another's, from which it is told
-_WIDE = 1e4  # a column of feature vectors this many times as wide as the median one, and at least so wide, is told
+_UNITS = 100.0  # ratio of the usual values of two clients from which a notice is given
+_WIDE = 1e4  # a notice is given of a column that is this many times as wide as the median one, and at least this wide
 
 
 def notices(population: Partitioned) -> list[str]:
-    """Lines about feature vectors of which one column is much wider than the others, or one client's than another's."""
+    """Notices about feature vectors: one column, or one client, has much larger values than the others."""
     table = population.federated.table
     if table.kind != "features" or not len(table.inputs):
         return []
@@ -54,10 +54,10 @@ def _other_units(population: Partitioned) -> list[str]:
 
 
 def check_columns(table: Table) -> None:
-    """Refuse numbers beyond what training in single precision takes.
+    """Refuse values that are too large for training in single precision.
 
     Raises:
-        InputError: with the column.
+        InputError: there are such values; it names their column.
     """
     widths = _widths(table)
     j = int(widths.argmax())

@@ -1,8 +1,9 @@
 """Integrity of the files that a party cannot make again: its secrets and its memory.
 
 The files of a party are in ``ROOT/<party>/``. Each has a checksum, which detects damage, and an entry in the list
-``ROOT/+kept/<party>/list``, which detects its loss. The list is written after a new file and before the removal of an
-old one: a process that is killed in between leaves a file too many in the list or the folder, never one too few.
+``ROOT/+kept/<party>/list``, which detects its loss. The list is written after a new file is written, and before an old
+file is removed. So a process that is killed in between leaves a file that is not listed, but never lists a file that
+is gone.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from fedfm.core.text import safe_name
 from fedfm.errors import Lost
 
 DAMAGED, MISSING = "is damaged", "is missing"
-LISTS = "+kept"  # never a party's folder: only shortened names have a "+", and it is not their first character
+LISTS = "+kept"  # no party's folder has this name: only shortened names have a "+", and never as first character
 SECRET = 32  # bytes
-_ROOM, _PAGE = 448, 4096  # bytes: padded length of a list's names; a page, which the system writes at once
+_ROOM, _PAGE = 448, 4096  # bytes: padded length of the names in a list; a page, which the system writes at once
 _VERSION = re.compile(r"r(\d{7})c(\d{5})\.safetensors")
 
 
@@ -63,8 +64,8 @@ def read_list(path: Path) -> set[str] | None:
 def write_list(path: Path, names: Iterable[str], sync: bool = False) -> None:
     """Replace a list atomically.
 
-    An existing list is overwritten in place by one write within one page: replacing a file by a renamed one takes a
-    few milliseconds on common file systems, which first write the new file to the disk.
+    An existing list is overwritten in place, by one write within one page. To replace it by a renamed file would take a
+    few milliseconds: common file systems first write the new file to the disk.
     """
     sealed = storage.seal("\n".join(sorted(names)).encode().ljust(_ROOM, b"\n"))
     try:
@@ -112,8 +113,8 @@ class Loss:
     """A damaged or missing file.
 
     Attributes:
-        how: the predicate of a sentence about it, e.g. :data:`DAMAGED`.
-        root, party: folders of its owner; None if it belongs to no party.
+        how: the predicate of a sentence about the file, e.g. :data:`DAMAGED`.
+        root, party: ``ROOT`` and the party that owns the file; None if it belongs to no party.
     """
 
     path: Path
@@ -137,7 +138,7 @@ def roots(private: Path) -> list[Path]:
 
 
 def parties(private: Path) -> list[str]:
-    """Folders of lists below ``private/``, relative to it; a resumed run must find all of them."""
+    """Folders of lists, relative to ``private/``; a resumed run must find all of them."""
     places = [root / LISTS for root in roots(private)]
     names = {place: os.listdir(place) for place in places if place.is_dir()}
     return sorted(f"{place.relative_to(private)}/{name}" for place, found in names.items() for name in found)
@@ -147,8 +148,8 @@ def losses(private: Path, until: int, wanted: Iterable[str]) -> Iterator[Loss]:
     """Damaged and missing files below a run's ``private/``.
 
     Args:
-        until: the round after which the run continues; files of later rounds are written again.
-        wanted: the value of :func:`parties` at that round.
+        until: the round after which the run continues; files of later rounds will be written again.
+        wanted: what :func:`parties` returned at that round.
     """
     for place in (private / name for name in wanted):
         if not (place / "list").is_file():

@@ -1,8 +1,8 @@
 """The two logs of a run directory, in JSON Lines. A resume cuts them back to the last commit.
 
-``metrics.jsonl`` gets a line after a committed round is evaluated; ``messages.jsonl`` gets the round's crossings
-before its commit. If a log is damaged, its readable lines are used, and :func:`gaps` lists the missing ones. Only
-``run.patience``, which reads validation losses, depends on a log.
+``metrics.jsonl`` gets a line when a committed round is evaluated; ``messages.jsonl`` gets the round's messages before
+its commit. If a log is damaged, its readable lines are used, and :func:`gaps` lists the missing ones. Only
+``run.patience`` depends on a log: it reads the validation losses.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def to_bytes(text: str) -> bytes:
 
 
 def lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, bool]]:
-    """For each line that is not empty: (number from 1, object or None if damaged, whether it ends with a line feed).
+    """Yield (number from 1, object or None if damaged, whether it ends with a line feed) for each non-empty line.
 
     Raises:
         InputError: the file cannot be read.
@@ -83,7 +83,11 @@ def val_losses(found: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
 
 
 def cut(folder: Path, record: Mapping[str, Any] | None) -> list[str]:
-    """Cut the logs back to a commit, or to the start; returns losses before that point. Damaged lines stay."""
+    """Cut the logs back to a commit, or to the start; damaged lines stay.
+
+    Returns:
+        Sentences about records that were lost before that point.
+    """
     last, length = (-1, 0) if record is None else (record["round"], record["messages"])
     found = gaps(folder, last - 1)
     messages = folder / MESSAGES

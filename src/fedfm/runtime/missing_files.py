@@ -1,4 +1,4 @@
-"""Check before a resume that all files that the run needs are intact, or mark the run as one that lost some."""
+"""Check before a resume that all files that the run needs are intact, or record in the manifest which are lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def settle(run: Run, accept: bool = False) -> list[str]:
     """Refuse a run with damaged or missing files; returns new notices.
 
     Args:
-        accept: continue without these files, and record that permanently in the manifest.
+        accept: whether the run may continue without these files; the manifest then records their loss for good.
 
     Raises:
         Lost: a file is damaged or missing; the run is unchanged.
@@ -80,7 +80,7 @@ def _losses(run: Run, record: Mapping[str, Any] | None) -> Iterator[Loss]:
 
 
 def _no_checkpoint(run: Run) -> Iterator[Loss]:
-    """The missing checkpoint of a run that had one: a line of metrics proves a commit."""
+    """The checkpoint, if it is missing and a line of metrics proves that there was one."""
     _, damaged = run.newest()
     if damaged:
         yield from (Loss(path, file_integrity.DAMAGED) for path in damaged)

@@ -1,4 +1,4 @@
-"""The rows and the model that one client, a silo or a newcomer, reads from its own files."""
+"""The rows and the model that one client (a silo or a newcomer) reads from its own files."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class OwnRows:
         data: file or folder of its rows; or its own "module:function", which returns rows and module.
         classes: class names that the federation agreed on, in order; None: those of the rows.
         models: folders and hub ids that experiments may name in addition to the built-in models.
-        device: where its model is; "": as the experiment says.
-        predict: rows to predict; "": none.
-        columns: the column name for each key of ``COLUMNS``.
+        device: device of its model; "": as the experiment says.
+        predict: file or folder with rows to predict; "": none.
+        columns: key of ``COLUMNS`` -> name of the column in the client's file.
     """
 
     name: str
@@ -53,7 +53,7 @@ class OwnRows:
 
 
 def deal(rows: OwnRows, spec: DataSpec, *, seed: int, task: str | None) -> FederatedData:
-    """The silo's rows as a federation of one client; of the experiment's [data] only scale and splits apply."""
+    """The silo's rows as a federation of one client. Of the experiment's [data] only scale and splits are used."""
     from fedfm.data.load import load_table
     from fedfm.data.partition import deal as dealt
 
@@ -68,7 +68,8 @@ def deal(rows: OwnRows, spec: DataSpec, *, seed: int, task: str | None) -> Feder
 def listed_model(rows: OwnRows, spec: ModelSpec) -> ModelSpec:
     """The silo's own spec of the model that an experiment names: a built-in model, or one that the silo lists.
 
-    The last part of a folder's path suffices, since paths differ at the server. The server compares the fingerprints.
+    Only the last parts of folders' paths must agree, since the server has other paths. The server compares the models'
+    fingerprints.
 
     Raises:
         InputError: the silo lists no such model.

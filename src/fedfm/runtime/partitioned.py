@@ -24,8 +24,8 @@ from fedfm.runtime.row_cache import RowCache
 if TYPE_CHECKING:
     from fedfm.attacks.attackers import Attackers
 
-REST = ""  # name of the piece of global test rows that no client holds
-_TIDY = 50  # number of preparations of rows after which the heap is trimmed
+REST = ""  # name of the piece with the global test rows that no client has
+_TIDY = 50  # after this many preparations of rows the heap is trimmed
 
 
 class Partitioned:
@@ -54,7 +54,7 @@ class Partitioned:
         self.encode: Callable[[Rows], Rows] | None = None
         self.cache = RowCache(model) if isinstance(model, Model) else None
         self._data: dict[ClientId, ClientData] = {}
-        self._prepared = self._pictures = 0
+        self._prepared = self._image_memory = 0
 
     @property
     def model(self) -> Model:
@@ -77,7 +77,7 @@ class Partitioned:
         Prepared images beyond ``FEDFM_MEMORY`` are dropped, and prepared again on their next use.
         """
         if client not in self._data:
-            self._forget_pictures()
+            self._forget_images()
             rows = self._pool() if client == POOLED else self.federated.clients[client]
             make = (
                 self.rows
@@ -92,15 +92,18 @@ class Partitioned:
             self._data[client] = ClientData(train, val, test)
         return self._data[client]
 
-    def _forget_pictures(self) -> None:
-        """Drop the images of the last clients until the rest fits: clients take turns, so the first are needed next."""
-        if self._pictures <= limit():
+    def _forget_images(self) -> None:
+        """Drop images until the rest fits, those of the last clients first.
+
+        Clients take turns, so the images of the first clients are needed next.
+        """
+        if self._image_memory <= limit():
             return
-        sizes = {client: sum(map(_picture_bytes, data.ready)) for client, data in self._data.items()}
-        self._pictures = sum(sizes.values())
+        sizes = {client: sum(map(_image_bytes, data.ready)) for client, data in self._data.items()}
+        self._image_memory = sum(sizes.values())
         for client in reversed(sizes):
-            if sizes[client] and self._pictures > limit():
-                self._pictures -= sizes[client]
+            if sizes[client] and self._image_memory > limit():
+                self._image_memory -= sizes[client]
                 del self._data[client]
 
     def _poison(self, attackers: Attackers, client: ClientId, index: np.ndarray) -> Rows:
@@ -122,7 +125,7 @@ class Partitioned:
         make = functools.partial(self._make, table, index)
         kept = self.cache if self.encode is None and table is self.federated.table else None
         rows = make() if kept is None else kept.rows(table, index, make)
-        self._pictures += _picture_bytes(rows)
+        self._image_memory += _image_bytes(rows)
         self._prepared += 1
         if self._prepared % _TIDY == 0:
             _trim_heap()
@@ -138,7 +141,7 @@ class Partitioned:
 
     @functools.cached_property
     def trigger_rows(self) -> Rows | None:
-        """The global test rows outside a backdoor's target class, with its trigger; None without a backdoor."""
+        """The global test rows that are not of a backdoor's target class, with its trigger; None without a backdoor."""
         table, test = self.federated.table, self.federated.test
         if self.attackers is None or table.labels is None:
             return None
@@ -148,7 +151,7 @@ class Partitioned:
 
     @functools.cached_property
     def pieces(self) -> dict[ClientId, np.ndarray]:
-        """Partition of the global test rows: the clients' rows in order of names, then the others under ""."""
+        """A partition of the global test rows: client -> indices in order of names, then "" -> all other rows."""
         left = set(self.federated.test.tolist())
         found = {}
         for client in self.clients:
@@ -159,7 +162,7 @@ class Partitioned:
         return found | ({REST: np.array(sorted(left))} if left else {})
 
     def piece(self, name: ClientId) -> Rows:
-        """The rows of a piece; a client's piece is the same object that the client evaluates."""
+        """The rows of a piece. For a client it is the object that the client itself evaluates."""
         return self._rest if name == REST else self.data(name).test
 
     @functools.cached_property
@@ -203,7 +206,7 @@ class Partitioned:
         return torch.from_numpy(np.asarray(self.federated.table.labels, dtype=np.int64)[index])
 
 
-def _picture_bytes(rows: Rows) -> int:
+def _image_bytes(rows: Rows) -> int:
     return rows.tensors["pixel_values"].nbytes if "pixel_values" in rows.tensors else 0
 
 

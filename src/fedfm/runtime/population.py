@@ -22,7 +22,7 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.row_cache import encodes
 from fedfm.training import TrainsLocally, packed
 
-_LOOK = 64  # training rows that are prepared to count the operations per row
+_LOOK = 64  # number of training rows that are prepared to count the operations per row
 
 
 def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
@@ -32,7 +32,7 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
         server: this process is a server without clients; it loads no frozen weights unless it scores the model.
 
     Raises:
-        InputError: with the key of the experiment or the place in the file.
+        InputError: it names the key of the experiment, or the place in the file.
     """
     from fedfm.data.load import load_table
     from fedfm.data.partition import deal
@@ -66,7 +66,7 @@ def populate(experiment: Experiment, *, server: bool = False) -> Partitioned:
 
 
 def handles_parameters(experiment: Experiment) -> bool:
-    """Whether the server half declares that it computes with parameters only, never with the model's outputs."""
+    """Whether the server half declares that it needs only the model's parameters, and never its outputs."""
     method = experiment.method
     declared, keeps = method.traits.server_needs_weights_only, method.traits.keeps_foundation
     plain = isinstance(method, TrainsLocally) and not keeps and not isinstance(method, HiddenModel)
@@ -99,7 +99,7 @@ def augmentation(experiment: Experiment, table: Table, model: Model) -> tuple[st
     """``data.augment``, if the clients train on images.
 
     Raises:
-        InputError: they do not; it gives the reason.
+        InputError: they do not train on images; it gives the reason.
     """
     from fedfm.data.table import words_of
 
@@ -120,7 +120,7 @@ def feature_dim(table: Table) -> int | None:
 
 
 def operations(method: Method[Any], population: Partitioned) -> dict[str, Any] | None:
-    """The ledger's multiply-accumulates before the first round (see ``models.operations``).
+    """The multiply-accumulates that the ledger has before the first round (see ``models.operations``).
 
     None for a method without a client optimiser, and for rows that only the user's own Python module can read.
     """

@@ -1,4 +1,4 @@
-"""Final models and their predictions, from a method's roles or their defaults."""
+"""Final models and their predictions. A method with a role (e.g. Predictor) computes them; else defaults apply."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KNOWN: dict[type, bool] = {}
 
 
 def _trains_locally(method: object) -> TypeGuard[TrainsLocally]:
-    """``isinstance``, cached by class: it takes tens of microseconds, and evaluation calls it five times a client."""
+    """``isinstance``, cached by class: it takes tens of microseconds, and evaluation needs it five times per client."""
     if type(method) not in _KNOWN:
         _KNOWN[type(method)] = isinstance(method, TrainsLocally)
     return _KNOWN[type(method)]
@@ -32,7 +32,7 @@ def _trains_locally(method: object) -> TypeGuard[TrainsLocally]:
 
 
 def personal(method: Method[Any]) -> bool:
-    """Whether every client ends with its own model, because of the method or of its client optimiser."""
+    """Whether each client ends with its own model, because the method or its client optimiser makes one."""
     return isinstance(method, Personal) or _optimiser_keeps(method)
 
 
@@ -46,7 +46,7 @@ def _optimiser_keeps(method: Method[Any]) -> bool:
 
 
 def seen_by(method: Method[Any], client: Client) -> Client:
-    """Client half: the client with the rows and the model that its training uses."""
+    """Client half: the client, with the rows and the model that its training uses."""
     return method.view(client) if isinstance(method, HiddenModel) else client
 
 
@@ -56,7 +56,11 @@ def encode_rows(method: Method[Any], model: Model, rows: Rows) -> Rows:
 
 
 def own(method: Method[Any], client: Client, w: Params) -> Params:
-    """Client half: the client's own model, from ``w``, the value of ``params_for`` for this client."""
+    """Client half: the client's own model.
+
+    Args:
+        w: what ``params_for`` returns for this client.
+    """
     if has(method, Personal, "own"):
         return method.own(client, w)
     return method.local.own(client, w) if _trains_locally(method) else w
@@ -66,7 +70,7 @@ def check_own(method: Method[Any], w: Params, model: Model) -> None:
     """Check the layout of a client's own model.
 
     Raises:
-        ClientFault: a layout differs; it names the first such tensor.
+        ClientFault: the layout differs from the model's; it names the first tensor that differs.
     """
     if has(method, Personal, "check_own"):
         method.check_own(w, model)

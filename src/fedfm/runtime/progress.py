@@ -16,7 +16,7 @@ class Progress:
         """The run begins, or continues after ``done`` rounds."""
 
     def client(self) -> None:
-        """A client has finished."""
+        """A client has finished its part of the round."""
 
     def round(self, line: Mapping[str, Any]) -> None:
         """A round is committed and evaluated; ``line`` is its line of metrics.jsonl."""
@@ -35,7 +35,7 @@ class EpochProgress:
     """Callbacks of a pretraining. Here they do nothing."""
 
     def started(self, epochs: int, done: int, steps: int) -> None:
-        """Training begins: the numbers of epochs, of epochs committed before, and of steps per epoch."""
+        """Training begins: the number of epochs, of epochs that are already committed, and of steps per epoch."""
 
     def step(self) -> None:
         """A batch is done."""
@@ -54,7 +54,7 @@ class AuditProgress:
         """The audit begins with this number of attacks."""
 
     def begins(self, name: str, seconds: float) -> None:
-        """One attack, or several on one replay, begin; they may take this number of seconds."""
+        """An attack begins, or several attacks on one replay; they may take this number of seconds."""
 
     def done(self) -> None:
         """An attack is done."""

@@ -52,7 +52,7 @@ class Bar(Progress):
         self._figures = {k: f"{line[k]:.3f}" for k in ("accuracy", "perplexity") if line.get(k) is not None}
         if self._bar is not None:
             self._bar.set_postfix(self._figures, refresh=False)
-            # A resumed run may evaluate its first round again, so it may report a round twice.
+            # A resumed run may evaluate its first round again, and so report it twice.
             self._bar.update(line["round"] - self._bar.n)
         elif line["round"] == self._rounds or time.monotonic() - self._written > _LOGGED:
             self._written = time.monotonic()
@@ -81,7 +81,7 @@ def can_redraw() -> bool:
 
 
 def wide() -> dict[str, Any]:
-    """The bar's size is the terminal's. Some terminals, in containers and over serial lines, report 0 columns."""
+    """Settings that give the bar the terminal's width. In containers and over serial lines it may be 0 columns."""
     try:
         known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
     except (OSError, ValueError):  # a notebook

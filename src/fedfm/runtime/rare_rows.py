@@ -1,4 +1,4 @@
-"""Rows that few clients have: one alone where a model takes statistics of a batch, and texts of the largest length."""
+"""Try the model on rows that only some clients have: a single row in a batch, and a text of the largest length."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fedfm.models.model import Model
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.training import TrainsLocally
 
-_FRAME = 2  # tokens before and behind a text
+_FRAME = 2  # special tokens before and behind a text
 
 
 def try_long(model: Model, table: Table, rows: np.ndarray, ids: list[int]) -> None:
-    """The model computes a row as long as the longest, where it names no limit."""
+    """Refuse a model that fails on ``model.max_length`` tokens, or on the longest row if that is shorter."""
     most = model.tools.max_length
     if table.kind == "text" and not model.task.packs(table.kind):  # a token takes a byte at least
         most = min(most, max(len(table.inputs[i].encode("utf-8", "replace")) for i in rows) + _FRAME)
@@ -41,7 +41,10 @@ def try_long(model: Model, table: Table, rows: np.ndarray, ids: list[int]) -> No
 
 
 def try_single(method: TrainsLocally, population: Partitioned) -> None:
-    """Train on one row where a client has no more, or takes no more: batch norm may have no variance of it."""
+    """Refuse a batch of one row if the model's batch norm cannot compute a variance from it.
+
+    Such batches occur if a client has one training row, or if ``method.local.batch_size`` is 1.
+    """
     model, size = population.model, method.local.batch_size
     clients = population.federated.clients
     alone = [
@@ -70,6 +73,6 @@ def try_single(method: TrainsLocally, population: Partitioned) -> None:
 
 
 def _statistics(model: Model) -> Iterator[torch.Tensor]:
-    """The buffers of batch norm, which a pass in training mode changes."""
+    """The running statistics of batch norm, which a forward pass in training mode changes."""
     norms: Sequence[Any] = [m for m in model.train_too if isinstance(m, _BatchNorm)]
     return (buffer for norm in norms for buffer in norm.buffers())

@@ -1,4 +1,4 @@
-"""The end of a run: it writes the result line, the last entries of the ledger, and the models."""
+"""The end of a run: write the result line, the last entries of the ledger, and the models."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def finish(
 
     Args:
         aside: further entries of ``details``, from the engine.
-        rounds: (t, of): the number of rounds, and the round that the final model comes from.
+        rounds: (t, of): the number of rounds, and the round from which the final model comes.
     """
     t, of = rounds
     method: Method[Any] = run.experiment.method
@@ -153,7 +153,7 @@ def spending(experiment: Experiment, rows: Sequence[int] | None, repeated: int =
     """The privacy that an experiment spends for clients with these numbers of rows (None: unknown).
 
     Args:
-        repeated: repeated rounds, each of which is one release more than the method's own.
+        repeated: number of repeated rounds; each is one more release.
     """
     accountant, method = Accountant(), experiment.method
     if isinstance(method, Private):
@@ -163,7 +163,10 @@ def spending(experiment: Experiment, rows: Sequence[int] | None, repeated: int =
 
 
 def enter(run: Run, spent: Accountant) -> None:
-    """Enter the privacy of all rounds into the ledger before the first one; it stays spent if the run ends early."""
+    """Enter the privacy that all rounds spend into the ledger, before the first round.
+
+    If the run ends early, the entry stays.
+    """
     ledger = run.manifest["ledger"]
     entries = [*(entry for entry in ledger["entries"] if "mechanism" not in entry), *spent.entries()]
     if entries != ledger["entries"]:
@@ -198,8 +201,10 @@ def _count(run: Run, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def arrivals(run: Run, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of an asynchronous run: mean and largest staleness of its updates; if its clock is simulated, also the clock, and
-    the time that it would show if every round waited for all clients.
+    """Figures of an asynchronous run: mean and largest staleness of its updates.
+
+    With a simulated clock there are two more: the clock at the end, and the time that it would show if every round
+    waited for all clients.
     """
     if run.experiment.run.asynchronous is None or not (known := [line for line in lines if "staleness" in line]):
         return {}
@@ -210,7 +215,10 @@ def arrivals(run: Run, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def write_models(run: Run, model: Model, models: Mapping[ClientId, Params], *, last: bool = False) -> None:
-    """Write the final models; with ``last`` those of the last round, if ``run.patience`` chose another round's.
+    """Write the final models.
+
+    Args:
+        last: whether these are the models of the last round, written next to those that ``run.patience`` chose.
 
     Raises:
         RunError: they cannot be written.

@@ -1,6 +1,6 @@
 """What may change when a run continues: its number of rounds, and the places of its files and parties.
 
-The run continues from its last round; its bits are those of a run that started with the changed settings.
+The run continues from its last round. Its results have the same bits as if it had started with the changed settings.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def extend(run: Run, rounds: int) -> None:
     if not method.rounds:
         raise InputError(f"{where}: {name} has no rounds to add")
     table["method"]["rounds"] = rounds
-    Experiment.from_dict(table, imports=True)  # it refuses several rounds for a method of one round
+    Experiment.from_dict(table, imports=True)  # refuses several rounds for a method of one round
     if rounds < done or (rounds == done and run.manifest["result"] is not None):
         raise InputError(f"{where}: {run.path} has {done} rounds; expected more")
     if experiment.privacy is not None:
@@ -86,7 +86,7 @@ def extend(run: Run, rounds: int) -> None:
         raise InputError(f"{where}: {run.path} ended early, after {done} of {method.rounds} rounds (run.patience)")
     if run.manifest["result"] is not None:
         run.manifest["notices"].append(f"it ended after {done} rounds, and continued to round {rounds}")
-        run.manifest.pop("audits", None)  # they are about parameters that the run no longer has
+        run.manifest.pop("audits", None)  # audits are about parameters that the run will no longer have
     run.manifest |= {"result": None, "finished": None}
     run.manifest["experiment"]["method"]["rounds"] = rounds
     run.write_manifest()

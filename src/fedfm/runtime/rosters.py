@@ -1,6 +1,6 @@
 """Files of keys that outlive a run: a silo's own private key, and a roster of the others' public keys.
 
-The silos agree on the roster without the server, so it exposes a server that impersonates or invents silos.
+The silos agree on the roster without the server. With it they detect a server that impersonates or invents silos.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Identity:
     """The key with which a silo signs, and the silos that it knows.
 
     Attributes:
-        key: private Ed25519 key; None: each run has its own.
-        roster: public keys by name, of all silos that the roster lists; None: there is no roster.
+        key: private Ed25519 key; None: the silo makes a new one in each run.
+        roster: name -> public key, for all silos of the roster; None: there is no roster.
     """
 
     key: bytes | None
@@ -69,7 +69,7 @@ def roster_in(path: Path) -> dict[str, bytes]:
     """Public keys by name.
 
     Raises:
-        InputError: the file is absent or malformed; a line for each fault.
+        InputError: the file is absent or malformed; the message has a line for each mistake.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,9 +1,10 @@
-"""Cache on this machine's disk of rows that are expensive to prepare: features of a frozen backbone, tokens of texts.
+"""A cache on this machine's disk for rows that take long to prepare: features of a frozen backbone, tokens of texts.
 
-A file is named by a SHA-256 over what determines its content: the rows as read, the preprocessing, every frozen
-tensor, the device and the versions of the libraries. Runs share the folder: a second run reads what the first computed.
-Each file is replaced in one step and carries its own SHA-256, so that two runs may work at once, and a damaged file is
-computed again. Features reveal as much as the rows themselves; only the owner can read the files.
+Runs share the folder, so that a second run reads what the first one computed. A file's name is a SHA-256 over all that
+determines its content: the rows as read, the preprocessing, every frozen tensor, the device and the versions of the
+libraries. A file is replaced in one step, so that two runs may work at the same time. It carries its own SHA-256, so
+that a damaged file is noticed and computed again. Features reveal as much as the rows themselves; only the owner can
+read the files.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from fedfm.models.model_kinds import is_dual_model, is_ours
 from fedfm.version import __version__
 
 FORMAT = 1
-MOST = 20e9  # bytes of the folder, unless FEDFM_CACHE_GB says otherwise
-LEAST_WORK = 2 * 10**9  # rows x frozen parameters; for less (a second or two of one core) features are not cached
-LEAST_TEXTS = 20_000  # rows; for fewer tokens are not cached
+MOST = 20e9  # largest size of the folder in bytes, unless FEDFM_CACHE_GB says otherwise
+LEAST_WORK = 2 * 10**9  # rows x frozen parameters: with less work (a second or two of one core) features are not cached
+LEAST_TEXTS = 20_000  # rows: the tokens of fewer texts are not cached
 
 
 def folder() -> Path | None:
@@ -72,8 +73,8 @@ def limit() -> float:
 def trim(place: Path, most: float) -> None:
     """Remove the least recently used files of a cache folder until it has at most ``most`` bytes.
 
-    A run that has such a file mapped keeps it in memory; a run that needs it again computes it. A file that another
-    process removes at the same time is skipped.
+    A run that has mapped a removed file can still use it; a run that opens it later computes it again. A file that
+    another process removes at the same time is skipped.
     """
     found = []
     for path in place.glob("*/*.safetensors"):
@@ -93,7 +94,7 @@ class RowCache:
     """The prepared rows of one model.
 
     Args:
-        model: at its start; its trainable parameters do not matter.
+        model: the model at the start of the run; its trainable parameters do not matter.
 
     Raises:
         InputError: ``FEDFM_CACHE_GB`` is not a number.

@@ -1,8 +1,8 @@
 """A run directory: the experiment, the logs and results of a run, and everything that a resume needs.
 
-``manifest.json`` exists before the first round. ``commit`` writes a checkpoint atomically after every round, which
-completes the round. :mod:`fedfm.runtime.logs` writes its lines before and after that. A run that is killed at any time
-resumes at its last commit; later lines of the logs are cut off.
+``manifest.json`` exists before the first round. After every round, ``commit`` writes a checkpoint atomically; then the
+round is complete. :mod:`fedfm.runtime.logs` writes lines before and after the commit. A run may be killed at any time:
+it resumes at its last commit, and later lines of the logs are cut off.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PARTS = [".manifest.json.*", ".metrics.jsonl.*", ".messages.jsonl.*", ".*.npz.*
 _PARTS += ["private/checkpoint/.*", "private/server/.*", "private/memory/*/.*", "private/+kept/*/.*"]
 _PARTS += ["private/memory/+kept/*/.*", "private/+store/*/.*", "private/memory/+store/*/.*"]
 _PARTS += ["private/folder/*/.*", "private/folder/*/*/.*", "private/.underway.json.*", "private/underway/.*"]
-KEEP = 2  # checkpoints: the newest, and a fallback
+KEEP = 2  # number of checkpoints: the newest, and one to fall back on
 
 
 class Run:
@@ -50,7 +50,7 @@ class Run:
         self.path, self.manifest = path, manifest
         self.experiment = Experiment.from_dict(manifest["experiment"], imports=True)
         self.seconds = 0.0  # duration before this process
-        self._lock: Lock | None = None  # held between creation and first use of the run
+        self._lock: Lock | None = None  # kept from the creation of the run to its first use
         self._within = False  # whether this process has locked the run
 
     def __repr__(self) -> str:
@@ -92,10 +92,11 @@ class Run:
     def lock(self, *, wait: bool = False) -> Iterator[None]:
         """Lock the run for this process, and read its manifest again: another process may have written it.
 
-        The lock ends with the process, even if that is killed. Within it, another ``lock`` of this object does nothing.
+        The lock ends with the process, even if the process is killed. If this object already has the lock, the call
+        does nothing.
 
         Args:
-            wait: until it is free.
+            wait: whether to wait until the lock is free.
 
         Raises:
             InputError: another process has the lock, an unfinished run has lost its ``private/``, or one of its files
@@ -147,7 +148,7 @@ class Run:
         self.experiment = Experiment.from_dict(self.manifest["experiment"], imports=True)
 
     def discard(self) -> None:
-        """Remove a run that this process began and locked; the lock goes last, which frees the folder for others."""
+        """Remove a run that this process began and locked. The lock is removed last: then others may use the folder."""
         storage.discard(self.path, (MANIFEST, "checkpoint", "private"), self.path / "private" / LOCK)
 
     def refuse_links(self) -> None:
@@ -169,7 +170,7 @@ class Run:
         """Folder of the trained model: a client's own, or for "" the one for all clients.
 
         Args:
-            last: the last round's model, if ``run.patience`` chose another round's.
+            last: the model of the last round, if ``run.patience`` chose that of another round.
         """
         root = self.path / "last" if last else self.path
         return root / (f"clients/{safe_name(client)}/adapter" if client else "adapter")
@@ -194,7 +195,7 @@ class Run:
 
         Args:
             extra: further entries of the checkpoint.
-            spared: a round whose checkpoint is kept in addition to the newest ones.
+            spared: a round whose checkpoint is kept, too, although it is not among the newest ones.
         """
         length = self.note_messages(fed)
         record = {
@@ -219,22 +220,25 @@ class Run:
                 path.unlink(missing_ok=True)
 
     def begin(self, t: int) -> None:
-        """Count round t in the ledger before its messages leave, if a repetition would be one release more."""
+        """Count round t in the ledger before its messages are sent, if a repeated round would be one more release."""
         if self.experiment.aggregation.mechanism.fresh:
             self.manifest["ledger"]["begun"] = t + self.repeat_count(t - 1)
             self.write_manifest()
 
     def repeat_count(self, t: int) -> int:
-        """How many begun rounds are not among the t completed ones; each counts as its own release."""
+        """How many rounds were begun but are not among the t completed ones; each of them is one more release."""
         return max(int(self.manifest["ledger"].get("begun", 0)) - t, 0)
 
     def note_messages(self, fed: Federation) -> int:
-        """Append the crossings since the last call; returns the file's length."""
+        """Append the messages since the last call to ``messages.jsonl``; returns the file's length."""
         text = "".join(crossing.line() + "\n" for crossing in fed.transcript.drain())
         return logs.append(self.path / logs.MESSAGES, text)
 
     def newest(self, *, mapped: bool = False) -> tuple[dict[str, Any] | None, list[Path]]:
-        """The newest undamaged checkpoint (its state is unchecked), and the damaged later files. Only reads."""
+        """(the newest undamaged checkpoint, the damaged files of later ones). Changes no file.
+
+        The state in the checkpoint is not checked.
+        """
         damaged: list[Path] = []
         for path in reversed(self._checkpoints()):
             record = storage.load(path, mapped=mapped)
@@ -244,10 +248,10 @@ class Run:
         return None, damaged
 
     def restore(self, state_type: Any) -> dict[str, Any] | None:
-        """The newest undamaged checkpoint; None before the first commit. Cuts later lines of the logs off.
+        """Go back to the newest undamaged checkpoint, and return it; None before the first commit.
 
-        It removes damaged checkpoints and temporary files of killed processes. The manifest gets notices of the round
-        after which the run continues, and about lost lines of the logs.
+        Cuts off later lines of the logs, and removes damaged checkpoints and temporary files of killed processes. The
+        manifest gets notices about the round after which the run continues, and about lost lines of the logs.
         """
         for path in (path for pattern in _PARTS for path in self.path.glob(pattern)):
             path.unlink(missing_ok=True)
@@ -276,7 +280,7 @@ class Run:
             self.manifest["notices"].append(notice)
 
     def state(self, state_type: Any, *, mapped: bool = False) -> Any:
-        """The server's state after the last committed round, or of a finished run after its end. Only reads.
+        """The server's state after the last committed round, or after the end of a finished run. Changes no file.
 
         Args:
             mapped: see :func:`fedfm.core.storage.load`.
@@ -302,7 +306,7 @@ class Run:
     def into(self, fed: Federation, record: Mapping[str, Any]) -> None:
         """Put a restored checkpoint's values into a federation."""
         fed.begin(record["round"])
-        fed.call = record.get("call", 0)  # the next requests read the memories that the round left
+        fed.call = record.get("call", 0)  # the next requests read the memories that this round has written
         fed.transcript.bytes_up, fed.transcript.bytes_down = record["bytes_up"], record["bytes_down"]
         fed.excluded = [Excluded(**e) for e in record["excluded"]]
         fed.cohort = tuple(record["cohort"])
@@ -350,8 +354,10 @@ class Run:
 
     @property
     def _folder(self) -> Path:
-        """Folder of the checkpoints. A server that mixes in a foundation model keeps it secret; its moments and control
-        variates reveal the aggregate and thereby that model: then the state is as secret as the key.
+        """Folder of the checkpoints.
+
+        It is in ``private/`` if a server mixes its secret foundation model into the aggregate. The server's moments and
+        control variates reveal the aggregate before that, and so the foundation model.
         """
         method = self.experiment.method
         more_than_the_model = method.state_type is not Params and method.traits.keeps_foundation

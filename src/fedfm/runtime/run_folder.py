@@ -24,7 +24,7 @@ from fedfm.version import __version__
 SCHEMA = 1
 MANIFEST = "manifest.json"
 LOCK = "lock"  # in private/
-_NEEDED = {"clients", "experiment", "fingerprints", "ledger", "model", "notices", "result", "split"}  # of a manifest
+_NEEDED = {"clients", "experiment", "fingerprints", "ledger", "model", "notices", "result", "split"}  # manifest's keys
 _TRIES = 100  # attempts to make a folder while other processes remove theirs at the same path
 
 
@@ -37,7 +37,7 @@ def refuse_used(out: Path) -> None:
     """Refuse a folder that holds a run or something else.
 
     Raises:
-        InputError: it does.
+        InputError: it holds one.
     """
     if (out / MANIFEST).exists():
         raise InputError(f"{out} holds a run already: `fedfm resume {out}` continues it, or give another --out")
@@ -49,7 +49,7 @@ def claim(out: Path, shared: bool) -> Lock:
     """Make the folder of a new run, and lock it before anything else is written.
 
     Args:
-        shared: others may read it, within the user's umask; ``private/`` stays the owner's.
+        shared: whether others may read it, within the user's umask; only the owner can read ``private/``.
 
     Raises:
         InputError: it cannot be made, or another process has the lock.
@@ -62,7 +62,7 @@ def claim(out: Path, shared: bool) -> Lock:
                 lock.path.parent.mkdir(mode=0o700, exist_ok=True)
                 taken = lock.take()
                 break
-            except FileNotFoundError:  # the former owner of the lock removes a run that could not begin
+            except FileNotFoundError:  # another process removes its run here, which could not begin
                 if last:
                     raise
         if not taken:

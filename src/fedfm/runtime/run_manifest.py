@@ -1,4 +1,4 @@
-"""A run's entries before its first round: clients, split and fingerprints in the manifest, and notices."""
+"""What the manifest gets before the first round: clients, split, fingerprints, and notices."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from fedfm.runtime.run_directory import Run
 
 LORA_ALONE = ("lora",)
-_NAMED = 10  # classes in a notice
-_COMPARED = 10_000  # clients whose names are compared
+_NAMED = 10  # number of classes that a notice names
+_COMPARED = 10_000  # largest number of clients whose names are compared
 
 
 def _fold_case(name: str) -> str:
@@ -51,7 +51,7 @@ def _visible(name: str) -> str:
 
 
 def _decode_again(name: str) -> str:
-    """The name as it was before its bytes of UTF-8 were read as Windows-1252 or Latin-1: "café" of "cafÃ©"."""
+    """The name as it was before its UTF-8 bytes were read as Windows-1252 or Latin-1: "café" for "cafÃ©"."""
     for encoding in ("cp1252", "latin-1"):
         try:
             return name if name.isascii() else name.encode(encoding).decode("utf-8")
@@ -81,7 +81,7 @@ def _without_marks(name: str) -> Hashable:
     return _normalise(name.replace("-", " ").replace("_", " ")) if isinstance(_number(name), str) else name  # -1, not 1
 
 
-# How two names of probably one class differ -> their common form. The first key that applies is reported.
+# How two spellings of probably one class differ -> a function that makes them equal. The first match is reported.
 _ALIKE: dict[str, Callable[[str], Hashable]] = {
     "case or spaces": _fold_case,
     "invisible characters": lambda name: _fold_case(_visible(name)),
@@ -99,7 +99,7 @@ _NO_LABEL = (
 
 
 def describe(run: Run, population: Partitioned, progress: Progress) -> None:
-    """Write clients, split, fingerprints and notices into the manifest; refuse to resume on other data."""
+    """Write clients, split, fingerprints and notices into the manifest. A resumed run on other data is refused."""
     table = population.federated.table
     prints = fingerprints(run, table, population.model)
     check_same(run, prints, "a resumed run needs what it started with")
@@ -132,7 +132,10 @@ def describe(run: Run, population: Partitioned, progress: Progress) -> None:
 
 
 def of_delta(experiment: Experiment, population: Partitioned) -> list[str]:
-    """A notice if delta is too large for the number of training rows; none if rows are not the unit, or not counted."""
+    """A notice if delta is too large for the number of training rows.
+
+    There is none if the unit of privacy is not a row, or if the number of rows is unknown.
+    """
     privacy = experiment.privacy
     if privacy is None or not privacy.states_epsilon or privacy.unit != "record":
         return []
@@ -209,7 +212,7 @@ def of_silo(method: Method[Any], population: Partitioned) -> list[str]:
 
 
 def row_notices(population: Partitioned) -> list[str]:
-    """Notices about how the model's template writes the rows, and the task's notices about them.
+    """Notices about rows: how the model's template writes them, and what the task has to say about them.
 
     Raises:
         InputError: as :func:`template_notices`.
@@ -226,7 +229,7 @@ def row_notices(population: Partitioned) -> list[str]:
 
 
 def _trained_and_tested(population: Partitioned) -> dict[str, list[int]]:
-    """Rows for training and validation at clients, and rows for tests anywhere."""
+    """Indices of the rows that clients train or validate on, and of the rows that anybody tests on."""
     clients = population.federated.clients.values()
     trained = [int(i) for rows in clients for i in (*rows.train, *rows.val)]
     tested = {*population.federated.test.tolist(), *(int(i) for rows in clients for i in rows.test)}
@@ -324,7 +327,7 @@ def _classes_without_rows(population: Partitioned) -> list[str]:
 
 
 def _rows_not_judged(method: Method[Any], population: Partitioned) -> list[str]:
-    """A notice if the scores come from the clients' rows, and no client has some of the global test rows."""
+    """A notice if only clients compute scores, and some of the global test rows belong to no client."""
     if not method.traits.clients_judge or REST not in population.pieces:
         return []
     rest, total = len(population.pieces[REST]), len(population.federated.test)
@@ -332,12 +335,12 @@ def _rows_not_judged(method: Method[Any], population: Partitioned) -> list[str]:
 
 
 def of_model(spec: RunSpec, model: Model) -> list[str]:
-    """Notices about settings that do nothing for the model, or that exceed what it can learn."""
+    """Notices about settings that have no effect on this model, or that exceed what it can learn."""
     return [*_idle(spec, model), *_too_wide(model)]
 
 
 def _idle(spec: RunSpec, model: Model) -> list[str]:
-    """Notices about settings that do nothing for this model on this device."""
+    """Notices about settings that have no effect on this model on this device."""
     found = [*model.notices]
     if model.spec.compile and (model.compiled or model.hollow) and trains_without(model):
         found.append(
@@ -356,7 +359,7 @@ def _idle(spec: RunSpec, model: Model) -> list[str]:
 
 
 def _too_wide(model: Model) -> list[str]:
-    """A notice if LoRA's rank is above the largest rank that a layer's shape allows."""
+    """A notice if LoRA's rank is above the largest rank that the shape of a layer allows."""
     rank, least = dict[str, int](), dict[str, int]()
     for name, _, shape in model.layout.entries:
         for part, at in ((".lora_A.", 0), (".lora_B.", 1)):

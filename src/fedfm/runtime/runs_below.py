@@ -10,7 +10,7 @@ from fedfm.core.text import to_json
 from fedfm.errors import InputError
 
 STUDY = "study.json"  # next to a run and its baselines: lists their folders, the run itself first
-_SHOWN = 8  # runs by name
+_SHOWN = 8  # number of runs that are named
 
 
 def write_order(folder: Path, names: Sequence[str]) -> None:
@@ -29,7 +29,7 @@ def order_in(folder: Path) -> list[Path]:
 
 
 def each_run(paths: Iterable[Path]) -> list[Path]:
-    """Directories of runs; a folder of runs becomes all runs in it, a run before its baselines."""
+    """Directories of runs. A folder of runs is replaced by all runs in it, a run before its baselines."""
     found: list[Path] = []
     for path in paths:
         inner = runs_in(path)

@@ -53,7 +53,7 @@ class Server:
         model: the server's copy of the model.
         judge: metrics of one model on the global test rows; None if the server has no test rows.
         progress: callbacks of the run.
-        aside: entries of the result's ``details`` that only an engine with all parties in one process knows.
+        aside: returns entries of the result's ``details`` that only an engine with all parties in one process knows.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Server:
         return finish(run, fed, self._evaluator, state, (t, of), self._seconds(), notice, told)
 
     def _about_divergence(self) -> str:
-        """What helps where a client's update is NaN or too long."""
+        """Advice if a client's update contains NaN or its norm is too large."""
         from fedfm.config.advice import against_divergence
 
         return against_divergence(self.run.experiment)
@@ -157,7 +157,7 @@ class Server:
             self.run.write_manifest()
 
     def _commit(self, t: int, state: Any) -> Any:
-        """Complete round t; returns the state for the next round. A large state is mapped from the checkpoint."""
+        """Complete round t; returns the state for the next round. A large state is read from the mapped checkpoint."""
         self._check_class("step" if t else "init", state)
         if (where := nonfinite(state, "state")) is not None:
             if not t:
@@ -176,10 +176,10 @@ class Server:
         return self._lean(state)
 
     def _check_class(self, half: str, state: Any) -> None:
-        """Refuse a state that no checkpoint could be read back as.
+        """Refuse a state whose class is not the one as which a checkpoint would be read.
 
         Raises:
-            RunError: with what the method has to say.
+            RunError: it says how the method must declare the class.
         """
         of = self.method.state_type
         kind = get_origin(of) or of
@@ -192,7 +192,7 @@ class Server:
         )
 
     def _lean(self, state: Any) -> Any:
-        """The committed state; a large one is mapped from the checkpoint, so that training has its memory."""
+        """The committed state. A large one is mapped from the checkpoint, so that training can use its memory."""
         if not any(w.nbytes >= pages.LARGE for w in _vectors(state)):
             whole = payload.size(state)[1] > limit()
             return self.run.state(self.method.state_type) if whole else state
@@ -238,7 +238,7 @@ class Server:
         return total / judged if judged and total is not None else None
 
     def _best(self, t: int, state: Any) -> tuple[Any, int]:
-        """The final state, which becomes the last checkpoint, and its round: under ``run.patience`` the best round."""
+        """(the final state, its round). With ``run.patience`` it is the best state, and becomes the last checkpoint."""
         best = early_stopping.best_round(self.run)
         if best is None or best == t or keeps_parts(self.method):
             return state, t

@@ -1,4 +1,4 @@
-"""The manifest's sentences on what of a run directory must not be shared."""
+"""The manifest's sentences on the files of a run directory that must not be shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client's view of its silo, if the silo has its own file: the socket that ``fedfm.sites`` fills."""
+"""The rules of a silo with its own file, as the client's code sees them; ``fedfm.sites`` implements them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Question:
 
     Attributes:
         at: round and call.
-        asked, part: which request, and which part of its answer, as the silo's ledger enters them.
+        asked: hash of the request, for the silo's ledger.
+        part: ``test`` or ``val`` if the request names one of these parts of the rows, else "".
     """
 
     handler: str
@@ -42,7 +43,7 @@ class Question:
         for piece in pieces:
             digest.update(piece)
         part = body.get("part", "")
-        return cls(handler, at, digest.hexdigest(), part if part in PARTS else "")  # no part that the server invented
+        return cls(handler, at, digest.hexdigest(), part if part in PARTS else "")  # the server may send any text
 
 
 class SitePolicy(Protocol):
@@ -51,7 +52,7 @@ class SitePolicy(Protocol):
     Attributes:
         name: the silo's name.
         policy: what its requests may expose.
-        classes: the server's class names, once a hello with them is accepted.
+        classes: the server's class names, after the silo has accepted a hello with them.
     """
 
     name: str
@@ -60,10 +61,10 @@ class SitePolicy(Protocol):
 
     @property
     def of_client(self) -> dict[str, Any]:
-        """Attributes of :class:`~fedfm.core.client.Client` from the silo's file."""
+        """The attributes of :class:`~fedfm.core.client.Client` that come from the silo's file."""
 
     def reload(self) -> bool:
-        """Read the silo's file again if it changed; returns whether it did. Raises a ClientFault."""
+        """Read the silo's file again if it changed; returns whether it changed. Raises a ClientFault."""
 
     def populate(self, experiment: Experiment, classes: Sequence[str]) -> Partitioned:
         """The silo's rows and model. Raises an InputError if the experiment does not fit."""
@@ -90,7 +91,7 @@ class SitePolicy(Protocol):
         """Enter a reply into the silo's ledger before it leaves. Raises a ClientFault."""
 
     def refuses(self, question: Question, fault: ClientFault, experiment: Experiment) -> ClientFault:
-        """The fault that leaves the silo for a failure after its rows were read."""
+        """The fault that the server receives for a failure that happened after the silo's rows were read."""
 
     def log_refusal(self, handler: str, fault: ClientFault) -> None:
         """Log a request that was not answered."""

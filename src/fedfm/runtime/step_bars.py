@@ -1,4 +1,4 @@
-"""Progress on stderr of what is no run: a pretraining, a distillation, an audit."""
+"""Progress on stderr of a pretraining, a distillation or an audit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Trained tensors that a complete run left unchanged: no row gave them a gradient, and nothing else reports it.
+"""Notices about trained tensors that a complete run left unchanged, because no row gave them a gradient.
 
-A gradient may exist and be zero on all rows: for an expert that no row chooses, for attention that short rows do not
-need. The start is kept as checksums, since a copy would take as much memory as the trained tensors.
+Training reports no such tensor itself. Its gradient may be zero on all rows: for an expert that no row chooses, or for
+attention that short rows do not need. The start values are kept as checksums, since a copy would take as much memory as
+the trained tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def notices(model: Model, start: Mapping[str, int], models: Iterable[Params], kn
     Args:
         start: checksums of the model before the first round.
         models: the final models; one with other tensors than the model's is ignored.
-        known: notices of the run; a tensor that one of them names already is not repeated.
+        known: earlier notices of the run; a tensor that one of them already names is not named again.
     """
     still, seen = set(start), False
     for w in models:

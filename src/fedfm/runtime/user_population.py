@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fedfm.config.experiment import Experiment
 
 
-START = "checkpoint/start.safetensors"  # of a run in memory: the module's parameters at the start, for audits
+START = "checkpoint/start.safetensors"  # the module's parameters before a run of ``fedfm.federate``, for audits
 
 
 def of_experiment(experiment: Experiment) -> Partitioned:
@@ -48,7 +48,7 @@ def brought_by(experiment: Experiment) -> Brought:
 
 
 def of_silo(silo: str, name: str, spec: DataSpec, seed: int) -> Partitioned:
-    """The population of one silo from its own function: its ``train``, or the ``clients`` entry of the silo's name.
+    """The population of one silo from what its own function returns: ``train``, or the silo's entry in ``clients``.
 
     Raises:
         InputError: as :func:`of_experiment`, or the function returns no rows of this silo.
@@ -83,7 +83,7 @@ def of_brought(brings: Brought, spec: DataSpec, seed: int, name: str = "") -> Pa
 
 
 def partition(table: Table, places: Places, spec: DataSpec, seed: int) -> FederatedData:
-    """Clients' rows: as given, or as the partition's rule assigns them."""
+    """Each client's rows: as the function returns them, or as the partition's rule assigns them."""
     if ("train", "") in places:
         return deal(table, spec, seed=seed)
     names = [client for split, client in places if split == "train"]

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 def why_unasked(experiment: Experiment) -> str:
-    """Why no client is asked for scores on its own rows; "" if they are asked.
+    """Why no client is asked for scores on its own rows; "" if clients are asked.
 
-    Under an epsilon no client is asked, since the ledger does not account for exact scores. If the server sees only
-    sums, the clients' scores are needed only if the method has no single model, or if the server has no test rows.
+    In a run that states an epsilon no client is asked, since the ledger does not account for exact scores. If the
+    server may see only sums, clients are asked only if the scores are needed: if the method has no single model, or if
+    the server has no test rows.
     """
     method, privacy = experiment.method, experiment.privacy
     if method.traits.hides_counts:

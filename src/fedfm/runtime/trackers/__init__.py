@@ -1,4 +1,4 @@
-"""Experiment trackers, each behind its own extra, by the callbacks of :class:`fedfm.runtime.progress.Progress`.
+"""Experiment trackers, which get their data by the callbacks of :class:`fedfm.runtime.progress.Progress`.
 
-They read what the run directory has anyway, and write nothing that a resume needs.
+Each tracker has its own extra. Trackers show what the run directory also has, and write nothing that a resume needs.
 """

@@ -12,7 +12,7 @@ from fedfm.runtime.run_directory import Run
 from fedfm.runtime.trackers.tracker import Tracker, figures, models, settings
 
 KEY = "fedfm.run"  # tag by which a resume finds its run
-_BATCH, _TEXT = 1000, 500  # limits of a request and of a parameter in every store
+_BATCH, _TEXT = 1000, 500  # every store takes this many entries in a request, and characters in a parameter
 
 
 class MLflow(Tracker):

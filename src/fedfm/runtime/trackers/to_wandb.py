@@ -1,7 +1,7 @@
 """Weights & Biases: a run in ``WANDB_DIR``, else in ``wandb/`` of the working directory, as with any program.
 
-It leaves the machine only if ``WANDB_MODE=online``. The library puts links among its files, which a run directory must
-not have.
+The data leave the machine only if ``WANDB_MODE=online``. The library makes links among its files. A run directory must
+not have links, so the files are not in it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class WandB(Tracker):
             resume="allow",
             mode=os.environ.get("WANDB_MODE", "offline"),
             config=settings(run),
-            # Standard output and the user's code are not its to keep.
+            # Do not store standard output, the user's code or its git state.
             settings=self._wandb.Settings(console="off", disable_code=True, disable_git=True),
         )
-        return done - 1  # the last one may be missing; a step that is logged twice counts once
+        return done - 1  # the last round may be missing; a round that is logged twice counts once
 
     def log(self, t: int, figures: Mapping[str, float]) -> None:
         self._run.log(dict(figures), step=t)

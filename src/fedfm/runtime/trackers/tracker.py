@@ -20,7 +20,7 @@ class Tracker(ABC):
     """One service; a subclass imports its library when it is made.
 
     Attributes:
-        extra: of fedfm, which installs the library.
+        extra: name of the extra of fedfm that installs the library.
     """
 
     extra: ClassVar[str]
@@ -39,9 +39,9 @@ class Tracker(ABC):
 
 
 class Tracked(Progress):
-    """Passes every callback on, and to the trackers.
+    """Passes every callback on to a progress display and to the trackers.
 
-    The run does not depend on a tracker: one that fails is told as a notice, and left out from then on.
+    The run does not depend on a tracker. If one fails, a notice says so, and it gets no more calls.
     """
 
     def __init__(self, progress: Progress, trackers: Mapping[str, Tracker]) -> None:
@@ -84,7 +84,7 @@ class Tracked(Progress):
                 self._try(name, tracker.finish, run, result)
 
     def _begin(self, tracker: Tracker, run: Run, done: int) -> None:
-        """Open it, and log the rounds that were committed before a kill and that it lacks."""
+        """Open the run in a tracker, and log the rounds that were committed before a kill and that it lacks."""
         known = tracker.start(run, done)
         for line in run.metrics():
             if known < line["round"] <= done:
@@ -96,7 +96,7 @@ class Tracked(Progress):
             return True
         except Exception as error:
             self._trackers.pop(name, None)
-            self._progress.notice(f"{name} tracks no more: {type(error).__name__}: {first_line(error)}")
+            self._progress.notice(f"{name} stops tracking this run: {type(error).__name__}: {first_line(error)}")
             return False
 
 
@@ -104,7 +104,7 @@ def with_trackers(run: Run, progress: Progress) -> Progress:
     """The progress, with the trackers that ``run.track`` names.
 
     Raises:
-        InputError: a library is missing, with the extra that installs it.
+        InputError: a library is missing; it names the extra that installs it.
     """
     names = run.experiment.run.track
     return Tracked(progress, {name: open_tracker(name) for name in dict.fromkeys(names)}) if names else progress
@@ -148,7 +148,7 @@ def to_metric_name(key: str) -> str:
 
 
 def settings(run: Run) -> dict[str, str]:
-    """Settings of the experiment by dotted key, as text, with what the run is about."""
+    """Settings of the experiment as text, by dotted key, with fedfm's version and the run's directory."""
     found = dict(_texts("", run.manifest["experiment"]))
     found |= {"fedfm": str(run.manifest["fedfm"]), "run": str(run.path.resolve())}
     return found
@@ -163,9 +163,9 @@ def _texts(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def models(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
-    """Where the final models are, and of which round: the best one under ``run.patience``, else the last one.
+    """Folders of the final models, and their round: the best one under ``run.patience``, else the last one.
 
-    Where the two differ, ``last_model`` is that of the last round.
+    If the best round is not the last one, ``last_model`` names the model of the last round.
     """
     found = {"model_of_round": str(result.get("details", {}).get("model_of_round", result["rounds"]))}
     for name, root in (("model", run.path), ("last_model", run.path / "last")):
