@@ -1,8 +1,9 @@
 """BlindFed: A Framework for Double-Blind Federated Adaptation of Foundation Models.
 
-Tastan, Nandakumar. 2025. arXiv:2502.01289, Section 3; the paper numbers equations and has no Algorithm. The server
-computes on ciphertexts and sees no rows; clients see neither the foundation model nor each other's rows. The clients
-train side adapters and a head (equations 4 to 6) on the disclosed activations, i.e. the model's block outputs.
+Tastan, Nandakumar. 2025. arXiv:2502.01289, Section 3. The paper numbers its equations, but lists no algorithm.
+
+The server computes on ciphertexts and sees no rows; clients see neither the foundation model nor each other's rows. The
+clients train side adapters and a head (equations 4 to 6) on the disclosed activations, i.e. the model's block outputs.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class ServerState:
 class BlindFed(HiddenModel, Planned, Method[ServerState]):
     """One encrypted forward pass of all rows through the server's frozen model; then FedAvg on its outputs.
 
-    "masked" is ours: the client gets the disclosed activations of its rows in the clear, and its labels never leave it.
-    "permuted" is the paper's: the client gets the activations of all tokens in secret orders, and its labels leave it
-    encrypted; these orders leak (``fedfm audit``).
+    There are two protocols. In "masked" (ours) the client gets the disclosed activations of its rows in the clear, and
+    its labels never leave it. In "permuted" (the paper's) the client gets the activations of all tokens in secret
+    orders, and its labels leave it encrypted. The secret orders leak, as ``fedfm audit`` shows.
     """
 
     means: ClassVar[tuple[str, ...]] = ("train",)
@@ -168,12 +169,12 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
 
     @on_client(kind="query")
     def rows(self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False) -> Tensor:
-        """Step 2: a batch of rows in the client's own order; ``go_on``: the server already has its states."""
+        """Step 2: a batch of rows in the client's own order; with ``go_on`` the server already has their states."""
         return self.client_half.rows(client, batch, session, go_on)
 
     @on_client(kind="query", varying=("states",))
     def keep(self, client: Client, batch: int, block: int, states: Tensor) -> int:
-        """Step 4: store disclosed activations for all rounds; returns their number of rows."""
+        """Step 4: store disclosed activations for all rounds; returns the number of rows."""
         return self.client_half.keep(client, batch, block, states)
 
     @on_client(kind="query", varying=("message",))
@@ -185,7 +186,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
     def labelled(
         self, client: Client, batch: int, session: Tensor | None = None, go_on: bool = False
     ) -> dict[str, Tensor]:
-        """Permuted, step 1: a batch of rows with its labels; ``go_on``: the server already has its states."""
+        """Permuted, step 1: a batch of rows with labels; with ``go_on`` the server already has the rows' states."""
         return self.client_half.rows_with_labels(client, batch, session, go_on)
 
     @on_client(kind="query", varying=("states",))
@@ -195,7 +196,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
 
     @on_client(kind="query", varying=("orders", "labels"))
     def align(self, client: Client, batch: int, orders: Tensor, labels: Tensor) -> int:
-        """Permuted, steps 4 and 6: the orders from each block to the next, and the labels in the last one."""
+        """Permuted, steps 4 and 6: store the orders from each block to the next, and the labels in the last order."""
         return self.client_half.align(client, batch, orders, labels)
 
     @on_client(kind="query")
@@ -208,10 +209,10 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
         """The client half of the protocol, for all clients of this process."""
         return ClientHalf(self.protocol, self.encryption)
 
-    # --- what it needs and promises -----------------------------------------------------------------------------------
+    # --- what the method needs and promises ---------------------------------------------------------------------------
     @property
     def needs(self) -> Needs:  # type: ignore[override]
-        """Only the server has the model; in the clear all parties must be in one process."""
+        """Only the server has the model. Without encryption, server and clients must be in one process."""
         local = 'method.encryption = "clear"' if self.encryption == "clear" else ""
         return Needs("side_adapter", ("side_adapter",), model="server", local=local)
 
@@ -225,7 +226,7 @@ class BlindFed(HiddenModel, Planned, Method[ServerState]):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """The secrets are for the orders and for the key agreement. Rows to predict have no labels, hence no scores."""
+        """The secrets are for the orders and for the key agreement. Rows to predict have no labels, so no scores."""
         encrypted = self.encryption == "ckks"
         orders = ("orders",) if self.protocol == "permuted" else ()
         return Traits(

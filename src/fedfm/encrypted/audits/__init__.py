@@ -1,1 +1,1 @@
-"""Attacks on runs on encrypted rows: what ciphertexts, released states and losses tell."""
+"""Attacks on runs with encrypted rows: what an attacker learns from ciphertexts, disclosed activations and losses."""

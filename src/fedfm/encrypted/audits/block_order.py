@@ -1,7 +1,8 @@
-"""BlindFed's permutations: can a client that gets each block's states in another order pair them again?
+"""BlindFed's permutations: can a client match the states of its samples before and after a block?
 
-With pairs of states before and after a block it fits the block. The paper's Proposition 1 says that absolute orders are
-hidden; pairs need none.
+The "permuted" protocol sends each block's states with the samples in another secret order. A client that matches the
+states before and after a block has pairs of inputs and outputs, and can fit the block to them. The paper's
+Proposition 1 says that the absolute orders are hidden. The attack does not need them.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from fedfm.encrypted.blindfed import BlindFed
 from fedfm.encrypted.protocol.permutations import relative, to_last
 from fedfm.runtime.run_directory import Run
 
-SENT = "Can a client pair the states of a block with those of the next one from what it is sent?"
-SEEN = "Could it without the relative orders, from the states alone?"
-BATCH = 64  # samples of a batch: chance is 1 in 64
-LINE = 0.5  # above this share of pairs, a block is fitted as from all of them
+SENT = "Can a client match the states of a block with those of the next one from what the server sends?"
+SEEN = "Could a client match them without the relative orders, from the states alone?"
+BATCH = 64  # samples of a batch: a random guess is right for 1 in 64
+LINE = 0.5  # with more than this share of the pairs, a block can be fitted as well as with all of them
 
 
 class BlockOrder(Audit):
-    """Shares of the samples whose states before and after a block are paired."""
+    """Shares of the samples whose states before and after a block the attacker matches."""
 
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False
@@ -57,12 +58,12 @@ class BlockOrder(Audit):
 
     def _tokens(self, blocks: np.ndarray, seed: int, n: int) -> Finding:
         mixed, orders = shuffle(blocks.mean(2), seed + 1)
-        question = "Could it from the means over the tokens alone?"
+        question = "Could a client match them from the means over the tokens alone?"
         return _share("order.from_means", question, aligned_shares(mixed, orders), n, "the mean over the tokens")
 
 
 def _pair_by_orders(blocks: np.ndarray, orders: np.ndarray) -> Finding:
-    """Step 4 of the protocol: the client takes all lists of states to the last order, as it has to."""
+    """Match by the relative orders, by which the client brings all states into the last order (step 4)."""
     pi = [torch.from_numpy(order) for order in orders]
     lists = [torch.from_numpy(blocks[order, level]) for level, order in enumerate(orders)]
     steps = [relative(before, after) for before, after in itertools.pairwise([*pi, pi[-1]])]
@@ -78,6 +79,8 @@ def _share(name: str, question: str, shares: list[float], n: int, of: str) -> Fi
     trials = n * len(shares)
     share = float(np.mean(shares))
     low, high = clopper_pearson(round(share * trials), trials)
-    says = f"By the cosine of {of}, {share:.0%} of {trials} pairs are found in batches of {n}; chance is {1 / n:.1%}."
+    says = (
+        f"By the cosine of {of}, {share:.0%} of {trials} pairs are found in batches of {n}; guesses find {1 / n:.1%}."
+    )
     detail = {"by_block": [round(s, 4) for s in shares], "batch": n}
     return Finding(name, question, share, low, high, LINE, ABOVE, says, False, detail)

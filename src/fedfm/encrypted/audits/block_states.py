@@ -1,4 +1,4 @@
-"""Rows of a double-blind run with their states, for audits: what one client holds, and rows of another kind."""
+"""States (block outputs) of rows of a BlindFed run, for audits: of one client's rows, and of rows of another kind."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class States:
     """States of n rows.
 
     Attributes:
-        patches: (n, T, F), what the client encrypts.
+        patches: (n, T, F), the client's input, which it encrypts.
         blocks: (n, L, T, d), the outputs of all blocks.
-        released: (n, L, P, d'), what the protocol releases of them, over the scales.
+        released: (n, L, P, d'), the part that the protocol discloses, divided by the blocks' scales.
         labels: (n,), or None.
     """
 
@@ -48,7 +48,7 @@ class States:
 
 
 def side_model(population: Partitioned) -> SideModel:
-    """The server's model of a double-blind run."""
+    """The server's model of a BlindFed run."""
     model = population.model
     if not isinstance(model, SideModel):
         raise RunError("the population has no model with released states")
@@ -56,20 +56,20 @@ def side_model(population: Partitioned) -> SideModel:
 
 
 def largest_client(population: Partitioned) -> ClientId:
-    """The client with most training rows."""
+    """The client with the most training rows."""
     rows = population.federated.clients
     return max(sorted(rows), key=lambda c: len(rows[c].train))
 
 
 def of_client(population: Partitioned, client: ClientId, part: str, seed: int) -> States:
-    """A client's ``train`` or ``test`` rows, at most :data:`MOST`, in an order by chance."""
+    """States of a client's ``train`` or ``test`` rows, in random order; at most :data:`MOST` rows."""
     index = getattr(population.federated.clients[client], part)
     index = seeds.generator(seed, "audit", "block_states", client, part).permutation(index)[:MOST]
     return _states(population, population.federated.table, index)
 
 
 def of_photographs(population: Partitioned, seed: int, count: int = OTHERS) -> States:
-    """Squares cut from two photographs, of a flower and of a temple, that come with scikit-learn: no client's rows."""
+    """States of squares cut from two photographs that come with scikit-learn, which are no client's rows."""
     rng = seeds.generator(seed, "audit", "photographs")
     files = [scikit_file(f"datasets/images/{name}.jpg") for name in ("china", "flower")]
     photographs = [np.asarray(Image.open(file)) for file in files]

@@ -1,4 +1,4 @@
-"""The model's weights from the ciphertexts that a client decrypts: why each answer carries an encryption of zero."""
+"""Can a client compute the model's weights from ciphertexts? It could if the server added no encryption of zero."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fedfm.encrypted.student.conversion import fold
 from fedfm.errors import MissingExtra
 
 QUESTION = "Does an encrypted answer of the server show the weights of a linear layer to the owner of the key?"
-INPUTS, OUTPUTS = 32, 8  # of the embedding: enough to show it, and solved in a second
-BITS = 20  # of the weights as whole numbers
+INPUTS, OUTPUTS = 32, 8  # the attacked part of the embedding: enough to show the attack, and solved in a second
+BITS = 20  # size of the weights as integers
 LINE = 0.5
 
 
 class CiphertextWeights(Audit):
-    """Share of the embedding's weights that are solved from second polynomials."""
+    """Share of the embedding's weights that an attacker computes from the second polynomials of ciphertexts."""
 
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False
@@ -53,6 +53,9 @@ class CiphertextWeights(Audit):
 
 
 def _share_found(out: np.ndarray, x: np.ndarray, integers: np.ndarray, parameters: Parameters) -> float:
-    """Share of the weights that are solved for modulo one prime; the transform of a polynomial changes nothing."""
+    """Share of the weights that the attacker finds, modulo one prime.
+
+    The polynomials may be in evaluation form: the transform is linear, so the same equations hold.
+    """
     guess = weights_of(x[:, 1, 0], out[:, 1, 0], parameters.primes[0])
     return float((guess == integers).mean())

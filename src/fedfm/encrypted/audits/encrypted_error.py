@@ -1,4 +1,4 @@
-"""Encryption compared with the clear: the error of each block and of the logits, and what both sides refuse."""
+"""The error of the encrypted computation, for each block and the logits, and which bad messages both sides refuse."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from fedfm.runtime.run_directory import Run
 ERROR = "How far are released states under encryption from those in the clear?"
 LOGITS = "How far are the logits of encrypted rows from those in the clear, end to end?"
 REFUSED = "Are encrypted rows refused that were damaged, altered, repeated or made for another session or key?"
-ROWS = 16  # a batch takes as long with one row as with all it has room for
+ROWS = 16  # rows of the batch: a batch takes the same time for any number of rows
 MOST = 1e-2  # largest error that a run may have
 ALL = VerdictRule(("estimate < bound",), ("estimate >= bound",))
 
 
 class EncryptedError(Audit):
-    """The largest error by block, and the share of bad messages that are refused."""
+    """The largest error of each block, and the share of bad messages that are refused."""
 
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False
@@ -107,7 +107,7 @@ def _refusals(model: SideModel, pixels: Tensor) -> Finding:
 
 
 def _damage(good: bytes) -> Iterator[tuple[str, bytes]]:
-    """A message with one fault each."""
+    """Yield (name of the damage, the message with this damage)."""
     middle = len(good) // 2
     yield "cut off", good[:-1]
     yield "a byte too long", good + b"\0"

@@ -1,7 +1,7 @@
-"""Labels from a mean loss of predictions that the asker chooses.
+"""Compute labels from a mean loss whose predictions the attacker chooses.
 
-The mean cross-entropy -1/n sum_i log p_i[y_i] is linear in log p. With -log p_i[c] = c C^i the sum is a number in base
-C whose digits are the labels. A loss of b bits gives b / log2(C) labels a query.
+The mean cross-entropy -1/n sum_i log p_i[y_i] is linear in log p. If the attacker chooses -log p_i[c] = c C^i, the sum
+is a number in base C whose digits are the labels. One loss of b bits gives b / log2(C) labels.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Loss = Callable[[Array], float]  # -log p (n, C) -> mean loss
 
 
 def labels_by_loss(loss: Loss, count: int, classes: int, bits: int = 20) -> tuple[Array, int]:
-    """Labels (n,), and how many queries they took.
+    """(labels (n,), number of queries).
 
     Args:
-        loss: answers the mean of the chosen entries.
-        count: n, labels behind the loss.
+        loss: answers a query: takes -log p (n, C), and returns the mean of the entries that the labels choose.
+        count: n, number of labels.
         classes: C >= 2.
-        bits: of the sum that an answer shows.
+        bits: number of bits of the sum that an answer discloses.
 
     Example:
         >>> y = np.array([3, 0, 9, 9, 1])

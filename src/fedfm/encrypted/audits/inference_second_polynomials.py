@@ -1,8 +1,8 @@
-"""The weights of a linear layer from the second polynomials of its encrypted output.
+"""Compute the weights of a linear layer from the second polynomials of its encrypted output.
 
-In CKKS a product of a matrix with ciphertexts acts on both of their polynomials: c1 of output i is sum_j W_ij c1_j, of
-whole numbers modulo each prime. Who encrypted the input knows c1_j, and solves for W. An encryption of zero that is
-added to the output hides it: then c1 of the output is uniform.
+A CKKS ciphertext has two polynomials, c0 and c1. A product with a matrix W acts on both: c1 of output i is
+sum_j W_ij c1_j, with integers modulo each prime. The client that encrypted the input knows c1_j, and can solve for W.
+An encryption of zero that is added to the output prevents it: then c1 of the output is uniform.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from fedfm.audits.inference.rates import Array
 
 
 def solve_modulo(rows: Array, right: Array, prime: int) -> Array:
-    """X with rows X = right modulo a prime, centred in (-prime/2, prime/2).
+    """The solution X of ``rows`` X = ``right`` modulo a prime, with entries in (-prime/2, prime/2).
 
     Args:
-        rows: (n, n) of int, right: (n, m) of int, in [0, prime).
+        rows: (n, n) integers in [0, prime).
+        right: (n, m) integers in [0, prime).
 
     Raises:
         ValueError: the matrix is singular modulo the prime.
@@ -39,14 +40,14 @@ def solve_modulo(rows: Array, right: Array, prime: int) -> Array:
 
 
 def weights_of(inputs: Array, outputs: Array, prime: int) -> Array:
-    """Whole-number weights (m, n) from second polynomials modulo one prime.
+    """Integer weights (m, n) from second polynomials modulo one prime.
 
     Args:
-        inputs: (n, N) of the encrypted inputs, N >= n.
-        outputs: (m, N) of the layer's outputs before any rescaling.
+        inputs: (n, N), second polynomials of the encrypted inputs, N >= n.
+        outputs: (m, N), second polynomials of the layer's outputs before any rescaling.
 
     Raises:
-        ValueError: the first n places do not determine the weights.
+        ValueError: the first n coefficients do not determine the weights.
     """
     n = len(inputs)
     return np.asarray(solve_modulo(inputs[:, :n].T, outputs[:, :n].T, prime).T)

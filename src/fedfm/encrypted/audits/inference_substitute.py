@@ -1,7 +1,8 @@
-"""A substitute of a model whose states are seen: blocks fitted to pairs of states, or a student of the last ones.
+"""Train a substitute of a model from its states (block outputs).
 
-BlindFed's clients (arXiv:2502.01289) hold the states of their rows. With the states of all tokens before and after a
-block they fit that block. With the released states alone they train a complete student from pixels.
+BlindFed's clients (arXiv:2502.01289) have states of their rows. There are two attacks. With the states of all tokens
+before and after a block, a client fits that block. With only the disclosed states, it trains a complete student that
+computes them from pixels.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ STEPS, BATCH, RATE = 400, 64, 2e-3
 
 
 class SurrogateBlock(nn.Module):
-    """A pre-norm transformer block with exact functions, of the shape that the attacker supposes: (n, T, d)."""
+    """A pre-norm transformer block on states (n, T, d), with exact functions, of the size that the attacker assumes."""
 
     def __init__(self, dim: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class SurrogateBlock(nn.Module):
 
 
 class Student(nn.Module):
-    """Patches (n, T, F) -> states of L blocks (n, L, T, d)."""
+    """A transformer from patches (n, T, F) to the states of its L blocks (n, L, T, d)."""
 
     def __init__(self, tokens: int, patch: int, levels: int, dim: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -55,7 +56,10 @@ class Student(nn.Module):
 
 
 def fit_block(before: Tensor, after: Tensor, heads: int, hidden: int, seed: int, steps: int = STEPS) -> nn.Module:
-    """A block that maps states before (n, T, d) to those after, by least squares of the update, in float32."""
+    """Fit a block that maps states before it (n, T, d) to the states after it.
+
+    It minimises the squared error of the block's update (output minus input), in float32.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = SurrogateBlock(before.shape[-1], heads, hidden)
@@ -66,12 +70,13 @@ def fit_block(before: Tensor, after: Tensor, heads: int, hidden: int, seed: int,
 def fit_student(
     patches: Tensor, released: Tensor, read: nn.Module, *, heads: int, hidden: int, dim: int, seed: int, steps: int
 ) -> nn.Module:
-    """A student whose states, read as the released ones are, come close to them.
+    """Train a student whose states approximate the disclosed ones.
 
     Args:
         patches: (n, T, F).
-        released: (n, L, P, d).
-        read: states (n, L, T, d) -> (n, L, P, d), e.g. the mean over the tokens.
+        released: (n, L, P, d), the disclosed states.
+        read: maps the student's states (n, L, T, d) to the form of the disclosed ones (n, L, P, d), e.g. by the mean
+            over the tokens.
         dim: width of the student's blocks.
     """
     with torch.random.fork_rng(devices=[]):
@@ -84,23 +89,23 @@ def fit_student(
 
 
 def update_error(block: nn.Module, before: Tensor, after: Tensor) -> float:
-    """Squared error of the block's update over its square: 0 is a copy, 1 is no knowledge."""
+    """Squared error of a block's update over the squared update: 0 for a copy, 1 for a block that adds nothing."""
     with torch.no_grad():
         wrong = (block(before) - after).square().sum()
     return float(wrong / (after - before).square().sum())
 
 
 def likeness(true: Tensor, guess: Tensor) -> float:
-    """Mean cosine of features (n, d), each set centred."""
+    """Mean cosine between two sets of features (n, d), after each set is centred."""
     a, b = (x.double() - x.double().mean(0) for x in (true, guess))
     return float(F.cosine_similarity(a, b, dim=1).mean())
 
 
 def agreement(fit: tuple[Tensor, Tensor], true: Tensor, guess: Tensor, classes: int) -> float:
-    """Share of rows for which a ridge classifier, fitted to true features, says the same of the substitute's.
+    """Share of rows for which a ridge classifier predicts the same class from true and from substitute features.
 
     Args:
-        fit: true features (m, d) and labels (m,) that the classifier is fitted to.
+        fit: true features (m, d) and labels (m,), to which the classifier is fitted.
     """
     x, y = fit[0].double().numpy(), np.eye(classes)[fit[1].numpy()]
     middle, spread = x.mean(0), x.std(0) + 1e-12
@@ -111,7 +116,7 @@ def agreement(fit: tuple[Tensor, Tensor], true: Tensor, guess: Tensor, classes: 
 
 
 def _fit(net: nn.Module, x: Tensor, loss: object, steps: int) -> nn.Module:
-    """Adam with a cosine schedule; the weights are an average of the last quarter of the steps."""
+    """Train by Adam with a cosine schedule; the final weights are the average over the last quarter of the steps."""
     optimiser = torch.optim.Adam(net.parameters(), RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     averaged, since = copy.deepcopy(net), steps - steps // 4

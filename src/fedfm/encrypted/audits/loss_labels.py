@@ -1,4 +1,4 @@
-"""BlindFed's step 6: the server returns the mean loss of encrypted predictions. What does that say of the labels?"""
+"""BlindFed's step 6: the server returns the mean loss of encrypted predictions. What does it disclose of the labels?"""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fedfm.encrypted.blindfed import BlindFed
 from fedfm.runtime.run_directory import Run
 
 QUESTION = (
-    "Does a loss of predictions that the client chooses say which label stands at which place of the server's order?"
+    "Can a client that chooses its predictions learn from the loss which label is at which place of the server's order?"
 )
-BATCH, BITS = 16, 20  # the paper's batch; bits of an encrypted answer
+BATCH, BITS = 16, 20  # the paper's batch size; bits of an encrypted answer
 LINE = 0.5
 
 
 class LossLabels(Audit):
-    """Labels of a batch from mean losses, and the orders that they leave."""
+    """Labels of a batch that mean losses disclose, and how many orders remain possible."""
 
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False
@@ -46,7 +46,7 @@ class LossLabels(Audit):
 
         def loss(chosen: np.ndarray) -> float:
             exact = float(chosen[np.arange(len(truth)), truth].mean())
-            step = chosen.max() / len(truth) / 2**BITS  # the answer has so many bits
+            step = chosen.max() / len(truth) / 2**BITS  # the answer is rounded to this step
             return round(exact / step) * step if step else exact
 
         guess, queries = labels_by_loss(loss, len(truth), len(table.classes), BITS)

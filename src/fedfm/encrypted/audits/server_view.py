@@ -1,4 +1,4 @@
-"""What the server of a double-blind run got: a search through the messages that crossed."""
+"""What the server of a BlindFed run received, according to the log of all messages."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fedfm.encrypted.blindfed import BlindFed
 from fedfm.runtime import logs
 from fedfm.runtime.run_directory import Run
 
-QUESTION = "Did the server get anything of the clients' rows but ciphertexts and hidden sums?"
-SMALL = 10_000  # bytes: numbers of rows, figures of scores; an image of 32 x 32 has 3,072
+QUESTION = "Did the server receive anything of the clients' rows except ciphertexts and hidden sums?"
+SMALL = 10_000  # bytes in the clear that numbers of rows and scores may take; an image of 32 x 32 has 3,072
 HIDDEN = ("encrypted", "masked")
 
 
 class ServerView(Audit):
-    """Bytes that reached the server in the clear in messages that could carry rows or updates."""
+    """Bytes that the server received in the clear, in messages that could contain rows or updates."""
 
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False

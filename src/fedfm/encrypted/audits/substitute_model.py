@@ -1,8 +1,9 @@
-"""A substitute of BlindFed's foundation model, from what one client holds after the protocol.
+"""Can one client compute a substitute of BlindFed's foundation model from what it has after the protocol?
 
-"permuted" gives a client the states of all tokens, whose pairs :mod:`fedfm.encrypted.audits.block_order` aligns: it
-fits each block and chains them. "masked" gives the released states: it trains a student on them. Figures are for the
-client's own kind of rows and for photographs, which no client has.
+The "permuted" protocol discloses the states of all tokens. :mod:`fedfm.encrypted.audits.block_order` matches the states
+before and after a block, so the client fits each block, and connects the fitted blocks. The "masked" protocol
+discloses some activations, on which the client trains a student. The substitute is scored on the client's other rows,
+and on photographs, which no client has.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from fedfm.models.adapters.side_adapter import SideModel
 
 BLOCKS = "Can a client compute the blocks of the server's model from pairs of states?"
 STUDENT = "Can a client train a substitute of the server's model from the states that are released to it?"
-FEW = 40  # rows below which nothing is fitted
-STEPS = 300  # of a block, and of the student
+FEW = 40  # smallest number of rows to fit anything
+STEPS = 300  # training steps of a block, and of the student
 CLOSE, ALIKE = 0.1, 0.8  # relative squared error of a copied block; cosine of a copied model's features
 UNLIKE = 0.5
-COPIED = VerdictRule(("estimate < bound",), (f"estimate > {UNLIKE}",))  # an error
+COPIED = VerdictRule(("estimate < bound",), (f"estimate > {UNLIKE}",))  # the estimate is an error: low is a leak
 ALIKE_FEATURES = VerdictRule(("estimate >= bound",), (f"estimate < {UNLIKE}",))
-SHARES = (0.25, 1.0)  # of the client's rows, for the student
+SHARES = (0.25, 1.0)  # shares of the client's rows on which students are trained
 NOT_PROMISED = (
     "The protocol does not promise otherwise: it hides weights, not what the model does to a client's own rows."
 )
 
 
 class SubstituteModel(Audit):
-    """Likeness of substitutes to the model, in and out of the client's kind of rows."""
+    """How similar substitutes are to the model, on the client's kind of rows and on others."""
 
     methods: ClassVar[tuple[str, ...]] = ("blindfed",)
     replays: ClassVar[bool] = False
@@ -88,7 +89,7 @@ class SubstituteModel(Audit):
         before = sum(few) / len(few)
         says = (
             f"Blocks fitted from the pairs of one client's {len(own)} rows have a relative squared error of "
-            f"{error:.3f} on its other rows and of {far:.2f} on photographs (0 is a copy, 1 is no knowledge). From "
+            f"{error:.3f} on its other rows and of {far:.2f} on photographs (0: a copy; 1: as good as no block). From "
             f"{len(quarter)} rows it is {before:.3f} on the other rows."
         )
         detail = {"rows": len(own), "by_block": _round(inside), "by_block_outside": _round(outside)}
@@ -157,7 +158,10 @@ class SubstituteModel(Audit):
 
 
 class _Released(nn.Module):
-    """A student's states as the released ones are: positions, over the scales. A secret projection is learned anew."""
+    """Maps a student's states to the form of the disclosed ones: selected positions, divided by the blocks' scales.
+
+    If the protocol projects by a secret matrix, the student learns a matrix of its own.
+    """
 
     def __init__(self, model: SideModel) -> None:
         super().__init__()
@@ -180,19 +184,19 @@ class _Flat(nn.Module):
 
 
 def _share_of(own: States, share: float = SHARES[0]) -> int:
-    """A number of rows: a share of a client's."""
+    """The number of rows in a share of a client's rows."""
     return max(int(share * len(own)), FEW // 2)
 
 
 def _shape(replay: Replay) -> tuple[int, int]:
-    """Heads and width of the MLP, which an attacker can try out."""
+    """(number of heads, width of the MLP) of the true model; an attacker can find them by trial."""
     backbone, _, _ = side_model(replay.population).frozen_parts
     config: Any = backbone.module.config
     return int(config.num_attention_heads), int(config.intermediate_size)
 
 
 def _feature(states: States) -> Tensor:
-    """What the last block releases first: (n, d')."""
+    """The features: the first position that the last block discloses (n, d')."""
     return states.released[:, -1, 0]
 
 

@@ -17,8 +17,8 @@ from fedfm.encrypted.ckks import modular_kernels
 from fedfm.encrypted.ckks.ring import Residues, Ring
 from fedfm.errors import InputError
 
-SCALE_TOLERANCE = 2.0**-10  # of sums: largest relative error from two different scales in one sum
-_EXACT_FACTOR = 16  # a product with an integer up to here costs no level
+SCALE_TOLERANCE = 2.0**-10  # largest relative error of a sum because its two operands have different scales
+_EXACT_FACTOR = 16  # largest integer by which a product costs no level
 _LEAST_BITS = 16  # smallest number of bits of a factor at the scale of a narrow prime
 
 Refresh = Callable[["Ciphertexts"], "Ciphertexts"]
@@ -52,9 +52,9 @@ class KeyOperations(Protocol):
 class Ciphertexts:
     """``count`` ciphertexts of one level and one scale.
 
-    Operands are numbers and other ciphertexts (equally many, or one); they can be added, subtracted and multiplied. A
-    product of two is relinearised and rescaled. The operand with more levels drops some. An operand without the levels
-    for a product is first refreshed, in place, if the evaluator can ask for it.
+    Operands are numbers and other ciphertexts (one, or the same number); they can be added, subtracted and multiplied.
+    A product of two ciphertexts is relinearised and rescaled. The operand with more levels drops some. If an operand
+    has too few levels for a product, it is first refreshed in place, provided that the evaluator has a client to ask.
 
     *Guarantee*: scales are tracked exactly. In a sum they may differ by 2^-10 of their value; this bounds the relative
     error of the second operand.
@@ -62,7 +62,7 @@ class Ciphertexts:
     Attributes:
         limbs: residues in evaluation form, (count, polynomials, primes, N), uint64.
         scale: the encrypted polynomial is the encoded one times this factor.
-        evaluator: has the keys for them.
+        evaluator: has the keys for operations on these ciphertexts.
 
     Raises:
         InputError: shapes, scales or evaluators do not fit together, or no level is left.
@@ -198,8 +198,9 @@ class Ciphertexts:
         return self.evaluator.refresh(self._usual().at(self.evaluator.floor))
 
     def for_plain(self, smallest: float = 1.0) -> Ciphertexts:
-        """Drop to the highest level for a product with a plaintext (a narrow prime if it has enough bits); refresh if
-        needed.
+        """Drop to the highest level that serves for a product with a plaintext; refresh if there is none.
+
+        A narrow prime serves if it has enough bits.
         """
         parameters, least = self.evaluator.ring.parameters, max(self.evaluator.floor, 1)
         for attempt in range(2):
@@ -224,7 +225,7 @@ class Ciphertexts:
         return parameters.scale * parameters.primes[self.level] / self.scale
 
     def renew_with(self, *others: Ciphertexts) -> None:
-        """Refresh these and others in one message, in place, if one of them has no level for a product of two.
+        """Refresh this array and others in place, in one message, if one of them has no level for a product.
 
         Arrays with all levels are left out. The client does not change the integer coefficients of a polynomial, so
         each array keeps its own scale.
@@ -242,9 +243,9 @@ class Ciphertexts:
             start += len(part)
 
     def over(self, number: float) -> Ciphertexts:
-        """Divide by a positive number without using a level, by a change of the scale.
+        """Divide by a positive number by a change of the scale, which costs no level.
 
-        The next product with numbers is rounded at an equally smaller scale, which restores the usual scale.
+        The next product with numbers uses a scale that is smaller by the same factor, which restores the usual scale.
         """
         return self._like(self.residues, self.scale * number)
 
@@ -273,7 +274,7 @@ class Ciphertexts:
         return self._like(ring.affine(self.residues, rows, np.zeros((), np.int64)), self.scale * scale)
 
     def _usual(self) -> Ciphertexts:
-        """Return to the parameters' scale if a narrow prime is left: a mask covers values only up to its bound."""
+        """Return to the parameters' scale if a narrow prime is left: a mask hides values only up to its bound."""
         parameters, limbs = self.evaluator.ring.parameters, self.level + 1
         if abs(self.scale / parameters.scale - 1) <= SCALE_TOLERANCE or limbs <= self.evaluator.floor:
             return self
@@ -311,7 +312,7 @@ def align_levels(a: Ciphertexts, b: Ciphertexts) -> tuple[Ciphertexts, Ciphertex
 
 
 def products(a: Ciphertexts, b: Ciphertexts) -> Ciphertexts:
-    """Elementwise products of three polynomials each; :func:`relinearise_and_rescale` makes them usual ciphertexts."""
+    """Elementwise products, of three polynomials each; :func:`relinearise_and_rescale` reduces them to two."""
     x, y = _factors(a, b)
     count, _, limbs, degree = _larger(x, y)
     out = np.empty((count, 3, limbs, degree), np.int64)

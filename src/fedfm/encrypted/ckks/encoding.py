@@ -1,6 +1,7 @@
 """Slots as polynomials: the canonical embedding of CKKS, with rounding to whole coefficients.
 
-Slot j of a polynomial m is m(zeta^(3^j)), zeta a primitive 2N-th root of unity. Real slots make real coefficients.
+Slot j of a polynomial m is m(zeta^(3^j)), where zeta is a primitive 2N-th root of unity. Real slots give real
+coefficients.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _LARGEST = 2.0**62  # bound of coefficients, which are stored as int64
 
 @lru_cache(maxsize=4)
 def _places(degree: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.complex128]]:
-    """For each slot the index of its root among the odd powers of zeta, that of the conjugate, and powers of zeta."""
+    """For each slot, the indices of its root and of the conjugate root among the odd powers of zeta; powers of zeta."""
     exponent, exponents = 1, []
     for _ in range(degree // 2):
         exponents.append(exponent)
@@ -83,7 +84,7 @@ def to_coefficients(residues: Residues, ring: Ring) -> NDArray[np.int64]:
         q = int(ring.primes[0])
         return np.where(x[:, 0] > q // 2, x[:, 0] - q, x[:, 0])
     before, half, digits = ring.mixed_radix(x)
-    # Sums are modulo 2^64, which is exact if the result fits; it fits if its residues are the given ones.
+    # Sums modulo 2^64 are exact if the result fits into int64. It fits if it has the given residues.
     whole = np.full(digits[:, 0].shape, (-half) % 2**64, np.uint64)
     for k in range(limbs):
         whole += digits[:, k].view(np.uint64) * np.uint64(before[k] % 2**64)

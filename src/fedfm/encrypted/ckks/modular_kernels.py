@@ -1,7 +1,7 @@
 """Compiled loops over residues: sums, products, number-theoretic transforms, matrix products in float64 pieces.
 
-Residues are int64 in [0, q) of primes below 2^50. A quotient comes from float64: it is wrong by one at most, since the
-product of two residues divided by q is below 2^50, and three roundings of 2^-53 shift it by less than one half.
+Residues are int64 in [0, q) for primes q below 2^50. Quotients are computed in float64, and are wrong by at most one:
+the product of two residues divided by q is below 2^50, and three roundings of 2^-53 change it by less than one half.
 Arrays of residues have the shape (..., primes, N); the functions here expect (rows, primes, N).
 """
 
@@ -23,7 +23,7 @@ def _reduce(r, q):  # type: ignore[no-untyped-def]
 
 
 def _times(v, w, ratio, q):  # type: ignore[no-untyped-def]
-    """Product of v and w, up to one q; ``ratio`` is w / q."""
+    """Product of v and w modulo q, in [-q, 2 q); ``ratio`` is w / q."""
     return v * w - _INT(_FLOAT(v) * ratio) * q
 
 

@@ -32,9 +32,9 @@ from fedfm.errors import InputError, RunError
 from fedfm.privacy.crypto import keys
 
 MOST = 2.0**-40  # largest statistical distance of everything that one client decrypts in a run
-# The condition is printed with each figure: the slots of a ciphertext cannot be read, so no code can enforce it.
+# Each printed distance states this condition: nobody can read the slots of a ciphertext, so no code can enforce it.
 HOLDS_WHILE = "as long as every value stays within the intervals of the model's polynomials"
-_AT_A_TIME = 64  # ciphertexts, whose masks take little memory compared with all ciphertexts
+_AT_A_TIME = 64  # ciphertexts that are masked at a time, so that masks take little memory
 
 
 def mask_bits(parameters: Parameters, limbs: int, scale: float, bound: float) -> int:

@@ -20,8 +20,8 @@ class RemoteRefresh:
     """The server's side; it serves as an evaluator's ``refresh``.
 
     Args:
-        masking: with the bound of the values and the client's ledger.
-        channel: to the client, as sender "server".
+        masking: masks ciphertexts; it knows the bound of the values and the client's ledger.
+        channel: the channel to the client, as sender "server".
         exchange: sends a message to the client and returns its answer.
 
     Attributes:

@@ -24,7 +24,7 @@ Residues = NDArray[np.int64]
 # Largest total bits of all primes at 128-bit security with a ternary secret. Albrecht et al. Homomorphic Encryption
 # Standard. HomomorphicEncryption.org, 2018, Table 1.
 SECURE_BITS = {1024: 27, 2048: 54, 4096: 109, 8192: 218, 16384: 438, 32768: 881}
-WORD = 30  # bits of one word of an integer
+WORD = 30  # bits of a word; long integers are stored as several words
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ The client makes all keys, and only the client has the secret one (:class:`Clien
 as bytes and computes with them (:class:`ServerKeys`). Both expose ciphertexts as residues
 (:mod:`~fedfm.encrypted.ckks.ciphertexts`).
 
-SEAL checks little: a wrong key decrypts, and a ciphertext with a flipped bit is still a ciphertext. So bytes from
+SEAL checks little: it decrypts with a wrong key, and accepts a ciphertext with a flipped bit. So bytes from
     outside
 go through :mod:`~fedfm.encrypted.ckks.wire` first, never directly to this module.
 """
@@ -76,7 +76,7 @@ class _Library:
         self.direct = False
 
     def check_access(self, encryptor: Any) -> None:
-        """Check whether a pointer can access the residues; otherwise slower streams are used."""
+        """Check whether a pointer can access the residues; if not, slower streams are used."""
         ciphertext = self.s.Ciphertext(self.context)
         encryptor.encrypt_zero(self.ids[2], ciphertext)
         self._version = self._stream_version(ciphertext)
@@ -210,7 +210,7 @@ class ServerKeys:
         out = np.empty((len(x), 2, limbs, self.parameters.degree), np.int64)
         target, residues = self._library.empty(), x.residues
         for i in range(len(x)):
-            # SEAL's scale only has to fit the modulus; the true scale is in Ciphertexts.
+            # SEAL only checks that the scale fits the modulus; Ciphertexts has the true scale.
             apply(self._library.write(residues[i], 2.0), target)
             out[i] = self._library.read(target)
         return Ciphertexts(out.view(np.uint64), scale, self)

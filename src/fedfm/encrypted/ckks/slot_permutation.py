@@ -1,13 +1,14 @@
 """Reorder encrypted samples, in the same way in the slots of every token.
 
 Slot t B + s has token t of sample s (:class:`~fedfm.encrypted.ckks.transformer_block.Packing`). If position j gets
-sample order[j], its value comes from order[j] - j slots further. So the result is a sum over the shifts k of
+sample order[j], its value comes from the slot that is order[j] - j slots further. So the result is a sum over the
+shifts k:
 
-    mask_k * (x rotated by k),   mask_k 1 in the slots of positions j with order[j] - j = k, else 0,
+    mask_k * (x rotated by k),   mask_k = 1 in the slots of positions j with order[j] - j = k, else 0.
 
-with shifts as k = g b + i in baby steps i and giant steps g (Halevi, Shoup. Algorithms in HElib. CRYPTO 2014). Baby
-steps are computed one after another, giant steps by Horner's rule, so that three rotation keys suffice for all orders.
-The operations depend on the number of samples, not on their order. Slots beyond the samples become zero.
+Shifts are written as k = g b + i, in baby steps i and giant steps g (Halevi, Shoup. Algorithms in HElib. CRYPTO 2014).
+Baby steps are computed one after another, giant steps by Horner's rule, so that three rotation keys suffice for all
+orders. The operations depend on the number of samples, not on their order. Slots beyond the samples become zero.
 
 Two features share a ciphertext: one in the real parts of the slots, the other, times sqrt(2), in the imaginary ones.
 X^(N/4) + X^(3N/4) is i sqrt(2) in every slot, so this costs no level.
@@ -35,7 +36,7 @@ TOGETHER = math.sqrt(3)  # |a + i sqrt(2) b| is at most this times the larger of
 
 
 def baby(layout: Packing) -> int:
-    """Baby steps: a power of two near the root of the samples."""
+    """Number of baby steps: a power of two near the square root of the number of samples."""
     return 1 << (layout.samples.bit_length() // 2)
 
 
@@ -81,7 +82,7 @@ def masks(order: Order, layout: Packing, limbs: int, scale: float, ring: Ring) -
         run = np.zeros((b, layout.samples))
         here = np.flatnonzero(shifts // b == g)
         run[shifts[here] % b, here] = 1
-        # The giant step follows the product, so the mask is rotated back first.
+        # The rotation by the giant step comes after the product with the mask, so rotate the mask back.
         out[g] = encode_slots(np.tile(np.roll(run, g * b, axis=1), layout.tokens), limbs, scale, ring)
     return out
 
@@ -89,8 +90,8 @@ def masks(order: Order, layout: Packing, limbs: int, scale: float, ring: Ring) -
 def weighing(plains: dict[int, Residues], scale: float, keys: KeyOperations) -> Weigh:
     """The ``weigh`` function for :func:`permute_samples`, with the plaintexts of :func:`masks`.
 
-    It adds an encryption of zero to each sum: if an order has no such shift, the sum would otherwise be a ciphertext
-    that anyone can read, and SEAL refuses these.
+    It adds an encryption of zero to each sum. Without it, the sum for a shift that does not occur in the order would be
+    a ciphertext that anyone can read, and SEAL refuses such ciphertexts.
     """
     zero = keys.zeros(1, next(iter(plains.values())).shape[1])
 

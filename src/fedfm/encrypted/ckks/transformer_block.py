@@ -2,10 +2,10 @@
 
 A ciphertext has one feature: slot t B + s is token t of sample s, with B = N / 2 / T samples. So a linear layer is a
 product of its matrix with the array of ciphertexts. A rotation by j B slots moves token t + j to token t, cyclically,
-since T B is the number of slots. Attention computes the T diagonals j of the score matrix as g b + i in baby
-steps i and giant steps g (Halevi, Shoup. Algorithms in HElib. CRYPTO 2014, for matrices).
+since T B is the number of slots. Attention computes the score matrix by its T diagonals. Diagonal j is written as
+j = g b + i, in baby steps i and giant steps g (Halevi, Shoup. Algorithms in HElib. CRYPTO 2014, for matrices).
 
-The block expects centred tokens: the means of both norms are folded into the weights before them.
+The block expects centred tokens: the weights before both norms already subtract the norms' means.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ Matrix = NDArray[np.floating[Any]]
 
 
 class Folding(Protocol):
-    """A polynomial, computed as ``evaluate_folded(a x + b)`` with (a, b) = ``fold``, by sums, products and squares."""
+    """A polynomial p that consists of sums, products and squares.
+
+    p(x) = ``evaluate_folded(a x + b)`` with (a, b) = ``fold``.
+    """
 
     @property
     def fold(self) -> tuple[float, float]:
@@ -207,7 +210,7 @@ class EncryptedBlock:
         return powers * concatenate(rows)
 
     def _mix_values(self, weights: Ciphertexts, value: Ciphertexts) -> Ciphertexts:
-        """Values under the attention weights."""
+        """The sums of the values, weighted by the attention weights."""
         step, b, out = self.layout.samples, self.layout.baby, []
         for head, values in zip(self._heads(weights), self._heads(value), strict=True):
             for f in range(len(values)):

@@ -2,7 +2,7 @@
 
 CKKS has no integrity check: another key decrypts to noise, and a flipped bit gives another ciphertext. So a message
 states its purpose and has a tag (HMAC-SHA-256) under the key that both sides share; the receiver states what it
-expects. A residue takes as many bits as its prime has. A seed replaces the second polynomials of fresh ciphertexts.
+expects. A residue takes the number of bits of its prime. For fresh ciphertexts, a seed replaces the second polynomials.
 """
 
 from __future__ import annotations
@@ -88,9 +88,10 @@ class Channel:
     def unpack(
         self, data: bytes, *, limbs: int, count: int | None = None, scale: float | None = None, note: int = 0
     ) -> tuple[Residues, float]:
-        """Ciphertexts of the next message, (count, 2, limbs, N), and their scale. None: accept the message's value.
+        """(ciphertexts of the next message (count, 2, limbs, N), their scale).
 
-        ``note`` is the size of the note after them, in bytes.
+        ``limbs``, ``count`` and ``scale`` are the expected values; None accepts any. ``note`` is the size of the note
+        behind the ciphertexts, in bytes.
 
         Raises:
             ClientFault: the message is damaged or altered; it is of another session, step or sender; its parameters,

@@ -1,4 +1,4 @@
-"""Fresh encryptions of zero, from our own small random polynomials, since SEAL's take several times as long.
+"""Fresh encryptions of zero. Random polynomials are drawn here, since SEAL takes several times as long for them.
 
 Errors are centred binomial sums of 42 bits, as in SEAL (standard deviation 3.24, above the 3.2 of the Homomorphic
 Encryption Standard); the public key's factor is ternary. All bits come from an AES-256-CTR stream; its key is drawn
@@ -69,7 +69,7 @@ def add_errors(coefficients: Residues, error: NDArray[np.int64], ring: Ring) -> 
 def uniform(seed: bytes, count: int, limbs: int, parameters: Parameters) -> Residues:
     """Uniform residues (count, limbs, N) that sender and receiver make from 32 public bytes; use a seed only once.
 
-    They are words of an AES-256-CTR stream with as many bits as the prime; words that are not below it are skipped.
+    They are words of an AES-256-CTR stream, each with the number of bits of the prime; too large words are skipped.
     """
     out = np.empty((count, limbs, parameters.degree), np.int64)
     for i in range(count):

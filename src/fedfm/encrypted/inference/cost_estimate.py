@@ -26,8 +26,8 @@ from fedfm.encrypted.inference.operation_count import Count, count_operations
 from fedfm.encrypted.inference.released_states import Released
 from fedfm.errors import InputError
 
-_AGAIN = 4  # ciphertexts and repetitions of a timed operation
-_WIDE = 32  # ciphertexts of a timed product; a larger refresh is timed only once
+_AGAIN = 4  # number of ciphertexts, and of repetitions, of a timed operation
+_WIDE = 32  # number of ciphertexts in a timed product; a refresh of more ciphertexts is timed only once
 _SIDES: tuple[Sender, Sender] = ("client", "server")
 
 
@@ -50,9 +50,9 @@ class EncryptedPlan:
         messages: messages per batch over all blocks, including rows and disclosures.
         bytes_per_batch: bytes of all messages; a batch of few rows takes as many as a full one.
         bytes_per_sample: bytes of all messages of the run, divided by its rows.
-        statistical_distance: for the client with the most rows; it must be at most 2^-40.
-        seconds_per_block: for a batch, on one core of this machine: (owner, client on the same machine).
-        seconds: for all batches in sequence on one core, owner and clients together.
+        statistical_distance: what the masks spend for the client with the most rows; it must be at most 2^-40.
+        seconds_per_block: (owner, client), for one batch, on one core of this machine each.
+        seconds: all batches one after another on one core, owner and clients together.
     """
 
     ring_dimension: int
@@ -116,8 +116,8 @@ def plan(
 
     Args:
         rows: numbers of rows of each client, or of each of its parts if parts have separate batches.
-        projection: p of ``tokens``.
-        permuted: number of classes in the "permuted" protocol; 0: "masked".
+        projection: p, number of values per token, for released = ``tokens``.
+        permuted: number of classes for the "permuted" protocol; 0: the "masked" protocol.
 
     Raises:
         InputError: the parameters have less than 128-bit security, or the run would exceed the statistical distance.
@@ -174,7 +174,10 @@ def plan(
 
 
 def _depth(folded: FoldedModel, number: int) -> int:
-    """Levels of a block: norms with square and product, W_qkv, scores, exp, inverse with scales, products, W_o, MLP."""
+    """Number of levels that a block takes.
+
+    It counts the norms with square and product, W_qkv, scores, exp, the inverse with its scales, products, W_o, MLP.
+    """
     layer = folded.blocks[number]
     known = [getattr(r, "depth", 0) for r in (*layer.norms, layer.exponential, layer.inverse, layer.gelu)]
     first, second, exponential, inverse, gelu = known
@@ -186,7 +189,7 @@ def _seconds(
 ) -> tuple[tuple[float, float], int]:
     """((owner, client) seconds of an average block, from timed operations; bytes of the evaluation keys).
 
-    ``again``: ciphertexts that the client returns, over all blocks.
+    ``again`` is the number of ciphertexts that the client returns, over all blocks.
     """
     parameters, (tokens, d) = layout.parameters, folded.positions.shape
     floor = messages.floor_of(parameters)
@@ -230,8 +233,8 @@ def _refreshes(
 ) -> tuple[float, float]:
     """(client, owner) seconds per ciphertext in refreshes of these sizes and frequencies.
 
-    In a message of hundreds of ciphertexts each takes up to twice as long as in a small one: the message does not fit
-    into the cache, and the system has to clear its memory first.
+    A ciphertext in a message of hundreds takes up to twice as long as one in a small message. A large message does not
+    fit into the cache, and the system has to clear memory for it.
     """
     parameters, masking = client.parameters, Masking(bound)
     theirs = ours = 0.0

@@ -9,7 +9,7 @@ from fedfm.errors import RunError
 
 MODEL, JOB, ANSWER, FAULT, SPEND, REFRESH, RELEASE, SAVE, DONE, FAILED, BROKEN = range(11)
 _HEAD = struct.Struct("<BQ")
-SPENT = struct.Struct("<Id")  # ciphertexts, distance of each
+SPENT = struct.Struct("<Id")  # number of ciphertexts, statistical distance of each
 _SIZE = struct.Struct("<Q")
 
 

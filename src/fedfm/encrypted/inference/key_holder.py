@@ -31,8 +31,8 @@ class KeyHolder:
 
     Args:
         tokens: T of a sample.
-        parameters: of the encryption scheme.
-        secret: the key of an earlier key holder; None makes a new one from the system's entropy.
+        parameters: parameters of the encryption scheme.
+        secret: the secret key of an earlier key holder; None makes a new one from the system's entropy.
     """
 
     def __init__(self, tokens: int, parameters: Parameters, secret: bytes | None = None) -> None:
@@ -142,10 +142,10 @@ class KeyHolder:
 def zero_out_of_range(states: NDArray[np.float64], largest: float, block: int) -> NDArray[np.float64]:
     """States (samples, P, width) with zeros for rows that are not finite or exceed the model's largest value.
 
-    An argument of such a row left its interval, or its batch overflowed.
+    For such a row, the argument of a polynomial left its interval, or the batch overflowed.
 
     Raises:
-        OutOfRange: it affects all rows of the first block; the keys are wrong, or the batch overflowed.
+        OutOfRange: all rows of the first block are affected; the keys are wrong, or the batch overflowed.
     """
     worst = np.abs(states).max(axis=(1, 2))
     bad = np.flatnonzero(~(worst <= largest))

@@ -12,9 +12,9 @@ from fedfm.encrypted.ckks import modular_kernels
 from fedfm.encrypted.ckks.ring import SLOW_LINK, Parameters, Residues
 from fedfm.errors import E_FORMAT, E_VERSION, ClientFault, InputError, Lost
 
-SETS = (Parameters(), SLOW_LINK)  # their indexes go into keys; add new sets at the end
-FLOORS = (3, 4)  # numbers of primes of refreshed ciphertexts, as 2^-40 for 10^5 ciphertexts requires
-RELEASE_LIMBS = 2  # primes with which disclosed activations are selected; the message has one less
+SETS = (Parameters(), SLOW_LINK)  # keys contain the index of their set, so add new sets at the end
+FLOORS = (3, 4)  # by set: primes of a ciphertext before its refresh, so that 10^5 of them spend at most 2^-40
+RELEASE_LIMBS = 2  # primes of the states from which disclosed activations are selected; the message has one less
 SECRET, PUBLIC = b"FFHS", b"FFHP"  # marks at the start of keys
 _OPENING = struct.Struct("<4sBI")  # mark, index of the parameter set, tokens
 NOTE = struct.Struct("<BHHd")  # kind, block, features, largest magnitude
@@ -71,11 +71,11 @@ def parse_header(mark: bytes, data: bytes) -> tuple[Parameters, int, bytes]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The point where a later session continues: the states after some blocks, still under the client's key.
+    """The point where a later session continues: the states after some blocks, encrypted under the client's key.
 
     Attributes:
-        blocks: number of blocks that are computed and disclosed.
-        scale: of the ciphertexts.
+        blocks: number of blocks that are computed, and whose activations are disclosed.
+        scale: scale of the ciphertexts.
         residues: (d, 2, primes, N).
     """
 

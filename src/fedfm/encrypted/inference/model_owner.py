@@ -52,7 +52,7 @@ class ModelOwner:
         public: the holder's evaluation keys.
         session: 16 bytes, new for this session.
         key: 32 bytes, agreed on with the holder.
-        ledger: of the masks' statistical distance; one ledger for all sessions with this holder.
+        ledger: enters the masks' statistical distance; all sessions with this holder share it.
         projection: (p, d), for ``tokens``.
 
     Raises:
@@ -153,7 +153,7 @@ class ModelOwner:
         return Ciphertexts(start.residues.view(np.uint64), start.scale, self.keys)
 
     def _select_released(self, x: Ciphertexts, over: float, largest: float) -> Ciphertexts:
-        """Select the disclosed values, over the block's scale, at one prime; all other slots are zero."""
+        """Select the disclosed values, divided by the block's scale; all other slots are zero. One prime is left."""
         ring, step, factor = self.keys.ring, self.layout.samples, self._factor(x, largest)
         if self.kind.projection is not None:
             rounded = np.rint(self.kind.projection * (factor / over))
@@ -174,13 +174,14 @@ class ModelOwner:
     def _factor(self, x: Ciphertexts, largest: float) -> float:
         """A plaintext scale such that products with slots up to ``largest`` fit into the last prime."""
         parameters = self.layout.parameters
-        # Every coefficient must stay below half the last modulus; slots bound coefficients, up to the scale.
+        # Every coefficient must stay below half the last modulus. It is at most the scale times the largest slot.
         target = min(parameters.scale, 2.0 ** math.floor(math.log2(parameters.primes[0] / 4 / largest)))
         return target * parameters.primes[RELEASE_LIMBS - 1] / x.scale
 
     def _rotate_and_sum(self, sums: dict[int, Ciphertexts]) -> Ciphertexts:
-        """The sum of ciphertexts, each rotated by its key's number of tokens; rotations go bit by bit for all at
-        once.
+        """Rotate each ciphertext by the number of tokens that is its key in ``sums``, and add all.
+
+        Rotations by powers of two are applied to all ciphertexts together, bit by bit.
         """
         for bit in range(self.layout.tokens.bit_length() - 1):
             halves: dict[int, Ciphertexts] = {}

@@ -78,10 +78,11 @@ class Count:
 def count_operations(
     layer: FoldedLayer, tokens: int, parameters: Parameters, first: bool = False, fresh: bool = False
 ) -> Count:
-    """Operations of a block; the first block's input has the primes that the embedding leaves.
+    """Count the operations of a block.
 
     Args:
-        fresh: "permuted": the inputs of other blocks have all primes, and a block's outputs are reordered.
+        first: whether it is the first block, whose input has only the primes that the embedding leaves.
+        fresh: whether the protocol is "permuted": inputs of later blocks have all primes, and outputs are reordered.
     """
     short = cast(Parameters, _Short(parameters, tokens))
     ring = Ring.__new__(Ring)

@@ -15,7 +15,7 @@ from fedfm.encrypted.inference.key_holder import KeyHolder, zero_out_of_range
 from fedfm.encrypted.inference.released_states import Numbers
 from fedfm.errors import E_FORMAT, E_NORM, E_SHAPE, ClientFault
 
-_OFF = 0.1  # largest error of a decrypted label's entry, which is 0 or 1
+_OFF = 0.1  # largest error of an entry of a decrypted one-hot label
 
 
 class PermutedKeyHolder(KeyHolder):

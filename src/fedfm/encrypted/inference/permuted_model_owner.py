@@ -1,13 +1,14 @@
 """The model owner's half of BlindFed's own protocol ("permuted").
 
 After block l the key holder gets E(B_l) Pi_l: the states of all tokens, with its samples in a secret order. It returns
-fresh encryptions of them in that order with all primes; this replaces the refresh between two blocks. A block computes
-each sample separately, so the owner continues in the order Pi_l and reorders the next states from Pi_l to Pi_{l+1};
-no order is ever undone. At the end the encrypted labels, which the holder sent in its own order, go back in the order
+fresh encryptions of them in that order with all primes, which replaces the refresh between two blocks. A block computes
+each sample separately. So the owner continues in the order Pi_l, and reorders the next states from Pi_l to Pi_{l+1};
+no order is ever undone. The holder has sent its encrypted labels in its own order. At the end they go back in the order
 Pi_{L+1}.
 
-Everything that leaves the owner is cleaned like disclosed activations (:mod:`~fedfm.encrypted.inference.model_owner`).
-The added noise comes back with the states, so errors of later blocks are slightly larger.
+The owner adds an encryption of zero and noise to everything that it sends, as to disclosed activations
+(:mod:`~fedfm.encrypted.inference.model_owner`). The noise comes back with the states, so errors of later blocks are
+slightly larger.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class PermutedModelOwner(ModelOwner):
         return self._clean(self.keys.rescale(found), messages.NOTE.pack(kind, block, len(x), largest))
 
     def _receive_states(self, answer: bytes) -> Ciphertexts:
-        """The holder's fresh encryptions."""
+        """Unpack the holder's fresh encryptions of the states."""
         parameters, features = self.layout.parameters, self.folded.positions.shape[1]
         residues, scale = self._channel.unpack(answer, limbs=parameters.limbs, count=features, scale=parameters.scale)
         return Ciphertexts(residues.view(np.uint64), scale, self.keys)
@@ -113,7 +114,7 @@ def order_bytes(orders: Sequence[Order]) -> bytes:
 
 
 def orders_of(data: bytes) -> list[Order]:
-    """Pi_1 ... Pi_{L+1}."""
+    """The inverse of :func:`order_bytes`: Pi_1 ... Pi_{L+1}."""
     return list(np.frombuffer(data, "<i8", -1, 8).reshape(int.from_bytes(data[:8], "little"), -1))
 
 
@@ -123,6 +124,6 @@ def join_messages(rows: bytes, labels: bytes) -> bytes:
 
 
 def split_messages(message: bytes) -> tuple[bytes, bytes]:
-    """Rows and labels."""
+    """The inverse of :func:`join_messages`: (rows, labels)."""
     end = 8 + int.from_bytes(message[:8], "little")
     return message[8:end], message[end:]

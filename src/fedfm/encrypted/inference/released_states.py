@@ -1,12 +1,12 @@
 """Disclosed activations: the values of a block's output that a key holder may see, in the clear and encrypted.
 
-They are made from a block's states (tokens, d). ``class`` is the class token, or without one the mean over the tokens.
-``grid`` is that value and the means of the four quadrants of a square grid of patches. ``tokens`` is every token,
-projected by a secret matrix.
+They are made from a block's states (tokens, d). There are three kinds. ``class`` is the class token, or the mean over
+the tokens if the model has no class token. ``grid`` is that value and the means of the four quadrants of a square grid
+of patches. ``tokens`` is every token, projected by a secret matrix.
 
-Encrypted features share a ciphertext: products with encoded 0/1 slots and rotations move slot t B + s (token t, sample
-s) of an input to the slot of another token. Slots without a disclosed value are multiplied by zero. With ``grid`` the
-mean over all tokens is not sent: it is the mean of the four others.
+Under encryption, several features share a ciphertext. Products with encoded 0/1 slots, and rotations, move slot t B + s
+(token t, sample s) of an input to the slot of another token. Slots without a disclosed value are multiplied by zero.
+With ``grid`` the mean over all tokens is not sent, because it is the mean of the four other means.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Released:
 
     @classmethod
     def for_receiver(cls, kind: str, tokens: int, width: int) -> Released:
-        """The receiver's view: without the projection, since projected values are ordinary features."""
+        """The activations as their receiver sees them: projected values are features like others, so no projection."""
         return cls(kind, tokens, width, np.eye(width) if kind == "tokens" else None)
 
     @property
@@ -99,9 +99,9 @@ class Released:
         return np.concatenate([first, *parts], axis=-2)
 
     def weights(self) -> dict[int, NDArray[np.float64]]:
-        """For rotation j: the factors (together, T) of each feature's tokens, before the rotation by j tokens.
+        """Rotation j -> the factors (together, T) by which each feature's tokens are multiplied before it.
 
-        The ciphertext is the sum over j of the rotated sum over the features.
+        The ciphertext is a sum over j: for each j the weighted features are added, and rotated by j tokens.
         """
         out: dict[int, NDArray[np.float64]] = {}
         for group, slots in zip(self._groups(), self._targets(), strict=True):
@@ -122,7 +122,7 @@ class Released:
         return np.ascontiguousarray(np.stack(parts).transpose(2, 0, 1))
 
     def _groups(self) -> list[list[int]]:
-        """Tokens of each sent mean."""
+        """For each mean that is sent, the tokens over which it is computed."""
         if self.kind == "class":
             return [[0]] if self.class_token else [list(range(self.tokens))]
         side = math.isqrt(self.tokens)
@@ -131,5 +131,5 @@ class Released:
         return [[(r + i) * side + c + k for i in range(half) for k in range(half)] for r, c in corners]
 
     def _targets(self) -> list[list[int]]:
-        """For each sent mean the token whose slots receive it, by feature of the ciphertext."""
+        """For each feature of the ciphertext and each mean that is sent, the token whose slots receive the mean."""
         return [list(range(self.tokens))] if self.kind == "class" else self._groups()

@@ -1,6 +1,6 @@
 """A worker process of the owner's encrypted computation: it reads jobs from stdin and writes questions to stdout.
 
-:mod:`~fedfm.encrypted.inference.worker_pool` starts it. It ends with the process that started it.
+:mod:`~fedfm.encrypted.inference.worker_pool` starts it. It ends when the process that started it ends.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each job, one batch of one client, runs in its own process (:mod:`~fedfm.encrypted.inference.worker`). Processes are
 started fresh, never forked, and exchange bytes over pipes. Only this process communicates with clients, stores
-checkpoints, and enters distances into ledgers. Simultaneous refreshes of several clients go out together: on a network
-a message takes longer than the computation between two of them.
+checkpoints, and enters distances into ledgers. Refreshes of several clients are sent together, because on a network a
+message takes longer than the computation between two messages.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class EncryptedBatch:
         key: 32 bytes, agreed on with the client.
         ledger: the client's ledger; only this process uses it.
         start: the checkpoint of an earlier session of the batch.
-        orders: of the "permuted" protocol (see :mod:`~fedfm.encrypted.inference.permuted_model_owner`); else b"".
+        orders: secret orders of the "permuted" protocol (see :mod:`~fedfm.encrypted.inference.permuted_model_owner`);
+            else b"".
     """
 
     client: str
@@ -206,13 +207,13 @@ class _Waiting:
         self.asked.append((worker, job, message))
 
     def patience(self, busy: int) -> float | None:
-        """Seconds to wait for more while ``busy`` processes compute; None: until one of them asks."""
+        """Seconds to wait for more refreshes while ``busy`` processes compute; None: wait until one of them asks."""
         if not self.asked:
             return None
         return max(0.0, self._since + _PATIENCE * self._took - time.monotonic()) if busy else 0.0
 
     def settle(self, jobs: int, failed: dict[tuple[str, int], ClientFault]) -> None:
-        """Exchange the refreshes, unless some of the ``jobs`` processes may still add one."""
+        """Exchange the refreshes if every one of the ``jobs`` processes has added one, or the wait is over."""
         if not self.asked or self.patience(jobs - len(self.asked)):
             return
         asked, self.asked, begun = self.asked, [], time.monotonic()

@@ -1,6 +1,6 @@
 """The "masked" protocol of BlindFed without encryption: the same messages, but the server sees the rows.
 
-It simulates the clients' training data and their scores; only the encrypted protocol hides rows.
+It gives the clients the same training data, and nearly the same scores, as the encrypted protocol, but hides no rows.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SeenRows:
-    """A client's disclosed activations as rows, and by part the mask (n,) of :mod:`.out_of_range`."""
+    """A client's disclosed activations as rows, and for each part of the rows the mask (n,) of :mod:`.out_of_range`."""
 
     data: ClientData
     finite: dict[str, Tensor]
@@ -67,7 +67,10 @@ class ClientHalf:
         return Opened(counts(client), key, evaluation)
 
     def rows(self, client: Client, batch: int, session: Tensor | None, go_on: bool) -> Tensor:
-        """Pixel values (n, 3, H, W) of a batch. In a session: ciphertexts, or nothing if the server has its states."""
+        """Pixel values (n, 3, H, W) of a batch.
+
+        With a session: ciphertexts of them, or nothing if the server already has the states of the batch.
+        """
         hello = hello_of(client)
         if session is not None and go_on:
             self.sessions.begin(client, session)
@@ -170,7 +173,7 @@ class ClientHalf:
         return replace(client, model=self._model(hello), data=self._views[key].data)
 
     def errors(self, seen: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
-        """(largest difference between a disclosed value and the same in the clear, number of rows that overflowed)."""
+        """(largest difference of a disclosed value from its value in the clear, number of rows that overflowed)."""
         most = 0.0
         finite = next(view.finite for view in self._views.values() if view.data is seen)
         for part in PARTS:

@@ -1,7 +1,7 @@
-"""Client half of BlindFed under CKKS: the secret key, which never leaves, and the sessions of the batches.
+"""Client half of BlindFed under CKKS: the secret key, which never leaves the client, and the sessions of the batches.
 
-Consecutive messages may reach different processes of the client. The numbers of a session's messages are in the
-client's store, so that any process can continue the session and none accepts a message twice.
+Consecutive messages may reach different processes of the client. So the message numbers of a session are in the
+client's store: any process can continue the session, and none accepts a message twice.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Sessions:
         return self._holders[key]
 
     def _resume(self, client: Client, run: str, server: Tensor, name: bytes) -> tuple[KeyHolder, bytes]:
-        """The key holder with this session open at its present message numbers."""
+        """(key holder with this session open at its stored message numbers, the session's name)."""
         if _place(name) not in client.store:
             raise ClientFault(E_ROUND, "a message of a session that is not open")
         holder, (sent, received) = self._holder(client, run), json.loads(client.store[_place(name)])

@@ -19,11 +19,11 @@ class Hello:
     """The server's message to a client before the forward pass.
 
     Attributes:
-        session: the run's name at the client, hexadecimal.
+        session: a name for this run in the client's store, hexadecimal.
         blocks, positions, width: L, P, d of the disclosed activations.
         rank: r of the side adapters.
         classes: class names in the order of the logits.
-        kernels: of local training (see ``run.kernels``).
+        kernels: kernels of local training (see ``run.kernels``).
         batch: rows per batch.
         tokens, patch, extra: T of a row, (height, width) of a patch, tokens before the patches.
         image: how images become the model's input (see :func:`fedfm.models.image_settings.settings_of`).
@@ -58,9 +58,9 @@ class Opened:
     """A client's answer.
 
     Attributes:
-        rows: its numbers of rows, for each of :data:`PARTS`.
-        key: its public key, with encryption.
-        keys: a message with its evaluation keys.
+        rows: the client's numbers of rows, for each of :data:`PARTS`.
+        key: the client's public key, with encryption.
+        keys: a message with the client's evaluation keys.
     """
 
     rows: dict[str, int]
@@ -78,13 +78,13 @@ class RowSpan:
 
 
 def spans(rows: Mapping[str, int], batch: int) -> list[RowSpan]:
-    """The batches of a client's rows; its parts follow one another."""
+    """The batches of a client's rows. Parts are counted one after another, so a batch may have rows of two parts."""
     total = sum(rows[part] for part in PARTS)
     return [RowSpan(start, min(start + batch, total)) for start in range(0, total, batch)]
 
 
 def spans_by_part(rows: Mapping[str, int], batch: int) -> list[RowSpan]:
-    """Batches of one part each, with at least two rows, since an order of one row hides nothing.
+    """Batches with rows of one part each, and at least two rows: the order of a single row hides nothing.
 
     Raises:
         ClientFault: a part has one row.

@@ -55,8 +55,8 @@ class EncryptedForwardPass:
     """The forward pass of all clients; carries the messages of the worker processes (:class:`.worker_pool.Relay`).
 
     Attributes:
-        figures: seconds, bytes, refreshes and rows so far, including those of killed processes before.
-        gone: clients without a valid reply, which take no further part.
+        figures: seconds, bytes, refreshes and rows so far, including those of earlier, killed processes.
+        gone: clients that gave no valid reply, and so take no further part.
     """
 
     method: ProtocolMethod
@@ -132,7 +132,7 @@ class EncryptedForwardPass:
     # --- the workers' relay
     # --------------------------------------------------------------------------------------------
     def rows(self, job: EncryptedBatch) -> bytes:
-        """Begin the session; returns encrypted rows, unless their states are known."""
+        """Begin the session; returns encrypted rows, or b"" if the server already has states of them."""
         session, go_on = of_bytes(job.session), job.start is not None
         return to_bytes(self._ask(job, self.method.rows, batch=job.batch, session=session, go_on=go_on))
 

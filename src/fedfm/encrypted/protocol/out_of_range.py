@@ -16,10 +16,10 @@ from fedfm.models.adapters.side_adapter import STATES, with_numbers
 
 
 def exclude_rows(client: Client, parts: Mapping[str, Rows]) -> tuple[dict[str, Rows], dict[str, Tensor]]:
-    """Remove rows that overflowed; test rows stay, with zero states.
+    """Remove rows that overflowed; test rows stay, with zeros as their states.
 
     Returns:
-        The remaining rows by part; by part a mask (n,) of the rows with finite states.
+        (part -> remaining rows, part -> mask (n,) of the rows with finite states).
 
     Raises:
         ClientFault: no training row is left.

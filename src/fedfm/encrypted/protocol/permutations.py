@@ -1,7 +1,7 @@
 """Orders of a batch in BlindFed's "permuted" protocol: index vectors, order[j] = the row at position j.
 
 The paper writes (B Pi)_j = b^{pi(j)}. Block l's states are sent in the order Pi_l. The client gets the relative orders
-Pi_{l-1}^-1 Pi_l: the positions of list l's rows in list l - 1.
+Pi_{l-1}^-1 Pi_l: for each row of list l, its position in list l - 1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check(order: Tensor) -> None:
 
 
 def draw(n: int, key: bytes, purpose: str) -> Tensor:
-    """A uniform order of n rows, from a ChaCha20 stream for this purpose, so that a repeated batch gets the same.
+    """A uniform order of n rows, from a ChaCha20 stream for this purpose. A repeated batch gets the same order.
 
     Raises:
         InputError: there are fewer than 2 rows, which have only one order.
@@ -40,7 +40,7 @@ def draw(n: int, key: bytes, purpose: str) -> Tensor:
 
 
 def draw_all(key: bytes, client: str, batch: int, blocks: int, n: int) -> list[Tensor]:
-    """Pi_1 ... Pi_{L+1} of a batch; a repeated batch has the same."""
+    """Pi_1 ... Pi_{L+1} of a batch; a repeated batch gets the same orders."""
     return [draw(n, key, f"{client}/{batch}/{level}") for level in range(1, blocks + 2)]
 
 
@@ -61,7 +61,8 @@ def to_last(lists: Sequence[Tensor], relatives: Sequence[Tensor] | Tensor) -> li
 
     Args:
         lists: L lists, list l in order Pi_l.
-        relatives: L + 1: Pi_1^-1 Pi_2, ..., Pi_L^-1 Pi_{L+1}, and Pi_L^-1 Pi_1 (the start of the client's chain).
+        relatives: L + 1 relative orders: Pi_1^-1 Pi_2, ..., Pi_L^-1 Pi_{L+1}, and Pi_L^-1 Pi_1. From the last one the
+            client's own computation starts.
     """
     out = []
     for level in range(len(lists)):

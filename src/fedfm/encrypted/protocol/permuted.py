@@ -1,9 +1,11 @@
 """Server half of BlindFed's own protocol under CKKS (Sections 3.2 and 3.3): secret orders of encrypted rows.
 
-Like :mod:`~fedfm.encrypted.protocol.masked`: a batch has its own session, its states are stored after every block, and
-refreshes inside a block are masked. After each block the client gets the states of all tokens of its rows in a secret
-order, and returns fresh encryptions of them. At the end it gets the relative orders, and its labels in the last order.
-The server sees neither rows nor labels.
+Three things are as in :mod:`~fedfm.encrypted.protocol.masked`: each batch has its own session, its states are stored
+after every block, and refreshes inside a block are masked.
+
+After each block the client gets the states of all tokens of its rows in a secret order, and returns fresh encryptions
+of them. At the end it gets the relative orders, and its labels in the last order. The server sees neither rows nor
+labels.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class PermutedForwardPass(EncryptedForwardPass):
     """The forward pass of all clients in secret orders."""
 
     def rows(self, job: EncryptedBatch) -> bytes:
-        """Begin the session; returns encrypted labels and, unless their states are known, encrypted rows."""
+        """Begin the session; returns encrypted labels, and encrypted rows unless the server has their states."""
         session, go_on = of_bytes(job.session), job.start is not None
         sent = self._ask(job, self.method.labelled, batch=job.batch, session=session, go_on=go_on)
         return join_messages(to_bytes(sent["rows"]), to_bytes(sent["labels"]))

@@ -26,8 +26,8 @@ def load_trained(path: str, settings: Mapping[str, object], fed: Federation, mod
     """(theta, eta) of the finished run that ``method.trained`` names.
 
     Args:
-        path: of its folder.
-        settings: of this run, on which adapters depend; the other's have to be the same.
+        path: folder of the finished run.
+        settings: settings of this run on which adapters depend; the finished run must have the same.
 
     Raises:
         InputError: there is no such run, or it has another model.
@@ -51,7 +51,7 @@ def load_trained(path: str, settings: Mapping[str, object], fed: Federation, mod
 
 
 def keep(client: Client, seen: Client, w: Params) -> int:
-    """Client half: write the predictions of all its rows; returns their number."""
+    """Client half: write the predictions of all rows of the client; returns their number."""
     rows, model = seen.data.test, seen.model
     if not len(rows):
         raise ClientFault(E_LOST, "there are no rows to predict")

@@ -15,15 +15,15 @@ class ProtocolMethod(Protocol):
 
     @property
     def foundation(self) -> str:
-        """Of the frozen model."""
+        """Name or folder of the frozen model."""
 
     @property
     def labels(self) -> str:
-        """What the server returns of encrypted labels."""
+        """What the server returns for encrypted labels: the labels in its order, or only the loss."""
 
     @property
     def processes(self) -> int:
-        """Of the server's encrypted computation."""
+        """Number of worker processes of the server's encrypted computation."""
 
     @property
     def ring(self) -> int:

@@ -20,9 +20,9 @@ from fedfm.encrypted.student.folding import Patches, fold
 from fedfm.models import image_settings
 from fedfm.models.adapters.side_adapter import SideModel
 
-SLOTS = 4096  # rows x tokens of a batch, with a ring of degree 8192
+SLOTS = 4096  # rows x tokens of a batch in a ring of degree 8192
 _SESSION, _DONE, _CROSSED = "session", "done", "crossed-"  # in the server's store
-_PAGE = 64  # crossings per entry of the store; each message rewrites one entry
+_PAGE = 64  # messages that one entry of the store lists; each new message rewrites one entry
 _OFTEN = 5.0  # seconds between two reports of progress
 
 
@@ -55,7 +55,7 @@ class ForwardPass:
         if _SESSION not in fed.store:
             fed.store[_SESSION] = os.urandom(16)
         done = json.loads(fed.store[_DONE]) if _DONE in fed.store else {}
-        for key in sorted(key for key in fed.store if key.startswith(_CROSSED)):  # of earlier processes
+        for key in sorted(key for key in fed.store if key.startswith(_CROSSED)):  # messages of earlier processes
             for values in json.loads(fed.store[key]):
                 fed.transcript.add(Crossing(*values))
         return cls(fed, model, fed.store[_SESSION], ring, done=done)
@@ -102,8 +102,8 @@ class ForwardPass:
         self.count_bytes()
 
     def count_bytes(self) -> None:
-        """Store the crossings, so that a killed run loses no answered message."""
-        pending = self.fed.transcript.pending  # crossings of round 0, which is not committed yet
+        """Store the list of messages, so that a killed run loses no answered message."""
+        pending = self.fed.transcript.pending  # messages of round 0, which is not committed yet
         while len(pending) > self._full * _PAGE:
             page = pending[self._full * _PAGE :][:_PAGE]
             self.fed.store[f"{_CROSSED}{self._full:06}"] = json.dumps(page).encode()
@@ -133,7 +133,7 @@ def clear_states(model: SideModel, pixels: Mapping[ClientId, Tensor]) -> each:
 
 
 def token_states(model: SideModel, pixels: Tensor) -> Tensor:
-    """States of all tokens of all blocks (n, L, T, d), computed in the clear; zeros for rows beyond the ranges."""
+    """States of all tokens of all blocks (n, L, T, d), computed in the clear; zeros for rows that overflowed."""
     from fedfm.core.rows import Rows
 
     levels = torch.stack(model.blocks(Rows({"pixel_values": pixels}))[1:], 1)

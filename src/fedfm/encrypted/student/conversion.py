@@ -4,9 +4,9 @@ A polynomial student is a transformers folder with one more key in ``config.json
 intervals. :func:`install` puts them into the loaded module. Without this package the folder also loads, with the exact
 functions.
 
-Only the functions inside the blocks are replaced. The final norm and the head stay exact: whoever computes them has
-the last states in the clear. LayerNorm subtracts a mean over features. That costs nothing if the weights before it
-are centred, so a polynomial student has centred weights (:func:`centre`).
+Only the functions inside the blocks are replaced. The final norm and the head stay exact, because the side that
+computes them has the last states in the clear. LayerNorm subtracts a mean over features. That costs nothing if the
+weights before it are centred, so a polynomial student has centred weights (:func:`centre`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fedfm.encrypted.student.modules import (
 from fedfm.errors import InputError
 from fedfm.models import families
 
-VERSION = 1  # of the table in config.json
+VERSION = 1  # version of the table in config.json
 
 __all__ = [
     "KEY",
@@ -121,7 +121,7 @@ def _prepare_block(block: nn.Module, model_type: str) -> Functions:
 
 # --- weights ----------------------------------------------------------------------------------------------------------
 def pre_norm(module: Any) -> bool:
-    """Whether its blocks are like a ViT's: norm, attention, sum, norm, MLP, sum."""
+    """Whether the module's blocks are like those of a ViT: norm, attention, sum, norm, MLP, sum."""
     return families.type_of(families.unwrap(module)) in PRE_NORM
 
 
@@ -159,8 +159,10 @@ def forget(module: nn.Module) -> None:
 
 
 def depth(block: Functions) -> int:
-    """Levels of one block: two norms (each with its square and its product), the projections to queries, keys and
-    values, the scores, exp, the inverse, two products after it, and the three levels of the MLP.
+    """Number of levels that one block takes.
+
+    It counts two norms (each with its square and its product), the projections to queries, keys and values, the scores,
+    exp, the inverse, two products after it, and the three levels of the MLP.
 
     Raises:
         ValueError: a function is exact.

@@ -1,7 +1,7 @@
 """Distil a model into a polynomial student, in a folder that experiments can name.
 
-Like a pretraining (:mod:`fedfm.api.pretrain`) it resumes with the same bits, and its folder loads only once it is
-finished. ``distil.json`` records how the student was made.
+As with a pretraining (:mod:`fedfm.api.pretrain`), a distillation that is killed and resumed gives the same bits, and
+its folder can be loaded only after the end. ``distil.json`` records how the student was made.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ def distil(
         out: the folder; it is absent, empty, or begun by this distillation.
 
     Returns:
-        ``folder``, ``epochs``, ``parameters``, ``seconds``, ``params_sha256``; on held-out rows (the source's val rows
-        if it has some, else test rows) ``teacher_accuracy``, ``accuracy``, ``agreement``, ``distance`` and ``outside``;
-        ``blocks`` with depth, polynomials and violations. A new head for these classes is fitted on the frozen features
-        of teacher and student. For a model that already is a polynomial student: see :func:`recalibrate.measure_again`.
+        ``folder``, ``epochs``, ``parameters``, ``seconds``, ``params_sha256``. On held-out rows (the source's val rows
+        if it has some, else test rows) ``teacher_accuracy``, ``accuracy``, ``agreement``, ``distance`` and ``outside``.
+        ``blocks`` with depth, polynomials and violations. If the head is new for these classes, it is fitted on the
+        frozen features, once for the teacher and once for the student. For a model that already is a polynomial
+        student, see :func:`recalibrate.measure_again`.
 
     Raises:
         InputError: tables, data or model are wrong, the folder contains something else, or a function's arguments
@@ -115,7 +116,7 @@ class _DistilWork(CentralWork[Distillation]):
         return load_model(what, classes=table.classes, kind=table.kind, seed=self.what.spec.seed, keep_head=True)
 
     def _student(self, table: Table) -> Model:
-        """The model, with other tokens if the settings ask for them."""
+        """The model, with another number of tokens if the settings ask for it."""
         spec, folder = self.what.spec, self._temporary / _START
         if spec.image_size is None and spec.class_token:
             return self._model(table)

@@ -1,4 +1,4 @@
-"""Rows of a distillation: views of images, with the teacher's outputs, which are computed once."""
+"""Rows of a distillation: several views of each image, with the teacher's outputs, which are computed once."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from fedfm.models import preprocessing
 from fedfm.models.model import Model
 
 MEASURED = 8192  # rows on which the intervals are measured
-AT_ONCE = 64  # rows of a batch without training
-_LEAST = 0.4  # of an image's area, in a crop
+AT_ONCE = 64  # rows of a batch in evaluation
+_LEAST = 0.4  # smallest share of an image's area in a crop
 
 
 @dataclass(frozen=True)
 class Box:
-    """A part of an image: left, top and side, as fractions of its width and height, and whether it is mirrored."""
+    """A part of an image: left, top and side as fractions of the image's width and height; whether it is mirrored."""
 
     left: float
     top: float
@@ -63,7 +63,7 @@ def cut_rows(model: Model, table: Table, index: np.ndarray, boxes: Sequence[Box]
 
 @dataclass(frozen=True)
 class LazyBoxes:
-    """Parts of images, prepared batch by batch."""
+    """Rows that are parts of images, prepared batch by batch."""
 
     model: Model
     table: Table

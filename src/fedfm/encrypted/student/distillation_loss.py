@@ -4,14 +4,15 @@ Three stages train one student, which starts as a copy of the teacher with centr
 
 0. *Tame*, with the exact functions: keep the outputs, and penalise scores, inputs of GELU, row sums of exp and
    variances that spread too far for a polynomial. This stage is ours; without it the student of a usual ViT gives NaN.
-   Then the arguments are measured on the training rows, and polynomials replace the functions (:meth:`Distiller.swap`).
+   Then the functions' arguments are measured on the training rows, and polynomials replace the functions
+   (:meth:`Distiller.swap`).
 1. *States*: match scores and states of every block with the tamed model: L_a + L_h (equations 10 to 14), each a mean
    square over the teacher's variance, summed over the blocks; H is a block's output.
 2. *Outputs*: match the teacher's outputs: tau^2 KL(T || S), tau = 5 (equation 15), and the cross-entropy of the labels.
 
-A teacher whose head is new for these classes, such as a headless backbone, has no logits. Then the outputs are the
-head's inputs. Their mean square over the teacher's variance, dimension by dimension, replaces the KL divergence and the
-cross-entropy, and no labels are used.
+A teacher whose head is new for these classes, such as a backbone without a head, has no useful logits. Then the student
+matches the head's inputs: the loss is their mean squared difference, divided by the teacher's variance in each
+dimension. It replaces the KL divergence and the cross-entropy, and no labels are used.
 
 In stages 1 and 2 a penalty grows from 80 % of each interval, and arguments are clamped. After each of these stages the
 arguments are measured again without clamps (:mod:`fedfm.encrypted.student.recalibrate`). The quadratic that replaces
@@ -42,7 +43,7 @@ from fedfm.models.quiet import quiet
 
 TAME, STATES, OUTPUTS = 0, 1, 2
 STAGES = ("tame", "states", "outputs")
-TAUGHT = ("teacher_logits", "teacher_features")  # keys of a batch with the teacher's outputs, if they are known
+TAUGHT = ("teacher_logits", "teacher_features")  # keys of a batch with the teacher's outputs, if already computed
 SCORES, HIDDEN, SPREAD = 5.0, 3.5, 0.8  # thresholds of the tame stage's penalties
 _KEEP, _SOFT = 4.0, 2.0  # weight and temperature of the KL divergence in the tame stage
 _EPSILON = 1e-6
@@ -125,8 +126,9 @@ class Taps:
 
     Attributes:
         functions: the replaced functions of each block.
-        states: the last outputs of the blocks, each (n, T, d); for pre-norm without the mean over features.
-        features: the last inputs of the head, (n, d).
+        states: outputs of the blocks in the last forward pass, each (n, T, d). Those of a pre-norm model are centred:
+            the mean over the features is subtracted.
+        features: inputs of the head in the last forward pass, (n, d).
 
     Raises:
         InputError: the model has no head, or its blocks have other functions.
@@ -191,7 +193,7 @@ class Distiller:
 
     Args:
         teacher, student: two copies of one model, adaptation ``full``; the student is changed.
-        new_head: the teacher's head is new, so the head's inputs replace the logits.
+        new_head: whether the teacher's head is new, so that the head's inputs replace the logits.
         low: whether linear maps multiply in bfloat16 in training.
     """
 
@@ -240,7 +242,7 @@ class Distiller:
             return self._outputs(self._teach(batch), batch, tau, tau**2) + self._hinge()
 
     def _teach(self, batch: Batch) -> Tensor:
-        """The student's logits; the teacher's outputs on the same rows are computed now or were before."""
+        """Compute the student's outputs, and the teacher's unless the batch has them; returns the student's logits."""
         if TAUGHT[1] in batch:
             self._target, self._kept = (
                 batch.get(name, torch.empty(0)).to(self.teacher.model.device) for name in TAUGHT

@@ -68,8 +68,9 @@ class Measured:
         return middle - half, middle + half
 
     def positive(self, name: str) -> Tensor:
-        """The extremes (2, ...) of positive values, divided and multiplied by :data:`WIDER`; by less if the ratio would
-        exceed the one that 1 / x and 1 / sqrt(x) allow.
+        """The extremes (2, ...) of positive values, divided and multiplied by :data:`WIDER`.
+
+        The factor is smaller if the ratio of the extremes would exceed what 1 / x and 1 / sqrt(x) allow.
         """
         low, high = self.extremes[name]
         factor = (WIDEST * (1 - _ROUNDING) * low / high).clamp_min(1).sqrt().clamp_max(WIDER)
@@ -119,8 +120,8 @@ def refit(
     Args:
         measured: the arguments of these polynomials.
         name: ``sums``, ``first``, ``second``, ``scores`` or ``hidden``, as in :class:`Measured`.
-        keep: the new interval includes the old one, too. If 1 / x or 1 / sqrt(x) do not allow such a ratio, the
-            interval ends at the largest argument: above it the iterations diverge, below it they only lose accuracy.
+        keep: whether the new interval must include the old one. If 1 / x or 1 / sqrt(x) do not allow such a ratio, the
+            lower end is cut: above an interval the iterations diverge, below it they only lose accuracy.
 
     Raises:
         ValueError: the arguments spread too far.
@@ -164,7 +165,7 @@ def _inside(low: Tensor, high: Tensor, interval: Tensor) -> bool:
 
 
 def _inverse(found: Tensor, kind: str) -> dict[str, Any]:
-    """1 / x for the row sums of exp, from ``found`` (2, heads): a scale per head brings all into one interval."""
+    """1 / x for the row sums of exp, from their extremes (2, heads). A scale per head brings all into one interval."""
     lows, highs = found
     scales = 1 / highs if kind == "paper" else 2 / (lows + highs)
     interval = (float((lows * scales).min()), float((highs * scales).max()))

@@ -1,7 +1,8 @@
 """A polynomial student's blocks as matrices and polynomials: every affine map is folded into the matrices.
 
-This is the input of the encrypted computation. The scales and shifts of the norms are in the maps after them, the
-factor of the scores is in the queries, and the maps that add to the tokens subtract the mean over features.
+The encrypted computation uses these matrices. The scales and shifts of the norms are folded into the maps after them.
+The factor of the scores is folded into the queries. Maps whose output is added to the tokens also subtract the mean
+over features.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSqu
 from fedfm.errors import InputError
 from fedfm.models import families
 
-KEY = "fedfm_polynomials"  # of config.json
+KEY = "fedfm_polynomials"  # key in config.json
 PRE_NORM = ("vit", "deit", "ijepa")  # types whose blocks are norm, attention, sum, norm, MLP, sum
 MOST_OUTSIDE = 1e-3  # largest share of arguments outside their intervals in evaluation
 _GRID = 2001  # points of an interval at which a polynomial's intermediate values are measured
@@ -55,14 +56,14 @@ class FoldedBlock:
 
 @dataclass(frozen=True)
 class Folded:
-    """A polynomial student from its images to b_1 .. b_L.
+    """A polynomial student, from images to the block outputs b_1 .. b_L.
 
     Attributes:
-        embedding: (d, F), of a token's pixels; ``bias`` (d,), ``positions`` (T, d).
-        scales: (L,), divisors of the disclosed b_l: root mean squares on the distillation data.
-        ranges: (L,), the largest ``|b_l|`` before that; a disclosed value outside means that the arithmetic failed.
+        embedding: (d, F), maps a token's pixels to its features; ``bias`` (d,), ``positions`` (T, d).
+        scales: (L,), by which the disclosed b_l are divided: root mean squares on the distillation data.
+        ranges: (L,), the largest ``|b_l|`` before the division; a larger value means that the arithmetic failed.
         bound: the largest magnitude of any intermediate value, for arguments inside the student's intervals.
-        patch: pixel_values (n, 3, H, W) -> (n, T, F), the client's input; a class token is zeros.
+        patch: maps pixel_values (n, 3, H, W) to the client's input (n, T, F); a class token has zeros.
         class_token: whether token 0 is a class token.
     """
 
@@ -83,7 +84,7 @@ class Patches:
 
     Attributes:
         size: (height, width) of a patch.
-        extra: class tokens in front.
+        extra: number of class tokens, which come first.
     """
 
     size: tuple[int, int]
@@ -99,7 +100,7 @@ def check_tokens(embedding: Any) -> None:
     """Refuse an embedding of images whose number of tokens does not suit encrypted rotations.
 
     Raises:
-        InputError: it is not a power of two; names settings of `fedfm distil` that make it one.
+        InputError: the number is not a power of two; the message names settings of `fedfm distil` that help.
     """
     tokens, patches = embedding.position_embeddings.shape[1], embedding.patch_embeddings
     if not tokens & (tokens - 1):
@@ -185,7 +186,7 @@ def fold_block(block: Any) -> FoldedBlock:
         if norm is None:
             w, b = _centre(w), _centre(b)
         else:
-            # evaluate_folded() of 1 / x leaves the product with its scale to the weights.
+            # evaluate_folded() of 1 / x does not multiply by its scale; the weights must contain it.
             scale = norm.inverse.fold[0] if isinstance(norm.inverse, Inverse) else 1.0
             w, b = w * (_array(norm.weight) * scale), b + w @ _array(norm.bias)
         factor = attention.scaling if name == "query" else 1.0

@@ -31,7 +31,7 @@ def table_of(
 
     Args:
         taps: the centred student, with the polynomials of ``entries``.
-        kind: of the polynomials, as in :data:`fit_polynomials.KINDS`.
+        kind: kind of the polynomials, as in :data:`fit_polynomials.KINDS`.
         batches: the rows; rows with a state that is not finite are left out.
         outside: the share of arguments outside their intervals on held-out rows.
     """

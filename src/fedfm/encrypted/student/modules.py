@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from fedfm.encrypted.student.polynomials import Exponential, Inverse, InverseSquareRoot, Polynomial, Quadratic
 from fedfm.models.derived_modules import Bounded
 
-ATTENTION = "fedfm_polynomial"  # in transformers' registry
-HINGE = 0.8  # the penalty grows from this share of the half interval
+ATTENTION = "fedfm_polynomial"  # name in transformers' registry of attention functions
+HINGE = 0.8  # distance from the middle, as a share of half the interval, from which the penalty grows
 NO_KEY = -math.inf  # the exact score of a masked key
 
 
@@ -27,8 +27,8 @@ class Replaced(Bounded):
     """Common part of the three modules.
 
     Attributes:
-        recording: keep the last arguments in ``seen``, for penalties and measurements.
-        seen: the last argument of each name.
+        recording: whether to keep the last arguments in ``seen``, for penalties and measurements.
+        seen: name of an argument -> its last values.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,10 @@ class Replaced(Bounded):
             self.seen[name] = x
 
     def _take(self, polynomial: Polynomial, x: Tensor, among: Tensor | None = None) -> Tensor:
-        """Clamp or count the argument of a polynomial; ``among``: mask of the entries that count."""
+        """Clamp the argument of a polynomial (in training), or count entries outside the interval (in evaluation).
+
+        ``among`` is a mask of the entries to count.
+        """
         if not self.training:
             outside = polynomial.outside(x.detach())
             if among is not None:
@@ -75,8 +78,9 @@ class PolynomialSoftmax(Replaced):
     Keys are centred over the tokens, so that scores spread around zero; this does not change the softmax.
 
     Attributes:
-        exponential, inverse: without both the softmax is exact; the row sums of ``exponential`` are recorded.
-        scales: (heads,), factors of the row sums before ``inverse``, and of its result.
+        exponential, inverse: the polynomials; if they are None, the softmax is exact. With ``exponential`` alone, its
+            row sums are recorded.
+        scales: (heads,), factors of the row sums before ``inverse``, and again of its result.
     """
 
     scales: Tensor

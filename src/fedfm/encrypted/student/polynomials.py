@@ -1,12 +1,12 @@
 """Polynomials for exp, 1/x, 1/sqrt(x) and GELU, for models that compute on encrypted values.
 
-Each class has one recipe that uses only sums and products. It runs on tensors, and on any object with ``+``, ``*`` (by
-its own kind or by a number) and ``square()``, such as an array of ciphertexts. BlindFed (arXiv:2502.01289) names the
-polynomials (equations 1 to 3, Algorithm 1); scaling, squaring and the start of the square root are ours.
+Each class computes its polynomial by sums and products only. It works on tensors, and on any object with ``+``, ``*``
+(by its own kind or by a number) and ``square()``, such as an array of ciphertexts. The polynomials come from BlindFed
+(arXiv:2502.01289, equations 1 to 3, Algorithm 1); scaling, squaring and the start of the square root are ours.
 
-An affine map before a polynomial is free if it is folded into the weights of the layer before. So each class has the
-map (:attr:`~Polynomial.fold`) and the remaining computation (:meth:`~Polynomial.evaluate_folded`), whose multiplicative
-depth is :attr:`~Polynomial.depth`.
+An affine map before a polynomial costs nothing if it is folded into the weights of the layer before. So each class
+separates this map (:attr:`~Polynomial.fold`) from the remaining computation (:meth:`~Polynomial.evaluate_folded`),
+whose multiplicative depth is :attr:`~Polynomial.depth`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Polynomial(ABC):
 
 @dataclass(frozen=True)
 class Exponential(Polynomial):
-    """exp by T_d(x / 2^r)^(2^r), T_d the Taylor polynomial at 0 (equation 1: degree 6, r = 0).
+    """exp by T_d(x / 2^r)^(2^r), where T_d is the Taylor polynomial at 0 (equation 1: degree 6, r = 0).
 
     Levels: one for T_2 + r, else ceil(log2(d + 1)) + r.
 
@@ -113,9 +113,10 @@ class Exponential(Polynomial):
 
 @dataclass(frozen=True)
 class Inverse(Polynomial):
-    """1/x for 0 < x < 2 by Goldschmidt's iteration (equation 3, Algorithm 1), ``scale`` folded into x.
+    """1/x for 0 < x < 2 by Goldschmidt's iteration (equation 3, Algorithm 1); ``scale`` is folded into x.
 
-    a = 2 - x, b = 1 - x; ``steps`` times b <- b^2, a <- a (1 + b). The relative error is (1 - x)^(2^(steps + 1)).
+    Start with a = 2 - x, b = 1 - x; then ``steps`` times b <- b^2, a <- a (1 + b). The relative error is
+    (1 - x)^(2^(steps + 1)).
     Without a scale it is 2 / (m + M), which makes the error equal at both ends.
     """
 
@@ -172,8 +173,9 @@ class Inverse(Polynomial):
 class InverseSquareRoot(Polynomial):
     """1/sqrt(v) by Newton's iteration, started from a straight line.
 
-    With z = v / m in [1, R]: y = p - q z, then ``steps`` times y <- y (3 - z y^2) / 2, then y / sqrt(m). The line is
-    chosen so that the first step's errors are equal at both ends and at the turning point. Levels: 1 + 2 steps.
+    With z = v / m in [1, R]: start with y = p - q z, then ``steps`` times y <- y (3 - z y^2) / 2; the result is
+    y / sqrt(m). The line is chosen so that the errors after the first step are equal at both ends and at the turning
+    point. It takes 1 + 2 steps levels.
 
     Raises:
         ValueError: the interval is not positive.
@@ -215,10 +217,10 @@ class InverseSquareRoot(Polynomial):
         return y
 
     def error(self) -> float:
-        """Largest relative error: the start's error at three points, after ``steps`` times e <- e^2 (3 - e) / 2."""
+        """Largest relative error: that of the line at three points, after ``steps`` times e <- e^2 (3 - e) / 2."""
         p, q = self.line
         r = self.interval[1] / self.interval[0]
-        turn = p / (3 * q)  # where sqrt(z) (p - q z) turns
+        turn = p / (3 * q)  # the maximum of sqrt(z) (p - q z)
         worst = 0.0
         for z in (1.0, r, *((turn,) if 1 < turn < r else ())):
             g = math.sqrt(z) * (p - q * z)

@@ -2,7 +2,8 @@
 
 The penalties of a distillation are means, which do not prevent rare large arguments. One argument outside the interval
 of 1 / x or 1 / sqrt(x) can drive all later ones out of their intervals. So blocks are measured one after another, and
-the arguments of a block in the order of computation. The inputs of every measurement are then in range.
+the arguments of a block in the order of computation. Then all earlier arguments are in their intervals when the next
+one is measured.
 
 For example, a student that was distilled on photographs gets drawings: their arguments leave the intervals, and its
 features are NaN. With some drawings its owner can measure wider intervals. The weights do not change, so heads trained
@@ -54,13 +55,13 @@ def widen(
     keep: bool = False,
     tick: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Measure a student's arguments without clamps, and renew the polynomials whose intervals have no room for them.
+    """Measure a student's arguments without clamps, and choose new polynomials where the intervals are too narrow.
 
     Args:
         taps: the student with the polynomials of ``entries``; it gets the new ones.
-        kind: of the polynomials, as in :data:`fit_polynomials.KINDS`.
-        batches: the rows; only as many are used as have states of one gigabyte before a block.
-        keep: intervals only grow, as in :func:`fit_polynomials.refit`.
+        kind: kind of the polynomials, as in :data:`fit_polynomials.KINDS`.
+        batches: the rows. Only the first ones are used: their states before a block take at most one gigabyte.
+        keep: whether intervals may only grow, as in :func:`fit_polynomials.refit`.
         tick: called after each block.
 
     Returns:
@@ -96,7 +97,11 @@ def widen(
 def _refit_next(
     entry: dict[str, Any], measured: Measured, kind: str, names: tuple[str, ...], keep: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Renew the first polynomial that affects later arguments; returns the entry and the later arguments' names."""
+    """Choose the next polynomial of a block again, in the order in which they affect later arguments.
+
+    Returns:
+        (the block's entry, the names of the arguments that come later).
+    """
     for k, name in enumerate(names, 1):
         new = refit(entry, measured, kind, name, keep=keep)
         if new is not None:
@@ -142,7 +147,7 @@ def measure_again(
 ) -> dict[str, Any]:
     """Widen a student's intervals where the training rows need it, and write the student into the folder.
 
-    Intervals only grow. Those of 1 / x and 1 / sqrt(x) grow to the ratio that their polynomials allow.
+    Intervals only grow. Those of 1 / x and 1 / sqrt(x) grow up to the ratio that their polynomials allow.
 
     Returns:
         ``folder``, ``epochs`` (0), ``parameters``, ``measured`` (rows), ``seconds``, ``params_sha256``, and ``blocks``

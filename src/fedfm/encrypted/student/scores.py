@@ -22,7 +22,7 @@ _L2 = 1e-2
 
 
 class RowSource(Protocol):
-    """Rows of which batches are made."""
+    """A source of rows, which returns batches."""
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -33,7 +33,7 @@ class RowSource(Protocol):
 
 @torch.no_grad()
 def outputs(taps: Taps, rows: RowSource, most: int) -> Outputs:
-    """Logits (n, C), head inputs (n, d) and labels (n,) of the first rows, without gradients."""
+    """(logits (n, C), head inputs (n, d), labels (n,)) of the first ``most`` rows, without gradients."""
     logits, features, labels = [], [], []
     n = min(len(rows), most)
     with taps.model.evaluating():
@@ -63,10 +63,10 @@ def quick(distiller: Distiller, theirs: Outputs, judged: Rows) -> dict[str, Any]
 def compare(distiller: Distiller, rows: RowSource, judged: Rows, theirs: Outputs, known: Outputs) -> dict[str, Any]:
     """``teacher_accuracy``, ``accuracy``, ``agreement``, ``distance`` and ``outside`` on held-out rows, and ``blocks``.
 
-    With a new head each model gets a softmax regression on its own features of training rows; the agreement is between
-    the teacher's regression on the teacher's features and on the student's. ``distance`` is the mean square difference
-    of the head's inputs over the teacher's variance, dimension by dimension. ``outside`` is the share of arguments
-    outside their intervals.
+    If the head is new, a softmax regression is fitted to each model's features of training rows. Then ``agreement``
+    compares the teacher's regression on the teacher's features with the same regression on the student's features.
+    ``distance`` is the mean squared difference of the head's inputs, divided by the teacher's variance in each
+    dimension. ``outside`` is the share of arguments outside their intervals.
 
     Args:
         theirs, known: the teacher's outputs on the held-out rows, and on the first :data:`PROBED` training rows.

@@ -1,4 +1,4 @@
-"""Change a vision transformer's tokens: another image size, or no class token.
+"""Change the number of tokens of a vision transformer, by another image size or without its class token.
 
 Encrypted rotations need a power of two as the number of tokens. A ViT at 224 pixels has 196 patches and a
 class token. Its linear maps accept any number of tokens; only the position embeddings depend on the grid.
