@@ -252,7 +252,7 @@ def test_the_report_bears_what_is_no_audit(copy):
     [
         (["--attack", "membershp"], 'did you mean "membership"'),
         (["--attack", "epsilon"], "claims no epsilon"),
-        (["--attack", "inversion"], "it needs pictures"),
+        (["--attack", "inversion"], "it needs images"),
         (["--pictures", "x.npz"], "only --attack inversion"),
     ],
 )
@@ -347,7 +347,7 @@ def test_the_costly_one_has_to_be_named(tmp_path, monkeypatch, capsys):
     np.savez(tmp_path / "own.npz", x=np.zeros((3, 8, 8, 3), np.uint8), y=np.zeros(3, np.int64))
     args = ["--attack", "inversion", "--pictures", str(tmp_path / "own.npz")]
     assert main(["audit", str(tmp_path / "run"), *args]) == 2
-    assert "3 pictures to train on" in capsys.readouterr().err
+    assert "3 images to train on" in capsys.readouterr().err
 
 
 def test_a_finding_as_text_and_as_json():

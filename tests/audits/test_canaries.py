@@ -138,7 +138,7 @@ def test_an_estimate_above_the_claim_says_why_it_contradicts_nothing():
     found = of_scores(np.full(10, 1.2), np.random.default_rng(0).standard_normal(1000), 5000, 1e-5, 3.71)
     assert found.verdict == "holds"
     assert found.low < 3.71 < found.estimate < found.high
-    assert "is above the claim and contradicts nothing" in found.says
+    assert "is above the claim but does not contradict it" in found.says
     assert "low <= bound" in found.to_dict()["rule"]
 
 

@@ -104,7 +104,7 @@ def test_a_slow_silo_does_not_hold_up_an_asynchronous_run(tmp_path):
         told = line["client_accuracy"]
         assert told["client-01"] is None
         assert line["local_accuracy"] == pytest.approx((told["client-00"] + told["client-02"]) / 2)
-    assert "in an order of their own" in fedfm("audit", tmp_path / "run", code=2)["stderr"]
+    assert "in a random order, which cannot be repeated" in fedfm("audit", tmp_path / "run", code=2)["stderr"]
 
 
 def test_an_answer_to_a_server_that_was_killed_is_not_trained_again(tmp_path):

@@ -1,1 +1,1 @@
-"""Attacks on a replay of one finished run, each with a finding: an estimate, an interval, a verdict."""
+"""Attacks on a replay of one finished run. Each gives a finding: an estimate, an interval, a verdict."""

@@ -1,4 +1,7 @@
-"""Audits: the base class, the list of all, and running them. A file of this folder with an :class:`Audit` is one."""
+"""Audits: the base class, the list of all audits, and how they are run.
+
+Each file of this folder that has a subclass of :class:`Audit` is an audit.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,18 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.progress import AuditProgress
 from fedfm.runtime.run_directory import Run
 
-VERDICT = ("name", "question", "verdict", "bound", "contradicts")  # of a finding, in the manifest: no figure of rows
+VERDICT = ("name", "question", "verdict", "bound", "contradicts")  # fields of a finding that the manifest repeats
 Notice = Callable[[str], None]
 
 
 class Audit(ABC):
-    """Subclass in a file of its own; ``--attack`` takes the file's name.
+    """Base class of audits. Each has a file of its own, whose name ``--attack`` takes.
 
     Attributes:
-        methods: names of the methods whose messages it reads.
-        by_default: whether it runs if no attack is named; it then takes seconds only.
+        methods: names of the methods whose messages the audit reads.
+        by_default: whether it runs if the user names no attack; such an audit takes only seconds.
         replies: whether it reads ``Replay.replies``, for which every reply is kept in memory.
-        replays: whether it needs the run's own rounds; else it gets the population only.
+        replays: whether it needs the run's own rounds; if not, it only gets the population.
         takes: seconds that it may take after the replay, if they do not depend on the run.
     """
 
@@ -53,11 +56,11 @@ class Audit(ABC):
         return run.experiment.method_name in self.methods
 
     def unfit(self, run: Run) -> str | None:
-        """Why it does not apply to a run of a kind that it :meth:`reads`; None if it applies."""
+        """Why the audit does not apply to this run, of a kind that it :meth:`reads`; None if it applies."""
         return None
 
     def watch(self, run: Run) -> Watch | None:
-        """Observer of the replay's rounds, or None; ``Replay.watched`` has it afterwards."""
+        """An observer of the replay's rounds, or None. After the replay, ``Replay.watched`` has the observer."""
         return None
 
     @abstractmethod
@@ -112,9 +115,9 @@ class Audited:
     """What an audit found, and what it skipped.
 
     Attributes:
-        findings: of the attacks that were done.
+        findings: findings of the attacks that ended.
         left_out: names of chosen attacks that did not run, because the time was up.
-        seconds: that the skipped attacks may take.
+        seconds: estimated seconds of the attacks in ``left_out``.
     """
 
     findings: list[Finding]
@@ -130,7 +133,7 @@ def perform(
     given: Any = None,
     **options: Any,
 ) -> list[Finding]:
-    """Attack a finished run without a limit; arguments, effects and errors as of :func:`perform_within`."""
+    """Attack a finished run without a limit; arguments, effects and errors are those of :func:`perform_within`."""
     return perform_within(None, path, names, notice, given=given, **options).findings
 
 
@@ -153,8 +156,8 @@ def perform_within(
         names: which attacks [all cheap ones that apply].
         notice: receives texts on progress.
         progress: gets a call for each attack.
-        given: for a run of ``fedfm.federate``: a dict of the arguments for model and rows that it was called with.
-        options: of single attacks, e.g. ``pictures``.
+        given: only for a run of ``fedfm.federate``: a dict with the arguments for model and rows of that call.
+        options: options of single attacks, e.g. ``pictures``.
 
     Raises:
         InputError: the run cannot be replayed, or a named attack does not apply.
@@ -261,7 +264,7 @@ def duration_text(seconds: float) -> str:
 
 
 def earlier(path: Path, of: str | None = None) -> list[dict[str, Any]]:
-    """Findings in ``audit.json``; none if the file is missing, invalid, or of other parameters than ``of``."""
+    """Findings in ``audit.json``; none if the file is missing, invalid, or about other parameters than ``of``."""
     content = findings_file.read(path) or {}
     if of is not None and not findings_file.is_about(content, of):  # the run went on after that audit
         return []

@@ -1,4 +1,4 @@
-"""Test of a client-level epsilon by canaries: the run again, with new noise, and canaries in place of all clients."""
+"""Test a client-level epsilon: repeat the run with new noise, and with canaries in place of all clients."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do the means disclose more about single clients than the stated epsilon allows?"
 STRANGERS = 1000  # canaries that take no part
-_MOST = 4e8  # numbers in memory
+_MOST = 4e8  # largest number of entries of all directions in memory
 
 
 class Canaries(Audit):
-    """The attacker knows each canary's update and reads the means that the method gets. It trusts no mechanism.
+    """The attacker knows each canary's update, and reads the means that the method gets.
 
-    The noise is drawn anew: the audit tests the mechanism with the run's numbers of clients, rounds and parameters.
+    The noise is drawn anew. So the audit tests the implementation of the mechanism, with the run's numbers of clients,
+    rounds and parameters.
     """
 
     replays: ClassVar[bool] = False
@@ -73,14 +74,17 @@ class Canaries(Audit):
 
 
 def finding(found: Array, strangers: Array, dim: int, delta: float, stated: float) -> Finding:
-    """The finding on a stated epsilon from the canaries' scores; ``dim`` numbers determine the size of the noise."""
+    """The finding on a stated epsilon, from the scores of canaries and of strangers.
+
+    The size of the noise is estimated from ``dim`` numbers.
+    """
     low, strict = lower_bounds(lambda level: canaries.epsilon_bound(found, dim, delta, level), stated)
-    # If one client counts more than the others, the mean underestimates it.
+    # If one client counts more than the others, the mean of the scores underestimates its epsilon.
     estimate = max(canaries.epsilon_at(float(found.mean()), delta), low)
     high = max(canaries.epsilon_most(found, dim, delta, CONFIDENCE), estimate)
     counted = canaries.counted_bound(found, strangers, delta, CONFIDENCE)
     says = (
-        f"Who knows all others sees a client at {float(found.mean()):.3g} standard deviations of the noise (mean of "
+        f"A client's update stands out from the noise by {float(found.mean()):.3g} standard deviations (mean of "
         f"{len(found)} canaries). If the noise is normal, this {refutes(low)} at 95 % "
         f"confidence; without that assumption it {refutes(counted)}."
     )
@@ -89,19 +93,19 @@ def finding(found: Array, strangers: Array, dim: int, delta: float, stated: floa
     of_claim = finding_on_claim("canaries", QUESTION, (estimate, low, high), stated, rule, says, detail)
     if of_claim.verdict == "holds" and estimate > stated:
         why = (
-            f" The estimate, {estimate:.3g}, is above the claim and contradicts nothing: from {len(found)} canaries it "
-            f"is as uncertain as its interval, {low:.3g} to {high:.3g}, and what counts is the low end."
+            f" The estimate, {estimate:.3g}, is above the claim but does not contradict it: with {len(found)} canaries "
+            f"its interval is {low:.3g} to {high:.3g}, and only the low end counts."
         )
         return replace(of_claim, says=of_claim.says + why)
     return of_claim
 
 
 class Planted:
-    """An aggregation in which each client sends its canary in place of its update, and a record of the releases.
+    """An aggregation in which each client sends its canary in place of its update; it records the releases.
 
     Attributes:
-        aggregator: the copy to run.
-        dim: numbers of an update.
+        aggregator: the changed copy of the run's aggregator.
+        dim: number of entries of an update.
     """
 
     def __init__(self, aggregator: Aggregator, seed: int) -> None:
@@ -117,7 +121,7 @@ class Planted:
         object.__setattr__(self.aggregator, "mean", self._mean)
 
     def scores(self, strangers: int) -> tuple[Array, Array]:
-        """Scores of the canaries that took part most often, and of as many directions that never did."""
+        """(scores of the canaries that took part most often, scores of ``strangers`` directions that never did)."""
         names = sorted(self._directions)
         signs = np.array([[sent.get(name, 0) for sent in self._signs] for name in names], dtype=np.float64)
         often = (signs != 0).sum(1)
@@ -133,7 +137,7 @@ class Planted:
         layout, at = update.delta, 0
         self.dim = sum(x.numel() for x in layout.values() if x.is_floating_point())
         u = self._directions.setdefault(client.id, self._direction(client.id))
-        # Plus, minus, minus, plus, ...: half of an even number of releases, whatever their number.
+        # Signs are plus, minus, minus, plus, ...: after any even number of releases half of them are plus.
         n = self._count[client.id] = self._count.get(client.id, 0) + 1
         self._signs[-1][client.id] = sign = 1 if n % 4 in (0, 1) else -1
         sent = {}

@@ -1,4 +1,4 @@
-"""Test of a client-level epsilon: the noise in the run's own releases, and the norms of its own updates."""
+"""Test a client-level epsilon by the noise in the run's own releases, and by the norms of its own updates."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do the models disclose more about single clients than the stated epsilon allows?"
-METHODS = ("fedavg", "fedprox")  # their model moves by the mean
-CONFIDENCE = 0.999  # of each of the two refutations; audits are repeated
+METHODS = ("fedavg", "fedprox")  # methods whose model moves by the mean of the updates
+CONFIDENCE = 0.999  # confidence of each of the two refutations; it is high because audits are repeated
 
 
 class ClientEpsilon(Audit):
-    """The attacker knows every update. It measures the noise between their sum and the model's step in each round.
+    """The attacker knows every update. In each round it computes the noise: the model's step minus the updates' sum.
 
-    If the noise is normal, a client of whom everything else is known is hidden by mu-GDP with mu^2 = sum_t (|u_t| /
-    sigma)^2 (Dong, Roth, Su 2022): the longest client's mu, at the upper end of sigma's interval, refutes every smaller
-    epsilon. Noise that two rounds share cancels in their difference.
+    Suppose that the noise is normal with standard deviation sigma. Then a client with updates u_t is hidden by mu-GDP
+    with mu^2 = sum_t (|u_t| / sigma)^2 (Dong, Roth, Su 2022). The client with the largest norm has the largest mu.
+    Computed with the upper end of sigma's interval, it refutes every epsilon that is smaller. The audit also tests
+    whether two rounds share their noise, which would cancel in their difference.
     """
 
     replies: ClassVar[bool] = False
@@ -89,14 +90,14 @@ def why_not_measured(mechanism: CentralGaussian) -> str | None:
 
 
 class _Residuals:
-    """The noise of each round: asked times the step of the model, less the sum of the updates.
+    """The noise of each round: the number of asked clients times the model's step, minus the sum of the updates.
 
     Attributes:
-        squares, numbers: sum of squares of the noise, and how many numbers.
-        lengths: of each client the sum over rounds of its updates' squared norms.
+        squares, numbers: sum of squares of the entries of the noise, and number of these entries.
+        lengths: client -> sum over rounds of the squared norms of its updates.
         longest: largest norm of one update.
-        shared: of each round the cosine of its noise with the noise of the round before, times the root of the number
-            of entries: standard normal if they are independent.
+        shared: for each round, the cosine between its noise and that of the round before, times the square root of the
+            number of entries. It is standard normal if the two are independent.
     """
 
     def __init__(self, params_for: Callable[[Any, str], Params]) -> None:

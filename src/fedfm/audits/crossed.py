@@ -1,4 +1,4 @@
-"""The updates of a replay as an attacker at the server reads them: start and change of each training."""
+"""The updates of a replay, as an attacker at the server reads them: start and change of each local training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedfm.training import TrainsLocally
 
 
 class UpdateAudit(Audit):
-    """An audit of what client optimisers trained and clients sent."""
+    """An audit of the updates that clients trained with their client optimiser, and sent."""
 
     replies: ClassVar[bool] = False
 
@@ -36,10 +36,10 @@ class UpdateAudit(Audit):
 
 @dataclass(frozen=True)
 class CrossedUpdate:
-    """An update that reached the server.
+    """An update that the server received.
 
     Attributes:
-        clients: one client, or all clients of a sum if the server sees sums only.
+        clients: one client; if the server only sees sums, all clients of the sum.
         start, end: the complete model before and after; the attacker can compute with both.
         delta: the change of the trained tensors as sent, end - start; None for a sum.
         weight: n_k, or the weight that the method uses instead; None for a sum.
@@ -54,10 +54,10 @@ class CrossedUpdate:
 
 
 def crossings(turn: Turn, method: Method[Any], model: Model, *, sums: bool = False) -> Iterator[CrossedUpdate]:
-    """The round's updates that are changes of a complete model, one by one.
+    """Yield the round's updates that are changes of a complete model.
 
     Args:
-        sums: the server sees their sum only, which is the change of its own model.
+        sums: whether the server only sees their sum. The sum is then the change of the server's own model.
     """
     if turn.round == 0:
         return
@@ -76,7 +76,7 @@ def crossings(turn: Turn, method: Method[Any], model: Model, *, sums: bool = Fal
 
 
 def sees_sums_only(run: Run) -> bool:
-    """Whether the server of this run saw sums of updates only."""
+    """Whether the server of this run only saw sums of updates."""
     return run.experiment.aggregation.transport.form != "plain"
 
 

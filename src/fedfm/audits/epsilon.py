@@ -1,4 +1,4 @@
-"""Test of the manifest's epsilon: the attacker knows everything except one coin for each pair of rows."""
+"""Test the epsilon of a FedPFT run: the attacker knows everything except one coin for each pair of rows."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from fedfm.methods.fedpft.fedpft import FedPFT
 from fedfm.runtime.run_directory import Run
 
 QUESTION = "Do the messages disclose more about single rows than the stated epsilon allows?"
-CONFIDENCE = 0.99  # of a refutation; audits are repeated
-ROUNDING = 2.0**-11  # rounding error of float16: in place of the noise if a sum has none
+CONFIDENCE = 0.99  # confidence of a refutation; it is high because audits are repeated
+ROUNDING = 2.0**-11  # rounding error of float16, which takes the place of the noise if a sum has no noise
 
 
 class Epsilon(Audit):
-    """Pairs each training row with a row that no client trained on; the coin says which of the two was used.
+    """Pairs each training row with a row that no client trained on. The coin says which of the two was used.
 
-    It assumes that the two are exchangeable: test rows of a class have the distribution of its training rows.
+    The audit assumes that test rows of a class have the same distribution as its training rows.
     """
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
@@ -59,7 +59,7 @@ class Epsilon(Audit):
 
 
 def _pairs(view: View) -> Iterator[tuple[SentClass, Array, Array]]:
-    """(cell, its rows with a partner, the partners); no row is in two pairs."""
+    """Yield (cell, those of its rows that have a partner, the partners); no row is in two pairs."""
     pools: dict[tuple[int, bytes], list[SentClass]] = defaultdict(list)
     for cell in view.cells:
         pools[cell.label, view.held_out(cell.client, cell.label).tobytes()].append(cell)

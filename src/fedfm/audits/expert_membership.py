@@ -1,4 +1,4 @@
-"""Membership inference on FedMS's experts and FedPGP's prompts: does a row's loss say that it was trained on?
+"""Membership inference on FedMS's experts and FedPGP's prompts: does a row's loss disclose that it was trained on?
 
 Yeom, Giacomelli, Fredrikson, Jha. Privacy Risk in Machine Learning: Analyzing the Connection to Overfitting. CSF 2018.
 arXiv:1709.01604, Section 3: the attacker scores a row by the negative of its loss.
@@ -38,7 +38,7 @@ class LastState(Watch):
 
 
 class ExpertMembership(Audit):
-    """Each client's training rows against its own test rows, by their loss under both models."""
+    """Compares the losses of each client's training rows and test rows, under the global and under its own model."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedms", "fedpgp")
     replies: ClassVar[bool] = False

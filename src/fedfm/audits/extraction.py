@@ -29,14 +29,14 @@ from fedfm.methods.fedbaf.fedbaf import LOG_RANGE, FedBaF
 from fedfm.privacy.gaussian import sigma_for
 from fedfm.runtime.run_directory import Run
 
-LINE = 0.1  # below this relative error the model counts as disclosed
-ALIKE = 0.9  # above this cosine of the features, too, whatever the error
-FAR, UNLIKE = 0.5, 0.5  # it counts as secret above this error and below this cosine
+LINE = 0.1  # with a relative error below this the model counts as disclosed
+ALIKE = 0.9  # with a cosine of the features above this it counts as disclosed, whatever the error
+FAR, UNLIKE = 0.5, 0.5  # with an error above the first and a cosine below the second it counts as secret
 EXACT = 1e-3  # relative error that rounding explains
 SHARES = (0.5, 0.2, 0.1)
-DRAWS = 5  # coalitions of a share
-ALONE = 10  # most clients that attack alone
-GUARANTEE = (1.0, 1e-5)  # (epsilon, delta) of the statement on noise that is drawn once
+DRAWS = 5  # number of random coalitions for each share of the clients
+ALONE = 10  # largest number of clients that attack alone
+GUARANTEE = (1.0, 1e-5)  # (epsilon, delta) of the statement on noise that is drawn only once
 
 ALL = "Can all clients together compute the server's foundation model?"
 SUMS = "Does it help if updates are hidden in their sum?"
@@ -76,7 +76,7 @@ class Extraction(Audit):
 
 
 def _range(method: FedBaF, guess: Any) -> tuple[Any, Any]:
-    """Range of c_t = 1 + 1/a_t, given l_t."""
+    """Range of c_t = 1 + 1/a_t, given ``guess``, which is l_t."""
     least, most = LOG_RANGE if method.harden == "log_uniform" else (1.0, 2.0)
     return extraction.place(least * guess, most * guess)
 
@@ -84,10 +84,10 @@ def _range(method: FedBaF, guess: Any) -> tuple[Any, Any]:
 def recover(lines: Lines, method: FedBaF, groups: extraction.Groups, *, exact: bool) -> tuple[Array, str]:
     """(estimate of w_pre, name of the estimator) from a coalition's lines; the estimator fits the run's variant.
 
-    The attacker knows method, psi and variant, not alpha.
+    The attacker knows method, psi and variant, but not alpha.
 
     Args:
-        exact: u is w' itself, not an estimate of it.
+        exact: whether u is w' itself, and not only an estimate.
 
     Raises:
         NoIntersectionError: there is no line.
@@ -96,8 +96,8 @@ def recover(lines: Lines, method: FedBaF, groups: extraction.Groups, *, exact: b
     if not len(u):
         raise NoIntersectionError("no round in which anything was mixed in")
     low, high = _range(method, guess)
-    # A part of the cohort does not know which half a round mixed. With alpha by coordinate scalars err less than
-    # intervals around a wrong aggregate.
+    # A coalition that is only a part of the cohort does not know which half a round mixed. If alpha differs by
+    # coordinate, intervals around a wrong aggregate would err more than one scalar for each round.
     log = method.harden == "log_uniform"
     if log or method.harden == ("per_coordinate" if exact else "half"):
         x = extraction.coordinatewise(u, v, low, high, "log" if log else "uniform")
@@ -149,7 +149,7 @@ class _Attack:
         says = f"All {len(self.clients)} clients together compute {self._sentence(x, lines, how)}"
         says += f" Without any attack, the run's final model is {end:.3g} away from it."
         if self.method.harden == "noise_once":
-            # All messages follow from one w_pre + sigma N, and sigma from the start weights.
+            # All messages follow from one noisy model w_pre + sigma N; sigma follows from the start weights.
             w_0 = self.rounds.first.only(self.rounds.server.names)
             sigma = self.method.noise * w_0.norm() / math.sqrt(sum(t.numel() for t in w_0.values()))
             detail["hidden_change"] = change = sigma / sigma_for(*GUARANTEE)
@@ -172,7 +172,7 @@ class _Attack:
         return self._some(name, question, drawn, f"{size} of {len(self.clients)} clients together")
 
     def alone(self) -> Finding:
-        """One passive client, for several clients."""
+        """The finding of one passive client, repeated for several clients."""
         took = {c: sum(any(s.client == c for s in turn.replies) for turn in self.rounds.turns) for c in self.clients}
         chosen = sorted(self.clients, key=lambda c: (-took[c], c))[:ALONE]
         return self._some("extraction.one_client", ONE, [(c,) for c in sorted(chosen)], "One passive client")
@@ -231,7 +231,7 @@ class _Attack:
         return self._finding(name, ACTIVE, x, says, detail)
 
     def _when(self) -> tuple[ClientId, int, float] | None:
-        """(client, round, its share of the weight): a client of median weight, in its second round or a later one."""
+        """(client, round, share of the weight): a client of median weight, and its second round or a later one."""
         known: set[ClientId] = set()
         for turn in self.rounds.turns:
             weights = {s.client: s.value.weight for s in turn.replies}
@@ -253,8 +253,8 @@ class _Attack:
         turns[-1] = replace(turns[-1], replies=[sent if s is honest else s for s in turns[-1].replies])
         after, pulled = self.rounds.server.again(self.replay.run, method, turns, self.rounds.first, check)
 
-        # The client's estimate assumes that the others act as it would have done, and that a check shortens its update
-        # to the median length: in a large cohort that of an honest update, in a cohort of one its own.
+        # The client makes two assumptions. The other clients send what it would have sent itself. A norm check shortens
+        # its update to the median length: that of an honest update, or its own in a cohort of one.
         base, pull, own = BaseStep(self.replay.population, method, self.seed), Pull(method, names), self.rounds.start
         for turn in turns[:-1]:
             if any(s.client == client for s in turn.replies):
@@ -313,7 +313,7 @@ class _Attack:
 
 
 def sums(everyone: Finding) -> Finding:
-    """The finding of all clients if updates are hidden in their sum: w' needs the sum only."""
+    """The finding of all clients if updates are hidden in their sum: the sum is enough for w'."""
     same = "nothing was computed"
     if everyone.estimate is not None:
         same = f"the relative error is the same {everyone.estimate:.3g}"
@@ -334,14 +334,20 @@ class Clipped(Aggregator):
 
 
 def reverse_mean(update: Update, w: Params, share: float, names: Collection[str]) -> Update:
-    """The update with which a client of this share reverses the mean; running statistics stay unchanged."""
+    """The update by which a client with this share of the weight reverses the mean.
+
+    Running statistics stay unchanged.
+    """
     joined = "y/" if any(n.startswith("y/") for n in update.delta) else ""  # scaffold sends a second vector, too
     away = {joined + n: torch.from_numpy(extraction.turned_around(w[n].numpy(), share)) - w[n] for n in names}
     return replace(update, delta=update.delta.replace(away))
 
 
 def disclosure_rule(cosine: float) -> VerdictRule:
-    """The rule for disclosure of the true model: by weights (the estimate is their error) or features (mean cosine)."""
+    """The rule for disclosure of the true model, by its weights or by its features.
+
+    The estimate is the relative error of the weights; ``cosine`` is the mean cosine of the features.
+    """
     name = "cosine of the features"
     leaks, holds = ("estimate < bound", f"{name} > {ALIKE}"), (f"estimate > {FAR}", f"{name} < {UNLIKE}")
     return VerdictRule(leaks, holds).with_numbers({name: cosine})

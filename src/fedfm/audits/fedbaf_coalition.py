@@ -1,4 +1,4 @@
-"""Knowledge of colluding clients of a FedBaF run: aggregates, and the models after mixing."""
+"""What colluding clients of a FedBaF run know: the aggregates before mixing, and the models after it."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
 ROUNDS, MEMORY = 12, 1 << 30  # rounds to keep, if they fit into this many bytes
-ROUNDING = 1e-3  # of the length of a round's step: a nearer aggregate counts as exact
+ROUNDING = 1e-3  # an aggregate with an error below this share of the round's step counts as exact
 
 
 class Target:
-    """The target of the attack: the foundation model's entries that mix.
+    """The target of the attack: those entries of the foundation model that the server mixes in.
 
     Attributes:
-        truth: (P,) float32.
-        groups: of its tensors.
-        names: of the tensors.
-        complete: every trainable entry mixes.
+        truth: (P,) float32, the entries.
+        groups: the slice of each tensor in these entries.
+        names: the names of these tensors.
+        complete: whether all trainable entries are mixed.
     """
 
     def __init__(self, model: Model, method: FedBaF) -> None:
@@ -53,11 +53,11 @@ class Target:
         self.complete = len(self.truth) == sum(tensor.numel() for tensor in model.live().values())
 
     def of(self, w: Params) -> Array:
-        """(P,) float32: the entries of w that mix."""
+        """(P,) float32: the entries of w that are mixed."""
         return _flat([w[name][region] for name, region in self._regions.items()])
 
     def into(self, w: Params, x: Array) -> Params:
-        """The vector w with these entries replaced."""
+        """A copy of w with ``x`` in place of these entries."""
         tensors = {name: w[name].clone() for name in self.names}
         for (name, region), g in zip(self._regions.items(), self.groups, strict=True):
             part = tensors[name][region]
@@ -70,10 +70,10 @@ def _flat(tensors: Sequence[torch.Tensor]) -> Array:
 
 
 class Pull:
-    """Line 9, computed round by round from known aggregates.
+    """Line 9 of FedBaF's Algorithm 1, computed round by round from known aggregates.
 
     Args:
-        names: of the trainable tensors, which the norms cover.
+        names: names of the trainable tensors, over which the norms are computed.
     """
 
     def __init__(self, method: FedBaF, names: Collection[str]) -> None:
@@ -84,7 +84,7 @@ class Pull:
     def __call__(self, mean: Params, w: Params, t: int) -> tuple[float, float]:
         """(tau_t as printed, l_t = psi tau_t / tau_ref as used) of round t = 1, 2, ...; the paper counts from 0.
 
-        A client that joins late takes the first angle that it sees as that of round 1.
+        A client that joins late takes the first tau that it can compute for that of round 1.
         """
         self._calls += 1
         length = direction_distance(mean, w, self._names)
@@ -105,10 +105,10 @@ class BaseStep:
     """The base method's server step, on replies that some clients know.
 
     Args:
-        aggregator: the run's, or None for the plain one.
+        aggregator: the run's aggregator; None: the plain one.
 
     Attributes:
-        names: of the trainable tensors.
+        names: names of the trainable tensors.
     """
 
     def __init__(
@@ -122,7 +122,8 @@ class BaseStep:
         """(the members' estimate of w', its state) in a round; exact if ``members`` are all clients, or None.
 
         Args:
-            own: the state as they know it. The parts that the round sent are known, e.g. server moments are estimates.
+            own: the state as the members know it. Parts that the round sent are exact; others, e.g. the server's
+                moments, are estimates.
         """
         known = {(s.call, s.client): s for s in turn.replies if members is None or s.client in members}
         fed = Federation(
@@ -143,7 +144,8 @@ class BaseStep:
         U is the server's secret; it is not returned.
 
         Args:
-            method, last: in place of the run's method, and of its aggregator in the last round.
+            method: used in place of the run's method.
+            last: used in place of the run's aggregator in the last round.
             turns: rounds from the first on; their replies may differ from the run's.
             w_0: the server's model before the first round.
         """
@@ -171,8 +173,9 @@ class BaseStep:
         """The aggregate w' as a client of SCAFFOLD computes it from the control variates before and after a round.
 
         Option II sets c_k <- c_k - c + (x - y_k) / (s_k eta_l), and c moves by |S|/K times the mean of the changes
-        (arXiv:1910.06378, lines 12 and 17): c + (K/|S|) (c_new - c) is the mean of (x - y_k) / (s_k eta_l). With s_k
-        equal steps at all clients, w' follows to rounding; else the members' mean number of steps stands for all.
+        (arXiv:1910.06378, lines 12 and 17). So c + (K/|S|) (c_new - c) is the mean of (x - y_k) / (s_k eta_l). If all
+        clients take the same number of steps s_k, this gives w' up to rounding. Else the members assume that all
+        clients take as many steps as they do on average.
         """
         base, rows = self._method.base, self._population.sizes()
         assert isinstance(base, Scaffold)  # noqa: S101 - lines() checks it
@@ -208,15 +211,15 @@ def _known_state(turn: Turn, own: Any) -> Any:
 
 @dataclass(frozen=True)
 class Lines:
-    """What a coalition knows.
+    """What a coalition knows: one line for each of T rounds, on which the foundation model lies.
 
     Attributes:
-        rounds: those in which a member took part and after which a member received the new model.
-        u: (T, P) its estimate of the aggregate w'; exact if the whole cohort are members.
+        rounds: the rounds in which a member took part and after which a member received the new model.
+        u: (T, P) its estimate of the aggregate w'; exact if all clients of the cohort are members.
         v: (T, P) the new model.
-        guess: (T,) l_t = psi tau_t / tau_ref as the coalition computes it: a_t is in [1, 2] l_t.
-        exact: u is w' to rounding; the coalition sees it, because the lines meet in one point.
-        controls: u follows from SCAFFOLD's control variates.
+        guess: (T,) l_t = psi tau_t / tau_ref as the coalition computes it; a_t is in [l_t, 2 l_t].
+        exact: whether u is w' up to rounding. The coalition notices it, because the lines meet in one point.
+        controls: whether u comes from SCAFFOLD's control variates.
     """
 
     rounds: tuple[int, ...]
@@ -235,7 +238,7 @@ def rounds_to_keep(fraction: float, clients: int, trainable: int) -> int:
 
 
 class Rounds:
-    """Watch of a replay: keeps the models of the first rounds, and tau and distances of all.
+    """Watch of a replay: keeps the models of the first rounds, and tau and the distances of all rounds.
 
     Args:
         clients, rounds: numbers of the run.
@@ -245,9 +248,9 @@ class Rounds:
 
     Attributes:
         turns: kept rounds, with the replies.
-        curve: by round: ``angle``, tau_t as printed; ``pull``, l_t as used; distance of w_{t+1} from w_pre as ``error``
-            and ``dist``. No other file of the run has them.
-        target: the vector to be found.
+        curve: for each round: ``angle``, tau_t as printed; ``pull``, l_t as used; ``error`` and ``dist``, two measures
+            of the distance of w_{t+1} from w_pre. No other file of the run has them.
+        target: the entries of the foundation model that the attack computes.
         first, last: the model before the first round, and after the last.
     """
 
@@ -333,7 +336,7 @@ class Rounds:
             controls = isinstance(self.method.base, Scaffold) and not exact and not next_asked.isdisjoint(members)
             if controls:
                 mean = self.server.by_controls(turn, members)
-                # It is an estimate under a robust rule, with attackers or with unequal numbers of rows.
+                # This aggregate is only an estimate under a robust rule, with attackers, or if clients' steps differ.
                 names = self.server.names
                 off, far = (float((true.only(names) - w.only(names)).norm()) for w in (mean, self.model(turn.before)))
                 exact = off <= ROUNDING * far
@@ -342,7 +345,7 @@ class Rounds:
                 known.append((turn.round, self.target.of(mean), used, exact, controls))
         best = [line for line in known if line[3]] or [line for line in known if line[4]]
         if 1 < len(best) < len(known):
-            known = best  # other lines would only add error
+            known = best  # the other lines would only add error
         size = len(self.target.truth)
         return Lines(
             tuple(t for t, *_ in known),

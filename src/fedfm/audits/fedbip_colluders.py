@@ -1,4 +1,4 @@
-"""All other clients together compute one client's task vector from their own vectors and aggregates."""
+"""An attack by all clients but one: they compute its task vector from their own vectors and aggregates."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fedfm.linalg.params import Params
 from fedfm.methods.fedbip.fedbip import FedBip
 from fedfm.models.layers import layers
 
-MOST = 1 << 28  # most entries of all task vectors
-VICTIMS, SOLVERS = 8, 6  # most victims; most colluders that solve for one
-AGREES = 1e-4  # relative error of an aggregate that counts as rounding
+MOST = 1 << 28  # largest number of entries of all task vectors together
+VICTIMS, SOLVERS = 8, 6  # largest number of victims, and of colluders that solve for each
+AGREES = 1e-4  # a relative error of an aggregate below this counts as rounding
 EXACT = 0.99  # a vector with at least this cosine counts as recovered
 RECOVERED = VerdictRule((f"estimate > {EXACT}",), ("estimate <= bound",))
 SHOWN = "If clients received their weights, could all but one compute that one's task vector?"
@@ -28,7 +28,7 @@ UNSHOWN = "Can they without the weights, as in this run?"
 
 @dataclass(frozen=True)
 class Full:
-    """A round in which every client took part: the messages to and from the clients."""
+    """The messages of a round in which every client took part."""
 
     round: int
     tau: Mapping[ClientId, Params]
@@ -68,7 +68,10 @@ def colluders(replay: Replay, full: Full | None) -> list[Finding]:
 
 @dataclass(frozen=True)
 class _Read:
-    """A coalition's estimate of one client's vector; ``own``: the largest cosine of one of their own vectors."""
+    """A coalition's estimate of one client's vector.
+
+    ``own`` is the largest cosine that one of the coalition's own vectors has with the true vector.
+    """
 
     cosine: float
     error: float
@@ -85,7 +88,7 @@ class _Coalition:
         self._full, self._pieces, self._clients, self._method = full, pieces, clients, method
 
     def reconstruct(self, victim: ClientId) -> _Read:
-        """Reconstruct with known weights, layer by layer: the colluder with the victim's largest weight solves."""
+        """Reconstruct with known weights. In each layer, the colluder that weighs the victim most solves for it."""
         v = self._clients.index(victim)
         parts = []
         for layer, names in enumerate(self._pieces):
@@ -101,7 +104,10 @@ class _Coalition:
         return _read_of(parts, 1)
 
     def reconstruct_without_weights(self, victim: ClientId) -> _Read:
-        """Reconstruct by the formula of the weights; other colluders choose between solutions of an equation."""
+        """Reconstruct without known weights, by their formula.
+
+        One colluder's equation may have several solutions; the other colluders choose among them.
+        """
         v = self._clients.index(victim)
         parts, most = [], 0
         for names in self._pieces:
@@ -119,7 +125,7 @@ class _Coalition:
                     break
             if len(able) > 1:
                 best = min(solved, key=lambda x: self._error(x, known, changes), default=None)
-            else:  # no other colluder: the worst solution
+            else:  # no other colluder can choose: take the worst solution
                 best, most = min(solved, key=lambda x: _cosine(x, truth), default=None), max(most, len(solved))
             parts.append((truth, np.zeros_like(truth) if best is None else best, others))
         return _read_of(parts, max(most, 1))
@@ -127,7 +133,10 @@ class _Coalition:
     def _explained_share(
         self, names: Sequence[str], others: Array, able: Sequence[int], rows: Sequence[int]
     ) -> Callable[[int], float]:
-        """Sort key: share of a colluder's change that the colluders' own vectors explain; 1 without the victim's."""
+        """Sort key: the share of a colluder's change that the colluders' own vectors explain.
+
+        It is 1 if the victim's vector has no weight in the change.
+        """
         x = others[able]
         norms = np.linalg.norm(x, axis=1)
         g = task_vector.weight(x @ x.T / np.outer(norms, norms), self._method.negative, self._method.temperature)
@@ -151,7 +160,7 @@ class _Coalition:
         return float(np.mean(wrong))
 
     def _vectors(self, names: Sequence[str], v: int) -> tuple[Array, Array, list[int]]:
-        """(the victim's (P,), the others' (K - 1, P), their places)."""
+        """(the victim's vector (P,), the other clients' vectors (K - 1, P), indices of these clients)."""
         rows = [k for k in range(len(self._clients)) if k != v]
         tau = [_vector(self._full.tau[c], names) for c in self._clients]
         return tau[v], np.stack([tau[k] for k in rows]), rows
@@ -162,7 +171,7 @@ class _Coalition:
 
 
 def _read_of(parts: Sequence[tuple[Array, Array, Array]], candidates: int) -> _Read:
-    """The result for all layers, from (truth, guess, the colluders' vectors) of each."""
+    """The result over all layers, from (true vector, estimate, the colluders' vectors) of each layer."""
     truth, guess = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
     others = np.concatenate([o for _, _, o in parts], axis=1)
     error = float(np.linalg.norm(guess - truth) / max(float(np.linalg.norm(truth)), 1e-30))

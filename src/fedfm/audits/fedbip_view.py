@@ -1,4 +1,4 @@
-"""The view of a server that receives task vectors: the vectors, the scores of rows along them, the weights."""
+"""What a server that receives task vectors can compute: scores of rows by these vectors, and the clients' weights."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from fedfm.models.preprocessing import IGNORE
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
-CLIENTS, ROWS = 40, 150  # clients whose rows are scored; most members, and most strangers, of each
-ALIGNED = 300  # rows whose gradient is computed: a backward pass each
-PUBLIC, WAY = 200, (0.0, 0.25, 0.5, 0.75, 1.0)  # rows of the server's own; places between theta_bar and theta
+CLIENTS, ROWS = 40, 150  # number of clients whose rows are scored; largest number of members, and of strangers, of each
+ALIGNED = 300  # number of rows whose gradient is computed, each by a backward pass
+PUBLIC, WAY = 200, (0.0, 0.25, 0.5, 0.75, 1.0)  # number of the server's own rows; points between theta_bar and theta
 
 
 @dataclass
@@ -42,7 +42,11 @@ class Scored:
 
 
 class Eye:
-    """Watch of a replay: scores rows in every round, keeps heads of first vectors, the weights, and one full round."""
+    """Watch of a replay.
+
+    It scores rows in every round. It keeps the head of each client's first task vector, the weights, and one round in
+    which all clients took part.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -111,7 +115,7 @@ def row_losses(model: Model, rows: Rows) -> Array:
     if rows.labels is not None and not model.is_language_model:
         return F.cross_entropy(model.predict(rows).double(), rows.labels, reduction="none").numpy()
     found = []
-    if model.task.loss_is_opaque:  # the user's loss is known as a mean over a batch only
+    if model.task.loss_is_opaque:  # the user's loss only gives the mean over a batch
         with torch.no_grad(), model.evaluating():
             return np.array([float(model.loss(batch)) for batch in rows.batches(1)], dtype=np.float64)
     with torch.no_grad(), model.evaluating():
@@ -126,7 +130,7 @@ def row_losses(model: Model, rows: Rows) -> Array:
 
 @contextmanager
 def at_rank(model: Model, theta_bar: Params, tau: Params) -> Iterator[tuple[Params, Params]]:
-    """Context: both vectors in the model's shapes, and the model with the scale of their rank."""
+    """Context manager: yields both vectors in the model's shapes; the model has the scale of their rank."""
     rank = lora.rank_of(theta_bar)
     if theta_bar.layout is model.layout or rank is None:
         yield theta_bar, tau
@@ -136,7 +140,7 @@ def at_rank(model: Model, theta_bar: Params, tau: Params) -> Iterator[tuple[Para
 
 
 def alignments(model: Model, rows: Rows, theta_bar: Params, tau: Params) -> Array:
-    """(n,) cosine of tau with the descent direction of each row's loss at theta_bar."""
+    """(n,): for each row, the cosine of tau with the direction in which the row's loss falls at theta_bar."""
     model.load(theta_bar)
     live = model.live()
     at = torch.cat([tau[name].reshape(-1).double() for name in live])
@@ -163,7 +167,10 @@ def _rows(population: Partitioned, client: ClientId, own: bool, rng: np.random.G
 
 
 def _mean_probabilities(population: Partitioned, theta_bar: Params, tau: Params) -> Array:
-    """``Q`` (C, C): mean probabilities by class for the server's own rows, over places from theta_bar to theta."""
+    """``Q`` (C, C): mean predicted probabilities for the server's own rows of each class.
+
+    The mean is over several points between theta_bar and theta.
+    """
     model, rows = population.model, public(population)
     classes = len(model.classes)
     q, counts = np.zeros((classes, classes)), np.zeros(classes)
@@ -187,7 +194,7 @@ def public(population: Partitioned) -> Rows:
 
 
 def _vector(payload: Mapping[str, Any]) -> Params:
-    """Start of the client's pass: theta_bar_i, FedAMP's u_i, FedAWA's w."""
+    """The model from which the client's local pass starts: theta_bar_i, or FedAMP's u_i, or FedAWA's w."""
     return next(value for value in payload.values() if isinstance(value, Params))
 
 

@@ -1,4 +1,4 @@
-"""The view of the server of a FedPFT run: mixtures by client and class, and the rows that they were fitted to."""
+"""What the server of a FedPFT run receives: mixtures by client and class. For audits, also the rows behind them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fedfm.methods.fedpft.summary import Summary, gaussian, mixtures_of
 
 @dataclass(frozen=True)
 class SentClass:
-    """One class of one client, as the message has it.
+    """One class of one client (a *cell*), as the message has it.
 
     Attributes:
-        count: of rows in the message: noisy under differential privacy, invented if counts are withheld.
-        size: number of fitted rows, as far as it is known.
-        mixture: None if the server makes none, because the cell's count does not exceed its noise.
+        count: number of rows in the message: noisy under differential privacy, invented if counts are withheld.
+        size: number of rows that the mixture was fitted to, as far as the server knows it.
+        mixture: the mixture; None if the server makes none, because the cell's count does not exceed its noise.
         total: (d,) sum of the rows, as far as the message gives it; in a chain the sum over all clients so far.
         sigma: standard deviation of the noise on each number of ``total``.
         rows: the client's training rows of the class, as row numbers of the table.
@@ -48,8 +48,8 @@ class View:
 
     Attributes:
         plan: noise of the messages, or None.
-        cells: all clients and classes that were sent, in order of clients.
-        classes: their names.
+        cells: all cells that were sent, in order of clients.
+        classes: names of all classes.
     """
 
     def __init__(self, replay: Replay) -> None:
@@ -72,7 +72,10 @@ class View:
         return noisy_moments.unit_rows(x) if self.plan else x
 
     def held_out(self, client: ClientId, label: int) -> Array:
-        """Test rows of a class like this client's: its own if clients have sources of their own, else all."""
+        """Test rows of a class with the distribution of this client's rows.
+
+        They are the client's own test rows if clients have sources of their own, else all test rows of the class.
+        """
         rows = self.federated.clients[client].test if own_sources(self.replay.run) else self.federated.test
         return np.asarray(rows[self.labels[rows] == label])
 
@@ -128,13 +131,13 @@ class View:
 
     def _sent_class(self, client: ClientId, label: int, count: int, g: Mixture, rows: Array) -> SentClass:
         size = len(rows) if self.method.counts == "withheld" else count
-        # After an M step the mean of a mixture is that of its rows; with withheld counts, nearly.
+        # After an M step a mixture has the mean of its rows; with withheld counts only nearly.
         total = size * (g.weights @ g.means.astype(np.float64))
         sigma = 0.0 if self.plan is None else self.plan.sum_sigma(1)
         return SentClass(client, label, count, size, g, total, sigma, rows)
 
     def _class_of_sums(self, client: ClientId, value: Any, label: int, rows: Array) -> SentClass | None:
-        """From a client's noisy sums, or from exact sums that the server only averages."""
+        """A cell from a client's noisy sums, or from exact sums that the server only averages."""
         plan, second = self.plan, None
         if isinstance(value, Noised) and plan is not None:
             count, total = float(value.counts[label]), value.totals[label].double().numpy()

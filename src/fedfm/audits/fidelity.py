@@ -1,4 +1,4 @@
-"""Comparison of a recovered model with the true one: features, linear probe, scores."""
+"""Compare a recovered model with the true one by features, a linear probe and scores."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fedfm.core.rows import Rows
 from fedfm.linalg.params import Params
 from fedfm.runtime.partitioned import Partitioned
 
-TESTED, FITTED, PASSAGES = 300, 400, 8  # test rows, rows that fit a probe, passages of a language model
-RIDGE = 1e-3  # of the mean variance of the features
+TESTED, FITTED, PASSAGES = 300, 400, 8  # numbers of test rows, of rows for the probe, of a language model's passages
+RIDGE = 1e-3  # ridge penalty, as a share of the mean variance of the features
 
 
 class Ability(NamedTuple):
@@ -25,7 +25,7 @@ class Ability(NamedTuple):
         cosine: mean cosine of its centred features (of a language model: its logits) with the true model's, over test
             rows.
         probe: accuracy of a linear classifier of its features, fitted to clients' training rows; None without classes.
-        accuracy, perplexity: of the model itself; None if its head does not mix.
+        accuracy, perplexity: scores of the model itself; None if the server does not mix the head.
     """
 
     cosine: float
@@ -38,9 +38,9 @@ class Fidelity:
     """Evaluates models on rows of an experiment.
 
     Args:
-        population: its test rows evaluate, its training rows fit the probe.
+        population: the models are scored on its test rows, and the probe is fitted to its training rows.
         true: the true model.
-        complete: all trainable entries mix, so that the model is the foundation model itself.
+        complete: whether the server mixes all trainable entries, so that ``true`` is the foundation model itself.
     """
 
     def __init__(self, population: Partitioned, true: Params, *, complete: bool, seed: int) -> None:
@@ -70,7 +70,7 @@ class Fidelity:
         return Ability(cosine, self._probe(w, features), scores.get("accuracy"), scores.get("perplexity"))
 
     def _probe(self, w: Params, tested: Tensor) -> float | None:
-        """Ridge regression of the classes' indicators on standardised features, in float64."""
+        """Accuracy of a ridge regression from standardised features to one-hot classes, in float64."""
         if self._train.labels is None or self._test.labels is None or self._model.head is None:
             return None
         x, z = (features.double().numpy() for features in (self._features(w, self._train), tested))
@@ -82,7 +82,7 @@ class Fidelity:
         return float(((z @ beta + y.mean(0)).argmax(1) == self._test.labels.numpy()).mean())
 
     def _features(self, w: Params, rows: Rows) -> Tensor:
-        """(n, d); of a language model the logits (tokens, V)."""
+        """Features (n, d); for a language model the logits (tokens, V)."""
         self._model.load(w)
         if self._model.head is not None:
             x: Tensor = self._model.features(rows)

@@ -15,7 +15,7 @@ from fedfm.core.text import finite
 Verdict = Literal["holds", "leaks", "inconclusive"]
 _SIGNS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 _COMPARISON = re.compile(r"(.+?) (<=|>=|<|>) (.+)")
-_DIGITS = range(4, 18)  # of a number in a rule: enough digits to show on which side of the other number it lies
+_DIGITS = range(4, 18)  # digits of a number in a rule: as many as show on which side of the other number it lies
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class VerdictRule:
     finding, a key of ``numbers``, or a number. A comparison with an unknown side is not true.
 
     Attributes:
-        leaks: comparisons, of which one suffices; they are checked first.
-        holds: comparisons, all of which are necessary; if there is none, the verdict is never ``holds``.
-        otherwise: the reason of any other verdict, which is ``inconclusive``.
+        leaks: comparisons that are checked first; the verdict is ``leaks`` if one of them is true.
+        holds: comparisons; the verdict is ``holds`` if all of them are true, and never if there are none.
+        otherwise: the reason of the verdict ``inconclusive``, which is given in all other cases.
         numbers: further numbers that comparisons name.
 
     Raises:
-        ValueError: a comparison is not one.
+        ValueError: a text is not a comparison.
 
     Example:
         >>> ABOVE.words({"low": 0.5, "high": 0.53, "bound": 0.55})
@@ -96,20 +96,20 @@ def _comparison_text(text: str, known: Mapping[str, float | None]) -> str:
     return f"{shown[0]} {sign} {shown[1]}: {'yes' if true else 'no'}"
 
 
-ABOVE = VerdictRule(("low > bound",), ("high <= bound",))  # the more, the more is disclosed
-BELOW = VerdictRule(("high < bound",), ("low >= bound",))  # an error: the less, the more is disclosed
-COUNT = VerdictRule(("estimate > bound",), ("estimate <= bound",))  # as ABOVE, of an exact figure without an interval
-CLAIM = VerdictRule(("low > bound",), ("low <= bound",))  # for a claim, if low is at a strict level already
+ABOVE = VerdictRule(("low > bound",), ("high <= bound",))  # for figures that are large if much is disclosed
+BELOW = VerdictRule(("high < bound",), ("low >= bound",))  # for errors of an attack: small if much is disclosed
+COUNT = VerdictRule(("estimate > bound",), ("estimate <= bound",))  # as ABOVE, for an exact figure without interval
+CLAIM = VerdictRule(("low > bound",), ("low <= bound",))  # for a claimed epsilon, if low is already at a strict level
 _ROUNDING = 1e-6  # relative error of a calibrated epsilon
 
 
 def twice(strict: float, confidence: float) -> VerdictRule:
-    """The rule of a claimed epsilon, of which ``low`` is what a measurement refutes at 95 %.
+    """The rule for a claimed epsilon with two lower bounds: ``low`` at 95 %, and ``strict`` at a higher confidence.
 
-    Audits are repeated, and at 95 % one in twenty refutes a true claim. Only a strict level contradicts the run.
+    Audits are repeated, and at 95 % one audit in twenty refutes a true claim. So only ``strict`` contradicts the run.
 
     Args:
-        strict: what the measurement refutes at ``confidence``.
+        strict: the lower bound on epsilon at ``confidence``.
 
     Example:
         >>> rules = [twice(strict, 0.9999) for strict in (3.0, 6.0, 12.0)]
@@ -153,15 +153,15 @@ class Finding:
     """A question about a run, and its answer.
 
     Attributes:
-        name: unique in an audit.
-        question: as a user would ask it.
-        estimate: the figure; None if the run is too small for one.
-        low, high: its interval, at 95 % unless ``says`` names another level.
-        bound: the reference of the figure: chance, or the run's promise.
+        name: a name that is unique in an audit.
+        question: the question, as a user would ask it.
+        estimate: the measured figure; None if the run is too small for one.
+        low, high: the figure's interval, at 95 % unless ``says`` names another level.
+        bound: what the figure is compared with: the figure of a random guess, or the run's promise.
         rule: how these numbers decide the verdict.
         says: the answer in a sentence.
-        contradicts: the measurement refutes a claim of the manifest.
-        detail: further figures, plain values only.
+        contradicts: whether the measurement refutes a claim of the manifest.
+        detail: further figures, as values for JSON.
 
     Raises:
         ValueError: a claim is contradicted, and the verdict is not ``leaks``.
@@ -184,8 +184,11 @@ class Finding:
 
     @property
     def verdict(self) -> Verdict:
-        """``leaks``: an attacker learns something; ``holds``: it does not, or no more than is promised;
-        ``inconclusive``: the run is too small, or promises nothing about the question.
+        """The verdict.
+
+        - ``leaks``: an attacker learns something.
+        - ``holds``: an attacker learns nothing, or no more than the run promises.
+        - ``inconclusive``: the run is too small, or promises nothing about the question.
         """
         return self.rule.verdict(self._numbers)
 

@@ -11,7 +11,7 @@ FILE = "audit.json"
 
 
 def read(run_dir: Path) -> Mapping[str, Any] | None:
-    """The content of the file; None without the file, {} if it is none of ``fedfm audit``."""
+    """The content of the file; None if there is no file, {} if ``fedfm audit`` did not write it."""
     try:
         content = json.loads((run_dir / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -22,7 +22,7 @@ def read(run_dir: Path) -> Mapping[str, Any] | None:
 
 
 def is_about(content: Mapping[str, Any], params_sha256: str | None) -> bool:
-    """Whether the findings are about these parameters; not so if the run went on after its audit."""
+    """Whether the findings are about these parameters; they are not if the run continued after its audit."""
     return bool(content.get("params_sha256", params_sha256) == params_sha256)
 
 

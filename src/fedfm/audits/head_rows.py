@@ -1,4 +1,4 @@
-"""Rows' features from a client's head updates: the closed form x = dW / db."""
+"""Compute features of rows from a client's updates of the head, by the closed form x = dW / db."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ class Rebuilt(Watch):
     """The rows that the updates disclose.
 
     Attributes:
-        hits: (client, row of the table) that an update discloses.
-        by_chance: test rows that an update seems to disclose; it cannot contain them.
-        ratios: distance of every computed feature to the nearest training row, in typical distances of neighbours.
-        compared: distinct test rows.
+        hits: (client, row of the table) for each row that an update discloses.
+        by_chance: test rows that an update seems to disclose, although it cannot contain them.
+        ratios: for each computed feature, its distance to the nearest training row over the typical distance between
+            neighbours.
+        compared: the test rows that were compared.
     """
 
     def __init__(self, run: Run) -> None:
@@ -85,7 +86,7 @@ class Rebuilt(Watch):
 
 
 class HeadRows(HeadAudit):
-    """Share of training rows whose features an update discloses; test rows show the share by chance."""
+    """Share of training rows whose features an update discloses. The share of test rows shows what chance gives."""
 
     def watch(self, run: Run) -> Rebuilt:
         return Rebuilt(run)

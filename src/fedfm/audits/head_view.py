@@ -1,4 +1,4 @@
-"""The head in the updates that a server sees, and what an attacker knows besides: the model, and test rows."""
+"""The head in the updates that a server sees. An attacker at the server also knows the model and test rows."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fedfm.runtime.run_directory import Run
 
 
 class Names(NamedTuple):
-    """Names of the head's tensors among those that travel."""
+    """Names of the head's tensors in the updates."""
 
     weight: str
     bias: str | None
 
 
 def head_names(model: Model) -> Names | None:
-    """None if no head of classes is trained; without a bias of the head, or where that is frozen, its name is None."""
+    """The names; None if no classification head is trained. A bias that is missing or frozen has the name None."""
     head = model.head
     if head is None or model.is_language_model:
         return None
@@ -42,7 +42,7 @@ class HeadAudit(UpdateAudit):
 
 
 def changes(crossing: CrossedUpdate, names: Names) -> tuple[Array, Array] | None:
-    """(weight (C, d), bias (C,)) of an update of one client; None if it has not both."""
+    """(change of the weight (C, d), of the bias (C,)) in an update of one client; None if it does not have both."""
     if crossing.delta is None or names.bias is None or names.bias not in crossing.delta:
         return None
     return crossing.delta[names.weight].double().numpy(), crossing.delta[names.bias].double().numpy()

@@ -1,4 +1,4 @@
-"""Feature inversion: pictures that an attacker with pictures of its own computes from the clients' messages."""
+"""Feature inversion: an attacker that has images of its own computes the clients' images from their messages."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from fedfm.data.table import Table
 from fedfm.errors import InputError
 from fedfm.runtime.run_directory import Run
 
-TARGETS, OWN, DRAWS = 100, 1000, 16  # attacked pictures, the attacker's pictures, draws from a mixture
-LEAST = 50  # pictures to train on
-CLEAR = 60.0  # dB: cap, since equal pictures have infinite PSNR
+TARGETS, OWN, DRAWS = 100, 1000, 16  # numbers of attacked images, of the attacker's images, of draws from a mixture
+LEAST = 50  # smallest number of images to train on
+CLEAR = 60.0  # dB: largest PSNR that is reported, since equal images have infinite PSNR
 _ASKED: Mapping[str, tuple[str, str]] = {
     "inversion_features": (
-        "Which pictures would raw features disclose? For comparison: this run sends none.",
+        "Which images would raw features disclose? For comparison: this run sends none.",
         "their raw features",
     ),
-    "inversion_components": ("Which pictures do the components' means disclose?", "the means of their class's mixture"),
-    "inversion_samples": ("Which pictures do draws from the mixtures disclose?", "draws from their class's mixture"),
+    "inversion_components": ("Which images do the components' means disclose?", "the means of their class's mixture"),
+    "inversion_samples": ("Which images do draws from the mixtures disclose?", "draws from their class's mixture"),
 }
 
 
 class Inversion(Audit):
-    """SSIM of the best computed picture with the true one, compared with the best of the attacker's own pictures."""
+    """SSIM of the true image with the best computed one, compared with the best of the attacker's own images."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
     by_default: ClassVar[bool] = False
@@ -43,17 +43,17 @@ class Inversion(Audit):
 
     def unfit(self, run: Run) -> str | None:
         kind = run.manifest["model"]["kind"]
-        return None if kind == "image" else f"it needs pictures, and this run is on {kind}"
+        return None if kind == "image" else f"it needs images, and this run is on {kind}"
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         view = View(replay)
         features, own = _own(view, options.get("pictures"))
         targets = [(cell, row) for cell in view.cells if cell.mixture is not None for row in cell.rows.tolist()]
         if not targets:
-            raise InputError("--attack inversion: the messages give no mixture: there is nothing to invert")
+            raise InputError("--attack inversion: the messages contain no mixture, so there is nothing to invert")
         chosen = np.sort(view.rng("targets").permutation(len(targets))[:TARGETS])
         targets = [targets[i] for i in chosen]
-        notice(f"training an inverter on {len(own)} pictures of the attacker's own")
+        notice(f"training an inverter on {len(own)} images of the attacker's own")
         inverter = train(features, own, seeds.derive(replay.run.experiment.run.seed, "audit", "inverter"))
         true = pictures(view.federated.table, [row for _, row in targets])  # (m, 32, 32, 3)
         baseline = [_best(own, picture) for picture in true]
@@ -64,7 +64,7 @@ class Inversion(Audit):
 
 
 def _own(view: View, path: Path | None) -> tuple[Array, Array]:
-    """(features, pictures) of the attacker: from a file, or the rows that nobody trained on."""
+    """(features, images) of the attacker, from a file or from the rows that nobody trained on."""
     population = view.replay.population
     if path is None:
         rows = view.rng("own").permutation(view.federated.test)[:OWN]
@@ -78,12 +78,12 @@ def _own(view: View, path: Path | None) -> tuple[Array, Array]:
         features = view.as_used(features)
         own = pictures(table, rows.tolist())
     if len(own) < LEAST:
-        raise InputError(f"--attack inversion: {len(own)} pictures to train on, expected {LEAST}; give --pictures FILE")
+        raise InputError(f"--attack inversion: {len(own)} images to train on, expected {LEAST}; give --pictures FILE")
     return features, own
 
 
 def _invert(view: View, inverter: Inverter, targets: Sequence[tuple[SentClass, int]]) -> dict[str, list[Array]]:
-    """Source -> the pictures that an attacker computes for each target."""
+    """Source -> the images that an attacker computes for each target from it."""
     raw = inverter(view.features(np.array([row for _, row in targets])))
     means: dict[int, Array] = {}
     draws: dict[int, Array] = {}
@@ -99,7 +99,7 @@ def _invert(view: View, inverter: Inverter, targets: Sequence[tuple[SentClass, i
 
 
 def _best(some: Array, true: Array) -> tuple[float, float]:
-    """(largest SSIM, largest PSNR) of some pictures with the true one."""
+    """(largest SSIM, largest PSNR) of some images with the true one."""
     clear = np.minimum(similarity.psnr(some, true[None]), CLEAR)
     return float(similarity.ssim(some, true[None]).max()), float(clear.max())
 
@@ -109,7 +109,7 @@ def _finding(
 ) -> Finding:
     question, source = _ASKED[name]
     (ssim, psnr), (own_ssim, own_psnr) = (np.array(pairs).mean(0).tolist() for pairs in (found, baseline))
-    # Paired: the baseline has the same targets. So the interval is of the difference from it.
+    # The baseline has the same targets, so the interval is that of the paired differences.
     low, high = rates.mean_interval(np.array(found)[:, 0], np.array(baseline)[:, 0])
     rule = (
         ABOVE
@@ -117,8 +117,8 @@ def _finding(
         else VerdictRule(otherwise="it is for comparison, and no client sends these")
     )
     says = (
-        f"The best picture computed from {source} has SSIM {ssim:.3f} and PSNR {psnr:.1f} dB with the true one; the "
-        f"best of the attacker's own {own} pictures has {own_ssim:.3f} and {own_psnr:.1f} dB."
+        f"The best image computed from {source} has SSIM {ssim:.3f} and PSNR {psnr:.1f} dB with the true one; the "
+        f"best of the attacker's own {own} images has {own_ssim:.3f} and {own_psnr:.1f} dB."
     )
     detail = {"psnr": psnr, "baseline_ssim": own_ssim, "baseline_psnr": own_psnr, "targets": len(found)}
     detail |= {"own_pictures": own}
@@ -126,7 +126,7 @@ def _finding(
 
 
 def pictures(table: Table, rows: Sequence[int]) -> Array:
-    """Rows of a table of pictures as (n, 32, 32, 3) float32 in [0, 1]."""
+    """Rows of a table of images as (n, 32, 32, 3) float32 in [0, 1]."""
     from PIL import Image
 
     done = [np.asarray(rgb(table.inputs[i]).resize((SIDE, SIDE), Image.Resampling.BILINEAR)) for i in rows]

@@ -1,4 +1,4 @@
-"""Label counts of each client from the first update of its head."""
+"""Compute each client's label counts from the first update of its head."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from fedfm.training import TrainsLocally
 from fedfm.training.scheduler import train_client
 
 QUESTION = "Can the server tell from a client's update how many rows of each class it has?"
-OWN = 300  # rows of the attacker's own: test rows, which the server judges models on
-MOST, LEAST = 150, 30  # local passes that the attacker tries for each client
+OWN = 300  # number of the attacker's own rows, which are test rows at the server
+MOST, LEAST = 150, 30  # number of local passes that the attacker tries for each client
 
 
 class Shares(Watch):
     """The attack on the first update of each client.
 
     Attributes:
-        found: by client, (C,).
-        public: (C,) shares of the attacker's own rows; none without them.
-        tried: local passes for each client.
+        found: client -> estimated label shares (C,).
+        public: (C,): label shares of the attacker's own rows; empty if it has no rows.
+        tried: number of local passes that the attacker tried for each client.
         bias: whether the head of the clients has a bias.
     """
 
@@ -80,14 +80,14 @@ class Shares(Watch):
         before, attacker = model.params(), _Attacker(self._run, population, population.rows(own), labels, names)
         for crossing in fresh:
             (client,) = crossing.clients
-            n = len(federated.clients[client].train)  # the update's weight tells it
+            n = len(federated.clients[client].train)  # the attacker knows it: it is the update's weight
             if n:
                 self.found[client] = attacker.shares(crossing, n, self.tried)
         model.load(before)  # later rounds are those of the run
 
 
 def passes(run: Run, population: Partitioned) -> tuple[int, float]:
-    """(local passes for each client that fit the budget, seconds of one)."""
+    """(number of local passes for each client that fit the budget, seconds of one pass)."""
     rounds, clients = max(int(run.manifest["result"]["rounds"]), 1), max(len(population.clients), 1)
     one = cost(run, population) / rounds / clients
     return (min(MOST, int(BUDGET / (one * clients))) if one else MOST), one
@@ -137,7 +137,10 @@ class _Attacker:
 
 
 class LabelCounts(HeadAudit):
-    """Total variation distance between estimated and true label shares, compared with the guess "as the test rows"."""
+    """Total variation distance between estimated and true label shares.
+
+    It is compared with that of a guess: every client has the label shares of the test rows.
+    """
 
     def seconds(self, run: Run, population: Partitioned) -> float:
         tried, one = passes(run, population)
@@ -171,9 +174,9 @@ def _finding(replay: Replay, error: Array, guess: Array, present: float, watch: 
     says = (
         f"Each client's first update{source}, and {watch.tried} local passes on the attacker's own rows, give label "
         f"shares that are {mean:.3f} {interval(low, high)} from the true ones (total variation, mean of "
-        f"{plural(len(error), 'client')}); the guess that a client "
-        f"is as the test rows errs by {baseline:.3f}. Whether a client has a class is right in {100 * present:.0f} % "
-        "of cases."
+        f"{plural(len(error), 'client')}); the guess that a client has "
+        f"the shares of the test rows errs by {baseline:.3f}. Whether a client has a class is right in "
+        f"{100 * present:.0f} % of cases."
     )
     detail = {"guess": baseline, "clients": len(error), "present": present}
     return Finding("label_counts", QUESTION, mean, low, high, baseline, BELOW, says, False, detail)

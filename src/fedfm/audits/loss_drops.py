@@ -1,9 +1,10 @@
-"""A watch of how far each update lowered the loss of single rows.
+"""A watch of a replay that measures how much each update lowered the loss of single rows.
 
-The loss at the start of an update less the loss at its end is the integral, along the update, of its inner product with
-the negative gradient of the row's loss: what Nasr, Shokri, Houmansadr (IEEE S&P 2019, arXiv:1812.00910) read from an
-update, without a first-order error, for two forward passes. The start removes the row's difficulty, as Watson et
-al. (arXiv:2111.08440) do by a reference model: it was trained by all clients, and the update by one of them.
+The drop is the loss at the start of an update minus the loss at its end. It costs two forward passes. Nasr, Shokri and
+Houmansadr (IEEE S&P 2019, arXiv:1812.00910) use the inner product of an update with the negative gradient of the row's
+loss, which is the first-order approximation of the drop. A difficult row has a large loss in both models, so the
+difference does not depend on the row's difficulty. Watson et al. (arXiv:2111.08440) use a reference model for this;
+here it is the start of the update, which all clients have trained.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from fedfm.core.client import ClientId
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
-NO_UPDATE = "No update was a change of the whole model: what the server gets of this method cannot be scored on rows."
+NO_UPDATE = "No update was a change of the complete model, so this method's messages give no model to score rows with."
 
 
 class LossDrops(Watch):
-    """Sums over the rounds, by client.
+    """Drops of the loss, summed over the rounds.
 
     Attributes:
-        found: (n,) by client, of its members and strangers (see :class:`~fedfm.audits.shadow_runs.RowPool`).
-        updates: number of updates read, of one client or of a sum.
-        sums: whether the server sees only the round's sum.
+        found: client -> drops (n,) of its members and strangers (see :class:`~fedfm.audits.shadow_runs.RowPool`).
+        updates: number of updates that were read; a sum counts as one.
+        sums: whether the server only sees the round's sum.
     """
 
     def __init__(self, run: Run, pool: RowPool | None = None) -> None:

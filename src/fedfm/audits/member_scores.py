@@ -1,8 +1,8 @@
-"""The findings of every membership attack: scores of rows that were trained on, against scores of rows that were not.
+"""The findings of all membership attacks, from scores of rows that were trained on and of rows that were not.
 
-An attack has a surface, which is what the attacker sees: mixtures, the final model, an expert, updates. It scores each
-row from that. The rest is the same for all: the area under the ROC curve with its interval, what a stated epsilon
-allows, and the true positives at few false ones.
+Attacks differ in what the attacker sees (mixtures, the final model, an expert, updates), and in how it scores a row
+from that. The rest is here: the area under the ROC curve (AUC) with its interval, the largest AUC that a stated epsilon
+allows, and the rate of true positives at a low rate of false positives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Detail = Mapping[str, Any]
 
 
 class CellScores(NamedTuple):
-    """Scores of one client, or of one client's class; more says "trained on"."""
+    """Scores of one client, or of one class of a client; a higher score says "trained on"."""
 
     members: Array
     strangers: Array  # of similar rows that nobody trained on
@@ -31,13 +31,13 @@ class MemberScores:
     """The scores of an attack.
 
     Args:
-        generator: of the bootstrap at a confidence.
-        strangers: different rows of all cells that nobody trained on [each cell has rows of its own].
-        digits: of the normal quantile behind the point [all of them].
+        generator: random generator of the bootstrap, by confidence.
+        strangers: number of different strangers in all cells; cells may share them [each cell has its own].
+        digits: number of digits behind the point to which the normal quantile is rounded [no rounding].
 
     Attributes:
-        aucs: by cell.
-        sizes: members by cell.
+        aucs: the AUC of each cell.
+        sizes: the number of members of each cell.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class MemberScores:
         return rates.auc_interval(self.aucs[index], self.sizes[index], self.strangers, rng, confidence, z)
 
     def rate(self, rng: np.random.Generator) -> Rate | None:
-        """True positives at 1 % of false ones; None if every cell has too few strangers."""
+        """Rate of true positives at 1 % false positives; None if every cell has too few strangers."""
         return rates.tpr_at(self.cells, ALARMS, rng)
 
     def finding(
@@ -85,9 +85,10 @@ class MemberScores:
         """The finding on the AUC.
 
         Args:
-            says: what has which chance, as the start of the answer; ``more`` stands after the interval, and ``unit``,
-                what a row is, at the end.
-            claim: a guarantee that bounds the AUC; it is contradicted at the confidence ``strict``.
+            says: start of the answer, e.g. "A training row scores above a test row"; the AUC follows.
+            claim: a guarantee that bounds the AUC; only an interval at the confidence ``strict`` contradicts it.
+            more: text after the interval.
+            unit: text at the end: what a row is.
         """
         mean, low, high = self.interval(0.95)
         says += f" with chance {mean:.3f} {interval(low, high)}{more}; 0.5 is guessing"
@@ -103,7 +104,13 @@ class MemberScores:
 def finding_on_rate(
     name: str, question: str, rate: Rate, detail: Detail, by: str = "", strangers: str = "strangers", unit: str = ""
 ) -> Finding:
-    """The finding on the true positives: ``by`` which attack, above a threshold that which ``strangers`` exceed."""
+    """The finding on the rate of true positives.
+
+    Args:
+        by: the attack, in words.
+        strangers: the rows that nobody trained on, in words.
+        unit: text at the end: what a row is.
+    """
     says = f"{f'By {by}, ' if by else ''}{100 * rate.tpr:.1f} % of the training rows "
     says += f"[{100 * rate.low:.1f}, {100 * rate.high:.1f}] are above a threshold that "
     says += f"{100 * rate.alarms / rate.negatives:.1f} % of {strangers} exceed; guessing gives 1 %, the bound is "

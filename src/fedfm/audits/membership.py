@@ -25,9 +25,9 @@ from fedfm.methods.fedpft.summary import gaussian
 
 QUESTION = "Can the server tell from a client's mixture which rows it was fitted to?"
 QUESTION_TPR = "How many rows does the server name as members while it accuses one stranger in a hundred?"
-SIZES = (1, 10, 20, 50, 200)  # rows of a class at a client; lower ends of the groups of cells
-LEAST = 20  # fewest rows of a group that counts in the verdict
-MOST = 1000  # rows of a shadow
+SIZES = (1, 10, 20, 50, 200)  # cells are grouped by the number of rows of a class at a client: lower ends of the groups
+LEAST = 20  # smallest number of rows of a group that counts in the verdict
+MOST = 1000  # largest number of rows that a shadow is fitted to
 STRICT = 0.999  # confidence of a contradiction
 
 
@@ -38,7 +38,7 @@ class _Scored:
 
 
 class Membership(Audit):
-    """AUC, and the true positives at a false positive rate of 1 %."""
+    """AUC, and the rate of true positives at 1 % false positives."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
 
@@ -55,7 +55,7 @@ class Membership(Audit):
 
 
 def _score(view: View) -> list[_Scored]:
-    """Scores of each cell's members and strangers, under its mixture and a shadow that is fitted to other rows."""
+    """Scores of each cell's members and strangers, from its mixture and from a shadow that is fitted to other rows."""
     shadows = _Shadows(view)
     out = []
     for cell in view.cells:
@@ -70,10 +70,11 @@ def _score(view: View) -> list[_Scored]:
 
 
 class _Shadows:
-    """The same fit to other rows of the class.
+    """Shadows: the same fit as the client's, to other rows of the class.
 
-    The clients of a class form two halves, and the rows of one half give the shadow of the other: two fits, not one a
-    client. If only one client has the class, half of the rows that nobody trained on give its shadow.
+    The clients that have a class are divided into two halves. A mixture that is fitted to the rows of one half is the
+    shadow of all clients of the other half: two fits for a class, not one for each client. If only one client has the
+    class, its shadow is fitted to half of the rows that nobody trained on.
     """
 
     def __init__(self, view: View) -> None:
@@ -118,11 +119,11 @@ def _auc(view: View, scores: MemberScores) -> Finding:
         if not len(index):
             continue
         label = f"{first} or more" if beyond == np.inf else f"{first} to {int(beyond) - 1}"
-        auc, low, high = scores.interval(0.99, index)  # five tests, not one
+        auc, low, high = scores.interval(0.99, index)  # 99 %, because there are five tests
         groups[label] = {"auc": auc, "low": low, "high": high, "rows": int(scores.sizes[index].sum())}
         if groups[label]["rows"] >= LEAST:
             lows.append(low)
-    # The largest figure of a handful of rows is chance: as in the verdict, small groups do not count.
+    # The AUC of a few rows may be large by chance, so small groups do not count, as in the verdict.
     large = {k: g["auc"] for k, g in groups.items() if g["rows"] >= LEAST} or {k: g["auc"] for k, g in groups.items()}
     top = max(large, key=lambda k: large[k])
     rule = ABOVE

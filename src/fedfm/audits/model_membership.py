@@ -1,7 +1,7 @@
 """Membership inference on the final model of any run: does the model tell whether a row was trained on?
 
-The likelihood ratio of Carlini et al. (arXiv:2112.03570) where shadow runs are cheap, else the loss threshold of Yeom
-et al. (arXiv:1709.01604) with one threshold a class, as Song and Mittal (arXiv:2003.10595) calibrate it.
+If shadow runs are cheap, the attack is the likelihood ratio of Carlini et al. (arXiv:2112.03570). Else it is the loss
+threshold of Yeom et al. (arXiv:1709.01604), with one threshold for each class as in Song and Mittal (arXiv:2003.10595).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.predictions import keeps_parts, personal
 from fedfm.runtime.run_directory import Run
 
-QUESTION = "Can who has the final model tell which rows it was trained on?"
-QUESTION_TPR = "How many training rows does the final model give away while one stranger in a hundred is accused?"
+QUESTION = "Can a reader of the final model tell which rows it was trained on?"
+QUESTION_TPR = "How many training rows does the final model disclose if one stranger in a hundred is accused wrongly?"
 Models = Mapping[ClientId, Params]
 
 
 class ModelMembership(Audit):
-    """Each client's training rows against test rows of the same distribution, under the model that the client uses."""
+    """Compares each client's training rows with test rows of the same distribution, by the model that it uses."""
 
     replays: ClassVar[bool] = False
     replies: ClassVar[bool] = False
@@ -47,7 +47,7 @@ class ModelMembership(Audit):
         return max(affordable(run, population) * cost(run, population), self.takes)
 
     def reads(self, run: Run) -> bool:
-        # Another audit asks the same question of the values that these methods release.
+        # For these methods another audit asks the same question about what they release.
         others = {*Membership.methods, *ExpertMembership.methods}
         return unreadable(run) is None and run.experiment.method_name not in others
 
@@ -88,10 +88,10 @@ def final_models(run: Run, population: Partitioned) -> dict[ClientId, Params]:
 def attack(
     run: Run, population: Partitioned, models: Models, notice: Callable[[str], None]
 ) -> tuple[list[CellScores], str]:
-    """Scores of each client, and the attack in words.
+    """(scores of each client, the attack in words).
 
     Args:
-        population: with the model at its start.
+        population: rows, and the model at the start of the run.
     """
     seed, pooled = run.experiment.run.seed, run.experiment.method.needs.pooled
     pool = RowPool(population, seed, pooled=pooled)

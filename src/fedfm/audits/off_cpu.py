@@ -1,4 +1,4 @@
-"""The tolerance of a replay on a GPU, where sums have no fixed order."""
+"""How far a replay on a GPU is from its run: there, sums have no fixed order, so bits differ."""
 
 from __future__ import annotations
 

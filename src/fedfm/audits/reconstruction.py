@@ -1,4 +1,4 @@
-"""Reconstruction of rows from components whose mean equals one example."""
+"""Find rows that a mixture discloses, because the mean of one of its components equals a single row."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fedfm.audits.replay import Replay
 from fedfm.methods.fedpft.mixtures.singles import ALONE
 
 QUESTION = "Do components of the mixtures disclose single rows?"
-LONE = ALONE - 0.005  # a component of fewer examples equals one example; the margin is float16's rounding
-STRANGERS = 2000  # rows to compare with
+LONE = ALONE - 0.005  # a component with fewer examples equals one example; the margin is float16's rounding
+STRANGERS = 2000  # number of unused rows to compare with
 
 
 class Reconstruction(Audit):
-    """Distances of component means to rows, compared with those between neighbours and to unused rows."""
+    """Distances of component means to training rows, compared with distances between neighbours and to unused rows."""
 
     methods: ClassVar[tuple[str, ...]] = ("fedpft",)
 
@@ -53,7 +53,7 @@ class Reconstruction(Audit):
 
 
 def _of(view: View, cell: SentClass, gap: float) -> tuple[list[dict[str, Any]], list[float]]:
-    """(components that equal one row, distances to the nearest row over typical ones)."""
+    """(components that equal one row, distances to the nearest row divided by the typical distance ``gap``)."""
     assert cell.mixture is not None  # noqa: S101 - the caller skips the others
     strangers = [view.held_out(cell.client, cell.label)]
     if view.method.topology == "star":  # in a chain the fit includes other clients' rows

@@ -1,4 +1,4 @@
-"""Whether the server sent a client the same question twice in a round, by the run's own message log."""
+"""Does the run's message log show that the server sent a client the same question twice in a round?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPECTED = (
     "Expected in a round: one question for scores on each part of a client's rows, one for its own model, and as many "
     "for an update as to the other clients"
 )
-ONE_A_ROUND = ("train", "scores", "reveal")  # kinds; a method may send other kinds batch by batch
+ONE_A_ROUND = ("train", "scores", "reveal")  # kinds of messages; a method may send others batch by batch
 
 
 class RepeatedQuestions(Audit):

@@ -1,9 +1,9 @@
 """Replay of a finished run in this process, with a recorder at the server.
 
-A run is deterministic given its experiment, its seed and its secrets, so no messages need to be stored: on a CPU to the
-bit, on other devices, where sums have no fixed order, within :data:`TOLERANCE`. The replay only reads the run
-directory, and copies the secrets to a temporary folder to draw the same noise. An audit whose messages are too large to
-keep has a watch, which reads every round and keeps what it needs.
+A run is determined by its experiment, its seed and its secrets, so no messages need to be stored. A replay on a CPU
+gives the same bits. On other devices sums have no fixed order, and it differs by at most :data:`TOLERANCE`. The replay
+only reads the run directory. It copies the secrets to a temporary folder, to draw the same noise. If the messages are
+too large to keep, an audit has a watch, which reads every round and keeps what it needs.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class Turn:
     """A round of the replay.
 
     Attributes:
-        round: 0 for ``init``.
-        before, after: the server's state; equal in round 0.
-        replies: of the clients.
-        payloads: payloads of its first call, by client; empty without a call.
+        round: number of the round; 0 is ``init``.
+        before, after: the server's state before and after the round; equal in round 0.
+        replies: replies of the clients.
+        payloads: client -> payload of the round's first call; empty if the round has no call.
     """
 
     round: int
@@ -99,9 +99,9 @@ class Replay:
     """A replayed run.
 
     Attributes:
-        population: every client's rows; no attacker has them, they evaluate the attack.
+        population: every client's rows. No attacker has them; they serve to evaluate the attack.
         replies: all replies, in the order of the run; none if only watches read them.
-        watched: watches by the name of their audit.
+        watched: name of an audit -> its watch.
         given: the arguments of a run of ``fedfm.federate``.
     """
 
@@ -116,10 +116,10 @@ class Replay:
         return next(watch for watch in self.watched.values() if isinstance(watch, kind))
 
     def fresh(self) -> Partitioned:
-        """Rows and model at the run's start; no replay has changed them.
+        """Rows and model as they were at the run's start.
 
         Raises:
-            InputError: as of :func:`population_of`.
+            InputError: as :func:`population_of`.
         """
         population = population_of(self.run, self.given)
         check_unchanged(self.run, population)
@@ -178,7 +178,7 @@ def open_finished(path: str | Path, given: Any = None) -> Run:
     spec = run.experiment.run
     if spec.asynchronous is not None and spec.engine == "deployment":
         raise InputError(
-            f"{path}: its updates arrived in an order of their own, which nothing can repeat: audit the same "
+            f"{path}: its updates arrived in a random order, which cannot be repeated: audit the same "
             "experiment on the local engine, where arrival is simulated"
         )
     if run.manifest["split"] is None:
@@ -187,7 +187,7 @@ def open_finished(path: str | Path, given: Any = None) -> Run:
 
 
 def own_sources(run: Run) -> bool:
-    """Whether clients have sources of their own: only a client's own test rows then resemble its training rows."""
+    """Whether clients have sources of their own. Then only a client's own test rows resemble its training rows."""
     data = run.experiment.data
     return bool(data.clients) or data.partition.name == "by_column"
 
@@ -200,13 +200,17 @@ def replay(
     keep: bool = True,
     given: Any = None,
 ) -> Replay:
-    """Run it again with a recorder for the ``watched`` observers; with ``keep`` all replies stay in memory.
+    """Run a finished run again, with a recorder at the server.
 
-    ``given`` as of :func:`open_finished`.
+    Args:
+        watched: observers, which see every round.
+        keep: whether all replies stay in memory.
+        given: as in :func:`open_finished`.
 
     Raises:
         InputError: data or model have changed, or the secrets of the noise are missing.
-        RunError: the replay ends with other parameters; off the CPU, further away than :data:`TOLERANCE`.
+        RunError: the replay ends with other parameters; on devices other than a CPU, further away than
+            :data:`TOLERANCE`.
     """
     experiment, result = run.experiment, run.manifest["result"]
     method = experiment.method
@@ -229,7 +233,7 @@ def replay(
         recorded, start = ({c: method.params_for(s, c) for c in names} for s in (run.state(method.state_type), first))
         apart = distance(models, recorded, start)
         if same := apart <= TOLERANCE:
-            notice(f"the replay ends {apart:.1e} of what training moved away from the run, as a device's rounding may")
+            notice(f"the replay differs from the run by {apart:.1e} of the change by training: rounding on this device")
     if not same:
         if marks := run.manifest.get("lost"):
             raise RunError(
@@ -244,7 +248,7 @@ def replay(
 
 
 def population_of(run: Run, given: Any = None) -> Partitioned:
-    """Rows and model of the run at its start, read again or as passed.
+    """Rows and model of the run at its start, read again or taken from ``given``.
 
     Raises:
         InputError: they differ from the run's, or the file of the start is missing.
@@ -268,7 +272,7 @@ def play(run: Run, population: Partitioned) -> Iterator[Turn]:
         InputError: the secrets of the noise are missing.
     """
     experiment, result = run.experiment, run.manifest["result"]
-    # The server used the first reply of a client that sent another one.
+    # If a client sent two replies, the server used the first one.
     gone = [e for e in result["excluded"] if e["code"] != E_DUPLICATE and e.get("part", ROUND) == ROUND]
     excluded = {(e["round"], e["client"]): ClientFault(e["code"], e["reason"]) for e in gone}
     with secrets(run) as private:
@@ -376,7 +380,7 @@ def secrets(run: Run) -> Iterator[Path]:
 
 
 def _here(path: Path) -> Path:
-    """The path of a run's secret in a replay, in which all clients share one folder."""
+    """The path of a run's secret in the folder of a replay, which all clients share."""
     return Path(*path.parts[-3:])  # each silo on loopback has a memory/ of its own
 
 
@@ -389,7 +393,7 @@ def check_unchanged(run: Run, population: Partitioned) -> None:
     """Check that rows and model are those of the run.
 
     Raises:
-        InputError: with what changed.
+        InputError: they are not; it says what changed.
     """
     own = run.experiment.data.name == IN_MEMORY
     more = ", with test and classes as fedfm.federate got them" if own else ""

@@ -1,4 +1,4 @@
-"""Test of the epsilon of DP-SGD: a client's training is repeated with canary rows and new secrets."""
+"""Test the epsilon of DP-SGD: repeat a client's training with canary rows and new secrets."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from fedfm.training.local_job import Job
 from fedfm.training.scheduler import train_client
 
 QUESTION = "Do the private steps disclose more about single rows than the stated epsilon allows?"
-DIMENSION = 4096  # of the trained vector: the guarantee does not depend on it
-CANARIES, TRAININGS = 1000, 20  # at most
-ENOUGH = 400  # canaries, after which the training is not repeated again
-_MOST = 2e4  # steps
-_SATURATED = 1e30  # logit at which the softmax is exactly 1
+DIMENSION = 4096  # size of the trained vector; the guarantee does not depend on it
+CANARIES, TRAININGS = 1000, 20  # largest number of canaries, and of trainings
+ENOUGH = 400  # number of canaries from which the training is not repeated again
+_MOST = 2e4  # largest number of steps
+_SATURATED = 1e30  # a logit for which the softmax is exactly 1
 
 
 class RowCanaries(Audit):
-    """Trains with the run's number of rows, batch size, steps, noise and clipping; the attacker sees each step.
+    """Repeats the training of the client that spends most; the attacker sees each step.
 
-    It tests the mechanism: coins, clipping, noise and their accounting; ``row_norms`` tests the gradients of the
-    run's own model. It repeats the training of the client that spends most.
+    Number of rows, batch size, steps, noise and clipping are those of the run. The audit tests the mechanism: coins,
+    clipping, noise and their accounting. ``row_norms`` tests the gradients of the run's own model.
     """
 
     replays: ClassVar[bool] = False
@@ -88,7 +88,7 @@ class RowCanaries(Audit):
             [row_canaries.read(t.steps, t.in_step[:k], home.in_step[:k], t.directions, c) for t in attacked]
         )
         rng = seeds.generator(run.experiment.run.seed, "audit", "strangers")
-        levels = [(1 + level) / 2 for level in (CONFIDENCE, STRICT)]  # two bounds share each level
+        levels = [(1 + level) / 2 for level in (CONFIDENCE, STRICT)]  # two bounds share each error level
         lows = [row_canaries.epsilon_bound(found, claimed, delta, level) for level in levels]
         counted = [row_canaries.bound_by_counts(found, claimed.rate, delta, level, rng) for level in levels]
         low, strict = (absorb_rounding(max(pair), stated) for pair in zip(lows, counted, strict=True))
@@ -96,7 +96,7 @@ class RowCanaries(Audit):
         coins = row_canaries.coins_differ([t.in_step for t in (home, *attacked)], claimed.rate)
         estimate = row_canaries.estimate(found, claimed, delta)
         low, strict, estimate = (math.inf, math.inf, math.inf) if repeats else (low, strict, estimate)
-        # An epsilon for other coins does not apply.
+        # If the coins are not those that the claim assumes, the claimed epsilon does not hold.
         strict = math.inf if coins else strict
         says = (
             f"{len(found.x)} canary rows, in {claimed.times} steps of which each takes a row with probability "
@@ -106,7 +106,7 @@ class RowCanaries(Audit):
         if repeats:
             says = "Two steps share their noise: the difference of their sums shows the rows."
         if coins:
-            says += " The batches are not drawn by an independent coin for each row, and epsilon is computed for those."
+            says += " Rows are not drawn into batches by independent coins, as the computation of epsilon assumes."
         detail = {"canaries": len(found.x), "steps": claimed.times, "rate": claimed.rate, "delta": delta}
         detail |= {"noise_multiplier": 1 / found.shift, "low_by_counts": counted[0], "independent_coins": not coins}
         figures, rule = (max(estimate, low), low, None), twice(strict, STRICT)
@@ -114,7 +114,7 @@ class RowCanaries(Audit):
 
 
 def costliest(population: Partitioned, mechanism: DpSgd) -> str | None:
-    """The client that spends most; of those that spend the same the one with the most rows; None without rows."""
+    """The client that spends most, and among equals the one with the most rows; None if no client has rows."""
     sizes = {client: n for client, n in population.sizes().items() if n}
     plan = mechanism.plan
     if plan.target_epsilon is None:
@@ -128,9 +128,9 @@ class CanaryTraining:
     """The observations of one training.
 
     Attributes:
-        steps: (T, d) the noisy sum of each step, read from how the model moved.
-        in_step: (n, T) whether each row was in each step.
-        directions: (K, d) of the canaries, which are the first K rows.
+        steps: (T, d): the noisy sum of each step, computed from the change of the model.
+        in_step: (n, T): whether each row was in each step.
+        directions: (K, d): directions of the canaries, which are the first K rows.
     """
 
     def __init__(self, steps: Array, in_step: Array, directions: Array) -> None:
@@ -143,7 +143,7 @@ class CanaryTraining:
 
 
 class Trainings:
-    """Private trainings of a client of n rows, of which the first are canaries, under a secret of their own each."""
+    """Private trainings of a client with n rows, the first of which are canaries. Each training has its own secret."""
 
     def __init__(self, plan: DescentPlan, n: int, batch_size: int, steps: int, seed: int) -> None:
         self.plan, self.canaries = plan, min(n, CANARIES)
@@ -190,10 +190,10 @@ class Trainings:
 
 
 class _Directions(Model):
-    """A model with a linear loss: each canary's gradient is a constant vector of its own, that of other rows is 0.
+    """A model with a linear loss: each canary has a constant gradient of its own, and other rows have gradient 0.
 
     Attributes:
-        asked: rows whose loss was asked for.
+        asked: rows whose loss was computed.
     """
 
     def __init__(self, gradients: Array) -> None:
@@ -214,5 +214,5 @@ class _Directions(Model):
         return self.module(x)  # type: ignore[no-any-return]
 
     def flat(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        # The wrong one of two classes has probability 1: the derivative of the cross-entropy is 1.
+        # The wrong one of the two classes has probability 1, so the derivative of the cross-entropy is 1.
         return torch.cat([logits + _SATURATED, torch.zeros_like(logits)], 1), torch.ones(len(logits), dtype=torch.int64)

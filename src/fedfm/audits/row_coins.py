@@ -1,8 +1,8 @@
 """A lower bound on epsilon from one run whose rows are all canaries.
 
 Steinke, Nasr, Jagielski: Privacy auditing with one (1) training run. NeurIPS 2023. arXiv:2305.08846, Algorithm 1. The
-run is repeated with a fair coin for each row, which decides whether its client has the row. The server guesses the
-coins from the updates. If the run states no epsilon, the bound says which epsilons it cannot have had.
+run is repeated with a fair coin for each row, which decides whether the client has the row. The server guesses the
+coins from the updates. If the run states no epsilon, the bound says which epsilons are too small to be true of it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from fedfm.linalg.threads import torch_threads
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
-QUESTION = "Which epsilon can the updates of such a run not have, for single rows?"
-DELTA = 1e-5  # if the run states none
-FIRST = 1000  # number of the shadow run; model_membership uses the lower ones
+QUESTION = "Which epsilons for single rows do the updates of such a run refute?"
+DELTA = 1e-5  # delta, if the run states none
+FIRST = 1000  # number of the shadow run, from which its seed derives; model_membership uses smaller numbers
 
 
 class RowCoins(UpdateAudit):
-    """Guesses every row's coin by how far the updates lowered its loss."""
+    """Guesses every row's coin by how much the updates lowered the row's loss."""
 
     replays: ClassVar[bool] = False
 
@@ -45,7 +45,7 @@ class RowCoins(UpdateAudit):
         run = replay.run
         population = replay.fresh()
         if (seconds := cost(run, population)) > BUDGET:
-            why = f"To do the run again with a coin for each row takes about {seconds:.0f} s, more than {BUDGET:.0f}."
+            why = f"To repeat the run with a coin for each row takes about {seconds:.0f} s, more than {BUDGET:.0f} s."
             return [nothing("row_coins", QUESTION, why)]
         pool = RowPool(population, run.experiment.run.seed)
         half, drops = Half(pool, FIRST, run.experiment.run.seed), LossDrops(run, pool)
@@ -65,7 +65,7 @@ class RowCoins(UpdateAudit):
 
 
 def _finding(run: Run, right: Array, drops: LossDrops, of: str) -> Finding:
-    """From readings (m,), positive where the guess is right."""
+    """The finding, from readings (m,) that are positive where the guess is right."""
     promise = claim(run)
     delta, line = (DELTA, 0.0) if promise is None else (promise.delta, promise.epsilon)
     low, strict = lower_bounds(lambda level: epsilon_bound(right.tolist(), delta, level), line)
@@ -90,6 +90,6 @@ def _finding(run: Run, right: Array, drops: LossDrops, of: str) -> Finding:
         rule = VerdictRule(("low > bound",), (), "the run claims no epsilon")
         says += " The run claims none."
     else:
-        rule = VerdictRule((), (), "a coin is one row more or less, and the claim is of exchanged rows")
-        says += f" The manifest claims {line:.4g} of exchanged rows, which says nothing of a row more or less."
+        rule = VerdictRule((), (), "a coin adds or removes a row, and the claim is about exchanged rows")
+        says += f" The manifest claims {line:.4g} for exchanged rows, which says nothing about added or removed rows."
     return Finding("row_coins", QUESTION, estimate, low, None, line, rule, says + of, False, detail)

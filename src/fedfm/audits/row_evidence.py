@@ -1,4 +1,4 @@
-"""Evidence of a model on single rows: the score by which membership attacks compare them."""
+"""The score by which membership attacks on a model compare single rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedfm.models.model import Model
 from fedfm.runtime.predictions import apply_model, logits
 from fedfm.runtime.run_directory import Run
 
-BATCH = 16  # texts at once
+BATCH = 16  # texts that are computed at once
 
 
 def unreadable(run: Run) -> str | None:
@@ -36,10 +36,13 @@ def no_round(run: Run) -> str | None:
 
 
 def evidence(method: Method[Any], model: Model, w: Params, rows: Rows) -> Array:
-    """Scores (n,) of rows. With labels phi = log(p_y / (1 - p_y)); for texts minus the mean loss of a token; for a
-    user's module that is no classifier minus its loss.
+    """Scores (n,) of rows; a higher score says "trained on".
 
-    A higher score says "trained on": Yeom et al. (arXiv:1709.01604) compare the loss, a monotone function of phi.
+    - Rows with labels: phi = log(p_y / (1 - p_y)).
+    - Texts: minus the mean loss of a token.
+    - A user's module that is no classifier: minus its loss.
+
+    Yeom et al. (arXiv:1709.01604) compare the loss, which is a monotone function of phi.
     """
     if not len(rows):
         return np.zeros(0)
@@ -56,14 +59,15 @@ def evidence(method: Method[Any], model: Model, w: Params, rows: Rows) -> Array:
 
 
 def losses(found: Array, labelled: bool) -> Array:
-    """Losses (n,) from :func:`evidence`: with labels log(1 + e^-phi)."""
+    """Losses (n,) from scores of :func:`evidence`; with labels they are log(1 + e^-phi)."""
     return np.asarray(np.logaddexp(0.0, -found)) if labelled else -found
 
 
 def by_class(scores: Array, labels: Array | None) -> Array:
-    """Scores minus the median of their class, over members and strangers together, which favours neither.
+    """Scores minus the median of their class.
 
-    Without labels all rows are of one class.
+    The median is over members and strangers together, so that it favours neither. Without labels, all rows count as one
+    class.
     """
     labels = np.zeros(len(scores)) if labels is None else labels
     done = scores.copy()

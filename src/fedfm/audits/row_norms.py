@@ -1,4 +1,4 @@
-"""Test of the sensitivity that DP-SGD claims: the largest effect of a row on the sum of a step."""
+"""Test the sensitivity that DP-SGD assumes: the largest effect of a row on the sum of a step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fedfm.runtime.run_directory import Run
 from fedfm.training import private
 
 QUESTION = "Does a row move the sum of a step by more than clip_norm?"
-ROWS = 16  # rows measured, in a batch of so many
+ROWS = 16  # number of measured rows, which form one batch
 
 
 class RowNorms(Audit):
-    """Measures the sum with a row minus the sum without it, at the model's start and at the run's last model."""
+    """Measures the sum with a row minus the sum without it, for the model at the start and at the end of the run."""
 
     replays: ClassVar[bool] = False
 
@@ -54,9 +54,13 @@ class RowNorms(Audit):
         share = absorb_rounding(longest / c, 1.0)
         contradicts = share > 1.0
         says = (
-            f"Of {len(batch)} rows of a client the one that counts most moves a step's sum by {share:.4g} times "
-            "clip_norm, at the start or at the end of the run"
-            + ("; the noise is for 1: epsilon is larger than stated." if contradicts else "; the noise is for 1.")
+            f"Among {len(batch)} rows of a client, the one with the largest effect moves a step's sum by {share:.4g} "
+            "times clip_norm, at the start or at the end of the run"
+            + (
+                "; the noise is made for 1: epsilon is larger than stated."
+                if contradicts
+                else "; the noise is made for 1."
+            )
         )
         detail = {"rows": len(batch), "models": len(places), "clip_norm": c}
         return [Finding("row_norms", QUESTION, share, None, None, 1.0, COUNT, says, contradicts, detail)]

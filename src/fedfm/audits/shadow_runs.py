@@ -1,10 +1,10 @@
-"""Shadow runs: the experiment on random halves of the clients' rows, for attacks that compare models with and without
-a row.
+"""Shadow runs: the experiment is repeated on random halves of the clients' rows.
 
-A shadow run has the run's method, settings, rounds, clients and start, and another seed. A coin for each row decides
-whether its client has it in this shadow run; test rows have a coin, too. In running text a row is a block: lines are
-joined before the coins, and no shadow run splits a block. The attacker knows the distribution of the rows and the
-settings, as in Carlini et al. (arXiv:2112.03570), but neither the participants nor the run's messages.
+Attacks compare models that were trained with a row and without it. A shadow run has the method, settings, rounds,
+clients and start model of the run, and another seed. A coin for each row decides whether the client has the row in this
+shadow run; test rows have a coin, too. In running text a row is a block of joined lines: lines are joined before coins
+are drawn, so that no block is split. The attacker knows the distribution of the rows and the settings, as in Carlini et
+al. (arXiv:2112.03570). It knows neither the clients' rows nor the run's messages.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from fedfm.runtime.row_cache import encodes
 from fedfm.runtime.run_directory import Run
 from fedfm.training import TrainsLocally
 
-MOST, LEAST = 16, 8  # shadow runs; fewer do not determine a row's two distributions
-BUDGET = 40.0  # estimated seconds of one core for all shadow runs; results must not depend on the clock
+MOST, LEAST = 16, 8  # number of shadow runs; fewer than LEAST do not determine a row's two distributions
+BUDGET = 40.0  # seconds of one core for all shadow runs, by an estimate from counts: results must not depend on a clock
 MACS = 5e9  # multiply-accumulates of a core in a second
-STEP, HEAD_STEP = 0.01, 3e-4  # fixed seconds of a step of a complete model, and of a head
-MASKING = 0.05  # seconds a client spends on hiding an update
+STEP, HEAD_STEP = 0.01, 3e-4  # seconds of a step in addition to its multiplications: of a complete model, of a head
+MASKING = 0.05  # seconds that a client needs to hide an update
 
 
 class RowPool:
-    """Rows that the attack compares: for each owner its training rows, and similar rows that nobody trained on.
+    """Rows that the attack compares: each owner's training rows (members), and rows that nobody trained on (strangers).
 
-    In running text a row is a block of joined lines, as clients train on it. Each owner's training lines, validation
-    lines and strangers are joined separately, so that no block has lines of two of these.
+    In running text a row is a block of joined lines, as clients train on it. An owner's training lines, its validation
+    lines and its strangers are joined separately, so that no block mixes them.
 
     Attributes:
-        owners: who trains: the clients, or POOLED.
-        members, strangers, val: (n,) places of rows by owner: indexes of the table, or numbers of blocks. Strangers
-            come from the same distribution as members.
-        own: whether strangers are the client's own test rows; else they are global test rows at random.
+        owners: those who train: the clients, or POOLED.
+        members, strangers, val: owner -> places (n,) of its rows. A place is a row's index in the table, or the number
+            of a block. Strangers come from the same distribution as members.
+        own: whether strangers are the client's own test rows; if not, they are random global test rows.
     """
 
     def __init__(self, population: Partitioned, seed: int, *, pooled: bool = False) -> None:
-        """With ``pooled`` one owner has all training rows; in running text its blocks are no client's."""
+        """Collect the rows. With ``pooled`` a single owner has all training rows, and its blocks mix clients' lines."""
         self.population = population
         clients = population.federated.clients
         honest = honest_clients(population)
@@ -79,7 +79,7 @@ class RowPool:
         self.val: dict[ClientId, Array] = {c: rows.val for c, rows in owned.items()}
 
     def _add_blocks(self, lines: ClientRows) -> ClientRows:
-        """Numbers of the blocks of these lines."""
+        """Join these lines into blocks; returns the blocks' numbers."""
         numbers = []
         for index in (lines.train, lines.val, lines.test):
             self._blocks.append(self.population.rows(index))
@@ -89,7 +89,7 @@ class RowPool:
 
     @functools.cached_property
     def order(self) -> Array:
-        """Places of all rows of the pool, ascending, validation rows included."""
+        """Places of all rows of the pool, also of validation rows, in ascending order."""
         return np.unique(np.concatenate([*self.members.values(), *self.strangers.values(), *self.val.values()]))
 
     @functools.cached_property
@@ -114,7 +114,8 @@ class RowPool:
     def labels(self, client: ClientId) -> Array | None:
         """Labels (n,) of :meth:`compared_rows`; None for language models.
 
-        For blocks: whether each is complete. The last of a text is shorter, and its tokens are harder to predict.
+        The label of a block says whether it is complete. A text's last block is shorter, and its tokens are harder to
+        predict.
         """
         if self._blocks and (tokens := self._all.tokens) is not None:
             return np.asarray(tokens.length[self.index(client)] == self._all.longest, dtype=np.int64)
@@ -129,11 +130,11 @@ def honest_clients(population: Partitioned) -> list[ClientId]:
 
 
 def unit(population: Partitioned) -> str:
-    """What a row is, for the end of a finding; "" if it is a row of the table."""
+    """A sentence for the end of a finding that says what a row is; "" if it is a row of the table."""
     if not population.trains_on_blocks:
         return ""
     length = population.model.tools.max_length
-    return f" A row is a block of at most {length} tokens of joined lines, as clients train on it, and no line."
+    return f" A row is not a line, but a block of at most {length} tokens of joined lines, as clients train on it."
 
 
 def _concatenate(parts: Sequence[ClientRows]) -> ClientRows:
@@ -146,7 +147,7 @@ class Half:
     """A population in which each client has the rows that its coins selected.
 
     Attributes:
-        taken: by client the rows (m,) of the pool, members first, and whether each is in.
+        taken: client -> (places (m,) of its rows in the pool, members first; whether each was selected).
     """
 
     attackers = None
@@ -159,7 +160,7 @@ class Half:
         for c in pool.owners:
             rows = pool.index(c)
             coins = seeds.generator(seed, "audit", "coins", number, c).random(len(rows)) < 0.5
-            if len(rows) and not coins.any():  # a client without rows would not train, but it trained in the run
+            if len(rows) and not coins.any():  # without rows the client would not train, although it did in the run
                 coins[:1] = True
             self.taken[c] = rows, coins
 
@@ -195,7 +196,7 @@ def cost(run: Run, population: Partitioned) -> float:
     if isinstance(method, TrainsLocally):
         operations = run.manifest["ledger"].get("operations") or {}
         seconds += trained * float(operations.get("macs_per_client_round", 0.0)) / MACS
-        noisy = run.experiment.aggregation.mechanism.plan is not None  # a gradient a row, and its noise
+        noisy = run.experiment.aggregation.mechanism.plan is not None  # DP-SGD computes a gradient for each row
         one = HEAD_STEP if encodes(population.model) and not noisy else STEP
         seconds += rounds * sum(method.local.steps(n, population.model) for n in sizes if n) * one
     else:  # methods of one round fit heads

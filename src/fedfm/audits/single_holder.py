@@ -1,4 +1,4 @@
-"""Disclosure by classes that only one client has: a message about such a class describes this client."""
+"""What messages disclose about a class that only one client has: they describe this client alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedfm.audits.replay import Replay
 
 QUESTION = "What do the messages disclose about a class that only one client has?"
 PROMISED = VerdictRule((), ("estimate <= bound",), "a promise about single rows does not cover classes of many rows")
-STANDS_OUT = 4.0  # standard deviations of the noise on a count
+STANDS_OUT = 4.0  # a count stands out if it exceeds this many standard deviations of its noise
 
 
 class SingleHolder(Audit):

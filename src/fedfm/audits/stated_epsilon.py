@@ -12,7 +12,7 @@ from fedfm.audits.inference import one_run
 from fedfm.runtime.run_directory import Run
 
 CONFIDENCE = 0.95
-STRICT = 0.9999  # of a contradiction; audits are repeated
+STRICT = 0.9999  # confidence of a contradiction; it is high because audits are repeated
 Figures = tuple[float, float, float | None]
 
 
@@ -21,7 +21,8 @@ class Claim:
     """Differential privacy as the ledger states it.
 
     Attributes:
-        steps: neighbouring steps to exchange one row for another: 2 if neighbours differ by one row more or less.
+        steps: number of neighbouring steps that exchange one row for another: 2 if neighbours differ by one row more
+            or less, else 1.
     """
 
     epsilon: float
@@ -30,14 +31,14 @@ class Claim:
 
     @property
     def largest_auc(self) -> float:
-        """The largest AUC of an attack on membership: a training row and a test row differ by an exchange."""
+        """The largest AUC that the claim allows to a membership attack, which compares two exchanged rows."""
         return one_run.largest_auc(*one_run.of_steps(self.epsilon, self.delta, self.steps))
 
 
 def claim(run: Run) -> Claim | None:
     """The guarantee against a server that sees every message, or None."""
     if "noise" in secrets_of(run.experiment.method, run.experiment.aggregation):
-        return None  # the server itself adds the noise: the guarantee holds against readers of the model only
+        return None  # the server adds the noise: the guarantee only holds against readers of the model
     ledger: dict[str, Any] = run.manifest["ledger"]
     stated = [v for v in (ledger.get("epsilon"), run.manifest["result"].get("epsilon")) if v is not None]
     if not stated:
@@ -49,7 +50,7 @@ def claim(run: Run) -> Claim | None:
         deltas = [privacy.delta]
     relations = {e.get("relation") for e in entries}
     exchange = relations and relations <= {"replace", "replace_any"}
-    # The claim is the smallest epsilon that is stated.
+    # If several epsilons are stated, the smallest one is the claim.
     return Claim(min(map(float, stated)), max(deltas, default=1e-5), 1 if exchange else 2)
 
 
@@ -64,10 +65,10 @@ def _deltas(entries: list[dict[str, Any]]) -> list[float]:
 
 
 def limit_rule(rule: VerdictRule, allowed: float, strict: float, confidence: float) -> VerdictRule:
-    """A rule that also knows a stated guarantee: more than it allows is a leak, however little that is.
+    """Add a stated guarantee to a rule: a figure above what the guarantee allows is a leak, even if it is small.
 
     Args:
-        allowed: the largest figure under the guarantee.
+        allowed: the largest figure that the guarantee allows.
         strict: the low end of the figure's interval at ``confidence``.
     """
     low, most = f"low at {100 * confidence:g} %", "what epsilon allows"
@@ -75,7 +76,7 @@ def limit_rule(rule: VerdictRule, allowed: float, strict: float, confidence: flo
 
 
 def lower_bounds(bound_at: Callable[[float], float], stated: float) -> tuple[float, float]:
-    """Lower bounds on epsilon at :data:`CONFIDENCE` and at :data:`STRICT`, without rounding above ``stated``."""
+    """Lower bounds on epsilon at :data:`CONFIDENCE` and at :data:`STRICT`; rounding errors are absorbed."""
     low, strict = (absorb_rounding(bound_at(level), stated) for level in (CONFIDENCE, STRICT))
     return low, strict
 
@@ -87,8 +88,9 @@ def finding_on_claim(
 
     Args:
         figures: estimate, lower bound, and upper bound or None.
-        rule: its leak contradicts the run: ``CLAIM`` if the lower bound is at a strict level, else that of ``twice``.
-        says: what the attacker measured, as the start of the answer.
+        rule: a rule whose verdict ``leaks`` contradicts the run: ``CLAIM`` if the lower bound is at a strict level,
+            else the one of ``twice``.
+        says: start of the answer: what the attacker measured.
     """
     estimate, low, high = figures
     verdict = rule.verdict({"low": low, "bound": stated})

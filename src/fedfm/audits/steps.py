@@ -1,4 +1,4 @@
-"""The steps of an audit, cheap attacks first, and the limit on its time."""
+"""The order of the attacks of an audit (cheap ones first), and the limit on its time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fedfm.errors import InputError
 from fedfm.runtime.partitioned import Partitioned
 from fedfm.runtime.run_directory import Run
 
-LONG = 10.0  # seconds of the longest attack that shares a replay with others
+LONG = 10.0  # seconds: an attack that takes longer does not share a replay with others
 
 
 class HasCost(Protocol):
-    """An attack, as far as its cost goes; attributes as of :class:`~fedfm.audits.audit.Audit`."""
+    """What :func:`steps` needs to know of an attack; attributes as in :class:`~fedfm.audits.audit.Audit`."""
 
     replays: ClassVar[bool]
 
@@ -30,11 +30,11 @@ class HasCost(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """Attacks that share a replay; or a single attack.
+    """A single attack, or several attacks that share a replay.
 
     Attributes:
-        names: of the attacks.
-        seconds: estimated for one core, replay included.
+        names: names of the attacks.
+        seconds: estimated seconds on one core, with the replay.
     """
 
     names: Sequence[str]
@@ -43,7 +43,7 @@ class Step:
 
 
 def steps(run: Run, population: Partitioned, chosen: Mapping[str, HasCost]) -> list[Step]:
-    """The attacks in order of their cost. One that takes longer than a replay gets a replay of its own."""
+    """The attacks in order of their cost. An attack that takes longer than a replay gets a replay of its own."""
     each = {name: audit.seconds(run, population) for name, audit in chosen.items()}
     again = replay_seconds(run, population)
     reading = [name for name, audit in chosen.items() if audit.replays]
@@ -60,7 +60,8 @@ def steps(run: Run, population: Partitioned, chosen: Mapping[str, HasCost]) -> l
 def replay_seconds(run: Run, population: Partitioned) -> float:
     """Estimated seconds of the rounds of a run in one process.
 
-    The estimate uses the measured seconds and the cores in use; counts bound it after a slow network or a pause.
+    The estimate uses the run's measured seconds and the cores in use. A slow network or a pause makes these too large,
+    so an estimate from counts bounds it.
     """
     cores = run.experiment.run.workers or int(run.manifest["machine"].get("cores") or 1)
     recorded = float(run.manifest["result"]["seconds"]) * min(cores, max(len(population.clients), 1))
@@ -68,11 +69,14 @@ def replay_seconds(run: Run, population: Partitioned) -> float:
 
 
 class TimeUpError(KeyboardInterrupt):
-    """The time of an audit is up. Clients' code turns errors into faults; this passes through it, as Ctrl-C does."""
+    """The time of an audit is up.
+
+    It is no ``Exception``: clients' code turns exceptions into faults, and this must pass through it, as Ctrl-C does.
+    """
 
 
 def deadline(limit: float | None) -> float | None:
-    """When an audit that begins now must end, by the monotonic clock.
+    """The time on the monotonic clock at which an audit that begins now must end; None without a limit.
 
     Raises:
         InputError: the limit is not a positive number of seconds.
@@ -86,9 +90,9 @@ def deadline(limit: float | None) -> float | None:
 
 @contextlib.contextmanager
 def until(end: float | None) -> Iterator[None]:
-    """Context: raise :class:`TimeUpError` inside at the time ``end``.
+    """Context manager: raise :class:`TimeUpError` in the body at the time ``end``.
 
-    Only the main thread can be interrupted; another thread checks the time once, before the code begins.
+    Only the main thread can be interrupted. In another thread the time is checked once, before the body begins.
     """
     if end is None:
         yield
@@ -114,5 +118,5 @@ def until(end: float | None) -> Iterator[None]:
 
 
 def command(path: object, names: Sequence[str]) -> str:
-    """Run these attacks."""
+    """The command that runs these attacks."""
     return " ".join([f"fedfm audit {path}", *(f"--attack {name}" for name in names)])

@@ -1,4 +1,4 @@
-"""Disclosure by single task vectors: to the server, which receives them, and to other clients by their aggregates."""
+"""What task vectors disclose: to the server, which receives them, and to other clients, which receive aggregates."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ MEMBERSHIP = "Can the server tell from a client's task vectors which rows it tra
 TPR = "How many rows does the server name as members while it accuses one stranger in a hundred?"
 NEIGHBOURS = "Do the weights say which clients hold the same kind of rows?"
 NAME = "task_vector"
-EACH = 0.975  # confidence of each interval of a finding of two tests
+EACH = 0.975  # confidence of each interval in a finding with two tests
 EITHER = VerdictRule(("low > bound", "low by gradients > bound"), ("high <= bound", "high by gradients <= bound"))
 
 
 class TaskVector(Audit):
-    """Labels and rows from a task vector, similar clients from the weights, and a client's vector from all others.
+    """Infers labels and rows from a task vector, similar clients from the weights, and a client's vector by all others.
 
-    It reads methods whose clients return the change of the vector that they received, and whose server needs each
-    single reply.
+    It reads runs of methods whose clients return the change of the vector that they received, and whose server needs
+    each single reply.
     """
 
     methods: ClassVar[tuple[str, ...]] = ("fedbip", "fedamp", "fedawa")
@@ -79,7 +79,7 @@ def _labels(replay: Replay, eye: Eye) -> list[Finding]:
 
 
 def _counts(population: Partitioned, classes: int) -> dict[ClientId, Array]:
-    """(C,) training rows of each class, by client, as it trains on them (an attacker's labels may be changed)."""
+    """Client -> number of training rows of each class (C,), as it trains on them: an attacker may change labels."""
     labels = {c: population.data(c).train.labels for c in population.clients}
     return {c: np.bincount(y.numpy(), minlength=classes) for c, y in labels.items() if y is not None}
 
@@ -227,7 +227,10 @@ def _neighbours(replay: Replay, eye: Eye) -> Finding:
 
 
 def groups(replay: Replay) -> tuple[str, dict[ClientId, str]]:
-    """(what, by client): the value of the partition's column if several clients share one; else the largest class."""
+    """(what it is, client -> its group).
+
+    The group is the client's value in the partition's column if several clients share a value, else its largest class.
+    """
     table, spec = replay.population.federated.table, replay.run.experiment.data
     clients = replay.population.federated.clients
     column = spec.partition.column if spec.partition.name == "by_column" else None

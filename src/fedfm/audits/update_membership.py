@@ -1,4 +1,4 @@
-"""Membership inference on the clients' updates: what a server that follows the protocol learns about single rows."""
+"""Membership inference on clients' updates: what does a server that follows the protocol learn about single rows?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUESTION = "Can the server tell from the updates which rows a client trained on?
 
 
 class UpdateMembership(UpdateAudit):
-    """Compares training rows with test rows by how far their client's updates lowered their loss."""
+    """Compares training rows with test rows by how much their client's updates lowered their loss."""
 
     def watch(self, run: Run) -> LossDrops:
         return LossDrops(run)
@@ -55,6 +55,6 @@ def _finding(run: Run, cells: list[CellScores], drops: LossDrops, pool: RowPool)
     if (rate := scores.rate(seeds.generator(seed, "audit", "update membership tpr"))) is not None:
         detail |= {"tpr_at_1_percent": rate.tpr, "tpr_low": rate.low, "tpr_high": rate.high}
     promise = claim(run)
-    if promise is not None:  # a training row and a test row differ by an exchange
+    if promise is not None:  # the attack compares two exchanged rows, so the claim bounds its AUC
         promise = replace(promise, steps=max(promise.steps, 2))
     return scores.finding("update_membership", QUESTION, says, detail, promise, unit=unit(pool.population))

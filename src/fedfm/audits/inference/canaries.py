@@ -1,9 +1,9 @@
 """Canary clients: evidence that a client took part in noisy sums.
 
 Andrew, Kairouz, Oh, Oprea, McMahan, Suriyakumar. One-shot Empirical Privacy Estimation for Federated Learning. ICLR
-2024. arXiv:2302.03098, Algorithm 2: a canary sends a random direction of the largest norm allowed, and the attacker
-projects the releases onto it. Here it also knows what all others sent, as differential privacy allows. A canary sends
-its direction as often with a plus as with a minus, so that noise which releases share cancels.
+2024. arXiv:2302.03098, Algorithm 2: a canary sends a random direction of the largest allowed norm, and the attacker
+projects the releases onto it. Here the attacker also knows what all other clients sent, as differential privacy
+assumes. A canary sends its direction as often with a plus as with a minus: then noise that releases share cancels.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ import numpy as np
 from fedfm.audits.inference.rates import Array, clopper_pearson
 from fedfm.privacy import gaussian
 
-THRESHOLDS = (0.5, 0.8, 0.95)  # shares of the canaries above a threshold; each is a test with a part of the level
-TOO_LONG = 10.0  # what a canary sends has this multiple of the allowed norm: the mechanism must clip it
+THRESHOLDS = (0.5, 0.8, 0.95)  # shares of canaries above a threshold; each is a test with a part of the error level
+TOO_LONG = 10.0  # a canary's update has this multiple of the allowed norm, so that the mechanism must clip it
 
 
 def scores(residuals: Array, signs: Array, directions: Sequence[Array], clip_norm: float) -> Array:
     """Evidence that each canary took part, in standard deviations of the evidence of an absent canary.
 
-    A direction that was drawn independently of the releases projects them onto N(0, |x|^2 / d), whatever they are.
+    If a direction is drawn independently of a vector x, the projection of x onto it is distributed as N(0, |x|^2 / d).
 
     Args:
-        residuals: (R, d) each release as a sum, less what all canaries sent.
-        signs: (K, R) the sign with which each canary sent its direction; 0: it sent nothing.
-        directions: K of (d,), of norm 1.
-        clip_norm: of what it sent.
+        residuals: (R, d): each release as a sum, minus what all canaries sent.
+        signs: (K, R): the sign with which each canary sent its direction; 0: it sent nothing.
+        directions: K vectors (d,) of norm 1.
+        clip_norm: norm of what a canary sent, after clipping.
 
     Returns:
-        (K,), infinite where the releases have no noise.
+        (K,), infinite if the releases have no noise.
     """
     own = signs @ residuals  # (K, d)
     shift = clip_norm * (signs != 0).sum(1)
     read = np.array([float(x @ u) for x, u in zip(own, directions, strict=True)]) + shift
     spread = np.linalg.norm(own, axis=1) / math.sqrt(residuals.shape[1])
-    # The rest from rounding is no noise.
+    # A spread that rounding explains is no noise.
     return np.asarray(np.divide(read, spread, out=np.full(len(own), np.inf), where=spread > 1e-6 * shift))
 
 
 def epsilon_bound(found: Array, dim: int, delta: float, confidence: float) -> float:
-    """The smallest epsilon that agrees with these scores, if the noise is normal: a canary shifts it by mu.
+    """The smallest epsilon that agrees with these scores, if the noise is normal.
 
-    The releases are then mu-GDP at best (Dong, Roth, Su. Gaussian Differential Privacy. JRSS B 2022). Three errors
-    share the level: of the mean of the scores, of the largest one, should one client count more than others, and of
-    the noise's size, which is known from ``dim`` numbers.
+    A canary then shifts the score by some mu, so that the releases are mu-GDP at best (Dong, Roth, Su. Gaussian
+    Differential Privacy. JRSS B 2022). The error level is divided among three estimates: the mean of the scores; the
+    largest score, since one client may count more than others; the size of the noise, from ``dim`` numbers.
 
     Args:
         found: (K,) scores, each N(mu_k, 1) in units of the measured noise.
@@ -66,7 +66,7 @@ def epsilon_bound(found: Array, dim: int, delta: float, confidence: float) -> fl
 
 
 def epsilon_most(found: Array, dim: int, delta: float, confidence: float) -> float:
-    """The largest epsilon that agrees with the mean of these scores; arguments as of :func:`epsilon_bound`."""
+    """The largest epsilon that agrees with the mean of these scores; arguments as in :func:`epsilon_bound`."""
     from scipy.stats import chi2, norm
 
     tail = (1 - confidence) / 2
@@ -80,16 +80,17 @@ def epsilon_at(mu: float, delta: float) -> float:
 
 
 def at_least(numbers: int, tail: float) -> float:
-    """Quantile ``tail`` of the measured over the true standard deviation of normal noise, from ``numbers`` values."""
+    """Quantile ``tail`` of the ratio of the measured to the true standard deviation of ``numbers`` normal values."""
     from scipy.stats import chi2
 
     return math.sqrt(float(chi2.ppf(tail, numbers)) / numbers)
 
 
 def counted_bound(found: Array, strangers: Array, delta: float, confidence: float) -> float:
-    """The same by rates of hits and of false alarms, for any noise: Clopper and Pearson 1934.
+    """A lower bound on epsilon for any noise, by rates of hits and of false alarms (Clopper and Pearson 1934).
 
-    With m strangers it stays below ln m. A threshold is chosen by the first half of both, and judged by the second.
+    With m strangers it stays below ln m. The first half of canaries and strangers chooses a threshold; the second half
+    tests it.
     """
     here, there = found[1::2], strangers[1::2]
     level = 1 - (1 - confidence) / len(THRESHOLDS)

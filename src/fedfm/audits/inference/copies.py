@@ -6,24 +6,25 @@ import numpy as np
 
 from fedfm.audits.inference.rates import Array
 
-SHARE = 0.05  # of the typical distance between neighbours; a point nearer to a row than that is a copy of it
-NAMED = 1000  # copies listed in the detail of a finding
+SHARE = 0.05  # a point is a copy of a row if it is nearer than this share of the typical distance between neighbours
+NAMED = 1000  # largest number of copies in the detail of a finding
 
 
 def nearest(points: Array, rows: Array) -> tuple[Array, Array]:
-    """Index (k,) and Euclidean distance (k,) of the nearest row (n, d) of each point (k, d); without rows infinite."""
+    """For each point (k, d) the nearest row (n, d): (indices (k,), Euclidean distances (k,)); infinite without rows."""
     if not len(rows):
         return np.zeros(len(points), dtype=np.int64), np.full(len(points), np.inf)
     squares = _squares(points, rows)
     index = squares.argmin(1)
-    # The expansion of |a - b|^2 loses digits of small distances.
+    # The expanded form of |a - b|^2 loses digits of small distances, so compute the smallest again.
     exact = np.linalg.norm(points.astype(np.float64) - rows[index], axis=1)
     return index, exact
 
 
 def typical_gap(rows: Array, most: int = 1000) -> float:
-    """Median distance of a row (n, d) to its nearest different row; 0 if there is none. It uses at most ``most`` rows,
-    evenly spread.
+    """Median distance from a row (n, d) to the nearest row that differs from it; 0 if there is none.
+
+    It uses at most ``most`` rows, evenly spread.
     """
     rows = rows[:: -(-len(rows) // most)] if len(rows) > most else rows
     rows = np.unique(rows.astype(np.float64), axis=0)
@@ -38,6 +39,6 @@ def typical_gap(rows: Array, most: int = 1000) -> float:
 def _squares(a: Array, b: Array) -> Array:
     """Squared distances (k, n)."""
     a, b = a.astype(np.float64), b.astype(np.float64)
-    middle = b.mean(0)  # without it features far from the origin would lose digits
+    middle = b.mean(0)  # subtracted, since features far from the origin would lose digits
     a, b = a - middle, b - middle
     return np.maximum((a * a).sum(1)[:, None] - 2 * a @ b.T + (b * b).sum(1), 0.0)  # type: ignore[no-any-return]

@@ -1,12 +1,12 @@
 """Estimators of a foundation model that the server mixes into the models that it sends.
 
-FedBaF sends w_{t+1} = (w' + a_t w_pre) / (1 + a_t) with a secret a_t. With u_t = w', v_t = w_{t+1} and d_t = v_t - u_t,
-w_pre lies on the line u_t + c_t d_t, at c_t = 1 + 1/a_t: T rounds give T unknown scalars and T P equations. The range
-of a_t is known: alpha_t = (psi / tau_ref) U(1, 2), and tau_t follows from w', so l_t <= a_t <= 2 l_t with
-l_t = psi tau_t / tau_ref.
+FedBaF sends w_{t+1} = (w' + a_t w_pre) / (1 + a_t) with a secret a_t. Let u_t = w', v_t = w_{t+1} and d_t = v_t - u_t.
+Then w_pre lies on the line u_t + c_t d_t, at c_t = 1 + 1/a_t. So T rounds give T P equations for w_pre and only T more
+unknown scalars. The range of a_t is known, since alpha_t = (psi / tau_ref) U(1, 2) and tau_t follows from w':
+l_t <= a_t <= 2 l_t with l_t = psi tau_t / tau_ref.
 
-Models are vectors (P,) of any floating type, sequences of them (T, P); sums are in float64. ``groups`` are slices of
-the P entries, one a tensor.
+A model is a vector (P,) of any floating type, and a sequence of models is (T, P). Sums are in float64. ``groups`` are
+slices of the P entries, one for each tensor.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ import numpy as np
 from fedfm.audits.inference.rates import Array
 
 Groups = Sequence[slice]
-WORST = 1e12  # condition of the normal equations above which lines count as parallel
-STILL = 1e-6  # of the length of v: a shorter d is rounding, nothing was mixed in
-SHORT, LONG = 0.8, 2.4  # of l_t: range of a_t in the alternating estimator, wider than [1, 2] since l_t is an estimate
+WORST = 1e12  # lines count as parallel if the condition number of the normal equations is above this
+STILL = 1e-6  # if |d| is below this share of |v|, it is rounding: nothing was mixed in
+SHORT, LONG = 0.8, 2.4  # alternating estimator: range of a_t / l_t, wider than [1, 2] because l_t is an estimate
 SWEEPS = 200
 TURN = 1.3  # an active client aims at w' = -(TURN - 1) w_t
-GRID = 65  # points of the sum over a density on an interval
-BLOCK = 1 << 16  # coordinates at a time
+GRID = 65  # points of a numerical integral over an interval
+BLOCK = 1 << 16  # coordinates that are computed at a time
 
 
 class NoIntersectionError(ValueError):
-    """The lines do not meet in one point: there are fewer than two, or all are parallel."""
+    """The lines do not determine a point: there are fewer than two, or all are parallel."""
 
 
 def intersection(u: Array, v: Array, groups: Groups | None = None) -> Array:
     """The point nearest to T lines u_t + c_t (v_t - u_t), in closed form.
 
-    G_ij = <d_i, d_j> (1[i = j] - 1/T), r_i = -<d_i, u_i - mean u>, G c = r, x = mean_t (u_t + c_t d_t). If rounds mix
-    some groups only, a group counts in the rounds in which it moved, and T is their number.
+    Solve G c = r with G_ij = <d_i, d_j> (1[i = j] - 1/T) and r_i = -<d_i, u_i - mean u>; then x = mean_t (u_t +
+    c_t d_t). If a round mixes only some groups, a group counts only in the rounds in which it moved; T is their number.
 
     Args:
-        u: (T, P) before mixing.
-        v: (T, P) after it.
-        groups: each is mixed as a whole or not at all; None if a round mixes all entries or none.
+        u: (T, P), models before mixing.
+        v: (T, P), models after mixing.
+        groups: slices, each of which a round mixes completely or not at all; None: all entries are one group.
 
     Raises:
         NoIntersectionError: fewer than two lines, or no two that are not parallel (condition of G above 1e12).
@@ -71,16 +71,16 @@ def intersection(u: Array, v: Array, groups: Groups | None = None) -> Array:
 
 
 def tensorwise(u: Array, v: Array, groups: Groups, low: Array, high: Array) -> tuple[Array, int]:
-    """As :func:`intersection`, with own scalars for each group, in [low_t, high_t].
+    """As :func:`intersection`, but each group has scalars c_t of its own, in [low_t, high_t].
 
-    If a group's lines do not meet in one point (a tensor of one entry, one round), c is the harmonic mean of its range,
-    and x the mean over the lines.
+    Some groups' lines do not determine a point, e.g. those of a tensor with one entry, or a single line. Then c is the
+    harmonic mean of its range, and x the mean over the lines.
 
     Args:
-        low, high: (T,) range of c_t.
+        low, high: (T,), the range of c_t.
 
     Returns:
-        (P,), and the number of groups whose lines meet.
+        (the estimate (P,), the number of groups whose lines determine a point).
     """
     x, met = np.empty(u.shape[1]), 0
     for g in groups:
@@ -100,14 +100,15 @@ def tensorwise(u: Array, v: Array, groups: Groups, low: Array, high: Array) -> t
 
 
 def coordinatewise(u: Array, v: Array, low: Array, high: Array, prior: Literal["uniform", "log"] = "uniform") -> Array:
-    """Estimate if each coordinate has its own a_t: it lies in the intersection of T intervals u + [low, high] d.
+    """Estimate w_pre if each coordinate has an a_t of its own.
 
-    The estimate is the mean over the intersection, with a_t = d_t / (x - v_t): the density is prod_t |x - v_t|^-2 for a
-    uniform a, prod_t |x - v_t|^-1 for a log-uniform one.
+    A coordinate x of w_pre lies in the intersection of T intervals u_t + [low_t, high_t] d_t. The estimate is its mean
+    over the intersection. From a_t = d_t / (x - v_t), its density is prod_t |x - v_t|^-2 if a_t is uniform, and
+    prod_t |x - v_t|^-1 if a_t is log-uniform.
 
     Args:
-        low, high: (T,) range of c_t.
-        prior: of a_t in its range.
+        low, high: (T,), the range of c_t.
+        prior: the distribution of a_t in its range.
     """
     x = np.empty(u.shape[1])
     power = 2.0 if prior == "uniform" else 1.0
@@ -117,7 +118,7 @@ def coordinatewise(u: Array, v: Array, low: Array, high: Array, prior: Literal["
         a, b = u[:, g].astype(np.float64), v[:, g].astype(np.float64)
         d = b - a
         ends = np.stack([a + low[:, None] * d, a + high[:, None] * d])  # (2, T, p)
-        still = np.abs(d) <= STILL * np.abs(b)  # not mixed: no information on x
+        still = np.abs(d) <= STILL * np.abs(b)  # a coordinate that was not mixed says nothing about x
         least = np.where(still, -np.inf, ends.min(0)).max(0)
         most = np.where(still, np.inf, ends.max(0)).min(0)
         known = np.isfinite(least)
@@ -137,7 +138,7 @@ def coordinatewise(u: Array, v: Array, low: Array, high: Array, prior: Literal["
 
 
 def harmonic(low: Array | float, high: Array | float) -> Any:
-    """The c of a range with the least relative error: (high - low) / (high + low) at most."""
+    """The c in a range with the smallest possible relative error, which is at most (high - low) / (high + low)."""
     return 2 * low * high / (low + high)
 
 
@@ -147,7 +148,9 @@ def place(least: Array | float, most: Array | float) -> tuple[Any, Any]:
 
 
 def one_round(u: Array, v: Array, low: float, high: float) -> Array:
-    """The point u + c d at the harmonic mean of c's range; errs by at most (high-low)/(high+low) of |w_pre - u|.
+    """The point u + c d, where c is the harmonic mean of its range.
+
+    The error is at most |w_pre - u| (high - low) / (high + low).
 
     Example:
         >>> import numpy as np
@@ -161,11 +164,11 @@ def one_round(u: Array, v: Array, low: float, high: float) -> Array:
 def alternating(u: Array, v: Array, guess: Array) -> Array:
     """Alternating estimate of a_t and w_pre by a part of the cohort, with its own mean u_t in place of w'.
 
-    E_t = v_t - u_t; a = 1.5 l; repeat: p = sum_t a_t (E_t + a_t v_t) / sum_t a_t^2;
+    E_t = v_t - u_t; start with a = 1.5 l; repeat: p = sum_t a_t (E_t + a_t v_t) / sum_t a_t^2;
     a_t = clip(<E_t, p - v_t> / |p - v_t|^2, 0.8 l_t, 2.4 l_t).
 
     Args:
-        guess: (T,) l_t, from the coalition's own means; rounds with 0 are not used.
+        guess: (T,), l_t from the coalition's own means; rounds with l_t = 0 are not used.
 
     Raises:
         NoIntersectionError: no round has a guess above 0.
@@ -175,7 +178,7 @@ def alternating(u: Array, v: Array, guess: Array) -> Array:
         raise NoIntersectionError("no round in which anything was mixed in")
     l = guess[used]  # noqa: E741 - the symbol of the specification
     n = len(used)
-    # p is a combination of the E_t and the v_t: the repetitions need only their inner products.
+    # p is a linear combination of the E_t and the v_t, so the repetitions only need their inner products.
     inner = np.zeros((2 * n, 2 * n))
     for start in range(0, u.shape[1], BLOCK):
         z = _from_middle(u[used, start : start + BLOCK], v[used, start : start + BLOCK])
@@ -201,9 +204,10 @@ def alternating(u: Array, v: Array, guess: Array) -> Array:
 
 
 def turned_around(w: Array, share: float) -> Array:
-    """Upload of an active client with this share p of the cohort's weight, in place of w_t: -((1.3 - p) / p) w_t.
+    """What an active client with this share p of the cohort's weight uploads in place of w_t: -((1.3 - p) / p) w_t.
 
-    The others stay near w_t, so w' is near -0.3 w_t, the opposite direction: tau_t and a_t are the largest possible.
+    The others stay near w_t, so w' is near -0.3 w_t. That is the opposite direction, for which tau_t and a_t are as
+    large as possible.
 
     Raises:
         ValueError: share is not in (0, 1].
@@ -220,7 +224,7 @@ def relative_error(x: Array, truth: Array) -> float:
 
 
 def dist(w: Array, truth: Array) -> float:
-    """Appendix G's Dist, mean |w - w_pre| / |w| over coordinates with w != 0; tiny |w| dominate it."""
+    """Appendix G's Dist: the mean of |w - w_pre| / |w| over coordinates with w != 0; small |w| dominate it."""
     w = w.astype(np.float64)
     on = w != 0
     return float((np.abs(w - truth)[on] / np.abs(w[on])).mean()) if on.any() else np.nan
@@ -235,7 +239,7 @@ def _lines(u: Array, v: Array, g: slice) -> tuple[Array, Array, Array]:
 
 
 def _on_lines(u: Array, v: Array, g: slice, c: Array) -> Array:
-    """Mean of u + c d over the rounds in which a group moved and c is known; without such rounds, of v."""
+    """Mean of u + c d over the rounds in which a group moved and c is known; the mean of v if there are none."""
     a, d, on = _lines(u, v, g)
     known = np.isfinite(c[on])
     if known.any():
@@ -255,7 +259,7 @@ def _solve(gram: Array, right: Array, lines: int) -> Array:
 
 
 def _solve_in_box(gram: Array, right: Array, start: Array, low: Array, high: Array) -> Array:
-    """The c in [low, high] with the least c' G c / 2 - r' c, by coordinates."""
+    """The c in [low, high] that minimises c' G c / 2 - r' c, by coordinate descent."""
     if ((low <= start) & (start <= high)).all():
         return start
     c = np.clip(start, low, high)
@@ -269,7 +273,7 @@ def _solve_in_box(gram: Array, right: Array, start: Array, low: Array, high: Arr
 
 
 def _from_middle(u: Array, v: Array) -> Array:
-    """E_t, then v_t minus their mean, (2 T, p) float64: sums of large equal parts would lose digits."""
+    """(2 T, p) float64: E_t, then v_t minus the mean of all v_t, since large equal parts would lose digits in sums."""
     z = np.empty((2 * len(u), u.shape[1]))
     z[: len(u)] = v
     z[len(u) :] = z[: len(u)] - z[: len(u)].mean(0)

@@ -1,8 +1,9 @@
-"""Labels and features of rows, computed from the change of a linear head that they caused.
+"""Compute labels and features of rows from the change of a linear head that they caused.
 
-The cross-entropy's gradient is p - y for a row's logits, (p - y) x^T for the weights W (C, d), and p - y for the bias b
-(C,): a row of class c raises b_c and lowers the others (Wainakh et al., User-Level Label Leakage from Gradients in
-Federated Learning, PoPETs 2022, arXiv:2105.09369).
+For a row with features x, predicted probabilities p and one-hot label y, the gradient of the cross-entropy is
+(p - y) x^T for the weights W (C, d), and p - y for the bias b (C,). So a row of class c raises b_c and lowers all other
+entries of b (Wainakh et al., User-Level Label Leakage from Gradients in Federated Learning, PoPETs 2022,
+arXiv:2105.09369).
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ import numpy as np
 
 from fedfm.audits.inference.rates import Array
 
-RIDGE = 1.0  # in units of the standardised traces
-ALPHAS = (0.1, 0.3, 1.0, 5.0)  # of the attacker's Dirichlet guesses: from one class to nearly all
+RIDGE = 1.0  # ridge penalty, for standardised traces
+ALPHAS = (0.1, 0.3, 1.0, 5.0)  # parameters of the Dirichlet distributions of the attacker's guesses
 
 
 def traces(weight: Array, bias: Array | None, x: Array, labels: Array, probabilities: Array) -> Array:
-    """Figures (5 C,) of an update of the head that depend on its label counts; (4 C,) of a head without a bias.
+    """Figures of an update of the head that depend on its label counts: (5 C,), or (4 C,) for a head without a bias.
 
-    Without a bias W m, m the mean of the attacker's rows, stands in its place: a row of features z changes it by
-    (y - p) z . m, so it counts labels as far as rows have a common part. The other part, of any sign, is alike in
-    the updates that the attacker makes itself, from which :func:`label_shares` learns.
+    If there is no bias, W m takes its place, where m is the mean of the attacker's rows. A row with features z changes
+    W m by (y - p) z . m. So W m counts labels if z . m is positive, i.e. if rows have a common part. The rest of z . m
+    is noise that the attacker's own updates have, too, so that :func:`label_shares` learns to allow for it.
 
     Args:
-        weight, bias: (C, d), (C,) changes of the head; None if it has no bias.
-        x, labels: (m, d), (m,) the attacker's own rows, as the head sees them.
-        probabilities: (m, C) of these rows under the updated model.
+        weight, bias: (C, d), (C,): changes of the head; None if it has no bias.
+        x, labels: (m, d), (m,): the attacker's own rows, as the head sees them.
+        probabilities: (m, C): predictions for these rows by the updated model.
     """
     classes = len(weight)
     own = np.stack([x[labels == c].mean(0) if (labels == c).any() else x.mean(0) for c in range(classes)])  # (C, d)
@@ -36,7 +37,7 @@ def traces(weight: Array, bias: Array | None, x: Array, labels: Array, probabili
 
 
 def guesses(classes: int, n: int, number: int, rng: np.random.Generator) -> Array:
-    """Label counts (number, C) of n rows that an attacker tries, from one class to equal counts."""
+    """Random label counts (number, C) of n rows that an attacker tries, from a single class to equal counts."""
     shares = [rng.dirichlet(np.full(classes, ALPHAS[i % len(ALPHAS)])) for i in range(number)]
     return np.stack([rng.multinomial(n, p) for p in shares])
 
@@ -48,9 +49,9 @@ def label_shares(tried: Array, shares: Array, observed: Array) -> Array:
     2019. arXiv:1805.04049, Section 4.3: the attacker trains on rows of its own with and without a property.
 
     Args:
-        tried: (M, k) traces of the attacker's updates.
-        shares: (M, C) label shares behind them.
-        observed: (k,) traces of the update.
+        tried: (M, k): traces of the attacker's own updates.
+        shares: (M, C): label shares behind these updates.
+        observed: (k,): traces of the attacked update.
     """
     middle, spread = tried.mean(0), tried.std(0) + 1e-12
     x, mean = (tried - middle) / spread, shares.mean(0)
@@ -73,8 +74,8 @@ def features(weight: Array, bias: Array) -> tuple[Array, Array]:
     """X = dW_c / db_c for each class whose bias moved: (classes (k,), (k, d)).
 
     Phong, Aono, Hayashi, Wang, Moriai. Privacy-Preserving Deep Learning via Additively Homomorphic Encryption. IEEE
-    TIFS 2018, ePrint 2017/715, Section 3. Exact where one row made the change; of several rows it is their mean with
-    weights p - y.
+    TIFS 2018, ePrint 2017/715, Section 3. X is exact if a single row caused the change. If several rows caused it, X is
+    their mean with weights p - y.
 
     Args:
         weight: (C, d) change of the weights.

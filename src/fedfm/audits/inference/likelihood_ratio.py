@@ -1,7 +1,7 @@
 """Membership inference on a released density by likelihood ratio: log g(x) - log g_shadow(x).
 
-A training row of g is more likely under g than under a shadow, a density fitted in the same way to other rows of the
-same kind. Without the shadow, typical rows look like members.
+A training row of the released density g is more likely under g than under a shadow. A shadow is a density that is
+fitted in the same way to other rows of the same kind. Without it, the attack would take typical rows for members.
 Sankararaman, Obozinski, Jordan, Halperin: Genomic privacy and limits of individual detection in a pool. 2009; Carlini
 et al.: Membership inference attacks from first principles. 2022. arXiv:2112.03570.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 from fedfm.audits.inference.rates import Array
 
-_LARGE = 1e15  # in place of infinity: means and spreads of scores stay finite
+_LARGE = 1e15  # replaces infinity, so that means and spreads of scores are finite
 
 
 class Density(Protocol):
@@ -25,7 +25,7 @@ class Density(Protocol):
 
 
 def scores(x: Array, released: Density, shadow: Density) -> Array:
-    """(n,): high for rows that ``released`` was fitted to."""
-    with np.errstate(invalid="ignore"):  # both may be 0, which is no evidence
+    """Scores (n,) of rows x (n, d), high for rows that ``released`` was fitted to."""
+    with np.errstate(invalid="ignore"):  # both densities may be 0, which is no evidence
         ratio: Array = released.log_prob(x) - shadow.log_prob(x)
     return np.nan_to_num(ratio, nan=0.0, posinf=_LARGE, neginf=-_LARGE)

@@ -1,11 +1,12 @@
 """A lower bound on epsilon from one run with many coins.
 
 Steinke, Nasr, Jagielski: Privacy auditing with one (1) training run. NeurIPS 2023. arXiv:2305.08846, Theorem 5.2 and
-Appendix D. Guesses may depend on each other in any way. If a mechanism is (epsilon, delta)-private in each coin, r
-guesses are right no more often than r tosses of a coin of bias e^epsilon/(1 + e^epsilon), up to a term in delta.
+Appendix D. Suppose that a mechanism is (epsilon, delta)-private in each coin. Then the number of right answers among r
+guesses is at most that of heads among r tosses of a coin of bias e^epsilon/(1 + e^epsilon), up to a term in delta. The
+guesses may depend on each other in any way.
 
 Here a coin decided for each pair of rows (x, x') which of the two went into a sum. The attacker knows all pairs, all
-other rows and the distribution of the noise, as differential privacy allows; no other linear reading tells more.
+other rows and the distribution of the noise, as differential privacy assumes.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ import numpy as np
 
 from fedfm.audits.inference.rates import Array
 
-SHARES = (1.0, 0.5, 0.2, 0.05)  # of the guesses, the surest first; each is a test with a part of the level
+SHARES = (1.0, 0.5, 0.2, 0.05)  # shares of the guesses, the surest first; each is a test with a part of the error level
 
 
 def readings(total: Array, known: Array, used: Array, unused: Array, sigma: float) -> Array:
-    """Evidence by pair that ``used`` is in the released sum (positive) or ``unused`` (negative).
+    """Evidence for each pair: positive if ``used`` seems to be in the released sum, negative for ``unused``.
 
-    With s = (x + x')/2 + b (x - x')/2 and b = +-1, the rest of the sum is D b + noise, with half the differences in D.
-    The reading is the posterior mean of b under b ~ N(0, 1), which separates the pairs.
+    The row of a pair that is in the sum is (x + x')/2 + b (x - x')/2 with b = +-1. So after subtraction of what is
+    known, the sum is D b + noise; the columns of D are half the differences. The reading is the posterior mean of b
+    under the prior b ~ N(0, 1), no other linear function of the sum says more on b.
 
     Args:
-        total, known: (d,) the released sum, and the sum of all other rows.
-        used, unused: (m, d) the rows in the sum, and their partners; the attack is symmetric in both.
+        total, known: (d,): the released sum, and the sum of all other rows.
+        used, unused: (m, d): the rows in the sum, and their partners. The attack does not use which is which.
         sigma: standard deviation of the noise on each number of the sum.
 
     Returns:
@@ -44,11 +46,11 @@ def readings(total: Array, known: Array, used: Array, unused: Array, sigma: floa
 
 
 def p_value(coins: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """Probability of at least so many right guesses if the mechanism is (epsilon, delta)-private in each coin.
+    """Probability of at least ``right`` right guesses if the mechanism is (epsilon, delta)-private in each coin.
 
     Args:
-        coins, guesses, right: each at most the one before.
-        epsilon: at least 0; infinite promises nothing, and the answer is 1.
+        coins, guesses, right: three numbers, none above the one before.
+        epsilon: at least 0; infinity promises nothing, and gives the probability 1.
         delta: from 0 to 1.
     """
     from scipy.stats import binom
@@ -59,7 +61,7 @@ def p_value(coins: int, guesses: int, right: int, epsilon: float, delta: float) 
         return 1.0
     bias = 1 / (1 + math.exp(-epsilon))
     beyond = float(binom.sf(right - 1, guesses, bias))
-    # Failures of probability delta may correct i wrong guesses: at worst by the largest mean of the next i terms.
+    # With probability delta privacy may fail, and correct i wrong guesses. The worst i has the largest mean of terms.
     just_below = np.cumsum(binom.pmf(right - np.arange(1, right + 1), guesses, bias))
     return min(beyond + 2 * coins * delta * float((just_below / np.arange(1, right + 1)).max()), 1.0)
 
@@ -70,10 +72,10 @@ def epsilon_bound(
     """The largest epsilon that these readings refute at this confidence; 0 if they refute none.
 
     Args:
-        readings: one for each coin; the guess is right if positive, and sure if large.
-        delta: of the promise.
-        steps: neighbouring steps between the sides of a coin: 2 if neighbours differ by one row more or less and the
-            coin exchanges two rows. Each coin then has the promise (k epsilon, delta (1 + e^epsilon)).
+        readings: one for each coin; the guess is right if the reading is positive, and sure if it is large.
+        delta: delta of the claim.
+        steps: k, number of neighbouring steps between the two sides of a coin. It is 2 if neighbours differ by one row
+            more or less and the coin exchanges two rows. Then each coin is (2 epsilon, delta (1 + e^epsilon))-private.
         most: upper limit of the search.
     """
     x = np.asarray(readings, dtype=np.float64)
@@ -82,7 +84,7 @@ def epsilon_bound(
     order = np.argsort(-np.abs(x), kind="stable")
     best = 0.0
     for guesses in sorted({max(1, round(share * len(x))) for share in SHARES}):
-        right = int((x[order[:guesses]] > 0).sum())  # a reading of 0 is a wrong guess: safe
+        right = int((x[order[:guesses]] > 0).sum())  # a reading of 0 counts as wrong, which is the safe side
         low, high = 0.0, most
         level = (1 - confidence) / len(SHARES)
         if _refutes(len(x), guesses, right, low, delta, steps, level):
@@ -101,7 +103,7 @@ def _refutes(coins: int, guesses: int, right: int, epsilon: float, delta: float,
 
 
 def of_steps(epsilon: float, delta: float, steps: int) -> tuple[float, float]:
-    """(epsilon, delta) between two data sets that are so many neighbouring steps apart.
+    """(epsilon, delta) between two data sets that are ``steps`` neighbouring steps apart.
 
     Example:
         >>> of_steps(0.0, 1e-5, 2)
@@ -113,7 +115,8 @@ def of_steps(epsilon: float, delta: float, steps: int) -> tuple[float, float]:
 def largest_auc(epsilon: float, delta: float) -> float:
     """Largest AUC of any test of one row's presence under (epsilon, delta)-privacy.
 
-    The area under the dual of its trade-off curve max(0, 1 - delta - e^eps a, e^-eps (1 - delta - a)).
+    It is the area above the trade-off curve max(0, 1 - delta - e^eps a, e^-eps (1 - delta - a)), where a is the rate of
+    false alarms.
 
     Example:
         >>> round(largest_auc(1.0, 0.0), 4), largest_auc(0.0, 0.0)

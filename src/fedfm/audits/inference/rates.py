@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-REPEATS = 2000  # of a bootstrap
-FEW = 5  # fewest negatives of a cell that give its scores a scale
+REPEATS = 2000  # repetitions of a bootstrap
+FEW = 5  # smallest number of negatives from which the spread of a cell's scores is estimated
 NOTABLE, NOTABLE_TPR, ALARMS = 0.55, 0.05, 0.01  # an attacker that only guesses has AUC 0.5 and TPR 0.01
 
 
@@ -37,9 +37,9 @@ def auc(positives: Array, negatives: Array) -> float:
 
 
 def threshold_at(negatives: Array, share: float) -> float:
-    """The lowest score with at most a share ``share`` of the negatives above it.
+    """The lowest score above which lies at most a share ``share`` of the negatives.
 
-    With fewer than 1/share negatives that is their highest score, and the rate found is 0.
+    With fewer than 1/share negatives it is their highest score, so that no negative lies above it.
 
     Example:
         >>> threshold_at(np.arange(100.0), 0.01), threshold_at(np.arange(10.0), 0.01)
@@ -50,7 +50,7 @@ def threshold_at(negatives: Array, share: float) -> float:
 
 
 def clopper_pearson(hits: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """The exact interval of a rate, with at most (1 - confidence)/2 on either side.
+    """The exact interval of a rate; the probability of an error is at most (1 - confidence)/2 on each side.
 
     Clopper, Pearson: The use of confidence or fiducial limits. Biometrika 26, 1934.
 
@@ -69,9 +69,9 @@ def clopper_pearson(hits: int, trials: int, confidence: float = 0.95) -> tuple[f
 
 
 def bootstrap(parts: Array, weights: Array, rng: np.random.Generator, confidence: float = 0.95) -> tuple[float, float]:
-    """Percentile interval of a weighted mean; draws whole parts with replacement.
+    """Percentile interval of a weighted mean of parts, by a bootstrap that draws parts with replacement.
 
-    Rows of one part (one client's class) share a fit and its noise, so only parts are independent trials.
+    Rows of one part (one class of one client) share a fit and its noise, so only parts are independent.
     """
     values, w = np.asarray(parts, dtype=np.float64), np.asarray(weights, dtype=np.float64)
     drawn = rng.integers(0, len(values), (REPEATS, len(values)))  # (repeats, parts)
@@ -85,11 +85,11 @@ def mean_interval(
 ) -> tuple[float | None, float | None]:
     """Interval of the mean of figures in [0, 1], one for each client; (None, None) for fewer than two clients.
 
-    Student's t: a bootstrap of a few clients is too narrow.
+    It uses Student's t, because a bootstrap over few clients gives a too narrow interval.
 
     Args:
-        reference: figures of the same clients without the attack. The interval is then that of the differences, plus
-            the mean of the reference: it excludes that mean exactly if the differences' interval excludes 0.
+        reference: figures of the same clients without the attack. If given, the interval is that of the differences,
+            shifted by the mean of the reference. So it excludes this mean if the differences' interval excludes 0.
 
     Example:
         >>> low, high = mean_interval(np.array([0.2, 0.4]))
@@ -121,10 +121,12 @@ def auc_error(value: float, positives: int, negatives: int) -> float:
 def auc_interval(
     by_cell: Array, weights: Array, negatives: int, rng: np.random.Generator, confidence: float, z: float
 ) -> tuple[float, float, float]:
-    """(mean AUC over cells, low, high): the wider of the bootstrap over cells and of independent scores.
+    """(mean AUC over cells, low, high).
+
+    Two intervals are computed, by a bootstrap over cells and for independent scores; the wider one is returned.
 
     Args:
-        weights: positives of each cell.
+        weights: number of positives of each cell.
         negatives: number of different negatives in all cells.
         z: normal quantile of the confidence.
     """
@@ -135,7 +137,7 @@ def auc_interval(
 
 
 class Rate(NamedTuple):
-    """Positives above a threshold: rate, 95 % interval, and counts (``alarms`` of ``negatives`` are above it, too)."""
+    """Positives above a threshold: their rate with its 95 % interval; ``alarms`` of ``negatives`` are above it, too."""
 
     tpr: float
     low: float
@@ -148,13 +150,14 @@ class Rate(NamedTuple):
 
 
 def tpr_at(cells: Sequence[tuple[Array, Array]], share: float, rng: np.random.Generator) -> Rate | None:
-    """True positives at a share of false ones; None without a cell of FEW negatives.
+    """Rate of true positives at a given rate of false positives; None if no cell has FEW negatives.
 
-    All cells have one threshold, on scores in units of their negatives' spread: noisy cells spread more than others.
+    All cells share one threshold. Noisy cells have a larger spread than others, so scores are first divided by the
+    spread of their cell's negatives.
 
     Args:
-        cells: (positives, negatives) of each.
-        share: of negatives that may lie above the threshold.
+        cells: (scores of positives, scores of negatives) of each cell.
+        share: largest share of negatives that may lie above the threshold.
     """
     pairs = []
     for a, b in cells:

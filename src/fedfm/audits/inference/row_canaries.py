@@ -1,9 +1,9 @@
-"""Canary rows: evidence that a row was in a training by noisy steps, each of which draws rows by coins.
+"""Canary rows: evidence that DP-SGD trained on a row. Each noisy step draws its rows by independent coins.
 
 Andrew, Kairouz, Oh, Oprea, McMahan, Suriyakumar. One-shot Empirical Privacy Estimation for Federated Learning. ICLR
 2024. arXiv:2302.03098: many canaries along random directions in one training. Here a canary is a row whose gradient
-is its direction, and the attacker sees every step, as the accountant of DP-SGD assumes. A direction that was drawn
-independently of the steps projects them onto a normal variable, whatever they are.
+is its direction, and the attacker sees every step, as the accountant of DP-SGD assumes. If a direction is drawn
+independently of the steps, the projection of a step onto it is normally distributed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from fedfm.audits.inference.canaries import at_least, counted_bound, epsilon_at
 from fedfm.audits.inference.rates import Array
 from fedfm.privacy.composition import Releases, epsilon_of
 
-SURE = 1e-7  # rate of false alarms of a test that must not err
-LEAST_NOISE = 0.4  # noise multiplier; smaller ones take long to account, and more noise never spends more
-_STRANGERS, _NUMBERS = 20_000, 4e7  # rows that took no part; numbers in memory
-_STEPS = 100  # of a training whose noise is compared
+SURE = 1e-7  # rate of false alarms of tests whose alarm must be right
+LEAST_NOISE = 0.4  # smallest noise multiplier that is tried, since smaller ones take long to account
+_STRANGERS, _NUMBERS = 20_000, 4e7  # number of rows that took no part; largest number of entries in memory
+_STEPS = 100  # number of steps of a training whose noise is compared
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Readings:
     """Projections of the trainings' steps onto K canaries' directions.
 
     Attributes:
-        x: (K, T) in standard deviations of the noise: N(``shift``, 1) where the canary was in the step, else N(0, 1).
-        shift: the bound C on a row's gradient, in standard deviations.
-        in_step: (K, T) whether it was in the step.
-        predicted: (K, T) whether another training of the same rows, under another secret, drew it in that step.
-        numbers: of noise, from which its standard deviation is known.
+        x: (K, T), in standard deviations of the noise: N(``shift``, 1) if the canary was in the step, else N(0, 1).
+        shift: the bound C on a row's gradient, in standard deviations of the noise.
+        in_step: (K, T): whether the canary was in the step.
+        predicted: (K, T): whether another training of the same rows, with another secret, drew the canary in this step.
+        numbers: number of entries of noise from which its standard deviation is estimated.
     """
 
     x: Array
@@ -44,7 +44,7 @@ class Readings:
 
 
 def together(readings: Sequence[Readings]) -> Readings:
-    """The canaries of several trainings of equally many steps."""
+    """The canaries of several trainings with the same number of steps, as one."""
     shift = float(np.mean([r.shift for r in readings]))
     x, in_step, predicted = (
         np.concatenate([getattr(r, name) for r in readings]) for name in ("x", "in_step", "predicted")
@@ -53,10 +53,10 @@ def together(readings: Sequence[Readings]) -> Readings:
 
 
 def read(steps: Array, in_step: Array, predicted: Array, directions: Array, clip_norm: float) -> Readings:
-    """Project the steps, of which everything but one canary is known, onto that canary's direction.
+    """Project each step onto each canary's direction, after subtraction of all other canaries.
 
     Args:
-        steps: (T, d) noisy sums.
+        steps: (T, d), noisy sums.
         in_step: (K, T).
         predicted: (K, T).
         directions: (K, d), of norm 1.
@@ -72,9 +72,9 @@ def read(steps: Array, in_step: Array, predicted: Array, directions: Array, clip
 def epsilon_bound(readings: Readings, claimed: Releases, delta: float, confidence: float) -> float:
     """The smallest epsilon that agrees with these readings, if the noise is normal.
 
-    Two tests and the size of the noise share the level. The first test takes the coins as secret: noise multiplier and
-    rate at the ends of their intervals give epsilon. The second predicts the coins, and takes the mean score as that
-    of a Gaussian mechanism.
+    The error level is divided among two tests and the size of the noise. The first test assumes that the coins are
+    secret: the ends of the intervals of noise multiplier and rate give epsilon. The second test predicts the coins from
+    another training: then the mean score is that of a Gaussian mechanism without sampling.
     """
     tail = (1 - confidence) / 3
     size = at_least(readings.numbers, tail)
@@ -82,7 +82,7 @@ def epsilon_bound(readings: Readings, claimed: Releases, delta: float, confidenc
 
 
 def estimate(readings: Readings, claimed: Releases, delta: float) -> float:
-    """Epsilon at the noise and the rate that were measured, of normal noise and secret coins."""
+    """Epsilon for the measured noise and rate, if the noise is normal and the coins are secret."""
     found = readings.x[readings.in_step]
     return _epsilon(float(found.mean()) if len(found) else 0.0, len(found) / readings.in_step.size, claimed, delta)
 
@@ -91,7 +91,7 @@ def _of_secret_coins(readings: Readings, claimed: Releases, delta: float, tail: 
     from scipy.stats import beta, norm
 
     found = readings.x[readings.in_step]
-    if not len(found) or readings.in_step.all():  # all of them: the coins can be predicted
+    if not len(found) or readings.in_step.all():  # if every row is in every step, there are no secret coins
         return 0.0
     mean = float(found.mean()) - float(norm.isf(tail / 2)) / math.sqrt(len(found))
     rate = float(beta.ppf(tail / 2, len(found), readings.in_step.size - len(found) + 1))
@@ -121,9 +121,9 @@ def _of_predicted_coins(readings: Readings, delta: float, tail: float, size: flo
 def bound_by_counts(
     readings: Readings, rate: float, delta: float, confidence: float, rng: np.random.Generator
 ) -> float:
-    """The same by counts of hits and of false alarms, for any noise (see :func:`counted_bound`).
+    """A lower bound on epsilon for any noise, by counts of hits and of false alarms (see :func:`counted_bound`).
 
-    A score is the log-likelihood ratio of the readings with and without the row, its coins unknown.
+    A score is the log-likelihood ratio of the readings with the row, whose coins are unknown, and without it.
     """
     steps = readings.x.shape[1]
     strangers = rng.standard_normal((int(min(_STRANGERS, _NUMBERS / steps)), steps))
@@ -138,10 +138,10 @@ def _ratio(x: Array, shift: float, rate: float) -> Array:
 
 
 def coins_differ(trainings: Sequence[Array], rate: float) -> bool:
-    """Whether rows enter the steps otherwise than by independent coins of this rate, e.g. in batches of one size.
+    """Whether rows do not enter the steps by independent coins of this rate, but e.g. in batches of a fixed size.
 
     Args:
-        trainings: (n, T) of each training, whether the row was in the step.
+        trainings: for each training an array (n, T): whether the row was in the step.
     """
     from scipy.stats import norm
 
@@ -157,7 +157,7 @@ def coins_differ(trainings: Sequence[Array], rate: float) -> bool:
 
 
 def _spread_differs(sums: Array, trials: int, rate: float) -> bool:
-    """Whether the sums of coins do not vary as binomial sums, by a scaled chi-squared test of the same moments."""
+    """Whether the variance of sums of coins differs from that of binomial sums, by a chi-squared test."""
     from scipy.stats import chi2
 
     variance = rate * (1 - rate)
@@ -168,10 +168,10 @@ def _spread_differs(sums: Array, trials: int, rate: float) -> bool:
 
 
 def noise_repeats(noises: Sequence[Array]) -> bool:
-    """Whether two steps, of one training or of two under different secrets, share noise.
+    """Whether two steps share noise; they may belong to one training, or to two with different secrets.
 
     Args:
-        noises: (T, d) of each training.
+        noises: for each training an array (T, d).
     """
     from scipy.stats import norm
 

@@ -1,4 +1,4 @@
-"""Similarity of two pictures: PSNR and SSIM. Pictures are float arrays (..., H, W, 3) in [0, 1].
+"""Similarity of two images: PSNR and SSIM. Images are float arrays (..., H, W, 3) in [0, 1].
 
 Wang, Bovik, Sheikh, Simoncelli: Image quality assessment: from error visibility to structural similarity. 2004.
 """
@@ -15,7 +15,7 @@ LUMA = np.array([0.299, 0.587, 0.114])
 
 
 def psnr(a: Array, b: Array) -> Array:
-    """Peak signal to noise ratio in dB, infinite for equal pictures; (...,) by broadcasting.
+    """Peak signal to noise ratio in dB, infinite for equal images; leading axes (...,) are broadcast.
 
     Example:
         >>> float(psnr(np.zeros((2, 2, 3)), np.full((2, 2, 3), 0.1)).round(6))
@@ -27,15 +27,15 @@ def psnr(a: Array, b: Array) -> Array:
 
 
 def ssim(a: Array, b: Array) -> Array:
-    """Structural similarity of the luma, mean over all windows inside the picture; (...,) by broadcasting.
+    """Structural similarity of the luma, mean over all windows inside the image; leading axes (...,) are broadcast.
 
-    Variances and covariance are population ones (divided by 49, not 48).
+    Variances and covariances are those of the population: sums are divided by 49, not by 48.
 
     Raises:
-        ValueError: a picture is smaller than a window.
+        ValueError: an image is smaller than a window.
     """
     if min(a.shape[-3:-1]) < WINDOW:
-        raise ValueError(f"pictures of {a.shape[-3]} x {a.shape[-2]} are smaller than a window of {WINDOW}")
+        raise ValueError(f"images of {a.shape[-3]} x {a.shape[-2]} are smaller than a window of {WINDOW}")
     x, y = a @ LUMA, b @ LUMA  # (..., H, W)
     mx, my = _mean(x), _mean(y)
     vx, vy, cov = _mean(x * x) - mx * mx, _mean(y * y) - my * my, _mean(x * y) - mx * my
@@ -45,7 +45,7 @@ def ssim(a: Array, b: Array) -> Array:
 
 
 def _mean(x: Array) -> Array:
-    """Over every window: (..., H - 6, W - 6), by a sum in each direction."""
+    """The mean over every window: (..., H - 6, W - 6), by one sum in each direction."""
     total = np.zeros((*x.shape[:-2], x.shape[-2] + 1, x.shape[-1] + 1))
     np.cumsum(np.cumsum(x, -2), -1, out=total[..., 1:, 1:])
     w = WINDOW

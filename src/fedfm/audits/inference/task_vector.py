@@ -1,8 +1,10 @@
-"""Inference from a task vector tau = theta - theta_bar: of its classes; and of tau, by clients that know the formula of
-the weights.
+"""Two attacks on a task vector tau = theta - theta_bar.
 
-Label counts from the last layer's update: Wainakh et al., User-Level Label Leakage from Gradients in Federated
-Learning, PoPETs 2022, arXiv:2105.09369; here over many steps, and for the shares of all classes together.
+The first computes the label shares of a client from its tau. Wainakh et al. compute label counts from the last layer's
+update (User-Level Label Leakage from Gradients in Federated Learning, PoPETs 2022, arXiv:2105.09369); here the update
+is over many steps, and the shares of all classes are computed together.
+
+The second is by other clients: they compute tau itself, because they know the formula of FedBip's weights.
 """
 
 from __future__ import annotations
@@ -11,17 +13,17 @@ import numpy as np
 
 from fedfm.audits.inference.rates import Array
 
-GRID = 2000  # values of the unknown to try
+GRID = 2000  # number of values of the unknown to try
 
 
 def class_evidence(weight: Array, bias: Array | None, feature: Array | None = None) -> Array:
-    """(C,): change of the class's logit; training only lowers that of a class without rows.
+    """(C,): change of each class's logit. Training can only lower the logit of a class without rows.
 
     A step of cross-entropy changes a bias by eta (share of the class in the batch - mean predicted probability).
 
     Args:
-        weight, bias: (C, d) and (C,) of the head in tau; bias None where the head has none.
-        feature: (d,) a typical feature; the rows along it replace a missing bias.
+        weight, bias: (C, d) and (C,): the head in tau; bias is None if the head has none.
+        feature: (d,): a typical feature vector; if there is no bias, the logits of this vector replace it.
 
     Raises:
         ValueError: neither a bias nor a feature is given.
@@ -34,15 +36,15 @@ def class_evidence(weight: Array, bias: Array | None, feature: Array | None = No
 
 
 def class_shares(bias: Array, steps: float, predicted: Array) -> Array:
-    """(C,) shares of the classes among the rows, non-negative and summing to 1.
+    """(C,): shares pi of the classes among the rows, non-negative and summing to 1.
 
-    A bias that moved by tau_c in steps of size eta satisfies tau_c / (eta steps) = pi_c - sum_k pi_k Q_kc. Q_kc is the
-    mean predicted probability of c for rows of class k during training. Solved by non-negative least squares.
+    A bias that moved by tau_c in s steps of size eta satisfies tau_c / (eta s) = pi_c - sum_k pi_k Q_kc, where Q_kc is
+    the mean predicted probability of c for rows of class k during training. Non-negative least squares solves this.
 
     Args:
-        bias: (C,) of tau.
-        steps: eta times the number of steps.
-        predicted: ``Q`` (C, C), rows summing to 1.
+        bias: (C,): the bias in tau.
+        steps: eta s, the step size times the number of steps.
+        predicted: ``Q`` (C, C), whose rows sum to 1.
     """
     from scipy.optimize import nnls
 
@@ -59,10 +61,13 @@ def overlap(a: Array, b: Array) -> float:
 
 
 def solve_victim(change: Array, others: Array, p: Array, own: float) -> Array:
-    """(P,) the victim's task vector from a client's known weights: (Delta - sum_k p_k tau_k) / p_victim.
+    """(P,): the victim's task vector from a client's known weights: (Delta - sum_k p_k tau_k) / p_victim.
 
-    Delta (P,) is the ``change`` of the client's aggregate, ``others`` (M, P) the task vectors of the colluders and its
-    own, p (M,) its weights of these, and ``own`` that of the victim, not 0.
+    Args:
+        change: Delta (P,), the change of the client's aggregate.
+        others: (M, P), the task vectors tau_k of the client and the other colluders.
+        p: (M,), the client's weights of these vectors.
+        own: p_victim, the client's weight of the victim, not 0.
     """
     return np.asarray((change - p @ others) / own)
 
@@ -70,11 +75,12 @@ def solve_victim(change: Array, others: Array, p: Array, own: float) -> Array:
 def vectors_without_weights(
     change: Array, others: Array, at: int, negative: str, temperature: float = 1.0
 ) -> list[Array]:
-    """The victim's task vector without the weights: their formula leaves one unknown, and gives one equation for it.
+    """The victim's task vector without known weights: their formula leaves one unknown, and gives one equation for it.
 
-    Rows sum to 1 and g_ii is known, so p_ik = a g_ik for all colluders k, p_iv = 1 - a sum_k g_ik, with one unknown
-    a = 1/sum of row i. Then the victim's vector is (Delta - a s)/p_iv with s = sum_k g_ik tau_k, and its cosine with
-    tau_i must equal the one of p_iv = a g_iv.
+    The weights are p_ik = a g_ik, where g_ik depends on the cosine of tau_i and tau_k, and a makes the row sum to 1.
+    The colluders know g_ik for themselves. So a is the only unknown: p_iv = 1 - a sum_k g_ik for the victim v. The
+    victim's vector is (Delta - a s) / p_iv with s = sum_k g_ik tau_k. Its cosine with tau_i must be the cosine that
+    belongs to the weight p_iv = a g_iv, which is the equation for a.
 
     Args:
         others: (M, P) task vectors of the colluders, not zero.
@@ -91,7 +97,7 @@ def vectors_without_weights(
     cosines = others @ mine / (np.linalg.norm(others, axis=1) * norm)
     g = weight(cosines, negative, temperature)
     s, total = g @ others, float(g.sum())
-    # All inner products of mine, Delta and s: f below is a function of numbers.
+    # All inner products of mine, Delta and s, so that f below needs no vectors.
     md, ms, dd, ds, ss = (float(x @ y) for x, y in ((mine, change), (mine, s), (change, change), (change, s), (s, s)))
 
     def f(a: float) -> float:
@@ -114,14 +120,14 @@ def vectors_without_weights(
 
 
 def weight(cosine: Array, negative: str, temperature: float) -> Array:
-    """Weight of a cosine, before rows are normalised."""
+    """g: the weight that belongs to a cosine, before rows are normalised."""
     if negative == "softmax":
         return np.exp((cosine - 1) / temperature)
     return np.maximum(cosine, 0) if negative == "clip" else cosine
 
 
 def _cosine(g: float, negative: str, temperature: float) -> float:
-    """The cosine of a weight g; NaN if there is none."""
+    """The cosine that belongs to a weight g; NaN if there is none."""
     if negative == "softmax":
         return float(1 + temperature * np.log(g)) if g > 0 else float("nan")
     return g
