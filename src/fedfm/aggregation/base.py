@@ -97,9 +97,10 @@ class Mechanism:
         secrets: names of the server's secrets that it draws.
         message_type: type of the payload's entry ``SCALE``, which :meth:`message` may add.
         figures: names of the metrics in ``fed.metrics`` that the printed line of a round shows.
-        fresh: whether a round that a resume repeats gets new noise, which is one more release to a reader of the first.
+        fresh: whether a round that a resume repeats gets new noise. Somebody who has seen the first result then sees
+            one more release.
         withholds: whether the metrics of updates stay at the clients.
-        period: groups of clients that take turns, one a round.
+        period: number of groups of clients that take turns; each round asks one group.
     """
 
     secrets: ClassVar[tuple[str, ...]] = ()
@@ -162,7 +163,10 @@ class Mechanism:
         """
 
     def repeat_count(self, store: Mapping[str, bytes]) -> int:
-        """Number of rounds released again with another sum, by the server's store: each is one more release."""
+        """Number of rounds whose sum was released a second time, according to the server's store.
+
+        Each of them is one more release.
+        """
         return 0
 
     def check(self, fed: Federation, model_of: Callable[[Any], Params], before: Any, after: Any) -> None:

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from fedfm.models.model import Model
 
 _ID = "id"  # a column of the file that names its rows
-_SEVERAL, _SURE = 5, 0.9995  # rows, and the probability that is shown as 1.000
-_NOT_BY_ROW = ("classes", "warnings", "ids", "files")  # lists of a result that are no predictions
+_SEVERAL, _SURE = 5, 0.9995  # number of rows for a warning; smallest probability that is shown as 1.000
+_NOT_BY_ROW = ("classes", "warnings", "ids", "files")  # keys of a result whose lists are not predictions
 FORMATS = (".json", ".jsonl", ".csv")
 
 
@@ -46,7 +46,7 @@ def load(path: str | Path, client: str | None = None, *, last: bool = False) -> 
     """(run, model, its trained parameters).
 
     Args:
-        last: the last round's, where ``run.patience`` chose another round's.
+        last: whether to take the model of the last round, although ``run.patience`` chose that of another round.
 
     Raises:
         InputError: the run is not finished, or its clients have their own models and none is named.
@@ -131,8 +131,8 @@ def predict(
     Args:
         file: any source that the run could have been trained on; labels are not needed and not used. If the run has
             the user's own module: a data set, or the name ``module:function`` of a function that returns one.
-        last: the model of the last round, where ``run.patience`` chose another round's.
-        given: of a run of ``fedfm.federate``, its module or Trainer, or a dict of federate's arguments.
+        last: whether to take the model of the last round, although ``run.patience`` chose that of another round.
+        given: only for a run of ``fedfm.federate``: its module or Trainer, or a dict of federate's arguments.
         progress: its ``notice`` gets the warnings, too; by default they are on stderr.
 
     Returns:
@@ -147,13 +147,13 @@ def predict(
         - words: ``tags``, null for a word that is cut off; ``entities``, each with the index of its first word, the
           index after its last word, type and text; ``words_cut``;
         - running text: its ``loss`` and ``perplexity``;
-        - an own module that writes text of an input, such as T5: ``answers``, ``losses`` and ``perplexities``;
-        - an own module that is a language model: ``losses`` and ``perplexities`` of the rows by the run's own loss,
-          with their mean ``loss`` and its ``perplexity``, and ``answers`` where rows mark a prompt and the module can
-          write, else ``warnings`` says why not;
-        - another own module that is not a classifier: ``outputs``, a list for each row, or a dict of nested lists by
-          name if the module returns arrays or several outputs, such as the scores of an answer's start and end.
-          Padding is left out. So are outputs without an entry for each row, which ``warnings`` names.
+        - a user's module that turns an input into text, such as T5: ``answers``, ``losses`` and ``perplexities``;
+        - a user's module that is a language model: ``losses`` and ``perplexities`` of the rows by the run's own loss,
+          with their mean ``loss`` and its ``perplexity``. There are also ``answers`` if rows mark a prompt and the
+          module can generate text; if not, ``warnings`` says why;
+        - another user's module that is not a classifier: ``outputs``, a list for each row. If the module returns arrays
+          or several outputs, such as the scores of an answer's start and end, it is a dict of nested lists by name.
+          Padding is left out. Outputs without an entry for each row are left out, too, and ``warnings`` names them.
 
     Raises:
         InputError: the run is not finished, or the rows do not fit the model.

@@ -35,7 +35,7 @@ def load(run: Run, given: Any, client: str | None, *, last: bool = False) -> tup
     """(what the user gave, its model, the run's trained parameters, which the model holds).
 
     Args:
-        given: of a run of ``fedfm.federate``, its module or Trainer, or a dict of federate's arguments.
+        given: only for a run of ``fedfm.federate``: its module or Trainer, or a dict of federate's arguments.
         last: the model in ``last/``.
 
     Raises:
@@ -95,7 +95,7 @@ def predict(run: Run, rows: Any, given: Any, client: str | None, *, last: bool =
         logits = None if first is None else first.logits
         if logits is not None and language.gives_tokens(model.module, given.batch([rows[0]]), logits):
             return language.evaluate(given, [rows[i] for i in range(len(rows))])
-        several = first is not None and first.count != 1  # such as the two answers of a row of preferences
+        several = first is not None and first.count != 1  # e.g. a row of preferences has two answers
         for index in _parts(given, rows, 1 if several else BATCH, mixed=logits is not None and logits.dim() <= 2):
             part = [rows[i] for i in index]
             found.append(given.predict(part))
@@ -117,8 +117,8 @@ def _parts(given: Given, rows: Any, most: int, *, mixed: bool) -> list[list[int]
     """Indexes of rows that are predicted at once, at most ``most`` of them.
 
     Args:
-        mixed: whether rows of different shapes may share a batch, which pads them. Outputs for each position, such as
-            frames of speech, would then include padding that cannot be distinguished from the row's own.
+        mixed: whether rows of different shapes may share a batch, which pads them. This is wrong for modules with an
+            output for each position, e.g. each frame of speech: outputs of padding would look like those of the row.
     """
     if mixed or most == 1:
         return [list(range(start, min(start + most, len(rows)))) for start in range(0, len(rows), most)]

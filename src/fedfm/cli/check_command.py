@@ -36,7 +36,7 @@ def check(args: Namespace) -> int:
     result: dict[str, Any] = {"valid": True, "experiment": experiment.to_dict()}
     text = to_toml(experiment.to_display()).rstrip()
     population = None
-    # With a SuperLink, data and model are on its machine, which is this one if the kit is here.
+    # With a SuperLink, data and model are on its machine. If the kit's folder is here, this is that machine.
     if not experiment.run.superlink or Path(experiment.run.superlink).is_dir():
         from fedfm.config.cohorts import enough
         from fedfm.models.locate import locate

@@ -13,8 +13,8 @@ def _trait(default: Any, help: str, *, claim: bool = False, was: str = "") -> An
     """A field of :class:`Traits`.
 
     Args:
-        claim: it is about the mathematics, so a subclass must state it again.
-        was: the name of the class attribute that said it before, if that was another one.
+        claim: whether it is about the mathematics, so that a subclass must state it again.
+        was: the class attribute that had this meaning before there were traits, if its name was different.
     """
     return field(default=default, metadata={"help": help, "claim": claim, "was": was})
 
@@ -68,12 +68,12 @@ class Traits:
 
     @classmethod
     def check_stated(cls, method: type) -> None:
-        """Check that a method says in ``traits`` what is a trait, and by no attribute of its own, which nobody reads.
+        """Refuse a method that has a class attribute with the name of a trait, since nobody reads the attribute.
 
         Messages and settings may have such a name.
 
         Raises:
-            InputError: with the trait.
+            InputError: there is such an attribute; it names the trait.
         """
         for f in fields(cls):
             for name in filter(None, (f.name, f.metadata["was"])):
@@ -91,7 +91,7 @@ class Traits:
 
 def is_own_member(cls: type, name: str) -> bool:
     """Whether a class has a member of this name that is neither a setting nor a message."""
-    owner = next((c for c in cls.__mro__ if name in vars(c)), None)  # a mixin says it as well
+    owner = next((c for c in cls.__mro__ if name in vars(c)), None)  # a mixin may have the attribute, too
     if owner is None:
         return False
     hint = inspect.get_annotations(owner).get(name)

@@ -13,10 +13,10 @@ from fedfm.errors import E_FIELD, E_SIZE, ClientFault, RunError
 MOST = 100  # largest number of metrics of one update
 LONGEST = 100  # characters of a name
 
-BEFORE, LOSS_BEFORE = "accuracy_before_aggregation", "loss_before_aggregation"  # of the client's own model
-JUDGED = "judged_before_aggregation"  # 1 if the client has these two: the mean is the share of clients with test rows
+BEFORE, LOSS_BEFORE = "accuracy_before_aggregation", "loss_before_aggregation"  # scores of the client's trained model
+JUDGED = "judged_before_aggregation"  # 1 from a client with these two scores; its mean is the share of such clients
 SENT = "sent/"  # prefix of scores of the model that the client was sent, as in "sent/test/accuracy"
-PASSES = "passes_beside"  # forward passes over the client's rows in addition to the optimiser's
+PASSES = "passes_beside"  # number of forward passes over the client's rows, without those of the optimiser
 
 # Keys that the server writes into a line of metrics.jsonl or into the result; no client may send one of these names.
 # A client's "loss" is written there as "train_loss".

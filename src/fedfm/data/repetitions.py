@@ -1,4 +1,4 @@
-"""Training rows that are there more than once: in one file, at several clients, or with several labels."""
+"""Notices about training rows that occur more than once: in one file, at several clients, or with several labels."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _FILES = 10_000  # most rows whose files are read for it
 
 
 def notices(table: Table) -> tuple[str, ...]:
-    """Lines about training rows that repeat others.
+    """Notices about training rows that repeat others.
 
-    Short texts recur by chance, so that few repetitions are not told; of clients' own files, that one has the rows of
-    another is.
+    Short texts recur by chance, so a few repetitions give no notice. If clients have files of their own, there is a
+    notice if one client has rows of another.
     """
     rows = table.rows("train")
     of = tasks.row_kind(table.kind)

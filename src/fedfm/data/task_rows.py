@@ -1,4 +1,4 @@
-"""What a task does with rows before there is a model: it reads them, and an attacker shuffles their targets."""
+"""The part of a task that needs no model: it reads rows, and shuffles their targets for an attacker."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ class RowTask(TaskFacts, Protocol):
 
 
 def row_task(task: TaskFacts) -> RowTask:
-    """A task of ``fedfm.core.tasks``, with what it does with rows: each is a :class:`fedfm.tasks.task.Task`."""
+    """The same task as a :class:`RowTask`: every task is a :class:`fedfm.tasks.task.Task`, which has these methods."""
     return cast(RowTask, task)

@@ -1,4 +1,4 @@
-"""Small images of arrays and of files; arrays need no reader of files."""
+"""Make small images from arrays or files. For arrays, the module that reads image files is not imported."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import numpy as np
 
 
 def small(item: Any, side: int) -> Any:
-    """An upright Pillow image of an array or a file; of a JPEG at a fraction of its size, but with ``side`` pixels at
-    least.
+    """A Pillow image of an array or a file, rotated upright.
+
+    A JPEG file is decoded at a fraction of its size, but not below ``side`` pixels.
 
     Raises:
         InputError: the file cannot be read.

@@ -2,10 +2,11 @@
 
 Cui, Li, Wang, Shi. ICML 2024. arXiv:2405.09771. Client i's prompt is p_i = p_G + U_i V_i; only p_G travels.
 
-Algorithm, loss, the size-weighted mean of p_G and the normal initial values are those of the authors' code, the
-defaults b = 8, mu = 0.5, tau = 0.5, SGD at 0.001 and 2 local epochs those of its scripts. A prompt written by hand
-guides p_G in the paper; here it is ``model.templates``, in the code a row of placeholder words. Ours: every client
-draws its own U_i, V_i at first, and a client that joins after training starts from p_G and trains it as one prompt.
+The authors' code gives the algorithm, the loss, the size-weighted mean of p_G and the normal initial values. Its
+scripts give the defaults b = 8, mu = 0.5, tau = 0.5, SGD at 0.001 and 2 local epochs. In the paper a prompt written by
+hand guides p_G. The authors' code uses placeholder words for it; here it is ``model.templates``. Two things are ours:
+every client first draws its own U_i and V_i, and a client that joins after training starts from p_G and trains it as
+one prompt.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Check that a language model does not see the words that it predicts; else its loss is low without learning.
 
 Some classes of transformers have a language head and attend in both directions, and no setting reveals all of them. So
-the check computes: if only the last word of a text changes, the logits before it must not change. A server that
-has not loaded the weights checks the first block, with other ones.
+the check computes: if only the last word of a text changes, the logits before it must not change. A server that has
+not loaded the weights checks only the first block, with random weights.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from fedfm.models.model import Model
 
 _LONGEST = 32  # tokens; enough for the check, and cheap
-_FEW = 6  # tokens that a model without its weights reads
-_SIZE = 0.1  # standard deviation of the weights that it computes with
+_FEW = 6  # number of tokens for the check of a model without its weights
+_SIZE = 0.1  # standard deviation of the random weights
 
 
 def refuse(model: Model, rows: Rows) -> None:
@@ -48,11 +48,13 @@ def refuse(model: Model, rows: Rows) -> None:
 
 
 def refuse_hollow(model: Model) -> None:
-    """As :func:`refuse`, of a language model without its weights: by how its first block connects places; where no
-    blocks were found, by how all of it does.
+    """As :func:`refuse`, but for a language model without its weights.
+
+    It checks whether the first block's output for a word depends on a later word. If no blocks were found, it checks
+    the whole model.
 
     Raises:
-        InputError: what they give for a word depends on a later one.
+        InputError: the output for a word depends on a later word.
     """
     words = positions.embedding(unwrap(model.module))
     if not model.is_language_model or words is None:
@@ -66,7 +68,7 @@ def refuse_hollow(model: Model) -> None:
 
 
 class _Stop(Exception):
-    """Ends a pass behind a module, with what that gives."""
+    """Ends a forward pass after a module, and carries the module's output."""
 
     def __init__(self, found: Any) -> None:
         super().__init__()
@@ -74,7 +76,7 @@ class _Stop(Exception):
 
 
 def _output_of(block: nn.Module, module: nn.Module, ids: Tensor) -> Tensor:
-    """(L, d) what a part of the module gives for these tokens (1, L)."""
+    """The output (L, d) of ``block``, which is a part of the module, for these tokens (1, L)."""
 
     def stop(_: nn.Module, __: object, out: Any) -> None:
         raise _Stop(out)
@@ -93,7 +95,7 @@ def _output_of(block: nn.Module, module: nn.Module, ids: Tensor) -> Tensor:
 
 @contextmanager
 def _random_weights(model: Model, path: str) -> Iterator[None]:
-    """Context manager: the block of this path, and what lies in no block, have random weights, which share memory."""
+    """Context manager: the block at this path and all parts outside blocks have random weights, which share memory."""
     blocks, draws = [name for name, _ in model.parts.blocks if name != path], torch.Generator().manual_seed(0)
     replaced = list[tuple[nn.Module, str, nn.Parameter]]()
     for place, part in unwrap(model.module).named_modules():
@@ -125,20 +127,22 @@ def _error(model: Model) -> InputError:
 
 
 def _logits(model: Model, ids: Tensor) -> Tensor:
-    """(L, V) of one text."""
+    """The logits (L, V) of one text."""
     return model.logits(Rows(tokens=Tokens.of([ids])).batch([0]))[0].float()
 
 
 def _ends_otherwise(ids: Tensor) -> Tensor:
-    """The same tokens with another last one that the model knows: one of the row, else a neighbouring id."""
+    """The same tokens with another last token. It is another token of the row, else a neighbouring id."""
     others = ids[ids != ids[-1]]
     end = others[0] if len(others) else (ids[-1] - 1).abs()
     return torch.cat([ids[:-1], end[None]])
 
 
 def _depend(model: Model, ids: Tensor) -> bool:
-    """Whether the logits before the last token have a gradient in its embedding: experts that compute other
-    tokens together round the earlier ones differently, so that values alone do not show it.
+    """Whether the logits before the last token have a gradient with respect to the last token's embedding.
+
+    Values alone do not show a dependence: with another last token, experts may group the earlier tokens differently,
+    and so round them differently.
     """
     with model.evaluating():
         return influence.of_last(model.module, lambda: _logits(model, ids)[:-1]) is not False

@@ -75,7 +75,7 @@ class Model:
     weights_overridden: int = 0  # above 0: its modules do not compute what its weights define
     share: Tensor | None = None  # (b,) of the current batch: the weight of the model's own adapter of a pair
     new: tuple[str, ...] = ()  # paths of modules that were created for the task, before its adaptation
-    answers_alone: bool | None = None  # whether prompts are answered one at a time, once it was looked at
+    answers_alone: bool | None = None  # whether prompts are answered one at a time; None: not yet checked
     softmax: bool = True  # the loss is the cross-entropy of the logits, as the fast trainers require
 
     def __init__(
@@ -229,8 +229,9 @@ class Model:
         return head_inputs(self, self._existing_head(), rows)
 
     def last_states(self, rows: Rows) -> Tensor:
-        """The inputs of :attr:`last_layer` (n, d): in causal models the final hidden state of the last token, for
-        instructions of the prompt's last token.
+        """The inputs of :attr:`last_layer` (n, d).
+
+        In causal models it is the final hidden state of the last token; for instructions, of the prompt's last token.
 
         Raises:
             ValueError: the model has no head.

@@ -1,4 +1,4 @@
-"""Which of our own classes a model has, without an import, see :mod:`fedfm.models.kinds`."""
+"""Find a model's class among those of fedfm without importing them, see :mod:`fedfm.models.kinds`."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def is_dual_model(model: Any) -> TypeGuard[DualModel]:
 
 
 def is_ours(model: Any) -> bool:
-    """Whether a model's class is one of our own itself: a class derived from it may compute otherwise."""
+    """Whether a model's class is exactly one of fedfm's classes: a derived class may compute something else."""
     return f"{type(model).__module__}:{type(model).__qualname__}" in _OURS

@@ -1,4 +1,4 @@
-"""Two invented rows for a check of a model: the same at every party, whatever its own rows are."""
+"""Two invented rows for checks of a model. They do not depend on a client's rows, so all clients check the same."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fedfm.models.families import unwrap
 if TYPE_CHECKING:
     from fedfm.models.network import Network
 
-_WORDS = (3, 7)  # of each of the two texts
+_WORDS = (3, 7)  # number of words of the two texts
 
 
 def probe_rows(model: Network, rows: Rows) -> Rows:
-    """Two texts that differ in length and tokens, with the tokenizer's special tokens; without texts the first rows."""
+    """Two invented texts as in :func:`made_texts`; for rows that are no texts, their first and last one."""
     if model.tools.tokenizer is None or rows.tokens is None:
         return rows.take([0, len(rows) - 1])
     return made_texts(model)
 
 
 def made_texts(model: Network) -> Rows:
-    """Two texts that differ in length and tokens, for a model with a tokenizer."""
+    """Two texts that differ in length and tokens, with the tokenizer's special tokens."""
     tokenizer = model.tools.tokenizer
     special = {i for i in tokenizer.all_special_ids if i != tokenizer.unk_token_id}
     words = itertools.cycle([i for i in range(_vocabulary(model)) if i not in special])
@@ -38,7 +38,7 @@ def made_texts(model: Network) -> Rows:
 
 
 def _vocabulary(model: Network) -> int:
-    """Tokens that both the tokenizer and the model know."""
+    """The number of tokens that both the tokenizer and the model know."""
     config: Any = getattr(unwrap(model.module), "config", None)
     known = getattr(config.get_text_config(), "vocab_size", None) if hasattr(config, "get_text_config") else None
     count = len(model.tools.tokenizer)

@@ -72,7 +72,12 @@ def _beside_language(module: Any) -> Iterator[str]:
 
 
 def _within(module: nn.Module, path: str, leave_out: frozenset[str], matrices: int, *, inside: bool) -> Iterator[Place]:
-    """The blocks below a module; ``inside`` an entry of a list, only lists of one class count."""
+    """The blocks below a module.
+
+    Args:
+        inside: whether the module is an entry of a list. Then a list below it counts only if its entries have one
+            class.
+    """
     if isinstance(module, nn.ModuleList | nn.Sequential):
         entries = [(f"{path}.{name}", m) for name, m in module.named_children() if _numbers([m])]
         if _are_blocks([m for _, m in entries], matrices, alike=inside):

@@ -24,8 +24,10 @@ class StoredWeights(Mapping[str, Tensor]):
 
     @cached_property
     def _files(self) -> dict[str, str]:
-        """File of each tensor, by the files themselves: an index may name others. As transformers does, it prefers one
-        whole file to an index beside it.
+        """Tensor -> its file.
+
+        The names come from the files themselves, because an index may name tensors that no file has. If there are both
+        a single complete file and an index, the single file is used, as in transformers.
         """
         from safetensors import safe_open
         from transformers.utils import cached_file
@@ -77,7 +79,7 @@ class StoredWeights(Mapping[str, Tensor]):
             return str(file.get_slice(name).get_dtype())
 
     def heads(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and dtype of each tensor, by the heads of the files; the dtype as ``F32``, ``BF16`` or ``U8``."""
+        """(shape, dtype) of each tensor, from the headers of the files; a dtype is e.g. ``F32``, ``BF16`` or ``U8``."""
         from safetensors import safe_open
 
         out = dict[str, tuple[tuple[int, ...], str]]()

@@ -120,13 +120,13 @@ def _in_words(
 ) -> str:
     """Why no matrix is drawn, the worst classes, the most frequent mistakes, and the scores."""
     said = f"Global test rows. {text}No confusion matrix is drawn: with {len(names)} classes it would have "
-    said += f"{count(len(names) ** 2)} cells, and more than {_MOST} in a line cannot be read."
+    said += f"{count(len(names) ** 2)} cells, and more than {_MOST} in a row are too small to read."
     worst = sorted(((s.f1, i) for i, s in enumerate(scored) if s.rows and s.f1 is not None))[:_WORST]
     if worst:
         said += f" Lowest F1: {', '.join(f'{names[i]} ({percent(f1)})' for f1, i in worst)}"
         alike = [i for i, s in enumerate(scored) if s.rows and s.f1 == worst[-1][0]]
         more = len({*alike} - {i for _, i in worst})
-        said += f", and {more} more with the last figure." if more else "."
+        said += f", and {more} more classes with the last of these values." if more else "."
     if pairs:
         mistakes = (
             f"{names[i]} taken for {names[j]} ({count(int(n))} of {count(int(scored[i].rows))})"

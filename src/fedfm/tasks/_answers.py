@@ -1,4 +1,4 @@
-"""What the tasks have in common whose rows are prompts with answers, which a template writes."""
+"""The base class of tasks whose rows are prompts with answers. A template writes them as text."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class AnswerTask(LanguageTask):
         return self.answer_tokens or super().answer_limit(tools)
 
     def answer(self, trained: Trained, table: Table) -> dict[str, Any]:
-        """What the model answers to each prompt, and over the rows with an answer how close it is to theirs."""
+        """The model's answer to each prompt; for rows that have an answer, also scores that compare the two."""
         from fedfm.core.rows import blank
         from fedfm.models.text_metrics import answer_limit, answers, compare_texts, likelihood, of_answers, references
 

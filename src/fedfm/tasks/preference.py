@@ -1,4 +1,4 @@
-"""Direct preference optimisation: of two answers to a prompt the model learns which is the better one.
+"""Direct preference optimisation: from pairs of answers to a prompt, the model learns which answer is better.
 
 Direct Preference Optimization: Your Language Model is Secretly a Reward Model. Rafailov, Sharma, Mitchell, Ermon,
 Manning, Finn. NeurIPS 2023. arXiv:2305.18290. Equation 7, with the better answer y_w and the worse one y_l to x:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SECOND = "second"  # tensor of rows, (n,): where the second of a row's two texts begins
 REFERENCE = "reference"  # tensor of rows, (n, 2): log pi_ref of the two answers
-_AT_ONCE = 32  # rows of two texts
+_AT_ONCE = 32  # rows (of two texts each) that are computed at once
 _OWN = (SECOND, REFERENCE, "input_ids", "attention_mask", "answer_start")
 
 
@@ -41,9 +41,9 @@ _OWN = (SECOND, REFERENCE, "input_ids", "attention_mask", "answer_start")
 class Preference(AnswerTask):
     """A language model adapted by LoRA that learns from pairs of answers.
 
-    Its rows have two texts each, one after the other: :func:`fedfm.models.language.encoding.preferences`. Its logits
-    are the two rewards of a row, so that the loss is the cross-entropy with the first as the right one. Rows of one
-    text, such as prompts to answer, are those of any language model.
+    A row has two texts, one after the other: :func:`fedfm.models.language.encoding.preferences`. The logits of a row
+    are its two rewards, so the loss is the cross-entropy with the first answer as the right class. Rows of one text,
+    e.g. prompts to answer, are treated as in any language model.
     """
 
     name: ClassVar[str] = "preference"
@@ -79,7 +79,7 @@ class Preference(AnswerTask):
         return _conversation_rows.preferences(sheet, spec, source, labelled)
 
     def shuffle_targets(self, rows: Table, rng: np.random.Generator) -> Table:
-        """The two answers of each row swapped, or not."""
+        """Swap the two answers of a row with probability 1/2."""
         swapped = rng.integers(2, size=len(rows)).tolist()
         both = zip(rows.inputs, swapped, strict=True)
         return replace(rows, inputs=[(x, b, a) if swap else (x, a, b) for (x, a, b), swap in both])
@@ -102,8 +102,9 @@ class Preference(AnswerTask):
         return replace(rows, tensors=rows.tensors | {REFERENCE: found})
 
     def logits(self, model: Network, batch: Batch) -> Tensor:
-        """Of rows of two texts the rewards (b, 2): beta log(pi(y | x) / pi_ref(y | x)) of the better and the worse
-        answer; of other rows as any language model's.
+        """For rows of two texts the rewards (b, 2); for other rows the logits of a language model.
+
+        The reward of an answer y is beta log(pi(y | x) / pi_ref(y | x)); the better answer comes first.
         """
         import torch
 
@@ -118,7 +119,7 @@ class Preference(AnswerTask):
         return self.beta * (_log_probabilities(model, batch) - reference.to(model.device))
 
     def targets(self, model: Network, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Of rows of two texts the rewards (b, 2) and targets 0: the first answer is the better one."""
+        """For rows of two texts the rewards (b, 2), and targets 0, since the first answer is the better one."""
         import torch
 
         if SECOND not in batch:
@@ -159,7 +160,7 @@ class Preference(AnswerTask):
         return self.means_over_rows(sums)
 
     def prompts(self, rows: Rows) -> Rows:
-        """What was asked of each row."""
+        """The prompt of each row."""
         from fedfm.core.rows import Rows
         from fedfm.core.tokens import Tokens
 
@@ -171,7 +172,7 @@ class Preference(AnswerTask):
 
 
 def _by_batches(model: Network, rows: Rows, of: Callable[[Batch], Tensor], most: int = _AT_ONCE) -> Tensor:
-    """Two numbers for each row, (n, 2) float32 on the CPU; rows of like length share a batch."""
+    """Compute two numbers for each row, (n, 2) float32 on the CPU; rows of similar length share a batch."""
     import torch
 
     from fedfm.models.language.next_token import rows_at_once
@@ -200,9 +201,9 @@ def _log_probabilities(model: Network, batch: Batch) -> Tensor:
 
     texts = _texts(model, batch)
     logits, targets = logits_and_targets(model, texts)
-    each = -F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")  # 0 where none counts
+    each = -F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")  # 0 for ignored targets
     counts = next_tokens(texts).to(each.device) != IGNORE  # (2 b, L - 1)
-    if len(each) != counts.numel():  # only those that count were computed
+    if len(each) != counts.numel():  # only tokens of answers were computed
         each = torch.zeros(counts.shape, device=each.device).masked_scatter(counts, each)
     return each.reshape(counts.shape).sum(1).reshape(2, -1).T
 

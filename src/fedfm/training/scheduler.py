@@ -22,7 +22,7 @@ from fedfm.training import cached_head, packed
 from fedfm.training.local_job import Job
 from fedfm.training.optimisers import Local
 
-_HEADS = (64, 4)  # largest and smallest chunk of heads, since a message costs as much as several heads
+_HEADS = (64, 4)  # largest and smallest chunk of heads; a message to a worker costs as much as training several heads
 
 _autograd: ContextVar[bool] = ContextVar(
     "autograd", default=False
@@ -36,7 +36,7 @@ class _Chunk(greenlet.greenlet):  # type: ignore[misc]
 
 
 def train_client(client: Client, w: Params, local: Local, terms: Terms) -> Params:
-    """The trainer of every client: :func:`train` with the job's fields as arguments."""
+    """Train one client; :class:`~fedfm.core.client.Client` calls this function as its trainer."""
     return train(Job(client, w, local, terms))
 
 
@@ -69,7 +69,7 @@ def trainer_for(
 
 
 def _is_plain(local: Any) -> bool:
-    """Whether the fast trainers know all that the optimiser does."""
+    """Whether the fast trainers implement everything that the optimiser does."""
     return local.absent == "keep" and not local.looks and not local.stepwise
 
 

@@ -195,8 +195,8 @@ def _needs(*programs: str) -> None:
 def reserve_port() -> Iterator[int]:
     """A port on loopback that no other program is given before a server of ours listens there.
 
-    Linux lets a server listen beside a socket that is bound and does not listen, if both say that they share; elsewhere
-    the port is free when it is found, and another program may take it first.
+    A socket is bound to the port, but does not listen. On Linux a server can still listen there, if both sockets allow
+    it (SO_REUSEADDR). On other systems the port is only free when it is found, and another program may take it first.
     """
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))

@@ -23,7 +23,7 @@ LARGE = 4 << 20  # bytes; smaller buffers come from torch's allocator
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # of glibc's malloc.h
 _IDLE = 512 << 20  # largest number of bytes that a process keeps between two steps
 _ALL = 2**31 - 1  # the largest value of mallopt
-KEPT = 4  # most free buffers: a round uses about this number of one size in turn
+KEPT = 4  # largest number of free buffers that are kept: about as many buffers of one size are used in a round
 
 _free: deque[Any] = deque(maxlen=KEPT)  # its operations are atomic: a lease may end in any thread
 if hasattr(os, "register_at_fork"):

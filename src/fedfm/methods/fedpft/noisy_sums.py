@@ -5,8 +5,8 @@ is at one client, so it changes the sum over all clients no more than its own cl
 :class:`~fedfm.methods.fedpft.release_plan.Plan` is unchanged, and a class's mean over m clients has 1/m of one client's
 noise. The mean is unweighted, since a weight by rows would reveal an exact count.
 
-The server must be trusted to add the noise, and a plain aggregator with every client's exact sums. So (epsilon, delta)
-only holds against those who see the result. Without this trust each client releases by itself
+The clients must trust the server to add the noise. With a plain aggregator they also show it their exact sums. So
+(epsilon, delta) only holds against those who see the result. Without this trust each client adds noise itself
 (:func:`fedfm.methods.fedpft.noisy_moments.release`).
 """
 

@@ -1,6 +1,7 @@
-"""Import PEFT without bitsandbytes. PEFT imports it if it is installed, and it imports torch's compiler.
+"""Import PEFT without bitsandbytes.
 
-This import costs every command two seconds, and a base without quantisation does not need it.
+If bitsandbytes is installed, PEFT imports it, and bitsandbytes imports torch's compiler. This takes every command two
+seconds, and only a quantised base needs it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def peft_alone() -> Iterator[None]:
         return
     from transformers.utils import is_bitsandbytes_available
 
-    is_bitsandbytes_available()  # transformers caches the answer, which must be the true one
+    is_bitsandbytes_available()  # transformers caches the answer, so ask before bitsandbytes is hidden
     sys.modules[_HIDDEN] = None  # type: ignore[assignment]
     try:
         yield

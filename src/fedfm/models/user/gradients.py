@@ -35,7 +35,8 @@ _READING = frozenset(  # functions that pass a tensor's values to Python, or to 
 def idle(model: Model, in_trial: set[str], loss: Callable[[], Tensor]) -> tuple[str, ...]:
     """A notice if trained tensors get no gradient.
 
-    A part of a list among which rows choose, such as an expert, is not reported if these rows did not choose it.
+    Some modules choose for each row among the parts of a list, e.g. among experts. A part that no row of the trial
+    chose is not reported.
 
     Args:
         in_trial: the tensors on which the trial's loss depends.
