@@ -129,8 +129,9 @@ class Predictor:
         return None
 
     def mixture_in_code(self, model: Model) -> list[str]:
-        """Lines of Python that make ``model`` from ``experts``, a PeftModel of both, and from the files in
-        ``FOLDER``.
+        """Lines of Python for the export's documentation, which make ``model``.
+
+        They use ``experts``, a PeftModel with both adapters, and the files in ``FOLDER``.
         """
         return []
 
@@ -154,7 +155,7 @@ class Private(ABC):
 
     @abstractmethod
     def spend(self, accountant: Accountant) -> None:
-        """Compose the privacy that a finished run has spent; nothing if the method claims nothing."""
+        """Add the privacy that a finished run has spent to the accountant; nothing if the method claims nothing."""
 
 
 class Joinable(ABC):
@@ -244,8 +245,7 @@ class HiddenModel(ABC):
 
     def fidelity(self, visible: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
         """The distance of a client's rows from those that the server's model computes in the clear, for ``details``.
-        Caller:
-        the local engine, since only it has both.
+        Caller: the local engine, because only there one process has both.
 
         Args:
             visible: the client's data in :meth:`view`.
@@ -293,10 +293,10 @@ ROLES: tuple[type, ...] = (
 def check_roles(method: type) -> None:
     """Check that a class derives from the role of each of its members; otherwise the member would never be called.
 
-    Messages and settings may have such a name. A member that has another name by now is refused, too.
+    Messages and settings may have such a name. A member with the former name of a role's member is refused, too.
 
     Raises:
-        InputError: it does not; the error names the role.
+        InputError: the class does not derive from the role; the error names it.
     """
     for role in (Reporter, *ROLES):
         for old, new in vars(role).get("_was", {}).items():

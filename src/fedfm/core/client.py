@@ -21,7 +21,7 @@ POOLED = "(pooled)"  # a client with all clients' training rows; only on the loc
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 # Entry of a payload, from an aggregation's server half to its client half; no method gets it.
 AGGREGATION_MESSAGE = "+told"
-SCALE = "+scale"  # likewise, from the mechanism of a mean: the unit of norms in which it bounds an update
+SCALE = "+scale"  # likewise, from the mechanism of a mean: the unit in which the mechanism measures an update's norm
 MAX_WEIGHT = 1e9  # no client has more rows; a larger weight would let one client replace the mean
 
 
@@ -106,16 +106,18 @@ class Client:
             resume or a repeated message does not undo it.
         store: bytes by name, on the disk when an assignment returns; neither a resume nor a repeated message undoes
             them. Never sent.
-        private: settings of DP-SGD for the client optimiser; then ``data`` can only be counted. None: no DP-SGD.
+        private: settings of DP-SGD for the client optimiser; None: no DP-SGD. With DP-SGD a client half can only count
+            the training rows in ``data``.
         trained: last result of the client optimiser: the client's model before aggregation.
         broadcast: the common part of this message for all clients: handler, round and payload.
         aggregation_message: the aggregation's own part of this message, from its server half to its client half.
-        scale: the unit of norms in which the mechanism of a mean bounds the update; None: the mechanism's fixed one.
+        scale: the unit in which the mechanism of a mean measures the update's norm; None: the mechanism's fixed unit.
         identity: the silo's own Ed25519 key, 32 bytes; None: the silo has no permanent key.
         roster: the other silos' public keys by name, from an agreement without the server; None: there is none.
         log: writes a line into the silo's log.
-        smallest_cohort: the silo's own policy: its update goes into no sum of fewer clients; 0: the protocol decides.
-        span: the part of the run that this round is, from (t - 1) / T to t / T; schedules of eta follow it.
+        smallest_cohort: the silo's own policy: its update must not go into a sum of fewer clients; 0: the protocol
+            decides.
+        span: the part of the run that this round takes, from (t - 1) / T to t / T; schedules of eta depend on it.
         round: t, from the message.
         trainer: computes local training, alone or with other clients as one batch.
     """

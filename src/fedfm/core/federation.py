@@ -20,15 +20,16 @@ from fedfm.linalg.params import Layout, Params
 if TYPE_CHECKING:
     from fedfm.models.model import Model
 
-# Largest L2 norm of a reply's parameters and of each floating-point tensor in it. Honest updates have norms of some
-# thousands; only sums of squares over 10^9 rows of norm 1,000 reach it. Below it nothing overflows float32: 10^14 terms
-# of this norm and MAX_WEIGHT add up to 1e38, and a square, e.g. in a server's Adam, is 1e30.
+# Largest L2 norm of a reply's parameters, and of each floating-point tensor in a reply. Honest updates have norms of
+# some thousands; only sums of squares over 10^9 rows of norm 1,000 reach the limit. Below it nothing overflows in
+# float32: 10^14 terms of this norm and of weight MAX_WEIGHT add up to 1e38, and a square, e.g. in a server's Adam, is
+# 1e30.
 MAX_NORM = 1e15
 _REASON = 400  # largest number of characters of a stored reason
 
 
 class Sampler(Protocol):
-    """What may choose a round's clients in place of the method."""
+    """A mechanism as far as a federation needs it: it may choose a round's clients in place of the method."""
 
     @property
     def fraction(self) -> float | None:
@@ -39,7 +40,7 @@ class Sampler(Protocol):
 
 
 class Delivery(Protocol):
-    """How updates come."""
+    """A transport as far as a federation needs it."""
 
     form: str  # in which the server sees them: plain, masked or encrypted
 
@@ -88,7 +89,7 @@ class Federation:
         secret: the server's 32 bytes by name, from the operating system's entropy, the same for the whole run.
         underway: (round, call) by client of requests in flight, whose reply may come in a later round; see ``first`` of
             :meth:`exchange`.
-        began: for each client that answered the last such call, the round of its request.
+        began: client -> round of its request, for the clients that answered the last call with ``first``.
         memory: the server's private memory at the last commit.
         store: bytes by name, on the disk when an assignment returns, so that a resume within a round finds them.
         process_memory: an aggregation's state while this process runs; a resumed run starts without it.
@@ -283,8 +284,8 @@ class Federation:
         A client without a valid reply is excluded from this round, with the reason.
 
         Args:
-            first: on a streaming link the call ends after this number of valid replies, to it or to earlier calls of
-                this kind; all other requests stay ``underway``.
+            first: number of valid replies after which the call ends, on a streaming link. Replies to earlier calls of
+                this kind count, too. All other requests stay ``underway``.
         """
         cohort = sorted(self.clients if of is None else of)
         name = f"{kind}.{action(handler)}"
@@ -326,7 +327,7 @@ class Federation:
                 value = conform(reply.value, hint, most=MAX_NORM)
                 check(reply.client, value)
             except ClientFault as fault:
-                if fault.code == E_READONLY:  # later clients and the server may have read the changed tensor
+                if fault.code == E_READONLY:  # other clients and the server may already have read the changed tensor
                     raise RunError(f"round {self.round}: {fault.reason}") from None
                 self._exclude(reply.client, fault, part)
             else:

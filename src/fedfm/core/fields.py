@@ -128,10 +128,10 @@ def setting(
         help: its meaning in one line.
         required: None and "" are refused.
         of: values of the field ``name`` that accept this key; others refuse it.
-        metadata: further keys, such as ``server_only`` (withheld from clients), ``usual`` (the default that ``None``
-            stands for), ``alone`` (a word that may stand in place of a list), ``names`` (what a misspelt text
-            may have meant) and ``true`` (the text that true stands
-            for; false is as an absent key, or for that of ``false``).
+        metadata: further keys. ``server_only``: clients do not get the value. ``usual``: the default that ``None``
+            stands for. ``alone``: a word that may stand in place of a list. ``names``: texts that a misspelt text may
+            have meant. ``true``: the text that the value true stands for. ``false``: likewise for false; without it
+            false is the same as an absent key.
         bounds: arguments of :class:`Bounds`.
 
     Raises:
@@ -149,7 +149,7 @@ def key_of(name: str) -> str:
 
 
 def types_of(cls: type[Any]) -> Mapping[str, Any]:
-    """The types of a class's fields, by name: annotations are texts, and each class's are read once."""
+    """Name -> type of each field of a class. Annotations are texts, which are evaluated once for each class."""
     return _types_of(cls)  # type: ignore[arg-type]  # mypy does not take classes for hashable
 
 
@@ -248,7 +248,7 @@ def check(settings: Any, where: str) -> None:
 
 
 def outside(f: Field[Any], hint: Any, value: Any, key: str) -> Iterator[InputError]:
-    """A fault for each value of a field outside its bounds; :class:`Absent` if a required one is missing."""
+    """Yield an error for each value of a field that is out of bounds; :class:`Absent` for a missing required value."""
     bounds = bounds_of(f)
     kind = Absent if f.metadata.get("required") and value in ("", ()) else InputError
     for place, wrong in _wrong(value, bounds, key):

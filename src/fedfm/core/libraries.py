@@ -42,7 +42,7 @@ def refuse(where: str) -> Iterator[None]:
 
 
 def describe(error: BaseException, most: int = 300) -> str:
-    """Kind and first line of an error."""
+    """The class and the first line of an error."""
     text = first_line(error, most)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -20,7 +20,7 @@ AHEAD = 2  # batches that each process prepares in advance
 
 
 class _Parts(Dataset[dict[str, Tensor] | InputError]):
-    """Index (b,) -> the deferred arguments of these rows."""
+    """A torch data set: an index (b,) gives the deferred arguments of these rows."""
 
     def __init__(self, deferred: Mapping[str, Deferred]) -> None:
         self._deferred = deferred
@@ -28,7 +28,7 @@ class _Parts(Dataset[dict[str, Tensor] | InputError]):
     def __getitem__(self, index: np.ndarray) -> dict[str, Tensor] | InputError:
         try:
             return {name: rows.take(index).compute() for name, rows in self._deferred.items()}
-        except InputError as error:  # the loader would put a traceback into its text
+        except InputError as error:  # if it were raised, the loader would put a traceback into its text
             return error
 
 

@@ -81,7 +81,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _forget() -> None:
-    """Close the locks in a forked child: its copies would outlive a killed parent."""
+    """Close the locks in a forked child, or they would last longer than a parent that is killed."""
     for lock in list(_TAKEN):
         lock.release()
 
@@ -93,7 +93,8 @@ os.register_at_fork(after_in_child=_forget)
 def alone_in(folder: Path, doing: str, mode: int = 0o777) -> Iterator[None]:
     """Context manager: exclusive use of a folder, which is made if it is absent.
 
-    If the folder was made here and stays empty, it is removed, under the lock: later it may belong to another process.
+    If the folder was made here and stays empty, it is removed before the lock is released, since another process may
+    use it afterwards.
 
     Args:
         doing: what another process may be doing, e.g. "exporting".

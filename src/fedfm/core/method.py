@@ -83,7 +83,7 @@ class Method(Reporter, ABC, Generic[S]):
 
 
 def _state_in_bases(cls: type[Method[Any]]) -> Any:
-    """What stands for S among the bases of ``cls`` as they are written; None if nothing does."""
+    """The class in place of S in the bases of ``cls``, e.g. ``Params`` in ``Method[Params]``; None if there is none."""
     for base in vars(cls).get("__orig_bases__", ()):
         if (of := get_args(base)) and issubclass(get_origin(base), Method):
             return None if of[0] is Any or isinstance(of[0], TypeVar | ForwardRef) else of[0]

@@ -12,13 +12,13 @@ class Needs:
 
     Attributes:
         adaptation, adaptations: the default adaptation, and the supported ones; empty: all.
-        ranks: LoRA ranks that it assigns to clients; the model's own rank must be at least the largest.
-        pooled: it trains on the pooled rows; only the local engine supports this.
+        ranks: LoRA ranks that it assigns to clients; the model's own rank must be at least the largest of them.
+        pooled: whether it trains on the pooled rows of all clients; only the local engine supports this.
         model: who has the experiment's model. With "server" clients get unprepared rows, and send no scores.
         local: the setting that requires all parties in one process, on the local engine; empty: none.
         tasks: names of the supported tasks; empty: all.
-        bias: it fits a linear head with a bias; with adaptation "head" a head without a bias gets one of zeros.
-        because: the setting that causes these needs; empty: the method.
+        bias: whether it fits a linear head with a bias. With adaptation "head" a head without a bias gets a zero bias.
+        because: the setting that causes these needs; empty: the method itself.
     """
 
     adaptation: str = "lora"

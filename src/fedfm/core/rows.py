@@ -52,7 +52,7 @@ class Rows:
         labels: int64 (n,); None for language models, whose labels are the tokens.
         pad: the padding token's id.
         pairs: for instruction rows the n pairs (instruction, output) as read; ``tokens`` may be truncated.
-        images: n paths or encoded images of several sizes, for a party without a model; else None.
+        images: n paths or encoded images, which may differ in size, for a client without the model; else None.
         deferred: argument name -> n rows that each batch computes itself, e.g. images that exceed memory.
         augment: names of the random changes to its images in training.
     """
@@ -109,8 +109,9 @@ class Rows:
         return self.tensors.keys() | self.deferred.keys() | self.token_arguments.keys()
 
     def sha256(self) -> str:
-        """Hash of everything that training reads from the rows, in order; files are read again, since they may
-        change.
+        """Hash of everything that training reads from the rows, in their order.
+
+        Files are read again, because they may have changed.
         """
         found = hashlib.sha256(f"{len(self)} {self.pad} {self.augment}".encode())
         tensors = self.tensors if self.labels is None else self.tensors | {"+labels": self.labels}
@@ -185,7 +186,7 @@ class Rows:
         return (part._as_batch() for part in self.parts(orders))
 
     def parts(self, orders: Sequence[np.ndarray]) -> Iterator[Rows]:
-        """As :meth:`each`, as rows without deferred parts."""
+        """As :meth:`each`, but yields Rows without deferred parts."""
         if not self.deferred:
             return (self.take(index) for index in orders)
         from fedfm.core.loader import ahead

@@ -87,8 +87,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def append(path: Path, text: str) -> None:
-    """Append to a log that only its owner can read; it is limited to :data:`LONGEST` bytes, since others cause its
-    lines.
+    """Append to a log that only its owner can read.
+
+    The log has at most :data:`LONGEST` bytes, because other parties can cause lines in it.
 
     Raises:
         NotWritten: the disk is full or not writable.
@@ -108,7 +109,7 @@ def discard(folder: Path, names: Iterable[str], last: Path | None = None) -> Non
     """Remove these files and folders, and then the folder if it is empty.
 
     Args:
-        last: the lock's file, removed last: without it the folder may belong to another process.
+        last: the lock's file, which is removed last: afterwards another process may use the folder.
     """
     for path in (folder / name for name in names):
         for one in list(path.iterdir()) if last is not None and path == last.parent else (path,):
@@ -293,10 +294,10 @@ def unseal(sealed: bytes) -> bytes | None:
 
 
 def load(path: Path, hint: Any = Any, *, mapped: bool = False) -> Any | None:
-    """The value, checked against ``hint`` (Any: all values must be finite; None: no check). None if the file is absent,
-    truncated or altered.
+    """The value in a file; None if the file is absent, truncated or altered.
 
-    Tensors are memory-mapped if the file exceeds :func:`fedfm.linalg.out_of_core.limit`, and with ``mapped`` always.
+    The value is checked against ``hint`` (Any: all values must be finite; None: no check). Tensors are memory-mapped if
+    the file exceeds :func:`fedfm.linalg.out_of_core.limit`, and with ``mapped`` always.
     Passes over mapped tensors release their pages (:mod:`fedfm.linalg.pages`). Writing to them does not change the
     file.
     """

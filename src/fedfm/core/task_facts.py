@@ -52,7 +52,7 @@ class TaskFacts(Protocol):
 
     @property
     def mixes_rows(self) -> str:
-        """Why the loss of a batch is no mean over its rows."""
+        """Why the loss of a batch is not a mean over its rows; empty if it is one."""
 
     @property
     def classifies_by_head(self) -> bool:

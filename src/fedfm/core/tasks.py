@@ -106,7 +106,7 @@ def reads(ending: str) -> TaskFacts | None:
 
 
 def columns() -> dict[str, Column]:
-    """Key of the [data] table -> the column that it names, over all tasks; the first task with a key decides."""
+    """Key of the [data] table -> the column that it names, for all tasks. If tasks share a key, the first decides."""
     found: dict[str, Column] = {}
     for task in available():
         for column in task.columns:
@@ -118,13 +118,13 @@ def data_settings(help: str = "") -> dict[str, tuple[Any, Any]]:
     """The tasks' columns as settings, key -> (type, field).
 
     Args:
-        help: replaces the columns' own help; {} is the key.
+        help: a text that replaces the help of each column; {} in it stands for the key.
     """
     return {key: (str, setting(of.name, help.format(key) or of.help)) for key, of in columns().items()}
 
 
 def model_settings() -> dict[str, tuple[Any, Any]]:
-    """The tasks' keys of the [model] table as settings, key -> (type, field); where two have a key, the first's."""
+    """The tasks' keys of the [model] table: key -> (type, field). If tasks share a key, the first one decides."""
     found: dict[str, tuple[Any, Any]] = {}
     for task in available():
         hints = types_of(type(task))
@@ -137,7 +137,7 @@ def check_keys(spec: Any, task: TaskFacts) -> None:
     """Refuse keys of a [model] table that only other tasks have.
 
     Raises:
-        InputError: a key has another value than its default; says whose it is.
+        InputError: such a key has another value than its default; the message names the tasks that have the key.
     """
     own = {key_of(f.name) for f in fields(task)}
     for key, (_, of) in model_settings().items():
@@ -165,7 +165,7 @@ def sums() -> tuple[str, ...]:
 
 
 def sums_to_tell() -> tuple[str, ...]:
-    """Those of the sums that a silo tells, since its scores do not give them."""
+    """Names of the sums that a silo reports in addition to its scores, because they do not follow from the scores."""
 
     def some(task: TaskFacts) -> list[str]:
         given = {"rows", *task.row_means.values()} if task.row_means else set()

@@ -79,7 +79,7 @@ def check_depth(text: str) -> None:
     """Refuse TOML with a dotted key of many parts: the time to read it grows with the square of their number.
 
     Raises:
-        InputError: it has one.
+        InputError: it has such a key.
     """
     parts = 0
     for piece in _QUOTED.sub("_", text).split("."):

@@ -19,10 +19,10 @@ class Crossing(NamedTuple):
             ``query`` reply; ``aggregate`` belongs to the aggregation, ``scores`` and ``reveal`` to evaluation.
         nbytes: size of the message in Flower's serialised records, the same on every engine.
         form: form for the receiver: plain, masked or encrypted.
-        counted: whether it is part of the method; hellos, evaluation and messages to a client that trains alone are
-            only listed.
-        call: number of the call in its round: all replies to one call go into the same mean.
-        spared: bytes saved: those of ``nbytes`` that did not cross, since the receiver had that part already.
+        counted: whether the message counts as the method's own. Hellos, evaluation and messages to a client that trains
+            alone are listed, but do not count.
+        call: number of the call in its round; all replies to one call go into the same mean.
+        spared: bytes saved: the part of ``nbytes`` that did not cross, because the receiver already had it.
         part: the rows that a request is about, test or val; "": the handler has no such argument.
     """
 

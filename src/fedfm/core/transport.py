@@ -37,7 +37,7 @@ class _Sent:
 
     Attributes:
         start: the first digits of the hash of w_0, the reference of differences.
-        largest, squares: of the sender's error.
+        largest, squares: largest error and sum of squared errors of the sender's coding.
     """
 
     values: Params
@@ -136,7 +136,7 @@ class CodedLink:
         yield from self._through(lambda of: self._link.exchange([of(request) for request in requests]), own)
 
     def stream(self, requests: Sequence[Request], again: Callable[[ClientId], Request]) -> Iterator[Reply]:
-        """As the link's; all its messages are the method's own."""
+        """As the link's ``stream``; all its messages are the method's own."""
         if not isinstance(self._link, Streaming):
             raise RuntimeError("on this engine clients answer in the call that asks them")
         stream = self._link.stream
@@ -171,7 +171,7 @@ class CodedLink:
 
 
 def link_of(link: Link, precision: str, model: Model) -> Link:
-    """The link, with coded messages unless they are exact."""
+    """The link, whose messages are coded unless ``precision`` is exact."""
     return link if precision == EXACT else CodedLink(link, Coding(precision, model))
 
 
@@ -181,7 +181,7 @@ def error_record(error: Error) -> dict[str, Any]:
 
 
 def over_rounds(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The errors of several rounds as those of one, from :meth:`CodedLink.errors`."""
+    """Combine the errors of several rounds, each from :meth:`CodedLink.errors`."""
     found = {}
     for way in ("down", "up"):
         total = Error()

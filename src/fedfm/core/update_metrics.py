@@ -69,7 +69,7 @@ class RoundMetrics(dict[str, float]):
 
 
 class Weighed(Protocol):
-    """What an update says besides its parameters."""
+    """The weight and the metrics of an update."""
 
     @property
     def weight(self) -> float:

@@ -27,8 +27,10 @@ def fit(local: Local, client: Client, w: Params) -> Params:
 
 
 def go_on(local: Local, client: Client, w: Params, fresh: Params) -> Params:
-    """Local training from ``w``. If its LoRA has another rank than ``fresh``, it is frozen, and an adapter that starts
-    as ``fresh`` is trained in addition; both are returned as one adapter.
+    """Local training from ``w``.
+
+    If the adapters in ``w`` and ``fresh`` have different ranks, the adapter in ``w`` is frozen. A second adapter, which
+    starts as ``fresh``, is trained in addition. Both are returned as one adapter.
     """
     if rank_of(w) in (None, rank_of(fresh)):
         return local(client, w)

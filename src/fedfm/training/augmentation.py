@@ -1,8 +1,8 @@
 """Random changes of training images, by name. Evaluation and features use the unchanged images.
 
-``crop``: the image, with a margin of an eighth of its side in the mean colour, cut to its size at a random place
-(He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385, Section 4.2: 4 pixels of 32). ``flip``:
-mirrored left to right with probability 1/2.
+``crop``: the image gets a margin of an eighth of its side in the mean colour, and is cut to its size at a random place
+(He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385, Section 4.2: 4 pixels of 32). ``flip``: the
+image is mirrored left to right with probability 1/2.
 
 The changes of a row in an epoch depend on the client's seed of this round, the epoch and the row's index. So they are
 the same on every engine, after a resume, and for every batch size.
@@ -22,17 +22,17 @@ from fedfm import seeds
 from fedfm.core.rows import Rows
 
 PIXELS = "pixel_values"
-_MARGIN = 8  # a crop's margin is the side over this
+_MARGIN = 8  # a crop's margin is the image's side divided by this
 
 
 class Views:
     """The random views of one client's images in one epoch.
 
     Args:
-        names: of the changes.
-        n: rows of the client.
-        seed: of the client in this round.
-        epoch: 0, 1, ...
+        names: names of the changes.
+        n: number of the client's rows.
+        seed: seed of the client in this round.
+        epoch: number of the epoch: 0, 1, ...
     """
 
     def __init__(self, names: Sequence[str], n: int, seed: int, epoch: int) -> None:

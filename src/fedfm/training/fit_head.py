@@ -20,8 +20,8 @@ from fedfm.training.local_job import mini_batches
 from fedfm.training.newton import Blocks, Optimum, Problem, optimum
 
 Missed = Callable[[Optimum], None]
-_PIECE = 4096  # rows of one product
-_HELD = 1 << 24  # float64 values in memory, 128 MiB; more are converted again in each pass
+_PIECE = 4096  # rows that are multiplied at once
+_HELD = 1 << 24  # largest number of float64 values in memory (128 MiB); more rows are converted again in each pass
 NOBODY = -1e4  # the logit of a class without rows: finite, as messages must be, and never the largest
 
 

@@ -63,7 +63,7 @@ def mini_batches(n: int, batch_size: int, epochs: int, seed: int, joins: bool = 
     """Row indexes of each mini-batch; each epoch has its own order.
 
     Args:
-        joins: a last batch of one row joins the batch before it.
+        joins: whether a last batch of one row joins the batch before it.
     """
     count = batches(n, batch_size, joins)
     for order in permutations(n, epochs, seed):

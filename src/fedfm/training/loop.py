@@ -241,7 +241,9 @@ def _without_gradients(parameters: Collection[Tensor]) -> Iterator[None]:
 
 
 def _loss(job: Job) -> Callable[[Batch], Tensor]:
-    """The local objective without proximal term; the optimiser's ``absent`` replaces logits of absent classes.
+    """The local objective without the proximal term.
+
+    If the optimiser sets ``absent``, it replaces the logits of classes that the client does not have.
 
     Raises:
         InputError: ``absent`` is set and the rows have no labels, or the model's loss is not a cross-entropy.
@@ -267,9 +269,9 @@ def _loss(job: Job) -> Callable[[Batch], Tensor]:
 
 
 def _within_intervals(model: Model, loss: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-    """The loss; if a polynomial student's blocks are trained, plus a penalty on arguments outside their intervals.
+    """The loss. If blocks of a polynomial student are trained, it gets a penalty on arguments outside their intervals.
 
-    Outside the intervals polynomials overflow soon, and encrypted values cannot be clamped.
+    Just outside its interval a polynomial already overflows, and encrypted values cannot be clamped.
     """
     replaced = [m for m in getattr(model, "train_too", ()) if isinstance(m, Bounded)]
     if not replaced:

@@ -16,8 +16,10 @@ from torch import Tensor
 
 Blocks = Callable[[], Iterable[tuple[Tensor, Tensor]]]  # called once per pass: (z (b, k) float64, y (b,) int64), ...
 
-GRADIENT = 1e-8  # converged: the gradient's norm is below this share of the norm at zero,
-GAP = 1e-13  # and the loss would fall by less than this share of itself (half the squared Newton decrement)
+# The search has converged if both hold: the gradient's norm is below GRADIENT times the norm at zero, and the loss
+# would fall by less than GAP times itself (half the squared Newton decrement).
+GRADIENT = 1e-8
+GAP = 1e-13
 _ROUNDING = 1e-14  # a gradient below it counts as zero
 _NOTHING = 1e-13  # nats: without l2 the loss of separable classes approaches 0 and has no optimum
 _KEPT = 1 << 24  # largest number of probabilities kept between passes: 128 MiB
@@ -197,7 +199,7 @@ class _Search:
             h[i, i].diagonal().add_(self.ridge)
             for j in range(i):
                 h[j, i] = h[i, j]
-        # A shift of all classes changes no probability: H is singular in that direction, where the gradient is 0.
+        # A shift of all classes changes no probability. So H is singular in this direction, and the gradient is 0.
         h += torch.diag(self.spread * float(point.curvature.mean()) / c)
         whole = h.permute(0, 2, 1, 3).reshape(c * r, c * r)
         size = float(whole.diagonal().mean())

@@ -103,7 +103,7 @@ class Local:
 
     @property
     def stepwise(self) -> bool:
-        """Whether steps differ in rate or need a complete gradient: then clients cannot train as one batch."""
+        """Whether clients cannot train as one batch, since steps differ in rate or need a complete gradient."""
         varies = self.warmup or self.warmup_steps or self.schedule != "constant"
         return self.looks or bool(varies)
 
@@ -115,9 +115,9 @@ class Local:
     def rate(self, begin: float, end: float, steps: int = 0) -> float:
         """Eta of the step that covers this part of all ``steps`` of the run, 0 <= begin < end <= 1.
 
-        It rises linearly to the end of the warm-up, and then falls as in Loshchilov and Hutter's SGDR without restarts
-        (cosine), linearly, to a tenth at each of :data:`DROPS` (steps), or not at all. It depends only on round and
-        step.
+        It rises linearly until the end of the warm-up. Then it depends on the schedule. ``constant``: it stays.
+        ``linear``: it falls linearly. ``cosine``: it falls as in Loshchilov and Hutter's SGDR without restarts.
+        ``steps``: it falls to a tenth at each of :data:`DROPS`. It depends only on round and step.
         """
         warmup, at = self.warmup, end
         if self.warmup_steps:  # as transformers.get_linear_schedule_with_warmup: step k of w has k / w
@@ -135,7 +135,7 @@ class Local:
         return self.learning_rate * shares[self.schedule]
 
     def shorten(self, *parts: Tensor) -> None:
-        """Clip the gradient of one loss, complete or in parts, to the norm :attr:`max_grad_norm` in place."""
+        """Clip the gradient of one loss in place to the norm :attr:`max_grad_norm`; it may consist of several parts."""
         if self.max_grad_norm is not None:
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
             factor = (self.max_grad_norm / whole.norm()).clamp(max=1)

@@ -45,7 +45,7 @@ class TwoModels(Local):
 
     @classmethod
     def of(cls, local: Local) -> Local:
-        """This class with the settings of a plain optimiser; any other optimiser unchanged."""
+        """An instance of this class with the settings of a plain optimiser; other optimisers are returned unchanged."""
         name = {SGD: "sgd", Adam: "adam", AdamW: "adamw"}.get(type(local))
         return local if name is None else cls(**{f.name: getattr(local, f.name) for f in fields(local)}, optimiser=name)
 
@@ -79,16 +79,17 @@ class DittoOptimiser(TwoModels):
 
 @dataclass(frozen=True)
 class DualAdapter(TwoModels):
-    """The client sends the LoRA adapter w and keeps an own one; its model is their weighted sum.
+    """The client sends the LoRA adapter w and keeps a second adapter of its own; its model is their weighted sum.
 
     Dual-Personalizing Adapter for Federated Foundation Models. Yang, Long, Shen, Jiang, Blumenstein. NeurIPS 2024.
-    The own adapter starts as the first w that the client receives. It is trained with the output W x + 1/2 of the
-    frozen w's output + 1/2 of its own; only w is trained. The own adapter's share a in the output of a row is lambda
-    times the mean cosine of the row's last hidden state to those of some training rows, all under the own adapter, cut
-    at 0; the share of w is 1 - a. A head beside LoRA is mixed in the same way.
+    The own adapter starts as the first w that the client receives. While it is trained, w is frozen, and the adapted
+    output is W x plus half of each adapter's output; w itself is trained alone. In predictions the own adapter has the
+    share a, and w has 1 - a. The share a of a row is lambda times the mean cosine between the row's last hidden state
+    and those of some training rows. These states are computed with the own adapter, and a negative a counts as 0. If a
+    head is trained in addition to LoRA, it is mixed in the same way.
 
-    With ``when = "after"`` the own adapter starts as the last w. An evaluation before the end trains one from the
-    current w (``run.evaluate_every = 0`` avoids that).
+    With ``when = "after"`` the own adapter starts as the last w. Then every evaluation before the end trains an own
+    adapter from the current w; ``run.evaluate_every = 0`` avoids that.
     """
 
     adaptations: ClassVar[tuple[str, ...]] = ("lora",)
@@ -146,7 +147,7 @@ class DualAdapter(TwoModels):
             raise ClientFault(E_TENSORS, f"{MIX}: expected a bias, and a slope of {width} numbers; got {mix}")
 
     def _at_the_end(self, client: Client, w: Params) -> Params:
-        """The own adapter, trained from w beside w; trained once for each w, then kept."""
+        """The own adapter, trained from w together with the frozen w. It is trained once for each w, and then kept."""
         key = f"{client.seed} {w.sha256()}"
         if client.memory.get("of") != key:
             client.memory["of"], client.memory["own_adapter"] = key, self.train_own(client, w, w)

@@ -1,8 +1,11 @@
-"""Local training by DP-SGD: heads on features in closed form, LoRA of known transformers packed, others by layers.
+"""Local training by DP-SGD.
 
-Abadi et al. 2016, Algorithm 1 (see :mod:`fedfm.privacy.dp_sgd`): the sum of the batch's clipped row gradients, plus
-noise N(0, (z C)^2), over the expected size of a batch. What follows is free: the optimiser, momentum, weight decay, the
-proximal term and the correction see no row.
+The gradients of single rows are computed in closed form for heads on features, by packed batches for LoRA of known
+transformers, and layer by layer for other models.
+
+Abadi et al. 2016, Algorithm 1 (see :mod:`fedfm.privacy.dp_sgd`): a step uses the sum of the batch's clipped row
+gradients, plus noise N(0, (z C)^2), divided by the expected size of a batch. Everything that follows costs no privacy:
+the optimiser, momentum, weight decay, the proximal term and the correction do not see rows.
 """
 
 from __future__ import annotations
@@ -30,14 +33,14 @@ from fedfm.training.update_rules import Rule
 
 @dataclass(frozen=True)
 class Descent:
-    """What a client optimiser trains by under DP-SGD."""
+    """The settings with which a client optimiser trains by DP-SGD."""
 
     plan: DescentPlan
     data: ClientData
 
 
 class Counted:
-    """Training rows, of which a client half only sees the number. Only the local optimiser sees the rows."""
+    """Training rows for a client half, which only sees their number. Only the local optimiser sees the rows."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -79,7 +82,7 @@ def fits(model: Model) -> None:
 
 
 def train(jobs: Sequence[Job]) -> list[Params]:
-    """Train one job after the other, privately. No loss is told: it would be a figure of the rows."""
+    """Train one job after the other, privately. The loss is not reported, because it depends on the rows."""
     return [train_one(job) for job in jobs]
 
 
@@ -142,17 +145,17 @@ def train_one(job: Job, after: Callable[[], None] = lambda: None) -> Params:
 def sums(
     model: Model, rows: Rows, clip_norm: float, most: int, only: tuple[str, ...] | None = None
 ) -> Callable[[np.ndarray], Tensor]:
-    """What a step computes of its rows (b,) before the noise: the sum (P,) of their clipped gradients, float64.
+    """A function of a step's rows (b,): the sum (P,) of their clipped gradients, without noise, in float64.
 
     Args:
-        most: rows at a time.
+        most: largest number of rows that are computed at once.
         only: names of the trained tensors; None: all.
     """
     live = {name: p for name, p in model.live().items() if only is None or name in only}
     numbers = sum(p.numel() for p in live.values())
     of_head = _head(model, rows, clip_norm) if cached_head.applies(model) and only is None else None
     of_rows = packed.row_gradients(model, rows) if of_head is None and only is None else None
-    by_layers: bool | None = None  # whether one backward pass does for many rows; the first two rows tell
+    by_layers: bool | None = None  # whether one backward pass is enough for many rows; the first two rows decide
 
     def total(index: np.ndarray) -> Tensor:
         nonlocal by_layers
@@ -173,7 +176,7 @@ def sums(
 
 
 def _start(job: Job, rows: Rows) -> str:
-    """All that the steps depend on besides the secret and the number of rows."""
+    """Everything on which the steps depend, except the secret and the number of rows."""
     client, model = job.client, job.client.model
     correction = "" if job.terms.correction is None else job.terms.correction.sha256()
     of_model = (model.fingerprint, repr(model.spec), model.kernels, str(model.device), str(model.layout.entries))
@@ -210,10 +213,10 @@ def _marks(model: Model, live: dict[str, Tensor]) -> dict[str, int]:
 
 
 def _check_moved(model: Model, live: dict[str, Tensor], start: Params, frozen: dict[str, int]) -> None:
-    """After the first private step: the trained tensors have moved, the others have not.
+    """Check after the first private step that the trained tensors have changed and all others have not.
 
     Raises:
-        RunError: with the first tensor for which that does not hold.
+        RunError: they have not; it names the first such tensor.
     """
     for name, p in live.items():
         if p.numel() and torch.equal(p.detach().cpu(), start[name]):

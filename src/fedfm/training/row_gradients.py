@@ -1,9 +1,9 @@
 """Sums of clipped gradients of single rows, by one backward pass per batch if possible, else by one per row.
 
 A forward pass records the inputs of every layer with a trained parameter. A backward pass computes only the gradients
-of their outputs, not of weights. :mod:`fedfm.training.row_terms` computes norms and weighted sums from them. This is
-right for models that compute each row independently. The batch is checked for that: :func:`agrees` compares it with
-single rows, and tensors in which rows may not be the first axis are never treated as rows.
+of these layers' outputs, not of weights. :mod:`fedfm.training.row_terms` computes norms and weighted sums from both.
+This is right only if the model computes each row independently. Two checks ensure it: :func:`agrees` compares a batch
+with single rows, and a tensor whose first axis may not be the rows is never treated as rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedfm.core.rows import Batch, Rows
 from fedfm.models.model import Model
 from fedfm.training.row_terms import Gradient, Term, Use, fit, has_closed_form, terms
 
-_MARGIN = 1 - 1e-4  # rows are clipped to this times C: the rounding of a float32 sum stays within C
+_MARGIN = 1 - 1e-4  # rows are clipped to this times C, so that even with the rounding of a float32 sum C holds
 _SAME = 1e-3  # largest relative difference of a row's gradient in a batch from its gradient alone
 
 Live = dict[str, Tensor]

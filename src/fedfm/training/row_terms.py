@@ -126,12 +126,15 @@ class Gradient:
 
 
 def fit(terms: Sequence[Term]) -> bool:
-    """Whether the norm of their sum is known: an embedding may share its weight with linear layers only."""
+    """Whether the norm of the terms' sum is known: an embedding may share its weight only with linear layers."""
     return len({type(t) for t in terms} & {Picked, Whole}) < 2
 
 
 def _merge(terms: Sequence[Term]) -> tuple[Outer | None, Picked | None, Tensor | None]:
-    """Merge terms into as few as possible; into one gradient per row if that is less work or one is so already."""
+    """Merge terms into as few as possible.
+
+    The result is one gradient per row if that is less work, or if a term already has that form.
+    """
     outer = [t for t in terms if isinstance(t, Outer)]
     picked = [t for t in terms if isinstance(t, Picked)]
     whole = [t.rows for t in terms if isinstance(t, Whole)]
@@ -147,7 +150,7 @@ def _merge(terms: Sequence[Term]) -> tuple[Outer | None, Picked | None, Tensor |
 
 
 def _times(g: Tensor, c: Tensor) -> Tensor:
-    """The rows of g times c (b,); of rows with c = 0, which may not be finite, zeros."""
+    """The rows of g times c (b,). Rows with c = 0 become zeros, even if they are not finite."""
     c = c.reshape(-1, *[1] * (g.dim() - 1))
     return torch.where(c > 0, g * c, 0.0)
 

@@ -29,7 +29,7 @@ class Rule:
 
     def __init__(self, local: Local, like: Tensor, no_weight_decay: Sequence[slice] = ()) -> None:
         self.local, self.t, self.eta = local, 0, local.learning_rate
-        self.decay: Tensor | None = None  # (P,); None: the same everywhere
+        self.decay: Tensor | None = None  # (P,), weight decay of each entry; None: the same for all entries
         if no_weight_decay and local.spares_biases:
             self.decay = like.new_full(like.shape[-1:], local.weight_decay)
             for place in no_weight_decay:

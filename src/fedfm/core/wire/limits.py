@@ -10,13 +10,13 @@ import numpy as np
 from fedfm.errors import E_FORMAT, E_SIZE, ClientFault
 from fedfm.linalg.params import Layout
 
-MAX_BYTES = 4 << 30  # of one payload's data, in addition to parameter vectors of the receiver's model
+MAX_BYTES = 4 << 30  # bytes of one payload's data, in addition to VECTORS parameter vectors of the receiver's model
 VECTORS = 16  # parameter vectors allowed in one message; methods send up to three
-MAX_HEAD = 2 << 20  # characters of its head: enough for names and shapes of 16,384 tensors
+MAX_HEAD = 2 << 20  # characters of a message's head: enough for names and shapes of 16,384 tensors
 MAX_VALUES = 1 << 16  # JSON values in a head: enough for 16,384 matrices, or numbers and texts of 65,536 classes
 MAX_NODES = 1 << 12  # values that are built one by one; numbers or texts of one list or mapping are built together
 MAX_ARRAYS = 1 << 10  # tensors and Params; more tensors travel as one Params
-MAX_TENSORS = 1 << 14  # of one Params
+MAX_TENSORS = 1 << 14  # tensors of one Params
 MAX_DEPTH = 32
 
 _COMMA, _COLON, _QUOTE, _OPEN, _CLOSE, _OBJECT = (ord(c) for c in ',:"[]{')

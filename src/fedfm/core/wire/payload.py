@@ -1,8 +1,8 @@
 """Wire format: dataclasses, Params, tensors and scalars <-> a JSON head and one packed block of bytes. No pickle.
 
 A payload has two parts: ``head``, a compact JSON text with structure, names, dtypes and shapes, and ``data``, the raw
-little-endian bytes of all numbers in the order of the head. One block per message is faster: Flower moves two objects
-per tensor, and 448 small tensors take 14 times as long as the same bytes in one piece.
+little-endian bytes of all numbers in the order of the head. One block per message is faster: Flower would move two
+objects per tensor, and 448 small tensors take 14 times as long as the same bytes in one piece.
 
 Integers and floats take eight bytes each in ``data``, so the size of a message follows from its structure alone;
 :func:`size` computes it without serialising.
@@ -36,8 +36,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 Pieces = list[memoryview | bytes]
-Encoder = Callable[[Any, Pieces], str]  # of a value: appends its data, returns its head
-Sizer = Callable[[Any], tuple[int, int]]  # of a value: lengths of its head and data
+Encoder = Callable[[Any, Pieces], str]  # (value, pieces) -> head; appends the value's data to the pieces
+Sizer = Callable[[Any], tuple[int, int]]  # value -> lengths of its head and data
 
 
 # --- encoding --------------------------------------------------------------------------------------------------------

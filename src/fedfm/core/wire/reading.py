@@ -1,6 +1,6 @@
-"""Parse a message's head into position and decoder of each value in the data, by the wire format's grammar.
+"""Parse a message's head by the wire format's grammar: each value's position in the data, and its decoder.
 
-A head is parsed once and read many times, since the clients of a cohort send the same one.
+A head is parsed once and used many times, because the clients of a cohort send the same head.
 """
 
 from __future__ import annotations

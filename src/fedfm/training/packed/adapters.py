@@ -16,8 +16,8 @@ from fedfm.training.packed.linear import Linear, product
 class FlatLayout:
     """The place of each trained tensor in a client's flat vector.
 
-    The order differs from the model's Params: the A of one linear map are adjacent, so that one product computes them
-    all, and B is transposed: products with r contiguous rows are three times as fast as with r columns.
+    It differs from the model's Params in two ways. All A of one linear map are adjacent, so that one product computes
+    them. B is transposed, because products with r contiguous rows are three times as fast as with r columns.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class RowSegment(Segment):
     """Rows of one client, with a gradient for each row's loss: gradients have the number of rows b in front.
 
     Attributes:
-        place: (b, T) positions of a row's tokens, n beyond its end; None: all rows have equally many.
+        place: (b, T) positions of a row's tokens, or n beyond the row's end; None: all rows have the same length.
     """
 
     place: Tensor | None

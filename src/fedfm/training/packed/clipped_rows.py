@@ -1,7 +1,7 @@
 """Sums of clipped gradients of single rows, for DP-SGD of the models that :mod:`fedfm.training.packed` supports.
 
-The backward pass is that of training, except that a trained matrix gets one product per row. LoRA and heads are so
-small that the rows' gradients fit into memory, and the norms are those of the summed values.
+The backward pass is that of training, except that the gradient of a trained matrix is computed for each row. LoRA and
+heads are so small that the gradients of all rows fit into memory. The norms are computed from these gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedfm.training.packed.prefix import Cache
 from fedfm.training.packed.trainer import fill
 from fedfm.training.row_gradients import factors
 
-_NUMBERS = 2**25  # values in the rows' gradients of one pass
+_NUMBERS = 2**25  # largest number of values in the gradients of the rows of one pass
 
 
 class RowGradients:

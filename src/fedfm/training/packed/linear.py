@@ -2,8 +2,9 @@
 
 ``torch.ops.mkldnn._linear_pointwise`` runs oneDNN's kernels, ``F.linear`` runs MKL's. On an AMD EPYC with AVX-512
 oneDNN is 2.1 to 2.3 times as fast in float32 at every shape of a small transformer (16 to 5,000 rows), and 4.4 times in
-bfloat16. On an Intel Xeon both run at the processor's peak, and bfloat16 without AMX at half of it. The machine's
-features decide, not a measurement: with exact kernels two processes must take the same path.
+bfloat16. On an Intel Xeon both run at the processor's peak, and bfloat16 without AMX at half of it. The processor's
+features decide which one is used. A measurement must not decide, since two processes with exact kernels must use the
+same one.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Linear:
         self.weight = weight.detach().bfloat16() if low else weight.detach()  # (out, in)
         self.bias = None if bias is None else bias.detach().bfloat16() if low else bias.detach()  # (out,)
         self.transposed = self.weight.t()  # (in, out)
-        # bfloat16 weights are kept in oneDNN's order, for forward and backward: 10 % faster, the same bits, as much
-        # memory as the float32 weight. In float32 it would need twice that memory.
+        # bfloat16 weights are stored twice in oneDNN's order, for forward and backward. That is 10 % faster, gives the
+        # same bits, and takes as much memory as the float32 weight. In float32 it would take twice that memory.
         self._blocked: dict[bool, Tensor] = {}
 
     def forward(self, x: Tensor, *, low: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-"""The input of the lowest adapted layer, computed once per client's rows and cached as long as these exist."""
+"""The input of the lowest adapted layer: computed once for a client's rows, and cached as long as the rows exist."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Prefix:
 
 
 class PrefixByPart(Prefix):
-    """Packed tokens of rows whose batches come from a stream, each once: of images that are deferred or augmented."""
+    """Packed tokens of deferred or augmented images, whose batches come from a stream, each only once."""
 
     def __init__(self, net: Net, rows: Rows, batches: Iterator[tuple[Rows, np.ndarray]]) -> None:
         super().__init__(net, rows)
@@ -91,9 +91,7 @@ class Cache:
         self._by_rows: Any = WeakIdKeyDictionary()  # labels tensor of the rows -> Prefix
 
     def get(self, net: Net, rows: Rows) -> Prefix:
-        """The prefix of these rows. Only its size decides whether it is cached, and so its bits depend only on its
-        size, too.
-        """
+        """The prefix of these rows; only its size decides whether it is cached."""
         prefix: Prefix | None = self._by_rows.get(rows.labels)
         if prefix is not None and prefix.x is not None and prefix.net is net:
             return prefix
@@ -105,7 +103,7 @@ class Cache:
         return prefix
 
     def of(self, net: Net, job: Job) -> Prefix:
-        """The prefix of a job's rows: cached if it can be, else from the job's stream of batches."""
+        """The prefix of a job's rows: the cached one if they can be cached, else one of the job's stream of batches."""
         rows = job.client.data.train
         if not rows.augment:
             prefix = self.get(net, rows)
