@@ -10,8 +10,8 @@ or, weighted by rows as everywhere here, sum_i n_i s(tau_i) Delta_i / sum_i n_i.
 again at once with the newest model. If it has just trained that model, it waits for the next update, so that no client
 is in a buffer twice. If K is the number of clients, every round is one of FedAvg.
 
-On a deployment the order of arrival is real. Elsewhere it is simulated by a clock: a pass takes |N(0, 1)| over the
-client's speed, as in the paper's simulations, so that a run has the same bits every time.
+On a deployment the order of arrival is real. On other engines a clock is simulated, so that a run has the same bits
+every time: a local pass takes the time |N(0, 1)| / speed of the client, as in the paper's simulations.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fedfm.linalg.params import Layout
 
 Check = Callable[[ClientId, Update], None]
 
-# In the server's memory: client -> [time of its end, round of its begin]; round -> payload; the two clocks.
+# Keys in the server's memory: client -> [time at which it ends, round in which it began]; round -> payload; clocks.
 _UNDERWAY, _SENT, _CLOCKS = "asynchronous.underway", "asynchronous.sent", "asynchronous.clocks"
 
 

@@ -6,10 +6,10 @@ its share of the noise under secure aggregation: Kairouz, Liu, Steinke. The Dist
 Federated Learning with Secure Aggregation. ICML 2021, arXiv:2102.06387. Under ``clip_quantile`` the clipping norm
 follows the clients: :mod:`fedfm.privacy.clipping`.
 
-A clipped update is rounded towards zero to a lattice, which cannot make it longer: the sensitivity of the sum is
-``clip_norm`` exactly. Sums of lattice points are exact and the noise is rounded to the lattice, so the result is a
-rounded Gaussian mechanism: no bit of a float discloses more (Mironov. On Significance of the Least Significant Bits for
-Differential Privacy. CCS 2012).
+A clipped update is rounded towards zero to a lattice. That cannot increase its norm, so the sensitivity of the sum is
+exactly ``clip_norm``. Sums of lattice points are exact, and the noise is rounded to the lattice. So the result is a
+rounded Gaussian mechanism, and no low bit of a float discloses more (Mironov. On Significance of the Least Significant
+Bits for Differential Privacy. CCS 2012).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from fedfm.privacy.noise import digest
 if TYPE_CHECKING:
     from fedfm.models.model import Model
 
-WITHIN = "+within"  # entry of an update under an adaptive clip: b - 1/2
-CLIP, SHARE = "clip_norm", "within_clip_norm"  # figures of a round
+WITHIN = "+within"  # entry of an update with an adaptive clip: b - 1/2, where b is 1 if its norm is within the clip
+CLIP, SHARE = "clip_norm", "within_clip_norm"  # names of figures of a round
 _CLIP = "CentralGaussian/clip"  # key of the server's memory
 _AGAIN = "releases again"  # key of the server's store
-_LEAST_SHARE = 4096.0  # std of a share of the noise in steps
+_LEAST_SHARE = 4096.0  # smallest standard deviation of a client's share of the noise, in lattice steps
 _STATISTICS = (
     'privacy.unit = "client": {}: running statistics of batch norm are data, and noise can make a variance negative; '
     'expected another model.adaptation than "full", or a model with group or layer norm'
@@ -154,7 +154,7 @@ class CentralGaussian(Mechanism):
         return steps
 
     def wire(self, like: Layout) -> Layout:
-        """One floating-point type in which the lattice is exact; with the clip's bit under an adaptive clip."""
+        """A layout with one floating-point type, in which the lattice is exact; an adaptive clip adds one entry."""
         like = in_dtype(like, dtype := torch.float64 if self.hidden else torch.float32)
         return like if self.adaptive is None else layout_of((*like.entries, (WITHIN, dtype, (1,))))
 
@@ -229,7 +229,7 @@ class CentralGaussian(Mechanism):
         return self._add_noise(fed.secret("noise"), purpose, total, asked)
 
     def _add_noise(self, key: bytes, purpose: str, steps: Steps, clients: float, shares: int = 1) -> Steps:
-        """These numbers with noise, or with one of ``shares`` shares of it."""
+        """These numbers plus the noise, or plus one of ``shares`` equal shares of it."""
         z, unit = self.noise_multiplier, self.clip_norm / self.step / math.sqrt(shares)
         purpose = f"{purpose}, step {self.step!r}"
         if self.adaptive is None:
@@ -328,8 +328,9 @@ class DistributedGaussian(CentralGaussian):
     steps its term tau = 10 sum_k exp(-2 pi^2 s^2 k / (k + 1)) is 0 in float64. A share is a rounded normal, whose
     probabilities at x standard deviations differ from a discrete Gaussian's by a relative (x^2 - 1) / (24 s^2).
 
-    An adaptive clip costs the same: with concentrated privacy the two parts of a sum add up as in Theorem 1 of Andrew
-    et al. The clip that the server sends changes no client's privacy, since a client bounds its update in units of it.
+    An adaptive clip costs no more: in concentrated privacy the two parts of a sum add up as in Theorem 1 of Andrew et
+    al. A server that sends a false clip cannot weaken a client's privacy, since the client measures the norm of its
+    update, and the noise, in units of this clip.
     """
 
     threshold: float = 0.67

@@ -27,13 +27,13 @@ class CorrelatedGaussian(CentralGaussian):
     """The server adds C^-1 Z to the sums of the rounds; a client takes part every b rounds, in a rotation.
 
     Row j of Z has the standard deviation z clip_norm. It is derived from the secret, the round j and the sums of all
-    rounds up to j: a resumed run repeats it. If a round is repeated with another sum, it gets another row, and so do
-    all later rounds: with the old rows, the difference of two histories would be that of their sums. Round t costs t
-    draws of a vector.
+    rounds up to j, so that a resumed run repeats it. If a round is repeated with another sum, it and all later rounds
+    get other rows. With the old rows, the difference of the two results would disclose the difference of the sums.
+    Round t costs t draws of a vector.
 
     Attributes:
-        rounds: T of the run, for which the strategy is made.
-        period: b.
+        rounds: T, number of rounds for which the strategy is made.
+        period: b, number of rounds in which every client takes part once.
     """
 
     rounds: int = 1
@@ -84,10 +84,10 @@ class CorrelatedGaussian(CentralGaussian):
         return epsilon_of([Releases(self.noise_multiplier / self.sensitivity(rounds))], self.delta)
 
     def sensitivity(self, rounds: int) -> float:
-        """As :class:`CentralGaussian`; each round beyond the run's T represents one that was released again.
+        """As :class:`CentralGaussian`; each round beyond T stands for a round that was released again.
 
-        From such a round on the run has another history of sums, with other rows of noise: it costs at most as much as
-        another run.
+        From such a round on, the run has other sums and other rows of noise. So it costs at most as much as a second
+        run.
         """
         again = max(rounds - self.rounds, 0)
         return self.strategy.sensitivity(min(rounds, self.rounds)) * math.sqrt(1 + again)

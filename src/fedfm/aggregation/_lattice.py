@@ -25,8 +25,7 @@ def step_of(clip_norm: float) -> float:
 
 
 def clip_to_lattice(delta: Params, clip_norm: float, unit: float = 1.0) -> Steps:
-    """The vector of all floating-point entries, scaled down to at most the norm and rounded towards zero to the
-    lattice.
+    """Clip the vector of all floating-point entries, and round it towards zero to the lattice.
 
     The L2 norm of the result times :func:`step_of` is at most ``clip_norm``. A second call changes nothing.
 

@@ -15,7 +15,7 @@ from fedfm.core.federation import Federation
 from fedfm.errors import RunError
 from fedfm.linalg.params import Params
 
-_ENTRIES = 1 << 20  # of all clients together in one block
+_ENTRIES = 1 << 20  # entries of all clients together in one block
 _LEAST = 1024  # coordinates of a block, for any number of clients
 
 

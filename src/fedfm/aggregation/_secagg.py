@@ -17,15 +17,19 @@ unmask it.
 Messages 1 to 3 go to all clients before the first sum. They are repeated when a cohort has a client without keys, a
 client dropped out, the keys are used up, or the run was resumed. With agreed keys a sum takes two messages, or three.
 
-*Why no client is unmasked alone*. Let h clients hold shares of the seeds of one, c of them help the server, and t
-shares determine a seed. (a) Each honest holder agrees to one list of survivors a sum and reveals once, one kind of
-share. So both seeds of a client take 2 t shares of the h + c that there can be: with 2 t > h + c the server gets one of
-them at most. (b) A holder reveals for a list with dropouts only with t signatures of holders under it. Two such lists
-take 2 (t - c) of h - c honest holders, so there is one. (c) In addition, some holders may reveal for the full cohort,
-of whom nobody dropped out: at most h - c - (t - c) honest ones, with the c fewer than t. So the server gets the sum
-over one list. The default t > 0.67 h gives 2 t - h > h / 3: it holds while at most a third of the holders help the
-server. ``threshold = 0.5`` gives 2 t - h >= 1: it holds against the server alone. In a sparse graph all of this is per
-neighbourhood.
+*Why no client is unmasked alone*. Consider one client. Let h clients (its holders) have shares of its two seeds, let c
+of them help the server, and let t shares determine a seed.
+
+(a) For each sum an honest holder agrees to one list of survivors, and reveals once, one kind of share. The server can
+get at most h + c shares, and needs 2 t for both seeds. So with 2 t > h + c it gets at most one of the seeds.
+(b) A holder reveals for a list with dropouts only if t holders have signed it. Two such lists would need 2 (t - c) of
+the h - c honest holders, so there is only one.
+(c) Some holders may also reveal for the full cohort, in which nobody dropped out. These are at most h - c - (t - c)
+honest ones, and with the c others fewer than t. So the server gets the sum over one list only.
+
+The default t > 0.67 h gives 2 t - h > h / 3: the proof holds while at most a third of the holders help the server.
+``threshold = 0.5`` gives 2 t - h >= 1: it holds against the server alone. In a sparse graph all of this is true for
+each neighbourhood.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The client's side of secure aggregation: its neighbours' shares, and the requests that it refuses.
 
-A client reveals at most one of the two seeds of another for each sum, masks at most one vector with a key, and agrees
-to at most one list of survivors. :attr:`Client.write_once` writes this to the disk, so that neither a resumed run nor a
-repeated message undoes it.
+For each sum, a client reveals at most one of the two seeds of another client, masks at most one vector with a key, and
+agrees to at most one list of survivors. :attr:`Client.write_once` writes these answers to the disk, so that neither a
+resumed run nor a repeated message undoes them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Member:
         threshold: number of shares that determine a seed.
         names, table: of all members, see :class:`Agreed`; rows of :class:`Card`.
         digest, ring: see :class:`Agreed`; computed once for an agreement, because they take time for each member.
-        holds: positions of the members whose seeds this client has shares of, itself first.
+        holds: positions of the members of whose seeds this client has shares; its own position comes first.
         held: these shares, 64 bytes per sum.
     """
 

@@ -1,4 +1,4 @@
-"""The agreement of the clients of a secure aggregation: their keys, and the graph that follows from them."""
+"""The clients' agreement in secure aggregation: their keys, and the graph of neighbours that follows from the keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedfm.privacy.crypto import keys, shamir
 
 KEY, SIGNATURE = keys.KEY, keys.SIGNATURE
 OUT, DEAD, ALIVE = 0, 1, 2  # status of a member in a sum: not in the cohort, dropped out, masked update received
-LEAST = 3  # clients: in a sum of two, each can compute the other's part
+LEAST = 3  # smallest number of clients in a sum: in a sum of two, each client can compute the other's part
 LABEL = "fedfm-secagg-2"
 
 
@@ -47,7 +47,7 @@ def neighbours_of(at: int, n: int, d: int) -> list[int]:
 
 
 def least_of(share: float, n: int) -> int:
-    """More than this share of n."""
+    """The smallest whole number that is more than this share of n."""
     return math.floor(share * n + 1e-9) + 1
 
 

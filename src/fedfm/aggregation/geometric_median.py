@@ -1,9 +1,9 @@
 """Geometric median (RFA), by the smoothed Weiszfeld algorithm.
 
 Pillutla, Kakade, Harchaoui. Robust Aggregation for Federated Learning. IEEE Transactions on Signal Processing 2022.
-arXiv:1912.13445, Algorithm 2. The objective sum_k alpha_k ||v - x_k|| is weighted by alpha_k = n_k / n. The start
-differs: from the mean, the paper's start, an iteration shrinks the effect of an enormous update by a constant factor
-only; the coordinate-wise median excludes it. The minimum is the same.
+arXiv:1912.13445, Algorithm 2. The objective sum_k alpha_k ||v - x_k|| is weighted by alpha_k = n_k / n. One thing
+differs: the search starts at the coordinate-wise median, not at the mean. From the mean, each iteration would reduce
+the effect of an enormous update only by a constant factor; the median excludes it. The minimum is the same.
 """
 
 from __future__ import annotations

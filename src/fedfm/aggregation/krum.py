@@ -1,7 +1,7 @@
 """Krum: the one update whose neighbours are nearest.
 
 Blanchard, El Mhamdi, Guerraoui, Stainer. Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent.
-NIPS 2017. arXiv:1703.02757, Section 4. Weights do not count.
+NIPS 2017. arXiv:1703.02757, Section 4. The clients' weights are ignored.
 """
 
 from __future__ import annotations

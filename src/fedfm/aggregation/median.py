@@ -1,7 +1,8 @@
 """Coordinate-wise median.
 
 Yin, Chen, Ramchandran, Bartlett. Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates. ICML 2018.
-arXiv:1803.01498, Definition 1, Algorithm 1 option I. Weights do not count, because clients state their own.
+arXiv:1803.01498, Definition 1, Algorithm 1 option I. The clients' weights are ignored, because each client states its
+own weight.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Multi-Krum: the mean of the updates with the best Krum scores.
 
 Blanchard, El Mhamdi, Guerraoui, Stainer. Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent.
-NIPS 2017. arXiv:1703.02757, Section 5. Weights do not count.
+NIPS 2017. arXiv:1703.02757, Section 5. The clients' weights are ignored.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def under(aggregation: Aggregator, method: Method[Any], privacy: PrivacySpec) ->
     adaptive = _adaptive(method, privacy, correlated)
     fraction = fraction_of(method)
     period = _period(method, fraction) if correlated else 1
-    # Under secure aggregation a small cohort is refused, which discloses its size: coins would amplify nothing. A
-    # method of several means may ask others for one of them, as ccvr asks all for its last.
+    # Secret coins do not help under secure aggregation: a too small cohort is refused, which discloses its size. Nor do
+    # they help a method with several means, which may ask different clients for them, as ccvr does for its last one.
     rate = fraction if name == "gaussian" and not hidden and len(method.means) == 1 else 1.0
     z = privacy.noise_multiplier or _noise_multiplier(name, method, privacy, rate, period)
     mechanism = CentralGaussian(

@@ -30,10 +30,10 @@ class Secure(Mean):
     updates of root mean square r and weights w, compact's relative error is about n bound / (12^(1/2) 2^30 w r):
     for five clients below 1e-6 while bound is below 740 w r. A run notifies once if a sum is rounded by more than 1e-6.
 
-    ``compact`` is not the default. r is unknown before the updates exist, and a client that reported it would disclose
-    it. With a bound from earlier sums clients would have to refuse an update that grows. 64 bits need no such
-    knowledge: with the default bound their step is below n 2^-34. ``benchmarks/secagg_compact.py`` compares the bounds
-    of several runs.
+    ``compact`` is not the default, because it needs a bound that is close to r. r is unknown before the updates exist,
+    and a client that reported it would disclose it. With a bound from earlier sums, clients would have to refuse
+    updates that grow. 64 bits need no such bound: with the default bound their step is below n 2^-34.
+    ``benchmarks/secagg_compact.py`` compares the bounds of several runs.
 
     A client whose update is not finite, or above ``bound``, adds zeros of weight 0: a refusal would disclose something
     about its rows. The mean is then that of the others; if all add nothing, the run ends.

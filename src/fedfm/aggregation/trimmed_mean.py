@@ -1,8 +1,8 @@
 """Coordinate-wise trimmed mean.
 
 Yin, Chen, Ramchandran, Bartlett. Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates. ICML 2018.
-arXiv:1803.01498, Definition 2, Algorithm 1 option II. Weights do not count, because clients state their own. Unlike
-the paper, trim * m is rounded up, so that small cohorts are trimmed too; at least one value stays.
+arXiv:1803.01498, Definition 2, Algorithm 1 option II. The clients' weights are ignored, because each client states its
+own weight. Unlike the paper, trim * m is rounded up, so that small cohorts are trimmed too; at least one value stays.
 """
 
 from __future__ import annotations

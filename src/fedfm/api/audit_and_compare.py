@@ -28,8 +28,8 @@ def audit(
         attacks: a name, or names, of attacks [all cheap ones that apply].
         given: the module, rows and loss of a run of ``fedfm.federate``, as its arguments by name.
         progress: its ``notice`` gets texts; by default they are on stderr.
-        time_limit: seconds after which the audit ends; a notice names the attacks that were not run. Outside the main
-            thread an attack that has begun runs to its end.
+        time_limit: seconds after which the audit ends; a notice names the attacks that were not run. Only in the main
+            thread an attack that has begun is interrupted.
 
     Raises:
         InputError: there is no finished run, or a named attack does not apply.

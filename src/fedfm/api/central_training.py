@@ -83,7 +83,10 @@ class CentralWork(Generic[C]):
         self.place.same("model", model.fingerprint)
 
     def restore(self, model: Model, rule: Rule) -> int:
-        """The number of finished epochs; the seconds that they took count."""
+        """Go back to the last finished epoch; returns the number of finished epochs.
+
+        The seconds that they took are part of the training's duration.
+        """
         done = self.place.restore(model, rule)
         self.began -= self.state["history"][-1]["seconds"] if done else 0.0
         return done

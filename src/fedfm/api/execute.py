@@ -67,9 +67,9 @@ def resume(
     with ``run.deterministic``, else within rounding.
 
     Args:
-        progress: as of :func:`run`.
-        rounds: continue to this number of rounds, also with a finished run: the parameters are those of a run that had
-            them from the start.
+        progress: as in :func:`run`.
+        rounds: continue to this number of rounds, also with a finished run. The parameters are those of a run that had
+            this number from the start.
         accept_loss: continue although secrets, clients' memories or all checkpoints are damaged or missing. The run
             then ends with other parameters, or draws its noise a second time; ``lost`` in its manifest and its result
             names the lost files.
@@ -170,7 +170,7 @@ def _result_of_finished(run: Run, progress: Progress) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _discard_if_refused(run: Run, fresh: bool) -> Iterator[None]:
-    """Context manager: remove a new, locked run if its input turns out to be wrong before the first round."""
+    """Context manager: remove a new, locked run if an input error occurs before its first round."""
     try:
         yield
     except InputError:

@@ -61,19 +61,19 @@ def federate(
 ) -> dict[str, Any]:
     """Train a module over clients whose rows are in memory; afterwards it holds the trained weights.
 
-    Trainable parameters travel (with PEFT the adapter's), and batch norm's running statistics. Data sets are map-style
-    (``len(d)``, ``d[i]``); rows are tuples ``(input, ..., target)``, dicts, or tensors. Random transforms repeat with
-    the seed if they use torch's generator.
+    Messages contain the trainable parameters (with PEFT those of the adapter) and batch norm's running statistics. Data
+    sets are map-style (``len(d)``, ``d[i]``); rows are tuples ``(input, ..., target)``, dicts, or tensors. Random
+    transforms give the same results with the same seed if they use torch's generator.
 
     Args:
         model: a module on the device where it shall run, or a ``transformers.Trainer``, which brings module, loss, data
             collator, ``train_dataset``, ``eval_dataset`` (as ``test``) and the optimiser's arguments.
-        clients: name -> data set. Or ``train`` and ``partition``.
-        train: one data set, assigned to clients by ``partition``.
+        clients: name -> data set; the alternative is ``train`` with ``partition``.
+        train: one data set, whose rows ``partition`` assigns to clients.
         partition: as ``data.partition`` of an experiment, e.g. ``{"name": "dirichlet", "alpha": 0.1, "clients": 10}``.
         test: one data set for all clients, or client -> data set.
-        loss: (output, target) -> scalar mean over the batch, e.g. ``torch.nn.functional.cross_entropy``. Without it and
-            ``objective`` the module returns its loss itself, as transformers' models do.
+        loss: (output, target) -> scalar mean over the batch, e.g. ``torch.nn.functional.cross_entropy``. Without
+            ``loss`` and ``objective`` the module must return its loss itself, as transformers' models do.
         objective: (module, batch) -> scalar, instead of ``loss``; ``collate`` makes the batch.
         logits: (module, batch) -> (b, C), with an ``objective``, to measure accuracy.
         collate: list of rows -> batch [torch's default_collate].
@@ -88,7 +88,7 @@ def federate(
         out: the run directory [``runs/<name>-<time>``]; a run of the same experiment in it continues,
             also with more ``rounds`` than it had.
         run: further keys of ``[run]``, e.g. ``{"workers": 2, "evaluate_every": 5}``.
-        name: of the run.
+        name: name of the run.
         progress: receives the run's events; by default a bar on stderr, ``fedfm.Progress()`` is silent.
 
     Returns:

@@ -1,10 +1,11 @@
 """95 % intervals of the mean of a score over seeds.
 
-Student's t over the seeds, restricted to the values that the score can take. A share of correct rows is also uncertain
-because its test rows are finite: seeds that agree prove no more than that number of rows can. Its interval is therefore
-at least as wide as that of Clopper and Pearson (1934) for the test rows of all seeds together. These are exact for
-independent rows, and too narrow if all seeds have the same test rows, or if a class of few rows counts as much as a
-large one (``balanced_accuracy``, ``macro_f1``).
+The interval is that of Student's t over the seeds, restricted to the values that the score can take.
+
+A share of correct rows is also uncertain because the number of test rows is finite, even if all seeds agree. So its
+interval is at least as wide as that of Clopper and Pearson (1934) for the test rows of all seeds together. The latter
+is exact for independent rows. It is too narrow if all seeds have the same test rows, or if a class of few rows counts
+as much as a large one (``balanced_accuracy``, ``macro_f1``).
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ FIGURES = (*SHARES, *_LEAST)
 
 
 def bounds(key: str, values: Sequence[float], rows: int) -> tuple[float, float] | tuple[None, None]:
-    """95 % interval of the mean of a score; (None, None) for one seed, if equal values determine no width,
-    and if a value is infinite.
+    """95 % interval of the mean of a score.
+
+    (None, None) for one seed, for an infinite value, and for equal values that determine no width.
 
     Args:
         rows: test rows of all seeds together; 0: they are not known.

@@ -140,7 +140,10 @@ def _start(
 def _passes(
     experiment: Experiment, population: Partitioned, memory: Path, name: str, w_0: Params
 ) -> tuple[Callable[[Params], Params], Callable[[Params], Params]]:
-    """(local pass, own model) as functions of w. Each pass counts as one more round, so that it has its own stream."""
+    """(local pass, own model) as functions of w.
+
+    Each pass counts as one more round, so that it has its own random stream.
+    """
     method = experiment.method
     silos = Silos(method, Aggregator(), population, memory=memory, seed=experiment.run.seed)
     count = 0

@@ -92,7 +92,7 @@ def card(
 
 
 def _base_name(model: Model) -> str:
-    """The base's name; of a folder its last part."""
+    """The name of the base; for a folder only the last part of its path."""
     name = model.spec.name
     if is_own(model):
         return type(unwrap(model.module)).__name__

@@ -28,9 +28,9 @@ from fedfm.models.model import Model
 from fedfm.training.update_rules import Rule
 from fedfm.version import __version__
 
-LOCK = "lock"  # in checkpoint/
-KEEP = 2  # checkpoints: the newest, and a fallback
-IN_ADVANCE = 4 << 30  # largest number of bytes of rows that are prepared once; else each epoch prepares its batches
+LOCK = "lock"  # file in checkpoint/
+KEEP = 2  # number of checkpoints: the newest, and one to fall back on
+IN_ADVANCE = 4 << 30  # bytes of prepared rows: if they take more, each epoch prepares its batches again
 
 
 class ModelFolder:

@@ -38,9 +38,9 @@ class Verified:
     """What :func:`verify` found.
 
     Attributes:
-        fingerprint: of the key that signed, as :func:`fingerprint` writes it.
-        signed: time by the signer's clock.
-        trusted: why the key is trusted: ``"pinned"``: it was given; ``"own"``: it is this user's
+        fingerprint: fingerprint of the key that signed, as :func:`fingerprint` writes it.
+        signed: time of the signature by the signer's clock.
+        trusted: why the key is trusted. ``"pinned"``: the caller gave it; ``"own"``: it is this user's
             :func:`default_key`; None: it is not trusted.
         genuine: whether that key signed ``signature.json`` itself.
         pinned_other: whether a different key was given.
@@ -64,7 +64,7 @@ class Verified:
 
     @property
     def key_known(self) -> bool:
-        """Whether the key is the one that was given or, where none was, this user's."""
+        """Whether the key is the one that the caller gave or, if none was given, this user's key."""
         return self.trusted is not None
 
     @property
@@ -131,7 +131,7 @@ def verify(folder: Path, key: Path | None = None) -> Verified:
 
     Args:
         key: PEM file of the public key that must have signed. Without it only this user's :func:`default_key` is
-            known: whoever can change the files can sign them again with their own key.
+            trusted: anybody who can change the files can also sign them again with another key.
 
     Raises:
         InputError: there is no signature, a later release wrote it, or ``key`` is not a public key.
@@ -231,7 +231,7 @@ def _parse(data: bytes) -> tuple[dict[str, Any], str]:
 
 
 def _bytes(text: Any) -> bytes:
-    """The bytes of lower-case hexadecimal digits; none of anything else."""
+    """The bytes that lower-case hexadecimal digits stand for; b"" for any other value."""
     try:
         found = bytes.fromhex(text)
     except (ValueError, TypeError):

@@ -28,7 +28,7 @@ def _study(folder: Path, shared: bool = False) -> Iterator[None]:
     """Context manager: create the folder of several runs and lock it for this process; only its owner can read it.
 
     Args:
-        shared: as ``run.shared``: others can read it, too.
+        shared: whether others can read it, too, as with ``run.shared``.
 
     Raises:
         InputError: it cannot be made, or another process works in it.
@@ -79,7 +79,7 @@ def _run_to_end(experiment: Experiment, folder: Path, progress: Progress) -> dic
 
 
 def seeds_text(result: dict[str, Any]) -> str:
-    """One line a metric."""
+    """One line for each metric."""
     lines = [f"seeds {', '.join(map(str, result['seeds']))}"]
     for key, figure in result["figures"].items():
         line = f"{key:<18} {figure['mean']:.4f}"

@@ -20,7 +20,7 @@ def say(args: Namespace, result: dict[str, Any], text: str | Callable[[], str]) 
     """Print the result as a JSON line or as text; returns the exit code 0.
 
     Args:
-        text: or what makes it, where that takes more than a look at the result.
+        text: the text, or a function that makes it.
     """
     if args.format == "json":
         print(to_json(result, ascii=True), flush=True)

@@ -75,8 +75,10 @@ class Attackers:
         return self.attack.upload(reply, next(sent, None))
 
     def _instead(self, part: Any) -> Any:
-        """The method with the attackers' optimisers, or another part of the run whose attributes contain such a method,
-        e.g. its evaluation: scoring a client's own model may train it.
+        """The method with the attackers' optimisers, in place of ``part``.
+
+        ``part`` may also be another part of the run that has the method as an attribute. An example is the evaluation,
+        because scoring a client's own model may train it.
         """
         # One optimiser object for all attackers: only clients of the same optimiser train as one batch.
         if id(part) not in self._parts:

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LabelShuffle(Attack):
-    """Each attacker permutes the labels of its training rows once. For a language model it permutes the words of each
-    passage, for instructions the answers; of preferences it swaps the two answers of each row, or not. An attacker with
-    rows of one class only is harmless.
+    """Each attacker permutes the labels of its training rows once.
+
+    For a language model it permutes the words of each passage; for instructions it permutes the answers. For
+    preferences it swaps the two answers of a row with probability 1/2. An attacker with rows of one class only is
+    harmless.
     """
 
     intensity: int = setting(

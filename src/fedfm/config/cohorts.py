@@ -24,7 +24,7 @@ def enough(e: ExperimentParts, names: Sequence[str], source: str = "") -> None:
         source: where the names come from, for the message; "": the clients are connected.
 
     Raises:
-        InputError: with the number of clients that is needed, or with the name.
+        InputError: the message names the required number of clients, or the client.
     """
     clients = len(names)
     there = f"{source} has {_silos(clients)}" if source else f"there are {clients} clients"

@@ -228,7 +228,7 @@ class Experiment(ExperimentParts):
     def silos_own_rows(self) -> bool:
         """Whether silos have their own rows, so that no partition assigns any."""
         silos = self.data.clients is not None or self.data.classes is not None or self.run.engine == "folder"
-        # Nodes of a SuperLink without a silo's file share one table; only an experiment that splits it says how.
+        # A SuperLink's nodes without silo files share one table. An experiment that sets a partition splits it.
         return silos or (self.run.superlink is not None and self.data.partition == PartitionSpec())
 
     def to_display(self) -> dict[str, Any]:
@@ -264,7 +264,7 @@ def _check_sections(table: Mapping[str, Any]) -> None:
 
 
 def _readers() -> Iterator[Callable[[Mapping[str, Any]], object]]:
-    """Readers of single tables, for the faults of a file beside those that reading it tells."""
+    """Readers of single tables, for the faults of a file in addition to those that reading it whole reports."""
     from fedfm.config.single_tables import check_alone
 
     yield _check_sections

@@ -1,8 +1,8 @@
 """Reports all faults of a file at once.
 
-The reader of all tables reports the faults of one table together. Each table is also read alone, so that its faults do
-not wait for those of another. What rules between tables refuse is removed, and the rest is read again. A fault of this
-reading counts only if the file has its key, because the others follow from what was removed.
+The reader of all tables stops at the first table with faults, and reports all faults of this table. So each table is
+also read alone. If rules between tables refuse values, these are removed, and the rest is read again. A fault of this
+second reading counts only if the file has its key; other faults may only come from what was removed.
 """
 
 from __future__ import annotations

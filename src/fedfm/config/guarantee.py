@@ -1,4 +1,4 @@
-"""Whose mechanism gives the guarantee of a [privacy] table, and which methods may hide their updates in sums."""
+"""Which mechanism gives the guarantee of a [privacy] table, and which methods may use secure aggregation."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def check_hidden(e: ExperimentParts, method: str) -> None:
     where = f'{key} = "{value}":'
     bare = e.method
     if isinstance(bare, Private) and e.privacy and None not in (e.privacy.target_epsilon, e.privacy.delta):
-        with contextlib.suppress(InputError):  # under [privacy] a method may use a mean where it else asks
+        with contextlib.suppress(InputError):  # under [privacy] a method may use a mean where it asks otherwise
             bare = protect(bare, e.privacy)
     if asks := _readable(bare):
         raise InputError(

@@ -1,4 +1,4 @@
-"""Hints on unknown keys that the other tables of the experiment do not refuse."""
+"""Improve the hints on unknown keys: a hint must not name a key that another table of the experiment rules out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def refuse_hinted(error: InputError, tables: Mapping[str, Any]) -> None:
-    """Raise the error again where it or one of those shown with it has a better hint among the other tables.
+    """Raise the error again if the other tables give a better hint for it, or for an error that is shown with it.
 
     Raises:
         InputError: there is a better hint.
@@ -43,7 +43,7 @@ def _with_hint(error: UnknownKey, tables: Mapping[str, Any]) -> InputError:
     if error.key.startswith("method.") and isinstance(run, Mapping) and run.get("asynchronous"):
         from fedfm.config.asynchronous import not_late
 
-        with contextlib.suppress(InputError):  # a name that is none is refused before its keys
+        with contextlib.suppress(InputError):  # an unknown name is refused before the keys of its table
             if why := not_late(resolve("methods", keys.method), keys.method):
                 return InputError(f"{why}; and {found}", key="run.asynchronous")
     return found

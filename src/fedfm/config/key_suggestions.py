@@ -50,14 +50,14 @@ _SAME = {
     "text_column": ("text",),
 }
 _KIND = ("rule", "method", "type", "kind", "strategy", "algorithm")
-_NAMED = ("aggregation", "attack", "method", "data.partition", "model.adaptation")  # tables whose name says the rest
+_NAMED = ("aggregation", "attack", "method", "data.partition", "model.adaptation")  # tables whose keys depend on a name
 _NAME = "method.local.name"
 _INSTEAD = {  # keys whose value means something else here, and a value
     **dict.fromkeys(("optimizer", "optimiser", "optim", "opt"), (_NAME, "adam")),
     **dict.fromkeys(("gpu", "gpus", "cuda", "use_gpu", "use_cuda"), ("model.device", "cuda")),
     **dict.fromkeys(("clients_per_round", "num_clients_per_round", "min_fit_clients"), ("method.fraction", 0.2)),
 }
-_FEW = 6  # owners of a key in a hint
+_FEW = 6  # largest number of owners of a key that a hint names
 _PLACES = {
     "method.local": ("learning_rate", "epochs", "batch_size", "momentum", "weight_decay", "lambda", "micro_batch"),
     "method": ("rounds", "fraction", "local"),
@@ -75,7 +75,7 @@ class TakenKeys(Protocol):
     method: str
 
     def refusal(self, key: str, **names: str) -> InputError | None:
-        """Why a key ``a.b.c`` would be refused in place of the unknown one; None if it would be accepted.
+        """Why a key ``a.b.c`` would be refused if the user wrote it; None if it would be accepted.
 
         Args:
             names: name of an inner table -> the name to assume for it, as ``local="adam"``.
@@ -85,7 +85,7 @@ class TakenKeys(Protocol):
 class UnknownKey(InputError):
     """A key that its table does not have.
 
-    The message is made when it is asked for: of many such faults a user is shown the first.
+    The message is only made when it is shown, because of many such faults the user sees only the first ones.
 
     Attributes:
         known: the keys that the table has.
@@ -99,7 +99,7 @@ class UnknownKey(InputError):
 
     @cached_property
     def hint(self) -> str:
-        """What was probably meant, as the suffix of the message; "" where nobody knows."""
+        """What was probably meant, as the suffix of the message; "" if there is no good guess."""
         return suggestion(self._key, self.known, self._path)
 
     def __str__(self) -> str:

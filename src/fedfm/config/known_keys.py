@@ -21,7 +21,7 @@ KINDS = {"method": ("methods", ""), "attack": ("attacks", ""), "aggregation": ("
 
 
 class KnownKeys:
-    """The keys that the tables of one experiment take in place of one that is unknown.
+    """The keys that the tables of one experiment take, to suggest one of them for an unknown key.
 
     Args:
         value: the value of the unknown key; "" represents any value that is not a table.
@@ -100,5 +100,5 @@ def _resolve(kind: str, name: str) -> type | None:
     try:
         found: type = resolve(kind, name)
         return found
-    except InputError:  # it is refused before its keys
+    except InputError:  # an unknown name is refused before the keys of its table
         return None

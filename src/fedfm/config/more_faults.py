@@ -1,4 +1,4 @@
-"""The other faults of a file, beside those that one reading has told."""
+"""Find the remaining faults of a file, after one reading has reported some."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def all_of(
     each: Iterable[Callable[[Tables], object]],
     error: InputError,
 ) -> FaultyFile:
-    """All faults of a file of which one reading has told some, a line each, with the file's name.
+    """All faults of a file, one per line with the file's name, after one reading has reported some of them.
 
     Args:
-        each: as of :func:`fedfm.config.faults.read_all`.
-        error: what the reading told.
+        each: as in :func:`fedfm.config.faults.read_all`.
+        error: the error of that reading.
     """
     found = [fault for fault in error.all if fault is error or _is_own(table, fault)]
     for alone in each:
@@ -63,7 +63,10 @@ def _add_others(table: Tables, read: Callable[[Tables], Any], found: list[InputE
 
 
 def _is_own(table: Tables, fault: InputError) -> bool:
-    """Whether the file has the key of the fault, or should have it: a default may follow from a wrong value."""
+    """Whether the file has the key of the fault, or should have it.
+
+    Other faults do not count: they may be about defaults that follow from a wrong value.
+    """
     return not fault.key or isinstance(fault, Absent) or _owner(table, fault) is not None
 
 
@@ -74,7 +77,7 @@ def _take_out(table: Tables, faults: Iterable[InputError]) -> bool:
         if (place := _owner(table, fault)) is None:
             continue
         owner, key, path = place
-        if key == "name" and len(path) > 1:  # it decides which other keys its table takes
+        if key == "name" and len(path) > 1:  # the name decides which other keys its table takes
             owner, key, path = _inner(table, path[:-2]), path[-2], path[:-1]
         if len(path) == 1 and path[0] in ("data", "model", "method") and isinstance(owner[key], Mapping):
             continue
@@ -85,7 +88,7 @@ def _take_out(table: Tables, faults: Iterable[InputError]) -> bool:
 
 def _owner(table: Tables, fault: InputError) -> tuple[MutableMapping[str, Any], str, list[str]] | None:
     """(table, key, path) of the value at fault; None if the file has no such key."""
-    path = fault.key.partition("[")[0].split(".")  # of an entry of a list the list
+    path = fault.key.partition("[")[0].split(".")  # for an entry of a list, the path of the list
     try:
         owner = _inner(table, path[:-1])
     except (KeyError, TypeError):

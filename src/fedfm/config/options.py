@@ -1,4 +1,4 @@
-"""Rules of keys that few experiments set: coded transport, rows and model of one function, changed pictures."""
+"""Rules on keys that few experiments set: coded transport, rows and model from a user's function, augmentation."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def check_transport(e: ExperimentParts, method: str) -> None:
 
 
 def check_own_code(e: ExperimentParts, method: str) -> None:
-    """Refuse keys beside rows and a model that one function brings.
+    """Refuse keys that make no sense if a user's function provides rows and model.
 
     Raises:
-        InputError: for the first one.
+        InputError: for the first such key.
     """
     if e.data.name != e.model.name:
         raise InputError(
@@ -96,10 +96,10 @@ def check_own_code(e: ExperimentParts, method: str) -> None:
 
 
 def check_augmented(e: ExperimentParts, method: str) -> None:
-    """Refuse ``data.augment`` where no training would see changed pictures, or DP-SGD would.
+    """Refuse ``data.augment`` if no training would see the changed images, or if clients train by DP-SGD.
 
     Raises:
-        InputError: with the reason.
+        InputError: it does not work here; the message gives the reason.
     """
     adaptation = e.model.adaptation
     if e.in_memory:

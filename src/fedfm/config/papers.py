@@ -1,4 +1,4 @@
-"""Defaults of a method that differ from its paper's, for `fedfm show` and the reference."""
+"""A method's defaults that differ from those of its paper, for `fedfm show` and the reference."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _BASES = {
     "attacks": "fedfm.attacks.attack:Attack",
     "aggregation": "fedfm.aggregation.base:Aggregator",
 }
-_HELD = {"optimisers": "fedfm.training:BY_NAME"}  # kinds that are a dict of places of classes, not a folder
+_HELD = {"optimisers": "fedfm.training:BY_NAME"}  # kinds whose classes a dict lists, instead of a folder
 _TABLES = {"method": "methods", "attack": "attacks", "aggregation": "aggregation"}  # table of an experiment -> kind
 _admitted: dict[tuple[str, str], type] = {}  # (kind, name) -> class
 _WINGS = {  # what wings add to a kind: files, or folders that contain only files of this kind

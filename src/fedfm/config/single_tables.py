@@ -1,4 +1,4 @@
-"""One table of an experiment alone, whatever the others say."""
+"""Check one table of an experiment without the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedfm.privacy.spec import check as check_privacy
 
 
 def check_alone(section: str, tables: Mapping[str, Any]) -> None:
-    """Refuse what is wrong in one table of an experiment by itself."""
+    """Refuse values of one table that are wrong whatever the other tables contain."""
     table = tables.get(section)
     if not isinstance(table, Mapping):
         return

@@ -103,7 +103,7 @@ def build(cls: type, table: Any, path: str) -> Any:
         if key not in table and needs_value(of):
             allowed = bounds_of(of).words_for(hints[of.name])
             faults.add(Absent(f"{at}{key} is missing: expected {allowed}", key=f"{at}{key}", allowed=allowed))
-    if faults.found:  # also the other checks of the instance, which is not made
+    if faults.found:  # no instance is made, so run its other checks here
         for fault in _of_fields(known, table, found, hints, at):
             faults.add(fault)
     faults.refuse()
@@ -111,7 +111,7 @@ def build(cls: type, table: Any, path: str) -> Any:
 
 
 def own_default(field: Field[Any]) -> Local | None:
-    """The method's own client optimiser, whose keys a table without a name has; None if the field has none."""
+    """The method's own client optimiser, to which a table without a name belongs; None if the field has none."""
     default: Any = field.default
     own = isinstance(default, Local) and (type(default) is SGD or not isinstance(default, SGD))
     return default if isinstance(default, Local) and own else None

@@ -245,6 +245,7 @@ class HiddenModel(ABC):
 
     def fidelity(self, visible: ClientData, clear: Callable[[str], Rows]) -> dict[str, float]:
         """The distance of a client's rows from those that the server's model computes in the clear, for ``details``.
+
         Caller: the local engine, because only there one process has both.
 
         Args:
