@@ -69,7 +69,7 @@ def parse_hello(
     """(name, reason not to take part or None) from the answer to a hello.
 
     Args:
-        identity: of the server's model; None: any model will do.
+        identity: fingerprint of the server's model; None: any model is accepted.
         expected: the experiment's names of clients; other names must have the form of a silo's name.
 
     Raises:

@@ -155,7 +155,7 @@ def is_locked(path: Path) -> bool:
 def main() -> None:
     """``PARENT COMMAND...``: replace this process by COMMAND, which ends with PARENT.
 
-    It is a program, since code between fork and exec is unsafe if the parent has threads.
+    It is a program of its own, because running code between fork and exec is unsafe if the parent has threads.
     """
     parent, command = int(sys.argv[1]), sys.argv[2:]
     os.umask(0o077)

@@ -1,4 +1,4 @@
-"""The clients of a run that files list before anybody connects: a kit's silos, or a roster."""
+"""Find the names of a run's clients before they connect, if a kit, a roster or the data list them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedfm.errors import InputError
 
 
 def known_clients(experiment: Experiment) -> tuple[list[str], str] | None:
-    """(names, their source), or None if only the clients' own hellos tell them.
+    """(names, their source), or None if only the clients' hellos will name them.
 
     Raises:
         InputError: the file or the kit cannot be read.

@@ -17,7 +17,7 @@ from fedfm.version import __version__
 
 # Keys of [run] about the server's own machine.
 _ON_THE_SERVER: dict[str, Any] = dict.fromkeys(("superlink", "root_certificates", "folder", "roster", "identity"))
-_FIXED = frozenset(("run.engine", "run.wire", "run.workers"))  # settings of the machines, which no run changes
+_FIXED = frozenset(("run.engine", "run.wire", "run.workers"))  # settings of machines, which ``flwr run`` cannot change
 _DEMO = {
     "data": {"name": "digits", "partition": {"name": "dirichlet", "alpha": 0.3, "clients": 5}},
     "model": {"name": "nano-vit", "adaptation": {"name": "lora", "rank": 4}},
@@ -67,7 +67,8 @@ def write_app(
         run: name of the run directory, which is resumed if it exists; "": a new one per Flower run.
         key: name of this run's folder at the clients.
         settable: ``flwr run --run-config`` may change single settings.
-        loopback: the nodes are processes of the command that submits the run, so an ended node does not come back.
+        loopback: whether the nodes are processes of the command that submits the run, so that an ended node does not
+            come back.
     """
     name = re.sub(r"[^a-z0-9]+", "-", experiment.name.lower()).strip("-") or "experiment"
     app = f"fedfm-{name}"[:32].strip("-")  # the longest name that Flower accepts

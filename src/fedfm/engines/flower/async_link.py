@@ -37,7 +37,7 @@ class FlowerStream(FlowerLink):
 
     def __init__(self, grid: Grid, *, outstanding: PendingRequests, **settings: Any) -> None:
         self._in_flight: dict[str, tuple[InFlight, float]] = {}  # with the deadline
-        self._ready: list[Reply] = []  # a pulled reply exists only here, and the caller may stop
+        self._ready: list[Reply] = []  # pulled replies, which the SuperLink no longer has; the caller may stop
         self._outstanding = outstanding
         self._restored: dict[ClientId, tuple[int, int]] = {}
         self._unmet: dict[str, tuple[InFlight, ClientId]] = {}  # hellos whose replies are no longer awaited
@@ -60,11 +60,11 @@ class FlowerStream(FlowerLink):
         self._restored = dict(awaited)
 
     def stream(self, requests: Sequence[Request], again: Callable[[ClientId], Request]) -> Iterator[Reply]:
-        """Deliver; yield replies to these and to earlier requests of this kind as they arrive, while any is awaited.
+        """Deliver requests; yield replies to these and to earlier requests of this kind, as they arrive.
 
-        Each client yields one reply per call. If its reply is to an older request than ``again(name)``, it gets that
-        request while others are awaited; the new reply belongs to the next call. A client that is absent, dies or is
-        late gets a fault, and can get another request.
+        It yields one reply per client, until no request is in flight. A client whose reply answers an older request
+        than ``again(name)`` gets that request while others are in flight; the new reply belongs to the next call. A
+        client that is absent, dies or is late gets a fault, and can get another request.
         """
         if self._stop():
             raise Interrupted
@@ -165,8 +165,8 @@ class FlowerStream(FlowerLink):
     def _sent_before(self, request: Request) -> SentRequest | None:
         """The request that an earlier process sent for this one, or None.
 
-        For a client that was awaited at the last commit it is the request of that time. For other clients it is the
-        same request, from a round that was not completed.
+        For a client whose reply was missing at the last commit, it is the request of that time. For other clients it is
+        the same request, sent in a round that was not completed.
         """
         at = self._restored.pop(request.client, None)
         sent = [one for one in self._outstanding.last_requests(request.client) if one.handler == request.handler]

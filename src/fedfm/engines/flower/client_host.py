@@ -165,7 +165,7 @@ class ClientHost:
         """Answer one message, given as head and data, by a reply's head and data. Errors become replies."""
         round = call = 0
         name = str(client)
-        unsettled: Question | None = None  # a failure on it counts as an answer in the ledger, since rows were read
+        unsettled: Question | None = None  # if it fails, the ledger counts an answer, because rows were read
         try:
             known: Silos | None = self.__dict__.get("silos")  # None if loading was refused
             message = payload.decode(head, data, None, most=None if known is None else known.room)
@@ -240,7 +240,7 @@ class ClientHost:
         """
         if self._answers is None or not handler.startswith("train."):
             return None
-        _ = self.silos  # a missing agreement is reported before an error in the experiment
+        _ = self.silos  # raises if the silo has not agreed, which is to be reported before an error in the experiment
         return self._answers if self.experiment.run.asynchronous is not None else None
 
     def _telling(self, head: str) -> str:

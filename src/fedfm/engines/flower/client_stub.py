@@ -32,9 +32,9 @@ _HEADER = struct.Struct("<III Q")  # lengths of client, handler, head and data
 _LIMIT = 1 << 30  # largest value of each of the first three
 _PATH = 100  # longest address of a socket, in bytes
 _START = 120.0  # seconds for a worker to start listening
-_TRIES = 3  # starts of a worker that ends before it listens
+_TRIES = 3  # number of attempts to start a worker that ends before it listens
 _FLOWER = "flower.json"  # in a run's folder: Flower's ids of node and run
-END = "worker.end"  # in place of a handler: the worker ends
+END = "worker.end"  # sent in place of a handler's name: the worker ends
 DISK = "the client cannot write its records, and nothing leaves without them; its own log names the place"
 RUNS = "runs"  # folder of all runs in a silo's own folder: keys chosen by a server cannot reach the silo's own files
 NO_SILO = "this node has no silo.toml: a SuperNode is started with --node-config 'silo=\"/path/to/silo.toml\"'"
@@ -69,10 +69,10 @@ def silo_folder(folder: Path) -> Path:
 
 
 def prepare(folder: Path, config: Mapping[str, Any], node: Mapping[str, Any]) -> None:
-    """Write ``site.json``, the worker's configuration, if it is absent: a run's first experiment stays the run's.
+    """Write ``site.json``, the worker's configuration, if it is absent: later messages cannot change the experiment.
 
-    A deployment on loopback writes it for its own clients. A node that gets a server's messages writes it only for a
-    silo with its own file, which limits what experiments may read.
+    A deployment on loopback writes it for its own clients. A node that receives messages of a server writes it only
+    for a silo with its own file, because this file limits what experiments may read.
 
     Raises:
         ClientFault: there is no experiment, or it is too long.
@@ -194,7 +194,7 @@ def call(folder: Path, client: Any, handler: str, head: str, data: bytes) -> tup
             if (answer := receive(link)) is not None:
                 return answer[2], answer[3]
         deadline = time.monotonic() + 5
-        while running(folder) and time.monotonic() < deadline:  # its socket may accept connections until it has ended
+        while running(folder) and time.monotonic() < deadline:  # until it has ended, its socket may accept connections
             time.sleep(0.01)
     raise ClientFault(
         E_DIED, f"the client's worker ended during the message, and so did a second one: {_ending(folder)}"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fedfm.engines.flower import client_host
 
 IDLE = 900.0  # seconds without a message; FEDFM_WORKER_IDLE overrides it
-ENDED = 30.0  # the same after the last round's message, if the host occupies an accelerator that others may need
+ENDED = 30.0  # the same after the last round's message, if the host occupies an accelerator, which others may need
 
 
 def main() -> None:
@@ -94,7 +94,7 @@ def _places(folder: Path, count: int) -> list[str | None]:
 
 
 def _spawn(posts: list[_Post], places: list[str | None]) -> None:
-    """Start a program for each post, and wait until all have ended."""
+    """Start a worker program for each post, and wait until all have ended."""
     started = []
     for post, place in zip(posts, places, strict=True):
         post.leave()

@@ -1,8 +1,8 @@
 """The deployment engine: SuperLink and SuperNodes over TLS with node authentication.
 
-Without ``run.superlink`` this process starts all of them on loopback, with new keys, and ends them with the run. With
-it, the run is submitted to an existing SuperLink. In both cases Flower starts the ServerApp, which writes the run
-directory, and this process watches that directory.
+Without ``run.superlink`` this process starts SuperLink and SuperNodes on loopback, with new keys, and ends them with
+the run. With it, the run is submitted to an existing SuperLink. In both cases Flower starts the ServerApp, which writes
+the run directory, and this process watches that directory.
 """
 
 from __future__ import annotations
@@ -251,8 +251,8 @@ class _Watch:
     def _status(self, run_id: int) -> tuple[str, str]:
         """The run's status at the SuperLink; ("", "") while the connection is down, up to a limit.
 
-        On a busy machine a request can meet a connection that the SuperLink closes. That one of ours has ended is found
-        by :meth:`Fleet.check`.
+        On a busy machine a request may fail because the SuperLink closes the connection, so one failure means nothing.
+        :meth:`Fleet.check` notices if a SuperLink that this process started has ended.
         """
         self._asked = time.monotonic()
         try:

@@ -22,9 +22,9 @@ class Kit:
     Attributes:
         name: the silo's name, or "server".
         server: host:port at which silos reach the server.
-        port: of this kit's own process: the SuperLink, or the SuperNode on loopback.
+        port: port of this kit's own process, which is the SuperLink, or the SuperNode on loopback.
         loopback: whether the complete federation is on one machine.
-        proxy: the server's process listens on loopback only.
+        proxy: whether the server's process only listens on loopback, behind a proxy.
         folder: the kit's folder.
     """
 

@@ -45,14 +45,14 @@ class FlowerLink:
         timeout: seconds that one client may take.
         gather: seconds for the nodes to connect; None: as ``timeout``.
         expected: names of the expected clients; silos with their own rows have other names.
-        identity: the server's model's; a client with another model is left out.
-        most: bytes of a reply, from :func:`fedfm.core.wire.limits.room`.
-        spare: the Grid is a SuperLink's: cached parameters cross as their hash, and nodes have names.
+        identity: fingerprint of the server's model; a client with another model is left out.
+        most: largest number of bytes of a reply, from :func:`fedfm.core.wire.limits.room`.
+        spare: whether the Grid is a SuperLink's: then cached parameters cross as their hash, and nodes have names.
         greeting: payload of the hello message to every client.
         slots: number of clients that run at the same time (0: all); the time limit grows with the queue.
-        returns: nodes may reconnect within the time limit, and then get the request again.
+        returns: whether nodes may reconnect within the time limit; they then get the request again.
         answered: replies of an incomplete round; their requests are not repeated.
-        waits: called at intervals with the nodes that have a request, by name, and the awaited names.
+        waits: called at intervals with the nodes that have a request, by name, and with the names of missing clients.
         min_clients: smallest number of clients for a run.
         known: clients that took part before a stop: the run continues when they are connected, or after ``gather``.
         stop: called while waiting; True raises :class:`Interrupted`.
@@ -60,8 +60,8 @@ class FlowerLink:
         notice: called for every node that does not take part.
 
     Attributes:
-        hellos: the crossings of the hello messages.
-        kept: whether clients cache their replies to training, by the names of the requests.
+        hellos: the transcript's entries of the hello messages.
+        kept: whether clients cache their replies to training requests, under the names of the requests.
 
     Raises:
         RunError: fewer than ``min_clients`` can take part in time.

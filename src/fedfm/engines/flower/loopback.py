@@ -59,7 +59,7 @@ def loopback(
         silos: further nodes, each with a silo's own file.
 
     Raises:
-        RunError: a process did not start; with the last lines of its log.
+        RunError: a process did not start; the message has the last lines of its log.
     """
     _needs("flower-superlink", "flower-superexec", "flower-supernode", "flwr-serverapp", "flwr-clientapp")
     shutil.rmtree(folder / "home", ignore_errors=True)
@@ -215,7 +215,7 @@ def _listens(port: int) -> bool:
 
 
 def _until(ready: Callable[[], bool], children: Children, stop: Callable[[], bool], what: str) -> None:
-    """Wait until ``ready()``; a process that ends before is reported with the last lines of its log."""
+    """Wait until ``ready()``. If a process ends before, raise an error with the last lines of its log."""
     deadline = time.monotonic() + _START
     while not ready():
         for name, how in children.reap():

@@ -17,15 +17,15 @@ class Members:
     Args:
         registry: names under which the nodes' keys are registered.
         expected: names of the expected clients; silos with their own rows have other names.
-        identity: the server's model's; a client with another model is left out.
+        identity: fingerprint of the server's model; a client with another model is left out.
         known: clients that took part before a stop.
         notice: called for every node that does not take part.
 
     Attributes:
-        nodes: of the clients that take part, by name.
+        nodes: name -> node, for the clients that take part.
         barred: clients that may not take part, with the reason.
-        absent: the same, and nodes that are not clients.
-        own_data: the silos have their own rows and not a part of the server's table.
+        absent: the clients of ``barred`` and all nodes that are not clients, with the reason.
+        own_data: whether the silos have their own rows and not a part of the server's table.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Members:
 
     @property
     def missing_again(self) -> list[ClientId]:
-        """Of the clients from before a stop, those whose node has not answered a hello."""
+        """Clients that took part before a stop, and whose node has not answered a hello since."""
         return self._away(self._before)
 
     def _away(self, clients: Collection[ClientId]) -> list[ClientId]:

@@ -1,7 +1,7 @@
-"""End a simulation's processes if the process that started them is killed; Ray's would stay for minutes.
+"""End a simulation's processes if the process that started them is killed; otherwise Ray's would stay for minutes.
 
-``python -m fedfm.engines.flower.orphan_cleanup FOLDER``: all processes to end have FOLDER in their environment. The end
-of standard input means that the starting process was killed; a byte on it means that nothing is left to do.
+``python -m fedfm.engines.flower.orphan_cleanup FOLDER`` ends all processes that have FOLDER in their environment. It
+waits on standard input: a byte means that nothing is left to do, its end means that the starting process was killed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-_PATIENCE = 10.0  # seconds in which a starting process becomes visible
+_PATIENCE = 10.0  # seconds in which a process that has just started appears in the list of processes
 
 
 @contextlib.contextmanager

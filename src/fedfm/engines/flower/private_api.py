@@ -1,6 +1,7 @@
 """All uses of Flower's and Ray's private API, except those of Flower's programs (:mod:`.private_programs`).
 
-Each use has a check in ``tests/engines/test_private_api.py``, which names the function here that a new Flower breaks.
+Each use has a check in ``tests/engines/test_private_api.py``. If a new version of Flower breaks a use, the check names
+the function in this module.
 The module imports torch and Flower only when they are needed.
 """
 
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 TESTED = ("1.41.", "1.42.")  # prefixes of the versions of Flower that pass the tests
 SUPERLINK = 1  # node id with which the SuperLink replies for unavailable nodes
-_PUSHES = 5  # attempts; all fail only if the SuperLink is killed during each of them
-QUICK_EXECUTOR = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}  # environment; seconds, by default 1
+_PUSHES = 5  # attempts to push a message; they all fail only if the SuperLink is killed during each of them
+QUICK_EXECUTOR = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}  # environment of executors: seconds, by default 1
 
 
 def round_trip(record: Any) -> Any:
@@ -147,8 +148,8 @@ def is_simulated(grid: Any) -> bool:
 def push(grid: Any, messages: Sequence[Any]) -> set[str]:
     """Push messages; returns the ids of those that the SuperLink accepted.
 
-    A SuperLink that was killed may have stored a part of a message without a confirmation, and refuses that part later.
-    It accepts the complete message again, and stores a message of one id once.
+    A SuperLink that is killed may have stored a part of a message without confirming it. Afterwards it refuses this
+    part alone, but accepts the complete message. It stores only one message for each id.
     """
     for _ in range(_PUSHES - 1):
         with contextlib.suppress(push_error()):
@@ -212,7 +213,7 @@ def build(app: Path) -> bytes:
     return bytes(build_fab_from_disk(app))
 
 
-OPERATOR = "operator.secret"  # next to an authority's certificate: whoever has it is the operator
+OPERATOR = "operator.secret"  # file next to an authority's certificate; it gives the operator's rights
 
 
 class _Bearer:

@@ -27,7 +27,7 @@ class Registry:
     """Names by node.
 
     Args:
-        tells: whether the Grid knows the names, as a SuperLink's does.
+        tells: whether the Grid knows the names; a SuperLink's Grid does.
     """
 
     def __init__(self, grid: Grid, tells: bool) -> None:
@@ -48,7 +48,7 @@ class Registry:
         return [node for node in asked if node in self._names or not self._tells]
 
     def name(self, node: int) -> ClientId | None:
-        """The name under which a node's key is registered; None if without one."""
+        """The name under which a node's key is registered; None if it has none."""
         return self._names.get(node) or None
 
     def display_name(self, node: int) -> str:

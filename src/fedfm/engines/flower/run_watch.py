@@ -1,7 +1,7 @@
-"""End a silo's workers after their run, since each has a model and the rows in memory.
+"""End a silo's workers after their run, because each has a model and rows in memory.
 
-A SuperLink does not notify its nodes when a run ends, so the silo asks. A busy worker finishes its reply first, because
-a run that is submitted again may use it. The next message starts a worker again.
+A SuperLink does not notify its nodes when a run ends, so the silo asks it. A busy worker finishes its reply first,
+because the reply may still be used if the run is submitted again. The next message starts a new worker.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from fedfm.engines.flower import client_stub
 
 _PAUSE = 10.0  # seconds between two looks
-AWAY = 120.0  # seconds; after such a time without a server workers end
+AWAY = 120.0  # seconds without a server, after which workers end
 
 
 class RunWatch:

@@ -46,9 +46,9 @@ from fedfm.runtime.run_manifest import describe
 from fedfm.runtime.server import Server
 
 OUTCOME = "private/outcome.json"  # an error of the ServerApp, for the process that waits for the run
-SERVER_ONLY = "server-only"  # next to the runs: values that the method withholds from clients, and so from the bundle
+SERVER_ONLY = "server-only"  # file next to the runs: values that clients, and so the bundle, must not have
 WAITING = "private/waiting.json"  # the silos that the ServerApp waits for, for the process that waits for the run
-LOCK = "private/server.lock"  # locked while a ServerApp writes the run; its process and its run at the SuperLink
+LOCK = "private/server.lock"  # locked while a ServerApp writes the run; names its process and its run at the SuperLink
 
 
 class ProgressLines(Progress):
@@ -150,7 +150,7 @@ class _WaitingFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self._written = path, dict[str, Any]()
-        self._nodes = dict[str, int]()  # of clients before a stop
+        self._nodes = dict[str, int]()  # nodes of clients that took part before a stop
         with contextlib.suppress(OSError, ValueError):
             self._nodes |= json.loads(path.read_text(encoding="utf-8"))["asked"]
 

@@ -18,7 +18,7 @@ from fedfm.errors import first_line
 AHEAD, BEHIND = 5.0, 305.0
 _GRAIN = 1.0  # seconds: resolution of the server's reported time
 _WAIT = 5.0  # seconds for the server's answer
-_PAUSES = (2.0, 10.0, 30.0)  # seconds between two looks: the first, and the longest without and with a server
+_PAUSES = (2.0, 10.0, 30.0)  # seconds between two checks: at first, at most without a server, at most with one
 _NOT_YET, _ENDED, _SIGNER, _NAMES = {9}, {10}, {2, 7, 18, 19, 20, 21}, {62, 64}  # OpenSSL's X509_V_ERR_*
 
 
@@ -28,7 +28,7 @@ class Reachability:
 
     Attributes:
         problem: why nodes cannot connect, and what would help; "" if they can.
-        passing: the problem may pass by itself, e.g. the server is not started yet.
+        passing: whether the problem may disappear by itself, e.g. because the server is not started yet.
         ahead: seconds by which this machine's clock is ahead of the server's; None if the server reports no time.
     """
 
@@ -128,7 +128,7 @@ class Lookout:
         return self.clear or self._passing
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         self._end.set()
 
     def _watch(self) -> None:

@@ -57,7 +57,8 @@ class Content:
     """The encrypted content of a letter.
 
     Attributes:
-        front: for a request ``handler`` and ``experiment``; for a reply ``request``, the digest of its request.
+        front: entries before the message. A request has ``handler`` and ``experiment``; a reply has ``request``, the
+            digest of its request.
         head, data: the message's parts, see :mod:`fedfm.core.wire.payload`.
     """
 
@@ -89,7 +90,7 @@ def shared_key(private: bytes, public: bytes) -> bytes:
 
 
 def seal(key: bytes, header: Header, content: Content) -> list[bytes]:
-    """The pieces of a letter's file; ``header.size`` is set here."""
+    """The pieces of a letter's file, sealed; they contain the header with its ``size`` filled in."""
     front, head = json.dumps(content.front).encode(), content.head.encode()
     plain = b"".join((_PARTS.pack(len(front), len(head)), front, head, content.data))
     outside = json.dumps({**vars(header), "size": len(plain)}, separators=(",", ":")).encode()

@@ -24,8 +24,8 @@ from fedfm.privacy.exposure import HELLO
 _POLL = (0.05, 2.0)  # seconds between two looks into the folder: first and longest
 _QUIET = 5.0  # seconds of waiting before the operator gets a line
 _AGAIN = 600.0  # seconds after which the operator gets the same line again
-_AROUND = MAX_HEAD * 4 + (1 << 16)  # bytes of a letter's content without its data: the head in UTF-8, and the front
-_NAMED = 10  # silos in a notice
+_AROUND = MAX_HEAD * 4 + (1 << 16)  # most bytes of a letter's content without its data: the head in UTF-8, the front
+_NAMED = 10  # number of silos that a notice names
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Post:
 
 @dataclass
 class _Open:
-    """A request without an answer yet."""
+    """A request that has no reply yet."""
 
     request: Request
     digest: str
@@ -58,12 +58,12 @@ class FolderLink:
     or answers another request. So a person who can write to the folder cannot exclude a silo.
 
     Args:
-        posts: by the silo's name.
+        posts: name of a silo -> its :class:`Post`.
         run: key of the run.
         experiment: text of the experiment for the silos.
         patience: seconds that a silo may take; infinite: the run waits until it is stopped.
-        identity: of the server's model; a silo with another model takes no part.
-        most: bytes of a reply, from :func:`fedfm.core.wire.limits.room`.
+        identity: fingerprint of the server's model; a silo with another model takes no part.
+        most: largest number of bytes of a reply, from :func:`fedfm.core.wire.limits.room`.
         greeting: payload of the hello message.
         min_clients: smallest number of silos for a run.
         stop: called while waiting; True raises :class:`Interrupted`.

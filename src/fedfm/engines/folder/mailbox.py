@@ -51,7 +51,7 @@ class Mailbox:
         return self.path / f"{safe_name(run)}-{number:08d}{SUFFIX}"
 
     def put(self, run: str, number: int, content: Content) -> bool:
-        """Write a letter; returns False if the folder is absent or full, and it must be put again.
+        """Write a letter; returns False if the folder is absent or full, so that the caller must try again.
 
         Raises:
             RunError: the subfolder is a link, which other users of the folder could redirect.

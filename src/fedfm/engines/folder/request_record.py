@@ -25,9 +25,9 @@ class RequestRecord:
         begun: whether the silo was asked before, so that a record must exist.
 
     Attributes:
-        number: of the newest request; a silo answers no older one.
-        digest: of the newest request; "": it ended with a fault, and would be asked again.
-        since: when it was first asked, in seconds since 1970.
+        number: number of the newest request; a silo answers no older one.
+        digest: digest of the newest request; "": it ended with a fault, so the same request would get a new number.
+        since: when the newest request was first made, in seconds since 1970.
 
     Raises:
         InputError: the record is damaged or missing; a silo answers each number once.

@@ -1,8 +1,8 @@
 """The local engine: all clients on this machine, without network sockets or start-up cost.
 
-With one worker the clients run in this process, and tensors are passed by reference. With more, they run in forked
-worker processes that share the model and the data with this one, or, on GPUs, in spawned ones that load their own. The
-results do not depend on the number of workers.
+With one worker the clients run in this process, and tensors are passed by reference. With several workers they run in
+forked processes, which share the model and the data with this one. On GPUs the workers are spawned processes, which
+load model and data themselves. The results do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class LocalLink:
         """
         if self._pool is None:
             return {}
-        self._judged += 1  # gives a round number below all others, so that workers recognise the payload as new
+        self._judged += 1  # makes a new round number below all others, so that workers recognise a new payload
         pieces = self._silos.population.pieces  # type: ignore[attr-defined]
         payload = {"w": w}  # one object, so that it is encoded once
         requests = [Request(name, JUDGE, payload, -1 - self._judged, 0) for name in pieces]

@@ -1,8 +1,8 @@
 """Anonymous memory files shared by processes of one machine: payloads for all workers, and each worker's replies.
 
-A control message carries the file's descriptor, and tensors are views of the file. Payloads are mapped copy-on-write.
-A worker's replies go to a few files that stay mapped on both sides, since writing to new pages takes ten times as long
-as to old ones. A file belongs to the server until none of its tensors is left.
+A control message has the file's descriptor, and tensors are views of the file. Payloads are mapped copy-on-write. A
+worker writes its replies to a few files that stay mapped on both sides, because writing to new pages takes ten times as
+long. While the server uses a tensor in a file of replies, the worker does not write to this file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedfm.core.wire import payload
 from fedfm.core.wire.envelope import envelope_size
 
 _BOX = 1 << 23  # largest number of bytes of replies for which a worker keeps a file
-_BOXES = 6  # files of a worker's replies: a mean holds up to three, one is read, one may be full, one is written
+_BOXES = 6  # files of a worker's replies: a mean uses up to three, one is read, one may be full, one is written
 _LINE = 64  # data begin at a multiple of this, so that tensors can be views
 
 

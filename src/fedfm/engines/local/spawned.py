@@ -22,7 +22,8 @@ class Spawned(NamedTuple):
     """A started worker.
 
     Attributes:
-        socket: our end; its first message is a text: empty once the worker is ready, else why it is not.
+        socket: our end of the socket pair. The first message is a text: empty if the worker is ready, else the reason
+            why it is not.
     """
 
     pid: int

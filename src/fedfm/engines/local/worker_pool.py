@@ -75,7 +75,7 @@ class _Exchange:
     stop: Callable[[], bool]
     places: dict[ClientId, int]  # client -> slot of its worker
     help: bool  # whether idle workers take others' chunks
-    suspects: set[ClientId] = field(default_factory=set)  # clients whose single request was running when a worker died
+    suspects: set[ClientId] = field(default_factory=set)  # clients whose request ran alone when a worker died
 
 
 _ours: WeakSet[socket.socket] = WeakSet()  # server ends of all workers' sockets in this process
@@ -147,11 +147,11 @@ class Pool:
             now.payloads.close()
 
     def _chunks(self, requests: Sequence[Request], width: int, places: dict[ClientId, int]) -> list[list[Request]]:
-        """Requests in chunks of at most ``width``, each for one place; large chunks first.
+        """Divide requests into chunks of at most ``width``, each for one place; large chunks come first.
 
-        A place's chunks get smaller, down to ``silos.least``, so that all workers end together while replies are read.
-        A rest of less than half of that joins the chunk before. A client without a place gets the place with the fewest
-        clients.
+        The chunks of a place get smaller, down to ``silos.least``, so that all workers end at about the same time. A
+        last chunk of less than half of ``silos.least`` joins the chunk before it. A client without a place gets the
+        place with the fewest clients.
         """
         groups: list[list[Request]] = [[] for _ in self._workers]
         new: list[Request] = []
@@ -174,8 +174,10 @@ class Pool:
         return sorted(chunks, key=lambda chunk: (-len(chunk), chunk[0].client))
 
     def _feed(self, slot: int, selector: selectors.BaseSelector, now: _Exchange, helps: bool) -> None:
-        """Send the slot's worker its next chunk, or as much of it as fits into one control message; a fast worker gets
-        two. With ``helps`` an idle worker gets another worker's chunk, whose clients keep their place.
+        """Send the slot's worker its next chunk, or the part of it that fits into one control message.
+
+        A fast worker gets two chunks. With ``helps`` an idle worker gets a chunk of another worker; the clients of this
+        chunk keep their place.
         """
         while len(self._workers[slot].chunks) < 1 + (self._workers[slot].pace < _QUICK) and not now.stop():
             mine = (i for i, chunk in enumerate(now.waiting) if now.places[chunk[0].client] == slot)
@@ -189,7 +191,7 @@ class Pool:
                 self._replace(slot, selector)  # it ended while idle: no client is at fault
 
     def _deliver(self, slot: int, chunk: list[Request], now: _Exchange) -> bool:
-        """Send the chunk; the part that does not fit, or all of it if the worker has ended (False), waits again."""
+        """Send the chunk; returns False if the worker has ended. Requests that were not sent wait again."""
         worker, payloads = self._workers[slot], now.payloads
         fds: list[int] = []
         texts: list[str] = []
@@ -237,8 +239,10 @@ class Pool:
     def _replace_lost(
         self, slot: int, selector: selectors.BaseSelector, now: _Exchange, timeout: float | None
     ) -> Iterator[Reply]:
-        """Replace a worker that died or exceeded its time. Its clients are asked again one at a time, so that one
-        cannot affect others. A client is at fault if it exceeds its time, or if two workers died while running only it.
+        """Replace a worker that died or exceeded its time.
+
+        Its clients are asked again one at a time, so that one cannot affect others. A client is at fault if it exceeds
+        its time, or if two workers died while they ran only this client.
         """
         worker = self._workers[slot]
         if timeout is not None:
@@ -291,7 +295,7 @@ class Pool:
         status = 1
         try:
             ours.close()
-            for inherited in list(_ours):  # of all pools: an open copy would hide from a sibling that its socket closed
+            for inherited in list(_ours):  # of all pools: with an open copy, another worker would not notice the close
                 inherited.close()
             die_with(parent)  # an orphan could write memories during a resumed run
             buffers.keep_freed()

@@ -5,7 +5,7 @@ former ServerApp did not pull, and rejects later ones. In buffered asynchronous 
 rounds. So a client host caches its last reply, and the server can ask for it by name: the SHA-256 of the request as
 sent. A host without that reply answers with E_HELD, and gets the request again.
 
-It is only for replies that the server has not pulled. Pulled ones are on its own disk
+The cache is only for replies that the server has not pulled. Pulled replies are on the server's own disk
 (:mod:`fedfm.engines.flower.recovery.pending_requests`), so no client has to be connected for them.
 """
 
@@ -64,7 +64,7 @@ class LastAnswer:
         """Replace the stored reply. If the disk is full, a client may train twice after a stop.
 
         Args:
-            asked: the question, in the silo's ledger's form.
+            asked: the question, in the form in which the silo's ledger has it.
         """
         record = {"name": name, "asked": asked, "head": head, "sha256": hashlib.sha256(data).hexdigest()}
         storage.sweep(self._path.parent, self._path.name)

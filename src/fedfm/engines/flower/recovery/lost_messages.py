@@ -14,8 +14,8 @@ from flwr.app import Message
 
 from fedfm.engines.flower.message_codec import InFlight
 
-FIRST = 30.0  # seconds of silence before the first hello, or twice the longest reply time of this handler
-_FACTOR = 2  # growth of the pause, since hellos queue at the node during a long computation
+FIRST = 30.0  # seconds of silence before the first hello; it is twice the longest reply time of the handler if longer
+_FACTOR = 2  # factor by which the pause grows, because hellos queue at the node during a long computation
 
 
 @dataclass
@@ -25,7 +25,7 @@ class _Silence:
     Attributes:
         since: when it was sent.
         until: when its node gets the next hello.
-        pause: seconds between the last hello and that one.
+        pause: seconds from the last hello to the next one.
         suspected: whether its node has answered a hello that was sent after it.
     """
 

@@ -1,4 +1,4 @@
-"""Send parameters as their hash if the client host has them: evaluation and next round use the same ones.
+"""Send parameters as their hash if the client host already has them, e.g. from the evaluation before a round.
 
 A client host caches the parameters of its last message and the model's initial ones. Each of its replies lists their
 SHA-256 hashes. The server sends a hash in place of listed parameters. A host that has lost them answers with E_HELD,
@@ -15,11 +15,11 @@ from fedfm.errors import E_FORMAT, E_HELD, ClientFault
 from fedfm.linalg.out_of_core import to_file
 from fedfm.linalg.params import Params
 
-NAMES = "held"  # of an envelope: hashes in the client host's cache; in the hello: whether to list them
+NAMES = "held"  # key of an envelope: hashes in the client host's cache; key of the hello: whether to list them
 KEY = "+held"  # the only key of a mapping that replaces parameters
 LEAST = 1 << 14  # bytes; smaller vectors are always sent
 _MOST = 64  # names in one reply
-_DIGITS = 64  # of a SHA-256
+_DIGITS = 64  # hexadecimal digits of a SHA-256
 
 
 class ParameterCache:

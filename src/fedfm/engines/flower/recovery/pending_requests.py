@@ -2,14 +2,14 @@
 
 ``private/underway.json`` has the last request to every client: its round, its call, the SHA-256 of its payload, and
 the name under which the client host caches its reply (:mod:`fedfm.engines.flower.recovery.last_reply`).
-``private/underway/`` has the reply, as soon as it is pulled. A client may get its next request before the round with
-its reply is committed. So the request before the last one and its reply stay too, until the client gets another
-request, which is after that commit. A run that continues after a stop therefore finds everything that its last
-checkpoint waits for.
+``private/underway/`` has the reply, as soon as it is pulled. A client may get its next request before the round that
+uses its reply is committed. So the last request but one and its reply are also kept, until the client gets one more
+request, which happens after that commit. Thus a run that continues after a stop finds all replies that its last
+checkpoint does not have.
 
-A request has two hashes. By the hash of the complete payload the server recognises a request that it has sent before.
-The hash of the message as it crossed, in which a hash may stand for parameters, is the name by which the client host
-finds its reply. A reply on disk has the name too, since ``underway.json`` is out of date if the disk was full.
+A request has two hashes. By the hash of the complete payload, the server recognises a request that it has sent before.
+By the hash of the message as it crossed, the client host finds its reply; in this message hashes may stand for
+parameters. A reply on disk has this name, too, because ``underway.json`` is out of date if the disk was full.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PendingRequests:
         folder: the run's ``private``.
 
     Attributes:
-        digest: of payloads, for :class:`SentRequest`.
+        digest: computes hashes of payloads, for :class:`SentRequest`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -85,7 +85,7 @@ class PendingRequests:
         """Store requests that are being sent; a client's last request also stays if it has a reply."""
         for client, sent in requests.items():
             last = self._sent.get(client)
-            if last is None or last.at == sent.at:  # it is sent again, with all parameters
+            if last is None or last.at == sent.at:  # the same request is sent again, with all parameters
                 continue
             if (before := self._before.pop(client, None)) is not None:
                 self._remove(self._file(client, before))

@@ -17,7 +17,7 @@ from fedfm.core.messages import Reply, Request
 from fedfm.core.wire import payload
 from fedfm.errors import RunError
 
-_MOST = 2 << 30  # bytes of a round's replies; a round with more keeps none
+_MOST = 2 << 30  # bytes of a round's replies; if there are more, none are kept
 _KEYS = {"client", "handler", "payload", "value", "down", "up", "spared"}
 
 
@@ -25,7 +25,7 @@ class RoundReplies:
     """Replies on disk, by round, call and client; a reply to another payload is ignored.
 
     Args:
-        folder: made on first use.
+        folder: folder of the replies, which is made on first use.
     """
 
     def __init__(self, folder: Path) -> None:
