@@ -175,7 +175,7 @@ def describe(found: Verified) -> str:
     if found.pinned_other:
         lines.append("This is not the key of --key.")
     elif found.trusted is None:
-        lines.append("UNKNOWN KEY: whoever changed a file may have signed it again, so this verifies nothing (exit 1).")
+        lines.append("UNKNOWN KEY: anyone who changes a file can sign it again, so this verifies nothing (exit 1).")
         lines.append("Pass the signer's public key, which you received by another channel, with --key.")
     else:
         lines.append("This is your own key." if found.trusted == "own" else "This is the key of --key.")

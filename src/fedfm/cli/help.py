@@ -118,7 +118,7 @@ run again. Give the public half, signing.pem.pub, to those who verify; keep the 
 
 Exit code 0: every file is as a known key signed it. 1: a file was changed, removed or added, the signature is not
 genuine, or another key signed. 2: there is no signature. The known key is that of --key; without --key it is the one
-that `fedfm sign` makes for you, and no other: whoever changed a file may have signed the run again.
+that `fedfm sign` makes for you. No other key counts, since anyone who changes a file can sign the run again.
 """,
     "compare": """examples:
   fedfm compare runs/mine runs/other                   a table here, and the page compare.html

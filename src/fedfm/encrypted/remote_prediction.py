@@ -31,8 +31,8 @@ def asking(run: Run) -> Experiment:
     experiment, method = run.experiment, run.experiment.method
     if not isinstance(method, HiddenModel) or experiment.method.needs.local:
         raise InputError(
-            f"{run.path}: --engine deployment predicts at a silo without the model, with runs of blindfed under "
-            f'encryption = "ckks"; this one is of {run.experiment.method_name}: drop it'
+            f"{run.path}: --engine deployment needs a run of blindfed under "
+            f'encryption = "ckks"; this is a run of {run.experiment.method_name}: drop --engine'
         )
     own: dict[str, Any] = dict.fromkeys(("superlink", "folder", "roster", "identity"))  # the nodes are on loopback
     return replace(

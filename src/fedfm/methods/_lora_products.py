@@ -1,4 +1,7 @@
-"""Base of the exact aggregations of LoRA: settings, ranks by client, local training at a rank, p_k, Delta W."""
+"""Base of the methods that aggregate LoRA exactly.
+
+It has their common settings, each client's rank, local training at that rank, the weights p_k and the sum Delta W.
+"""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ HARDENED = (
     *("none", "per_tensor", "per_coordinate", "log_uniform", "half"),
     *("first_round", "noise_once", "noise_afresh"),
 )
-STILL = 1e-6  # a smaller change of direction counts as none
-LOG_RANGE = (0.02, 2.0)  # of harden = "log_uniform"
+STILL = 1e-6  # a change of direction below this counts as no change
+LOG_RANGE = (0.02, 2.0)  # bounds of the secret factor with harden = "log_uniform"
 
 
 @dataclass(frozen=True)

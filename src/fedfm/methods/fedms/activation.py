@@ -14,21 +14,25 @@ from fedfm.core.client import Client, ClientData
 from fedfm.core.rows import Rows
 from fedfm.models.model import Model
 
-HELD_OUT = 0.1  # of the training rows: held out to decide when a layer is unfrozen
-FEWEST = 20  # training rows; with fewer none are held out, and the training rows decide
+HELD_OUT = 0.1  # fraction of the training rows that is held out to decide when a layer is unfrozen
+FEWEST = 20  # with fewer training rows none are held out, and the accuracy on the training rows decides
 
 
 def next_k(q: deque[float], a: float, k: int, threshold: float, deepest: int) -> int:
-    """K after the accuracy ``a`` (equation 5): one more layer, at most ``deepest``, if the queue is full and a is less
-    than ``threshold`` above its mean.
+    """The number K of unfrozen layers after the accuracy ``a`` was measured (equation 5).
+
+    K grows by one, up to ``deepest``, if the queue ``q`` is full and ``a`` exceeds the queue's mean by less than
+    ``threshold``.
     """
     full = len(q) == q.maxlen
     return min(k + 1, deepest) if full and a - sum(q) / len(q) < threshold else k
 
 
 def split(client: Client) -> tuple[Rows, Rows]:
-    """(training rows, deciding rows): the client's validation rows decide, else a fixed tenth of its training rows;
-    with fewer than 20 training rows all rows do both.
+    """The rows for training, and the rows on which accuracy decides when a layer is unfrozen.
+
+    The latter are the client's validation rows. A client without validation rows holds out a fixed tenth of its
+    training rows. With fewer than 20 training rows it uses all of them for both.
     """
     rows, val = client.data.train, client.data.val
     if len(val):

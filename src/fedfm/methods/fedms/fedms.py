@@ -168,7 +168,7 @@ class FedMS(Personal, Predictor, Joinable, Comparable, Method[MSState]):
     # --- stage one ----------------------------------------------------------------------------------------------------
     @on_client
     def train(self, client: Client, w: Params) -> Update:
-        """LoRA of both encoders, from W_g; the later deciding rows are already held out."""
+        """Train LoRA of both encoders from W_g, without the rows that later decide when a layer is unfrozen."""
         rows, _ = split(client)
         W_i = self.local(with_rows(client, rows), w)
         return Update(W_i - w, len(rows) if self.weighting == "size" else 1, client.metrics)

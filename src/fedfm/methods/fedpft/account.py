@@ -24,7 +24,7 @@ def communication(
 ) -> dict[str, Any]:
     """Bytes by equations (10) to (12) with ``width`` bytes per number; used components, and withheld classes.
 
-    Without ``counted`` the number of rows, and so the size of their features, is unknown.
+    If ``counted`` is false, the clients did not send their numbers of rows, so the size of their features is unknown.
     """
     sent = [(s.mixtures.covariance, k) for s in replies.values() for k in s.mixtures.components]
     told: dict[str, Any] = {"formula_bytes": width * sum(formula_numbers(kind, dim, k) for kind, k in sent)}

@@ -18,7 +18,7 @@ import numpy as np
 from fedfm.methods.fedpft.mixtures import Mixture
 
 DRAWS = 400  # from each smoothed class
-CONFIDENCE = 0.95  # of our bound: the loss and the divergences are measured on draws
+CONFIDENCE = 0.95  # of the corrected bound, whose loss and divergences are estimated from random draws
 _BLOCK = 256  # draws whose distances to all rows are in memory at a time
 
 

@@ -2,8 +2,8 @@
 
 In float16 a variance below 6e-8 underflows and one above 65,504 overflows; a rounded covariance matrix may lose its
 positive eigenvalues. So standard deviations are sent (full: Cholesky factors, whose product stays positive after
-rounding). They and the means are divided by one power of two, so that the largest value is just below 32,768. So means
-beyond 65,504 and standard deviations a billion times smaller than the largest mean can be sent.
+rounding). They and the means are divided by one power of two, so that the largest value is just below 32,768. This
+allows means beyond 65,504, and standard deviations a billion times smaller than the largest mean.
 """
 
 from __future__ import annotations

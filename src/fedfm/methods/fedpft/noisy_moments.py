@@ -20,7 +20,7 @@ from fedfm.methods.fedpft.release_plan import Plan
 from fedfm.privacy import noise
 from fedfm.privacy.noise import Array
 
-_LEAST, _FLOOR = 1e-4, 1e-6  # of the mean variance; of an eigenvalue, relative to the mean variance
+_LEAST, _FLOOR = 1e-4, 1e-6  # smallest mean variance; smallest eigenvalue, as a fraction of the mean variance
 
 
 def unit_rows(x: Array) -> Array:

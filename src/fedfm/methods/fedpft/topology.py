@@ -77,7 +77,9 @@ def carry(
 def parents_of(
     topology: str, edges: Sequence[Sequence[str]], clients: Sequence[ClientId]
 ) -> dict[ClientId, list[ClientId]]:
-    """Client -> the clients that send to it. A ring is a chain: its last edge would count the first one's rows twice.
+    """Client -> the clients that send to it.
+
+    A ring is run as a chain: an edge from the last client to the first would count the first client's rows twice.
 
     Raises:
         InputError: an edge names an unknown client.

@@ -10,8 +10,8 @@ from fedfm.methods.fedpft.mixtures.mixture import Array
 
 Found = tuple[Array, Array, Array, float, int, bool]  # weights, means, scales, log-likelihood, E steps, converged
 
-FALL = 1e-10  # relative to the log-likelihood: a smaller fall is rounding
-NONE = 1e-10  # rows: a component with fewer does not change
+FALL = 1e-10  # relative to the log-likelihood; a smaller decrease is a rounding error
+NONE = 1e-10  # a component with fewer rows (sum of its responsibilities) is not updated
 FAR = 1e-14  # smaller responsibilities count as 0
 
 

@@ -22,8 +22,8 @@ import numpy as np
 from fedfm.linalg.kernels.jit import SLACK, SPAN, compile_cached, part
 
 FAR = 20.0
-FALL = 1e-6  # relative to the log-likelihood: a smaller fall is float32's rounding
-NONE = 1e-10  # rows: a component with fewer does not change
+FALL = 1e-6  # relative to the log-likelihood; a smaller decrease is a rounding error of float32
+NONE = 1e-10  # a component with fewer rows (sum of its responsibilities) is not updated
 
 
 @part
@@ -119,7 +119,7 @@ def em(x: Any, labels: Any, diag: bool, floor: float, tol: float, steps: int, we
                 else:
                     top, was, many, mass = -np.inf, best[i], 0, 0.0
                     for a in range(k):
-                        c = was if a == 0 else (0 if a == was else a)  # the last pass's best first
+                        c = was if a == 0 else (0 if a == was else a)  # begin with the row's best of the last pass
                         low = bound[i, c] * shrink[c] - move[c]
                         low = low if low > 0 else np.float32(0)
                         if const[c] - 0.5 * low * low > top - FAR:

@@ -14,7 +14,7 @@ Array = npt.NDArray[Any]
 
 COVARIANCES = ("spherical", "diag", "full")  # index: number of axes of ``scales``, minus 1
 ON_SIMPLEX = 1e-3  # largest deviation of the sum of weights from 1
-ENTRIES = 1 << 21  # of a block of rows x features for which densities are computed at once: 16 MiB
+ENTRIES = 1 << 21  # rows times features for which densities are computed at once: 16 MiB in float64
 
 
 @dataclass(frozen=True, eq=False)

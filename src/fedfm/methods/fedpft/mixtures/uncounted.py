@@ -24,7 +24,7 @@ from fedfm.methods.fedpft.mixtures.mixture import Array, Mixture
 from fedfm.methods.fedpft.mixtures.singles import fit_without_singles
 
 OCTAVE = 8  # steps of a standard deviation between two powers of two
-PARTS = 8  # steps of a mean in the power of two below its standard deviation
+PARTS = 8  # a mean is rounded to this fraction of the power of two just below its standard deviation
 
 
 def fit_uncounted(groups: Sequence[Array], components: int, covariance: str, *, seeds: Sequence[int]) -> list[Mixture]:
