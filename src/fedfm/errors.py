@@ -18,9 +18,9 @@ class InputError(FedfmError, ValueError):
 
     Attributes:
         key: the key that is wrong, with its tables, as ``a.b.c``; "" if only the message names it.
-        owners: the names that take this key where the name in its table does not.
-        allowed: what the key takes, where it may stay with another value; "" where it is the key that is wrong.
-        more: faults that were found beside this one, in the order in which they were found.
+        owners: if the table's ``name`` does not accept this key, the names that accept it.
+        allowed: the accepted values in words, e.g. "a table"; "" if the key itself is not accepted.
+        more: other faults that were found together with this one, in the order in which they were found.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class InputError(FedfmError, ValueError):
 
     @property
     def all(self) -> tuple[InputError, ...]:
-        """This fault and those that were found beside it."""
+        """This fault and those in ``more``."""
         return (self, *self.more)
 
     def reason(self) -> str:
@@ -47,7 +47,7 @@ class InputError(FedfmError, ValueError):
         return text[len(self.key) :].removeprefix(":").strip() if self.key and text.startswith(self.key) else text
 
     def move(self, key: str) -> InputError:
-        """The same fault of another key, which takes the place of the first in the message."""
+        """The same fault reported for ``key``; the message names this key instead of the old one."""
         text = str(self)
         rest = text[len(self.key) :] if self.key and text.startswith(self.key) else f": {text}"
         kind = Absent if isinstance(self, Absent) else InputError
@@ -90,15 +90,15 @@ class Faults:
         self.found: list[InputError] = []
 
     def add(self, error: InputError) -> None:
-        """Keep a fault, and those that were found beside it."""
+        """Keep a fault, and those in its ``more``."""
         self.found += error.all
 
     def say(self, text: str, *, key: str = "", owners: Sequence[str] = (), allowed: str = "") -> None:
-        """Keep a fault of this text; the fields as of :class:`InputError`."""
+        """Keep a fault with this text; the arguments are the fields of :class:`InputError`."""
         self.found.append(InputError(text, key=key, owners=owners, allowed=allowed))
 
     def refuse(self) -> None:
-        """Raise the first fault with the others as its ``more``; nothing without faults.
+        """Raise the first fault, with the others as its ``more``; do nothing if there are no faults.
 
         Raises:
             InputError: there is a fault.
@@ -112,7 +112,7 @@ class Faults:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
-        """Keep what the block raises, if it is wrong input."""
+        """Keep the error that the block raises, if it is an :class:`InputError`."""
         if isinstance(error, InputError):
             self.add(error)
         return isinstance(error, InputError)
@@ -172,18 +172,19 @@ E_DUPLICATE = "E_DUPLICATE"
 E_CLIENT = "E_CLIENT"  # a reply from a client that was not asked, or a node under another's name
 E_READONLY = "E_READONLY"  # the handler wrote into its payload: a defect of the method, which stops the run
 E_LOST = "E_LOST"  # the client's secrets or memory are damaged or missing
-E_HELD = "E_HELD"  # a reference to parameters that the site does not hold any more: the message comes again, whole
+E_HELD = "E_HELD"  # a reference to parameters that the site no longer stores: the server sends the complete message
 E_VERSION = "E_VERSION"  # the site runs another fedfm or another model
 
-# What a server reads of a client half that failed: the same for all rows. The rest stays in the site's errors.log.
+# When a client half fails, the server reads only one of these sentences, which do not depend on any row. The details
+# stay in the site's errors.log.
 SENTENCES = {
     E_EXCEPTION: "the client half failed; see the site's errors.log",
     E_NONFINITE: "a number is NaN or infinity; see the site's errors.log",
     E_NORM: "a number is too large; see the site's errors.log",
     E_WEIGHT: "the weight is out of range; see the site's errors.log",
 }
-UNTOLD = "see the site's errors.log"  # of all other codes
-OF_NO_ROW = (E_REFUSED, E_LOST, E_READONLY)  # codes of refusals that are the same for all rows
+UNTOLD = "see the site's errors.log"  # the sentence for all other codes
+OF_NO_ROW = (E_REFUSED, E_LOST, E_READONLY)  # errors with these codes do not depend on any row
 
 
 def depends_on_rows(error: BaseException) -> bool:
@@ -204,7 +205,10 @@ def first_line(error: BaseException, most: int = 160) -> str:
 
 
 def lines_of(error: BaseException, most: int = 2_000) -> list[str]:
-    """A line of at most ``most`` characters for each fault that an exception tells; the first of any other text."""
+    """The lines of an exception's text, each cut to ``most`` characters.
+
+    Of an :class:`InputError` these are all lines of all its faults; of any other exception only the first line.
+    """
     if not isinstance(error, InputError):
         return [first_line(error, most)]
     return [line[:most] for fault in error.all for line in str(fault).splitlines()]

@@ -923,7 +923,7 @@ class TestFoundationModels:
         path = tmp_path / "e.toml"
         path.write_text('[data]\nname = "digits"\n[model]\nname = "nano-vit"\n[method]\nname = "fedavg"\n')
         assert main(["run", str(path), "--baselines"]) == 2
-        assert "names none" in capsys.readouterr().err
+        assert "has no baselines" in capsys.readouterr().err
 
 
 ACTS = "\x1b[31mred\x07\N{RIGHT-TO-LEFT OVERRIDE}\nnext"

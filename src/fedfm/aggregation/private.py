@@ -55,8 +55,8 @@ def under(aggregation: Aggregator, method: Method[Any], privacy: PrivacySpec) ->
     adaptive = _adaptive(method, privacy, correlated)
     fraction = fraction_of(method)
     period = _period(method, fraction) if correlated else 1
-    # Secret coins do not help under secure aggregation: a too small cohort is refused, which discloses its size. Nor do
-    # they help a method with several means, which may ask different clients for them, as ccvr does for its last one.
+    # A secret sample of clients amplifies privacy, except in two cases. Secure aggregation refuses a cohort that is too
+    # small, which discloses its size. A method with several means may ask different clients for each, as ccvr does.
     rate = fraction if name == "gaussian" and not hidden and len(method.means) == 1 else 1.0
     z = privacy.noise_multiplier or _noise_multiplier(name, method, privacy, rate, period)
     mechanism = CentralGaussian(
@@ -118,7 +118,8 @@ def _period(method: Method[Any], fraction: float) -> int:
     if period == 1:
         fewer = ", or set method.fraction, e.g. 0.1" if "fraction" in vars(method) else ""
         raise InputError(
-            f'{where} with every client in every round independent noise is best for the last model; "gaussian"{fewer}',
+            f"{where} all clients take part in every round, and then independent noise is best for the last model; "
+            f'set privacy.mechanism = "gaussian"{fewer}',
             key="privacy.mechanism",
         )
     if method.rounds < 2:

@@ -109,7 +109,7 @@ def with_baselines(experiment: Experiment, out: Path | None, progress: Progress)
     method = experiment.method
     baselines = method.baselines() if isinstance(method, Comparable) else {}
     if not baselines:
-        raise InputError(f"--baselines: method {experiment.method_name} names none")
+        raise InputError(f"--baselines: method {experiment.method_name} has no baselines; drop --baselines")
     out = out or own_place(experiment.name)
     with _study(out, experiment.run.shared):
         main = _run_to_end(experiment, out / experiment.method_name, progress)

@@ -14,8 +14,8 @@ from fedfm.runtime.run_directory import Run
 
 QUESTION = "Was a client asked more than once for the same thing in one round?"
 EXPECTED = (
-    "Expected in a round: one question for scores on each part of a client's rows, one for its own model, and as many "
-    "for an update as to the other clients"
+    "Expected for each client in a round: one question for its scores on each part of its rows, one for its own model, "
+    "and the same number of questions for an update as for other clients"
 )
 ONE_A_ROUND = ("train", "scores", "reveal")  # kinds of messages; a method may send others batch by batch
 
@@ -30,7 +30,9 @@ class RepeatedQuestions(Audit):
         return True
 
     def unfit(self, run: Run) -> str | None:
-        return None if run.experiment.method.rounds else "no round was run, so that nothing was asked twice in one"
+        return (
+            None if run.experiment.method.rounds else "the run has no rounds, so no question could be repeated in one"
+        )
 
     def findings(self, replay: Replay, notice: Callable[[str], None], **options: Any) -> list[Finding]:
         return [finding_of(replay.run)]

@@ -1,4 +1,4 @@
-"""Pictures whose pixels use next to nothing of 0..255: masks and small numbers, and pictures of one colour."""
+"""Warnings about images that use only a small part of the range 0..255, e.g. masks, or that have a single colour."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 from fedfm.data.table import Table
 from fedfm.data.thumbnails import small
 
-_FEW = 8  # pictures, below which nothing is said
-_LOOKED_AT = 64  # pictures that are decoded for it
-_SIDE = 64  # pixels of a JPEG that is decoded for it
-_DARK = 31  # largest value of a picture that looks black: of 0..1, of 16 grey levels, of 5 bits
-_MANY = 0.05  # share of pictures from which it is told
+_FEW = 8  # with fewer images there is no warning
+_LOOKED_AT = 64  # number of images that are decoded
+_SIDE = 64  # least side in pixels at which a JPEG is decoded
+_DARK = 31  # an image without larger values looks black, e.g. one with values 0..1, 16 grey levels or 5 bits
+_MANY = 0.05  # smallest share of such images for which there is a warning
 
 
 def notices(table: Table) -> tuple[str, ...]:
-    """Lines about pictures of one colour, and about ones that have other numbers than 0..255.
+    """Warnings about images of a single colour, and about images whose values are not scaled to 0..255.
 
-    Of many pictures some are looked at, evenly over the table.
+    In a large table only some images are decoded, at equal distances in the table.
     """
     if table.kind != "image" or len(table) < _FEW:
         return ()
@@ -41,7 +41,7 @@ def notices(table: Table) -> tuple[str, ...]:
 
 
 def _ends(item: Any) -> tuple[int, int]:
-    """The smallest and the largest value of a picture; of one with colours that differ in hue alone two values, too."""
+    """The smallest and the largest value of an image; they are equal only if all its pixels have the same colour."""
     pixels = np.asarray(small(item, _SIDE))
     flat = pixels.reshape(pixels.shape[0] * pixels.shape[1], -1)
     low, high = int(flat.min()), int(flat.max())

@@ -11,14 +11,14 @@ from torch import Tensor
 from fedfm.core.rows import Batch, Rows
 
 FIXED = 32  # rows in one batch of the frozen backbone
-LARGE = 100_000_000  # parameters; for larger models copies of a row cost too much for the sake of the last bits
+LARGE = 100_000_000  # parameters; for larger models it would cost too much time to fill batches with copies of a row
 
 
 def fixed_batches(rows: Rows, *, large: bool = False) -> Iterator[tuple[Batch, int]]:
     """(batch of FIXED rows, number of valid ones); copies of the last row fill the last batch.
 
-    So a row has the same bits whatever rows share its batch. For a ``large`` model the last batch is only filled to the
-    next multiple of 8.
+    All batches have one size, so a row's outputs do not depend on the other rows, not even in the last bits. For a
+    ``large`` model the last batch is only filled to the next multiple of 8.
     """
     starts = range(0, len(rows), FIXED)
     valid = [min(FIXED, len(rows) - start) for start in starts]

@@ -15,14 +15,15 @@ from fedfm.privacy.composition import Releases, epsilon_of
 from fedfm.sites.ledger import NOTHING, UNBOUNDED, Cost
 
 _AT_SILOS = ("distributed_gaussian", "dp_sgd")  # mechanisms whose noise the silos add
-_ALMOST = 1 - 1e-6  # digits of an epsilon
+_ALMOST = 1 - 1e-6  # tolerance for rounding errors in the comparison of two epsilons
 
 
 class ReleaseCosts:
     """The costs of a silo's answers in one run.
 
     Attributes:
-        mechanism: "own" if the method has its own, with noise added by the silo; else that of [privacy]; "": none.
+        mechanism: "own" if the method has its own mechanism and the silo adds the noise; else the name of the mechanism
+            in [privacy]; "" if there is none.
         release: the cost of an answer that [privacy] covers.
 
     Args:
@@ -38,7 +39,7 @@ class ReleaseCosts:
         mechanism_name = experiment.privacy.mechanism or "gaussian" if experiment.privacy is not None else ""
         if (mine := _cost(own, "server" if method.means else "silo")) is not None:
             mechanism_name = "own" if mine.by == "silo" else "gaussian"
-        # The mechanism composes a round, and a round has one answer for each mean.
+        # The mechanism states the cost of a round, in which the silo sends one answer for each mean.
         release = mine or _cost(shared, "silo" if mechanism_name in _AT_SILOS else "server", max(len(method.means), 1))
         if isinstance(mechanism, DpSgd):
             one = mechanism.one_round(mechanism.batch_size if rows is None else rows)

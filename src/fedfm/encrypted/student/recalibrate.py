@@ -97,10 +97,10 @@ def widen(
 def _refit_next(
     entry: dict[str, Any], measured: Measured, kind: str, names: tuple[str, ...], keep: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Choose the next polynomial of a block again, in the order in which they affect later arguments.
+    """Fit polynomials of a block again, in the order of computation, up to the first that changes later arguments.
 
     Returns:
-        (the block's entry, the names of the arguments that come later).
+        (the block's entry, the names of the later arguments, which must be measured again).
     """
     for k, name in enumerate(names, 1):
         new = refit(entry, measured, kind, name, keep=keep)

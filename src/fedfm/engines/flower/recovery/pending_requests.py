@@ -8,8 +8,8 @@ request, which happens after that commit. Thus a run that continues after a stop
 checkpoint does not have.
 
 A request has two hashes. By the hash of the complete payload, the server recognises a request that it has sent before.
-By the hash of the message as it crossed, the client host finds its reply; in this message hashes may stand for
-parameters. A reply on disk has this name, too, because ``underway.json`` is out of date if the disk was full.
+By the hash of the message that was sent, in which hashes may stand for parameters, the client host finds its reply. The
+file of a reply is also named after this second hash, because ``underway.json`` is out of date if the disk was full.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SentRequest:
 
 
 class PendingRequests:
-    """For each client its last request, the one before if that has a reply, and the replies.
+    """Stores the last request to each client and its reply, and the previous request if it has a reply.
 
     Args:
         folder: the run's ``private``.
