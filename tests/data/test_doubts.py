@@ -110,3 +110,10 @@ def test_names_that_differ_in_what_nobody_sees_are_named_with_its_code(hidden: s
     (note,) = spellings(["neg", "neg" + hidden, "pos"])
     assert f'"neg\\u{ord(hidden):04x}"' in note
     assert "differ only by invisible characters" in note
+
+
+@pytest.mark.parametrize("limit", [None, 10, 60])
+def test_nothing_in_the_built_in_images_is_doubtful(limit: int | None) -> None:
+    """So they are not examined in each run."""
+    table = load_table(DataSpec(name="digits", limit=limit), seed=0)
+    assert table.notices == doubts(table, "label") == ()

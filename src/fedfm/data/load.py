@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 
 from fedfm.core import tasks
-from fedfm.data import pixel_values
-from fedfm.data.doubts import doubts, of_features
 from fedfm.data.partition import CLIENT
 from fedfm.data.spec import DataSpec
 from fedfm.data.stratify import hold_out, thin
@@ -65,7 +63,10 @@ def load_table(spec: DataSpec, *, seed: int, task: str | None = None) -> Table:
 
         table = drop_new_classes(table, spec.base_classes)
     table = _limit(table, spec, generator(seed, "limit"))
-    table = replace(table, notices=(*table.notices, *doubts(table, spec.label)))
+    if spec.name is None or spec.where or spec.base_classes is not None:  # in whole built-in data nothing is doubtful
+        from fedfm.data.doubts import doubts
+
+        table = replace(table, notices=(*table.notices, *doubts(table, spec.label)))
     return scale_features(table, spec.scale)
 
 
@@ -92,7 +93,8 @@ def read_inputs(path: str | Path, spec: DataSpec, *, kind: str) -> Table:
     Raises:
         InputError: as in :func:`load_table`, or the file has another kind of rows.
     """
-    from fedfm.data import files
+    from fedfm.data import files, pixel_values
+    from fedfm.data.doubts import of_features
     from fedfm.data.sources._files import existing
 
     owner = tasks.owner(kind)
