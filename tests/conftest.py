@@ -1,5 +1,6 @@
 """Shared by all tests: where they find each other, one thread, no network, no waiting for the disk."""
 
+import hashlib
 import os
 import sys
 from pathlib import Path
@@ -32,6 +33,23 @@ def coarse_accounting(monkeypatch):
     from fedfm.privacy import composition
 
     monkeypatch.setattr(composition, "FINE", composition.COARSE)
+
+
+@pytest.fixture
+def own_identities(monkeypatch):
+    """Identities of a secure sum that differ by client, as they must, also where a test gives all the same secrets."""
+    from fedfm.aggregation import _secagg, _secagg_client
+
+    for module in (_secagg, _secagg_client):
+        monkeypatch.setattr(module, "identity_of", lambda client: hashlib.sha256(str(client.id).encode()).digest())
+
+
+@pytest.fixture
+def known_secrets(monkeypatch, own_identities):
+    """Secrets that a test knows."""
+    from fedfm.runtime import client_memory
+
+    monkeypatch.setattr(client_memory, "entropy", lambda n: b"\x07" * n)
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,28 @@ METHOD = '[model]\nname = "features"\n[method]\nname = "scaffold"\nrounds = {rou
 
 
 class Sites:
-    """Two silos with rows of their own and a server without rows."""
+    """Two silos with rows of their own and a server without rows.
 
-    def __init__(self, folder: Path, more: str = "", rounds: int = 2, width: int = 5) -> None:
+    Args:
+        host: the server's address for the silos.
+        within: for the server and each silo the command that runs another one where it is; empty: on this machine.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        more: str = "",
+        rounds: int = 2,
+        width: int = 5,
+        host: str = "127.0.0.1",
+        within: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        self._within = within or {}
         self.folder, self.kits, self.running = folder, folder / "kits", dict[str, subprocess.Popen]()
         self._runs: list[subprocess.Popen] = []
         self._guard, first = own_ports()
         (folder / "federation.toml").write_text(
-            f'server = "127.0.0.1:{first}"\nfirst_port = {first + 1}\nsilos = {json.dumps(SILOS)}\n{more}'
+            f'server = "{host}:{first}"\nfirst_port = {first + 1}\nsilos = {json.dumps(SILOS)}\n{more}'
         )
         self.provision()
         for seed, name in enumerate(SILOS):
@@ -65,7 +80,8 @@ class Sites:
             with open(self.folder / f"{name}.log", "a") as log:
                 env = {**ENV, "FEDFM": str(BIN)}
                 script = self.kits / name / "start.sh"
-                self.running[name] = subprocess.Popen([script], env=env, stdout=log, stderr=log, start_new_session=True)
+                command = [*self._within.get(name, ()), script]
+                self.running[name] = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
 
     def stop(self, name: str, number: int = signal.SIGTERM) -> None:
         os.kill(self.running[name].pid, number)
@@ -89,7 +105,8 @@ class Sites:
     def begin(self) -> subprocess.Popen:
         """A run in the background; what it tells is in :meth:`told`."""
         with open(self.folder / "run.log", "w") as log, open(self.folder / "run.out", "w") as out:
-            command = [BIN, "run", self.experiment, "--out", self.folder / "run", "--format", "json"]
+            command = [*self._within.get("server", ()), BIN, "run", self.experiment, "--out", self.folder / "run"]
+            command += ["--format", "json"]
             run = subprocess.Popen([*map(str, command)], env=ENV, stdout=out, stderr=log, start_new_session=True)
         self._runs.append(run)
         return run
@@ -142,9 +159,9 @@ def _parent(line: str) -> int:
 
 
 @contextlib.contextmanager
-def sites(folder: Path, more: str = "", rounds: int = 2, width: int = 5):
-    """Kits that are not started yet; all their processes end with the block."""
-    found = Sites(folder, more, rounds, width)
+def sites(folder: Path, more: str = "", rounds: int = 2, width: int = 5, **where: Any):
+    """Kits that are not started yet; all their processes end with the block. ``where``: host and within."""
+    found = Sites(folder, more, rounds, width, **where)
     try:
         yield found
     finally:

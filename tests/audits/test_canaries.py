@@ -104,7 +104,7 @@ def test_the_bound_is_the_gaussian_closed_form_for_many_canaries():
 
 
 @pytest.fixture(autouse=True)
-def _known(monkeypatch):
+def _known(monkeypatch, own_identities):
     """The same noise every time."""
     monkeypatch.setattr(client_memory, "entropy", lambda n: bytes(range(n)))
 

@@ -14,7 +14,6 @@ from fedfm.api.predict import predict
 from fedfm.config.experiment import Experiment
 from fedfm.errors import InputError
 from fedfm.linalg.params import Params
-from fedfm.runtime import client_memory
 from processes import experiment, fedfm, here, same
 from small import experiment as small
 
@@ -97,9 +96,8 @@ def digits(folder):
     ],
     ids=lambda x: x["name"] if isinstance(x, dict) else "",
 )
-def test_methods_give_the_plain_result_on_digits(method, sums, tmp_path, monkeypatch):
+def test_methods_give_the_plain_result_on_digits(method, sums, tmp_path, known_secrets):
     """Also with a part of the clients a round; keys are agreed once for all sums."""
-    monkeypatch.setattr(client_memory, "entropy", lambda n: bytes(n))  # the server's noise, where there is any
     data = {"path": str(digits(tmp_path)), "partition": {"name": "dirichlet", "alpha": 0.3, "clients": 5}}
     private = {"unit": "record", "target_epsilon": 8.0, "delta": 1e-5} if "pooled" in method else None
     found = []

@@ -22,7 +22,6 @@ from fedfm.errors import ClientFault, InputError
 from fedfm.linalg.params import Params
 from fedfm.privacy.clipping import AdaptiveClip
 from fedfm.privacy.composition import Releases, epsilon_of
-from fedfm.runtime import client_memory
 from fedfm.training.scheduler import train_client
 from small import experiment as small
 from toy import Quadratic
@@ -147,12 +146,6 @@ def tables(folder, privacy=CLIENT, **more):
     return small(folder, method={"fraction": 1.0}, privacy=privacy) | more
 
 
-@pytest.fixture
-def known(monkeypatch):
-    """Secrets that a test knows."""
-    monkeypatch.setattr(client_memory, "entropy", lambda n: b"\x07" * n)
-
-
 def clips(folder):
     lines = [line for line in fedfm.load_run(folder).metrics() if line["round"]]
     return [(line["clip_norm"], line["within_clip_norm"]) for line in lines]
@@ -172,14 +165,14 @@ def test_a_run_shows_the_clip_of_each_round_and_spends_the_same(privacy, tmp_pat
     assert entry["sensitivity"] / entry["sigma"] == pytest.approx(math.sqrt(4) / 0.5)
 
 
-def test_secure_sums_have_the_bits_of_sums_in_the_clear(tmp_path, known):
+def test_secure_sums_have_the_bits_of_sums_in_the_clear(tmp_path, known_secrets):
     found = {fedfm.run(tables(tmp_path, p), tmp_path / str(i))["params_sha256"] for i, p in enumerate((CLIENT, HIDDEN))}
     e = tables(tmp_path)
     found.add(fedfm.run(e | {"run": e["run"] | {"workers": 2, "wire": True}}, tmp_path / "wire")["params_sha256"])
     assert len(found) == 1
 
 
-def test_a_killed_run_goes_on_with_its_clip(tmp_path, known, monkeypatch):
+def test_a_killed_run_goes_on_with_its_clip(tmp_path, known_secrets, monkeypatch):
     straight = fedfm.run(tables(tmp_path), tmp_path / "straight")
     mean, calls = Federation.mean, []
 

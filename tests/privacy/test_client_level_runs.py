@@ -24,12 +24,6 @@ def tables(folder, privacy=CLIENT, **more):
     return small(folder, method={"fraction": 1.0}, privacy=privacy) | more
 
 
-@pytest.fixture
-def known(monkeypatch):
-    """Secrets that a test knows."""
-    monkeypatch.setattr(client_memory, "entropy", lambda n: b"\x07" * n)
-
-
 @pytest.mark.parametrize("privacy", [CLIENT, HIDDEN, DISTRIBUTED])
 def test_the_ledger_states_what_the_rounds_spend(privacy, tmp_path):
     result = fedfm.run(tables(tmp_path, privacy), tmp_path / "run")
@@ -53,7 +47,7 @@ def test_nothing_about_a_client_but_the_noisy_means_is_written(tmp_path):
     assert not (tmp_path / "run" / "clients").exists()
 
 
-def test_the_bits_depend_on_the_secret_alone(tmp_path, known, monkeypatch):
+def test_the_bits_depend_on_the_secret_alone(tmp_path, known_secrets, monkeypatch):
     found = []
     for i, run in enumerate(({"workers": 1}, {"workers": 2}, {"workers": 1, "wire": True})):
         e = tables(tmp_path)
@@ -65,7 +59,7 @@ def test_the_bits_depend_on_the_secret_alone(tmp_path, known, monkeypatch):
 
 
 @pytest.mark.parametrize("after", [0, 2])
-def test_a_killed_run_repeats_its_noise_and_spends_once(after, tmp_path, known, monkeypatch):
+def test_a_killed_run_repeats_its_noise_and_spends_once(after, tmp_path, known_secrets, monkeypatch):
     straight = fedfm.run(tables(tmp_path), tmp_path / "straight")
     mean, released = Federation.mean, []
 

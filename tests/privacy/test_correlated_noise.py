@@ -20,7 +20,6 @@ from fedfm.linalg.params import Params
 from fedfm.privacy.cohorts import rotation
 from fedfm.privacy.composition import noise_multiplier_for
 from fedfm.privacy.correlated import Strategy, strategy
-from fedfm.runtime import client_memory
 from fedfm.sites.release_cost import ReleaseCosts
 from small import experiment as small
 from small import pictures, tiny_vit
@@ -230,12 +229,6 @@ def tables(folder, privacy=CLIENT, **method):
     return small(folder, data=features, method={"fraction": 1 / 3, "rounds": 6, **method}, privacy=privacy)
 
 
-@pytest.fixture
-def known(monkeypatch):
-    """Secrets that a test knows."""
-    monkeypatch.setattr(client_memory, "entropy", lambda n: b"\x07" * n)
-
-
 def test_the_ledger_states_the_strategy(tmp_path):
     result = fedfm.run(tables(tmp_path), tmp_path / "run")
     sensitivity = strategy(6, 3).sensitivity()
@@ -255,7 +248,7 @@ def test_the_ledger_states_the_strategy(tmp_path):
     assert m.noise_multiplier == pytest.approx(noise_multiplier_for(5.0, DELTA) * sensitivity)
 
 
-def test_the_bits_are_those_of_every_worker_and_of_hidden_sums(tmp_path, known):
+def test_the_bits_are_those_of_every_worker_and_of_hidden_sums(tmp_path, known_secrets):
     found = {fedfm.run(tables(tmp_path), tmp_path / "run")["params_sha256"]}
     e = tables(tmp_path)
     found.add(fedfm.run(e | {"run": e["run"] | {"workers": 2, "wire": True}}, tmp_path / "wire")["params_sha256"])
@@ -264,7 +257,7 @@ def test_the_bits_are_those_of_every_worker_and_of_hidden_sums(tmp_path, known):
 
 
 @pytest.mark.parametrize("at", [1, 4])
-def test_a_killed_run_repeats_its_noise(at, tmp_path, known, monkeypatch):
+def test_a_killed_run_repeats_its_noise(at, tmp_path, known_secrets, monkeypatch):
     straight = fedfm.run(tables(tmp_path), tmp_path / "straight")
     mean, seen = Federation.mean, []
 

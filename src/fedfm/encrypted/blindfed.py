@@ -1,6 +1,6 @@
 """BlindFed: A Framework for Double-Blind Federated Adaptation of Foundation Models.
 
-Tastan, Nandakumar. 2025. arXiv:2502.01289, Section 3. The paper numbers its equations, but lists no algorithm.
+Tastan, Nandakumar. 2025. arXiv:2502.01289, Section 3. The paper numbers its equations and has no Algorithm.
 
 The server computes on ciphertexts and sees no rows; clients see neither the foundation model nor each other's rows. The
 clients train side adapters and a head (equations 4 to 6) on the disclosed activations, i.e. the model's block outputs.

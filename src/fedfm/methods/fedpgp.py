@@ -2,11 +2,11 @@
 
 Cui, Li, Wang, Shi. ICML 2024. arXiv:2405.09771. Client i's prompt is p_i = p_G + U_i V_i; only p_G travels.
 
-The authors' code gives the algorithm, the loss, the size-weighted mean of p_G and the normal initial values. Its
-scripts give the defaults b = 8, mu = 0.5, tau = 0.5, SGD at 0.001 and 2 local epochs. In the paper a prompt written by
-hand guides p_G. The authors' code uses placeholder words for it; here it is ``model.templates``. Two things are ours:
-every client first draws its own U_i and V_i, and a client that joins after training starts from p_G and trains it as
-one prompt.
+Algorithm and loss are those of the authors' code, as are the size-weighted mean of p_G and the normal initial values.
+The scripts of that code give the defaults b = 8, mu = 0.5, tau = 0.5, SGD at 0.001 and 2 local epochs. In the paper a
+prompt written by hand guides p_G. The authors' code uses placeholder words for it; here it is ``model.templates``. Two
+things are ours: every client first draws its own U_i and V_i, and a client that joins after training starts from p_G
+and trains it as one prompt.
 """
 
 from __future__ import annotations
