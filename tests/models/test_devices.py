@@ -112,8 +112,8 @@ def as_if_on_a_gpu(path, tmp_path, by):
 def test_off_the_cpu_a_replay_is_compared_within_a_tolerance(plain, tmp_path):
     notices = []
     assert replay(open_finished(as_if_on_a_gpu(plain, tmp_path / "near", 0.3 * TOLERANCE)), notices.append).replies
-    (said,) = [n for n in notices if "of what training moved" in n]
-    assert float(said.split("ends ")[1].split()[0]) == pytest.approx(0.3 * TOLERANCE, rel=0.05)
+    (said,) = [n for n in notices if "of the change by training" in n]
+    assert float(said.split("run by ")[1].split()[0]) == pytest.approx(0.3 * TOLERANCE, rel=0.05)
     with pytest.raises(RunError, match="ends with other parameters"):
         replay(open_finished(as_if_on_a_gpu(plain, tmp_path / "far", 3 * TOLERANCE)))
 

@@ -43,6 +43,7 @@ _TEMPLATE = re.compile(
     r"|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>|^### (?:Response|Assistant|Human|Instruction):|</s>",
     re.MULTILINE,
 )
+_COMPARED = 3  # parts of a row with two answers: what was asked, the better one, the worse one
 
 
 def notices(table: Table) -> tuple[str, ...]:
@@ -57,10 +58,10 @@ def notices(table: Table) -> tuple[str, ...]:
     found = [_damage(texts, where), _failures(texts, where)]
     if table.kind == "text":
         found += [_without_language(texts, where), _names(table, places, texts, where)]
-    if table.kind in ("instruction", "preference"):
+    if of is not None and of.answered:
         found += [*_answers(items, where), _marks(items, where), _gaps(texts, where)]
-    if table.kind == "preference":
-        found.append(_contradictions(items, where))
+        if all(len(item) == _COMPARED for item in items):
+            found.append(_contradictions(items, where))
     if table.labels is None and len(table.classes) == 1:
         found.append(f'all tags of {table.source} are "{table.classes[0]}": there is nothing to distinguish')
     return tuple(text for text in found if text)
