@@ -210,7 +210,7 @@ def words(rows: list[dict[str, Any]], path: Path, task: str | None = None) -> st
     [
         ("ein CafÃ© {}", 'signs such as "Ã©"'),
         ("Itâ€™s {}", 'signs such as "â€"'),
-        ("caf\ufffd {}", "U+FFFD"),
+        ("th\ufffd {}", "U+FFFD"),
         ("{}.5", "are numbers"),
         ("b'hello {}'", "are Python's form of bytes"),
         ("/data/texts/{}.txt", "are paths of files"),
@@ -293,12 +293,12 @@ def test_a_column_that_marks_splits_and_is_not_read_is_told(
 @pytest.mark.parametrize(
     ("rare", "rows", "told"),
     [
-        ("positve", 1, True),
+        ("posiive", 1, True),
         ("psoitive", 2, True),
         ("positivee", 1, True),
         ("positave", 1, True),
         ("posited", 1, False),
-        ("positve", 9, False),
+        ("posiive", 9, False),
     ],
 )
 def test_a_rare_class_that_is_a_misspelt_one_is_told(rare: str, rows: int, told: bool, tmp_path: Path) -> None:
