@@ -22,7 +22,7 @@ _PIECE = 1 << 22  # values that are compared at a time
 
 def notices(table: Table) -> tuple[str, ...]:
     """All such notices; the label is not needed for the numbers that stand for missing values."""
-    if table.kind != "features" or not len(table):
+    if not len(table):
         return ()
     return tuple(text for text in (_missing_values(table), _label_columns(table), _row_numbers(table)) if text)
 
@@ -59,7 +59,7 @@ def _marks_of(column: np.ndarray) -> list[float]:
     if len(np.unique(rest[:_PIECE])) < _DISTINCT:
         return []
     low, high = float(rest.min()), float(rest.max())
-    return sorted(mark for mark in marks if _far(mark, low, high) and _recurs(column, mark, rest))
+    return sorted(mark for mark in marks if _far(mark, low, high) and _recurs(column, mark))
 
 
 def _far(mark: float, low: float, high: float) -> bool:
@@ -67,9 +67,8 @@ def _far(mark: float, low: float, high: float) -> bool:
     return max(low - mark, mark - high) > high - low or (low >= 0 and mark <= -100)
 
 
-def _recurs(column: np.ndarray, mark: float, rest: np.ndarray) -> bool:
-    times = int((column == mark).sum())
-    return times >= max(_TIMES, _SHARE * len(column)) and len(rest) > 0
+def _recurs(column: np.ndarray, mark: float) -> bool:
+    return int((column == mark).sum()) >= max(_TIMES, _SHARE * len(column))
 
 
 def _label_columns(table: Table) -> str | None:
