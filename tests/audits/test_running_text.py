@@ -149,7 +149,7 @@ def test_what_was_remembered_is_told_by_the_model_and_by_the_updates(tmp_path, r
     assert found["row_coins"].detail["coins"] == 2 * rows
     assert found["row_coins"].low > 0.2
     for finding in (found[name] for name in NAMES):
-        assert (f"A row is a block of at most {LENGTH} tokens of joined lines" in finding.says) == text
+        assert (f"A row is not a line, but a block of at most {LENGTH} tokens of joined lines" in finding.says) == text
 
 
 @pytest.mark.proof
