@@ -9,7 +9,7 @@ Approximations of Privacy Loss Distributions. PoPETs 2022, arXiv:2207.04380; the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,7 +20,7 @@ from fedfm.privacy import gaussian
 
 LARGEST = 1e4  # noise multiplier; with more noise a model learns nothing
 LITTLE = 0.1  # noise multiplier; with less noise the grid takes minutes, and one release spends dozens of epsilon
-STEP = 1.25  # of the search for one
+WIDTH = 1e-3  # of the search's last interval, in log z
 FINE, COARSE = 1e-4, 1e-3  # step of the losses' grid in the search: every grid gives an upper bound
 
 
@@ -84,24 +84,47 @@ def noise_multiplier_for(epsilon: float, delta: float, times: int = 1, rate: flo
     if not epsilon > 0:
         raise InputError(f"epsilon = {epsilon}: expected a number above 0")
 
-    def enough(z: float) -> bool:
+    def spent(z: float) -> float:
         releases = Releases(z, times, rate)
-        return (epsilon_of([releases], delta) if rate == 1 else _compose((releases,), delta, COARSE)) <= epsilon
+        return epsilon_of([releases], delta) if rate == 1 else _compose((releases,), delta, COARSE)
 
     epsilon_of([], delta)
     z = min(math.sqrt(times) * gaussian.sigma_for(epsilon, delta) * (1 + 1e-9), LARGEST)  # sampling never costs more
-    if rate == 1 and enough(z):
+    if rate == 1 and spent(z) <= epsilon:
         return z
-    while z < LARGEST and not enough(z):
+    while z < LARGEST and spent(z) > epsilon:
         z *= 1.01
     if z >= LARGEST:
         raise InputError(f"epsilon = {epsilon:g} needs more noise than {LARGEST:g} times the sensitivity")
-    low = z / STEP
-    while enough(low):  # search from above: little noise takes long to account
-        low, z = low / STEP, low
-    while z - low > 1e-3 * z:
-        middle = (low + z) / 2
-        low, z = (low, middle) if enough(middle) else (middle, z)
+    return _smallest(spent, epsilon, z)
+
+
+def _smallest(spent: Callable[[float], float], epsilon: float, z: float) -> float:
+    """A noise multiplier at most 0.1 % above the smallest that spends at most ``epsilon``; ``z`` spends no more.
+
+    Each value of ``spent`` takes up to seconds, the more the less noise. So the search interpolates log epsilon over
+    log z, which is nearly a line, and comes from above.
+    """
+
+    def excess(z: float) -> float:
+        return max(math.log(max(spent(z), 1e-300) / epsilon), -20.0)
+
+    high, below = math.log(z), min(excess(z), 0.0)
+    low = high + min(0.8 * below, -WIDTH)  # halving the noise at least doubles epsilon, so this seldom goes too far
+    while (above := excess(math.exp(low))) <= 0:
+        high, below, z = low, above, math.exp(low)
+        low = high + min(0.8 * below, -WIDTH)
+    stays = 0  # 1: the last steps moved the upper end alone, -1: the lower one
+    while high - low > WIDTH:
+        root = low + (high - low) * above / (above - below)
+        x = root + 0.4 * WIDTH if high - root > root - low else root - 0.4 * WIDTH  # so that the two ends meet
+        x = x if low < x < high else (low + high) / 2
+        e = excess(math.exp(x))
+        if e > 0:  # an end that stays twice counts half (the Illinois rule), so that neither stays for ever
+            low, above, below, stays = x, e, below / 2 if stays == -1 else below, -1
+        else:
+            high, below, above, stays = x, e, above / 2 if stays == 1 else above, 1
+            z = math.exp(x)
     return z
 
 
