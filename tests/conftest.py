@@ -27,6 +27,13 @@ torch.set_num_threads(1)
 os.fsync = lambda file: None  # nobody cuts the power here; runs in processes of their own still wait for the disk
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items):
+    import tiers
+
+    tiers.mark(items)
+
+
 @pytest.fixture
 def coarse_accounting(monkeypatch):
     """Privacy losses on a coarser grid, which takes a tenth of the time: still an upper bound."""

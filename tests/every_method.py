@@ -16,6 +16,10 @@ from small import checked, experiment, pictures, tiny_vit
 
 METHODS = sorted(available("methods"))
 TRAINED = [m for m in METHODS if m != "zero_shot"]
+SAMPLE = (  # the five systems, and of each kind of method one that is quick
+    *("fedpft", "fedbaf", "fedbip", "fedms", "blindfed"),
+    *("fedavg", "scaffold", "fedadam", "ditto", "flora", "kd", "local"),
+)
 LEARNS = {  # what a method needs to learn from a few dozen rows
     "fedadam": {"server_learning_rate": 0.1},
     "fedyogi": {"server_learning_rate": 0.1},

@@ -153,6 +153,7 @@ def asynchronous(folder, rounds=6, **changes):
     return tables
 
 
+@pytest.mark.proof
 def test_a_buffer_of_all_clients_is_a_synchronous_run(tmp_path):
     late = fedfm.run(asynchronous(tmp_path, asynchronous={"buffer": 5}), progress=Progress())
     plain = asynchronous(tmp_path)

@@ -309,6 +309,7 @@ class TestEveryAttack:
         assert isinstance(e.attack, Attack)
         assert Experiment.from_dict(tomllib.loads(e.to_toml())).to_dict() == e.to_dict()
 
+    @pytest.mark.each_value
     @pytest.mark.parametrize("method", ["scaffold", "fedyogi", "fedavgm"])
     def test_works_with_methods_that_average(self, name, method, tmp_path):
         attacked = tables(tmp_path, name, method=method, **ATTACKS[name])
@@ -393,6 +394,7 @@ SCORED = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scored", SCORED)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_attackers_are_scored_like_all_others(attack, scored, tmp_path):

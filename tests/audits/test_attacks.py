@@ -87,6 +87,7 @@ def test_membership_falls_with_the_rows_of_a_class():
     assert by_n[10] > by_n[50] + 0.05 > by_n[200] + 0.1
 
 
+@pytest.mark.proof
 def test_more_parameters_tell_more():
     spherical, diag, several = (ratio_auc(20, c, k) for c, k in (("spherical", 1), ("diag", 1), ("diag", 10)))
     assert spherical < diag - 0.03 < several - 0.05

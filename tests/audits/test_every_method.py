@@ -51,6 +51,7 @@ def remembered(tmp_path_factory):
     return run(folder, data=data, method={"local": HARD, "rounds": 3, "fraction": 1.0})
 
 
+@pytest.mark.proof
 def test_rows_that_were_remembered_are_told_by_the_model_and_by_the_updates(remembered):
     found = by_name(perform(remembered))
     names = {"model_membership", "model_membership_tpr", "update_membership", "row_coins", "label_counts", "head_rows"}
@@ -124,6 +125,7 @@ def test_clients_of_many_rows_do_not_and_their_label_counts_are_read(tmp_path):
     assert counts.estimate < counts.bound / 2
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("model", ["llama", pytest.param("gpt2", marks=pytest.mark.proof)])
 def test_a_head_without_a_bias_gives_label_counts_and_says_why_it_gives_no_rows(tmp_path, model, monkeypatch):
     monkeypatch.setattr("fedfm.audits.label_counts.MOST", 40)
@@ -154,6 +156,7 @@ def test_of_hidden_sums_the_sums_are_attacked(tmp_path):
         perform(path, ["label_counts"])
 
 
+@pytest.mark.proof
 @pytest.mark.usefixtures("coarse_accounting")
 def test_an_epsilon_bounds_what_is_found(tmp_path):
     privacy = {"mechanism": "dp_sgd", "unit": "record", "target_epsilon": 1.0, "delta": 1e-5, "clip_norm": 1.0}

@@ -73,6 +73,7 @@ def test_what_was_memorised_leaks_and_the_figure_is_scikit_learns(memorised):
     assert found["global_expert_membership"].estimate < own.estimate
 
 
+@pytest.mark.proof
 def test_rows_that_are_all_alike_disclose_nobody(tmp_path):
     found = {f.name: f for f in perform(run(tmp_path, 1, shuffled=False), ["expert_membership"])}
     assert {f.verdict for f in found.values()} <= {"holds", "inconclusive"}

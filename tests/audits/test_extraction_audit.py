@@ -208,6 +208,7 @@ def test_clients_compute_the_servers_own_aggregate(folder, base, monkeypatch):
     assert relative_error(x, truth) < 1e-3
 
 
+@pytest.mark.proof
 def test_scaffold_tells_every_client_the_aggregate(folder):
     """Its control variates are sent to all: one client that watches has w' and, after two rounds, the model."""
     path = run(folder, "controls", base={"name": "scaffold"})
@@ -224,6 +225,7 @@ def test_scaffold_tells_every_client_the_aggregate(folder):
         assert np.allclose(u[: w.numel()], w.reshape(-1).numpy(), atol=1e-6)
 
 
+@pytest.mark.proof
 def test_scaffold_with_unequal_numbers_of_steps_leaves_an_estimate(folder):
     path = run(folder, "unequal", base={"name": "scaffold"}, local={"learning_rate": 0.05, "batch_size": 3})
     rounds, again = watched(path)
@@ -235,6 +237,7 @@ def test_scaffold_with_unequal_numbers_of_steps_leaves_an_estimate(folder):
     assert rounds.lines(["client-01"]).exact
 
 
+@pytest.mark.proof
 def test_a_client_alone_in_its_cohort_knows_the_aggregate(folder):
     path = run(folder, "alone", {"evaluate_every": 1}, fraction=0.17, rounds=12)
     rounds, again = watched(path)

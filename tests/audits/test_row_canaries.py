@@ -222,6 +222,7 @@ def test_gradients_of_the_runs_own_model_that_are_not_clipped_are_found(tmp_path
     assert main(["audit", str(path), "--attack", "row_norms"]) == 1
 
 
+@pytest.mark.proof
 def test_a_claim_that_is_too_small_is_refuted(tmp_path):
     path = run(tmp_path)
     manifest = json.loads((path / "manifest.json").read_text())

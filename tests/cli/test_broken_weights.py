@@ -64,6 +64,7 @@ def sound(tmp_path_factory):
     return place
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("family", TRIALS)
 def test_a_training_in_one_place_reads_sound_weights_alone(sound, family, fault, tmp_path, capsys):

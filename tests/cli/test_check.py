@@ -33,6 +33,7 @@ def checked(capsys, tmp_path, text, *more):
     return code, *capsys.readouterr()
 
 
+@pytest.mark.proof
 def test_rows_classes_bytes_time_and_memory_are_said(capsys, tmp_path):
     text = DIGITS.format(adaptation="head", method="fedavg")
     code, out, _ = checked(capsys, tmp_path, text, "--format", "json")

@@ -203,6 +203,7 @@ def progress(out: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
+@pytest.mark.proof
 def test_ctrl_c_keeps_what_was_done_and_says_how_to_go_on(tmp_path, capsys):
     exp = toml(tmp_path, method={"rounds": 3000}, run={"workers": 2})
     process = subprocess.Popen(
@@ -226,6 +227,7 @@ def test_ctrl_c_keeps_what_was_done_and_says_how_to_go_on(tmp_path, capsys):
     assert code == 0
 
 
+@pytest.mark.proof
 def test_a_full_disk_stops_the_run_and_loses_nothing(tmp_path, capsys):
     exp = toml(tmp_path, method={"rounds": 30})
     call(capsys, "run", exp, "--out", tmp_path / "straight")
@@ -898,6 +900,7 @@ class TestFoundationModels:
         assert main(["check", str(path), "--matching"]) == 2
         assert "has no foundation model" in capsys.readouterr().err
 
+    @pytest.mark.proof
     def test_baselines_run_too(self, tmp_path, capsys):
         out = tmp_path / "runs"
         assert main(["run", str(fedbaf(tmp_path)), "--baselines", "--out", str(out), "--format", "json"]) == 0

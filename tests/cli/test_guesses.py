@@ -93,6 +93,7 @@ GUESSED = (
 METHODS = ("fedavg", "fedprox", "fedpft", "fedncm", "ditto", "zero_shot", "local")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("table", ["", "data.", "model.", "method.", "method.local.", "run.", "data.partition."])
 def test_no_hint_names_a_key_that_is_refused_next(tmp_path, method, table):

@@ -19,6 +19,7 @@ def tables(method, **local):
     }
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "method", [{"name": "fedavg", "fraction": 0.7}, {"name": "scaffold"}, {"name": "fedbip"}], ids=lambda m: m["name"]
 )
@@ -37,6 +38,7 @@ def test_two_and_two_rounds_are_four(tmp_path, capsys, method):
     assert fedfm.resume(tmp_path / "run")["params_sha256"] == straight["params_sha256"]
 
 
+@pytest.mark.proof
 def test_what_cannot_go_on_says_why(tmp_path):
     fedfm.run(tables({"name": "fedavg"}), tmp_path / "run")
     with pytest.raises(InputError, match="has 2 rounds; expected more"):

@@ -243,6 +243,7 @@ def test_what_does_not_fit_is_said(ward, tmp_path, changes, words):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.proof
 def test_a_run_in_memory_needs_its_module_again(ward, tmp_path, capsys):
     told = ward.pieces()
     settings = {"partition": {"clients": 3}, "rounds": 2, "run": {"workers": 1}, "local": {"learning_rate": 0.3}}

@@ -209,6 +209,7 @@ def said(node):
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
+@pytest.mark.proof
 def test_nothing_of_a_method_is_asked_for_by_name():
     found = []
     for path in SOURCE.rglob("*.py"):
@@ -228,6 +229,7 @@ def test_only_methods_and_the_audits_of_them_know_a_method():
                 assert not node.module.startswith("fedfm.methods"), f"{path}: {node.module}"
 
 
+@pytest.mark.proof
 def test_one_word_one_meaning():
     found = {}
     for path in SOURCE.rglob("*.py"):

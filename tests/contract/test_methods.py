@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import fedfm
-from every_method import LEARNS, METHODS, TRAINED, experiment_of
+from every_method import LEARNS, METHODS, SAMPLE, TRAINED, experiment_of
 from fedfm.aggregation.base import secrets_of
 from fedfm.config.experiment import Experiment
 from fedfm.config.registry import resolve
@@ -104,6 +104,7 @@ BY_OPTIMISER = {
 # fmt: on
 
 
+@pytest.mark.sample(*SAMPLE)
 @pytest.mark.usefixtures("coarse_accounting")
 @pytest.mark.parametrize("name", METHODS)
 def test_by_dp_sgd_it_spends_its_target_or_is_refused(name, tmp_path):
@@ -117,6 +118,7 @@ def test_by_dp_sgd_it_spends_its_target_or_is_refused(name, tmp_path):
     assert not result["excluded"]
 
 
+@pytest.mark.sample(*SAMPLE)
 @pytest.mark.parametrize(("name", "keys", "more"), SETTINGS)
 def test_it_calls_the_client_halves_that_it_declares(name, keys, more, tmp_path):
     tables = experiment_of(name, tmp_path, **({"rounds": 2} | keys)) | more
@@ -129,6 +131,7 @@ def test_it_calls_the_client_halves_that_it_declares(name, keys, more, tmp_path)
     }
 
 
+@pytest.mark.sample(*SAMPLE)
 @pytest.mark.parametrize("name", TRAINED)
 class TestEveryTrainedMethod:
     def test_same_seed_same_bits_whatever_runs_it(self, name, tmp_path):

@@ -101,18 +101,21 @@ def copies(method, fed, tap):
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", KEEPING)
 @pytest.mark.parametrize("keys", [{}, {"fraction": 0.67}], ids=["everybody", "some"])
 def test_no_message_carries_a_foundation_weight(name, keys, tmp_path):
     assert copies(*listen(name, tmp_path, **keys)) == set()
 
 
+@pytest.mark.proof
 def test_the_search_finds_what_weight_initialisation_discloses(tmp_path):
     method, fed, tap = listen("weight_init", tmp_path, rounds=1)
     named = {n for n, (_, p) in method.matching(fed).pieces.items() if p.numel() * 4 >= WINDOW and float(p.std())}
     assert copies(method, fed, tap) == named
 
 
+@pytest.mark.proof
 def test_the_search_finds_a_copy_with_noise_on_it(tmp_path):
     method, fed, tap = listen("fedbaf", tmp_path, psi=30.0)  # a near 30: 3 % of the way is left
     assert copies(method, fed, tap)

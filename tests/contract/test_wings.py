@@ -17,6 +17,7 @@ print(json.dumps([code, sorted(n for n in sys.modules if n.startswith(("fedfm.en
 """
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("command", ["run", "check"])
 def test_a_run_of_fedavg_loads_no_wing(command, tmp_path):
     experiment = Experiment.from_dict(experiment_of("fedavg", tmp_path))

@@ -20,6 +20,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glibc")
 def test_a_large_array_takes_the_place_of_the_last_one():
     """Page faults of the fourth of several arrays, with and without."""

@@ -126,6 +126,7 @@ def test_a_study_is_of_one_process(tmp_path):
     assert stat.S_IMODE((tmp_path / "study").stat().st_mode) == 0o700
 
 
+@pytest.mark.proof
 def test_an_export_and_a_file_of_predictions_are_of_one_process(tmp_path):
     fedfm.run(tables(tmp_path, rounds=1), tmp_path / "run", progress=QUIET)
     for out in (tmp_path / f"model-{number}" for number in range(5)):

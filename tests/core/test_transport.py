@@ -28,6 +28,7 @@ def tables(folder: Path, method: str = "fedavg", transport: str = "float32", **r
     return tiny_text.tables(folder, method, run={"transport": transport, **run})
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("transport", ["bfloat16", "int8"])
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "ditto", "fedbip"])
 def test_the_same_however_messages_travel(folder: Path, tmp_path: Path, method: str, transport: str) -> None:

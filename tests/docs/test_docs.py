@@ -40,9 +40,14 @@ def checked(text):
     return Experiment.from_dict(tables, imports=True)  # a page may bring a method of its own
 
 
+LONG = ("first-experiment", "attacks", "personalise", "own-data", "choose-a-method", "one-round", "instructions")
+
+
 @pytest.mark.filterwarnings("ignore:.pin_memory. argument is set:UserWarning")  # by a Trainer, where there is no GPU
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT on transformers 5
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=[pytest.mark.proof] * (p.stem in LONG), id=p.stem) for p in PAGES]
+)
 def test_blocks_run(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

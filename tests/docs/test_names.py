@@ -95,6 +95,7 @@ def test_every_command_of_a_document_exists_with_its_flags(page):
     assert [flag for flag in alone if flag not in OPTIONS | OTHERS] == []
 
 
+@pytest.mark.proof
 def test_every_command_that_the_code_names_exists_with_its_flags():
     found = [f"{relative(p)}: {w}" for p in SOURCES for w in wrong(commands(named_in(p)))]
     assert found == []

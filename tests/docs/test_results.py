@@ -153,6 +153,7 @@ def test_theta_and_theta_bar_of_both_kinds_of_method(reproduce: ModuleType) -> N
     assert found == {"t__r:own": {"0": 25.0}, "t__r:own_loss": {"0": 200.0}}
 
 
+@pytest.mark.proof
 def test_each_point_of_a_grid_is_tuned_and_options_take_the_choice_of_another_row(
     reproduce: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,6 +352,7 @@ threads = 1
 """
 
 
+@pytest.mark.proof
 def test_a_grid_is_run_point_by_point_with_a_model_made_for_it_and_audited(
     reproduce: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

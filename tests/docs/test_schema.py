@@ -201,6 +201,7 @@ def test_what_is_drawn_is_valid(tables):
     assert complaint(tables) is None
 
 
+@pytest.mark.proof
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(experiments(), st.data())
 def test_a_changed_experiment_is_refused_by_both_or_by_neither(tables, data):

@@ -58,6 +58,7 @@ def test_orders_and_losses_are_no_question_of_the_masked_protocol(masked):
             choose(Run.open(masked), [name])
 
 
+@pytest.mark.proof
 def test_blocks_are_fitted_from_pairs_and_get_better_with_rows(permuted):
     finding = by_name(permuted, "substitute_model")["substitute.blocks"]
     assert 0 < finding.estimate < 1
@@ -69,6 +70,7 @@ def test_blocks_are_fitted_from_pairs_and_get_better_with_rows(permuted):
     assert told == pytest.approx(few, abs=1e-3)
 
 
+@pytest.mark.proof
 def test_a_student_is_measured_in_and_out_of_the_clients_rows(masked):
     finding = by_name(masked, "substitute_model")["substitute.student"]
     assert -1 <= finding.detail["cosine_outside"] <= 1

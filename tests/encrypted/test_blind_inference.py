@@ -93,6 +93,7 @@ def test_a_block_is_fitted_from_its_pairs_and_not_from_others():
     assert inference_substitute.update_error(blind, x[250:], y[250:]) > 0.5
 
 
+@pytest.mark.proof
 def test_a_student_learns_from_released_means_and_the_same_seed_gives_the_same_bits():
     torch.manual_seed(1)
     true = inference_substitute.Student(4, 6, 2, 8, 2, 16).eval()

@@ -65,12 +65,14 @@ def test_all_tokens_are_released_with_the_class_token(twin):
     assert got.shape == (5, 2, 4, 3)
 
 
+@pytest.mark.proof
 def test_other_processes_know_of_it(twin):
     matrices = fold(sided(twin[0], "class").backbone.module)
     assert model_of(model_bytes(matrices)).class_token
     assert not model_of(model_bytes(replace(matrices, class_token=False))).class_token
 
 
+@pytest.mark.proof
 def test_a_grid_has_no_class_token(twin):
     matrices = fold(sided(twin[0], "class").backbone.module)
     assert matrices.class_token

@@ -51,6 +51,7 @@ class Run:
         return self
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", ["class", "grid", "tokens"])
 def test_released_states_are_those_in_the_clear(kind):
     run = Run(kind).go()

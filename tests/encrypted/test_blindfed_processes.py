@@ -111,6 +111,7 @@ def started(monkeypatch):
     return found
 
 
+@pytest.mark.proof
 def test_a_process_that_dies_ends_the_run_with_its_reason(monkeypatch):
     found = started(monkeypatch)
 
@@ -134,6 +135,7 @@ def test_an_interrupt_leaves_no_process(monkeypatch):
     assert all(process.poll() is not None for process in found)
 
 
+@pytest.mark.proof
 def test_a_spent_ledger_ends_the_run_before_anything_is_sent():
     talk = Talk()
     with pytest.raises(RunError, match="statistical distance"):

@@ -59,6 +59,7 @@ def test_in_the_clear_it_learns_and_says_that_it_is_a_simulation(clear):
     assert {c["form"] for c in crossings(folder / "run")} == {"plain"}
 
 
+@pytest.mark.proof
 def test_its_rate_falls_as_the_paper_s_unless_told_otherwise(clear, tmp_path):
     _, tables, result = clear
     method = tables["method"]

@@ -87,6 +87,7 @@ def test_packing_against_whole_numbers(bits, seed):
 # --- gate K7 ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proof
 def test_ten_thousand_bit_flips_are_found():
     """All bits of header and tag, and bits of the content drawn at random."""
     rng = np.random.default_rng(1)

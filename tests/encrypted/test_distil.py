@@ -110,6 +110,7 @@ def test_a_new_head_keeps_the_features_and_uses_no_labels(tmp_path):
     assert torch.equal(head.weight, before)
 
 
+@pytest.mark.proof
 def test_the_states_loss_falls_and_nothing_leaves_its_interval(tmp_path):
     rows = batch(24)
     d = distiller_of(tiny("ijepa", tmp_path))
@@ -231,6 +232,7 @@ def test_class_tokens_get_the_variance_of_patches(tmp_path, kind):
     assert variance[:extra].tolist() == pytest.approx([float(variance[extra:].mean())] * extra, rel=1e-4)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", ["vit", "deit"])
 def test_a_model_with_class_tokens_is_distilled_and_loads(tmp_path, kind):
     x = make_twin(kind, tmp_path)

@@ -96,6 +96,7 @@ def test_tokens_that_cannot_change(tmp_path):
         with_tokens(load_model(spec, classes=("x", "y"), kind="text"), 8, True)
 
 
+@pytest.mark.proof
 def test_a_twin_without_class_token_of_smaller_pictures(place, tmp_path):
     result = distil(tables(place), tmp_path / "twin")
     config = json.loads((tmp_path / "twin" / "config.json").read_text())
@@ -165,6 +166,7 @@ def test_rates_and_weights_by_hand():
     assert Recipe().weight(0) == Recipe().tameness
 
 
+@pytest.mark.proof
 def test_bfloat16_gives_a_twin_too(place, tmp_path):
     plain, low = (distil(tables(place, bfloat16=low, views=1), tmp_path / str(low)) for low in (False, True))
     assert plain["params_sha256"] != low["params_sha256"]

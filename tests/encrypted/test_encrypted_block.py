@@ -147,6 +147,7 @@ def block(**changes):
     return replace(EncryptedBlock(LAYOUT, HEADS, weights(), (NORM, NORM), EXP, INVERSE, scales, GELU), **changes)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("centred", [True, pytest.param(False, marks=pytest.mark.proof)])
 def test_a_block_gives_what_it_gives_in_the_clear(centred):
     session, x = Session(), rows(700)

@@ -280,6 +280,7 @@ def states_by_definition(folded, x):
     return np.stack(out, 1)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("polynomials", ["scaled", "paper"])
 def test_the_folded_model_by_its_definition(tmp_path, polynomials):
     x = make_twin("ijepa", tmp_path, polynomials=polynomials).double()
@@ -296,6 +297,7 @@ def test_the_folded_model_by_its_definition(tmp_path, polynomials):
     assert got.bound > float(want.abs().max())
 
 
+@pytest.mark.proof
 def test_a_class_token_is_a_token_of_zeros(tmp_path):
     """Three patches and a class token are four tokens."""
     x = make_twin("vit", tmp_path, size=(4, 12)).double()
@@ -317,6 +319,7 @@ def test_centring_changes_no_output(tmp_path):
     assert float(b.module.vit.layers[0].mlp.fc2.weight.detach().mean(0).abs().max()) < 1e-7
 
 
+@pytest.mark.proof
 def test_models_that_cannot_run_encrypted_are_refused(twin, tmp_path):
     folder, _ = twin
     with pytest.raises(InputError, match="no polynomials"):

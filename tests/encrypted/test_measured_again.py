@@ -73,6 +73,7 @@ def blocks(folder):
     return json.loads((folder / "config.json").read_text())["fedfm_polynomials"]["blocks"]
 
 
+@pytest.mark.proof
 def test_other_rows_have_numbers_and_the_first_ones_keep_theirs(place, tmp_path, capsys):
     was, far = features(place / "twin", place / "drawings.npz")
     lost = int((~was.isfinite().all(1)).sum())

@@ -48,6 +48,7 @@ def excess(module, arguments):
     return float(((((x - (low + high) / 2).abs() / ((high - low) / 2)) - 0.8).clamp(min=0) ** 2).mean())
 
 
+@pytest.mark.proof
 def test_the_local_loss_by_hand(twin):
     folder, x = twin
     model = load(folder)
@@ -67,6 +68,7 @@ def test_the_local_loss_by_hand(twin):
     assert loss == pytest.approx(plain + loop.PENALTY * by_hand, rel=1e-5)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("penalty", [0.0, loop.PENALTY])
 def test_training_leaves_no_interval(twin, monkeypatch, penalty):
     folder, x = twin

@@ -326,6 +326,7 @@ def test_silos_with_rows_of_their_own_bring_their_own_names(tmp_path):
     assert fed.clients == ("n100", "n101", "n102")
 
 
+@pytest.mark.proof
 def test_silos_with_policies_of_their_own(tmp_path):
     """Means are allowed by both; scores by one, and the server is told who refused what."""
     tables = experiment(tmp_path, method={"name": "fedavg", "fraction": 1.0, "rounds": 2})

@@ -608,6 +608,7 @@ def test_a_head_that_is_none_is_a_fault(tmp_path, text):
         assert told["fault"]["code"].startswith("E_")
 
 
+@pytest.mark.proof
 def test_what_a_server_causes_in_the_silos_logs_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr("fedfm.core.storage.LONGEST", 2_000)
     path = silo(tmp_path)

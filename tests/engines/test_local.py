@@ -185,6 +185,7 @@ class Untravelled(FedAvg):
         return Update(one, 1, {"loss": UNTRAVELLED[client.id]() if client.id in UNTRAVELLED else 1.0})
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("link", LINKS, ids=str)
 @pytest.mark.parametrize("name", UNTRAVELLED)
 def test_what_cannot_travel_costs_its_client_the_round_on_every_link(tmp_path, link, name):

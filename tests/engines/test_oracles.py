@@ -201,6 +201,7 @@ def test_under_noise_on_clients_an_update_that_is_not_finite_is_no_change_and_no
     assert silo.code(TRAIN, {"w": head(0.0, 1.0)}, 3, 1) == "E_REFUSED"
 
 
+@pytest.mark.proof
 def test_a_refusal_because_rows_changed_is_a_line_and_a_round(tmp_path):
     """The server repeats its message: whether it is refused depends on the rows alone."""
     silo = Silo(tmp_path / "north", "[budget]\nrounds = 2")

@@ -420,6 +420,7 @@ def private(names: set[str]) -> set[str]:
     return {name for name in names if name not in PUBLIC and name.rpartition(".")[0] not in PUBLIC}
 
 
+@pytest.mark.proof
 def test_what_is_not_public_is_imported_in_two_modules_and_has_a_check():
     ours = [Path(module.__file__) for module in MODULES]
     assert {name for file in ours for name in private(imports(file))} <= {path for c in CHECKS for path in c.paths}

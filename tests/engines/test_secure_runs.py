@@ -118,6 +118,7 @@ def test_methods_give_the_plain_result_on_digits(method, sums, tmp_path, known_s
     assert not any(x["handler"] == "aggregate.SecAgg_consent" for x in up)
 
 
+@pytest.mark.proof
 def test_a_payload_that_differs_by_client_is_no_other_model(tmp_path):
     """FedPer's clients get the first head in the first round that they are in, and nothing later; LoRA's tensors."""
     data = {"name": "digits", "limit": 60, "partition": {"name": "iid", "clients": 4}}

@@ -244,6 +244,7 @@ def test_an_epsilon_is_computed_by_the_silo_and_counted_over_all_runs(tmp_path):
     assert "E_REFUSED" in federation.log("east").splitlines()[-1]
 
 
+@pytest.mark.proof
 def test_private_steps_are_counted_by_the_silos_own_rows(tmp_path):
     """After all rounds the silo has spent what the experiment aims at; a second run would pass the budget."""
     federation = Federation(

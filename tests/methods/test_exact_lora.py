@@ -330,6 +330,7 @@ def test_the_first_round_is_the_same_aggregate(folder, tmp_path, name):
         assert any((u @ v).norm() > 1e-4 for u, v in as_factors(state.shift).values())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("model", ["bert", "llama"])
 def test_the_adapter_on_disk_is_the_model_that_was_judged(folder, tmp_path, name, model):

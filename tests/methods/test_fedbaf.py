@@ -396,6 +396,7 @@ class TestRuns:
             fedfm.run(experiment(rounds=2), tmp_path / "d")
         assert fedfm.resume(tmp_path / "d")["params_sha256"] == first["params_sha256"]
 
+    @pytest.mark.proof
     def test_what_leaves_the_server_names_neither_the_foundation_nor_alpha(self, tmp_path):
         result = fedfm.run(experiment(rounds=2), tmp_path / "a")
         assert result["details"]["matching"]["left_out"]
@@ -433,6 +434,7 @@ class TestRuns:
         with pytest.raises(InputError, match="only an adapter mixes"):
             fedfm.run(tables, tmp_path / "a")
 
+    @pytest.mark.proof
     def test_an_adapter_mixes_with_one_of_its_rank_and_scale(self, tmp_path):
         tables = experiment("fedavg", rounds=1)
         tables["model"] = {"name": "nano-vit", "adaptation": {"name": "lora", "rank": 2}}

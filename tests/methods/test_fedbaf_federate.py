@@ -132,6 +132,7 @@ def both(folder, model, foundation, **keys):
 
 
 class TestLikeAnExperiment:
+    @pytest.mark.each_value
     @pytest.mark.parametrize("make", [vit, bert, llama])
     @pytest.mark.parametrize("declared", [(), ("labels", "vocabulary")])
     @pytest.mark.parametrize("wider", [False, True])

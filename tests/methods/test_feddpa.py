@@ -239,6 +239,7 @@ def test_a_share_is_a_share(seed, bias, scale):
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_the_own_adapter_is_trained_beside_the_frozen_global_one(folder, kind, rule):
@@ -329,6 +330,7 @@ def test_the_global_adapter_is_fedavgs(folder, tmp_path):
     assert first["details"]["server_accuracy"] == pytest.approx(second["local_accuracy"])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 @pytest.mark.parametrize("name", ["feddpa", "fedbip"])
 def test_same_bits_whatever_runs_it(folder, tmp_path, name, kind):

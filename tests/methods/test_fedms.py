@@ -178,6 +178,7 @@ def test_a_local_pass_is_that_of_a_loop_that_computes_both_experts_whole(place):
     assert differing(model, W_g, W_i) == 2
 
 
+@pytest.mark.proof
 def test_what_is_kept_over_the_rounds_changes_no_bit(place, monkeypatch):
     """A later round, a first one, and one where nothing fits into files; with a trunk that reads other states."""
     experiment = fedfm.Experiment.from_dict(tables(place, gate="all", adaptation={"dropout": 0.3}))
@@ -241,6 +242,7 @@ def test_every_variant_has_the_same_bits_with_one_worker_and_two(place, gate, tm
     assert one["client_accuracy"] == two["client_accuracy"]
 
 
+@pytest.mark.proof
 def test_the_gate_may_see_a_backbone_of_its_own(place, tmp_path):
     found = run(place, tmp_path / "a", gate_backbone="nano-vit")
     plain = run(place, tmp_path / "b")
@@ -254,6 +256,7 @@ def test_the_gate_may_see_a_backbone_of_its_own(place, tmp_path):
         run(place, tmp_path / "d", gate_backbone="no-such")
 
 
+@pytest.mark.proof
 @of_one_kind
 def test_stage_two_sends_the_gate_and_never_an_expert(place, tmp_path):
     for gate in ("adapter", "last"):
@@ -277,6 +280,7 @@ def test_stage_two_sends_the_gate_and_never_an_expert(place, tmp_path):
     assert down[2] > 4 * down[3]  # the global expert is sent once
 
 
+@pytest.mark.proof
 @of_one_kind
 def test_thresholds_wake_up_all_layers_or_none(place, tmp_path):
     for name, threshold, expected in (("never", -2.0, 1), ("always", 2.0, 3)):
@@ -295,6 +299,7 @@ class _Stop(Progress):
             raise KeyboardInterrupt
 
 
+@pytest.mark.proof
 @of_one_kind
 def test_a_queue_that_never_fills_is_a_notice(place, tmp_path):
     run(place, tmp_path / "long", queue=5, local_rounds=2)
@@ -318,6 +323,7 @@ def test_a_client_without_an_expert_says_so_and_starts_from_the_global_one(place
     assert not torch.equal(*(torch.cat(list(client.memory[w].flats.values())) for w in ("W_i", "W_g")))
 
 
+@pytest.mark.proof
 @of_one_kind
 def test_a_lost_expert_is_replaced_and_the_run_says_so(place, tmp_path):
     with pytest.raises(KeyboardInterrupt):
@@ -331,6 +337,7 @@ def test_a_lost_expert_is_replaced_and_the_run_says_so(place, tmp_path):
     assert "client-00 has lost its local expert" in str(manifest["notices"])
 
 
+@pytest.mark.proof
 @of_one_kind
 def test_a_stopped_run_goes_on_to_the_same_bits(place, tmp_path):
     whole = run(place, tmp_path / "whole")

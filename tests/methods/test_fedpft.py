@@ -193,6 +193,7 @@ def test_false_counts_of_errors_are_left_out(file, tmp_path):
     assert np.isfinite(result["details"]["bound"]["printed"])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("changes", "code"), [({"scale": 1e30}, "E_NORM"), ({"scale": 1e12}, "E_NORM"), ({"scale": 1e300}, "E_NONFINITE")]
 )
@@ -300,6 +301,7 @@ def test_cycles_are_refused():
         checked(FedPFT(topology="dag", edges=(("a", "b"), ("b", "a"))))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("covariance", ["spherical", "diag", "full"])
 @pytest.mark.parametrize("relation", ["add_remove", "replace"])
 def test_private_runs_state_their_epsilon_and_use_fresh_noise(file, tmp_path, covariance, relation, monkeypatch):
@@ -388,6 +390,7 @@ def test_what_a_run_spends_is_on_the_ledger_before_it_is_sent(file, tmp_path, mo
     assert not fedfm.load_run(tmp_path / "start").manifest["ledger"]["entries"]
 
 
+@pytest.mark.proof
 def test_an_export_of_a_private_head_says_what_it_takes(tmp_path):
     table = tables("") | {"data": {"name": "digits", "limit": 300, "partition": {"name": "iid", "clients": 2}}}
     table |= {"model": {"name": "nano-vit"}, "method": {"name": "fedpft", **PRIVATE}}

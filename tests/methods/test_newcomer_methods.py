@@ -98,6 +98,7 @@ def test_fednova_against_numpy(tmp_path):
         assert differs, "not FedAvg"
 
 
+@pytest.mark.proof
 def test_fednova_is_fedavg_where_rows_are_equal(tmp_path):
     equal = {"data.limit": 150, "method.local": {"name": "sgd", "batch_size": 8, "epochs": 2}}
     run(tmp_path, "test_newcomer_methods:RecordedNova", "recorded", over=equal)
@@ -112,6 +113,7 @@ def test_fednova_is_fedavg_where_rows_are_equal(tmp_path):
     assert nova["accuracy"] == pytest.approx(average["accuracy"])
 
 
+@pytest.mark.proof
 def test_fednova_is_not_fedavg_where_steps_differ(tmp_path):
     run(tmp_path, "newcomer:FedNova", "nova", over=UNEQUAL)
     run(tmp_path, "fedavg", "fedavg", over=UNEQUAL)
@@ -148,6 +150,7 @@ def test_a_metric_that_clients_did_not_report_is_named(tmp_path, method, over, w
     assert why in str(stop.value)
 
 
+@pytest.mark.proof
 def test_fednova_under_secure_aggregation_with_its_metric(tmp_path):
     run(tmp_path, "newcomer:FedNova", "plain", over=UNEQUAL)
     run(tmp_path, "newcomer:FedNova", "secure", over=UNEQUAL | SECURE | {"aggregation.metrics": ["loss", "tau"]})
@@ -169,6 +172,7 @@ def test_median_against_numpy(tmp_path, clients):
             assert np.abs(median).max() > 1e-4
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("method", ["newcomer:FedNova", "newcomer:Median"])
 def test_one_and_two_workers_give_the_same_bits(tmp_path, method):
     results = [run(tmp_path, method, f"w{k}", over={**UNEQUAL, "run.workers": k}) for k in (1, 2)]

@@ -317,6 +317,7 @@ def test_ccvr_calibrates_last(tmp_path):
     assert torch.nn.functional.linear(x, *shared.tensors_of(once)).argmax(1).tolist() == [0, 0, 1, 1, 1, 1]
 
 
+@pytest.mark.proof
 def test_ccvr_calibrates_the_head_beside_lora(tmp_path):
     tables = {
         "data": {"name": "digits", "limit": 150, "partition": {"name": "dirichlet", "alpha": 0.1, "clients": 3}},

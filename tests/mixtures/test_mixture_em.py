@@ -107,6 +107,7 @@ def test_the_steps_are_those_of_a_textbook(covariance, n, d, k):
         np.testing.assert_allclose(covariances(m), sigma, atol=1e-4)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("covariance", COVARIANCES)
 @pytest.mark.parametrize(("n", "d", "k"), [(400, 6, 3), (250, 192, 5), (150, 20, 10)])
 def test_it_ends_where_scikit_learn_ends(covariance, n, d, k):

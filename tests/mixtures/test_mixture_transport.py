@@ -183,6 +183,7 @@ numbers = st.one_of(
 junk = st.one_of(st.integers(), st.floats(), st.text(max_size=3), st.none(), st.booleans(), st.binary(max_size=3))
 
 
+@pytest.mark.proof
 @settings(max_examples=300, deadline=None)
 @given(
     components=st.one_of(st.lists(st.integers(-1, 4), max_size=3), st.lists(junk, max_size=3), junk),

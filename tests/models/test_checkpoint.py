@@ -221,6 +221,7 @@ def language_model(path, hollow=False, **spec):
 
 @pytest.mark.parametrize("hollow", [False, True])
 class TestLanguageModels:
+    @pytest.mark.each_value
     @pytest.mark.parametrize("family", ["llama", "gpt2"])
     def test_nothing_may_lack_or_be_left_over(self, folder, family, hollow, tmp_path):
         tensors = tensors_of(folder(family))

@@ -25,6 +25,7 @@ def trained(model, table):
     return w, len(passes)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", ["vit", "bert", "distilbert", "gpt2", "llama"])
 @pytest.mark.parametrize("adaptation", ["lora", "full"])
 def test_blocks_are_computed_twice_with_the_same_result(folder, family, adaptation):

@@ -341,6 +341,7 @@ def top(model, states, k, *, train):
     return dual.top_images(model, images, k, train=train), dual.top_texts(model, texts, k, train=train)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("k", [1, 2, 3, 7])
 @pytest.mark.parametrize("kind", KINDS)
 def test_resuming_above_the_boundary_gives_the_bits_of_the_whole_forward(place, kind, k):

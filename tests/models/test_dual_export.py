@@ -49,6 +49,7 @@ def spec(kind: str, options: dict) -> AdaptationSpec:
     return AdaptationSpec(**({"name": "lora", "rank": 2} | found))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_peft_and_transformers_compute_what_was_trained(place, tmp_path, kind, name):

@@ -23,6 +23,7 @@ def sizes(folder: Path) -> list[int]:
     return [path.stat().st_size for path in folder.rglob("*.safetensors")]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("method", ["fedavg", "ditto"])
 @pytest.mark.parametrize(
     "adaptation",

@@ -282,6 +282,7 @@ def as_bits(plain_model, path):
             plain_model.module.get_parameter(name).copy_(p)
 
 
+@pytest.mark.each_value
 @bitsandbytes
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", BITS)

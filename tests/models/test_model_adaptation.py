@@ -157,6 +157,7 @@ def test_a_rank_for_each_kind_of_map(folder):
             load(folder("vit"), images(), spec)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
 @pytest.mark.parametrize("expression", ["(.*.*.*)*x", "fc[12]", "fc2$", "a|b", ""])
 def test_an_expression_in_place_of_a_name_is_refused_and_never_tried(key, expression):

@@ -110,6 +110,7 @@ def test_the_folder_alone_loads_by_peft(folder, tmp_path, family, monkeypatch):
     assert all(p.stat().st_nlink > 1 or p.is_symlink() for p in weights.values())  # no second copy on the disk
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("adaptation", ["lora", "head", "full"])
 @pytest.mark.parametrize("family", ["vit", "clip", "siglip", "bert", "gpt2", "mobilenet_v2"])
 def test_transformers_loads_the_merged_model_from_the_folder_alone(folder, tmp_path, family, adaptation):

@@ -117,6 +117,7 @@ def test_lora_starts_at_the_foundation_model(folder, family):
     assert any("modules_to_save" in n for n in adapted.names)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("adaptation", ["head", "lora", "top_layers"])
 @pytest.mark.parametrize("family", [*OTHER_IMAGE, *OTHER_TEXT])
 def test_models_outside_the_table_work_by_what_their_modules_look_like(folder, family, adaptation):

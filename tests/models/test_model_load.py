@@ -17,6 +17,7 @@ from fedfm.models.quiet import quiet
 from fedfm.models.spec import AdaptationSpec, ModelSpec
 
 
+@pytest.mark.proof
 def test_importing_the_loader_imports_no_library():
     rooms = "fedfm.models.load, fedfm.models.export, fedfm.models.metrics, fedfm.models.wrap"
     heavy = ["transformers", "peft", "PIL", "fedfm.data.load"]
@@ -263,6 +264,7 @@ HEADS = {  # class that wrote a checkpoint -> family of its base
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("adaptation", ["head", "lora", "full"])
 def test_it_is_said_that_a_trained_head_is_drawn_anew(folder, tmp_path, kind, adaptation):

@@ -153,6 +153,7 @@ def same_as_alone(model, rows, **size):
     return firm
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("size", [1, 4, 64])
 def test_prompts_are_answered_together_as_each_alone(folder, family, size):

@@ -26,6 +26,7 @@ def trained(path, family, adaptation, dtype, local):
     return start, train(Job(client, start, local)), client.metrics["loss"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("adaptation", ADAPTATIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_trains_as_float32_does(folder, family, adaptation):

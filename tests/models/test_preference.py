@@ -87,6 +87,7 @@ def test_the_loss_is_equation_7(folder):
     assert model.evaluate(rows.take([]))["accuracy"] is None
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "adaptation",
     [LORA, AdaptationSpec("ffa_lora", rank=2), AdaptationSpec("lora", rank=2, dora=True)],

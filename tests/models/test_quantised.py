@@ -107,6 +107,7 @@ def test_outputs_are_those_of_the_weights_that_the_bits_stand_for(folder, family
     assert (model.predict(rows) - by_hand.predict(rows)).norm() < 0.05 * rounding.norm()
 
 
+@pytest.mark.each_value
 @bitsandbytes
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -119,6 +120,7 @@ def test_fingerprint_head_and_adapter_are_those_of_the_unquantised_load(folder, 
         assert model.params().sha256() == plain.params().sha256()
 
 
+@pytest.mark.each_value
 @bitsandbytes
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -66,6 +66,7 @@ def companions(tensors):
 @pytest.mark.parametrize("bits", SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 class TestAFolderOfBits:
+    @pytest.mark.each_value
     def test_what_lacks_or_has_another_length_or_is_no_number_is_named(self, stored, family, bits, tmp_path):
         sound = stored(family, bits)
         files = tensors_of(sound)
@@ -97,6 +98,7 @@ class TestAFolderOfBits:
                 assert f"{name}[0] is inf: the weights are damaged" in refused(name, broken)
         load(tmp_path, sentences(), "lora")
 
+    @pytest.mark.each_value
     def test_a_whole_map_or_the_names_of_all_may_not_lack(self, stored, family, bits, tmp_path):
         files = tensors_of(stored(family, bits))
         shutil.copytree(stored(family, bits), tmp_path, dirs_exist_ok=True)

@@ -192,6 +192,7 @@ def test_a_killed_run_goes_on_with_its_clip(tmp_path, known_secrets, monkeypatch
     assert clips(tmp_path / "run") == clips(tmp_path / "straight")
 
 
+@pytest.mark.proof
 def test_it_works_with_secret_coins(tmp_path):
     e = small(tmp_path, method={"fraction": 0.4}, privacy=CLIENT)
     assert fedfm.run(e, tmp_path / "run")["epsilon"] == pytest.approx(epsilon_of([Releases(0.5, 4, 0.4)], DELTA))

@@ -364,6 +364,7 @@ class Different(Nothing):
         return Update(Params({"w": drawn}), 3.0)
 
 
+@pytest.mark.proof
 def test_secure_sums_with_the_servers_noise_have_the_bits_of_sums_in_the_clear(tmp_path):
     plain = Mean()
     object.__setattr__(plain, "mechanism", mechanism())

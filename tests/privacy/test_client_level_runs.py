@@ -107,6 +107,7 @@ def test_a_round_that_a_resume_releases_with_another_sum_is_spent_twice(tmp_path
     assert told in fedfm.load_run(tmp_path / "run").manifest["notices"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kills", [1, 2])
 @pytest.mark.parametrize("halting", [False, True])
 def test_rounds_that_are_begun_twice_are_spent_twice_where_clients_add_noise(kills, halting, tmp_path, monkeypatch):

@@ -232,6 +232,7 @@ def known(monkeypatch):
     monkeypatch.setattr(client_memory, "entropy", lambda n: b"\x07" * n)
 
 
+@pytest.mark.proof
 def test_the_ledger_counts_the_coins(tmp_path):
     result = fedfm.run(tables(tmp_path), tmp_path / "run")
     assert result["epsilon"] == pytest.approx(epsilon_of([Releases(0.8, 4, 0.4)], DELTA))
@@ -298,6 +299,7 @@ def test_a_resume_without_its_coins_is_refused(tmp_path, monkeypatch):
         fedfm.resume(tmp_path / "run")
 
 
+@pytest.mark.proof
 def test_a_budget_counts_the_coins(tmp_path):
     two, three = (epsilon_of([Releases(0.8, n, 0.4)], DELTA) for n in (2, 3))
     e = tables(tmp_path, CLIENT | {"halt_at_epsilon": (two + three) / 2})

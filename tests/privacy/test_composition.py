@@ -51,6 +51,7 @@ def test_one_sampled_release_is_the_closed_form_from_above(z, q):
     assert right <= epsilon_of([Releases(z, 1, q)], 1e-5) <= right * 1.001
 
 
+@pytest.mark.proof
 def test_the_published_multipliers_of_a_hundred_sampled_rounds():
     assert noise_multiplier_for(1, 1e-5, 100, 0.1) == pytest.approx(3.94, abs=0.01)
     assert noise_multiplier_for(8, 1e-5, 100, 0.1) == pytest.approx(0.937, abs=0.002)
@@ -67,6 +68,7 @@ def test_it_is_never_above_the_renyi_accountant():
         assert epsilon_of([Releases(z, t, q)], 1e-5) <= renyi.get_epsilon(1e-5)
 
 
+@pytest.mark.proof
 @given(st.floats(0.6, 8), st.floats(0.01, 1), st.integers(1, 300))
 @settings(max_examples=12, deadline=None)
 def test_it_is_never_above_the_accountant_of_flower(z, q, times):
@@ -85,6 +87,7 @@ def test_the_noise_for_a_target_keeps_it_and_less_noise_does_not(epsilon, times,
     assert epsilon_of([Releases(z * 0.99, times, rate)], 1e-5) > epsilon
 
 
+@pytest.mark.proof
 def test_sampled_and_unsampled_releases_add_up():
     both = epsilon_of([Releases(2.0, 5), Releases(1.0, 20, 0.1)], 1e-5)
     parts = [epsilon_of([Releases(2.0, 5)], 1e-5), epsilon_of([Releases(1.0, 20, 0.1)], 1e-5)]

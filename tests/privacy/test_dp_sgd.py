@@ -212,6 +212,7 @@ def composed(z, q, times, delta):
     return accountant.get_epsilon(delta)
 
 
+@pytest.mark.proof
 def test_epsilon_is_that_of_dp_accounting():
     fixed = DescentPlan(1.0, 1e-5, rounds=3, noise_multiplier=0.9)
     releases = fixed.releases(200, 32, SGD(epochs=2, batch_size=32).steps(200))
@@ -467,6 +468,7 @@ def test_an_attack_gets_what_is_promised_and_no_more():
     assert 0.7 < least_mu(*attacked()) <= 1.0
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("fault", ["half the noise", "no noise", "no clip"])
 def test_the_attack_finds_broken_variants(fault, monkeypatch):
     noisy = PrivateSteps.noisy
@@ -506,6 +508,7 @@ def test_methods_that_read_rows_in_another_way_are_refused(name, tmp_path):
         fedfm.run({**tables(tmp_path), "method": {"name": name}}, tmp_path / "run")
 
 
+@pytest.mark.proof
 def test_the_runs_epsilon_is_that_of_the_client_that_spends_most(tmp_path):
     found = fedfm.run(tables(tmp_path), tmp_path / "run")
     split = json.loads((tmp_path / "run/private/data.json").read_text())["split"]
@@ -570,6 +573,7 @@ def test_a_killed_run_spends_once_and_ends_in_the_same_bits(tmp_path, monkeypatc
     assert [entry["mechanism"] for entry in ledger["entries"]] == ["DP-SGD"]
 
 
+@pytest.mark.proof
 def test_sums_of_private_updates_can_be_hidden_too(tmp_path):
     method = {"rounds": 1}  # a second one starts from sums that secure aggregation has rounded, with noise of its own
     shown = fedfm.resume(prepared(tables(tmp_path, method=method), tmp_path / "shown"))

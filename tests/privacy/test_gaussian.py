@@ -29,6 +29,7 @@ def hockey_stick(sigma, sensitivity, epsilon):
     return sum(quad(above, a, b, epsabs=0, epsrel=1e-11, limit=200)[0] for a, b in pairwise(parts))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("epsilon", [0.0, 0.01, 0.5, 1.0, 4.0, 10.0, 60.0, 400.0])
 @pytest.mark.parametrize("ratio", [0.03, 0.2, 1.0, 3.0, 10.0, 28.0])
 def test_delta_is_the_hockey_stick_divergence(ratio, epsilon):

@@ -129,6 +129,7 @@ def test_no_two_releases_share_noise():
     assert not np.isin(np.round((second.second - statistics(x, plan).second), 6), np.round(drawn[0], 6)).any()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("relation", ["add_remove", "replace_any"])
 @pytest.mark.parametrize("covariance", COVARIANCES)
 def test_no_exact_count_leaves(relation, covariance):

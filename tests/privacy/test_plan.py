@@ -79,6 +79,7 @@ def worst(plan, n, d, rng):
     return best
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("covariance", COVARIANCES)
 @pytest.mark.parametrize("relation", RELATIONS)
 @pytest.mark.parametrize("a", [0.25, 1.0, 2.0])

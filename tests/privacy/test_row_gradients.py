@@ -82,6 +82,7 @@ def pictures(model, n, side):
     return model.prepare(Table("image", list(x), y, CLASSES, np.full(n, "train")), np.arange(n))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("adaptation", [LORA, FULL], ids=["lora", "full"])
 @pytest.mark.parametrize("name", ["nano-vit", "tiny-vit"])
 def test_of_vision_transformers(name, adaptation, folder):
@@ -92,6 +93,7 @@ def test_of_vision_transformers(name, adaptation, folder):
     check(model, pictures(model, n, 32 if name == "nano-vit" else 16), n)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("adaptation", [LORA, FULL], ids=["lora", "full"])
 @pytest.mark.parametrize("name", ["bert", "llama", "gpt2"])
 def test_of_models_of_text(name, adaptation, folder):
@@ -293,6 +295,7 @@ def test_terms_that_cancel_do_not_pass_the_clip():
 
 
 # --- packed -----------------------------------------------------------------------------------------------------------
+@pytest.mark.each_value
 @pytest.mark.parametrize("kernels", ["exact", "fast"])
 @pytest.mark.parametrize(
     "targets", [None, ("query", "key", "value", "output.dense", "intermediate.dense")], ids=["some", "all"]
@@ -310,6 +313,7 @@ def test_of_text_without_padding(kernels, targets, layers, folder):
     check_packed(model, rows, 9, kernels)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kernels", ["exact", "fast"])
 @pytest.mark.parametrize("name", ["nano-vit", "tiny-vit"])
 def test_of_pictures_that_are_packed(name, kernels, folder):

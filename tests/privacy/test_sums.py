@@ -58,6 +58,7 @@ def test_the_noise_is_that_of_one_client(relation):
     assert np.abs(np.corrcoef(flat.T) - np.eye(flat.shape[1])).max() < 5 / math.sqrt(400)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("covariance", COVARIANCES)
 @pytest.mark.parametrize("relation", RELATIONS)
 def test_a_record_moves_the_federation_no_further_than_its_client(relation, covariance):

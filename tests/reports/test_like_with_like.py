@@ -31,6 +31,7 @@ def pair(tmp_path_factory):
     return [folder / "fedavg", folder / "local"]
 
 
+@pytest.mark.proof
 def test_training_alone_sends_nothing(pair):
     run = read.read(pair[1]).result
     assert (run["bytes_up"], run["bytes_down"]) == (0, 0)
@@ -59,6 +60,7 @@ def test_the_page_compares_by_the_same_figure(pair, tmp_path):
     assert "data.limit" not in said
 
 
+@pytest.mark.proof
 def test_the_page_says_which_runs_have_no_place_by_what_was_sent(pair, tmp_path):
     for name in ("centralised", "fedprox"):
         fedfm.run(tables(name=name), tmp_path / name)

@@ -126,6 +126,7 @@ def test_the_same_files_give_the_same_bytes(tmp_path):
     assert not list(run.glob(".*part"))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "place", ["client", "class", "name", "handler", "method", "reason", "notice", "share", "detail"]
 )

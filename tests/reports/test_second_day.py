@@ -99,6 +99,7 @@ def test_what_the_private_folder_holds_is_said(tmp_path, method, said):
     assert said in unescape(words(tmp_path / "run"))
 
 
+@pytest.mark.proof
 @pytest.mark.usefixtures("coarse_accounting")
 def test_under_privacy_keys_and_counts_are_said(tmp_path):
     privacy = {"mechanism": "dp_sgd", "unit": "record", "target_epsilon": 8.0, "delta": 1e-3, "clip_norm": 1.0}

@@ -83,6 +83,7 @@ def without_fingerprint(files):
     return {name: text.replace(data.encode(), b"") for name, text in files.items()}, data
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("neighbour", NEIGHBOURS)
 def test_all_that_differs_between_neighbours_comes_from_the_release(

@@ -291,6 +291,7 @@ def _run_and_die(tables, out, calls):
         os._exit(0)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("what", KILLED)
 def test_killed_before_any_file_is_put_in_its_place_a_run_goes_on_to_the_same_bits(what, tmp_path, monkeypatch):
     """Between a memory or a secret and its list, between a list and what it drops, between checkpoint and logs."""

@@ -106,6 +106,7 @@ def log_records(data, block=1 << 15):
             parts = b""
 
 
+@pytest.mark.proof
 @needs("wandb")
 def test_wandb_keeps_its_run_offline(tmp_path, monkeypatch):
     from wandb.proto import wandb_internal_pb2

@@ -122,6 +122,7 @@ MESSAGES = st.tuples(
 WORDS = {"train": "mean", "query": "reply", "scores": "scores"}
 
 
+@pytest.mark.proof
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(MESSAGES, max_size=25),

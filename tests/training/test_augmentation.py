@@ -77,6 +77,7 @@ class Stop(Progress):
             raise KeyboardInterrupt
 
 
+@pytest.mark.proof
 def test_a_run_has_the_same_bits_with_workers_wire_resume_and_decoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

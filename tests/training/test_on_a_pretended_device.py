@@ -112,6 +112,7 @@ def reads(monkeypatch):
 LORA, FULL = AdaptationSpec("lora", rank=2), AdaptationSpec("full")
 
 
+@pytest.mark.proof
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize(
     ("adaptation", "local", "more"),

@@ -129,6 +129,7 @@ OPTIMISERS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kernels", ["exact", "fast"])
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -166,6 +167,7 @@ def test_every_adapter_of_bert(options: dict[str, Any]) -> None:
     assert both(jobs_of(make("bert", **options), "bert", SGD(0.1, epochs=2, batch_size=4)), "fast")[0] < 1e-5
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("targets", [("k_proj", "o_proj"), ("q_proj", "fc1", "fc2"), ("fc2",)], ids=str)
 @pytest.mark.parametrize("family", ["vit", "ijepa"])
 def test_every_adapter_of_pictures(family: str, targets: tuple[str, ...]) -> None:

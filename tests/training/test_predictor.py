@@ -42,6 +42,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return seen
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("entries", [1 << 18, 32 * 60], ids=["one batch", "many"])
 @pytest.mark.parametrize("options", [{}, {"layers": 1}], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)

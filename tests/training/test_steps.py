@@ -181,6 +181,7 @@ class Small(Tiny):
         return super().loss(batch)
 
 
+@pytest.mark.proof
 def test_out_of_memory_halves_the_batch_and_says_so():
     model, said = Small(), []
     c = client(model)
