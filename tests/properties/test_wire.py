@@ -127,7 +127,7 @@ def test_a_shape_without_entries_that_no_tensor_has_is_refused(node, shape):
 def test_deep_nesting_is_refused_before_anything_is_built(monkeypatch, opens, depth):
     """Brackets, quotes and backslashes within texts count for nothing."""
     head = opens * depth
-    monkeypatch.setattr(reading.json, "loads", lambda text: pytest.fail("it was parsed"))
+    monkeypatch.setattr(reading.json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
     with pytest.raises(ClientFault, match="nested deeper"):
         payload.decode(head, b"")
 
@@ -168,6 +168,9 @@ def _metrics(count):
 WIDE = {
     "a million metrics": _metrics(10**6),
     "70,000 metrics": _metrics(70_000),
+    "34,000 metrics": _metrics(34_000),
+    "34,000 texts": f"[{','.join([json.dumps({'s': 'text'})] * 34_000)}]",
+    "9,000 empty objects": f"[{','.join(['{}'] * 9_000)}]",
     "70,000 empty lists": f"[{','.join(['[]'] * 70_000)}]",
     "10,000 empty parameters": f"[{','.join([json.dumps({'p': []})] * 10_000)}]",
     "a head of 3 MB": '{"s":"' + "x" * 3_000_000 + '"}',
@@ -178,7 +181,7 @@ WIDE = {
 @pytest.mark.parametrize("name", WIDE)
 def test_too_many_entries_are_refused_before_they_are_built(monkeypatch, name):
     head = WIDE[name]
-    monkeypatch.setattr(reading.json, "loads", lambda text: pytest.fail("it was parsed"))
+    monkeypatch.setattr(reading.json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
     begun = time.thread_time()
     with pytest.raises(ClientFault, match="E_SIZE"):
         payload.decode(head, b"", Update)
@@ -201,12 +204,17 @@ def test_what_is_built_one_by_one_is_limited_for_others_and_not_for_our_own_file
     assert reading.reader(head, True)
 
 
+def test_a_fraction_is_refused_where_it_stands():
+    with pytest.raises(ClientFault, match="E_FORMAT: the head is not JSON: the number 0.1 is not whole"):
+        payload.decode(f"[0.1,{','.join(['1.5'] * 60_000)}]", b"")
+
+
 @pytest.mark.proof
 def test_what_fits_the_limits_is_understood_in_time():
     """The largest heads that pass: numbers, texts, tensors. 50 ms on a machine that does nothing else."""
     w = Params({f"{'block.' * 8}{i}": torch.zeros(1, 1) for i in range(limits.MAX_TENSORS)})
     classes = [f"class {i}, of many" for i in range(21_841)]
-    for value in (w, list(range(60_000)), dict.fromkeys(map(str, range(60_000)), 0.5), classes):
+    for value in (w, list(range(60_000)), dict.fromkeys(map(str, range(32_000)), 0.5), classes):
         head, pieces = payload.encode(value)
         data, taken = b"".join(pieces), []
         for _ in range(3):

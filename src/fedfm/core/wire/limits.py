@@ -13,13 +13,14 @@ from fedfm.linalg.params import Layout
 MAX_BYTES = 4 << 30  # bytes of one payload's data, in addition to VECTORS parameter vectors of the receiver's model
 VECTORS = 16  # parameter vectors allowed in one message; methods send up to three
 MAX_HEAD = 2 << 20  # characters of a message's head: enough for names and shapes of 16,384 tensors
-MAX_VALUES = 1 << 16  # JSON values in a head: enough for 16,384 matrices, or numbers and texts of 65,536 classes
+MAX_VALUES = 65 << 10  # values and keys of a head: of 16,384 matrices and some more, or 33,000 named numbers or texts
 MAX_NODES = 1 << 12  # values that are built one by one; numbers or texts of one list or mapping are built together
 MAX_ARRAYS = 1 << 10  # tensors and Params; more tensors travel as one Params
 MAX_TENSORS = 1 << 14  # tensors of one Params
 MAX_DEPTH = 32
 
 _COMMA, _COLON, _QUOTE, _OPEN, _CLOSE, _OBJECT = (ord(c) for c in ',:"[]{')
+_TEXT = np.frombuffer(b'"s":', np.uint8)
 _UPPER = 0xDF  # this mask turns braces into brackets
 
 
@@ -56,21 +57,24 @@ def count_keys(head: str) -> int:
     """Total number of keys in the JSON objects of a head, counted without parsing and without recursion.
 
     Raises:
-        ClientFault: E_SIZE, more values than :data:`MAX_VALUES`, or more objects than :data:`MAX_NODES` values have;
-            E_FORMAT, nested deeper than :data:`MAX_DEPTH`.
+        ClientFault: E_SIZE, more values and keys than :data:`MAX_VALUES`, or more objects than :data:`MAX_NODES`
+            values have; E_FORMAT, nested deeper than :data:`MAX_DEPTH`.
     """
     if "\\" in head:  # an escaped quote does not end a text
         head = head.replace("\\\\", "").replace('\\"', "")
-    raw = np.frombuffer(head.encode("utf-8", "replace"), np.uint8)
-    within = np.bitwise_xor.accumulate(raw == _QUOTE)  # from a text's opening quote to before its closing quote
-    raw = raw * ~within
-    if (values := int(np.count_nonzero(raw == _COMMA)) + 1) > MAX_VALUES:
-        raise ClientFault(E_SIZE, f"a head of {values} values: expected at most {MAX_VALUES}")
+    text = np.frombuffer(head.encode("utf-8", "replace") + bytes(len(_TEXT)), np.uint8)
+    within = np.bitwise_xor.accumulate(text == _QUOTE)  # from a text's opening quote to before its closing quote
+    raw = text * ~within
+    keys = int(np.count_nonzero(raw == _COLON))
+    if (values := int(np.count_nonzero(raw == _COMMA)) + 1 + keys) > MAX_VALUES:
+        raise ClientFault(E_SIZE, f"a head of {values} values and keys: expected at most {MAX_VALUES}")
     kind = raw & _UPPER
     step = (kind == _OPEN).view(np.int8) - (kind == _CLOSE).view(np.int8)
     if step[step != 0].cumsum(dtype=np.int32).max(initial=0) > MAX_DEPTH:
         raise ClientFault(E_FORMAT, f"nested deeper than {MAX_DEPTH}")
-    # A value has at most two objects, {"m":{...}}; texts are built together. An object takes longest to parse.
-    if (objects := int(np.count_nonzero(raw == _OBJECT)) - head.count('{"s":')) > 2 * MAX_NODES:
+    # A value has at most two objects, {"m":{...}}. A text is {"s":"..."}; texts are built together.
+    opens = np.flatnonzero(raw == _OBJECT)
+    texts = int(np.count_nonzero((text[opens[:, None] + np.arange(1, 1 + len(_TEXT))] == _TEXT).all(1)))
+    if (objects := len(opens) - texts) > 2 * MAX_NODES:
         raise ClientFault(E_SIZE, f"a head of {objects} objects: expected at most {2 * MAX_NODES}")
-    return int(np.count_nonzero(raw == _COLON))
+    return keys
