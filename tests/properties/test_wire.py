@@ -205,7 +205,7 @@ def test_what_is_built_one_by_one_is_limited_for_others_and_not_for_our_own_file
 
 
 def test_a_fraction_is_refused_where_it_stands():
-    with pytest.raises(ClientFault, match="E_FORMAT: the head is not JSON: the number 0.1 is not whole"):
+    with pytest.raises(ClientFault, match=r"E_FORMAT: the head is not JSON: the number 0.1 is not whole"):
         payload.decode(f"[0.1,{','.join(['1.5'] * 60_000)}]", b"")
 
 
