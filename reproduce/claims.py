@@ -16,9 +16,8 @@ Accuracies = Mapping[str, Mapping[str, float]]  # row -> seed -> accuracy in per
 HEAD = "| what | bound, points | measured, points | seeds | verdict |\n|---|---|---|---|---|"
 RATES = (
     "*No verdict*: a rate of one of the rows was not chosen on validation rows at that row's own point, but borrowed "
-    "from another row or point, or set by hand; the difference stands, and decides nothing. *At a grid's edge*: the "
-    "best of the values searched was the last one tried, so that a better one may lie beyond. Rates that are the "
-    "paper's count as chosen."
+    "from another row or point, taken from the paper, or set by hand; the difference stands, and decides nothing. "
+    "*At a grid's edge*: the best of the values searched was the last one tried, so that a better one may lie beyond."
 )
 
 

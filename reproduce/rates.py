@@ -19,7 +19,12 @@ from fedfm.runtime.run_directory import Run
 
 TUNED, BORROWED, PAPER, HAND, NONE = "tuned", "borrowed", "paper", "by hand", "no rate"
 EDGE = "at a grid's edge"
-FORBIDS = {BORROWED: "rate borrowed", HAND: "rate set by hand", "": "rate of unknown origin"}  # the first counts first
+FORBIDS = {  # the first counts first
+    BORROWED: "rate borrowed",
+    HAND: "rate set by hand",
+    PAPER: "rate not searched, but the paper's",  # it was chosen for a larger model
+    "": "rate of unknown origin",
+}
 STEPS = 3  # by which a grid is widened at most, on either side
 
 
