@@ -5,7 +5,7 @@ import pytest
 from tiny_models import load
 
 from fedfm.data.table import Table
-from fedfm.models.language.generation import left_out
+from fedfm.models.language.generation import followed, left_out
 from fedfm.models.text_metrics import answers
 
 TABLE = Table("instruction", [("the fox", "jumps")] * 3, None, (), np.full(3, "train"), source="a.jsonl")
@@ -19,6 +19,13 @@ TABLE = Table("instruction", [("the fox", "jumps")] * 3, None, (), np.full(3, "t
         ({"do_sample": True, "temperature": 0.1}, "do_sample = true, which"),
         ({"num_beams": 4}, "num_beams = 4, which"),
         ({"do_sample": True, "num_beams": 2}, "do_sample = true and num_beams = 2, which"),
+        ({"stop_strings": ["fox"]}, "stop_strings = ['fox'], which"),
+        ({"max_time": 1e-9}, "max_time = 1e-09, which"),
+        (
+            {"prompt_lookup_num_tokens": 3, "token_healing": True},
+            "prompt_lookup_num_tokens = 3 and token_healing = true",
+        ),
+        ({"return_dict_in_generate": True, "is_assistant": True}, None),
     ],
 )
 def test_drawn_answers_and_beams_are_left_out_with_a_word(folder, settings, said):
@@ -30,3 +37,36 @@ def test_drawn_answers_and_beams_are_left_out_with_a_word(folder, settings, said
     assert bool(left_out(model)) == (said is not None)
     if said:
         assert answers(model, model.prepare(TABLE, range(3))) == greedy
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, ""),
+        ({"temperature": 0.1, "max_length": 3, "repetition_penalty": 1.0, "forced_eos_token_id": None}, ""),
+        (
+            {"repetition_penalty": 1.5, "suppress_tokens": list(range(40))},
+            "repetition_penalty = 1.5, suppress_tokens = ",
+        ),
+        ({"forced_bos_token_id": 1}, "forced_bos_token_id = 1"),
+    ],
+)
+def test_settings_that_answers_follow_are_said(folder, settings, said):
+    model = load(folder("llama"), TABLE, "lora", template="alpaca", answer_tokens=6)
+    for key, value in settings.items():
+        setattr(model.module.generation_config, key, value)
+    assert said in followed(model)
+    assert bool(followed(model)) == bool(said)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"encoder_repetition_penalty": 4.0}, {"min_length": 6}, {"forced_bos_token_id": 9}]
+)
+def test_answers_are_the_same_alone_whatever_reads_padding(folder, settings):
+    rows = [("the", ""), ("the quick brown fox jumps", ""), ("a dog", "")]
+    table = Table("instruction", rows, None, (), np.full(3, "train"), source="a.jsonl")
+    model = load(folder("llama"), table, "lora", template="{instruction}", answer_tokens=6)
+    for key, value in settings.items():
+        setattr(model.module.generation_config, key, value)
+    alone = [answers(model, model.prepare(table, [i]))[0] for i in range(3)]
+    assert answers(model, model.prepare(table, range(3))) == alone

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from fedfm.core.rows import Asked, Output, Rows, has_tools
 from fedfm.errors import InputError
 from fedfm.models.influence import reads_padding
-from fedfm.models.language import chat_templates, truncation
+from fedfm.models.language import chat_templates, generation, truncation
 from fedfm.models.language.chat_form import ASSISTANT
 from fedfm.models.language.encoding import prompts
 from fedfm.models.language.next_token import logits_and_targets, rows_at_once
@@ -125,6 +125,7 @@ def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
     generate: Any = getattr(model.module, "generate")  # noqa: B009  (a method that only causal models have)
     called = [has_tools(said) for said, _ in rows.pairs or ()]
     ends = _ends(model, any(called))
+    alike = generation.reads_padding(getattr(model.module, "generation_config", None))
 
     def answer(some: list[int], size: int) -> None:
         if len(some) > size:
@@ -140,8 +141,7 @@ def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
             input_ids=batch.to(model.device),
             attention_mask=mask.to(model.device),
             max_new_tokens=limit,
-            do_sample=False,
-            num_beams=1,
+            **generation.GREEDY,
             use_cache=True,
             eos_token_id=sorted(ends) or None,
             pad_token_id=rows.pad,
@@ -158,16 +158,18 @@ def answers(model: Network, rows: Rows, batch_size: int = 64) -> list[Answer]:
             model.answers_alone = reads_padding(model, asked[order[-1]], rows.pad, of_last)
         most = 1 if model.answers_alone else most
         while at < len(order):
-            some = _first(order[at:], lengths, most)
+            some = _first(order[at:], lengths, most, alike=alike)
             _, fit = in_halves(len(some), partial(answer, some), warn)
             at, most = at + len(some), fit if fit < len(some) else most
     return out
 
 
-def _first(order: list[int], lengths: list[int], most: int) -> list[int]:
-    """The first rows in this order, of growing length, that fit into one batch."""
+def _first(order: list[int], lengths: list[int], most: int, *, alike: bool) -> list[int]:
+    """The first rows in this order, of growing length, that fit into one batch; ``alike``: only those of one length."""
     size = 1
     while size < min(most, len(order)) and (size + 1) * lengths[order[size]] <= TOKENS:
+        if alike and lengths[order[size]] != lengths[order[0]]:
+            break
         size += 1
     return order[:size]
 

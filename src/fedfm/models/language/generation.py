@@ -1,28 +1,85 @@
-"""The model's own generation settings that greedy answers ignore."""
+"""The model's own generation settings: those that greedy answers follow, and those that they ignore."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedfm.models.model import Model
 
+# What answers are generated with, whatever the file says: one likeliest token after the other, by the model alone.
+GREEDY: Mapping[str, Any] = MappingProxyType(
+    {
+        **{"do_sample": False, "num_beams": 1, "num_return_sequences": 1},
+        **{"stop_strings": None, "max_time": None, "penalty_alpha": None, "dola_layers": None},
+        **{"prompt_lookup_num_tokens": None, "token_healing": False, "is_assistant": False},
+        **{"return_dict_in_generate": False},
+    }
+)
+_SILENT = ("return_dict_in_generate", "num_return_sequences", "is_assistant")  # they change no answer
+_FOLLOWED = (
+    *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+    *("min_length", "min_new_tokens", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"),
+    *("begin_suppress_tokens", "bad_words_ids", "sequence_bias", "guidance_scale", "watermarking_config"),
+    *("exponential_decay_length_penalty",),
+)
+_READ_PADDING = (  # transformers (5.24) counts padding before a prompt as part of it
+    *("encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"),
+    "forced_bos_token_id",
+)
+_ONE = ("num_beams", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale")  # 1: nothing
+_LONGEST = 40  # characters of a value in a notice
+
+
+def reads_padding(config: Any) -> bool:
+    """Whether a setting treats padding before a prompt as words of it, so that only prompts of one length go together.
+
+    Args:
+        config: transformers' generation configuration of a model.
+    """
+    return any(_acts(key, getattr(config, key, None)) for key in _READ_PADDING)
+
 
 def left_out(model: Model) -> str:
-    """A line if ``generation_config.json`` asks for sampling or for beams; empty if it does not.
+    """A line if ``generation_config.json`` has settings that greedy answers ignore; empty if it has none.
 
     Answers are greedy, so that a row gets the same answer each time. The other settings of that file apply, such as
     a repetition penalty.
     """
-    config = getattr(model.module, "generation_config", None)
-    if config is None or not model.task.answers:
-        return ""
-    beams = getattr(config, "num_beams", None) or 1
-    asked = [*(["do_sample = true"] if getattr(config, "do_sample", False) else [])]
-    asked += [f"num_beams = {beams}"] if beams > 1 else []
+    config = _config(model)
+    odd = {key: getattr(config, key, None) for key in GREEDY if key not in _SILENT}
+    asked = [f"{key} = {_text(value)}" for key, value in odd.items() if value != GREEDY[key] and _acts(key, value)]
     if not asked:
         return ""
     return (
         f"generation_config.json of the model has {' and '.join(asked)}, which `fedfm predict` ignores: it takes "
         "the likeliest token each time, as generate(do_sample=False, num_beams=1)"
     )
+
+
+def followed(model: Model) -> str:
+    """A line if ``generation_config.json`` has settings by which greedy answers are not of the likeliest tokens."""
+    config = _config(model)
+    found = {key: getattr(config, key, None) for key in _FOLLOWED}
+    asked = [f"{key} = {_text(value)}" for key, value in found.items() if _acts(key, value)]
+    if not asked:
+        return ""
+    return f"answers follow generation_config.json of the model, which has {', '.join(asked)}"
+
+
+def _config(model: Model) -> Any:
+    return getattr(model.module, "generation_config", None) if model.task.answers else None
+
+
+def _acts(key: str, value: Any) -> bool:
+    """Whether a setting has this value for something."""
+    if key.endswith("_token_id"):
+        return value is not None
+    return bool(value) and not (key in _ONE and value == 1)
+
+
+def _text(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

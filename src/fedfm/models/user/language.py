@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fedfm.core.rows import Batch
 from fedfm.errors import InputError, first_line
+from fedfm.models.language.generation import GREEDY
 from fedfm.models.preprocessing import IGNORE
 from fedfm.models.quiet import quiet
 
@@ -192,7 +193,7 @@ def _generate(module: Any, half: bool, **inputs: Any) -> Tensor:
     device = next(module.parameters()).device.type
     try:
         with quiet(), torch.autocast(device, torch.bfloat16) if half else nullcontext():
-            return module.generate(**inputs, do_sample=False, num_beams=1)  # type: ignore[no-any-return]
+            return module.generate(**inputs, **GREEDY)  # type: ignore[no-any-return]
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
         raise InputError(f"generate() fails on these rows: {type(error).__name__}: {first_line(error, 300)}") from error
 
