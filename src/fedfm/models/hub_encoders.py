@@ -88,6 +88,7 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], task:
         tools = tools_of(path, spec, config.text_config, "text", task)
         read = weights.load(transformers.AutoModel, path, spec, config, seed, DTYPES[spec.dtype], head=False)
         tools = positions.fit(tools, spec, read.module, config.text_config)
+        tools.tokenizer.padding_side = "right"  # a text encoder counts positions from the first token
         siglip = config.model_type == "siglip"
         if siglip and tools.positions:  # all its texts have this length, in an export too
             tools = dataclasses.replace(tools, max_length=tools.positions)
@@ -100,6 +101,7 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], task:
             context=adapt.tokens if adapt.name == "prompt" else 0,
         )
         dual = DualEncoder(read.module, prompts)
+        prompt_names.check_read(dual, prompts, spec.name)
         processor, guess = image_processor(path, spec, config)
     if not families.find(dual, config.model_type).text_blocks:
         raise InputError(
@@ -108,10 +110,15 @@ def zero_shot(path: Path | str, spec: ModelSpec, classes: tuple[str, ...], task:
             key="model.name",
         )
     tools = dataclasses.replace(
-        tools, image=preprocessing.processor_call(processor), processor=processor, notices=guess
+        tools,
+        image=preprocessing.processor_call(processor),
+        processor=processor,
+        notices=(*tools.notices, *guess),
     )
     read.notices += unread_parts.notices(path, config, spec)
-    read.notices += prompt_names.notices(classes, task.class_templates) if not prompts.context else []
+    if not prompts.context:
+        read.notices += prompt_names.notices(classes, task.class_templates)
+        read.notices += prompt_names.read_alike(prompts, classes)
     about, new = config.to_diff_dict() | {"classes": list(classes)}, ["context"] if prompts.context else []
     if adapt.name == "head":
         with torch.no_grad():

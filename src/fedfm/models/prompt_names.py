@@ -1,16 +1,20 @@
-"""Names of classes that are identifiers rather than words, and go into the prompts of a text encoder as they are."""
+"""Names of classes as a text encoder reads them: identifiers instead of words, and names that it takes for one."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-from fedfm.models.architectures.dual_encoder import words_of
+import torch
+
+from fedfm.errors import InputError
+from fedfm.models.architectures.dual_encoder import DualEncoder, Prompts, words_of
 
 _NUMBER = re.compile(r"(?:[a-z]{0,2}\d{2,}|\d+)(?:\s*[._:)-]\s*|\s+)\S*[^\W\d_]", re.IGNORECASE)  # in front of a name
 _YEAR = re.compile(r"(?:1[89]|20)\d\d\b")
 _JOINED = re.compile(r"[^\W\d_A-Z][A-Z]")  # words that only their capitals divide
 _NAMES = re.compile(r"Ma?c[A-Z]|[ie][A-Z]")  # McDonald, MacBook, iPhone, eBay
+_SAME = 1e-6  # of the largest number of a vector
 _SHARE = 0.2  # of the classes, from which it is told, and two at least
 
 
@@ -25,6 +29,45 @@ def notices(classes: Sequence[str], templates: Sequence[str]) -> list[str]:
         f'"{prompt}"; '
         "where one says it otherwise, name the classes in words (a column data.label_name, or names as labels)"
     ]
+
+
+def read_alike(prompts: Prompts, classes: Sequence[str]) -> list[str]:
+    """A line about classes whose prompts are the same tokens, since the tokenizer does not know their words."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, ids in zip(classes, prompts.input_ids[0].tolist(), strict=True):
+        groups.setdefault(tuple(ids), []).append(name)
+    alike = [names for names in groups.values() if len(names) > 1]
+    if not alike:
+        return []
+    return [
+        f"model.name: the tokenizer reads {sum(map(len, alike))} of {len(classes)} names of classes as the same "
+        f'tokens, such as "{alike[0][0]}" and "{alike[0][1]}": the model cannot tell them apart by their names'
+    ]
+
+
+def check_read(dual: DualEncoder, prompts: Prompts, name: str) -> None:
+    """Refuse a text encoder whose vector of a text does not depend on the class's name in it.
+
+    A CLIP takes the vector at the end token that its configuration states, and that at the first place if no text has
+    this token.
+
+    Raises:
+        InputError: two different prompts have the same vector.
+    """
+    ids, mask = prompts.input_ids[0], prompts.attention_mask[0]
+    other = next((i for i in range(1, len(ids)) if not torch.equal(ids[i], ids[0])), None)
+    if other is None or prompts.context:
+        return
+    with torch.no_grad():
+        both = dual.eval().clip.get_text_features(input_ids=ids[[0, other]], attention_mask=mask[[0, other]])
+    first, second = both.pooler_output.float()
+    if torch.allclose(first, second, rtol=0, atol=_SAME * float(first.abs().max())):
+        stated = getattr(dual.config.text_config, "eos_token_id", None)
+        raise InputError(
+            f"model.name: the text encoder of {name!r} gives the same vector for different names of classes: expected "
+            f"as eos_token_id of text_config in its config.json, {stated}, the token that its tokenizer sets last",
+            key="model.name",
+        )
 
 
 def _is_identifier(name: str) -> bool:
