@@ -49,6 +49,12 @@ def _is_preact_resnet(path: Path | str) -> bool:
     return found is not None and PREACT_RESNET.encode() in found.read_bytes()
 
 
+def class_names(config: Any) -> tuple[str, ...]:
+    """The names that a configuration has for the outputs of a head; () if it does not have them all."""
+    named = getattr(config, "id2label", None) or {}
+    return tuple(str(named[i]) for i in range(len(named))) if set(named) == {*range(len(named))} else ()
+
+
 def name_classes(config: Any, classes: Sequence[str], problem_type: str | None) -> None:
     """Make the configuration that of a classifier of these classes.
 

@@ -13,6 +13,7 @@ from fedfm.errors import InputError
 from fedfm.models.locate import locate
 
 _STATISTICS = ("running_mean", "running_var")
+_FEW = 8  # values of a weight that may all be alike
 _INDEX = "model.safetensors.index.json"
 
 
@@ -26,14 +27,16 @@ class Finite:
 
     def __init__(self, name: str, weights: Collection[str]) -> None:
         self._name, self._weights = name, weights
-        self._zero: list[str] = []
+        self._alike: list[tuple[str, float]] = []  # name, the value
 
     def notices(self) -> list[str]:
-        """A line about weights that are all zero."""
-        if not self._zero:
+        """A line about weights of which all values are alike."""
+        if not self._alike:
             return []
-        more = f" and {len(self._zero) - 1} more" if len(self._zero) > 1 else ""
-        return [f"model.name: {self._zero[0]}{more} of {self._name} holds nothing but zeros: was it converted whole?"]
+        name, value = self._alike[0]
+        more = f" and {len(self._alike) - 1} more" if len(self._alike) > 1 else ""
+        words = "zeros" if value == 0 else f"{value:.3g}, in each place"
+        return [f"model.name: {name}{more} of {self._name} holds nothing but {words}: was it converted whole?"]
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         """Check one tensor.
@@ -45,8 +48,8 @@ class Finite:
             return
         total = tensor.sum(dtype=torch.float64)
         if bool(torch.isfinite(total)):
-            if total == 0 and tensor.dim() > 1 and name.endswith(".weight") and not bool(tensor.any()):
-                self._zero.append(name)
+            if tensor.dim() > 1 and name.endswith(".weight") and _alike(tensor):
+                self._alike.append((name, tensor[(0,) * tensor.dim()].item()))
             return
         strict = name in self._weights or name.endswith(_STATISTICS)
         place = torch.nonzero(~torch.isfinite(tensor) if strict else torch.isnan(tensor))
@@ -59,6 +62,14 @@ class Finite:
             f"{f', and {len(place) - 1:,} more of its values are not finite' if len(place) > 1 else ''}: the weights "
             "are damaged; use an undamaged copy"
         )
+
+
+def _alike(tensor: Tensor) -> bool:
+    """Whether all values are one, which is not that of a fresh norm."""
+    if tensor.numel() < _FEW:
+        return False
+    first = tensor[(0,) * tensor.dim()]
+    return bool(first == tensor[(-1,) * tensor.dim()]) and bool(first != 1) and bool((tensor == first).all())
 
 
 def _file(name: str, tensor: str) -> str:

@@ -14,11 +14,10 @@ from fedfm.models import (
     derived_modules,
     devices,
     encoder_decoder,
-    unread_parts,
     weights,
 )
 from fedfm.models.hub_tools import Loaded, tools_of
-from fedfm.models.locate import DTYPES, locate
+from fedfm.models.locate import BUILT_IN, DTYPES, locate
 from fedfm.models.quantised_maps import of_folder
 from fedfm.models.quiet import quiet
 from fedfm.models.spec import ModelSpec
@@ -57,6 +56,7 @@ def load_pretrained(
             from fedfm.models.hub_encoders import load_pooled_encoder
 
             return load_pooled_encoder(path, spec, config, classes, seed)
+        outputs = configuration.class_names(config)
         if task.new_head:
             configuration.name_classes(config, classes, task.problem_type)
         tools = tools_of(path, spec, config, kind, task)
@@ -78,7 +78,13 @@ def load_pretrained(
             read = weights.load(auto_class, path, spec, config, seed, dtype, head=task.new_head, **where)
     module = read.module
     derived_modules.install(module)
-    unread = unread_parts.notices(path, config, spec)
+    unread: list[str] = []
+    if spec.name not in BUILT_IN:
+        from fedfm.models import processor_files, unread_parts
+
+        unread = unread_parts.notices(path, config, spec, answers=task.answers)
+        if tools.image is not None and spec.weights == "pretrained":
+            unread += processor_files.of_other_size(tools.image, module, config, spec.name)
     if tools.tokenizer is not None:
         from fedfm.models import positions
 
@@ -97,6 +103,7 @@ def load_pretrained(
         placed,
         hollow=shape is not None,
         notices=(*read.notices, *unread),
+        outputs=outputs,
     )
 
 

@@ -40,6 +40,7 @@ class Loaded:
         placed: whether the module is on its devices already.
         hollow: whether its weights are placeholders (zeros) that take no memory.
         notices: guesses that the user should know.
+        outputs: the checkpoint's names of its head's outputs; () if it has none.
     """
 
     module: nn.Module
@@ -52,6 +53,7 @@ class Loaded:
     placed: bool = False
     hollow: bool = False
     notices: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
 
 
 def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, task: ModelTask) -> Tools:
@@ -64,7 +66,7 @@ def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, task: Mo
         raise InputError(
             f"model.name: {path} has no tokenizer for data of kind {kind}: put its files there", key="model.name"
         )
-    from fedfm.models import tokenizer_files
+    from fedfm.models import tokenizer_files, unknown_keys
 
     try:
         tokenizer, by, guess = tokenizer_files.read(path, spec.name)
@@ -72,9 +74,15 @@ def tools_of(path: Path | str, spec: ModelSpec, config: Any, kind: str, task: Mo
         raise InputError(
             f"model.name: {path} has no tokenizer for data of kind {kind}: {refusals.first_of(error)}", key="model.name"
         ) from None
-    guess = (*guess, *tokenizer_files.cls_notice(tokenizer, spec.name))
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    misspelt = unknown_keys.of_tokenizer(path, tokenizer)
+    guess = (
+        *guess,
+        *tokenizer_files.contradictions(path, tokenizer, spec.name),
+        *tokenizer_files.cls_notice(tokenizer, spec.name),
+        *(tokenizer_files.templates(path, tokenizer, spec.name) if task.answers else ()),
+        *(f"model.name: {path} {text}" for text in misspelt),
+    )
+    tokenizer_files.choose_padding(tokenizer, None if task.is_language_model else config)
     with quiet():
         template, notices = task.fit_tokenizer(tokenizer)
     return Tools(  # max_length: positions.fit
@@ -119,10 +127,10 @@ def image_processor(path: Path | str, spec: ModelSpec, config: Any) -> tuple[Any
         notices = preprocessing.check_scale(found, spec.name)
         if spec.name in BUILT_IN:
             return found, notices
-        from fedfm.models import unknown_keys
+        from fedfm.models import processor_files, unknown_keys
 
-        misspelt = unknown_keys.of_image_processor(path, found)
-        return found, (*notices, *(f"model.name: {path} {text}" for text in misspelt))
+        told = [*processor_files.notices(path, found), *unknown_keys.of_image_processor(path, found)]
+        return found, (*notices, *(f"model.name: {path} {text}" for text in told))
     if spec.weights == "random":
         return processor, ()
     shape = " x ".join(str(n) for n in dict(processor.size).values() if n)

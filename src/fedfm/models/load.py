@@ -120,6 +120,11 @@ def load_model(
     if keep_head:
         loaded.new = [p for p in loaded.new if any(name.startswith(f"{p}.") for name in loaded.missing)]
     parts = families.find(loaded.module, loaded.model_type)
+    kept = keep_head and spec.weights == "pretrained" and not any(within(parts.head, path) for path in loaded.new)
+    if kept and parts.head:
+        from fedfm.models import kept_head
+
+        loaded.notices += kept_head.arrange(loaded.module, parts.head, loaded.outputs, classes, spec.name)
     drawn: tuple[str, ...] = ()
     if task.new_head and spec.weights == "pretrained" and spec.name != "features":
         drawn = new_parts.notice(loaded.module, loaded.new, parts.head, spec.name)

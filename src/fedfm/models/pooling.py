@@ -103,7 +103,11 @@ def of_padding(model: Network) -> list[str]:
 
 
 def _of_padding(model: Network) -> str:
-    return f"the logits of {model.spec.name!r} for a text depend on the padding after it"
+    text = f"the logits of {model.spec.name!r} for a text depend on the padding after it"
+    stated, ours = getattr(getattr(model.module, "config", None), "pad_token_id", None), padding(model)
+    if stated is None or stated == ours:
+        return text
+    return f"{text} (pad_token_id of its config.json is {stated}, and its tokenizer pads with {ours})"
 
 
 def padding(model: Network) -> int | None:

@@ -32,9 +32,14 @@ def fit(tools: Tools, spec: ModelSpec, module: nn.Module, config: Any) -> Tools:
             f"model.name: the padding token {tools.tokenizer.pad_token!r} of {spec.name!r} has the id {pad}, and "
             f"the model's embedding has only {rows} rows ({RESIZE})"
         )
+    notices = tools.notices
+    if rows is not None and spec.weights == "pretrained":
+        from fedfm.models import tokenizer_files
+
+        notices += tokenizer_files.of_another_model(tools.tokenizer, rows, spec.name)
     positions = _positions(module, words, config)
     length = min(spec.max_length, positions) if positions else spec.max_length
-    return dataclasses.replace(tools, max_length=length, positions=positions, vocabulary=rows)
+    return dataclasses.replace(tools, max_length=length, positions=positions, vocabulary=rows, notices=notices)
 
 
 def embedding(module: nn.Module) -> Any:

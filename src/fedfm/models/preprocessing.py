@@ -134,16 +134,27 @@ def check_pixels_alone(processor: Any, name: str) -> None:
     )
 
 
-_LEAST = 1e-3  # of white: a deviation below it makes numbers of all pictures that no model was trained on
+_LEAST = 1 / 300  # of white: a deviation below it makes numbers of all pictures that no model was trained on
+_NEAR = 0.02  # between 1/255 and 1/256 of a rescaling
+_SHAPES = {(), (3,)}  # of a mean: a number for all channels, or one for each
 
 
 def check_scale(processor: Any, name: str) -> tuple[str, ...]:
-    """A notice if the mean and the deviation of an image processor are those of pictures of another scale.
+    """A notice if an image processor makes pictures of a scale that its mean and deviation, or no mean, belong to.
 
     Raises:
-        InputError: a deviation is zero, or one of its numbers is not finite.
+        InputError: a deviation is zero, one of its numbers is not finite, or they are of other channels.
     """
     said = processor.to_dict()
+    white = 255 * (float(said.get("rescale_factor") or 1 / 255) if said.get("do_rescale", True) else 1.0)
+    middle = np.mean(said["image_mean"]) if said.get("do_normalize") and said.get("image_mean") is not None else 0
+    centred = bool(said.get("rescale_offset")) or abs(2 * middle / white - 1) <= _NEAR
+    if min(abs(white - 1), abs(white / 255 - 1)) > _NEAR and not centred:
+        return (
+            f"model.name: the image processor of {name} makes 0..{white:.3g} of black to white, which is another scale "
+            f"than that of most models: rescale_factor = {said['rescale_factor']:.3g} of its preprocessor_config.json "
+            "is usually 1 / 255",
+        )
     if not said.get("do_normalize") or said.get("image_mean") is None or said.get("image_std") is None:
         return ()
     mean, std = np.atleast_1d(said["image_mean"]).astype(float), np.atleast_1d(said["image_std"]).astype(float)
@@ -153,7 +164,12 @@ def check_scale(processor: Any, name: str) -> tuple[str, ...]:
             f"subtracted image_mean = {said['image_mean']}: expected finite numbers, the deviation above zero",
             key="model.name",
         )
-    white = 255 * (float(said.get("rescale_factor") or 1 / 255) if said.get("do_rescale", True) else 1.0)
+    if not {np.shape(said["image_mean"]), np.shape(said["image_std"])} <= _SHAPES:
+        raise InputError(
+            f"model.name: the image processor of {name!r} has image_mean = {said['image_mean']} and image_std = "
+            f"{said['image_std']}: images have 3 channels, so expected 3 numbers, or one for all",
+            key="model.name",
+        )
     if (mean <= white).all() and (std >= _LEAST * white).all():
         return ()
     return (

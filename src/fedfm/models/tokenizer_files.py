@@ -6,6 +6,7 @@ ignores its rules: the words of a WordLevel become those of a BPE without merges
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,12 @@ from fedfm.models.preprocessors import AUTO
 
 PLAIN = "PreTrainedTokenizerFast"  # follows tokenizer.json
 _FILE = "tokenizer.json"
+_CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
+_ROUNDED, _MOST = 64, 0.9  # rows of an embedding beyond its tokenizer that say nothing; share of tokens that does not
+_FOLLOWS = ("TokenizersBackend", PLAIN)  # classes of transformers that follow it
+_PHRASES = ("The fox", "THE FOX", "naïve Über", "b12 3456", "don't stop.", "(a-b)_c/d")
+_TEMPLATE = "chat_template.jinja"
+_LIKE_TEMPLATE = re.compile(r"chat\W?_?templ|\.jinja2?$", re.IGNORECASE)
 _KIND = re.compile(r'"model"\s*:\s*\{\s*"type"\s*:\s*"(\w+)"')
 
 
@@ -32,7 +39,7 @@ def read(path: Path | str, name: str) -> tuple[Any, str, tuple[str, ...]]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     stored, built = _stored_kind(path), _built_kind(tokenizer)
     if not stored or not built or stored == built:
-        return tokenizer, AUTO, ()
+        return tokenizer, AUTO, _splits_otherwise(path, tokenizer, name)
     own = type(tokenizer).__name__
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path)
     return (
@@ -54,6 +61,113 @@ def cls_notice(tokenizer: Any, name: str) -> tuple[str, ...]:
         f"model.name: the tokenizer of {name} has a token {tokenizer.cls_token} for the whole text and writes it in "
         "none: a model that was trained with it reads another token in its place",
     )
+
+
+def choose_padding(tokenizer: Any, config: Any) -> None:
+    """Give a tokenizer without a padding token that of the model's configuration, else its end or its unknown token.
+
+    Classifiers of transformers find a text's end by the configuration's token.
+    """
+    if tokenizer.pad_token_id is not None:
+        return
+    stated = getattr(config, "pad_token_id", None)
+    known = isinstance(stated, int) and 0 <= stated < len(tokenizer)
+    tokenizer.pad_token = (
+        tokenizer.convert_ids_to_tokens(stated) if known else tokenizer.eos_token or tokenizer.unk_token
+    )
+
+
+def _splits_otherwise(path: Path | str, tokenizer: Any, name: str) -> tuple[str, ...]:
+    """A notice if a class of transformers normalises or splits words otherwise than the file that has them.
+
+    Such a class makes its rules of ``tokenizer_config.json`` and its own defaults, e.g. lower case. Tokens that stand
+    around each text, and words that are unknown, are left aside.
+    """
+    file, own = stored_file(path, _FILE), type(tokenizer).__name__
+    if file is None or own in _FOLLOWS:
+        return ()
+    from tokenizers import Tokenizer
+
+    try:
+        stored = Tokenizer.from_file(str(file))
+    except Exception:  # tokenizers has no class of its own; another release wrote the file
+        return ()
+    stored.no_padding()
+    stored.no_truncation()
+    unknown = {tokenizer.unk_token_id, stored.token_to_id("<unk>")}
+    for phrase in _PHRASES:
+        found = (
+            tokenizer(phrase, add_special_tokens=False)["input_ids"],
+            stored.encode(phrase, add_special_tokens=False).ids,
+        )
+        ours, theirs = ([stored.id_to_token(i) for i in ids if i not in unknown] for ids in found)
+        if theirs != ours:
+            return (
+                f"model.name: transformers makes a {own} of the tokenizer of {name!r}, which reads {phrase!r} as "
+                f"{ours}, and its {_FILE} says {theirs}: the {own} counts, also in an export; if the model was trained "
+                f'by the file, correct tokenizer_config.json (such as do_lower_case), or set its tokenizer_class to "'
+                f'{PLAIN}", which follows the file',
+            )
+    return ()
+
+
+def contradictions(path: Path | str, tokenizer: Any, name: str) -> tuple[str, ...]:
+    """A notice for special tokens on which two files of the folder differ."""
+    tables = [_special_tokens(path, file) for file in (_CONFIG, _MAP)]
+    odd = sorted(key for key in tables[0].keys() & tables[1].keys() if tables[0][key] != tables[1][key])
+    if not odd:
+        return ()
+    said = ", ".join(f"{k} {tables[0][k]!r} and {tables[1][k]!r} ({getattr(tokenizer, k, None)!r} counts)" for k in odd)
+    return (f"model.name: {_CONFIG} and {_MAP} of {name!r} differ: {said}; remove one",)
+
+
+def of_another_model(tokenizer: Any, rows: int, name: str) -> tuple[str, ...]:
+    """A notice if a tokenizer has far fewer tokens than the model's embedding has rows, so that it may be another's.
+
+    Args:
+        rows: of the embedding, which is often rounded up.
+    """
+    if rows - len(tokenizer) <= _ROUNDED or len(tokenizer) > _MOST * rows:
+        return ()
+    return (
+        f"model.name: the tokenizer of {name!r} has {len(tokenizer)} tokens, and the model's embedding has {rows} "
+        "rows: is it the model's own tokenizer?",
+    )
+
+
+def templates(path: Path | str, tokenizer: Any, name: str) -> tuple[str, ...]:
+    """Notices about chat templates that other files of the folder have, and that do not count."""
+    own, file = _table(path, _CONFIG).get("chat_template"), stored_file(path, _TEMPLATE)
+    if isinstance(own, str) and file is not None and file.read_text(encoding="utf-8").strip() != own.strip():
+        return (
+            f"model.template: {_CONFIG} of {name!r} and its {_TEMPLATE} have other chat templates: the file counts",
+        )
+    if tokenizer.chat_template is not None or not isinstance(path, Path):
+        return ()
+    others = sorted(entry.name for entry in path.iterdir() if _LIKE_TEMPLATE.search(entry.name))
+    if not others:
+        return ()
+    return (
+        f"model.template: {name!r} has {', '.join(others)}, which no tokenizer reads, and no chat template: name the "
+        f"template {_TEMPLATE}",
+    )
+
+
+def _table(path: Path | str, name: str) -> dict[str, Any]:
+    try:
+        file = stored_file(path, name)
+        found = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
+    except (OSError, ValueError):
+        return {}  # transformers says what is wrong with it
+    return found if isinstance(found, dict) else {}
+
+
+def _special_tokens(path: Path | str, name: str) -> dict[str, str]:
+    """The special tokens that a file names, by their role, such as ``pad_token``."""
+    table = _table(path, name)
+    found = {key: value for key, value in table.items() if key.endswith("_token") and not key.startswith("add_")}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
 def _stored_kind(path: Path | str) -> str:

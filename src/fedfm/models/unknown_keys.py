@@ -19,6 +19,20 @@ from fedfm.models.locate import stored_file
 _ALIKE = 0.87  # difflib's ratio of two keys without case and underscores, as of one letter lost, added or changed
 _LONGER = 2  # letters by which one of them is longer than the other at most
 _SHORTEST = 6  # letters of a key; shorter ones are close by chance
+_OF_OTHERS = (
+    "_id",
+    "_ids",
+    "_file",
+    "_type",
+)  # keys of a tokenizer's file end so where programs other than it wrote them
+_OF_TOKENIZERS = frozenset(  # keys that transformers reads for all tokenizers
+    (
+        *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+        *("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder", "split_special_tokens"),
+        *("model_max_length", "padding_side", "truncation_side", "model_input_names", "chat_template"),
+        *("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces", "tokenizer_class"),
+    )
+)
 
 
 def of_configuration(path: Path | str, config: Any) -> list[str]:
@@ -28,8 +42,25 @@ def of_configuration(path: Path | str, config: Any) -> list[str]:
 
 def of_image_processor(path: Path | str, processor: Any) -> list[str]:
     """What is probably misspelt in ``preprocessor_config.json``, with the value that counts instead."""
-    file = "preprocessor_config.json"
-    return [f"has {text}" for text in _faults(_table(path, file), processor, "", file)]
+    from fedfm.models import processor_files
+
+    tables = processor_files.settings(path)
+    return [f"has {text}" for file, table in tables.items() for text in _faults(table, processor, "", file)]
+
+
+def of_tokenizer(path: Path | str, tokenizer: Any) -> list[str]:
+    """What is probably misspelt in ``tokenizer_config.json``, with the value that counts instead."""
+    file = "tokenizer_config.json"
+    table = {key: value for key, value in _table(path, file).items() if not key.endswith(_OF_OTHERS)}
+    return [f"has {text}" for text in _faults(table, tokenizer, "", file)]
+
+
+def of_generation(path: Path | str) -> list[str]:
+    """What is probably misspelt in ``generation_config.json``, with the value that counts instead."""
+    from transformers import GenerationConfig
+
+    file = "generation_config.json"
+    return [f"has {text}" for text in _faults(_table(path, file), GenerationConfig(), "", file)]
 
 
 def _table(path: Path | str, name: str) -> dict[str, Any]:
@@ -51,17 +82,37 @@ def _faults(table: Mapping[str, Any], read: Any, within: str, file: str) -> Iter
             continue
         plain = _plain(key)
         near = difflib.get_close_matches(plain, absent, n=1, cutoff=_ALIKE)
-        if near and abs(len(near[0]) - len(plain)) <= _LONGER and not _takes(read, key):
-            name = absent[near[0]]
-            value = vars(read).get(name, getattr(type(read), name, None))
+        if not near or abs(len(near[0]) - len(plain)) > _LONGER or _takes(read, key):
+            continue
+        name = absent[near[0]]
+        if not _is_another_token(key, name):
             yield (
                 f'"{within}{key}" in its {file}, which is not read; "{within}{name}" is absent and counts as '
-                f"{value!r:.60}: correct the key, or remove it"
+                f"{_value(read, name)!r:.60}: correct the key, or remove it"
             )
     for name in parts:
         part, inner = vars(read).get(name), table.get(name)
         if part is not None and isinstance(inner, Mapping):
             yield from _faults(inner, part, f"{within}{name}.", file)
+
+
+def _is_another_token(key: str, name: str) -> bool:
+    """Whether two names of special tokens differ in a letter of their role, as ``boi_token`` and ``bos_token`` do."""
+    both = key.endswith("_token") and name.endswith("_token")
+    return both and len(key) == len(name) and sorted(key) != sorted(name)
+
+
+def _value(read: Any, name: str) -> Any:
+    """What counts for a key that is absent."""
+    found = vars(read).get(name, getattr(type(read), name, None))
+    if found is None or isinstance(found, property):
+        found = getattr(read, name, None)
+    if found is None:
+        for kind in type(read).__mro__:
+            default = inspect.signature(kind).parameters.get(name) if "__init__" in vars(kind) else None
+            if default is not None and default.default is not inspect.Parameter.empty:
+                return default.default
+    return found
 
 
 def _keys_of(read: Any) -> set[str]:
@@ -73,6 +124,7 @@ def _keys_of(read: Any) -> set[str]:
         defaults = set()
     named = {name for of in kind.__mro__ for name in getattr(of, "__annotations__", ())}
     named |= set(getattr(getattr(kind, "valid_kwargs", None), "__annotations__", ()))
+    named |= _OF_TOKENIZERS if hasattr(read, "padding_side") else set()
     arguments = (inspect.signature(of).parameters for of in kind.__mro__ if "__init__" in vars(of))
     return defaults | named | {name for some in arguments for name in some} | set(getattr(kind, "attribute_map", {}))
 

@@ -1,43 +1,52 @@
-"""What lies in a model's folder and is not read: other files of weights, code of its own, parts behind the model, and
-keys that are misspelt.
+"""What lies in a model's folder and is not read: other files of weights, adapters, code of its own, parts behind the
+model, and keys that are misspelt. And what would be read as something else: weights of whole numbers.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from fedfm.errors import InputError
+from fedfm.models import quantised_maps
 from fedfm.models.checkpoint import some
-from fedfm.models.locate import BUILT_IN
+from fedfm.models.locate import ADAPTER, BUILT_IN
 from fedfm.models.spec import ModelSpec
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _OTHERS = ("*.safetensors", "pytorch_model*.bin", "tf_model*.h5", "flax_model*.msgpack")
+_OF_NUMBERS = ("F", "BF")  # of the names of floating-point dtypes in safetensors
 _PARTS = "modules.json"  # of sentence-transformers: the model, what pools its vectors, maps behind them
 
 
-def notices(path: Path | str, config: Any, spec: ModelSpec) -> list[str]:
+def notices(path: Path | str, config: Any, spec: ModelSpec, *, answers: bool = False) -> list[str]:
     """Lines about what is not read of a model's folder; of an id of the hub about its code and its keys alone, and of
     weights that are drawn about the keys.
 
+    Args:
+        answers: whether the task generates answers.
+
     Raises:
-        InputError: two files of the folder hold a tensor of one name.
+        InputError: two files of the folder hold a tensor of one name, or a weight is of whole numbers.
     """
     if spec.name in BUILT_IN:
         return []
     from fedfm.models import unknown_keys
 
     found = unknown_keys.of_configuration(path, config)
+    found += unknown_keys.of_generation(path) if answers else []
     if spec.weights == "pretrained":
         found += _own_code(path, config)
     if spec.weights == "pretrained" and isinstance(path, Path):
         _refuse_twice(path)
-        found += [*_other_weights(path), *_parts_behind(path)]
+        if quantised_maps.settings(config) is None:
+            _refuse_whole_numbers(path)
+        found += [*_other_weights(path), *_adapters(path), *_parts_behind(path)]
     return [f"model.name: {path} {text}" for text in found]
 
 
@@ -67,6 +76,11 @@ def _other_weights(path: Path) -> list[str]:
     if not read or not others:
         return []
     return [f"has weights in several files: {some(sorted(read))} counts, and not {some(others)}"]
+
+
+def _adapters(path: Path) -> list[str]:
+    places = sorted(file.parent.name for file in path.glob(f"*/{ADAPTER}"))
+    return [f"has adapters of PEFT in folders inside ({some(places)}), which are not read"] if places else []
 
 
 def _parts_behind(path: Path) -> list[str]:
@@ -99,3 +113,25 @@ def _refuse_twice(path: Path) -> None:
             "folder",
             key="model.name",
         )
+
+
+def _refuse_whole_numbers(path: Path) -> None:
+    """Refuse weights of whole numbers that nothing says how to scale: transformers would take them as they are."""
+    odd: list[str] = []
+    for name in sorted(_read_files(path)):
+        try:
+            with safe_open(path / name, "pt") as file:
+                odd += [f"{key} ({kind})" for key, kind in _kinds(file) if not kind.startswith(_OF_NUMBERS)]
+        except (OSError, SafetensorError):
+            return  # transformers says what is wrong with it
+    if odd:
+        raise InputError(
+            f"model.name: {path} has weights that are no floating-point numbers: {some(odd)}, and its config.json has "
+            "no quantization_config that says how they were rounded; save the model again, in float32 or bfloat16",
+            key="model.name",
+        )
+
+
+def _kinds(file: Any) -> Iterator[tuple[str, str]]:
+    """(name, dtype) of what can only be a weight; masks, counters and positions are whole numbers."""
+    return ((key, str(file.get_slice(key).get_dtype())) for key in file.keys() if key.endswith(".weight"))  # noqa: SIM118

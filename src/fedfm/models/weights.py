@@ -112,7 +112,30 @@ def load(
             ) from None
         raise refusal(path, spec.name, error) from None
     new, notices = Difference.of_load(module, path, info).judge(head=head)
+    notices += _of_two_tables(module, path)
     return Read(module, new, [*notices, *([stored_formats.notice(module, config, spec.name)] if widened else [])])
+
+
+def _of_two_tables(module: Any, path: Path | str) -> list[str]:
+    """A notice if a file has an output map of its own, although the configuration says that it is the embedding.
+
+    transformers then keeps both, older releases drop the map. The configuration says so from here on, for exports.
+    """
+    last = module.get_output_embeddings()
+    if last is None or not getattr(module.config, "tie_word_embeddings", False) or not module._tied_weights_keys:
+        return []
+    from fedfm.models import positions
+
+    ours, theirs = (getattr(of, "weight", None) for of in (positions.embedding(module), last))
+    if ours is None or theirs is None or theirs is ours or (theirs.shape, theirs.dtype) != (ours.shape, ours.dtype):
+        return []
+    if torch.equal(ours, theirs):
+        return []
+    module.config.tie_word_embeddings = False
+    return [
+        f"model.name: {path} has an output map that differs from its embedding, although its config.json says "
+        "tie_word_embeddings = true: both count, as the file has them"
+    ]
 
 
 def new_modules(module: nn.Module, model_type: str, missing: set[str]) -> list[str]:
