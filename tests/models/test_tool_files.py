@@ -217,6 +217,7 @@ def test_two_files_of_an_image_processor_are_compared(copy):
     assert '"image_maen" in its processor_config.json' in told(folder, images())
 
 
+@pytest.mark.proof
 def test_processors_of_all_families_have_a_usual_scale():
     import transformers
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
